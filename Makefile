@@ -8,7 +8,7 @@ LOCK := uv pip compile --quiet --upgrade --universal --python-version 3.11 --gen
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters: each would compile everything anew
 
 # Adds an extra to the virtual environment, once per change of the metadata.
-.venv/.%: setup.cfg setup.py pyproject.toml pyrocket_consumer/wire/_accelerator.c | .venv/bin/python
+.venv/.%: setup.cfg setup.py pyproject.toml pyrocket_consumer/protocol/_accelerator.c | .venv/bin/python
 	$(RUN)/python -m pip install --quiet --editable '.[$*]'
 	@touch $@
 
@@ -51,8 +51,8 @@ proof: .venv/.test  ## everything: all releases, all random search, unit tests i
 	$(RUN)/python -m coverage report
 
 pure: .venv/.test  ## what the compiled part is used for, without it: the wire, a consumer, a producer (ARGS='-k offsets')
-	PYROCKET_PURE=1 $(RUN)/python -m pytest -q -n auto --real=none $(ARGS) --ignore tests/wire/test_accelerator_builds.py \
-	    tests/wire tests/conformance/test_clustering.py tests/producer/test_sending.py
+	PYROCKET_PURE=1 $(RUN)/python -m pytest -q -n auto --real=none $(ARGS) --ignore tests/protocol/test_accelerator_builds.py \
+	    tests/protocol tests/conformance/test_clustering.py tests/producer/test_sending.py
 
 system-packages:  ## installs Java and Maven for Spark and real brokers, PostgreSQL, MariaDB and a C compiler: as root, or with sudo
 	@.ci/system-packages

@@ -20,11 +20,11 @@ def as_a_name(link: re.Match[str]) -> str:
 readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
 # One build serves Python 3.11 and all later ones, but for free-threaded ones, each of which needs its own.
 is_stable = not sysconfig.get_config_var("Py_GIL_DISABLED")
-SOURCE = "pyrocket_consumer/wire/_accelerator.c"
+SOURCE = "pyrocket_consumer/protocol/_accelerator.c"
 text = (Path(__file__).parent / SOURCE).read_bytes().replace(b"\r\n", b"\n")  # however it was checked out
-digest = hashlib.sha256(text).hexdigest()[:16]  # see wire/accelerator.py
+digest = hashlib.sha256(text).hexdigest()[:16]  # see protocol/accelerator.py
 accelerator = Extension(
-    "pyrocket_consumer.wire._accelerator",
+    "pyrocket_consumer.protocol._accelerator",
     [SOURCE],
     extra_compile_args=[] if os.name == "nt" else ["-O3", "-g0"],
     define_macros=[("SOURCE", f'"{digest}"'), *([("Py_LIMITED_API", "0x030b0000")] if is_stable else [])],

@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.command import SendMessageHeader
-from pyrocket_consumer.wire.frame import FrameBuffer, RemotingCommand, encode_command
-from pyrocket_consumer.wire.ids import UniqueIds
-from pyrocket_consumer.wire.message import BatchItem, encode_batch, encode_properties
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.command import SendMessageHeader
+from pyrocket_consumer.protocol.frame import FrameBuffer, RemotingCommand, encode_command
+from pyrocket_consumer.protocol.ids import UniqueIds
+from pyrocket_consumer.protocol.message import BatchItem, encode_batch, encode_properties
 
 BODY_BYTES = 1024
 BATCH_MESSAGES = 256

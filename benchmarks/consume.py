@@ -45,8 +45,8 @@ from benchmarks.plots import pyplot
 from benchmarks.raw_pull import raw_pull
 from benchmarks.watch import Answer
 from pyrocket_consumer.model import MASTER_ID, PERM_READ, PERM_WRITE
-from pyrocket_consumer.wire.bodies import decode_route
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.protocol.bodies import decode_route
+from pyrocket_consumer.protocol.codes import RequestCode
 from tests.real_brokers.cluster import RealCluster, wait_until
 from tests.real_brokers.jars import NEWEST, java_tool
 from tests.real_brokers.remoting import Peer, Refused

@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.arguments import new_file, one_or_more
 from benchmarks.environment import environment, header
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.wire.message import StoredMessage, decode_messages, encode_message
+from pyrocket_consumer.protocol.message import StoredMessage, decode_messages, encode_message
 
 QUESTION = (__doc__ or "").partition("\n")[0]
 
@@ -232,7 +232,7 @@ class Package:
     @classmethod
     def imported(cls) -> Package:
         home = "pyrocket_consumer"
-        return cls(import_module(f"{home}.wire.message"), import_module(f"{home}.consumer.process_queue"))
+        return cls(import_module(f"{home}.protocol.message"), import_module(f"{home}.consumer.window.process_queue"))
 
     @classmethod
     def without_extension(cls) -> Package:

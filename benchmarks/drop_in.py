@@ -26,7 +26,7 @@ from benchmarks.drop_in_side import Task
 from benchmarks.environment import environment, header
 from benchmarks.plots import draw_rates, pyplot
 from benchmarks.watch import Answer
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.protocol.codes import RequestCode
 from tests.real_brokers.jars import NEWEST
 from tests.real_brokers.remoting import Peer
 

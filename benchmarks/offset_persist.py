@@ -35,12 +35,12 @@ from benchmarks import java_program
 from benchmarks.arguments import new_file, one_or_more
 from benchmarks.environment import environment, header
 from benchmarks.plots import pyplot
-from pyrocket_consumer.consumer.commit import StoreCommits
-from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
+from pyrocket_consumer.consumer.commits.commits import StoreCommits
+from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.disk import DiskFile, LocalDisk
-from pyrocket_consumer.wire.message import StoredMessage, decode_messages, encode_message
+from pyrocket_consumer.offsets.local.disk import DiskFile, LocalDisk
+from pyrocket_consumer.protocol.message import StoredMessage, decode_messages, encode_message
 from tests.real_brokers.jars import NEWEST, CannotRun, check_machine, java_tool
 
 QUESTION = (__doc__ or "").partition("\n")[0]

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import orjson
 
-from pyrocket_consumer.wire.codes import ResponseCode
-from pyrocket_consumer.wire.command import PullTemplate
-from pyrocket_consumer.wire.frame import MAX_FRAME_BYTES
+from pyrocket_consumer.protocol.codes import ResponseCode
+from pyrocket_consumer.protocol.command import PullTemplate
+from pyrocket_consumer.protocol.frame import MAX_FRAME_BYTES
 
 _PREFIX = struct.Struct(">II")
 _LENGTH = struct.Struct(">I")

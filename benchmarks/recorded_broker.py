@@ -20,10 +20,10 @@ import orjson
 
 from benchmarks.broker_load import BODY_BYTES
 from pyrocket_consumer.model import MASTER_ID, BrokerData, QueueData, TopicRoute
-from pyrocket_consumer.wire.bodies import encode_route
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.ids import UniqueIds
-from pyrocket_consumer.wire.message import StoredMessage, encode_message
+from pyrocket_consumer.protocol.bodies import encode_route
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.ids import UniqueIds
+from pyrocket_consumer.protocol.message import StoredMessage, encode_message
 
 BROKER_NAME = "broker-a"
 FLOW = "flow-"

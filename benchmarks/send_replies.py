@@ -13,10 +13,10 @@ import threading
 
 import orjson
 
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.command import SendMessageHeader
+from pyrocket_consumer.protocol.frame import RemotingCommand, decode_command, encode_command
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.command import SendMessageHeader
-from pyrocket_consumer.wire.frame import RemotingCommand, decode_command, encode_command
 from tests.real_brokers.remoting import Peer
 
 SEND = int(RequestCode.SEND_MESSAGE_V2)

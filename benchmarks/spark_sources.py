@@ -15,10 +15,10 @@ from pyspark.sql.types import StructType
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.model import MessageQueue, Subscription
+from pyrocket_consumer.protocol.columns import PulledRecords, record_batches
+from pyrocket_consumer.protocol.frame import Extent
+from pyrocket_consumer.protocol.message import MOST_RECORDS, Message
 from pyrocket_consumer.spark.schema import arrow_schema, projected
-from pyrocket_consumer.wire.columns import PulledRecords, record_batches
-from pyrocket_consumer.wire.frame import Extent
-from pyrocket_consumer.wire.message import MOST_RECORDS, Message
 
 _ready: dict[str, pa.RecordBatch] = {}
 

@@ -29,8 +29,8 @@ from benchmarks.arguments import new_file, one_or_more
 from benchmarks.environment import environment, header
 from benchmarks.plots import pyplot
 from pyrocket_consumer import ConsumerEvent, Message, PushConsumer
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, delay
-from pyrocket_consumer.wire.codes import RequestCode
 
 QUESTION = (__doc__ or "").partition("\n")[0]
 TOPIC = "many"

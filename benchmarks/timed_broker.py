@@ -12,8 +12,8 @@ import sys
 import numpy as np
 
 from benchmarks.recorded_broker import PLACE, RecordedBroker, frame
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.message import StoredMessage, encode_message
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.message import StoredMessage, encode_message
 
 FIRST_MS = 1_767_225_600_000
 """When the first message of each queue was stored."""

@@ -45,13 +45,13 @@ if TYPE_CHECKING:
         sql,
     )
     from pyrocket_consumer.producer import AsyncProducer, Producer, SendResult
-    from pyrocket_consumer.wire.accelerator import ACCELERATED
-    from pyrocket_consumer.wire.message import Message
+    from pyrocket_consumer.protocol.accelerator import ACCELERATED
+    from pyrocket_consumer.protocol.message import Message
 
 __version__ = "0.1.0"
 
 _HOMES = {  # imported when first used, so that the import is quick
-    "ACCELERATED": "pyrocket_consumer.wire.accelerator",
+    "ACCELERATED": "pyrocket_consumer.protocol.accelerator",
     "Admin": "pyrocket_consumer.admin",
     "AsyncProducer": "pyrocket_consumer.producer",
     "AsyncPushConsumer": "pyrocket_consumer.consumer",
@@ -59,7 +59,7 @@ _HOMES = {  # imported when first used, so that the import is quick
     "ConsumeResult": "pyrocket_consumer.consumer",
     "ConsumerState": "pyrocket_consumer.consumer",
     "ListenerResult": "pyrocket_consumer.consumer",
-    "Message": "pyrocket_consumer.wire.message",
+    "Message": "pyrocket_consumer.protocol.message",
     "MessageListener": "pyrocket_consumer.consumer",
     "Producer": "pyrocket_consumer.producer",
     "PushConsumer": "pyrocket_consumer.consumer",

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.testing import (
     EmbeddedCluster,
     answer,
@@ -21,7 +22,6 @@ from pyrocket_consumer.testing import (
     duplicate,
     handle_and_close,
 )
-from pyrocket_consumer.wire.codes import ResponseCode
 from tests.consuming import until
 from tests.trials import trials
 

@@ -6,9 +6,9 @@ import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pyrocket_consumer.protocol.frame import ONEWAY_FLAG, RemotingCommand, encode_command
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
 from pyrocket_consumer.testing.embedded_node import EmbeddedNode
-from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand, encode_command
 
 PATIENCE_S = 30.0
 

@@ -9,7 +9,7 @@ import zstandard
 
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.config import ClientConfig
-from pyrocket_consumer.wire.command import SendMessageHeader
+from pyrocket_consumer.protocol.command import SendMessageHeader
 from tests.consuming import WAIT_S
 
 ZLIB, LZ4, ZSTD = 0x301, 0x101, 0x201

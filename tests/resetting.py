@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from pyrocket_consumer import Admin, MessageQueue, PushConsumer
+from pyrocket_consumer.protocol.codes import CLIENT_VERSION, RequestCode
+from pyrocket_consumer.protocol.frame import ONEWAY_FLAG, RemotingCommand
+from pyrocket_consumer.protocol.reset_format import name_of, record_areas
 from pyrocket_consumer.testing import EmbeddedBroker
-from pyrocket_consumer.wire.codes import CLIENT_VERSION, RequestCode
-from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand
-from pyrocket_consumer.wire.reset_plan import name_of, record_areas
 from tests.consuming import Seen, consuming, numbered, until
 
 

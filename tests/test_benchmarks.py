@@ -154,8 +154,8 @@ def test_spark_pushdown_has_messages_of_the_age_it_says():
     from benchmarks.spark_pushdown import timed_broker
     from benchmarks.timed_broker import FIRST_MS
     from pyrocket_consumer.spark.data_source import RocketMQDataSource
+    from pyrocket_consumer.spark.executor_cache import close_all
     from pyrocket_consumer.spark.schema import READ_SCHEMA
-    from pyrocket_consumer.spark.worker import close_all
 
     with timed_broker(1000, 1000) as address:
         options = {"nameserver": address, "subscribe": "orders-2", "startingtimestamp": str(FIRST_MS + 990_000)}

@@ -15,19 +15,47 @@ PACKAGE = "pyrocket_consumer"
 ROOT = Path(pyrocket_consumer.__file__).parent
 
 LAYERS = (
-    {"text"}, {"model", "errors"}, {"config", "wire"}, {"net"}, {"cluster"}, {"offsets", "producer"},
-    {"consumer", "admin"}, {"spark", "compat", "telemetry"}, {"cli"},
-)  # fmt: skip
+    {"text"},
+    {"model", "errors"},
+    {"config", "protocol"},
+    {"transport"},
+    {"cluster"},
+    {"offsets", "producer"},
+    {"consumer", "admin"},
+    {"spark", "compat"},
+    {"cli"},
+)
+"""A part imports only itself and parts above its line."""
+
+INSIDE_CONSUMER = (
+    "listener",
+    "window",
+    "context",
+    "commits",
+    "dispatch",
+    "pulling",
+    "assignment",
+    "resets",
+    "membership",
+    "runtime",
+    "push_consumer",
+)
+"""The same for the packages of consumer/."""
+
 EXCEPTIONS = {
-    "testing": {"text", "model", "errors", "wire"},  # so that it shares no mistakes with what it tests
-    "testing/server.py": {"net"},  # net.forks alone: what a forked child must not keep; no matter of the protocol
+    "testing": {"text", "model", "errors", "protocol"},  # so that it shares no mistakes with what it tests
+    "testing/server.py": {"transport"},  # only transport.forks: what a forked child must not keep
     "cli": {"testing"},  # the demo's embedded cluster
     "spark/demo.py": {"cli", "testing"},  # the same, and its table
 }
 EXTRAS = (
-    "spark/", "testing/", "wire/columns.py", "offsets/database_access.py", "offsets/database_statements.py",
-    "offsets/django_database.py",
-)  # fmt: skip
+    "spark/",
+    "testing/",
+    "protocol/columns.py",
+    "offsets/database/sqlalchemy_access.py",
+    "offsets/database/statements.py",
+    "offsets/database/django_access.py",
+)
 """What may import more at its top than the two dependencies; nothing else may import it at its own."""
 EVERYTHING = frozenset().union(*LAYERS)
 
@@ -79,23 +107,36 @@ def test_imports_point_one_way(module):
 
 
 def imports_within(folder: Path) -> dict[str, set[str]]:
-    """Return module -> the modules of the same folder that it imports anywhere, for the types alone, too."""
-    prefix = f"{PACKAGE}.{folder.name}."
+    """Return each module or package in `folder` -> those of the same folder that it imports, also for types only."""
+    prefix = ".".join([PACKAGE, *folder.relative_to(ROOT).parts]) + "."
     found: dict[str, set[str]] = {}
-    for module in sorted(folder.glob("*.py")):
+    for module in sorted(folder.rglob("*.py")):
+        child = module.relative_to(folder).parts[0].removesuffix(".py")
         names = {name for each in imports_of(module) for name in each[:2]}  # the last is a module, or what it has
-        found[module.stem] = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-    return {module: names & found.keys() for module, names in found.items()}
+        inside = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
+        found.setdefault(child, set()).update(inside - {child})
+    return {child: names & found.keys() for child, names in found.items()}
 
 
 CIRCULAR = {"cluster", "testing"}
 """A cluster gives out brokers, whose calls go through it; and so do the nodes of an embedded one."""
-FOLDERS = sorted({module.relative_to(ROOT).parts[0] for module in ROOT.glob("*/*.py")} - CIRCULAR)
+FOLDERS = sorted(
+    folder
+    for folder in {module.parent for module in MODULES} - {ROOT}
+    if folder.relative_to(ROOT).as_posix() not in CIRCULAR
+)
 
 
-@for_each("folder", FOLDERS)
+@for_each("folder", FOLDERS, ids=lambda folder: folder.relative_to(ROOT).as_posix())
 def test_nothing_is_imported_in_a_circle(folder):
-    TopologicalSorter(imports_within(ROOT / folder)).prepare()  # raises CycleError, which names the circle
+    TopologicalSorter(imports_within(folder)).prepare()  # raises CycleError, which names the circle
+
+
+def test_imports_inside_consumer_point_one_way():
+    imports = imports_within(ROOT / "consumer")
+    assert set(imports) == {*INSIDE_CONSUMER, "__init__"}
+    for place, child in enumerate(INSIDE_CONSUMER):
+        assert imports[child] <= set(INSIDE_CONSUMER[:place]), child
 
 
 def test_every_folder_is_a_package():
@@ -104,14 +145,14 @@ def test_every_folder_is_a_package():
 
 
 def test_the_core_needs_only_its_two_dependencies():
-    """A plain installation imports everything but the extras' own modules: wire/columns.py is the Spark source's."""
+    """A plain installation imports everything but the extras' own modules."""
     core = [module for module in MODULES if not name_of(module).startswith(EXTRAS)]
     heads = {name.split(".")[0] for module in core for name, _, at_the_top in imports_of(module) if at_the_top}
     assert heads - set(sys.stdlib_module_names) - {PACKAGE, "filelock", "orjson"} == set()
 
 
 def test_nothing_imports_the_columns_but_the_spark_source():
-    importers = {name_of(module) for module in MODULES if "wire.columns" in module.read_text()}
+    importers = {name_of(module) for module in MODULES if "protocol.columns" in module.read_text()}
     assert {name.partition("/")[0] for name in importers} <= {"spark"}
 
 
@@ -122,6 +163,6 @@ def test_bodies_are_imported_as_a_whole():
         for module in MODULES
         if "bodies" not in module.parts
         for origin, name, _ in imports_of(module)
-        if origin != name and origin.startswith("pyrocket_consumer.wire.bodies.")
+        if origin != name and origin.startswith("pyrocket_consumer.protocol.bodies.")
     }
     assert not past

@@ -140,7 +140,7 @@ def the_wheel_is_small_and_serves_every_python(built):
     assert built.wheel.stat().st_size < 700_000
     with zipfile.ZipFile(built.wheel) as archive:
         (compiled,) = [each for each in archive.infolist() if each.filename.endswith((".so", ".pyd"))]
-        assert compiled.filename.startswith("pyrocket_consumer/wire/_accelerator.")
+        assert compiled.filename.startswith("pyrocket_consumer/protocol/_accelerator.")
         assert compiled.file_size < 200_000
         assert not [each for each in archive.namelist() if each.endswith(".c")]
 

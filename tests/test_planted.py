@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests import planted
+from tests.protocol import mistakes as compiled
 from tests.simulation import finding, mistakes
-from tests.wire import mistakes as compiled
 
 
 def test_each_mistake_has_an_input_or_a_seed():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.protocol.codes import RequestCode
 from tests.real_brokers import wait_until
 from tests.real_brokers.accounts import ACCOUNT, ACL_1, ACL_2
 from tests.real_brokers.process import sweep_directories

@@ -13,9 +13,9 @@ import pyrocket_consumer
 from pyrocket_consumer import Admin, ConsumerEvent, Producer, RocketError, SendError
 from pyrocket_consumer.errors import BrokerError, ConnectError
 from pyrocket_consumer.model import EventKind
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer
 from pyrocket_consumer.text import as_json_strings, printable, shown
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, consuming
 
 FORGED = "no\r\n2026-11-23 06:00:00 ERROR root: all offsets are lost\x1b[2J\x9b2J\x7f\u202etxt\u2028next\x00"

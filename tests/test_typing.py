@@ -17,7 +17,7 @@ OPTIONS = """
     from pyrocket_consumer import (
         Admin, AsyncProducer, AsyncPushConsumer, ConsumerConfig, ConsumerEvent, MessageModel, Producer, PushConsumer
     )
-    from pyrocket_consumer.consumer.allocation import in_machine_rooms
+    from pyrocket_consumer.consumer.membership.allocation import in_machine_rooms
     from pyrocket_consumer.offsets import MemoryOffsetStore
     from pyrocket_consumer.producer import TransactionProducer, TransactionState
 

@@ -15,14 +15,14 @@ from pyrocket_consumer.admin import groups, topics
 from pyrocket_consumer.admin.groups import check_settings
 from pyrocket_consumer.admin.lag import GroupLag, as_stored, group_lag
 from pyrocket_consumer.admin.masters import check_targets
-from pyrocket_consumer.admin.reset import execute, forget_reset
-from pyrocket_consumer.admin.reset_plan import ResetPlan
-from pyrocket_consumer.admin.reset_planning import plan_reset
-from pyrocket_consumer.admin.reset_result import ResetProgress, ResetResult
+from pyrocket_consumer.admin.resets.execute import execute, forget_reset
+from pyrocket_consumer.admin.resets.plan import ResetPlan
+from pyrocket_consumer.admin.resets.planner import plan_reset
+from pyrocket_consumer.admin.resets.result import ResetProgress, ResetResult
 from pyrocket_consumer.admin.topics import MAX_QUEUES, OffsetRange, check_attributes, check_perm
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.cluster.places import To, check_to
+from pyrocket_consumer.cluster.offset_lookup import To, check_to
 from pyrocket_consumer.config import (
     ClientConfig,
     ClientOptions,
@@ -39,9 +39,9 @@ from pyrocket_consumer.config import (
 )
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageModel, MessageQueue
-from pyrocket_consumer.net.forks import renew_locks_in_children
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import shown_unless_secret
+from pyrocket_consumer.transport.forks import renew_locks_in_children
 
 _SLOW_TIMEOUT_S = 180.0  # members are asked, a few at a time, and a silent one costs 10 s
 

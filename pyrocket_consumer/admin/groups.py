@@ -11,9 +11,9 @@ from typing import Any
 from pyrocket_consumer.admin.masters import at_each, cluster_info, masters
 from pyrocket_consumer.admin.topics import MAX_QUEUES, delete_topic
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.cluster.answers import read_body
-from pyrocket_consumer.cluster.each import for_each
+from pyrocket_consumer.cluster.gather import for_each
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.config import check_bool, check_int
 from pyrocket_consumer.errors import (
     ConfigError,
@@ -24,17 +24,17 @@ from pyrocket_consumer.errors import (
     RocketError,
 )
 from pyrocket_consumer.model import MASTER_ID, dlq_topic, retry_topic
-from pyrocket_consumer.text import some_of
-from pyrocket_consumer.wire.bodies import (
+from pyrocket_consumer.protocol.bodies import (
     SubscriptionGroupConfig,
     decode_subscription_groups,
     encode_subscription_group,
 )
-from pyrocket_consumer.wire.command import (
+from pyrocket_consumer.protocol.command import (
     CreateSubscriptionGroupHeader,
     DeleteSubscriptionGroupHeader,
     GetAllSubscriptionGroupsHeader,
 )
+from pyrocket_consumer.text import some_of
 
 # Source: MixAll; every broker has them.
 _SYSTEM_GROUPS = frozenset(

@@ -12,17 +12,17 @@ from pyrocket_consumer.admin.groups import check_group_exists
 from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.admin.topics import list_topics, time_of
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.cluster.answers import read_body
-from pyrocket_consumer.cluster.each import for_each
-from pyrocket_consumer.cluster.members import GroupMembers, Member, group_members, member_offsets
+from pyrocket_consumer.cluster.admin_relay import GroupMembers, Member, group_members, member_offsets
+from pyrocket_consumer.cluster.gather import for_each
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
-from pyrocket_consumer.cluster.places import committed_offsets, first_and_last
+from pyrocket_consumer.cluster.offset_lookup import committed_offsets, first_and_last
 from pyrocket_consumer.cluster.reset_record import ResetRecord
+from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import ConnectError, ConsumerClosed, PermissionDenied, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, retry_topic
-from pyrocket_consumer.offsets.claim import StoredOffset
-from pyrocket_consumer.wire.bodies import QueueConsumeStats, decode_consume_stats
-from pyrocket_consumer.wire.command import GetConsumeStatsHeader
+from pyrocket_consumer.offsets.database.claim import StoredOffset
+from pyrocket_consumer.protocol.bodies import QueueConsumeStats, decode_consume_stats
+from pyrocket_consumer.protocol.command import GetConsumeStatsHeader
 
 _ROUTES_AT_ONCE = 100
 

@@ -10,9 +10,9 @@ from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import check_names, check_text
 from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
 from pyrocket_consumer.model import MASTER_ID
+from pyrocket_consumer.protocol.bodies import ClusterInfo, decode_cluster_info
+from pyrocket_consumer.protocol.command import GetClusterInfoHeader
 from pyrocket_consumer.text import some_of
-from pyrocket_consumer.wire.bodies import ClusterInfo, decode_cluster_info
-from pyrocket_consumer.wire.command import GetClusterInfoHeader
 
 T = TypeVar("T")
 

@@ -10,14 +10,13 @@ from functools import partial
 
 from pyrocket_consumer.admin.masters import at_each, cluster_info, masters
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.cluster.answers import read_body
 from pyrocket_consumer.cluster.namespace import is_system, unwrap, wrap
+from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import BrokerError, ConfigError, ProtocolError, RequestTimeout, RocketError
 from pyrocket_consumer.model import DLQ_PREFIX, PERM_READ, PERM_WRITE, RETRY_PREFIX, MessageQueue, TopicRoute
-from pyrocket_consumer.text import shown
-from pyrocket_consumer.wire.bodies import decode_route, decode_topic_list, decode_topic_stats
-from pyrocket_consumer.wire.codes import ResponseCode, version_name, version_ordinal
-from pyrocket_consumer.wire.command import (
+from pyrocket_consumer.protocol.bodies import decode_route, decode_topic_list, decode_topic_stats
+from pyrocket_consumer.protocol.codes import ResponseCode, version_name, version_ordinal
+from pyrocket_consumer.protocol.command import (
     CreateTopicHeader,
     DeleteTopicHeader,
     DeleteTopicInNameServerHeader,
@@ -26,7 +25,8 @@ from pyrocket_consumer.wire.command import (
     GetRouteInfoHeader,
     GetTopicStatsInfoHeader,
 )
-from pyrocket_consumer.wire.reset_plan import MAX_OFFSET
+from pyrocket_consumer.protocol.reset_format import MAX_OFFSET
+from pyrocket_consumer.text import shown
 
 MAX_QUEUES = 10_000
 

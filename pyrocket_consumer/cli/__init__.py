@@ -11,7 +11,7 @@ from pyrocket_consumer import __version__
 from pyrocket_consumer.cli import broker, consume, demo, offsets, produce
 from pyrocket_consumer.cli.streams import tell, write_anywhere, write_to_nobody
 from pyrocket_consumer.errors import ConfigError, RequestTimeout, RocketError
-from pyrocket_consumer.wire.accelerator import ACCELERATED, REASON
+from pyrocket_consumer.protocol.accelerator import ACCELERATED, REASON
 
 _NO_ANSWER = "; it is busy or not well, or something else listens there"
 OK, ERROR, USAGE, FAILED_CHECK = 0, 1, 2, 3

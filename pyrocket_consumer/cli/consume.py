@@ -31,15 +31,15 @@ from pyrocket_consumer.cli.streams import (
 )
 from pyrocket_consumer.config import check_topic
 from pyrocket_consumer.errors import ConfigError, ProtocolError
+from pyrocket_consumer.protocol.properties import PropertyName
 from pyrocket_consumer.text import printable
-from pyrocket_consumer.wire.properties import PropertyName
 
 if TYPE_CHECKING:
-    from pyrocket_consumer.cli.look import Look
+    from pyrocket_consumer.cli.topic_tail import Look
     from pyrocket_consumer.cluster import Cluster
     from pyrocket_consumer.consumer import ConsumeResult, PushConsumer, Suspend
     from pyrocket_consumer.model import MessageQueue, Subscription
-    from pyrocket_consumer.wire.message import Message
+    from pyrocket_consumer.protocol.message import Message
 
 _EXAMPLES = """\
   pyrocket consume -n 127.0.0.1:9876 orders                        # what there is, oldest first
@@ -101,7 +101,7 @@ class Printer:
 
     def show(self, message: Message) -> bool:
         """Print a message; returns False, and it counts as not printed, when there were enough or nobody reads."""
-        from pyrocket_consumer.wire.message import forget_body
+        from pyrocket_consumer.protocol.message import forget_body
 
         while not self.ended and not may_write(_LOOK_EVERY_S):
             self.ended = self.interrupts.wanted
@@ -282,7 +282,7 @@ def _consume(options: argparse.Namespace, printer: Printer) -> None:
 
 async def _check_model(cluster: Cluster, options: argparse.Namespace) -> None:
     """Raise ConfigError if members of the group that are online keep their offsets themselves."""
-    from pyrocket_consumer.cluster.members import group_members
+    from pyrocket_consumer.cluster.admin_relay import group_members
     from pyrocket_consumer.model import MessageModel
 
     names = {data.broker_name for data in (await cluster.route(options.topic, refresh=True)).queues}
@@ -337,7 +337,7 @@ def _print(messages: Iterable[Message], printer: Printer) -> None:
 
 def _subscription(options: argparse.Namespace) -> Subscription:
     from pyrocket_consumer.model import Subscription
-    from pyrocket_consumer.wire.subscription import SQL92, parse_subscription
+    from pyrocket_consumer.protocol.subscription import SQL92, parse_subscription
 
     check_topic(options.topic)
     if options.sql is None:
@@ -349,8 +349,8 @@ def _subscription(options: argparse.Namespace) -> Subscription:
 
 async def _begin(cluster: Cluster, options: argparse.Namespace, subscription: Subscription) -> Look:
     """Find the queues, and where to begin and end."""
-    from pyrocket_consumer.cli.look import Look
-    from pyrocket_consumer.cluster.places import TOOLS_GROUP, first_and_last, offsets_at
+    from pyrocket_consumer.cli.topic_tail import Look
+    from pyrocket_consumer.cluster.offset_lookup import TOOLS_GROUP, first_and_last, offsets_at
 
     queues = await _queues(cluster, options)
     ends = await offsets_at(cluster, "last", queues, groups=(TOOLS_GROUP,))

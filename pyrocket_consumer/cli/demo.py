@@ -125,7 +125,7 @@ class Ledger:
         Raises:
             ConfigError: SQLAlchemy is not installed.
         """
-        from pyrocket_consumer.offsets.database import ddl
+        from pyrocket_consumer.offsets.database.store import ddl
 
         statements = [*ddl("sqlite"), "CREATE TABLE ledger(body BLOB)"]
         self._file = file

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pyrocket_consumer.consumer import PushConsumer
 from pyrocket_consumer.model import MessageModel
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.wire.message import Message
+from pyrocket_consumer.protocol.message import Message
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection

@@ -317,7 +317,7 @@ def _lag_as_json(found: GroupLag) -> dict[str, Any]:
 
 
 def run_ddl(options: argparse.Namespace) -> int:
-    from pyrocket_consumer.offsets.database import ddl
+    from pyrocket_consumer.offsets.database.store import ddl
 
     for statement in ddl(options.dialect, options.table, with_inbox=options.inbox):
         for line in f"{statement};".replace("\t", "    ").splitlines():
@@ -528,7 +528,7 @@ def run_forget(options: argparse.Namespace) -> int:
 
 
 def run_adopt(options: argparse.Namespace) -> int:
-    from pyrocket_consumer.offsets.adoption import adopt
+    from pyrocket_consumer.offsets.local.adoption import adopt
 
     kept = adopt(options.orphan, options.directory, replace=options.replace)
     if options.output == "json":

@@ -6,18 +6,17 @@ from collections.abc import Callable, Collection, Container
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from pyrocket_consumer.cluster.answers import read_body
+from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus, Subscription
-from pyrocket_consumer.net.connection import OnLate
-from pyrocket_consumer.wire.bodies import (
+from pyrocket_consumer.protocol.bodies import (
     LockRequest,
     decode_consumer_list,
     decode_lock_answer,
     encode_lock_request,
 )
-from pyrocket_consumer.wire.codes import PullFlag, RequestCode, ResponseCode, version_ordinal
-from pyrocket_consumer.wire.command import (
+from pyrocket_consumer.protocol.codes import PullFlag, RequestCode, ResponseCode, version_ordinal
+from pyrocket_consumer.protocol.command import (
     ConsumerSendMsgBackHeader,
     GetConsumerListByGroupHeader,
     GetMaxOffsetHeader,
@@ -34,10 +33,11 @@ from pyrocket_consumer.wire.command import (
     UpdateConsumerOffsetHeader,
     request,
 )
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import MOST_RECORDS, Message, decode_messages, inner_messages, refuse_batch
-from pyrocket_consumer.wire.reset_plan import MAX_OFFSET
-from pyrocket_consumer.wire.subscription import matches
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.message import MOST_RECORDS, Message, decode_messages, inner_messages, refuse_batch
+from pyrocket_consumer.protocol.reset_format import MAX_OFFSET
+from pyrocket_consumer.protocol.subscription import matches
+from pyrocket_consumer.transport.connection import OnLate
 
 if TYPE_CHECKING:
     from pyrocket_consumer.cluster.cluster import Cluster

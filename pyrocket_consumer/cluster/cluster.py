@@ -16,12 +16,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from pyrocket_consumer.cluster.answers import check_answer, refusal
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.heartbeat import Heartbeats
 from pyrocket_consumer.cluster.name_servers import NameServers
-from pyrocket_consumer.cluster.requests import OnRefused, RequestHandler, ServerRequests
+from pyrocket_consumer.cluster.responses import check_answer, refusal
 from pyrocket_consumer.cluster.routes import AddressTable, Routes
+from pyrocket_consumer.cluster.server_requests import OnRefused, RequestHandler, ServerRequests
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import (
     BrokerError,
@@ -32,17 +32,17 @@ from pyrocket_consumer.errors import (
     RouteNotFound,
 )
 from pyrocket_consumer.model import MASTER_ID, TopicRoute
-from pyrocket_consumer.net.addresses import Addresses, OnAddressRefused
-from pyrocket_consumer.net.connection import Connection, OnLate, Sign
-from pyrocket_consumer.net.connections import PERHAPS_PLAIN, Connections
-from pyrocket_consumer.net.direct import DirectConnection, open_direct
-from pyrocket_consumer.net.io_thread import IoThread
+from pyrocket_consumer.protocol.acl import sign
+from pyrocket_consumer.protocol.bodies import ConsumerData, decode_route
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.command import GetRouteInfoHeader, Header, request
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.wire.acl import sign
-from pyrocket_consumer.wire.bodies import ConsumerData, decode_route
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.command import GetRouteInfoHeader, Header, request
-from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.transport.addresses import Addresses, OnAddressRefused
+from pyrocket_consumer.transport.blocking_connection import DirectConnection, open_direct
+from pyrocket_consumer.transport.connection import Connection, OnLate, Sign
+from pyrocket_consumer.transport.connections import PERHAPS_PLAIN, Connections
+from pyrocket_consumer.transport.io_thread import IoThread
 
 log = logger("cluster")
 

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from pyrocket_consumer.errors import RocketError
-from pyrocket_consumer.net.connection import Connection
+from pyrocket_consumer.protocol.bodies import ConsumerData, HeartbeatData, encode_heartbeat
+from pyrocket_consumer.protocol.command import HeartbeatHeader, UnregisterClientHeader, request
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.wire.bodies import ConsumerData, HeartbeatData, encode_heartbeat
-from pyrocket_consumer.wire.command import HeartbeatHeader, UnregisterClientHeader, request
-from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.transport.connection import Connection
 
 log = logger("cluster")
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable, Container
 from typing import Protocol, TypeVar
 
-from pyrocket_consumer.cluster.answers import read_body
+from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import (
     BrokerError,
     ConnectError,
@@ -16,10 +16,10 @@ from pyrocket_consumer.errors import (
     RequestTimeout,
     RocketError,
 )
+from pyrocket_consumer.protocol.codes import ResponseCode
+from pyrocket_consumer.protocol.command import GetRouteInfoHeader, Header
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.wire.codes import ResponseCode
-from pyrocket_consumer.wire.command import GetRouteInfoHeader, Header
-from pyrocket_consumer.wire.frame import RemotingCommand
 
 log = logger("cluster")
 

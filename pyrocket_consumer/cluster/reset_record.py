@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from pyrocket_consumer.cluster.cluster import Cluster
-from pyrocket_consumer.cluster.each import for_each
+from pyrocket_consumer.cluster.gather import for_each
 from pyrocket_consumer.errors import BrokerError, RocketError
 from pyrocket_consumer.model import MessageQueue, retry_topic
-from pyrocket_consumer.wire.codes import ResponseCode
-from pyrocket_consumer.wire.reset_plan import MAX_OFFSET, RecordArea, is_epoch, name_of, record_areas
+from pyrocket_consumer.protocol.codes import ResponseCode
+from pyrocket_consumer.protocol.reset_format import MAX_OFFSET, RecordArea, is_epoch, name_of, record_areas
 
 MOST_LOOKS = 10
 """How often a queue's epoch is looked at that changes all the time; then it is left for the next time."""

@@ -1,6 +1,6 @@
 """The push consumer: rebalance, pull, consume, commit."""
 
-from pyrocket_consumer.consumer.assignments import QueueProgress
+from pyrocket_consumer.consumer.assignment.assignments import QueueProgress
 from pyrocket_consumer.consumer.listener import (
     ConsumeContext,
     ConsumeResult,
@@ -9,8 +9,8 @@ from pyrocket_consumer.consumer.listener import (
     Retry,
     Suspend,
 )
-from pyrocket_consumer.consumer.member import ConsumerState
 from pyrocket_consumer.consumer.push_consumer import AsyncPushConsumer, PushConsumer, sql
+from pyrocket_consumer.consumer.runtime.member import ConsumerState
 
 __all__ = [
     "AsyncPushConsumer",

@@ -11,8 +11,8 @@ from typing import Any
 from pyrocket_consumer.config import check_range
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.text import shown
-from pyrocket_consumer.wire.message import Message
 
 
 class ConsumeResult(Enum):

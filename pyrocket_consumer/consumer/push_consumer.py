@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.cluster.places import To, check_to, first_and_last, nearest_held, offsets_at
+from pyrocket_consumer.cluster.offset_lookup import To, check_to, first_and_last, nearest_held, offsets_at
 from pyrocket_consumer.config import (
     ConsumerConfig,
     ConsumerOptions,
@@ -20,17 +20,17 @@ from pyrocket_consumer.config import (
     check_range,
     check_topic,
 )
-from pyrocket_consumer.consumer.assignments import QueueProgress
-from pyrocket_consumer.consumer.consume import AsyncWorkers, Outcome, ThreadWorkers, Workers
-from pyrocket_consumer.consumer.end import End, Terminated, terminate, told_of_sigterm
-from pyrocket_consumer.consumer.life import LAST_CALLS_S, Life
+from pyrocket_consumer.consumer.assignment.assignments import QueueProgress
+from pyrocket_consumer.consumer.dispatch.concurrent import AsyncWorkers, Outcome, ThreadWorkers, Workers
 from pyrocket_consumer.consumer.listener import Listener, MessageListener
-from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
+from pyrocket_consumer.consumer.runtime.lifecycle import LAST_CALLS_S, Life
+from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.text import shown
-from pyrocket_consumer.wire.subscription import parse_subscription
+from pyrocket_consumer.transport.latch import End, Terminated, terminate, told_of_sigterm
 
 T = TypeVar("T")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pyrocket_consumer.model import OffsetStore, ReadOffsetType
-from pyrocket_consumer.offsets.database import DatabaseOffsets
-from pyrocket_consumer.offsets.store import MemoryOffsetStore, QueueReset, ResetEpochs
+from pyrocket_consumer.offsets.base import MemoryOffsetStore, QueueReset, ResetEpochs
+from pyrocket_consumer.offsets.database.store import DatabaseOffsets
 
 if TYPE_CHECKING:
-    from pyrocket_consumer.offsets.local_file_store import FoundOffsets, LocalFileOffsetStore
+    from pyrocket_consumer.offsets.local.store import FoundOffsets, LocalFileOffsetStore
 
 __all__ = [
     "OffsetStore",
@@ -26,7 +26,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in ("LocalFileOffsetStore", "FoundOffsets"):  # imported when first used: most consumers need no files
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pyrocket_consumer.offsets import local_file_store
+    from pyrocket_consumer.offsets.local import store
 
-    value = globals()[name] = getattr(local_file_store, name)
+    value = globals()[name] = getattr(store, name)
     return value

@@ -15,10 +15,10 @@ from typing import Any, ParamSpec, Self, Unpack
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConsumerClosed, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.producer.outgoing import OutgoingMessage, check_delivery
+from pyrocket_consumer.producer.outgoing_message import OutgoingMessage, check_delivery
 from pyrocket_consumer.producer.producer import Producer, ProducerState, no_room
 from pyrocket_consumer.producer.result import SendResult
-from pyrocket_consumer.producer.sending import Sending
+from pyrocket_consumer.producer.send_request import Sending
 
 P = ParamSpec("P")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.wire.message import BatchItem
+from pyrocket_consumer.protocol.message import BatchItem
 
 MAX_MESSAGES = 10_000
 """Most messages of one request.

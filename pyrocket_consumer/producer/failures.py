@@ -13,7 +13,7 @@ from pyrocket_consumer.errors import (
     RequestTimeout,
     RocketError,
 )
-from pyrocket_consumer.wire.codes import ResponseCode
+from pyrocket_consumer.protocol.codes import ResponseCode
 
 
 class NoQueue(RocketError):

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pyrocket_consumer.net.connection import Connection
-from pyrocket_consumer.producer.sending import LaneKey, Sending
+from pyrocket_consumer.producer.send_request import LaneKey, Sending
+from pyrocket_consumer.transport.connection import Connection
 
 
 @dataclass(slots=True, eq=False)

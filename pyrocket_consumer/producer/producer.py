@@ -19,13 +19,11 @@ from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
-from pyrocket_consumer.net.forks import renew_locks_in_children
-from pyrocket_consumer.net.outcome import Outcome
 from pyrocket_consumer.producer import at_exit
 from pyrocket_consumer.producer.batch import BatchMessage, cut
-from pyrocket_consumer.producer.callbacks import CallbackThread, Promise, SendFuture, Waiting
-from pyrocket_consumer.producer.outbox import Outbox
-from pyrocket_consumer.producer.outgoing import (
+from pyrocket_consumer.producer.flush_counter import Tally
+from pyrocket_consumer.producer.in_flight import Outbox
+from pyrocket_consumer.producer.outgoing_message import (
     OutgoingMessage,
     check_delivery,
     check_properties_size,
@@ -34,14 +32,16 @@ from pyrocket_consumer.producer.outgoing import (
     check_size,
 )
 from pyrocket_consumer.producer.result import SendResult
-from pyrocket_consumer.producer.sender import Sender
-from pyrocket_consumer.producer.sending import Sending
-from pyrocket_consumer.producer.tally import Tally
+from pyrocket_consumer.producer.send_dispatcher import Sender
+from pyrocket_consumer.producer.send_future import CallbackThread, Promise, SendFuture, Waiting
+from pyrocket_consumer.producer.send_request import Sending
+from pyrocket_consumer.protocol.compression import compress
+from pyrocket_consumer.protocol.ids import UniqueIds
+from pyrocket_consumer.protocol.message import BatchItem, encode_batch
+from pyrocket_consumer.protocol.properties import PropertyName, encode_properties
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.wire.compression import compress
-from pyrocket_consumer.wire.ids import UniqueIds
-from pyrocket_consumer.wire.message import BatchItem, encode_batch
-from pyrocket_consumer.wire.properties import PropertyName, encode_properties
+from pyrocket_consumer.transport.forks import renew_locks_in_children
+from pyrocket_consumer.transport.thread_future import Outcome
 
 log = logger("producer")
 

@@ -7,8 +7,8 @@ from collections.abc import Container
 from functools import cached_property
 
 from pyrocket_consumer.model import MASTER_ID, PERM_WRITE, MessageQueue, QueueData, TopicRoute
+from pyrocket_consumer.protocol.subscription import java_string_hash
 from pyrocket_consumer.text import cut
-from pyrocket_consumer.wire.subscription import java_string_hash
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0

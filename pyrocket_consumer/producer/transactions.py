@@ -12,18 +12,18 @@ from typing import Unpack
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions
 from pyrocket_consumer.errors import ConfigError, RocketError
-from pyrocket_consumer.net.outcome import Outcome
-from pyrocket_consumer.producer.callbacks import CallbackThread
-from pyrocket_consumer.producer.outgoing import OutgoingMessage
+from pyrocket_consumer.producer.outgoing_message import OutgoingMessage
 from pyrocket_consumer.producer.producer import EndOfKind, Producer, wait_for
 from pyrocket_consumer.producer.result import SendResult
+from pyrocket_consumer.producer.send_future import CallbackThread
+from pyrocket_consumer.protocol.codes import RequestCode, SysFlag
+from pyrocket_consumer.protocol.command import CheckTransactionStateHeader, EndTransactionHeader
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.ids import parse_offset_message_id
+from pyrocket_consumer.protocol.message import Message, decode_message
+from pyrocket_consumer.protocol.properties import PropertyName
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.wire.codes import RequestCode, SysFlag
-from pyrocket_consumer.wire.command import CheckTransactionStateHeader, EndTransactionHeader
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.ids import parse_offset_message_id
-from pyrocket_consumer.wire.message import Message, decode_message
-from pyrocket_consumer.wire.properties import PropertyName
+from pyrocket_consumer.transport.thread_future import Outcome
 
 log = logger("producer")
 

@@ -30,10 +30,10 @@ from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.consumer import PushConsumer
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.producer import Producer
+from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.spark import register
 from pyrocket_consumer.spark.query_lag import lag
 from pyrocket_consumer.spark.sink_rows import BATCH_ID, PARTITION, QUERY_ID, ROW
-from pyrocket_consumer.wire.message import Message
 
 _EXAMPLES = """\
 Examples:

@@ -29,9 +29,9 @@ from pyrocket_consumer.config import (
 )
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
-from pyrocket_consumer.spark.patience import Patience
+from pyrocket_consumer.protocol.subscription import ALL, SQL92, parse_subscription
+from pyrocket_consumer.spark.retry_policy import Patience
 from pyrocket_consumer.text import shown
-from pyrocket_consumer.wire.subscription import ALL, SQL92, parse_subscription
 
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)

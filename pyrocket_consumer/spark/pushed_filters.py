@@ -14,8 +14,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from pyrocket_consumer.model import MessageQueue, Subscription
+from pyrocket_consumer.protocol.subscription import TAG
 from pyrocket_consumer.spark.ranges import QueueRange
-from pyrocket_consumer.wire.subscription import TAG
 
 MOST_TAGS = 100
 """Of so many tags at most a broker is told: they travel with every pull."""

@@ -17,9 +17,9 @@ from typing import Protocol
 
 from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.cluster.answers import refusal
 from pyrocket_consumer.cluster.broker import read_pull_answer
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.cluster.responses import refusal
 from pyrocket_consumer.cluster.routes import choose_address
 from pyrocket_consumer.errors import (
     BrokerError,
@@ -32,16 +32,16 @@ from pyrocket_consumer.errors import (
     RouteNotFound,
 )
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus
-from pyrocket_consumer.net.direct import NOTHING, DirectConnection
+from pyrocket_consumer.protocol.codes import PullFlag, ResponseCode
+from pyrocket_consumer.protocol.columns import PulledRecords
+from pyrocket_consumer.protocol.command import PullMessageHeader, PullTemplate, request
+from pyrocket_consumer.protocol.frame import Extent, RemotingCommand
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import ReadOptions
-from pyrocket_consumer.spark.patience import WORTH_A_WARNING, Patience
 from pyrocket_consumer.spark.ranges import QueueRange
+from pyrocket_consumer.spark.retry_policy import WORTH_A_WARNING, Patience
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.wire.codes import PullFlag, ResponseCode
-from pyrocket_consumer.wire.columns import PulledRecords
-from pyrocket_consumer.wire.command import PullMessageHeader, PullTemplate, request
-from pyrocket_consumer.wire.frame import Extent, RemotingCommand
+from pyrocket_consumer.transport.blocking_connection import NOTHING, DirectConnection
 
 log = logger("spark")
 

@@ -27,12 +27,12 @@ from pyrocket_consumer.config import ClientConfig, ProducerConfig
 from pyrocket_consumer.errors import ConfigError, PermissionDenied, RequestTimeout, RocketError, RouteNotFound
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer import Producer, SendResult
-from pyrocket_consumer.producer.callbacks import Told
 from pyrocket_consumer.producer.failures import NoQueue
-from pyrocket_consumer.spark import worker
+from pyrocket_consumer.producer.send_future import Told
+from pyrocket_consumer.spark import executor_cache
 from pyrocket_consumer.spark.options import DEFAULT_GROUP, SinkOptions
-from pyrocket_consumer.spark.patience import Patience
 from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
+from pyrocket_consumer.spark.retry_policy import Patience
 from pyrocket_consumer.spark.sink_rows import BATCH_ID, PARTITION, QUERY_ID, RowReader, SinkRow, check_schema
 from pyrocket_consumer.text import logger
 
@@ -181,7 +181,7 @@ def send_all(rows: Iterator[SinkRow], reader: RowReader, options: SinkOptions) -
         sends.finish()
     except BaseException:
         # The task is run again, on another worker or on this one: nothing of this attempt may still be sent then.
-        worker.forget(Producer, options)
+        executor_cache.forget(Producer, options)
         producer.close(0)
         raise
     return Sent(sends.acknowledged, sends.perhaps_copied)
@@ -193,7 +193,7 @@ def _producer(options: SinkOptions) -> Producer:
     Raises:
         RocketError: no name server answered in all the time there is, or one refuses us.
     """
-    producer = worker.kept(Producer, options, lambda: Producer(config=_config(options)))
+    producer = executor_cache.kept(Producer, options, lambda: Producer(config=_config(options)))
     patience = options.patience()
     while True:
         try:
@@ -202,7 +202,7 @@ def _producer(options: SinkOptions) -> Producer:
         except RocketError as error:
             heals = not isinstance(error, (ConfigError, PermissionDenied))
             if not heals or (pause_s := patience.failed()) is None:
-                worker.forget(Producer, options)
+                executor_cache.forget(Producer, options)
                 raise
             if patience.failures == 1:
                 _tell(options, error)

@@ -30,8 +30,8 @@ from pyspark.sql.types import (
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer import RESERVED_PROPERTIES, OutgoingMessage
-from pyrocket_consumer.producer.outgoing import TRANSIENT_PREFIX
-from pyrocket_consumer.spark import worker
+from pyrocket_consumer.producer.outgoing_message import TRANSIENT_PREFIX
+from pyrocket_consumer.spark import executor_cache
 from pyrocket_consumer.spark.options import SinkOptions, as_written
 from pyrocket_consumer.text import logger
 
@@ -280,7 +280,7 @@ class RowReader:
         """Log that these properties are left out, unless a task of this worker has done so."""
         kinds = {TRANSIENT_PREFIX + "…" if name.startswith(TRANSIENT_PREFIX) else name for name in reserved}
         self._told |= kinds
-        if new := [name for name in sorted(kinds) if worker.first_time(name)]:
+        if new := [name for name in sorted(kinds) if executor_cache.first_time(name)]:
             log.warning(
                 "properties %s belong to RocketMQ and are left out of what is written; tags, keys and the sharding key "
                 "have columns of their own, and other names are kept",

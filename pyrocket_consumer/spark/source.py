@@ -18,11 +18,11 @@ from pyspark.sql.types import StructType
 from pyrocket_consumer.cluster.namespace import unwrap
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.broker_offsets import Look, Positions, now_ms
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.offsets import SourceOffset, decode_offset, encode_offset, ranges_between
 from pyrocket_consumer.spark.options import STORED, GivenOffsets, Named, SourceOptions, listed
 from pyrocket_consumer.spark.planning import plan_tasks, spread
-from pyrocket_consumer.spark.positions import Look, Positions, now_ms
 from pyrocket_consumer.spark.progress import GroupProgress
 from pyrocket_consumer.spark.pushed_filters import PushedFilters, Span, push_filters
 from pyrocket_consumer.spark.pyspark_names import (
@@ -33,8 +33,8 @@ from pyrocket_consumer.spark.pyspark_names import (
     SupportsTriggerAvailableNow,
 )
 from pyrocket_consumer.spark.ranges import QueueRange, in_order
-from pyrocket_consumer.spark.read import read_ranges
 from pyrocket_consumer.spark.schema import arrow_schema
+from pyrocket_consumer.spark.task_reader import read_ranges
 from pyrocket_consumer.text import logger
 
 if TYPE_CHECKING:

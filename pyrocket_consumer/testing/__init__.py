@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
     from pyrocket_consumer.testing.cluster import EmbeddedCluster
     from pyrocket_consumer.testing.embedded_node import EmbeddedBroker, EmbeddedNameServer, EmbeddedNode
     from pyrocket_consumer.testing.faults import (
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from pyrocket_consumer.testing.feed import Sent
     from pyrocket_consumer.testing.recording import Recorded
     from pyrocket_consumer.testing.sample import message
-    from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 
 _HOMES = {  # imported when first used: the pytest plugin is loaded in every run of a user's tests
     "testing.cluster": ("EmbeddedCluster",),
@@ -44,7 +44,7 @@ _HOMES = {  # imported when first used: the pytest plugin is loaded in every run
     "testing.feed": ("Sent",),
     "testing.recording": ("Recorded",),
     "testing.sample": ("message",),
-    "wire.codes": ("RequestCode", "ResponseCode"),
+    "protocol.codes": ("RequestCode", "ResponseCode"),
 }  # fmt: skip
 
 __all__ = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 
+from pyrocket_consumer.protocol.acl import ACCESS_KEY, SIGNATURE, signature
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing.broker_state import Refused
 from pyrocket_consumer.testing.release import Release
-from pyrocket_consumer.wire.acl import ACCESS_KEY, SIGNATURE, signature
-from pyrocket_consumer.wire.frame import RemotingCommand
 
 _UNIQUE_KEY_QUERY = "_UNIQUE_KEY_QUERY"
 _SIGNS_WITHOUT_UNTIL = 399

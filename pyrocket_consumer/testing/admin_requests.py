@@ -9,13 +9,9 @@ from collections.abc import Iterator
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.testing.broker_state import BrokerState, Refused
-from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers
-from pyrocket_consumer.testing.topics import LONGEST_TOPIC, TopicConfig, is_system_topic, name_defect
-from pyrocket_consumer.wire import bodies, fastjson
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.command import (
+from pyrocket_consumer.protocol import bodies, fastjson
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.command import (
     CloneGroupOffsetHeader,
     CreateTopicHeader,
     DeleteTopicHeader,
@@ -26,8 +22,12 @@ from pyrocket_consumer.wire.command import (
     QueryTopicConsumeByWhoHeader,
     ViewMessageHeader,
 )
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import PropertyName, decode_messages
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.message import PropertyName, decode_messages
+from pyrocket_consumer.testing.broker_state import BrokerState, Refused
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.testing.handlers import Handlers
+from pyrocket_consumer.testing.topics import LONGEST_TOPIC, TopicConfig, is_system_topic, name_defect
 
 GET_ALL_TOPIC_CONFIG = 21
 GET_BROKER_RUNTIME_INFO = 28

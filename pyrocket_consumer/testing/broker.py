@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from pyrocket_consumer.errors import ConfigError, ProtocolError
+from pyrocket_consumer.protocol.codes import ResponseCode
+from pyrocket_consumer.protocol.frame import JSON_HEADER, RemotingCommand
 from pyrocket_consumer.testing.acl import Accounts
 from pyrocket_consumer.testing.admin_requests import AdminRequests
 from pyrocket_consumer.testing.broker_state import BrokerState, Refused
@@ -21,8 +23,6 @@ from pyrocket_consumer.testing.relays import Relays
 from pyrocket_consumer.testing.release import Release
 from pyrocket_consumer.testing.sends import Sends
 from pyrocket_consumer.testing.transactions import Transactions
-from pyrocket_consumer.wire.codes import ResponseCode
-from pyrocket_consumer.wire.frame import JSON_HEADER, RemotingCommand
 
 
 class Broker:

@@ -6,6 +6,9 @@ import random
 from collections.abc import Callable
 
 from pyrocket_consumer.model import DLQ_PREFIX, RETRY_PREFIX, dlq_topic, retry_topic
+from pyrocket_consumer.protocol.bodies import SubscriptionGroupConfig
+from pyrocket_consumer.protocol.codes import ResponseCode
+from pyrocket_consumer.protocol.ids import UniqueIds, encode_host
 from pyrocket_consumer.testing.clock import Clock
 from pyrocket_consumer.testing.config import BrokerConfig, Timing
 from pyrocket_consumer.testing.consumer_offsets import ConsumerOffsets
@@ -14,9 +17,6 @@ from pyrocket_consumer.testing.message_store import MessageStore
 from pyrocket_consumer.testing.queue_locks import QueueLocks
 from pyrocket_consumer.testing.release import Release
 from pyrocket_consumer.testing.topics import Topics, name_defect
-from pyrocket_consumer.wire.bodies import SubscriptionGroupConfig
-from pyrocket_consumer.wire.codes import ResponseCode
-from pyrocket_consumer.wire.ids import UniqueIds, encode_host
 
 __all__ = ["BrokerState", "Refused", "dlq_topic", "retry_topic"]
 

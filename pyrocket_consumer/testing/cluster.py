@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.testing.acl import Accounts
 from pyrocket_consumer.testing.arguments import (
     check_account,
@@ -31,7 +32,6 @@ from pyrocket_consumer.testing.recording import Changes, describe
 from pyrocket_consumer.testing.release import DEFAULT_RELEASE, Release
 from pyrocket_consumer.testing.server import Server
 from pyrocket_consumer.testing.topics import READ_WRITE, TopicConfig
-from pyrocket_consumer.wire.message import Message
 
 _N = TypeVar("_N", int, float)
 _T = TypeVar("_T")

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from itertools import count
 
-from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
+from pyrocket_consumer.protocol.frame import RemotingCommand, encode_command
 
 OnAnswer = Callable[[RemotingCommand | None], None]
 """Called once with a client's answer, or None when none came in time or the connection ended."""

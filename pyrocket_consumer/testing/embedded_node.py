@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
+from pyrocket_consumer.protocol import fastjson
+from pyrocket_consumer.protocol.bodies import decode_subscription_group
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.message import Message, decode_messages
 from pyrocket_consumer.testing.arguments import check_group, check_topic
 from pyrocket_consumer.testing.broker import Broker
 from pyrocket_consumer.testing.faults import Fault
 from pyrocket_consumer.testing.name_server import NameServer
 from pyrocket_consumer.testing.recording import Recorded
 from pyrocket_consumer.testing.server import Server
-from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies import decode_subscription_group
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import Message, decode_messages
 
 if TYPE_CHECKING:
     from pyrocket_consumer.testing.cluster import EmbeddedCluster

@@ -10,8 +10,8 @@ from inspect import iscoroutine
 from typing import Protocol, cast
 
 from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.protocol.frame import RemotingCommand, encode_command
 from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
 
 
 class Exchange(Protocol):

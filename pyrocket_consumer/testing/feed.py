@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol.message import PropertyName, StoredMessage
 from pyrocket_consumer.testing.arguments import check_int
 from pyrocket_consumer.testing.broker_state import Refused
 from pyrocket_consumer.testing.clock import Clock
@@ -17,7 +18,6 @@ from pyrocket_consumer.testing.embedded_node import EmbeddedBroker
 from pyrocket_consumer.testing.intake import TIMERS
 from pyrocket_consumer.testing.release import Release
 from pyrocket_consumer.testing.sends import REGION
-from pyrocket_consumer.wire.message import PropertyName, StoredMessage
 
 DEFAULT_QUEUES = 4
 BORN_HOST = "127.0.0.1:1"

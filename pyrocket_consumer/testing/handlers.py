@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing.broker_state import Refused
 from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.wire.frame import RemotingCommand
 
 Handler = Callable[[RemotingCommand, Connection], RemotingCommand | None]
 """Returns the answer, or None when it comes later or never. Raises Refused, or ProtocolError for a bad request."""

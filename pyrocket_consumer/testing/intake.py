@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from pyrocket_consumer.protocol.codes import ResponseCode, SysFlag
+from pyrocket_consumer.protocol.message import PropertyName, StoredMessage
+from pyrocket_consumer.protocol.subscription import tag_hash
 from pyrocket_consumer.testing.broker_state import BrokerState, Refused
 from pyrocket_consumer.testing.message_store import Placed
 from pyrocket_consumer.testing.records import properties_of, properties_text, write_record
 from pyrocket_consumer.testing.schedule import Schedule
 from pyrocket_consumer.testing.topics import HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC
-from pyrocket_consumer.wire.codes import ResponseCode, SysFlag
-from pyrocket_consumer.wire.message import PropertyName, StoredMessage
-from pyrocket_consumer.wire.subscription import tag_hash
 
 TIMERS = {PropertyName.TIMER_DELAY_SEC: 1000, PropertyName.TIMER_DELAY_MS: 1, PropertyName.TIMER_DELIVER_MS: 1}
 """The properties that make a timer, in the order in which they are looked at, and their units in milliseconds."""

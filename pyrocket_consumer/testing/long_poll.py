@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing.clock import Clock, Timer
 from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.wire.frame import RemotingCommand
 
 Matches = Callable[[int], bool]
 """Whether a message with this tag hash is wanted."""

@@ -8,13 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.testing.broker_state import BrokerState, Refused, retry_topic
-from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers
-from pyrocket_consumer.testing.members import Member, OnlineGroup
-from pyrocket_consumer.testing.pulls import sql_refusal
-from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies import (
+from pyrocket_consumer.protocol import fastjson
+from pyrocket_consumer.protocol.bodies import (
     ConsumerData,
     MessageQueueAssignment,
     decode_assignment_request,
@@ -25,15 +20,20 @@ from pyrocket_consumer.wire.bodies import (
     encode_consumer_list,
     encode_lock_answer,
 )
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.command import (
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.command import (
     GetConsumerListByGroupHeader,
     NotifyConsumerIdsChangedHeader,
     UnregisterClientHeader,
     request,
 )
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.subscription import SQL92, TAG
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.subscription import SQL92, TAG
+from pyrocket_consumer.testing.broker_state import BrokerState, Refused, retry_topic
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.testing.handlers import Handlers
+from pyrocket_consumer.testing.members import Member, OnlineGroup
+from pyrocket_consumer.testing.pulls import sql_refusal
 
 
 class Membership:

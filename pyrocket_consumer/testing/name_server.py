@@ -6,14 +6,9 @@ from collections.abc import Iterable
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import BrokerData, QueueData, TopicRoute
-from pyrocket_consumer.testing.broker_state import Refused
-from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers, error_answer
-from pyrocket_consumer.testing.release import Release
-from pyrocket_consumer.testing.topics import TopicConfig
-from pyrocket_consumer.wire import bodies
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.command import (
+from pyrocket_consumer.protocol import bodies
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.command import (
     DeleteKvConfigHeader,
     DeleteTopicInNameServerHeader,
     GetKvConfigHeader,
@@ -21,7 +16,12 @@ from pyrocket_consumer.wire.command import (
     GetRouteInfoHeader,
     PutKvConfigHeader,
 )
-from pyrocket_consumer.wire.frame import JSON_HEADER, RemotingCommand
+from pyrocket_consumer.protocol.frame import JSON_HEADER, RemotingCommand
+from pyrocket_consumer.testing.broker_state import Refused
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.testing.handlers import Handlers, error_answer
+from pyrocket_consumer.testing.release import Release
+from pyrocket_consumer.testing.topics import TopicConfig
 
 GET_TOPICS_BY_CLUSTER = 224
 

@@ -6,11 +6,8 @@ Source: ConsumerManageProcessor, AdminBrokerProcessor.
 from __future__ import annotations
 
 from pyrocket_consumer.errors import ProtocolError
-from pyrocket_consumer.testing.broker_state import BrokerState, Refused
-from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.command import (
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.command import (
     GetEarliestStoreTimeHeader,
     GetMaxOffsetHeader,
     GetMinOffsetHeader,
@@ -18,7 +15,10 @@ from pyrocket_consumer.wire.command import (
     SearchOffsetHeader,
     UpdateConsumerOffsetHeader,
 )
-from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.testing.broker_state import BrokerState, Refused
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.testing.handlers import Handlers
 
 _BOOTS_FIRST = "Not found, V3_0_6_SNAPSHOT maybe this group consumer boot first"
 _NOT_TO_ZERO = "Not found, do not set to zero, maybe this group boot first"

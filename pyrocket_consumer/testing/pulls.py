@@ -7,14 +7,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pyrocket_consumer.model import PERM_READ, Subscription
+from pyrocket_consumer.protocol.codes import PullFlag, RequestCode, ResponseCode
+from pyrocket_consumer.protocol.command import PullMessageHeader
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.subscription import ALL, TAG, tag_hash
 from pyrocket_consumer.testing.broker_state import BrokerState, Refused
 from pyrocket_consumer.testing.connection import Connection
 from pyrocket_consumer.testing.handlers import Handlers, error_answer
 from pyrocket_consumer.testing.long_poll import HeldPull, LongPoll, Matches
-from pyrocket_consumer.wire.codes import PullFlag, RequestCode, ResponseCode
-from pyrocket_consumer.wire.command import PullMessageHeader
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.subscription import ALL, TAG, tag_hash
 
 _DISK_COUNT, _DISK_BYTES = 8, 64 * 1024  # caps of a pull whose messages are on disk only
 _CODES = {

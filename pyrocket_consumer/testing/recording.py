@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.wire.codes import request_name
-from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.protocol.codes import request_name
+from pyrocket_consumer.protocol.frame import RemotingCommand
 
 STEP_S = 0.05
 

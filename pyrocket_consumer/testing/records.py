@@ -5,14 +5,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-from pyrocket_consumer.testing.release import Release
-from pyrocket_consumer.wire.message import (
+from pyrocket_consumer.protocol.message import (
     StoredMessage,
     decode_messages,
     decode_properties,
     encode_message,
     encode_properties,
 )
+from pyrocket_consumer.testing.release import Release
 
 _BODY_AT = 88  # both hosts are IPv4
 _BODY_LENGTH = struct.Struct(">I")

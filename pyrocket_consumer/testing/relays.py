@@ -9,22 +9,22 @@ from collections.abc import Callable
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.testing.broker_state import BrokerState, Refused
-from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers
-from pyrocket_consumer.testing.members import Member
-from pyrocket_consumer.testing.offset_requests import search_offset
-from pyrocket_consumer.wire.bodies import decode_consumer_status, encode_consumer_status_table, encode_offset_table
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, version_name
-from pyrocket_consumer.wire.command import (
+from pyrocket_consumer.protocol.bodies import decode_consumer_status, encode_consumer_status_table, encode_offset_table
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, version_name
+from pyrocket_consumer.protocol.command import (
     ConsumeMessageDirectlyHeader,
     GetConsumerRunningInfoHeader,
     GetConsumerStatusHeader,
     ResetOffsetHeader,
     request,
 )
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import parse_offset_message_id
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.message import parse_offset_message_id
+from pyrocket_consumer.testing.broker_state import BrokerState, Refused
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.testing.handlers import Handlers
+from pyrocket_consumer.testing.members import Member
+from pyrocket_consumer.testing.offset_requests import search_offset
 
 _RESETS_SINCE = 28
 _RELAYS_SINCE = 62

@@ -6,7 +6,7 @@ import re
 from typing import Final
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.wire.codes import ResponseCode, version_ordinal
+from pyrocket_consumer.protocol.codes import ResponseCode, version_ordinal
 
 DEFAULT_RELEASE: Final = "5.5.0"
 

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
+from pyrocket_consumer.protocol.ids import UniqueIds
+from pyrocket_consumer.protocol.message import Message, PropertyName, StoredMessage, decode_messages, encode_message
 from pyrocket_consumer.text import shown
-from pyrocket_consumer.wire.ids import UniqueIds
-from pyrocket_consumer.wire.message import Message, PropertyName, StoredMessage, decode_messages, encode_message
 
 T = TypeVar("T")
 

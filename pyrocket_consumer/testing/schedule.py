@@ -7,8 +7,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 
+from pyrocket_consumer.protocol.message import StoredMessage
 from pyrocket_consumer.testing.clock import Clock
-from pyrocket_consumer.wire.message import StoredMessage
 
 
 class Schedule:

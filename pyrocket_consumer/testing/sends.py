@@ -9,23 +9,23 @@ import base64
 from dataclasses import replace
 
 from pyrocket_consumer.model import PERM_WRITE, RETRY_PREFIX
-from pyrocket_consumer.testing.broker_state import BrokerState, Refused, dlq_topic, group_of, retry_topic
-from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers
-from pyrocket_consumer.testing.intake import Intake
-from pyrocket_consumer.testing.records import properties_of, read_record
-from pyrocket_consumer.testing.topics import LONGEST_TOPIC, TopicConfig, name_defect, refuses_sends
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, SysFlag
-from pyrocket_consumer.wire.command import ConsumerSendMsgBackHeader, SendMessageHeader
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import (
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, SysFlag
+from pyrocket_consumer.protocol.command import ConsumerSendMsgBackHeader, SendMessageHeader
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.message import (
     PropertyName,
     StoredMessage,
     decode_batch,
     decode_properties,
     encode_properties,
 )
-from pyrocket_consumer.wire.properties import MAX_PROPERTIES_BYTES
+from pyrocket_consumer.protocol.properties import MAX_PROPERTIES_BYTES
+from pyrocket_consumer.testing.broker_state import BrokerState, Refused, dlq_topic, group_of, retry_topic
+from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.testing.handlers import Handlers
+from pyrocket_consumer.testing.intake import Intake
+from pyrocket_consumer.testing.records import properties_of, read_record
+from pyrocket_consumer.testing.topics import LONGEST_TOPIC, TopicConfig, name_defect, refuses_sends
 
 REGION = "DefaultRegion"
 _RETRY_COUNTS_SINCE = 121  # clients before 3.4.9 cannot say maxReconsumeTimes

@@ -13,12 +13,12 @@ from itertools import count
 from typing import Any, Protocol, cast
 
 from pyrocket_consumer.errors import ProtocolError
-from pyrocket_consumer.net.forks import close_in_children
+from pyrocket_consumer.protocol.frame import FrameBuffer, RemotingCommand
 from pyrocket_consumer.testing.clock import Clock, Timer
 from pyrocket_consumer.testing.connection import Connection
 from pyrocket_consumer.testing.faults import Faults, meet
 from pyrocket_consumer.testing.recording import Changes, Recorded, RequestLog
-from pyrocket_consumer.wire.frame import FrameBuffer, RemotingCommand
+from pyrocket_consumer.transport.forks import close_in_children
 
 _LINGER_ZERO = struct.pack("ii", 1, 0)  # close() sends RST at once and forgets what is unsent
 

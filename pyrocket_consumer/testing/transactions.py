@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, SysFlag
+from pyrocket_consumer.protocol.command import CheckTransactionStateHeader, EndTransactionHeader, request
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.message import PropertyName, StoredMessage
 from pyrocket_consumer.testing.broker_state import BrokerState, Refused
 from pyrocket_consumer.testing.connection import Connection
 from pyrocket_consumer.testing.handlers import Handlers
 from pyrocket_consumer.testing.intake import Intake
 from pyrocket_consumer.testing.records import properties_of, properties_text, read_record, write_record
 from pyrocket_consumer.testing.topics import CHECKED_TOO_OFTEN_TOPIC, HALF_TOPIC
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, SysFlag
-from pyrocket_consumer.wire.command import CheckTransactionStateHeader, EndTransactionHeader, request
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import PropertyName, StoredMessage
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Self
 
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.wire.bodies import (
+from pyrocket_consumer.protocol.bodies import (
     ConsumerData,
     HeartbeatData,
     RunningInfo,
@@ -16,9 +16,9 @@ from pyrocket_consumer.wire.bodies import (
     encode_heartbeat,
     encode_running_info,
 )
-from pyrocket_consumer.wire.codes import RequestCode, version_ordinal
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.subscription import parse_subscription
+from pyrocket_consumer.protocol.codes import RequestCode, version_ordinal
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.subscription import parse_subscription
 from tests.testing.raw_client import RawClient
 
 

@@ -12,8 +12,8 @@ import pytest
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.errors import BrokerError, ConnectError
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, delay, drop, rewrite
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.admin.conftest import admin_of, administered
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until

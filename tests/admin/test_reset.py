@@ -9,9 +9,9 @@ import pytest
 
 from pyrocket_consumer import BrokerError, ConfigError, ConnectionLost, RocketError, RouteNotFound
 from pyrocket_consumer.admin import Admin, ResetState
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.reset_format import RecordArea, name_of, record_areas
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.reset_plan import RecordArea, name_of, record_areas
 from tests.admin.conftest import administered
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until

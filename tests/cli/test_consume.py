@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 
 import pytest
 
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.cli.shell import Running
 from tests.consuming import consuming, until
 from tests.for_each import for_each

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from pyrocket_consumer.cli.look import Look
+from pyrocket_consumer.cli.topic_tail import Look
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.model import MessageQueue, Subscription
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 
 FIRST = MessageQueue("orders", "broker-a", 0)
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from pyrocket_consumer.cli import main
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, drop
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.admin.foreign import ForeignMember
 from tests.cli.shell import Running
 from tests.consuming import Events, consuming, until

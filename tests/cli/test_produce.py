@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.testing import answer
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.cli.shell import Running, a_pipe_nobody_reads, run
 from tests.consuming import until
 from tests.for_each import for_each

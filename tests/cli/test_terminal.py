@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.cli.shell import COMMAND, environment, run
 from tests.consuming import consuming
 

@@ -12,8 +12,8 @@ import pytest
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.directories import read_store
-from pyrocket_consumer.offsets.offsets_json import encode_offsets
+from pyrocket_consumer.offsets.local.directories import read_store
+from pyrocket_consumer.offsets.local.offsets_json import encode_offsets
 from tests.for_each import for_each
 
 TOPIC, QUEUES = "T", 2

@@ -13,9 +13,9 @@ from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import ConnectError, RequestTimeout
 from pyrocket_consumer.model import TopicRoute
+from pyrocket_consumer.protocol.bodies import ConsumerData
+from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
-from pyrocket_consumer.wire.bodies import ConsumerData
-from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.consuming import PATIENT_S, WAIT_S
 
 

@@ -20,12 +20,12 @@ from pyrocket_consumer.errors import (
     RouteNotFound,
 )
 from pyrocket_consumer.model import MessageQueue, PullStatus, Subscription
+from pyrocket_consumer.protocol.bodies import encode_lock_answer
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.command import PullMessageHeader, SendMessageHeader
+from pyrocket_consumer.protocol.message import BatchItem, encode_batch
+from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.testing import answer, drop, rewrite
-from pyrocket_consumer.wire.bodies import encode_lock_answer
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.command import PullMessageHeader, SendMessageHeader
-from pyrocket_consumer.wire.message import BatchItem, encode_batch
-from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.cluster.conftest import find_route, join
 from tests.for_each import for_each
 

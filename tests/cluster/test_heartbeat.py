@@ -9,10 +9,10 @@ import time
 import pytest
 
 from pyrocket_consumer import BrokerError, ConnectError, ConnectionLost, PermissionDenied, RequestTimeout, RocketError
+from pyrocket_consumer.protocol.bodies import decode_heartbeat
+from pyrocket_consumer.protocol.codes import RequestCode, version_ordinal
+from pyrocket_consumer.protocol.command import UnregisterClientHeader
 from pyrocket_consumer.testing import Gate, answer, delay, drop
-from pyrocket_consumer.wire.bodies import decode_heartbeat
-from pyrocket_consumer.wire.codes import RequestCode, version_ordinal
-from pyrocket_consumer.wire.command import UnregisterClientHeader
 from tests.cluster.conftest import Told, consumer_of, find_route, join
 from tests.consuming import until
 

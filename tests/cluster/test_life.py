@@ -16,9 +16,9 @@ from pyrocket_consumer.cluster import Cluster, ClusterState
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import ConnectError, ConsumerClosed, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.net.io_thread import IoThread
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.transport.io_thread import IoThread
 from tests.cluster.conftest import Told, consumer_of, find_route
 from tests.consuming import until
 from tests.for_each import for_each

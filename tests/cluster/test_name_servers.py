@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from pyrocket_consumer.errors import BrokerError, ConnectError, RequestTimeout, RouteNotFound
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.command import GetKvConfigHeader, HeartbeatHeader, PutKvConfigHeader
 from pyrocket_consumer.testing import answer, close_connection, drop, garbage, rewrite
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.command import GetKvConfigHeader, HeartbeatHeader, PutKvConfigHeader
 from tests.cluster.conftest import Told, find_route
 from tests.consuming import quick
 

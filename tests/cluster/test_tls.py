@@ -13,7 +13,7 @@ from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import ConnectError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.net.peer import server_tls, trusting
+from tests.transport.peer import server_tls, trusting
 
 pytestmark = pytest.mark.live
 

@@ -10,8 +10,8 @@ from contextlib import closing
 import pytest
 
 from pyrocket_consumer import ConsumeResult, Suspend
-from pyrocket_consumer.wire.bodies import LockRequest, decode_lock_answer, encode_lock_request
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.protocol.bodies import LockRequest, decode_lock_answer, encode_lock_request
+from pyrocket_consumer.protocol.codes import RequestCode
 from tests.by_key import ByKey, send_keys
 from tests.consumer.processes import member
 from tests.consuming import Events, Seen, consuming, numbered, until

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import MessageQueue, PushConsumer
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
-from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consuming import Events, consuming, until
 from tests.hazards.members import ours
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pyrocket_consumer.consumer.process_queue import Limits, ProcessQueue
+from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messages, encode_message
+from pyrocket_consumer.protocol.message import Message, StoredMessage, decode_messages, encode_message
 
 QUEUE = MessageQueue("orders", "a", 0)
 

@@ -11,7 +11,7 @@ from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError
 from pyrocket_consumer.offsets import DatabaseOffsets, LocalFileOffsetStore
-from pyrocket_consumer.offsets.database import ddl
+from pyrocket_consumer.offsets.database.store import ddl
 from tests.exactly_once.booking import consumed, send
 from tests.exactly_once.ledgers import BODIES, GROUP, TOPIC, every_database
 from tests.for_each import for_each

@@ -10,8 +10,8 @@ from sqlalchemy import create_engine
 from pyrocket_consumer import PushConsumer
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, drop
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import consuming
 from tests.exactly_once.booking import billing, refused, send, until_all
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, ledger_in, once

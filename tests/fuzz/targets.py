@@ -21,19 +21,18 @@ import pyarrow as pa
 from pyrocket_consumer.cluster.broker import read_pull_answer
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, ProtocolError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets import journal
-from pyrocket_consumer.offsets.disk import LocalDisk
-from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
-from pyrocket_consumer.offsets.ownership import read_owner
-from pyrocket_consumer.offsets.recovery import recover
-from pyrocket_consumer.spark.offsets import decode_offset
-from pyrocket_consumer.wire import bodies, fastjson, reset_plan
-from pyrocket_consumer.wire.codes import SysFlag
-from pyrocket_consumer.wire.columns import record_batches
-from pyrocket_consumer.wire.compression import Compression, compress, decompress
-from pyrocket_consumer.wire.frame import FrameBuffer, InPlaceFrames, RemotingCommand, decode_command, encode_command
-from pyrocket_consumer.wire.ids import parse_offset_message_id
-from pyrocket_consumer.wire.message import (
+from pyrocket_consumer.offsets.local import journal
+from pyrocket_consumer.offsets.local.disk import LocalDisk
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.ownership import read_owner
+from pyrocket_consumer.offsets.local.recovery import recover
+from pyrocket_consumer.protocol import bodies, fastjson, reset_format
+from pyrocket_consumer.protocol.codes import SysFlag
+from pyrocket_consumer.protocol.columns import record_batches
+from pyrocket_consumer.protocol.compression import Compression, compress, decompress
+from pyrocket_consumer.protocol.frame import FrameBuffer, InPlaceFrames, RemotingCommand, decode_command, encode_command
+from pyrocket_consumer.protocol.ids import parse_offset_message_id
+from pyrocket_consumer.protocol.message import (
     MOST_RECORDS,
     BatchItem,
     StoredMessage,
@@ -42,15 +41,16 @@ from pyrocket_consumer.wire.message import (
     encode_batch,
     encode_message,
 )
-from pyrocket_consumer.wire.properties import decode_properties
-from pyrocket_consumer.wire.subscription import parse_subscription
+from pyrocket_consumer.protocol.properties import decode_properties
+from pyrocket_consumer.protocol.subscription import parse_subscription
+from pyrocket_consumer.spark.offsets import decode_offset
 from tests import golden
-from tests.wire import both
-from tests.wire.records import QUEUE, WORKED_RECORD, read_properties, read_records
-from tests.wire.test_columns import ALL, EVERY, FEW_RECORDS, pulled, row, rows
-from tests.wire.test_command import HEADERS
-from tests.wire.test_frame import feed
-from tests.wire.test_fuzz_message import COMPRESSED_RECORDS, SMALL_BODIES, touch
+from tests.protocol import both
+from tests.protocol.records import QUEUE, WORKED_RECORD, read_properties, read_records
+from tests.protocol.test_columns import ALL, EVERY, FEW_RECORDS, pulled, row, rows
+from tests.protocol.test_command import HEADERS
+from tests.protocol.test_frame import feed
+from tests.protocol.test_fuzz_message import COMPRESSED_RECORDS, SMALL_BODIES, touch
 
 READ_BYTES = 1 << 20
 """How much unpacked data a target asks for: bombs are for the decoders' own bound."""
@@ -293,7 +293,7 @@ def compiled_columns_as_python(data: bytes) -> None:
     answers = [pulled(WORKED_RECORD * FEW_RECORDS, end=end), pulled(damaged)]
 
     def read(pure: bool) -> list[dict[str, Any]]:
-        batches = both.copy(pure=pure).module("wire.columns").record_batches(answers, ALL, tags)
+        batches = both.copy(pure=pure).module("protocol.columns").record_batches(answers, ALL, tags)
         found: list[dict[str, Any]] = rows(pa.Table.from_batches(list(batches), ALL).slice(0 if tags else FEW_RECORDS))
         return found
 
@@ -483,9 +483,9 @@ def _made() -> list[Target]:
         Target("pull-answer", bearing(read_answer), lambda: PULL_ANSWERS),
         Target("json", bearing(fastjson.loads), json_bodies),
         *(Target(f"body-{name}", bearing(decoder), json_bodies) for name, decoder in sorted(BODY_DECODERS.items())),
-        Target("reset-plan", bearing(reset_plan.decode_plan), lambda: plans),
-        Target("reset-report", bearing(reset_plan.decode_report), lambda: plans),
-        Target("reset-question", bearing(reset_plan.decode_status_question), lambda: plans),
+        Target("reset-plan", bearing(reset_format.decode_plan), lambda: plans),
+        Target("reset-report", bearing(reset_format.decode_report), lambda: plans),
+        Target("reset-question", bearing(reset_format.decode_status_question), lambda: plans),
         Target("message", bearing(read_message), records),
         Target("record", bearing(read_record), records),
         Target("packed", bearing(read_packed), packed_bodies),
@@ -499,7 +499,7 @@ def _made() -> list[Target]:
         Target("spark-offset", bearing(read_spark_offset, ConfigError), lambda: SPARK_OFFSETS),
         Target("recovery", bearing(lambda data: recover(*apart(data)), OffsetStoreError), stores),
         Target("columns-as-messages", bearing(columns_as_messages), records),
-        *(of_the_compiled_part() if find_spec("pyrocket_consumer.wire._accelerator") else ()),
+        *(of_the_compiled_part() if find_spec("pyrocket_consumer.protocol._accelerator") else ()),
         Target("messages-as-records", bearing(messages_as_records), records),
         Target("properties-as-read", bearing(properties_as_read), properties),
         Target("json-as-read", bearing(json_as_read), json_bodies),

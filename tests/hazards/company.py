@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from pyrocket_consumer import MessageQueue
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer
 from pyrocket_consumer.testing.faults import Fault
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import until
 from tests.hazards.naive import NaiveMember
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 
 from pyrocket_consumer.errors import ProtocolError
-from pyrocket_consumer.wire.codes import CLIENT_VERSION
-from pyrocket_consumer.wire.frame import ONEWAY_FLAG, FrameBuffer, RemotingCommand, encode_command
+from pyrocket_consumer.protocol.codes import CLIENT_VERSION
+from pyrocket_consumer.protocol.frame import ONEWAY_FLAG, FrameBuffer, RemotingCommand, encode_command
 from tests.real_brokers.remoting import as_text
 
 
@@ -35,7 +35,7 @@ class Wire:
         self._opaques = itertools.count(1)
         self._waiting: dict[int, SimpleQueue[RemotingCommand | None]] = {}
         self.lost = False
-        threading.Thread(target=self._read, daemon=True, name="naive-wire").start()
+        threading.Thread(target=self._read, daemon=True, name="naive-connection").start()
 
     def call(
         self, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"", timeout_s: float = 10.0

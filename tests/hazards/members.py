@@ -26,11 +26,11 @@ from typing import Any, Protocol
 import pytest
 
 from pyrocket_consumer import Message, MessageQueue, PushConsumer
-from pyrocket_consumer.offsets.directories import read_store, store_directory
+from pyrocket_consumer.offsets.local.directories import read_store, store_directory
+from pyrocket_consumer.protocol.bodies import encode_offset_table
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import Exchange
-from pyrocket_consumer.wire.bodies import encode_offset_table
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand
 from tests import resetting
 from tests.consuming import PATIENT_S, WAIT_S, Events, Seen, started
 

@@ -17,16 +17,16 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 from pyrocket_consumer import ConsumeResult, ConsumerEvent, Message, MessageQueue
-from pyrocket_consumer.consumer.allocation import average
+from pyrocket_consumer.consumer.membership.allocation import average
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import EventKind, TopicRoute
-from pyrocket_consumer.offsets.directories import store_directory
-from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
-from pyrocket_consumer.wire import bodies
-from pyrocket_consumer.wire.codes import PullFlag, RequestCode, ResponseCode
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import decode_messages
-from pyrocket_consumer.wire.subscription import parse_subscription
+from pyrocket_consumer.offsets.local.directories import store_directory
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.protocol import bodies
+from pyrocket_consumer.protocol.codes import PullFlag, RequestCode, ResponseCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.message import decode_messages
+from pyrocket_consumer.protocol.subscription import parse_subscription
 from tests.consuming import Events, Seen
 from tests.hazards.connection import Refused, Wire
 from tests.hazards.members import QUICK, Queues, at_brokers

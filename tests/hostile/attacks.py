@@ -7,10 +7,10 @@ import json
 import struct
 from functools import cache
 
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, SysFlag
-from pyrocket_consumer.wire.compression import Compression, compress
-from pyrocket_consumer.wire.frame import RESPONSE_FLAG, RemotingCommand, encode_command
-from pyrocket_consumer.wire.message import BatchItem, StoredMessage, encode_batch, encode_message
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, SysFlag
+from pyrocket_consumer.protocol.compression import Compression, compress
+from pyrocket_consumer.protocol.frame import RESPONSE_FLAG, RemotingCommand, encode_command
+from pyrocket_consumer.protocol.message import BatchItem, StoredMessage, encode_batch, encode_message
 from tests.hostile.server import Answer, Attack, Peer, found_nothing, now_ms, pulled, queue_data, route
 
 PAUSE_S = 0.02

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.hostile.attacks import ATTACKS, GROUP, TOPIC
 from tests.hostile.server import Attack, HostileServer
 

@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.frame import RemotingCommand, decode_command, encode_command
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.frame import RemotingCommand, decode_command, encode_command
 
 BROKER = "broker-hostile"
 QUEUES = 4

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Any
 
-from pyrocket_consumer.consumer.allocation import allocate, strategy_of
+from pyrocket_consumer.consumer.membership.allocation import allocate, strategy_of
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.wire.bodies import RunningInfo, decode_running_info
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.protocol.bodies import RunningInfo, decode_running_info
+from pyrocket_consumer.protocol.codes import RequestCode
 from tests.consuming import until
 from tests.real_brokers.remoting import Peer, Refused
 

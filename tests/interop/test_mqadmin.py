@@ -12,8 +12,8 @@ import pytest
 
 from pyrocket_consumer import MessageQueue, Retry
 from pyrocket_consumer.model import retry_topic
-from pyrocket_consumer.wire.bodies import decode_consumer_status_table
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.protocol.bodies import decode_consumer_status_table
+from pyrocket_consumer.protocol.codes import RequestCode
 from tests.consuming import Seen, consuming, numbered, until
 from tests.interop.members import java_named, named, wait_until_noted
 

@@ -13,10 +13,10 @@ from zlib import crc32
 import pytest
 
 from pyrocket_consumer.model import MessageQueue, Subscription, dlq_topic, retry_topic
-from pyrocket_consumer.wire import bodies
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, request_name
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.reset_plan import PlanBody, encode_plan
+from pyrocket_consumer.protocol import bodies
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, request_name
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.reset_format import PlanBody, encode_plan
 from tests.consuming import consuming, until
 from tests.real_brokers.accounts import ACCOUNT, ACL_1, ACL_2, GROUP, TOPIC, USERS, create_users
 from tests.real_brokers.cluster import CLUSTER

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets.disk import Disk, DiskFile, DiskLock
-from pyrocket_consumer.offsets.recovery import recover
+from pyrocket_consumer.offsets.local.disk import Disk, DiskFile, DiskLock
+from pyrocket_consumer.offsets.local.recovery import recover
 
 SECTOR = 512
 

@@ -6,8 +6,8 @@ import pytest
 
 from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.adoption import adopt
-from pyrocket_consumer.offsets.directories import find_orphans, read_store
+from pyrocket_consumer.offsets.local.adoption import adopt
+from pyrocket_consumer.offsets.local.directories import find_orphans, read_store
 from tests.offsets.driving import ORDERS, left
 
 QUEUES = ORDERS[:3]

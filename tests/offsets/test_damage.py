@@ -11,9 +11,9 @@ import pytest
 from pyrocket_consumer import PushConsumer
 from pyrocket_consumer.errors import OffsetStoreCorrupt, OffsetStoreError, OffsetStoreLocked, OffsetStoreUnwritable
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.directories import read_store
-from pyrocket_consumer.offsets.journal import HEADER_BYTES, decode_header, replay
-from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.directories import read_store
+from pyrocket_consumer.offsets.local.journal import HEADER_BYTES, decode_header, replay
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
 from tests.offsets.disks import MemoryDisk, WatchedDisk

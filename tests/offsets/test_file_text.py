@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer import MessageQueue, OffsetStoreCorrupt, ProtocolError
 from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, QueueReset
-from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
 from tests.consuming import consuming, until
 from tests.for_each import for_each
 from tests.hazards.members import faulty

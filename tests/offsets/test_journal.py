@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer.errors import OffsetStoreError, ProtocolError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets.journal import (
+from pyrocket_consumer.offsets.local.journal import (
     HEADER_BYTES,
     JournalHeader,
     decode_header,

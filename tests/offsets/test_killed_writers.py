@@ -18,8 +18,8 @@ import pytest
 from pyrocket_consumer.errors import OffsetStoreCorrupt, ProtocolError
 from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, OffsetStore, ReadOffsetType
-from pyrocket_consumer.offsets.disk import Disk
-from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.disk import Disk
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import consuming, numbered, until
 from tests.hazards.members import faulty

@@ -16,9 +16,9 @@ from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
-from pyrocket_consumer.offsets.directories import base_directory, find_orphans, read_store, slot_ids
-from pyrocket_consumer.offsets.journal import decode_header, replay
-from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.directories import base_directory, find_orphans, read_store, slot_ids
+from pyrocket_consumer.offsets.local.journal import decode_header, replay
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
 from tests.for_each import for_each
 from tests.offsets.disks import MemoryDisk, WatchedDisk
 from tests.offsets.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, STORE, left, opened, put, update

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import MessageQueue, OffsetStoreLocked
-from pyrocket_consumer.offsets.directories import store_directory
+from pyrocket_consumer.offsets.local.directories import store_directory
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import numbered, until
 from tests.hazards.members import broadcasting, faulty, filled, full_disk, give_time_to, ours

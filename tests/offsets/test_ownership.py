@@ -16,9 +16,9 @@ import pytest
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.directories import read_store
-from pyrocket_consumer.offsets.disk import LocalDisk
-from pyrocket_consumer.offsets.ownership import read_owner
+from pyrocket_consumer.offsets.local.directories import read_store
+from pyrocket_consumer.offsets.local.disk import LocalDisk
+from pyrocket_consumer.offsets.local.ownership import read_owner
 from tests.offsets.driving import QUEUE, in_a_fork, put
 
 ROOT = Path(__file__).parents[2]

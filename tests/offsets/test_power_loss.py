@@ -19,9 +19,9 @@ import pytest
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets import journal as journal_format
-from pyrocket_consumer.offsets.journal import HEADER_BYTES, JournalHeader, decode_header
-from pyrocket_consumer.offsets.offsets_json import decode_checkpoint
+from pyrocket_consumer.offsets.local import journal as journal_format
+from pyrocket_consumer.offsets.local.journal import HEADER_BYTES, JournalHeader, decode_header
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
 from tests.offsets.disks import MemoryDisk, PowerCut, WatchedDisk
 from tests.offsets.driving import History, step
 from tests.trials import crash_points, trials

@@ -10,9 +10,9 @@ import pytest
 
 from pyrocket_consumer.errors import OffsetStoreLocked
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
-from pyrocket_consumer.offsets.directories import read_store
-from pyrocket_consumer.offsets.disk import LocalDisk
-from pyrocket_consumer.offsets.ownership import read_owner
+from pyrocket_consumer.offsets.local.directories import read_store
+from pyrocket_consumer.offsets.local.disk import LocalDisk
+from pyrocket_consumer.offsets.local.ownership import read_owner
 from tests.offsets.driving import DURABILITIES, ORDERS, QUEUE, left, opened, put, update
 from tests.offsets.test_ownership import owner, persist
 

@@ -10,7 +10,7 @@ import pytest
 from pyrocket_consumer.errors import ConfigError, OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset, ResetEpochs
-from pyrocket_consumer.offsets.offsets_json import decode_checkpoint
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
 from tests.for_each import for_each
 from tests.offsets.disks import Failing, MemoryDisk, PowerCut, WatchedDisk
 from tests.offsets.driving import DURABILITIES, opened, put

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pyrocket_consumer.errors import OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets.directories import read_store
+from pyrocket_consumer.offsets.local.directories import read_store
 from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
 from tests.offsets.driving import DURABILITIES, MEMORY, STORE, opened, update
 from tests.trials import trials

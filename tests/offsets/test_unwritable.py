@@ -17,8 +17,8 @@ import pytest
 from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.directories import read_store
-from pyrocket_consumer.offsets.offsets_json import encode_offsets
+from pyrocket_consumer.offsets.local.directories import read_store
+from pyrocket_consumer.offsets.local.offsets_json import encode_offsets
 from tests.for_each import for_each
 from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
 from tests.offsets.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, in_a_fork, opened, put, update

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer.producer import Producer
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import PATIENT_S
 
 StartProducer = Callable[..., Producer]

@@ -21,8 +21,8 @@ from pyrocket_consumer import (
     SendError,
 )
 from pyrocket_consumer.producer import OutgoingMessage, ProducerState
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.interrupting import a_start_that_waits
 from tests.producer.programs import producer_threads
 from tests.real_brokers import wait_until

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.testing import Gate, answer, delay, drop, rewrite
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.producer.programs import run_program
 
 pytestmark = [

@@ -18,9 +18,11 @@ from pyrocket_consumer import (
     RouteNotFound,
     SendError,
 )
-from pyrocket_consumer.cluster.answers import refusal
+from pyrocket_consumer.cluster.responses import refusal
 from pyrocket_consumer.producer import SendStatus
 from pyrocket_consumer.producer.failures import Verdict, asks_for_route, verdict
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import (
     answer,
     close_connection,
@@ -30,8 +32,6 @@ from pyrocket_consumer.testing import (
     reset_connection,
     rewrite,
 )
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.for_each import for_each
 from tests.producer.programs import within
 from tests.real_brokers import wait_until

@@ -8,8 +8,8 @@ import pytest
 
 from pyrocket_consumer.errors import RequestTimeout, SendError
 from pyrocket_consumer.producer import Producer, ProducerState
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.testing import Gate, answer, drop
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.for_each import for_each
 from tests.producer.programs import in_a_thread, in_threads, within
 

@@ -9,8 +9,8 @@ import pytest
 
 from pyrocket_consumer import MessageQueue, SendError
 from pyrocket_consumer.producer import Producer
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, answer, close_connection, delay, delay_request, drop, handle_and_close
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.producer.programs import within
 from tests.real_brokers import wait_until
 

@@ -11,7 +11,7 @@ import pytest
 
 from pyrocket_consumer import MessageQueue, RouteNotFound, SendError
 from pyrocket_consumer.producer import OutgoingMessage, SendStatus
-from pyrocket_consumer.wire.subscription import java_string_hash
+from pyrocket_consumer.protocol.subscription import java_string_hash
 from tests.producer.programs import in_threads
 from tests.real_brokers import wait_until
 

@@ -9,9 +9,9 @@ import pytest
 
 from pyrocket_consumer import ConfigError, MessageQueue, ProtocolError, RouteNotFound, SendError
 from pyrocket_consumer.producer import OutgoingMessage, TransactionProducer, TransactionState
+from pyrocket_consumer.protocol.codes import RequestCode, SysFlag
+from pyrocket_consumer.protocol.message import StoredMessage, encode_message
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
-from pyrocket_consumer.wire.codes import RequestCode, SysFlag
-from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from tests.asking import Asking
 from tests.for_each import for_each
 from tests.producer.programs import in_a_thread, producer_threads

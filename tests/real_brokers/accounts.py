@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.protocol.codes import RequestCode
 from tests.real_brokers.remoting import Peer
 
 ACCOUNT = ("rocketmq", "12345678")

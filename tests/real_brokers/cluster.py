@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from pyrocket_consumer.model import MASTER_ID, MessageQueue
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.message import Message, decode_messages
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.message import Message, decode_messages
 from tests.real_brokers.jars import NEWEST, VERSIONS
 from tests.real_brokers.process import JavaProcess, new_directory, remove_directory
 from tests.real_brokers.remoting import Peer, Refused, as_text

@@ -11,11 +11,11 @@ from itertools import groupby
 from typing import Any
 
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol import command
+from pyrocket_consumer.protocol.bodies import decode_lock_request
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.properties import PropertyName
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire import command
-from pyrocket_consumer.wire.bodies import decode_lock_request
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.properties import PropertyName
 
 NEVER = float("inf")
 

@@ -15,8 +15,8 @@ from sqlalchemy.pool import NullPool
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.offsets.database_access import Scope, SqlDatabase
-from pyrocket_consumer.offsets.database_verdicts import Verdict
+from pyrocket_consumer.offsets.database.errors import Verdict
+from pyrocket_consumer.offsets.database.sqlalchemy_access import Scope, SqlDatabase
 from tests.simulation.world import CURRENT, Process, World
 
 Booked = tuple[str, MessageQueue, int, str | None]

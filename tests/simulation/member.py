@@ -9,18 +9,18 @@ from typing import Any
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
-from pyrocket_consumer.consumer.commit import BrokerCommits, Commits, StoreCommits
-from pyrocket_consumer.consumer.consume import AsyncWorkers, Outcome
-from pyrocket_consumer.consumer.database_commits import DatabaseCommits
+from pyrocket_consumer.consumer.commits.commits import BrokerCommits, Commits, StoreCommits
+from pyrocket_consumer.consumer.commits.database import DatabaseCommits
+from pyrocket_consumer.consumer.commits.store_thread import UserThread
+from pyrocket_consumer.consumer.dispatch.concurrent import AsyncWorkers, Outcome
 from pyrocket_consumer.consumer.listener import Listener
-from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
-from pyrocket_consumer.consumer.user_thread import UserThread
+from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
+from pyrocket_consumer.protocol.message import Message
+from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire.message import Message
-from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.offsets.disks import MemoryDisk
 from tests.simulation.history import Consumed, Course, History, Reset
 from tests.simulation.ledger import Ledger, effect_of

@@ -9,22 +9,22 @@ from typing import Any
 
 from sqlalchemy.util import await_only
 
-from pyrocket_consumer.consumer.assignments import Assignments
-from pyrocket_consumer.consumer.by_key import KeyedService, KeyLine, KeyTurn, QueueLines
-from pyrocket_consumer.consumer.commit import BrokerCommits
-from pyrocket_consumer.consumer.consume import _Runner, pop_all
-from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
-from pyrocket_consumer.consumer.process_queue import ProcessQueue, QueueState
-from pyrocket_consumer.consumer.tasks import Tasks
+from pyrocket_consumer.consumer.assignment.assignments import Assignments
+from pyrocket_consumer.consumer.commits.commits import BrokerCommits
+from pyrocket_consumer.consumer.context.tasks import Tasks
+from pyrocket_consumer.consumer.dispatch.by_key import KeyedService, KeyLine, KeyTurn, QueueLines
+from pyrocket_consumer.consumer.dispatch.concurrent import _Runner, pop_all
+from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
+from pyrocket_consumer.consumer.window.process_queue import ProcessQueue, QueueState
 from pyrocket_consumer.errors import Fenced
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.offsets.database_statements import Statement, Statements
-from pyrocket_consumer.producer import sender
-from pyrocket_consumer.producer.sender import Sender
-from pyrocket_consumer.producer.sending import Sending
-from pyrocket_consumer.wire.codes import ResponseCode
-from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.offsets.database.statements import Statement, Statements
+from pyrocket_consumer.producer import send_dispatcher
+from pyrocket_consumer.producer.send_dispatcher import Sender
+from pyrocket_consumer.producer.send_request import Sending
+from pyrocket_consumer.protocol.codes import ResponseCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
 
 MISTAKES: dict[str, Callable[[], None]] = {}
 PRODUCER_MISTAKES: dict[str, Callable[[], None]] = {}
@@ -291,7 +291,7 @@ def key_ignored(right, self, sending):
     right(self, sending)
 
 
-@mistake(sender, "asks_for_route", of=PRODUCER_MISTAKES)
+@mistake(send_dispatcher, "asks_for_route", of=PRODUCER_MISTAKES)
 def old_route_kept(right, error):
     """What says that a queue is not here any more has no route asked for."""
     return False

@@ -16,14 +16,14 @@ from typing import Any
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ProducerConfig
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.producer.sender import Sender
-from pyrocket_consumer.producer.sending import Sending
+from pyrocket_consumer.producer.send_dispatcher import Sender
+from pyrocket_consumer.producer.send_request import Sending
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.message import BatchItem, decode_batch, encode_batch
+from pyrocket_consumer.protocol.properties import PropertyName, encode_properties
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster, EmbeddedNode, Exchange, Fault, faults
 from pyrocket_consumer.testing.faults import answer, delay, delay_request, drop, drop_answer, duplicate, now_and_then
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import BatchItem, decode_batch, encode_batch
-from pyrocket_consumer.wire.properties import PropertyName, encode_properties
 from tests.simulation.member import Io
 from tests.simulation.mistakes import PRODUCER_MISTAKES
 from tests.simulation.plans import EPOCH

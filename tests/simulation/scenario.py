@@ -10,9 +10,9 @@ from typing import Any
 
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.testing import EmbeddedCluster, EmbeddedNode, Fault
 from pyrocket_consumer.testing.faults import answer, delay, delay_request, drop, drop_answer, duplicate, now_and_then
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.simulation.history import History
 from tests.simulation.ledger import Ledger
 from tests.simulation.member import GROUP, TOPIC, Member

@@ -140,8 +140,8 @@ def sink(embedded: EmbeddedCluster) -> Iterator[Callable[..., Any]]:
 def connections_end() -> Iterator[None]:
     """What a worker keeps between tasks is closed, so that no test leaves threads to the next."""
     yield
-    if "pyrocket_consumer.spark.worker" in sys.modules:
-        sys.modules["pyrocket_consumer.spark.worker"].close_all()
+    if "pyrocket_consumer.spark.executor_cache" in sys.modules:
+        sys.modules["pyrocket_consumer.spark.executor_cache"].close_all()
 
 
 @pytest.hookimpl(tryfirst=True)

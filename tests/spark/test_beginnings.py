@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pyrocket_consumer.errors import ConfigError, RouteNotFound
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.spark.source import RefusedStreamReader
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.spark.asking import begin, data_source, read_batch, running, stored_at
 
 CLUSTER = {"brokers": 2}

@@ -10,11 +10,11 @@ import pytest
 
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.spark.broker_offsets import Positions
 from pyrocket_consumer.spark.options import parse_source
-from pyrocket_consumer.spark.positions import Positions
 from pyrocket_consumer.spark.progress import GroupProgress
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.spark.asking import FROM_FIRST, Checkpoint, running, stored_at
 
 pytestmark = pytest.mark.live

@@ -13,15 +13,15 @@ from pyspark.sql import functions as f
 
 from pyrocket_consumer.errors import BrokerError, ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.subscription import parse_subscription
+from pyrocket_consumer.spark.broker_offsets import CLOCK_SKEW_MS
 from pyrocket_consumer.spark.data_loss import DataLoss
-from pyrocket_consumer.spark.positions import CLOCK_SKEW_MS
 from pyrocket_consumer.spark.pushed_filters import MOST_TAGS, MOST_TAGS_LENGTH, PushedFilters, Span, push_filters
 from pyrocket_consumer.spark.pyspark_names import PUSHES_FILTERS
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.schema import projected
 from pyrocket_consumer.testing import EmbeddedCluster, answer, rewrite
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.for_each import for_each
 from tests.spark.asking import data_source, rows, stored_at, through
 

@@ -7,8 +7,8 @@ import pytest
 from pyspark.sql.types import IntegerType, MapType, StringType, StructField, StructType
 
 from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.protocol.columns import COLUMNS
 from pyrocket_consumer.spark.schema import READ_SCHEMA, arrow_schema, projected
-from pyrocket_consumer.wire.columns import COLUMNS
 from tests.for_each import for_each
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
 from pyrocket_consumer.spark.schema import READ_SCHEMA
 from pyrocket_consumer.spark.sink import (
@@ -25,7 +26,6 @@ from pyrocket_consumer.spark.sink import (
     stream_writer,
 )
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, close_connection, delay, handle_and_close, rewrite
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.for_each import for_each
 from tests.spark.asking import everywhere
 from tests.spark.writing import batches, columns

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.spark.options import parse_sink
 from pyrocket_consumer.testing import (
     EmbeddedCluster,
@@ -23,7 +24,6 @@ from pyrocket_consumer.testing import (
     handle_and_close,
     reset_connection,
 )
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.spark.asking import everywhere
 from tests.spark.writing import Sink
 

@@ -13,14 +13,14 @@ from copy import deepcopy
 import pytest
 
 from pyrocket_consumer.errors import ConfigError, ConnectError, FlowControl, PermissionDenied, RequestTimeout
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, SysFlag
+from pyrocket_consumer.protocol.message import StoredMessage, encode_message
+from pyrocket_consumer.spark.broker_offsets import CALLS_AT_ONCE, Positions
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import parse_source
-from pyrocket_consumer.spark.positions import CALLS_AT_ONCE, Positions
-from pyrocket_consumer.spark.read import ReadFailed
 from pyrocket_consumer.spark.source import NotReached
+from pyrocket_consumer.spark.task_reader import ReadFailed
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode, SysFlag
-from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from tests.spark.asking import (
     FROM_FIRST,
     Checkpoint,

@@ -10,8 +10,8 @@ import pytest
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.spark.data_loss import DataLoss
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.spark.asking import FROM_FIRST, Checkpoint, CrashError, all_batches, flat, planning, rows, running
 
 pytestmark = pytest.mark.live

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import Message
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster, Exchange, delay, handle_and_close
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import until
 from tests.spark.asking import through
 from tests.trials import trials

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pyspark.errors import PySparkException
 
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import numbered
 from tests.for_each import for_each
 from tests.spark.asking import through

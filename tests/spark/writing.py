@@ -10,7 +10,7 @@ from pyspark.sql import Row, types
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from pyrocket_consumer.producer import Producer
-from pyrocket_consumer.spark import worker
+from pyrocket_consumer.spark import executor_cache
 from pyrocket_consumer.spark.options import SinkOptions
 from pyrocket_consumer.spark.sink import StreamRowWriter, batch_writer
 
@@ -55,8 +55,8 @@ class Sink:
         def none() -> Producer:
             return Producer(name_server="127.0.0.1:1")
 
-        worker.kept(Producer, self.options, none).close()
-        worker.forget(Producer, self.options)
+        executor_cache.kept(Producer, self.options, none).close()
+        executor_cache.forget(Producer, self.options)
 
 
 def batches(schema: types.StructType, rows: Any, most: int = 10_000) -> list[pa.RecordBatch]:

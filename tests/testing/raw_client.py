@@ -8,13 +8,13 @@ import time
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pyrocket_consumer.wire import frame
-from pyrocket_consumer.wire.bodies import ConsumerData, HeartbeatData, encode_heartbeat
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.command import Header, request
-from pyrocket_consumer.wire.frame import JSON_HEADER, ONEWAY_FLAG, FrameBuffer, RemotingCommand, encode_command
-from pyrocket_consumer.wire.message import encode_properties
-from pyrocket_consumer.wire.subscription import parse_subscription
+from pyrocket_consumer.protocol import frame
+from pyrocket_consumer.protocol.bodies import ConsumerData, HeartbeatData, encode_heartbeat
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.command import Header, request
+from pyrocket_consumer.protocol.frame import JSON_HEADER, ONEWAY_FLAG, FrameBuffer, RemotingCommand, encode_command
+from pyrocket_consumer.protocol.message import encode_properties
+from pyrocket_consumer.protocol.subscription import parse_subscription
 
 PATIENCE_S = 30.0
 

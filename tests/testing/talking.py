@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
-from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.for_each import for_each
 from tests.testing.raw_client import RawClient
 

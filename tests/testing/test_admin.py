@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.wire import bodies, fastjson
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.command import CreateTopicHeader, DeleteSubscriptionGroupHeader
-from pyrocket_consumer.wire.message import decode_messages
+from pyrocket_consumer.protocol import bodies, fastjson
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.command import CreateTopicHeader, DeleteSubscriptionGroupHeader
+from pyrocket_consumer.protocol.message import decode_messages
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import every_version, talking
 

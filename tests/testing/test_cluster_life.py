@@ -15,13 +15,13 @@ from contextlib import suppress
 import pytest
 
 from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.protocol.acl import sign
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.message import decode_messages
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.testing.clock import Clock
 from pyrocket_consumer.testing.recording import Changes
 from pyrocket_consumer.testing.server import Server
-from pyrocket_consumer.wire.acl import sign
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.message import decode_messages
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import facts, talking
 

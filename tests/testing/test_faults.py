@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import (
     EmbeddedCluster,
     Exchange,
@@ -26,8 +28,6 @@ from pyrocket_consumer.testing import (
     reset_connection,
     rewrite,
 )
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.for_each import for_each
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import talking

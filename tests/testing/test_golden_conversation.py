@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from pyrocket_consumer.protocol import fastjson
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand, decode_command
+from pyrocket_consumer.protocol.message import Message, decode_messages, parse_offset_message_id
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand, decode_command
-from pyrocket_consumer.wire.message import Message, decode_messages, parse_offset_message_id
 from tests import golden
 from tests.testing.raw_client import RawClient
 

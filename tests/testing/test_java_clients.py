@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.real_brokers import JavaMachine
 from tests.testing.raw_client import RawClient
 

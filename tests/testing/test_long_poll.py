@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.message import decode_messages
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.message import decode_messages
 from tests.for_each import for_each
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import every_version, facts, talking

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol import bodies, fastjson
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing.queue_locks import QueueLocks
-from pyrocket_consumer.wire import bodies, fastjson
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import every_version, talking
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pyrocket_consumer.protocol import bodies, fastjson
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire import bodies, fastjson
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import every_version
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import every_version
 

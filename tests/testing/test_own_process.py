@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from pyrocket_consumer.protocol import bodies
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.testing.__main__ import main
-from pyrocket_consumer.wire import bodies
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.for_each import for_each
 from tests.testing.raw_client import RawClient
 

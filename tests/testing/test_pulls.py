@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.message import decode_messages
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.message import decode_messages
 from tests.for_each import for_each
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import every_version, facts

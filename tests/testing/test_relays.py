@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.wire.bodies import decode_consumer_status_table, encode_consumer_status
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.message import decode_messages
+from pyrocket_consumer.protocol.bodies import decode_consumer_status_table, encode_consumer_status
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.message import decode_messages
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import every_version, talking
 

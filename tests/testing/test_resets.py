@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from pyrocket_consumer.protocol.bodies import decode_offset_table
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedBroker
-from pyrocket_consumer.wire.bodies import decode_offset_table
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand
 from tests import golden
 from tests.for_each import for_each
 from tests.testing.raw_client import RawClient

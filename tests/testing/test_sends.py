@@ -9,10 +9,10 @@ import pytest
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol.bodies import LockRequest, encode_lock_request
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.message import BatchItem, encode_batch, encode_properties
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire.bodies import LockRequest, encode_lock_request
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.message import BatchItem, encode_batch, encode_properties
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import every_version, talking
 

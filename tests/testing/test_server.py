@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.protocol.frame import ONEWAY_FLAG, RemotingCommand, encode_command
 from pyrocket_consumer.testing import EmbeddedCluster, RequestCode
-from pyrocket_consumer.wire.frame import ONEWAY_FLAG, RemotingCommand, encode_command
 from tests.testing.raw_client import RawClient
 
 COUNT = 30

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.testing.raw_client import RawClient
 
 pytestmark = pytest.mark.live

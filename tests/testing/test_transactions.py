@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from pyrocket_consumer.protocol.bodies import HeartbeatData, encode_heartbeat
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.message import decode_messages, parse_offset_message_id
 from pyrocket_consumer.testing import EmbeddedBroker
-from pyrocket_consumer.wire.bodies import HeartbeatData, encode_heartbeat
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import decode_messages, parse_offset_message_id
 from tests.testing.raw_client import RawClient
 from tests.testing.talking import every_version, talking
 

@@ -35,17 +35,17 @@ from pyrocket_consumer.compat.rocketmq.ffi import MessageModel as MessageModel
 from pyrocket_consumer.compat.rocketmq.ffi import TraceModel
 from pyrocket_consumer.compat.rocketmq.ffi import dll as dll
 from pyrocket_consumer.compat.rocketmq.name_servers import of_address, of_domain
-from pyrocket_consumer.compat.rocketmq.said import say_once
 from pyrocket_consumer.compat.rocketmq.utils import maybe_decode as maybe_decode
 from pyrocket_consumer.compat.rocketmq.utils import to_bytes, to_number, to_text
+from pyrocket_consumer.compat.rocketmq.warn_once import say_once
 from pyrocket_consumer.config import ConsumerConfig, ProducerConfig, check_group
 from pyrocket_consumer.consumer import ConsumeResult, ConsumerState
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RocketError
-from pyrocket_consumer.net.forks import renew_locks_in_children
 from pyrocket_consumer.producer import OutgoingMessage, TransactionState
+from pyrocket_consumer.protocol import message as wire
+from pyrocket_consumer.protocol.properties import PropertyName
 from pyrocket_consumer.text import logger, shown
-from pyrocket_consumer.wire import message as wire
-from pyrocket_consumer.wire.properties import PropertyName
+from pyrocket_consumer.transport.forks import renew_locks_in_children
 
 __all__ = [
     "ConsumeStatus", "Message", "Producer", "PushConsumer", "ReceivedMessage", "SendStatus", "TransactionMQProducer",

@@ -7,7 +7,7 @@ from ctypes import ArgumentError
 from enum import IntEnum
 from typing import Any, SupportsInt
 
-from pyrocket_consumer.compat.rocketmq.said import say_once
+from pyrocket_consumer.compat.rocketmq.warn_once import say_once
 from pyrocket_consumer.text import PACKAGE_LOG, shown
 
 __all__ = ["CtypesEnum", "MessageModel", "TraceModel", "dll"]

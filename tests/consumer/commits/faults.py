@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pyrocket_consumer.wire.codes import PullFlag, RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.protocol.codes import PullFlag, RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from tests.hazards.naive import NaiveMember, Window
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer.consumer.commit import BrokerCommits, StoreCommits
-from pyrocket_consumer.consumer.commit_timer import CommitTimer
-from pyrocket_consumer.consumer.tasks import Tasks
+from pyrocket_consumer.consumer.commits.commits import BrokerCommits, StoreCommits
+from pyrocket_consumer.consumer.context.tasks import Tasks
+from pyrocket_consumer.consumer.runtime.commit_timer import CommitTimer
 from pyrocket_consumer.errors import BrokerError, ConnectionLost, RequestTimeout
 from pyrocket_consumer.model import EventKind, MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore

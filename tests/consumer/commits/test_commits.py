@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import Message, MessageQueue
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consumer.commits.faults import PullsCarryCommits
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.company import AnotherComes, DropsWithoutStoring

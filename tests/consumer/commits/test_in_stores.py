@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pyrocket_consumer.consumer.commit import StoreCommits
+from pyrocket_consumer.consumer.commits.commits import StoreCommits
 from pyrocket_consumer.errors import OffsetStoreError, RequestTimeout
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore, ReadOffsetType

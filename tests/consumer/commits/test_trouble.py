@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from pyrocket_consumer import ConsumerState
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, close_connection, drop, drop_answer
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import PATIENT_S, Events, Seen, consuming, numbered, until
 from tests.hazards.members import of
 from tests.resetting import fill, queue

@@ -9,8 +9,8 @@ from contextlib import closing
 import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConsumerState, Retry
-from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.protocol import fastjson
+from pyrocket_consumer.protocol.codes import RequestCode
 from tests.consumer.orders import GROUP, TOPIC, listener_of
 from tests.consuming import QUICK, Seen, until
 from tests.real_brokers.remoting import Peer

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pyrocket_consumer import ConsumeResult, ConsumerState, MessageQueue, RocketError
-from pyrocket_consumer.consumer.events import AT_ONCE, MOST_WAITING, Events, Floods
+from pyrocket_consumer.consumer.context.events import AT_ONCE, MOST_WAITING, Events, Floods
 from pyrocket_consumer.model import ConsumerEvent, EventKind
 from tests.consumer.orders import QUEUE, TOPIC
 from tests.consuming import WAIT_S, Seen, until

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import ConsumeResult, Message, Retry
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, answer, close_connection, delay, drop, drop_answer, handle_and_close
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.orders import DEAD, GROUP, QUEUE, RETRY, TOPIC, Orders, ours_and
 from tests.consuming import WAIT_S, Seen, consuming, numbered, until
 from tests.hazards.members import broadcasting, faulty, ours, settle

@@ -10,11 +10,11 @@ from collections import Counter, defaultdict, deque
 import pytest
 
 from pyrocket_consumer import Suspend
-from pyrocket_consumer.consumer.consume import Chunk, Slot
+from pyrocket_consumer.consumer.dispatch.concurrent import Chunk, Slot
+from pyrocket_consumer.consumer.dispatch.orderly import HELD_UP_AFTER_S, OrderlyService
 from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry
-from pyrocket_consumer.consumer.orderly import HELD_UP_AFTER_S, OrderlyService
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, drop, drop_answer
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.orders import GROUP, QUEUE, RETRY, TOPIC, listener_of, of
 from tests.consumer.windows import window_of
 from tests.consuming import QUICK, Seen, consuming, numbered, until

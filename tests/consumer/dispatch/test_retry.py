@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import errors
-from pyrocket_consumer.consumer.process_queue import ProcessQueue
-from pyrocket_consumer.consumer.retry import AT_ONCE, LOCAL_RETRY_S, Retries
-from pyrocket_consumer.consumer.statistics import Counts
-from pyrocket_consumer.consumer.tasks import Tasks
+from pyrocket_consumer.consumer.context.statistics import Counts
+from pyrocket_consumer.consumer.context.tasks import Tasks
+from pyrocket_consumer.consumer.dispatch.retry import AT_ONCE, LOCAL_RETRY_S, Retries
+from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import BrokerError, ConnectError, ConnectionLost, FlowControl, RequestTimeout
 from pyrocket_consumer.model import PERM_READ, BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
-from pyrocket_consumer.wire.message import Message, decode_properties
+from pyrocket_consumer.protocol.message import Message, decode_properties
 from tests.consumer.windows import QUEUE, window_of
 
 RETRY = "%RETRY%app"

@@ -13,8 +13,8 @@ from contextlib import suppress
 import pytest
 
 from pyrocket_consumer import ConsumerState
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import drop
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.lifecycle.programs import run
 from tests.consumer.orders import GROUP, TOPIC
 from tests.consuming import WAIT_S, Seen, numbered, until

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import Message, MessageQueue, Suspend
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.members import Kind, faulty, filled, give_time_to, of, ours, patience_s, settle
 from tests.hazards.naive import NaiveMember, Window

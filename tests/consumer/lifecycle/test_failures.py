@@ -14,8 +14,8 @@ import pytest
 
 from pyrocket_consumer import Admin, ConsumerState, MessageQueue, OffsetStoreError, ProtocolError, RocketError
 from pyrocket_consumer.offsets import MemoryOffsetStore
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, answer, drop, rewrite
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.orders import GROUP, TOPIC
 from tests.consuming import QUICK, WAIT_S, Events, Seen, numbered, quick, until
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import ConfigError, MessageQueue, PushConsumer
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import WAIT_S, numbered, until
 from tests.hazards.connection import Refused
 from tests.hazards.members import Kind, faulty, filled, of, ours, pulled_offsets

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConsumerClosed, ConsumerState, PushConsumer
-from pyrocket_consumer.consumer.end import End, Terminated, terminate, told_of_sigterm
+from pyrocket_consumer.transport.latch import End, Terminated, terminate, told_of_sigterm
 from tests.consumer.lifecycle.programs import run
 from tests.consumer.orders import GROUP
 from tests.consumer.processes import Child

@@ -12,7 +12,7 @@ import pytest
 from pyrocket_consumer import AsyncPushConsumer, ConnectError, PushConsumer
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import QUICK, WAIT_S, Seen, consuming, until
-from tests.net.peer import server_tls, trusting
+from tests.transport.peer import server_tls, trusting
 
 pytestmark = pytest.mark.live
 

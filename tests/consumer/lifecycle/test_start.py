@@ -13,8 +13,8 @@ import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConnectError, ConsumerClosed, ConsumerState, OffsetStoreLocked
 from pyrocket_consumer.offsets import MemoryOffsetStore
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, drop
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.lifecycle.programs import run
 from tests.consumer.orders import GROUP, TOPIC
 from tests.consuming import WAIT_S, Events, Seen, until

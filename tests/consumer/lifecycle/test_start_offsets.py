@@ -13,9 +13,9 @@ import pytest
 
 from pyrocket_consumer import ConsumerState, PushConsumer
 from pyrocket_consumer.offsets import MemoryOffsetStore, ReadOffsetType
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, faults
 from pyrocket_consumer.testing.faults import answer, drop
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.orders import GROUP, TOPIC, Orders, of
 from tests.consumer.processes import Child
 from tests.consuming import QUICK, Seen, numbered, started, until

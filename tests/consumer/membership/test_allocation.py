@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pyrocket_consumer.consumer import allocation
-from pyrocket_consumer.consumer.allocation import allocate, average, circle, consistent_hash
+from pyrocket_consumer.consumer.membership import allocation
+from pyrocket_consumer.consumer.membership.allocation import allocate, average, circle, consistent_hash
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from tests.for_each import for_each

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from pyrocket_consumer import PushConsumer
+from pyrocket_consumer.protocol.bodies import decode_route, encode_route
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import rewrite
-from pyrocket_consumer.wire.bodies import decode_route, encode_route
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.orders import GROUP, TOPIC, Orders
 from tests.consuming import Seen, until
 

@@ -10,15 +10,15 @@ import pytest
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
-from pyrocket_consumer.consumer.commit import BrokerCommits
-from pyrocket_consumer.consumer.consume import ThreadWorkers
+from pyrocket_consumer.consumer.assignment.locks import VALID_S, since_boot
+from pyrocket_consumer.consumer.commits.commits import BrokerCommits
+from pyrocket_consumer.consumer.dispatch.concurrent import ThreadWorkers
 from pyrocket_consumer.consumer.listener import Listener
-from pyrocket_consumer.consumer.locks import VALID_S, since_boot
-from pyrocket_consumer.consumer.member import GroupMember
+from pyrocket_consumer.consumer.runtime.member import GroupMember
+from pyrocket_consumer.protocol.bodies import LockRequest, encode_lock_request
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.testing import Gate
-from pyrocket_consumer.wire.bodies import LockRequest, encode_lock_request
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.subscription import parse_subscription
 from tests.consumer.orders import GROUP, QUEUE, TOPIC
 from tests.consuming import WAIT_S, Seen
 from tests.real_brokers.remoting import Peer

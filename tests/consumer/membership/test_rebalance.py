@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer.consumer import rebalance
-from pyrocket_consumer.consumer.rebalance import AGAIN_S, HANDOVER_S, SPACING_S, Plan, Rebalance, plan
-from pyrocket_consumer.consumer.tasks import Tasks
+from pyrocket_consumer.consumer.context.tasks import Tasks
+from pyrocket_consumer.consumer.membership import rebalance
+from pyrocket_consumer.consumer.membership.rebalance import AGAIN_S, HANDOVER_S, SPACING_S, Plan, Rebalance, plan
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, RequestTimeout, RouteNotFound
 from pyrocket_consumer.model import BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
 from tests.for_each import for_each

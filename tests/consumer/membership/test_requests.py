@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import pytest
 
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol import fastjson
+from pyrocket_consumer.protocol.bodies import decode_consumer_status, decode_running_info, encode_offset_table
+from pyrocket_consumer.protocol.message import StoredMessage, encode_message
 from pyrocket_consumer.testing import RequestCode
-from pyrocket_consumer.wire import fastjson
-from pyrocket_consumer.wire.bodies import decode_consumer_status, decode_running_info, encode_offset_table
-from pyrocket_consumer.wire.message import StoredMessage, encode_message
 from tests.asking import Asking, directly, stored
 from tests.consuming import Events, Seen, consuming, until
 from tests.resetting import caught_up, fill, held, wait_until_stored

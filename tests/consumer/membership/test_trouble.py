@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from pyrocket_consumer import ConsumerState
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, answer, close_connection, drop, garbage
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.orders import GROUP, TOPIC, Orders, of
 from tests.consuming import Events, Seen, consuming, numbered, until
 from tests.hazards.company import members_of

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import MessageQueue
-from pyrocket_consumer.wire.bodies import decode_heartbeat
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand
+from pyrocket_consumer.protocol.bodies import decode_heartbeat
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from tests.consumer.orders import ours_and
 from tests.consuming import Seen
 from tests.hazards.members import faulty, of

@@ -14,12 +14,12 @@ import pytest
 from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.errors import OffsetStoreError, ProtocolError, RocketError
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.directories import store_directory
-from pyrocket_consumer.offsets.offsets_json import decode_checkpoint, encode_offsets
-from pyrocket_consumer.offsets.recovery import recover
+from pyrocket_consumer.offsets.local.directories import store_directory
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.recovery import recover
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import Exchange, Fault, Gate, answer
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.members import Held, broadcasting, committed_values, faulty, full_disk, ours, pulled_offsets, settle

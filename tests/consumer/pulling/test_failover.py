@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import Message, MessageQueue
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedBroker, Exchange, Gate
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
 from tests.consuming import Seen, numbered, until
 from tests.hazards.members import faulty, give_time_to, ours, settle

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
 from tests.consuming import WAIT_S, Seen, until
 from tests.hazards.members import faulty, give_time_to, ours

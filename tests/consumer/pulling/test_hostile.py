@@ -13,8 +13,8 @@ import pytest
 from pyrocket_consumer import ConfigError, ConsumerState, ProducerConfig, ProtocolError, PushConsumer
 from pyrocket_consumer.model import EventKind
 from pyrocket_consumer.producer import Producer
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.testing import EmbeddedCluster, Exchange, answer
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
 from tests.consumer.orders import GROUP, TOPIC, Orders
 from tests.consuming import Events, Seen, until
 from tests.for_each import for_each

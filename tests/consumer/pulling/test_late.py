@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pyrocket_consumer import Message
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.message import StoredMessage, decode_messages, encode_message
 from pyrocket_consumer.testing import answer
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.message import StoredMessage, decode_messages, encode_message
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, ours_and
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.company import AnotherComes

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 import pytest
 
 from pyrocket_consumer import Admin, ConsumerState, ProtocolError
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.message import BatchItem, StoredMessage, encode_batch, encode_message
 from pyrocket_consumer.testing import rewrite
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.message import BatchItem, StoredMessage, encode_batch, encode_message
 from tests.consumer.orders import GROUP, TOPIC
 from tests.consuming import QUICK, WAIT_S, Seen, until
 from tests.packing import LZ4, PACKED, ZLIB, ZSTD, send

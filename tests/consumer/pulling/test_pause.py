@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConfigError
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.protocol.codes import RequestCode
 from tests.consumer.orders import GROUP, TOPIC, of
 from tests.consuming import Seen, until
 from tests.hazards.members import faulty

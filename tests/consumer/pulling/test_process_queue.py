@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrocket_consumer.consumer import process_queue
-from pyrocket_consumer.consumer.process_queue import Budget, Limits, ProcessQueue, QueueEvent, QueueState
+from pyrocket_consumer.consumer.window import process_queue
+from pyrocket_consumer.consumer.window.process_queue import Budget, Limits, ProcessQueue, QueueEvent, QueueState
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.wire.message import Message, StoredMessage, decode_messages, encode_message
+from pyrocket_consumer.protocol.message import Message, StoredMessage, decode_messages, encode_message
 from tests.trials import trials
 
 QUEUE = MessageQueue("orders", "broker-a", 0)

@@ -12,9 +12,9 @@ import pytest
 
 from pyrocket_consumer import ConsumerState, Message
 from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand, encode_command
 from pyrocket_consumer.testing import answer, drop, drop_answer, duplicate, faults, garbage, rewrite
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand, encode_command
 from tests.consumer.orders import GROUP, TOPIC, Orders, of, ours_and
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.members import faulty, ours

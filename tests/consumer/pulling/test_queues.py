@@ -10,8 +10,8 @@ import pytest
 
 from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop, garbage
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
 from tests.consuming import WAIT_S, numbered, until
 from tests.hazards.company import STRANGER, DropsWithoutStoring, members_of

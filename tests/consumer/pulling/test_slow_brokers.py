@@ -11,8 +11,8 @@ import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConsumerState, MessageQueue, PushConsumer, sql
 from pyrocket_consumer.errors import BrokerError
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, delay, drop
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consumer.orders import GROUP, TOPIC, Orders, of
 from tests.consuming import Seen, numbered, until
 

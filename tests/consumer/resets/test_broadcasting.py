@@ -10,8 +10,8 @@ import pytest
 
 from pyrocket_consumer import Admin
 from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import consuming, numbered, until
 from tests.hazards.members import Held, Kind, Queues, faulty, filled, of, ours, patience_s
 from tests.hazards.naive import NaiveMember

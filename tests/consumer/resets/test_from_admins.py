@@ -13,11 +13,10 @@ import pytest
 
 from pyrocket_consumer import ConfigError, ConsumerState, MessageQueue, PushConsumer, RocketError
 from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, QueueReset
-from pyrocket_consumer.testing import answer
-from pyrocket_consumer.wire.bodies import encode_offset_table
-from pyrocket_consumer.wire.codes import RequestCode, ResponseCode
-from pyrocket_consumer.wire.frame import RemotingCommand
-from pyrocket_consumer.wire.reset_plan import (
+from pyrocket_consumer.protocol.bodies import encode_offset_table
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.reset_format import (
     MAX_PLAN_BYTES,
     PlanBody,
     decode_report,
@@ -25,6 +24,7 @@ from pyrocket_consumer.wire.reset_plan import (
     name_of,
     record_areas,
 )
+from pyrocket_consumer.testing import answer
 from tests.consuming import Events, consuming, until
 from tests.hazards.members import of
 from tests.offsets.disks import Failing, MemoryDisk, WatchedDisk

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import ConsumerState, MessageQueue
+from pyrocket_consumer.protocol.bodies import encode_offset_table
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer
-from pyrocket_consumer.wire.bodies import encode_offset_table
-from pyrocket_consumer.wire.codes import RequestCode
-from pyrocket_consumer.wire.frame import RemotingCommand
 from tests.consumer.commits.faults import PullsCarryCommits
 from tests.consuming import WAIT_S, Events, Seen, consuming, numbered, until
 from tests.hazards.connection import Wire

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer import Message
-from pyrocket_consumer.wire.codes import RequestCode
+from pyrocket_consumer.protocol.codes import RequestCode
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.members import Held, Queues, committed_values, faulty, give_time_to, of, ours, settle, tell_members
 from tests.hazards.naive import NaiveMember, Window

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 import pytest
 
 from pyrocket_consumer import ConfigError, MessageQueue, RocketError
+from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer
-from pyrocket_consumer.wire.codes import RequestCode
 from tests.consuming import Events, consuming
 from tests.resetting import fill
 

@@ -1,0 +1,591 @@
+"""Carrying a reset out: record, tell, verify; for clustering groups tell the holders, or have the brokers do it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, repeat
+from uuid import uuid4
+
+from pyrocket_consumer.admin.groups import check_group_exists
+from pyrocket_consumer.admin.resets.plan import BrokerPlan, MemberPlan, ResetPlan, ResetWay, way_for
+from pyrocket_consumer.admin.resets.result import ResetOutcome, ResetProgress, ResetResult, ResetState, queue_name
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.admin_relay import (
+    Member,
+    MemberReply,
+    Reply,
+    group_members,
+    member_offsets,
+    speak_to_all,
+)
+from pyrocket_consumer.cluster.gather import for_each
+from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.reset_record import MOST_TIMES_TAKEN, EpochTaken, NobodyWasHere, ResetRecord
+from pyrocket_consumer.cluster.responses import read_body
+from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.offsets.database.claim import StoredOffset
+from pyrocket_consumer.protocol.bodies import decode_offset_table
+from pyrocket_consumer.protocol.command import ResetOffsetHeader, UpdateConsumerOffsetHeader
+from pyrocket_consumer.protocol.reset_format import PlanBody, encode_plan, encode_status_question, is_epoch
+
+ASK_AGAIN_AFTER_S = (2.0, 3.0, 5.0)
+"""A member that had no answer ready is asked for its state after 2, 5 and 10 s, and every 5 s from then on."""
+
+LOOK_EVERY_S = 0.5
+"""How often members of other clients are looked at; what they replay quickly is not seen."""
+
+TABLE_TRIES = 5
+
+_WORTH_ASKING_AGAIN = frozenset({Reply.SILENT, Reply.FAILED})
+
+
+Tell = Callable[[ResetProgress], None]
+
+
+async def execute(cluster: Cluster, plan: ResetPlan, tell: Tell, partial: bool, wait_s: float) -> ResetResult:
+    """Carry a plan out."""
+    problems = [broker for broker in plan.brokers if broker.problem]
+    if problems and not partial:
+        raise RocketError(
+            f"{problems[0]}; nothing was moved. Its queues cannot be reset now: try again later, or reset the others "
+            "with partial"
+        )
+    run = _Execution(cluster, plan, tell, wait_s)
+    if plan.store is not None:
+        return await run.in_store(plan.store)
+    if plan.broadcasting:
+        return await run.broadcasting(partial)
+    return await run.clustering()
+
+
+async def forget_reset(cluster: Cluster, group: str, topic: str) -> None:
+    """Remove what is recorded for a group and topic at every master."""
+    namespace = cluster.config.namespace
+    wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
+    route = await cluster.route(wire_topic, refresh=True)
+    await check_group_exists(cluster, group)
+    for data in route.queues:
+        record = ResetRecord(cluster, wire_group, wire_topic, data.broker_name)
+        await record.forget(range(max(data.read_queues, data.write_queues)))
+
+
+class _Execution:
+    """One run. Confined to the I/O thread."""
+
+    def __init__(self, cluster: Cluster, plan: ResetPlan, tell: Tell, wait_s: float) -> None:
+        self._cluster = cluster
+        self._plan = plan
+        self._tell_progress = tell
+        self._deadline = cluster.loop.time() + wait_s
+        self._id = str(uuid4())
+        self._group, self._topic = plan.wire_group, plan.wire_topic
+        self._targets = plan.wire_targets
+        self._brokers = {broker.name: broker for broker in plan.brokers if not broker.problem}
+        self._notes = {broker.name: broker.problem for broker in plan.brokers if broker.problem}
+
+    def _tell(self, step: str, subject: str, text: str) -> None:
+        self._tell_progress(ResetProgress(step, subject, text))
+
+    @property
+    def _left_s(self) -> float:
+        """How long members may still be waited for."""
+        return max(0.0, self._deadline - self._cluster.loop.time())
+
+    def _told(self, outcome: ResetOutcome) -> ResetOutcome:
+        self._tell("member", outcome.subject, f"{outcome.state}" + (f" ({outcome.text})" if outcome.text else ""))
+        return outcome
+
+    def _at(self, broker_name: str) -> dict[int, int]:
+        return {queue.queue_id: to for queue, to in self._targets.items() if queue.broker_name == broker_name}
+
+    async def _online(self) -> tuple[Member, ...]:
+        """Return who is online now, as the brokers know that are not left out."""
+        brokers = {name: broker.address for name, broker in self._brokers.items() if name not in self._notes}
+        return (await group_members(self._cluster, self._group, brokers)).members
+
+    # --- broadcasting: record, tell, verify
+
+    async def broadcasting(self, partial: bool) -> ResetResult:
+        """Record the reset at every master, tell every member, ask until each has confirmed."""
+        records = {
+            name: ResetRecord(
+                self._cluster, self._group, self._topic, name, on_nonsense=functools.partial(self._tell, "record", name)
+            )
+            for name in sorted(self._brokers)
+            if self._at(name)
+        }
+        epoch = await self._epoch(records, partial)
+        for times_left in reversed(range(MOST_TIMES_TAKEN)):
+            try:
+                raced = await self._write(records, epoch, partial) if self._plan.member is None else []
+                break
+            except EpochTaken as error:
+                if not times_left:
+                    raise
+                self._tell("record", self._topic, f"{error}; recorded again after it")
+                epoch = error.head + 1
+        targets = {queue: to for queue, to in self._targets.items() if queue.broker_name not in self._notes}
+        plan = PlanBody(self._topic, epoch, targets)
+        planned = {each.client_id: each for each in self._plan.members}
+        online = {
+            member.client_id: member
+            for member in await self._online()
+            if self._plan.member in (None, member.client_id)
+        }
+        outcomes = {
+            client_id: self._gone(client_id)
+            for client_id in planned.keys() - online.keys()
+        }
+        foreign = [each for each in planned.values() if each.reply.kind is Reply.FOREIGN]
+        spoken = [
+            member for client_id, member in online.items() if client_id not in {each.client_id for each in foreign}
+        ]
+        at_foreign = asyncio.ensure_future(
+            self._reset_foreign([each for each in foreign if each.client_id in online], targets)
+        )
+        try:
+            outcomes |= await self._tell_members(spoken, plan)
+            outcomes |= {outcome.subject: outcome for outcome in await at_foreign}
+        finally:
+            at_foreign.cancel()
+        return ResetResult(
+            self._id, epoch, tuple(outcomes[client_id] for client_id in sorted(outcomes)), self._notes, tuple(raced)
+        )
+
+    async def _epoch(self, records: Mapping[str, ResetRecord], partial: bool) -> int:
+        """Choose an epoch above all that were seen, whatever our clock says."""
+        highest = 0
+        for name, record in list(records.items()):
+            try:
+                highest = max(highest, await record.head() or 0)
+            except RocketError as error:
+                self._failed_at(name, error, partial)
+        now_ms = int(time.time() * 1000)
+        for member in self._plan.members:
+            told = member.reply.report.epochs.values()
+            highest = max(highest, *(epoch for epoch in told if is_epoch(epoch, now_ms)), 0)
+        return max(now_ms, highest + 1)
+
+    def _failed_at(self, broker_name: str, error: RocketError, partial: bool) -> None:
+        if not partial:
+            error.add_note(
+                "Nothing has moved. Members that start now may find the part that was recorded; it is safe to repeat."
+            )
+            raise error
+        self._notes[broker_name] = f"left out: {error}"
+        self._tell("record", broker_name, self._notes[broker_name])
+
+    async def _write(self, records: Mapping[str, ResetRecord], epoch: int, partial: bool) -> list[MessageQueue]:
+        raced: list[MessageQueue] = []
+        for name, record in records.items():
+            if name in self._notes:
+                continue
+            try:
+                lost = await record.write(epoch, self._at(name))
+            except EpochTaken:
+                raise
+            except NobodyWasHere as error:
+                self._tell("record", name, f"nothing to record: {error}")
+            except RocketError as error:
+                self._failed_at(name, error, partial)
+            else:
+                raced += [MessageQueue(self._plan.topic, name, queue_id) for queue_id in lost]
+                self._tell("record", name, f"recorded for {len(self._at(name))} queues")
+        return raced
+
+    async def _tell_members(self, members: Sequence[Member], plan: PlanBody) -> dict[str, ResetOutcome]:
+        """Tell members at the same time, then ask those that have not confirmed for their state."""
+        outcomes: dict[str, ResetOutcome] = {}
+        processes = {member.client_id: member.connections for member in members}
+        waiting = {member.client_id: member for member in members}
+
+        def judge(replies: Mapping[str, MemberReply], last: bool) -> None:
+            for client_id, reply in replies.items():
+                outcome = self._judge(client_id, reply, plan)
+                if outcome.state.is_done and processes[client_id] > 1:
+                    text = f"one of {processes[client_id]} processes with this client id has moved"
+                    outcome = ResetOutcome(client_id, ResetState.UNCONFIRMED, text)
+                if last or outcome.state is not ResetState.PENDING and reply.kind not in _WORTH_ASKING_AGAIN:
+                    outcomes[client_id] = self._told(outcome)
+                    del waiting[client_id]
+                else:
+                    self._told(outcome)
+
+        word, body = "reset", encode_plan(plan)
+        for pause_s in chain(ASK_AGAIN_AFTER_S, repeat(ASK_AGAIN_AFTER_S[-1])):
+            asked = list(waiting.values())
+            replies = await speak_to_all(self._cluster, self._group, asked, word, self._id, body, self._left_s)
+            judge(replies, last=self._left_s < pause_s)
+            if not waiting:
+                break
+            await asyncio.sleep(pause_s)
+            word, body = "status", encode_status_question(self._topic)
+        return outcomes
+
+    def _judge(self, client_id: str, reply: MemberReply, plan: PlanBody) -> ResetOutcome:
+        """What a reply means; the epochs a member reports are exact, while offsets move on."""
+        if reply.kind is Reply.OURS:
+            epochs = reply.report.epochs
+            if reply.state == "refused":
+                return ResetOutcome(client_id, ResetState.REFUSED, reply.reason)
+            if all(epochs.get(queue, 0) >= plan.epoch for queue in plan.targets):
+                state = ResetState.ALREADY if reply.state == "already" else ResetState.MOVED
+                return ResetOutcome(client_id, state)
+            return ResetOutcome(client_id, ResetState.PENDING, reply.reason or "not stored yet")
+        recorded = "recorded, " if self._plan.member is None else ""
+        if reply.kind is Reply.GONE:
+            return self._gone(client_id)
+        if reply.kind is Reply.FORBIDDEN:
+            text = f"{recorded}unconfirmed: this account may not speak to members"
+            return ResetOutcome(client_id, ResetState.UNCONFIRMED, text)
+        if reply.kind is Reply.FOREIGN:
+            return ResetOutcome(client_id, ResetState.UNREACHED, "it is no client of ours")
+        but = "recorded, but " if recorded else ""
+        return ResetOutcome(client_id, ResetState.UNREACHED, f"{but}it does not answer: {reply.reason}")
+
+    def _gone(self, client_id: str) -> ResetOutcome:
+        """What is to be said of a member that has left: it finds the record, if there is one."""
+        if self._plan.member is not None:
+            return ResetOutcome(client_id, ResetState.UNREACHED, "it has left, and nothing is recorded for it")
+        return ResetOutcome(client_id, ResetState.GONE, "it has left; it follows at its next start")
+
+    # --- broadcasting: members of other clients
+
+    async def _reset_foreign(
+        self, members: Sequence[MemberPlan], targets: Mapping[MessageQueue, int]
+    ) -> list[ResetOutcome]:
+        """Have brokers tell members of other clients, by offsets that are committed for a moment only."""
+        outcomes = [
+            self._told(ResetOutcome(each.client_id, ResetState.UNREACHED, each.how))
+            for each in members
+            if not each.reachable
+        ]
+        reachable = [each for each in members if each.reachable]
+        if not reachable or self._notes:
+            return outcomes + [
+                self._told(ResetOutcome(each.client_id, ResetState.UNREACHED, "a broker was left out"))
+                for each in reachable
+            ]
+        offsets = await for_each([each.member for each in reachable], self._offsets_of)
+        before = {member.client_id: table for member, table in offsets.items()}
+        try:
+            for broker in self._brokers.values():
+                await self._tell_through_placeholders(broker, targets)
+        except RocketError as error:
+            return outcomes + [
+                self._told(ResetOutcome(each.client_id, ResetState.UNCONFIRMED, f"its broker refused: {error}"))
+                for each in reachable
+            ]
+        waiting = {each.client_id: each.member for each in reachable}
+        unmoved = {client_id: set(targets) for client_id in waiting}
+        while waiting and self._left_s:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for member, now in (await for_each(list(waiting.values()), self._offsets_of)).items():
+                client_id = member.client_id
+                unmoved[client_id] -= _seen_moved(before[client_id], now, targets)
+                if not unmoved[client_id]:
+                    del waiting[client_id]
+                    outcomes.append(self._told(ResetOutcome(client_id, ResetState.MOVED, "seen in what it reports")))
+        return outcomes + [
+            self._told(ResetOutcome(client_id, ResetState.UNCONFIRMED, _not_seen(unmoved[client_id])))
+            for client_id in waiting
+        ]
+
+    async def _offsets_of(self, member: Member) -> dict[MessageQueue, int]:
+        try:
+            return await member_offsets(self._cluster, self._group, member, self._topic, self._left_s)
+        except RocketError:
+            return {}
+
+    async def _tell_through_placeholders(self, broker: BrokerPlan, targets: Mapping[MessageQueue, int]) -> None:
+        """A broker resets only what has been committed, and never above it: so the targets are, for a moment."""
+        here = [queue for queue in targets if queue.broker_name == broker.name]
+        cluster = self._cluster
+        try:
+            await self._commit_all({queue: targets[queue] for queue in here})
+            await cluster.call(broker.address, ResetOffsetHeader(self._topic, self._group, -1, False, -1))
+        finally:  # -1 is no offset: nothing is left that lag displays, or a later clustering group, would take for one
+
+            async def take_back(queue: MessageQueue) -> None:
+                header = UpdateConsumerOffsetHeader(self._group, self._topic, queue.queue_id, -1, broker.name)
+                await cluster.call(broker.address, header)
+
+            await for_each(here, take_back)
+
+    # --- a group whose offsets are in a database
+
+    async def in_store(self, store: DatabaseOffsets) -> ResetResult:
+        """Set the offsets there, read them again, and see that members that are online have claimed the queues anew.
+
+        Who consumes the topic, and claims nothing, has another database: then it is not confirmed.
+        """
+        plan, before = self._plan, await asyncio.to_thread(store.offsets, self._group)
+        now_ms = int(time.time() * 1000)
+        epoch = max(now_ms, *(row.reset_epoch + 1 for row in before if is_epoch(row.reset_epoch, now_ms)), 1)
+        targets = {queue: to for queue, to in self._targets.items() if queue.broker_name not in self._notes}
+        begun = {row.queue for row in before}  # maybe since it was planned
+        retries = {queue: each for queue, each in plan.wire_retries.items() if queue not in begun}
+        starts = {queue: each.target for queue, each in retries.items()}
+        await asyncio.to_thread(store.reset, self._group, {**targets, **starts}, epoch)
+        rows = await asyncio.to_thread(store.offsets, self._group)
+        at_reset = {row.queue: row for row in rows if row.reset_epoch == epoch}
+        self._tell("store", repr(store), f"{len(at_reset)} queues are set")
+        claimed: dict[MessageQueue, str] = {}
+        while awaited := set() if plan.unsubscribed else {member.client_id for member in await self._online()}:
+            for row in await asyncio.to_thread(store.offsets, self._group, self._topic):
+                if row.queue in at_reset and row.epoch > at_reset[row.queue].epoch and row.owner:
+                    claimed[row.queue] = row.owner
+            if not self._left_s or claimed.keys() >= targets.keys() & at_reset.keys():
+                break
+            await asyncio.sleep(LOOK_EVERY_S)
+        had = {row.queue: row.owner for row in before if row.owner in awaited}
+        outcomes = [self._told(_in_store(queue, at_reset, claimed, had, awaited)) for queue in sorted(targets)]
+        outcomes += [
+            self._told(ResetOutcome(str(each.queue), ResetState.MOVED, f"in the database, {each.text}"))
+            for each in retries.values()
+        ]
+        try:
+            if not awaited:  # else members tell them
+                await self._commit_all({queue: to for queue, to in targets.items() if queue not in claimed})
+        except RocketError as error:  # brokers have it as information only
+            self._tell("broker", self._topic, f"not told: {error}")
+        return ResetResult(self._id, epoch, tuple(outcomes), self._notes)
+
+    # --- clustering
+
+    async def clustering(self) -> ResetResult:
+        """Move the group's queues, in the way that fits who is online now."""
+        plan = self._plan
+        online = await self._online()
+        planned = {each.client_id: each for each in plan.members}
+        unknown = [member for member in online if member.client_id not in planned]
+        if unknown:
+            question = encode_status_question(self._topic)
+            replies = await speak_to_all(
+                self._cluster, self._group, unknown, "status", self._id, question, self._left_s
+            )
+            planned |= {
+                member.client_id: MemberPlan(member, replies[member.client_id], True, "") for member in unknown
+            }
+        members = [replace(planned[member.client_id], member=member) for member in online]
+        way = way_for(plan.model, members)
+        if way is ResetWay.BROKERS and plan.way is not ResetWay.BROKERS and not plan.all_queues:
+            raise RocketError("a member of another client has joined since this was planned; plan again")
+        if way is ResetWay.MEMBERS:
+            outcomes = await self._move_through_holders()
+        elif way is ResetWay.COMMITS:
+            outcomes = await self._commit()
+        else:
+            outcomes = await self._move_through_brokers(members)
+        return ResetResult(self._id, 0, tuple(outcomes), self._notes)
+
+    async def _move_through_holders(self) -> list[ResetOutcome]:
+        """Tell the members, again and again until each queue was moved by the one that holds it."""
+        outcomes: list[ResetOutcome] = []
+        left, pause_s = dict(self._targets), 0.1
+        refusals, silent = dict[str, str](), dict[str, str]()
+        while left:
+            online = await self._online()
+            if not online:
+                break
+            body = encode_plan(PlanBody(self._topic, max(1, int(time.time() * 1000)), left))
+            replies = await speak_to_all(self._cluster, self._group, online, "reset", self._id, body, self._left_s)
+            refusals, silent = {}, {}
+            for client_id, reply in sorted(replies.items()):
+                if reply.kind in (Reply.FOREIGN, Reply.FORBIDDEN) or reply.state == "refused":
+                    refusals[client_id] = reply.reason or reply.kind
+                elif reply.kind is not Reply.OURS:
+                    silent[client_id] = reply.reason or reply.kind
+                for queue, target in reply.report.moved.items():
+                    if left.get(queue) == target:
+                        del left[queue]
+                        moved = ResetOutcome(queue_name(queue), ResetState.MOVED, f"by {client_id}")
+                        outcomes.append(self._told(moved))
+            if left and not self._left_s:
+                break
+            if left:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 2.0)
+        if left and not refusals and not silent:
+            outcomes += await self._commit(left)  # nobody holds them, nor wants to
+        elif left and not refusals:
+            outcomes += await self._leave_for_the_next_holder(left, silent)
+        else:
+            why = "; ".join(f"{client_id}: {reason}" for client_id, reason in sorted(refusals.items()))
+            outcomes += [
+                self._told(ResetOutcome(queue_name(queue), ResetState.UNREACHED, f"nobody has moved it ({why})"))
+                for queue in left
+            ]
+        return sorted(outcomes, key=lambda outcome: outcome.subject)
+
+    async def _leave_for_the_next_holder(
+        self, targets: Mapping[MessageQueue, int], silent: Mapping[str, str]
+    ) -> list[ResetOutcome]:
+        """Have whoever pulls next begin at the targets: those who hold the queues do not answer, and may yet commit."""
+        why = "; ".join(f"{client_id}: {reason}" for client_id, reason in sorted(silent.items()))
+
+        async def leave(queue: MessageQueue) -> ResetOutcome:
+            if self._brokers[queue.broker_name].server_side:
+                await self._reset_at_broker(queue, targets[queue])
+            else:
+                await self._cluster.broker(queue.broker_name).commit_offset(self._group, queue, targets[queue])
+            text = f"committed for the group, and its holder did not confirm it ({why})"
+            return self._told(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, text))
+
+        return list((await for_each(sorted(targets), leave)).values())
+
+    async def _commit(self, targets: Mapping[MessageQueue, int] | None = None) -> list[ResetOutcome]:
+        """Commit the targets for a group of which nobody is online."""
+        wanted = self._targets if targets is None else targets
+        taken = await self._commit_all(wanted)
+
+        async def confirm(queue: MessageQueue) -> ResetOutcome:
+            broker, target = self._cluster.broker(queue.broker_name), wanted[queue]
+            if not taken[queue]:
+                # A reset made before waits for the group's next pull, and no commit counts until then: replace it.
+                await self._reset_at_broker(queue, target)
+            now = await broker.query_offset(self._group, queue, set_zero_if_not_found=False)
+            if now == target:
+                return self._told(ResetOutcome(queue_name(queue), ResetState.MOVED, "committed"))
+            return self._told(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, f"the broker has {now}"))
+
+        return list((await for_each(sorted(wanted), confirm)).values())
+
+    async def _commit_all(self, offsets: Mapping[MessageQueue, int]) -> dict[MessageQueue, bool]:
+        """Commit offsets for the group; returns whether the broker has taken each.
+
+        One goes before the others at each broker: of two that are the group's first in a topic a broker may forget one.
+        """
+
+        async def commit(queue: MessageQueue) -> bool:
+            return await self._cluster.broker(queue.broker_name).commit_offset(self._group, queue, offsets[queue])
+
+        first = {queue.broker_name: queue for queue in sorted(offsets, reverse=True)}.values()
+        others = [queue for queue in sorted(offsets) if queue not in first]
+        return await for_each(first, commit) | await for_each(others, commit)
+
+    async def _reset_at_broker(self, queue: MessageQueue, target: int) -> None:
+        """Have a broker that keeps resets mark one queue."""
+        header = ResetOffsetHeader(self._topic, self._group, -1, True, queue.queue_id, target)
+        await self._cluster.call(self._brokers[queue.broker_name].address, header)
+
+    async def _move_through_brokers(self, members: Iterable[MemberPlan]) -> list[ResetOutcome]:
+        """Have the brokers reset the group, and look until each queue was seen at its target or behind it."""
+        before: dict[MessageQueue, int] = {}
+        for queue in self._targets:
+            now = await self._cluster.broker(queue.broker_name).query_offset(
+                self._group, queue, set_zero_if_not_found=False
+            )
+            before[queue] = now or 0
+        online = [each.member for each in members]
+        resets_before = await self._reset_counts(online)
+        for broker in self._brokers.values():
+            queues = [queue for queue in self._targets if queue.broker_name == broker.name]
+            if broker.server_side:
+                await for_each(queues, lambda queue: self._reset_at_broker(queue, self._targets[queue]))
+            elif queues:
+                await self._send_table(broker, queues)
+            self._tell("broker", broker.name, f"{len(queues)} queues are to be reset")
+        outcomes: dict[MessageQueue, ResetOutcome] = {
+            queue: ResetOutcome(queue_name(queue), ResetState.ALREADY, "it was there")
+            for queue, target in self._targets.items()
+            if before[queue] == target
+        }
+        while len(outcomes) < len(self._targets) and self._left_s:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for queue, text in (await self._seen_by(online, resets_before, before)).items():
+                if queue not in outcomes:
+                    outcomes[queue] = self._told(ResetOutcome(queue_name(queue), ResetState.MOVED, text))
+        for queue in self._targets.keys() - outcomes.keys():
+            outcomes[queue] = self._told(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, _not_seen([queue])))
+        return [outcomes[queue] for queue in sorted(outcomes)]
+
+    async def _reset_counts(self, members: Sequence[Member]) -> dict[str, MemberReply]:
+        """Ask members of ours how often their queues were reset, and where to."""
+        question = encode_status_question(self._topic)
+        return await speak_to_all(
+            self._cluster, self._group, members, "status", self._id, question, self._left_s
+        )
+
+    async def _seen_by(
+        self, members: Sequence[Member], resets_before: Mapping[str, MemberReply], before: Mapping[MessageQueue, int]
+    ) -> dict[MessageQueue, str]:
+        """Return the queues that somebody has moved, and how that was seen.
+
+        Ours tell of each reset. Of others it is seen only while they are on their way: what the brokers have proves
+        nothing, for they have the target from us.
+        """
+        moved: dict[MessageQueue, str] = {}
+        ours = [member for member in members if resets_before[member.client_id].kind is Reply.OURS]
+        for client_id, reply in (await self._reset_counts(ours)).items():
+            counts, counts_before = reply.report.reset_counts, resets_before[client_id].report.reset_counts
+            for queue, target in self._targets.items():
+                again = counts.get(queue, 0) > counts_before.get(queue, 0)
+                if again and reply.report.resets.get(queue) == target:
+                    moved[queue] = f"by {client_id}"
+        others = [member for member in members if member not in ours]
+        for member, table in (await for_each(others, self._offsets_of)).items():
+            for queue in _seen_moved(before, table, self._targets):
+                moved[queue] = f"{member.client_id} is at {table[queue]}"
+        return moved
+
+    async def _send_table(self, broker: BrokerPlan, queues: Sequence[MessageQueue]) -> None:
+        """Have a broker that keeps no resets send exact targets to its members: it sends the lower of end and commit.
+
+        Members commit what they consume meanwhile, which would be sent instead; so it is looked at, and repeated.
+        """
+        for _ in range(TABLE_TRIES):
+            await self._commit_all({queue: self._targets[queue] for queue in queues})
+            answer = await self._cluster.call(
+                broker.address, ResetOffsetHeader(self._topic, self._group, -1, False, -1)
+            )
+            sent = await read_body(decode_offset_table, answer.body)
+            if all(sent.get(queue) == self._targets[queue] for queue in queues):
+                return
+            self._tell("broker", broker.name, "a member committed at the same moment; repeated")
+
+
+def _in_store(
+    queue: MessageQueue,
+    at_reset: Mapping[MessageQueue, StoredOffset],
+    claimed: Mapping[MessageQueue, str],
+    had: Mapping[MessageQueue, str | None],
+    awaited: Collection[str],
+) -> ResetOutcome:
+    if queue not in at_reset:
+        return ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, "somebody else has reset it at the same time")
+    if awaited and queue not in claimed:
+        text = "is set, and no member that is online has claimed it: is this their database, and table?"
+        if queue in had:  # a queue whose log had changed is looked at once a minute
+            text = f"is set, and {had[queue]}, which had it, has not claimed it anew yet: look again in a minute"
+        return ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, text)
+    text = f"claimed anew by {claimed[queue]}" if queue in claimed else "in the database"
+    return ResetOutcome(queue_name(queue), ResetState.MOVED, text)
+
+
+def _seen_moved(
+    before: Mapping[MessageQueue, int], now: Mapping[MessageQueue, int], targets: Mapping[MessageQueue, int]
+) -> set[MessageQueue]:
+    """Return the queues that stand where only the reset can have brought them."""
+    moved = set()
+    for queue, target in targets.items():
+        was, offset = before.get(queue), now.get(queue)
+        if offset is None:
+            continue
+        if was is None or target == was:
+            seen = offset >= target
+        else:
+            seen = target <= offset < was if target < was else offset >= target
+        if seen:
+            moved.add(queue)
+    return moved
+
+
+def _not_seen(queues: Iterable[MessageQueue]) -> str:
+    return f"told, and not seen to move: {', '.join(map(queue_name, sorted(queues)))}"

@@ -1,0 +1,473 @@
+"""Making the plan of a reset: queues, targets, who will be told how, and who cannot be reached. Nothing is changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from uuid import uuid4
+
+from pyrocket_consumer.admin.groups import check_group_exists
+from pyrocket_consumer.admin.resets.plan import (
+    BrokerPlan,
+    MemberPlan,
+    QueueMove,
+    QueueTarget,
+    ResetPlan,
+    ResetWay,
+    RetryStart,
+    way_for,
+)
+from pyrocket_consumer.admin.resets.result import queue_name
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.admin_relay import (
+    RELAYS_AT_ONCE,
+    GroupMembers,
+    Member,
+    MemberReply,
+    Reply,
+    group_members,
+    member_offsets,
+    speak_to_all,
+)
+from pyrocket_consumer.cluster.gather import for_each
+from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.cluster.offset_lookup import (
+    TOOLS_GROUP,
+    committed_offsets,
+    first_and_last,
+    nearest_held,
+    offsets_at,
+)
+from pyrocket_consumer.cluster.reset_record import ResetRecord
+from pyrocket_consumer.cluster.responses import read_body
+from pyrocket_consumer.config import (
+    Place,
+)
+from pyrocket_consumer.errors import (
+    BrokerError,
+    ConfigError,
+    ConnectError,
+    PermissionDenied,
+    RocketError,
+    RouteNotFound,
+)
+from pyrocket_consumer.model import (
+    MASTER_ID,
+    RETRY_PREFIX,
+    MessageModel,
+    MessageQueue,
+    TopicRoute,
+    retry_topic,
+)
+from pyrocket_consumer.offsets import DatabaseOffsets
+from pyrocket_consumer.protocol.bodies import decode_java_properties
+from pyrocket_consumer.protocol.codes import version_ordinal
+from pyrocket_consumer.protocol.command import GetBrokerConfigHeader
+from pyrocket_consumer.protocol.reset_format import MAX_QUEUE_ID, encode_status_question
+from pyrocket_consumer.text import some_of
+
+_SERVER_SIDE_SETTING = "useServerSideResetOffset"
+_SERVER_SIDE_SINCE = version_ordinal(5, 2, 0)
+_JAVA_OBEYS = (
+    range(version_ordinal(4, 9, 8), version_ordinal(5, 0, 0) - 1),
+    range(version_ordinal(5, 2, 0), 1 << 30),
+)
+_TELLS_ZERO_SINCE = version_ordinal(5, 0, 0)
+"""Before, a broker says 0 also of what was never committed."""
+
+_BY_HAND = "stop it, edit its offsets.json, start it again"
+
+
+async def plan_reset(
+    cluster: Cluster,
+    group: str,
+    topic: str,
+    where: Place | Mapping[MessageQueue, int],
+    wanted: Sequence[MessageQueue] | None,
+    model: str | None,
+    member: str | None,
+    wait_s: float,
+    store: DatabaseOffsets | None = None,
+) -> ResetPlan:
+    """Find out what the reset would do."""
+    namespace = cluster.config.namespace
+    wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
+    route = await cluster.route(wire_topic, refresh=True)
+    chosen = _chosen(route, unwrap(namespace, topic), wire_topic, where, wanted)
+    stored, retry_route = dict[MessageQueue, int](), None
+    if store is not None:
+        rows = await asyncio.to_thread(store.offsets, wire_group)
+        stored = {row.queue: row.next_offset for row in rows}
+        retry_route = await _retry_route(cluster, wire_group, wire_topic, stored)
+    brokers = await _brokers(cluster, [route] if retry_route is None else [route, retry_route])
+    usable = {broker.name: broker.address for broker in brokers if not broker.problem}
+    found = await group_members(cluster, wire_group, usable)
+    decided = MessageModel(model) if model is not None else None
+    replies: dict[str, MemberReply] = {}
+    if found.members:
+        question = encode_status_question(wire_topic)
+        replies = await speak_to_all(cluster, wire_group, found.members, "status", str(uuid4()), question, wait_s)
+        online = found.model or _reported_model(replies)
+        if online is not None and decided not in (None, online):
+            raise ConfigError(
+                f"group {group!r} is {online}, as its {len(found.members)} members that are online say, not {decided}; "
+                "leave the model out"
+            )
+        decided = decided or online
+    elif store is None:
+        await check_group_exists(cluster, group)
+        if decided is MessageModel.CLUSTERING:
+            await _check_not_recorded(cluster, wire_group, group, wire_topic, usable)
+    if store is not None:
+        _check_claimed(group, decided)
+        decided = MessageModel.CLUSTERING
+    if decided is None:
+        decided = await _recalled_model(cluster, wire_group, group, chosen, brokers)
+    if member is not None:
+        found = _alone(found, member, decided)
+    targets = await _targets(cluster, wire_group, [queue for queue in chosen if queue.broker_name in usable], where)
+    all_queues = all(
+        MessageQueue(wire_topic, data.broker_name, number) in chosen
+        for data in route.queues
+        for number in range(data.write_queues)
+    )
+    unsubscribed = _unsubscribed(found, wire_topic, group, namespace)
+    has_row = bool(unsubscribed) or any(queue.topic == wire_topic for queue in stored)
+    members = tuple(
+        MemberPlan(each, replies[each.client_id], *_claims_anew(replies[each.client_id], has_row))
+        if store is not None
+        else _member_plan(each, replies[each.client_id], decided, brokers, all_queues, alone=member is not None)
+        for each in found.members
+    )
+    way = way_for(decided, members) if member is None else ResetWay.MEMBER
+    if store is not None:
+        way = ResetWay.STORE
+    if way is ResetWay.BROKERS:
+        _check_brokers_can(brokers, all_queues, members)
+    if store is None:
+        moves = await _moves(cluster, wire_group, wire_topic, decided, members, targets, wait_s)
+    else:
+        moves = [QueueMove(each.queue, None, stored.get(each.queue), each.target) for each in targets]
+
+    left = [] if retry_route is None else retry_route.consume_queues()
+    retries = await _retry_starts(
+        cluster, wire_group, [queue for queue in left if queue not in stored and queue.broker_name in usable]
+    )
+
+    def outward(queue: MessageQueue, to: str = topic) -> MessageQueue:
+        return MessageQueue(to, queue.broker_name, queue.queue_id)
+
+    return ResetPlan(
+        group,
+        topic,
+        decided,
+        way,
+        tuple(QueueTarget(outward(t.queue), t.wanted, t.target, t.min, t.max) for t in targets),
+        tuple(QueueMove(outward(move.queue), move.member, move.current, move.target) for move in moves),
+        tuple(brokers),
+        members,
+        all_queues,
+        namespace,
+        member,
+        unsubscribed,
+        store,
+        tuple(RetryStart(outward(each.queue, retry_topic(group)), each.committed, each.target) for each in retries),
+    )
+
+
+async def _retry_route(
+    cluster: Cluster, wire_group: str, wire_topic: str, stored: Mapping[MessageQueue, int]
+) -> TopicRoute | None:
+    """Return the route of the group's retry topic, if it has queues that are to come along."""
+    if wire_topic == retry_topic(wire_group):
+        return None
+    try:
+        route = await cluster.route(retry_topic(wire_group), refresh=True)
+    except RouteNotFound:
+        return None
+    return route if any(queue not in stored for queue in route.consume_queues()) else None
+
+
+async def _retry_starts(cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue]) -> list[RetryStart]:
+    """Return where queues of the retry topic begin: without a row they would with their first message, consumed or not.
+
+    So what was consumed does not come again, and what was not is not lost.
+    """
+    committed = await committed_offsets(cluster, wire_group, queues)
+    ends = await first_and_last(cluster, queues)
+
+    def start(queue: MessageQueue) -> RetryStart:
+        offset, (low, high) = committed[queue], ends[queue]
+        return RetryStart(queue, offset, low if offset is None else nearest_held(offset, low, high))
+
+    return [start(queue) for queue in sorted(queues)]
+
+
+def _check_claimed(group: str, model: MessageModel | None) -> None:
+    if model is MessageModel.BROADCASTING:
+        raise ConfigError(f"group {group!r} is broadcasting, and a database keeps no offsets of such; leave store out")
+
+
+def _claims_anew(reply: MemberReply, has_row: bool) -> tuple[bool, str]:
+    if reply.kind is Reply.FOREIGN or (reply.kind is Reply.OURS and not reply.report.in_database):
+        return False, "goes by the broker's offsets, and not by the database's"
+    if not has_row:
+        return False, "consumes the topic, and the database has no row of it: is this its database, and table?"
+    return True, "will find out within seconds, and claim its queues anew"
+
+
+def _unsubscribed(found: GroupMembers, wire_topic: str, group: str, namespace: str | None) -> str:
+    """Return that nobody who is online subscribes to the topic; empty if somebody does, or it is not known."""
+    if not found.topics or wire_topic in found.topics:
+        return ""
+    topics = sorted(unwrap(namespace, name) for name in found.topics if not name.startswith(RETRY_PREFIX))
+    return (
+        f"no member of {group} that is online subscribes to {unwrap(namespace, wire_topic)} "
+        f"(they subscribe to {some_of(topics) if topics else 'nothing'})"
+    )
+
+
+async def _check_not_recorded(
+    cluster: Cluster, wire_group: str, group: str, wire_topic: str, brokers: Iterable[str]
+) -> None:
+    """Raise ConfigError if a reset is recorded for members that are away: they would follow it, and no commit."""
+    for broker_name in brokers:
+        try:
+            recorded = await ResetRecord(cluster, wire_group, wire_topic, broker_name).head()
+        except PermissionDenied:
+            continue
+        if recorded:
+            topic = unwrap(cluster.config.namespace, wire_topic)
+            raise ConfigError(
+                f"group {group!r} is broadcasting: a reset of {topic} is recorded at {broker_name} for its members; "
+                "say model='broadcasting' (in the shell --model broadcasting). If it is a clustering group by now, "
+                "remove what is recorded first, with forget_reset (pyrocket offsets forget-reset)"
+            )
+
+
+def _alone(found: GroupMembers, client_id: str, model: MessageModel) -> GroupMembers:
+    """Return the one member that shall move.
+
+    Raises:
+        ConfigError: there is none, or it has no offsets of its own.
+    """
+    if model is MessageModel.CLUSTERING:
+        raise ConfigError(
+            f"members of a clustering group share its offsets; leave it out: {client_id!r} cannot be moved alone"
+        )
+    one = tuple(member for member in found.members if member.client_id == client_id)
+    if not one:
+        online = ", ".join(member.client_id for member in found.members) or "nobody"
+        raise ConfigError(f"no member {client_id!r} of the group is online; online: {online}")
+    return replace(found, members=one)
+
+
+def _chosen(
+    route: TopicRoute,
+    topic: str,
+    wire_topic: str,
+    to: Place | Mapping[MessageQueue, int],
+    wanted: Sequence[MessageQueue] | None,
+) -> list[MessageQueue]:
+    """Return the queues to move, as brokers name them."""
+    there = route.consume_queues()
+    if isinstance(to, Mapping):
+        wanted = list(to) if wanted is None else [queue for queue in wanted if queue in to]
+    if wanted is None:
+        chosen = there
+    else:
+        chosen = []
+        for queue in wanted:
+            if queue.topic not in (topic, wire_topic):
+                raise ConfigError(f"{queue} is not a queue of topic {topic}")
+            chosen.append(MessageQueue(wire_topic, queue.broker_name, queue.queue_id))
+        strangers = sorted(set(chosen) - set(there))
+        if strangers:
+            names = ", ".join(map(queue_name, there)) or "none"
+            raise ConfigError(f"topic {topic} has no queue {queue_name(strangers[0])}; its queues: {names}")
+    if not chosen:
+        raise ConfigError(f"no queue of topic {topic} is chosen; it has {len(there)} that can be read")
+    if max(queue.queue_id for queue in chosen) > MAX_QUEUE_ID:
+        raise ConfigError(f"queue ids above {MAX_QUEUE_ID} cannot be reset")
+    return sorted(set(chosen))
+
+
+async def _brokers(cluster: Cluster, routes: Sequence[TopicRoute]) -> list[BrokerPlan]:
+    brokers = [broker for route in routes for broker in route.brokers]
+    addresses = {broker.broker_name: broker.addresses.get(MASTER_ID) for broker in brokers}
+
+    async def ask(name: str) -> BrokerPlan:
+        address = addresses.get(name)
+        if address is None:
+            return BrokerPlan(name, problem="no master of it is known now")
+        try:
+            answer = await cluster.call(address, GetBrokerConfigHeader())
+        except PermissionDenied:
+            return BrokerPlan(name, address, None, cluster.broker_version(address) or 0)
+        except BrokerError as error:
+            return BrokerPlan(name, address, problem=str(error))
+        except RocketError as error:
+            return BrokerPlan(name, address, problem=str(error))
+        setting = (await read_body(decode_java_properties, answer.body)).get(_SERVER_SIDE_SETTING)
+        if setting is None:  # it is absent before 5.1
+            server_side = answer.version >= _SERVER_SIDE_SINCE
+        else:
+            server_side = setting.lower() == "true"
+        return BrokerPlan(name, address, server_side, answer.version)
+
+    names = {data.broker_name for route in routes for data in route.queues}
+    return list((await for_each(sorted(names), ask)).values())
+
+
+def _reported_model(replies: Mapping[str, MemberReply]) -> MessageModel | None:
+    told = {reply.report.message_model for reply in replies.values() if reply.report.message_model}
+    return MessageModel(told.pop()) if len(told) == 1 and told <= {model.value for model in MessageModel} else None
+
+
+async def _recalled_model(
+    cluster: Cluster, wire_group: str, group: str, queues: Sequence[MessageQueue], brokers: Sequence[BrokerPlan]
+) -> MessageModel:
+    """Guess by what the group has left behind: only a clustering group commits offsets, a broadcasting one is recorded.
+
+    Raises:
+        ConfigError: it cannot be told.
+    """
+    topic = queues[0].topic
+    for broker_name, version in ((broker.name, broker.version) for broker in brokers if not broker.problem):
+        try:
+            if await ResetRecord(cluster, wire_group, topic, broker_name).head():
+                return MessageModel.BROADCASTING
+            for queue in queues:
+                if queue.broker_name != broker_name:
+                    continue
+                found = await cluster.broker(broker_name).query_offset(wire_group, queue, set_zero_if_not_found=False)
+                if found or (found == 0 and version >= _TELLS_ZERO_SINCE):
+                    return MessageModel.CLUSTERING
+        except ConnectError:
+            continue
+    raise ConfigError(
+        f"nobody of group {group!r} is online, and nothing that it has committed for {topic} is found, so it cannot "
+        "be told whether it is a clustering or a broadcasting group; say so with model='clustering' or 'broadcasting' "
+        "(in the shell --model)"
+    )
+
+
+async def _targets(
+    cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue], to: Place | Mapping[MessageQueue, int]
+) -> list[QueueTarget]:
+    ends = await first_and_last(cluster, queues)
+    if isinstance(to, Mapping):
+        exact = {(queue.broker_name, queue.queue_id): offset for queue, offset in to.items()}
+        wanted = {queue: exact[queue.broker_name, queue.queue_id] for queue in queues}
+    else:
+        wanted = await offsets_at(cluster, to, queues, groups=(TOOLS_GROUP, wire_group))
+    return [
+        QueueTarget(queue, wanted[queue], nearest_held(wanted[queue], low, high), low, high)
+        for queue, (low, high) in ends.items()
+    ]
+
+
+def _member_plan(
+    member: Member,
+    reply: MemberReply,
+    model: MessageModel,
+    brokers: Sequence[BrokerPlan],
+    all_queues: bool,
+    alone: bool,
+) -> MemberPlan:
+    reachable, how = _reach(member, reply, model, brokers, all_queues)
+    if alone and reply.kind is Reply.FOREIGN:
+        reachable, how = False, f"{member.client} cannot be reset alone by any call; {_BY_HAND}"
+    if member.connections > 1:
+        how += f"; {member.connections} processes share this client id, and only one of them can be spoken to"
+    return MemberPlan(member, reply, reachable, how)
+
+
+def _reach(
+    member: Member, reply: MemberReply, model: MessageModel, brokers: Sequence[BrokerPlan], all_queues: bool
+) -> tuple[bool, str]:
+    broadcasting = model is MessageModel.BROADCASTING
+    if reply.kind is Reply.OURS:
+        if reply.state == "refused":
+            return False, f"refuses: {reply.reason}"
+        return True, "will be told, and verified"
+    if reply.kind is Reply.FOREIGN:
+        if broadcasting:
+            return _reach_foreign_broadcasting(member, brokers, all_queues)
+        return True, "will be reset by its broker, and verified where it can be seen"
+    if reply.kind is Reply.FORBIDDEN:
+        text = "this account may not speak to members (RocketMQ wants Get on the group)"
+        return False, f"{text}; it will follow the record within a minute, unconfirmed" if broadcasting else text
+    follows = "it will follow the record" if broadcasting else "it will be told again, and may move its queues"
+    return False, f"{reply.reason or reply.kind}; if it is one of ours, {follows} when it is well again"
+
+
+def _reach_foreign_broadcasting(
+    member: Member, brokers: Sequence[BrokerPlan], all_queues: bool
+) -> tuple[bool, str]:
+    if any(broker.server_side is not False for broker in brokers):
+        return False, (
+            f"{member.client} cannot be reset in broadcasting while the broker keeps resets "
+            f"({_SERVER_SIDE_SETTING}=true, which an operator can change); {_BY_HAND}"
+        )
+    java_obeys = member.language == "JAVA" and any(member.version in versions for versions in _JAVA_OBEYS)
+    if not java_obeys and member.language != "GO":
+        return False, f"{member.client} cannot be reset in broadcasting by any call; {_BY_HAND}"
+    if not all_queues:
+        return False, f"{member.client} can only be reset with all queues at once; name them all, or {_BY_HAND}"
+    return True, "will be told by the broker, with offsets committed for a moment; seen after 12 to 25 s"
+
+
+def _check_brokers_can(
+    brokers: Sequence[BrokerPlan], all_queues: bool, members: Sequence[MemberPlan]
+) -> None:
+    """Raise ConfigError if a broker could only reset more queues than are named."""
+    if all_queues:
+        return
+    cannot = [broker.name for broker in brokers if broker.server_side is not True and not broker.problem]
+    if cannot:
+        foreign = next(each.client_id for each in members if each.reply.kind in (Reply.FOREIGN, Reply.FORBIDDEN))
+        raise ConfigError(
+            f"{', '.join(cannot)} can reset only all queues of a topic at once, and member {foreign} cannot be told "
+            "single ones; name all queues"
+        )
+
+
+async def _moves(
+    cluster: Cluster,
+    wire_group: str,
+    wire_topic: str,
+    model: MessageModel,
+    members: Sequence[MemberPlan],
+    targets: Sequence[QueueTarget],
+    wait_s: float,
+) -> list[QueueMove]:
+    if model is MessageModel.CLUSTERING:
+
+        async def committed(target: QueueTarget) -> int | None:
+            broker = cluster.broker(target.queue.broker_name)
+            return await broker.query_offset(wire_group, target.queue, set_zero_if_not_found=False)
+
+        found = await for_each(targets, committed)
+        return [QueueMove(target.queue, None, found[target], target.target) for target in targets]
+    if not members:
+        return [QueueMove(target.queue, None, None, target.target) for target in targets]
+
+    async def offsets(number: int) -> Mapping[MessageQueue, int]:
+        member = members[number]
+        if member.reply.kind is Reply.OURS:
+            return member.reply.report.offsets
+        if member.reply.kind is Reply.FOREIGN:
+            try:
+                return await member_offsets(cluster, wire_group, member.member, wire_topic, wait_s)
+            except RocketError:
+                return {}
+        return {}
+
+    tables = await for_each(range(len(members)), offsets, at_once=RELAYS_AT_ONCE)
+    return [
+        QueueMove(target.queue, member.client_id, table.get(target.queue), target.target)
+        for member, table in zip(members, tables.values(), strict=True)
+        for target in targets
+    ]

@@ -1,0 +1,273 @@
+"""Who is in a group now, and a word with a single member."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pyrocket_consumer.cluster.cluster import Cluster
+from pyrocket_consumer.cluster.gather import for_each
+from pyrocket_consumer.cluster.responses import read_body
+from pyrocket_consumer.errors import BrokerError, PermissionDenied, ProtocolError, RocketError
+from pyrocket_consumer.model import MessageModel, MessageQueue
+from pyrocket_consumer.protocol.bodies import (
+    decode_consumer_connection,
+    decode_consumer_status_table,
+    decode_running_info,
+)
+from pyrocket_consumer.protocol.codes import ResponseCode, version_name
+from pyrocket_consumer.protocol.command import (
+    GetConsumerConnectionListHeader,
+    GetConsumerRunningInfoHeader,
+    GetConsumerStatusHeader,
+)
+from pyrocket_consumer.protocol.reset_format import (
+    RelayAnswerHeader,
+    RelayHeader,
+    ReportBody,
+    decode_report,
+    is_acknowledged,
+)
+
+RELAY_TIMEOUT_S = 12.0  # a broker waits 10 s for a member
+RELAYS_AT_ONCE = 8  # each silent member takes one of the broker's 16 threads for such calls
+STATUS_TIMEOUT_S = 8.0  # here it waits 5 s
+LEAST_WAIT_S = 1.0  # for one answer, however little time is left for all
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One client that is online in a group, and the addresses of the brokers that know it.
+
+    `language` is empty, and `version` 0, where the brokers do not tell. `connections` above 1: several processes use
+    the same client id, and only one of them can be spoken to.
+    """
+
+    client_id: str
+    addresses: tuple[str, ...] = ()
+    language: str = ""
+    version: int = 0
+    connections: int = 1
+
+    @property
+    def client(self) -> str:
+        """Which client it is, for people."""
+        if not self.language:
+            return "unknown"
+        if self.language == "PYTHON":
+            return "PYTHON"  # its version is that of the protocol it speaks, as ours is
+        return f"{self.language} {version_name(self.version).removeprefix('V').replace('_', '.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMembers:
+    """A group's members that are online, and how they share topics: None if nobody is, or it may not be known.
+
+    `topics` are what they subscribe to, where brokers tell.
+    """
+
+    members: tuple[Member, ...]
+    model: MessageModel | None
+    topics: frozenset[str] = frozenset()
+
+
+async def group_members(
+    cluster: Cluster,
+    group: str,
+    brokers: Mapping[str, str],
+    failures: dict[str, RocketError] | None = None,
+    within_s: float = math.inf,
+) -> GroupMembers:
+    """Return who is online in `group` at these masters (broker name -> address).
+
+    With `failures` a broker that does not tell is no error: they get the reason, by broker name. All have `within_s`
+    seconds together to tell; but each a second, though others before it were silent.
+    """
+    deadline = cluster.loop.time() + within_s
+    connections: dict[str, list[tuple[str, str, int]]] = {}
+    counts: dict[str, int] = {}
+    models: set[str] = set()
+    topics: set[str] = set()
+
+    async def ask(broker_name: str) -> None:
+        left_s = max(LEAST_WAIT_S, deadline - cluster.loop.time())
+        try:
+            async with asyncio.timeout(left_s if left_s < math.inf else None):
+                return await take(broker_name)
+        except TimeoutError:
+            error = RocketError(f"{broker_name} did not tell the members of {group} within {left_s:.2g} s")
+        except RocketError as failure:
+            error = failure
+        if failures is None:
+            raise error
+        failures[broker_name] = error
+
+    async def take(broker_name: str) -> None:
+        accept = (ResponseCode.SUCCESS, ResponseCode.CONSUMER_NOT_ONLINE)
+        try:
+            answer = await cluster.call(
+                brokers[broker_name], GetConsumerConnectionListHeader(group), accept=accept
+            )
+        except PermissionDenied:  # who may consume may at least list the ids
+            for client_id in await cluster.broker(broker_name).consumer_ids(group):
+                connections.setdefault(client_id, []).append((brokers[broker_name], "", 0))
+            return
+        if answer.code == ResponseCode.CONSUMER_NOT_ONLINE:
+            return
+        found = await read_body(decode_consumer_connection, answer.body)
+        models.add(found.message_model.lower())
+        topics.update(each.topic for each in found.subscriptions)
+        here: dict[str, int] = {}
+        for each in found.connections:
+            here[each.client_id] = here.get(each.client_id, 0) + 1
+            if here[each.client_id] == 1:
+                facts = brokers[broker_name], each.language, each.version
+                connections.setdefault(each.client_id, []).append(facts)
+        for client_id, count in here.items():
+            counts[client_id] = max(count, counts.get(client_id, 1))
+
+    await for_each(sorted(brokers), ask)
+    members = tuple(
+        Member(
+            client_id,
+            tuple(address for address, _, _ in sorted(places)),
+            max(language for _, language, _ in places),
+            max(version for _, _, version in places),
+            counts.get(client_id, 1),
+        )
+        for client_id, places in sorted(connections.items())
+    )
+    known = [model for model in MessageModel if model.value in models]
+    return GroupMembers(members, known[0] if len(known) == 1 else None, frozenset(topics))
+
+
+class Reply(StrEnum):
+    """What came of a word to a member."""
+
+    OURS = "ours"  # it understood
+    FOREIGN = "foreign"  # it answered as a client does that knows nothing of this
+    SILENT = "silent"  # the broker waited in vain
+    GONE = "gone"  # no broker knows it any more
+    FORBIDDEN = "forbidden"  # we may not ask
+    FAILED = "failed"  # no answer came back to us
+
+
+@dataclass(frozen=True, slots=True)
+class MemberReply:
+    """A member's answer: its state and report if it is one of ours, else why not."""
+
+    kind: Reply
+    state: str = ""
+    reason: str = ""
+    report: ReportBody = field(default_factory=lambda: ReportBody("", ""))
+
+
+async def speak_to(
+    cluster: Cluster, group: str, member: Member, operation: str, rid: str, body: bytes, timeout_s: float | None = None
+) -> MemberReply:
+    """Pass a word to a member through the first of its brokers that can, and return its reply. Never raises."""
+    reply = MemberReply(Reply.GONE, reason="no broker knows it any more")
+    for address in member.addresses:
+        try:
+            answer = await cluster.call(
+                address, RelayHeader(group, member.client_id, operation, rid), body,
+                timeout_s=timeout_s or RELAY_TIMEOUT_S,
+            )  # fmt: skip
+            if not is_acknowledged(answer.fields):
+                return MemberReply(Reply.FOREIGN)
+            header = RelayAnswerHeader.from_fields(answer.fields)
+            report = await read_body(decode_report, answer.body)
+            return MemberReply(Reply.OURS, header.state, header.reason or "", report)
+        except PermissionDenied as error:
+            return MemberReply(Reply.FORBIDDEN, reason=str(error))
+        except ProtocolError as error:
+            return MemberReply(Reply.FAILED, reason=f"its answer cannot be read: {error}")
+        except BrokerError as error:
+            if error.code == ResponseCode.CONSUME_MSG_TIMEOUT:
+                return MemberReply(Reply.SILENT, reason="it did not answer within 10 s")
+            if error.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
+                return MemberReply(Reply.FOREIGN)
+            kind = Reply.GONE if "not online" in error.remark else Reply.FAILED
+            reply = MemberReply(kind, reason=str(error))
+        except RocketError as error:
+            reply = MemberReply(Reply.FAILED, reason=str(error))
+    return reply
+
+
+async def speak_to_all(
+    cluster: Cluster,
+    group: str,
+    members: Iterable[Member],
+    operation: str,
+    rid: str,
+    body: bytes,
+    within_s: float = math.inf,
+) -> dict[str, MemberReply]:
+    """Pass a word to members at the same time: one that is silent must not hold up the others.
+
+    All have `within_s` seconds together to answer; but each a second, though others before it were silent.
+    """
+    by_id = {member.client_id: member for member in members}
+    deadline = cluster.loop.time() + within_s
+
+    async def word(client_id: str) -> MemberReply:
+        left_s = max(LEAST_WAIT_S, deadline - cluster.loop.time())
+        try:
+            async with asyncio.timeout(left_s if left_s < math.inf else None):
+                return await speak_to(cluster, group, by_id[client_id], operation, rid, body)
+        except TimeoutError:
+            return MemberReply(Reply.SILENT, reason=f"it did not answer within {left_s:.2g} s")
+
+    return await for_each(by_id, word, at_once=RELAYS_AT_ONCE)
+
+
+async def member_offsets(
+    cluster: Cluster, group: str, member: Member, topic: str = "", within_s: float = math.inf
+) -> dict[MessageQueue, int]:
+    """Return where a member stands, as it says itself, in `topic` or in all; any client answers.
+
+    Raises:
+        RocketError: it did not answer, within `within_s` seconds or as long as its brokers wait; or may not be asked.
+    """
+    left_s = max(LEAST_WAIT_S, within_s)
+    try:
+        async with asyncio.timeout(left_s if left_s < math.inf else None):
+            return await _told_offsets(cluster, group, member, topic)
+    except TimeoutError as error:
+        raise RocketError(f"{member.client_id} did not answer within {left_s:.2g} s") from error
+
+
+async def _told_offsets(cluster: Cluster, group: str, member: Member, topic: str) -> dict[MessageQueue, int]:
+    failure: RocketError | None = None
+    for address in member.addresses:
+        try:
+            answer = await cluster.call(
+                address, GetConsumerStatusHeader(topic, group, member.client_id), timeout_s=STATUS_TIMEOUT_S
+            )
+            table = await read_body(decode_consumer_status_table, answer.body)
+        except PermissionDenied:  # it wants a right on the topic; what follows is content with one on the group
+            return await _shown_offsets(cluster, address, group, member, topic)
+        except RocketError as error:
+            failure = error
+            continue
+        if member.client_id in table:
+            return table[member.client_id]
+        failure = RocketError(f"{member.client_id} did not tell broker {address} where it stands")
+    raise failure or RocketError(f"{member.client_id} is not online any more")
+
+
+async def _shown_offsets(
+    cluster: Cluster, address: str, group: str, member: Member, topic: str
+) -> dict[MessageQueue, int]:
+    """Return where a member stands in the queues it holds, as its running info shows."""
+    header = GetConsumerRunningInfoHeader(group, member.client_id)
+    answer = await cluster.call(address, header, timeout_s=RELAY_TIMEOUT_S)
+    found = await read_body(decode_running_info, answer.body)
+    return {
+        queue: info.commit_offset
+        for queue, info in found.queues.items()
+        if info.commit_offset >= 0 and topic in ("", queue.topic)
+    }

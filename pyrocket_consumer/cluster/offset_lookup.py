@@ -1,0 +1,161 @@
+"""Where "to" leads: what it may be, and what the brokers say of it, for consumers, plans of resets and the shell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import TypeVar
+
+from pyrocket_consumer.cluster.broker import Broker
+from pyrocket_consumer.cluster.cluster import Cluster
+from pyrocket_consumer.cluster.gather import for_each
+from pyrocket_consumer.config import Place, check_place, check_queues
+from pyrocket_consumer.errors import ConfigError, PermissionDenied, RocketError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol.reset_format import MAX_OFFSET
+
+To = str | datetime | Mapping[MessageQueue, int]
+"""`"first"` or `"earliest"`, `"last"` or `"latest"`, an aware datetime, or `{queue: offset}`."""
+
+TOOLS_GROUP = "TOOLS_CONSUMER"
+"""Every broker has it: for those who look at messages without being members of a group."""
+
+_FIRST, _LAST = "the first offsets are", "the last offsets are"
+
+_QUEUES_AT_ONCE = 200
+"""Of one broker; so many answers are waited for together."""
+
+V = TypeVar("V", int, int | None)
+
+
+def check_to(to: object) -> Place | dict[MessageQueue, int]:
+    """Return where `to` leads: a place in every queue, or offsets of some.
+
+    Raises:
+        ConfigError: it is nothing of what `To` says. The text names the value and what is allowed.
+    """
+    if not isinstance(to, Mapping):
+        return check_place("to", to, ", or {queue: offset}")
+    if not to:
+        raise ConfigError("to={} names no queue; give at least one, or a place for all")
+    for queue, offset in to.items():
+        if not isinstance(queue, MessageQueue):
+            raise ConfigError(f"to={{{queue!r}: …}} is not allowed; the keys must be MessageQueues")
+        check_queues("to", [queue])
+        if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= MAX_OFFSET:
+            raise ConfigError(
+                f"offset {offset!r} of {queue} is not allowed; it must be a whole number from 0 to 2**63 - 2"
+            )
+    return dict(to)
+
+
+async def offsets_at(
+    cluster: Cluster, place: Place, queues: Iterable[MessageQueue], *, groups: Sequence[str]
+) -> dict[MessageQueue, int]:
+    """Return where `place` is in each of `queues`; all brokers are asked at the same time.
+
+    Brokers before 5.1.1 are searched by time by looking at messages, with the first of `groups` that may.
+
+    Raises:
+        RocketError: brokers did not answer; the text names each, and why.
+    """
+    if place == "first":
+        return await _asked(cluster, queues, Broker.min_offsets, _FIRST)
+    if place == "last":
+        return await _asked(cluster, queues, Broker.max_offsets, _LAST)
+    at_ms = int(place.timestamp() * 1000)
+
+    async def search(broker: Broker, queue: MessageQueue) -> int | RocketError:
+        denied: RocketError | None = None
+        for group in groups:
+            try:
+                return await broker.search_offset(queue, at_ms, group=group)
+            except PermissionDenied as error:
+                denied = denied or error
+            except RocketError as error:
+                return error
+        assert denied is not None, "a group to look with"
+        return denied
+
+    async def ask(broker: Broker, some: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError]:
+        return await for_each(some, lambda queue: search(broker, queue))
+
+    return await _asked(cluster, queues, ask, f"the offsets at {place.isoformat()} are")
+
+
+async def first_and_last(
+    cluster: Cluster, queues: Collection[MessageQueue], failures: dict[str, RocketError] | None = None
+) -> dict[MessageQueue, tuple[int, int]]:
+    """Return the offsets of the oldest and of the next message of each queue.
+
+    With `failures` a broker that does not tell is no error: they get the reason, by broker name.
+
+    Raises:
+        RocketError: as `offsets_at`.
+    """
+    first, last = await asyncio.gather(
+        _asked(cluster, queues, Broker.min_offsets, _FIRST, failures),
+        _asked(cluster, queues, Broker.max_offsets, _LAST, failures),
+    )
+    return {queue: (first[queue], last[queue]) for queue in queues if queue in first and queue in last}
+
+
+async def committed_offsets(
+    cluster: Cluster, group: str, queues: Iterable[MessageQueue], failures: dict[str, RocketError] | None = None
+) -> dict[MessageQueue, int | None]:
+    """Return what `group` has committed for each queue, None for nothing, as far as brokers tell that from 0.
+
+    With `failures` a broker that does not tell is no error: they get the reason, by broker name.
+
+    Raises:
+        RocketError: as `offsets_at`.
+    """
+
+    async def ask(broker: Broker, some: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError | None]:
+        return await broker.query_offsets(group, some)
+
+    return await _asked(cluster, queues, ask, "the committed offsets are", failures)
+
+
+def nearest_held(offset: int, first: int, last: int) -> int:
+    """Return the offset nearest to `offset` at which a queue that holds `first` to `last` can be read."""
+    return min(max(offset, first), max(first, last))
+
+
+async def _asked(
+    cluster: Cluster,
+    queues: Iterable[MessageQueue],
+    ask: Callable[[Broker, Collection[MessageQueue]], Awaitable[Mapping[MessageQueue, V | RocketError]]],
+    what: str,
+    failures: dict[str, RocketError] | None = None,
+) -> dict[MessageQueue, V]:
+    """Return what `ask` gives for the queues of each broker; `what` is not known where it gives an error."""
+    by_broker: dict[str, list[MessageQueue]] = {}
+    for queue in queues:
+        by_broker.setdefault(queue.broker_name, []).append(queue)
+    failed: dict[str, RocketError] = {}
+
+    async def of(name: str) -> dict[MessageQueue, V]:
+        found: dict[MessageQueue, V] = {}
+        try:
+            for begin in range(0, len(by_broker[name]), _QUEUES_AT_ONCE):
+                some = by_broker[name][begin : begin + _QUEUES_AT_ONCE]
+                for queue, offset in (await ask(cluster.broker(name), some)).items():
+                    if isinstance(offset, RocketError):
+                        raise offset
+                    # A broker says -1 of a queue it does not have yet.
+                    found[queue] = offset if offset is None else max(0, offset)
+        except RocketError as error:
+            failed[name] = error
+        return found
+
+    answers = await asyncio.gather(*map(of, by_broker))
+    if failures is not None:
+        failures.update(failed)
+    elif failed:
+        reasons = "; ".join(f"{name}: {error}" for name, error in sorted(failed.items()))
+        raise RocketError(f"{what} not known of {len(failed)} of {len(by_broker)} brokers: {reasons}") from next(
+            iter(failed.values())
+        )
+    return {queue: offset for answer in answers for queue, offset in answer.items()}

@@ -1,0 +1,54 @@
+"""What an answer means: fine, or which error; and what is in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Container
+from typing import TypeVar
+
+from pyrocket_consumer.errors import MOST_OF_A_REMARK, BrokerError, FlowControl, PermissionDenied
+from pyrocket_consumer.protocol.codes import ResponseCode, response_name
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.text import cut
+
+T = TypeVar("T")
+
+LARGE_BODY_BYTES = 16 * 1024
+"""Bodies above this are decoded apart: they would keep the I/O thread for more than a few milliseconds."""
+
+_ACL_REMARK = "AclException"  # ACL 1.0 refuses with SYSTEM_ERROR; only the text tells
+
+_BUSY = frozenset({ResponseCode.SYSTEM_BUSY, ResponseCode.FLOW_CONTROL})
+
+
+def check_answer(answer: RemotingCommand, address: str, accept: Container[int] = (0,)) -> RemotingCommand:
+    """Return `answer` if its code is one of `accept`.
+
+    Raises:
+        BrokerError: it is not; PermissionDenied or FlowControl where that is the reason.
+    """
+    if answer.code in accept:
+        return answer
+    raise refusal(answer, address)
+
+
+def refusal(answer: RemotingCommand, address: str) -> BrokerError:
+    """Return the error that an answer with an unwelcome code stands for."""
+    code, remark = answer.code, answer.remark or ""
+    kind = BrokerError
+    if code == ResponseCode.NO_PERMISSION or (code == ResponseCode.SYSTEM_ERROR and _ACL_REMARK in remark):
+        kind = PermissionDenied
+    elif code in _BUSY:
+        kind = FlowControl
+    return kind(code, cut(remark, MOST_OF_A_REMARK), address, response_name(code))
+
+
+async def read_body(decode: Callable[[bytes], T], body: bytes) -> T:
+    """Return `decode(body)`; if it is large, from another thread, so that the I/O thread goes on meanwhile.
+
+    Raises:
+        ProtocolError: it is no such body.
+    """
+    if len(body) <= LARGE_BODY_BYTES:
+        return decode(body)
+    return await asyncio.get_running_loop().run_in_executor(None, decode, body)

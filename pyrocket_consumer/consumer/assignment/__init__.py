@@ -1,0 +1,1 @@
+"""The queues that this member holds: begin, move, end."""

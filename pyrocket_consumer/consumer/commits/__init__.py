@@ -1,0 +1,1 @@
+"""Commits: how offsets reach brokers, files and databases."""

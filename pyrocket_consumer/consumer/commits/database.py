@@ -1,0 +1,367 @@
+"""Offsets in the user's database, as a consumer sees them: queues are claimed, and published to their brokers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.consumer.commits.commits import BrokerCommits, look_at, wait_for_all
+from pyrocket_consumer.consumer.commits.store_thread import UserThread
+from pyrocket_consumer.consumer.listener import ConsumeResult
+from pyrocket_consumer.errors import DatabaseError, Fenced, RocketError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets import DatabaseOffsets, MemoryOffsetStore, QueueReset, ReadOffsetType
+from pyrocket_consumer.offsets.database.claim import Claim, StoredOffset
+from pyrocket_consumer.offsets.database.store import RowLocked
+from pyrocket_consumer.protocol.message import Message
+
+T = TypeVar("T")
+
+CALL_S = 30.0
+"""How long a call of the database's is waited for; none other is made until it has returned."""
+
+LOOK_EVERY_S = 5.0
+"""How often it is looked whether queues are ours still, so that a reset in the database reaches those that are idle."""
+
+CALM_S = 60.0
+"""A queue that was ours for so long is claimed anew at once, when another member has claimed it meanwhile."""
+
+MOST_CLAIMED = 500
+"""How many queues are claimed together."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 20.0
+"""Pauses before it is, when members keep taking a queue from each other, or another session has locked its row."""
+
+
+class DatabaseCommits:
+    """The `Commits` of a `DatabaseOffsets`. Its blocking calls have one thread; `update` and listeners have theirs.
+
+    What listeners commit is there already. Persisted is what no listener has an effect of: gaps, and messages given up.
+    """
+
+    def __init__(self, store: DatabaseOffsets, thread: UserThread, cluster: Cluster, group: str) -> None:
+        """`thread` is where the store was loaded; it ends with `close`."""
+        self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
+        self.on_fenced: Callable[[MessageQueue, str], None] = lambda queue, why: None
+        self.on_apart: Callable[[MessageQueue, str], None] = lambda queue, why: None
+        """Called when a listener's effect and its offset do not commit together, though they could."""
+        self.on_left_out: Callable[[MessageQueue, Sequence[Message]], None] = lambda queue, messages: None
+        self.on_waiting: Callable[[MessageQueue | None, str], None] = lambda queue, why: None
+        """Called when messages of a queue, or what is to be tidied, wait for the database."""
+        self._store = store
+        self._thread = thread
+        self._loop = cluster.loop
+        self._group = group
+        self._owner = cluster.client_id
+        self._memory = MemoryOffsetStore()
+        self._claims: dict[MessageQueue, Claim] = {}
+        self._claimed_at: dict[MessageQueue, float] = {}
+        self._pauses: dict[MessageQueue, tuple[float, float]] = {}  # how long, and until when
+        self._look_at = 0.0
+        self._turn = asyncio.Lock()  # one call after the other, whose time begins when it does
+        self._call: asyncio.Future[Any] | None = None
+        self._call_until = 0.0
+        self._told_apart: set[str] = set()  # topics
+        self._to_claim: dict[MessageQueue, asyncio.Future[Claim | None]] = {}
+        self._claiming: asyncio.Task[None] | None = None
+        self._published = BrokerCommits(cluster, group)
+        self._published.on_reset_waiting = lambda queue: self.on_reset_waiting(queue)
+        self._publishing: asyncio.Task[object] | None = None
+
+    # --- the holder of claims; any thread
+
+    @property
+    def failure(self) -> object:
+        return ConsumeResult.RETRY
+
+    def is_success(self, result: object) -> bool:
+        return result is None or result is ConsumeResult.SUCCESS or result is ConsumeResult.COMMIT
+
+    def fenced(self, claim: Claim) -> None:
+        self._soon(self._fenced, claim)
+
+    def waits(self, claim: Claim, why: str) -> None:
+        self._soon(self.on_waiting, claim.queue, why)
+
+    def left_out(self, claim: Claim, messages: Sequence[Message]) -> None:
+        self._soon(self.on_left_out, claim.queue, messages)
+
+    def uncommitted(self, claim: Claim, row: StoredOffset) -> None:
+        self._soon(
+            self.on_apart,
+            claim.queue,
+            f"a listener has called advance() up to offset {claim.promised}, and its transaction was not committed "
+            f"(the row is at {row.next_offset}), so its messages come again: commit it before the listener returns "
+            "(with engine.begin(), say)",
+        )
+        self._soon(self._fenced, claim, "a listener has not committed its transaction; what was not committed")
+
+    def apart(self, claim: Claim, offset: int) -> None:
+        if claim.queue.topic not in self._told_apart:
+            self._told_apart.add(claim.queue.topic)
+            self._soon(
+                self.on_apart,
+                claim.queue,
+                f"the listener was called with offset {offset}, which neither exactly_once nor advance() has counted: "
+                "its effect and the offset do not commit together, and may come twice (told once for a topic); "
+                f"subscribe with exactly_once(listener) of {self._store!r}",
+            )
+
+    def _soon(self, work: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(work, *arguments)
+        except RuntimeError:
+            pass  # the consumer has ended before its listener
+
+    def _fenced(
+        self, claim: Claim, why: str = "another member has claimed it, or it was reset; what of ours was not committed"
+    ) -> None:
+        queue = claim.queue
+        if self._claims.get(queue) is claim:
+            if self._loop.time() - self._claimed_at[queue] < CALM_S:
+                self._pause(queue)
+            self.on_fenced(queue, why)
+
+    def _pause(self, queue: MessageQueue) -> None:
+        """Claim a queue later, and later and later if that happens again and again."""
+        now = self._loop.time()
+        before_s, until = self._pauses.get(queue, (0.0, 0.0))
+        pause_s = min(2 * before_s, LONGEST_PAUSE_S) if before_s and now < until + CALM_S else FIRST_PAUSE_S
+        self._pauses[queue] = pause_s, now + pause_s
+
+    # --- calls of the database
+
+    async def _do(self, what: str, work: Callable[..., T], *arguments: object) -> T:
+        async with self._turn:
+            if self._call is not None and not self._call.done():  # whoever asked for it was cancelled, or has given up
+                await wait_for_all([self._call], self._call_until)
+                if not self._call.done():
+                    raise DatabaseError(repr(self._store), what, "it has not returned from a call before")
+            self._call = doing = self._loop.run_in_executor(self._thread, work, *arguments)
+            doing.add_done_callback(look_at)
+            self._call_until = self._loop.time() + CALL_S
+            await wait_for_all([doing], self._call_until)
+            if not doing.done():
+                raise DatabaseError(repr(self._store), what, f"no answer within {CALL_S:g} s")
+            return doing.result()
+
+    # --- commits
+
+    def claim_of(self, queue: MessageQueue) -> Claim | None:
+        return self._claims.get(queue)
+
+    def update(self, queue: MessageQueue, offset: int) -> None:
+        self._memory.update_offset(queue, offset, True)
+
+    def current(self, queue: MessageQueue) -> int | None:
+        return self._memory.read_offset(queue, ReadOffsetType.READ_FROM_MEMORY)
+
+    def table(self, topic: str) -> dict[MessageQueue, int]:
+        return self._memory.clone_offset_table(topic)
+
+    def persisted(self, queue: MessageQueue) -> int | None:
+        claim = self._claims.get(queue)
+        return claim.stored if claim is not None else None
+
+    def is_paused(self, queue: MessageQueue) -> bool:
+        return self._loop.time() < self._pauses.get(queue, (0.0, 0.0))[1]
+
+    async def start_offset(self, queue: MessageQueue) -> int | None:
+        self.forget(queue)
+        claimed: asyncio.Future[Claim | None] = self._loop.create_future()
+        self._to_claim[queue] = claimed
+        if self._claiming is None or self._claiming.done():
+            self._claiming = self._loop.create_task(self._claim())
+            self._claiming.add_done_callback(look_at)
+        claim = await claimed
+        return None if claim is None else self._has(claim)
+
+    async def _claim(self) -> None:
+        """Claim queues: together all that have come while the last ones were claimed, for it takes several answers."""
+        while self._to_claim:
+            waiting = dict(itertools.islice(self._to_claim.items(), MOST_CLAIMED))
+            for queue in waiting:
+                del self._to_claim[queue]
+            try:
+                if not await self._claim_some(waiting):  # rows of some are locked: others shall not wait for those
+                    for queue, claimed in waiting.items():
+                        if not await self._claim_some({queue: claimed}):
+                            self._pause(queue)
+            except Exception as error:  # it must not be: whoever waits tells
+                for claimed in waiting.values():
+                    if not claimed.done():
+                        claimed.set_exception(error)
+            finally:
+                for claimed in waiting.values():
+                    claimed.cancel()  # what is not done yet: this was cancelled
+
+    async def _claim_some(self, waiting: Mapping[MessageQueue, asyncio.Future[Claim | None]]) -> bool:
+        """Claim queues in one transaction, and tell who waits for them. Returns False if the row of one is locked."""
+        found: Mapping[MessageQueue, Claim | RocketError]
+        is_locked = False
+        try:
+            found = await self._do("claiming queues", self._store.claim, self, self._group, list(waiting), self._owner)
+        except RowLocked as error:
+            if len(waiting) > 1:
+                return False
+            found, is_locked = dict.fromkeys(waiting, error), True
+        except RocketError as error:
+            found = dict.fromkeys(waiting, error)
+        for queue, claimed in waiting.items():
+            claim = found.get(queue)
+            if claimed.done():
+                pass
+            elif isinstance(claim, RocketError):
+                claimed.set_exception(claim)
+            else:
+                claimed.set_result(claim)
+        return not is_locked
+
+    def _has(self, claim: Claim) -> int:
+        self._claims[claim.queue] = claim
+        self._claimed_at[claim.queue] = self._loop.time()
+        self._memory.update_offset(claim.queue, claim.stored)
+        return claim.stored
+
+    def last_known(self, queue: MessageQueue) -> int | None:
+        return None  # the database has what was stored
+
+    def may_have_lost(self, queue: MessageQueue) -> bool:
+        return False
+
+    def forget_last_known(self, queue: MessageQueue) -> None:
+        pass
+
+    async def begin_at(self, queue: MessageQueue, offset: int) -> None:
+        if queue not in self._claims:
+            what, begin = f"beginning {queue} at {offset}", self._store.begin
+            self._has(await self._do(what, begin, self, self._group, queue, self._owner, offset))
+
+    async def replace(self, queue: MessageQueue, offset: int) -> None:
+        await self._move(queue, offset, None)
+
+    async def _move(self, queue: MessageQueue, offset: int, reset_epoch: int | None) -> None:
+        claim = self._claims.get(queue)
+        if claim is None:
+            raise Fenced(str(queue))
+        self._has(await self._do(f"moving {queue} to {offset}", self._store.move, claim, offset, reset_epoch))
+        self._published.forget(queue)
+
+    @property
+    def keeps_epochs(self) -> bool:
+        return True
+
+    def reset_epoch(self, queue: MessageQueue) -> int:
+        claim = self._claims.get(queue)
+        return claim.reset_epoch if claim is not None else 0
+
+    async def follow(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
+        for queue, reset in resets.items():
+            claim = self._claims.get(queue)
+            if claim is not None:  # whoever claims a queue follows by himself
+                await self._move(queue, claim.stored if reset.offset is None else reset.offset, reset.epoch)
+
+    async def persist_again(self, queues: Iterable[MessageQueue]) -> None:
+        for error in (await self.persist(queues)).values():
+            raise error
+
+    def places(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
+        return {"": list(queues)}
+
+    async def persist(
+        self, queues: Iterable[MessageQueue], *, until: float | None = None
+    ) -> dict[MessageQueue, RocketError]:
+        ours = [queue for queue in queues if queue in self._claims]
+        behind = {queue: offset for queue in ours if (offset := self._unstored(queue)) is not None}
+        failed: dict[MessageQueue, RocketError] = {}
+        if ours:
+            persisting = self._loop.create_task(self._persist(behind))
+            persisting.add_done_callback(look_at)
+            await wait_for_all([persisting], until)
+            if not persisting.done():
+                return dict.fromkeys(behind, DatabaseError(repr(self._store), "storing offsets", "no answer in time"))
+            failed = persisting.result()
+        await self._publish(ours, until)
+        return failed
+
+    def _unstored(self, queue: MessageQueue) -> int | None:
+        """Return what is consumed of `queue`, and not stored with the effect of it."""
+        claim, offset = self._claims[queue], self.current(queue)
+        return offset if offset is not None and offset > claim.stored and not claim.lost else None
+
+    async def _persist(self, offsets: Mapping[MessageQueue, int]) -> dict[MessageQueue, RocketError]:
+        failed: dict[MessageQueue, RocketError] = {}
+        for queue, offset in offsets.items():
+            if (claim := self._claims.get(queue)) is None:
+                continue
+            try:
+                await self._do(f"storing {offset} of {queue}", self._store.persist, claim, offset)
+            except Fenced:
+                self._fenced(claim)
+            except RocketError as error:
+                failed[queue] = error
+        try:
+            await self._do("tidying the inbox", self._store.tidy, self._group)
+            if self._loop.time() >= self._look_at:  # who has nothing to consume would not hear of it
+                self._look_at = self._loop.time() + LOOK_EVERY_S
+                claims = list(self._claims.values())
+                for claim in await self._do("looking at claims", self._store.fenced_among, self._group, claims):
+                    self._fenced(claim)
+        except RocketError as error:
+            self.on_waiting(None, str(error))
+        return failed
+
+    async def _publish(self, queues: Iterable[MessageQueue], until: float | None) -> None:
+        """Tell brokers where we are, for whoever looks there. It is never read back: what fails is left."""
+        for queue in queues:
+            if (claim := self._claims.get(queue)) is not None and not claim.lost:
+                self._published.update(queue, claim.stored)
+        if self._publishing is None or self._publishing.done():
+            self._publishing = self._loop.create_task(self._published.persist(list(queues)))
+            self._publishing.add_done_callback(look_at)
+        if until is not None:
+            await wait_for_all([self._publishing], until)
+
+    async def is_consumed(self, claim: Claim, offset: int) -> bool:
+        """Tell whether a message that is to be given up has its effect all the same.
+
+        Raises:
+            DatabaseError: the database could not be asked.
+        """
+        if offset >= max(claim.tried, claim.stored):
+            return False
+        return await self._do(f"looking at {claim.queue}", self._store.is_consumed, claim, offset)
+
+    async def release(self, queue: MessageQueue) -> None:
+        failed = await self.persist([queue])
+        publishing = self._publishing
+        if publishing is not None:
+            await wait_for_all([publishing], self._loop.time() + 1.0)
+        self.forget(queue)
+        for error in failed.values():
+            raise error
+
+    def forget(self, queue: MessageQueue) -> None:
+        self._claims.pop(queue, None)
+        self._memory.remove_offset(queue)
+        self._published.forget(queue)
+
+    def broker_lost(self, broker_name: str) -> None:
+        pass
+
+    def doubt(self, broker_name: str | None = None) -> None:
+        self._published.doubt(broker_name)
+
+    async def close(self, *, until: float | None = None) -> None:
+        if self._claiming is not None:
+            self._claiming.cancel()
+        try:
+            closing = self._loop.run_in_executor(self._thread, self._store.close)
+            closing.add_done_callback(look_at)
+            await self._published.close(until=until)
+            await wait_for_all([closing], until)
+        finally:
+            self._thread.shutdown(wait=False)

@@ -1,0 +1,1 @@
+"""What all parts of a member share: settings, subscriptions, tasks, events."""

@@ -1,0 +1,188 @@
+"""What a consumer tells its user besides messages: counted, and passed to `on_event` in order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from pyrocket_consumer.errors import MOST_OF_A_REMARK, ProtocolError
+from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
+from pyrocket_consumer.protocol.message import Message
+from pyrocket_consumer.text import cut, logger, printable, shown
+
+log = logger("consumer")
+
+
+MOST_WAITING = 10_000
+"""How many events wait at most for a slow `on_event`."""
+
+
+FLOODS = frozenset(
+    {
+        EventKind.OFFSET_CORRECTED,
+        EventKind.OFFSET_RESET,
+        EventKind.RANGE_SKIPPED,
+        EventKind.OFFSET_WENT_BACK,
+        EventKind.REQUEST_REFUSED,
+        EventKind.ANSWER_REFUSED,
+        EventKind.RECORD_IGNORED,
+        EventKind.BROKER_UNREACHABLE,
+        EventKind.COMMIT_FAILED,
+        EventKind.LOCK_LOST,
+        EventKind.QUEUE_FENCED,
+        EventKind.STORE_UNREACHABLE,
+    }
+)
+"""What a server can cause as often as it likes. Any other concerns a message, or the user caused it: each is told."""
+
+LOGGED_SELDOM = frozenset(
+    {
+        EventKind.LISTENER_FAILED,
+        EventKind.MESSAGE_SENT_BACK,
+        EventKind.MESSAGE_GIVEN_UP,
+        EventKind.MESSAGE_TOO_LARGE,
+        EventKind.SEND_BACK_FAILED,
+    }
+)
+"""Of these there is one for each message: `on_event` has them all, the log some."""
+
+AT_ONCE = 20
+"""So many of a kind, for one queue, are told as they come; then one in a while that grows."""
+
+FIRST_WHILE_S, LONGEST_WHILE_S = 1.0, 60.0
+MOST_KNOWN = 4096
+
+
+@dataclass(slots=True)
+class _Like:
+    """Events of one kind, for one queue."""
+
+    told: int = 0
+    left_out: int = 0
+    last_at: float = 0.0
+    quiet_until: float = 0.0
+
+
+class Floods:
+    """Decides which of many like events are told: the first ones, then one in a while for those left out."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: dict[tuple[EventKind, MessageQueue | None], _Like] = {}
+        self._lock = threading.Lock()
+
+    def admit(self, kind: EventKind, queue: MessageQueue | None) -> int | None:
+        """Return how many before this one were left out, None if this one is to be left out."""
+        if kind not in FLOODS and kind not in LOGGED_SELDOM:
+            return 0
+        now = self._clock()
+        with self._lock:
+            like = self._known.pop((kind, queue), None)
+            if like is None or now - like.last_at > LONGEST_WHILE_S and now > like.quiet_until:
+                like = _Like(left_out=like.left_out if like else 0)
+            self._known[kind, queue] = like  # the last one, so that the first is the one to forget
+            if len(self._known) > MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+            like.last_at = now
+            if now < like.quiet_until:
+                like.left_out += 1
+                return None
+            like.told += 1
+            if like.told >= AT_ONCE:
+                like.quiet_until = now + min(FIRST_WHILE_S * 2 ** min(like.told - AT_ONCE, 16), LONGEST_WHILE_S)
+            left_out, like.left_out = like.left_out, 0
+            return left_out
+
+
+class Events:
+    """Counts events and calls `on_event` with each on a thread of its own: however long it takes, nothing waits for it.
+
+    Any thread may tell. The thread is a daemon: an `on_event` that never returns keeps no process alive.
+    """
+
+    def __init__(self, on_event: Callable[[ConsumerEvent], None] | None, group: str = "") -> None:
+        self.counts: dict[str, int] = {}
+        self._on_event = on_event
+        self._group = group
+        self._lock = threading.Lock()
+        self._waiting: SimpleQueue[ConsumerEvent | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._left_out = 0
+        self._raised = False
+        self._closed = False
+
+    def count(self, kind: EventKind) -> None:
+        """Count an event that is not told."""
+        with self._lock:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+
+    def tell(self, event: ConsumerEvent) -> None:
+        """Count an event and have it passed on."""
+        with self._lock:
+            self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
+            if self._on_event is None or self._closed:
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._pass_on, name="pyrocket-events", daemon=True)
+                self._thread.start()
+            if self._waiting.qsize() < MOST_WAITING:
+                self._waiting.put(event)
+            else:
+                self._left_out += 1
+
+    def close(self) -> None:
+        """Pass on what was told before, and nothing more."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._waiting.put(None)
+
+    def _pass_on(self) -> None:
+        assert self._on_event is not None
+        while (event := self._waiting.get()) is not None:
+            self._pass(event)
+            if self._left_out and self._waiting.qsize() < MOST_WAITING // 2:
+                with self._lock:
+                    left_out, self._left_out = self._left_out, 0
+                text = f"{left_out} events were not passed on, for on_event takes too long; each was counted and logged"
+                self._pass(ConsumerEvent(EventKind.EVENTS_LEFT_OUT, text, None, {"count": left_out}))
+
+    def _pass(self, event: ConsumerEvent) -> None:
+        assert self._on_event is not None
+        try:
+            self._on_event(event)
+        except BaseException as error:
+            trace = None if self._raised else error  # the first one shows where; a thousand show no more
+            self._raised = True
+            log.error("group=%s on_event raised %s for %s", self._group, shown(error), event, exc_info=trace)
+
+
+def said(error: BaseException) -> str:
+    """Return an error of a user's as tools show it, one line of it; some cannot be shown."""
+    try:
+        return printable(cut(f"{type(error).__name__}: {error}", MOST_OF_A_REMARK))
+    except BaseException:  # SystemExit of a user's must end nothing of ours
+        return printable(f"{cut(type(error).__name__, MOST_OF_A_REMARK)}, whose str raises")
+
+
+def shown_key(message: Message) -> str | None:
+    """Return the key of a message as it is told; None without `order_by`, and until the key was asked for."""
+    line = getattr(message, "_key_line", None)
+    return None if line is None else line.shown
+
+
+def key_facts(message: Message) -> dict[str, object]:
+    """Return what an event tells of the key of a message: nothing without `order_by`."""
+    key = shown_key(message)
+    return {} if key is None else {"key": key}
+
+
+def shown_id(message: Message) -> str:
+    """Return the id of a message as it is told; a damaged record has none that can be read."""
+    try:
+        return message.message_id
+    except ProtocolError:
+        return f"at offset {message.queue_offset}, whose record is damaged"

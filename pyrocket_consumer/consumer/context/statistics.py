@@ -1,0 +1,108 @@
+"""How fast a member pulls and consumes, for tools: rates over the last minute, from counters that only grow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pyrocket_consumer.protocol.bodies import TopicStatus
+
+SAMPLE_EVERY_S = 10.0
+MINUTE = 6
+HOUR = 360
+"""How many samples make a minute, and an hour."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """What has happened to a topic's messages since the start.
+
+    `pulls` are answers with messages, `failed` the attempts whose listener failed; of `finished` messages `sent_back`
+    were not consumed but sent back, or given up.
+    """
+
+    pulls: int = 0
+    pull_time_s: float = 0.0
+    pulled: int = 0
+    finished: int = 0
+    failed: int = 0
+    sent_back: int = 0
+
+    def add(self, other: Totals) -> None:
+        """Count what `other` has counted."""
+        self.pulls += other.pulls
+        self.pull_time_s += other.pull_time_s
+        self.pulled += other.pulled
+        self.finished += other.finished
+        self.failed += other.failed
+        self.sent_back += other.sent_back
+
+
+_NOTHING = Totals()
+
+
+class Counts:
+    """What has happened to messages, by topic: of queues that have ended, and what is not counted by queue."""
+
+    def __init__(self) -> None:
+        self._past: dict[str, Totals] = {}
+
+    def add(self, topic: str, totals: Totals) -> None:
+        """Count what has happened to messages of `topic`."""
+        self._past.setdefault(topic, Totals()).add(totals)
+
+    def failed(self, topic: str, count: int) -> None:
+        """Count attempts whose listener failed."""
+        self.add(topic, Totals(failed=count))
+
+    def sent_back(self, topic: str, count: int) -> None:
+        """Count messages that were sent back, or given up."""
+        self.add(topic, Totals(sent_back=count))
+
+    def past(self) -> dict[str, Totals]:
+        """Return a copy of what was counted."""
+        return {topic: replace(totals) for topic, totals in self._past.items()}
+
+
+class Statistics:
+    """Samples of all totals: one every 10 s, for an hour. Source: StatsItem. Confined to the I/O thread."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        totals: Callable[[], dict[str, Totals]],
+        listener_time_s: Callable[[str], float],
+    ) -> None:
+        self._clock = clock
+        self._totals = totals
+        self._listener_time_s = listener_time_s
+        self._samples: deque[tuple[float, dict[str, Totals]]] = deque([(clock(), {})], HOUR + 1)
+
+    async def keep(self) -> None:
+        """Take samples until cancelled."""
+        while True:
+            await asyncio.sleep(SAMPLE_EVERY_S)
+            self._samples.append((self._clock(), self._totals()))
+
+    def status(self) -> dict[str, TopicStatus]:
+        """Return what tools show of each topic: the last minute, and failures of the last hour."""
+        since, minute_ago = self._samples[max(0, len(self._samples) - MINUTE)]
+        _, hour_ago = self._samples[0]
+        span = max(self._clock() - since, 0.001)
+
+        def told(topic: str, now: Totals) -> TopicStatus:
+            before = minute_ago.get(topic, _NOTHING)
+            pulls = now.pulls - before.pulls
+            consumed = (now.finished - now.sent_back) - (before.finished - before.sent_back)
+            return TopicStatus(
+                pull_rt=1000 * (now.pull_time_s - before.pull_time_s) / pulls if pulls else 0.0,
+                pull_tps=(now.pulled - before.pulled) / span,
+                consume_rt=1000 * self._listener_time_s(topic),
+                consume_ok_tps=consumed / span,
+                consume_failed_tps=(now.failed - before.failed) / span,
+                consume_failed_msgs=now.failed - hour_ago.get(topic, _NOTHING).failed,
+            )
+
+        return {topic: told(topic, now) for topic, now in self._totals().items()}

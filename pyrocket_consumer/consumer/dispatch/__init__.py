@@ -1,0 +1,1 @@
+"""Workers and listeners: where pulled messages are handed over."""

@@ -1,0 +1,81 @@
+"""What listener calls come to, besides acknowledgements: told by workers, followed on the I/O thread."""
+
+from __future__ import annotations
+
+import logging
+
+from pyrocket_consumer.consumer.context.events import key_facts, shown_id
+from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.statistics import Counts
+from pyrocket_consumer.consumer.dispatch.retry import Retries
+from pyrocket_consumer.consumer.listener import ConsumeResult, Failed
+from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
+from pyrocket_consumer.model import EventKind
+from pyrocket_consumer.protocol.message import Message
+from pyrocket_consumer.text import shown
+
+
+class Outcomes:
+    """The `Outcome` of every worker of a member. Any thread."""
+
+    def __init__(self, group: Group, retries: Retries, counts: Counts) -> None:
+        self._group = group
+        self._retries = retries
+        self._counts = counts
+
+    def failed(self, window: ProcessQueue, failed: list[Failed]) -> None:
+        self._group.soon(self._failed, window, failed)
+
+    def _failed(self, window: ProcessQueue, failed: list[Failed]) -> None:
+        self._counts.failed(window.queue.topic, len(failed))
+        if not self._group.closing:
+            self._retries.add(window, failed)
+
+    def listener_raised(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
+        facts = {"offset": message.queue_offset, "error": shown(error), **key_facts(message)}
+        self._group.event(
+            EventKind.LISTENER_FAILED,
+            "the listener raised; the message has failed",
+            window.queue,
+            facts,
+            level=logging.WARNING,
+            error=error,
+        )
+
+    def result_unknown(self, window: ProcessQueue, message: Message, result: object) -> None:
+        if hasattr(type(result), "__await__"):  # its type is asked, for it may raise itself
+            remedy = "it is not awaited: subscribe with an `async def` function itself"
+        elif result is ConsumeResult.COMMIT or result is ConsumeResult.ROLLBACK:
+            remedy = "COMMIT and ROLLBACK are for orderly=True, auto_commit=False; have it return SUCCESS or nothing"
+        else:
+            remedy = "have it return nothing (None) when a message is consumed, else ConsumeResult or Retry"
+        self._group.event(
+            EventKind.LISTENER_RESULT_UNKNOWN,
+            f"the listener returned {shown(result)}, so its messages come again (told once): {remedy}",
+            window.queue,
+            {"offset": message.queue_offset},
+            level=logging.WARNING,
+        )
+
+    def held_up(self, window: ProcessQueue, why: str) -> None:
+        """An orderly queue waits for its listener; the facts are of the oldest message that does."""
+        oldest, facts = window.unfinished()[2], dict[str, object]()
+        if oldest is not None:
+            facts = {"offset": oldest.queue_offset, "message_id": shown_id(oldest), **key_facts(oldest)}
+        self._group.event(EventKind.MESSAGE_STUCK, why, window.queue, facts, level=logging.WARNING)
+
+    def no_key(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
+        """The key of a message cannot be told. Called by workers: what the error says of itself is a user's code."""
+        facts = {"offset": message.queue_offset, "message_id": shown_id(message), "error": shown(error)}
+        self._group.event(
+            EventKind.LISTENER_FAILED,
+            "order_by raised, or returned what cannot be a key; the message has failed, and is tried again by itself "
+            "(told once): later ones of its key may come before it",
+            window.queue,
+            facts,
+            level=logging.WARNING,
+            error=error,
+        )
+
+    def worker_failed(self, error: BaseException) -> None:
+        self._group.soon(self._group.surprised, "a worker failed", error)

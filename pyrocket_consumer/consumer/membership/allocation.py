@@ -1,0 +1,110 @@
+"""Which queues are mine: the strategies of the Java client, in the same order and with the same results."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Callable, Sequence
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.model import MessageQueue
+
+Strategy = Callable[[str, str, Sequence[MessageQueue], Sequence[str]], Sequence[MessageQueue]]
+"""(group, own client id, all queues sorted, all client ids sorted) -> own queues."""
+
+VIRTUAL_NODES = 10
+
+
+def average(group: str, client_id: str, queues: Sequence[MessageQueue], members: Sequence[str]) -> list[MessageQueue]:
+    """Give each member one contiguous slice. Source: AllocateMessageQueueAveragely."""
+    index, rest = members.index(client_id), len(queues) % len(members)
+    size = 1 if len(queues) <= len(members) else len(queues) // len(members) + (index < rest)
+    start = index * size if index < rest else index * size + rest
+    return list(queues[start : start + size]) if start < len(queues) else []
+
+
+def circle(group: str, client_id: str, queues: Sequence[MessageQueue], members: Sequence[str]) -> list[MessageQueue]:
+    """Deal queues out like cards. Source: AllocateMessageQueueAveragelyByCircle."""
+    return list(queues[members.index(client_id) :: len(members)])
+
+
+def consistent_hash(
+    group: str, client_id: str, queues: Sequence[MessageQueue], members: Sequence[str]
+) -> list[MessageQueue]:
+    """Keep most queues where they are when members come and go. Source: AllocateMessageQueueConsistentHash."""
+    ring = sorted((_ring_point(f"{member}-{node}"), member) for member in members for node in range(VIRTUAL_NODES))
+    points = [point for point, _ in ring]
+
+    def owner(queue: MessageQueue) -> str:
+        text = f"MessageQueue [topic={queue.topic}, brokerName={queue.broker_name}, queueId={queue.queue_id}]"
+        return ring[bisect.bisect_left(points, _ring_point(text)) % len(ring)][1]
+
+    return [queue for queue in queues if owner(queue) == client_id]
+
+
+def _ring_point(text: str) -> int:
+    return int.from_bytes(hashlib.md5(text.encode(), usedforsecurity=False).digest()[:4])
+
+
+def machine_room(
+    group: str, client_id: str, queues: Sequence[MessageQueue], members: Sequence[str], rooms: frozenset[str]
+) -> list[MessageQueue]:
+    """Take queues only of brokers named `room@…` with a room of ours. Source: AllocateMessageQueueByMachineRoom."""
+    ours = [queue for queue in queues if len(parts := queue.broker_name.split("@")) == 2 and parts[0] in rooms]
+    index, (share, rest) = members.index(client_id), divmod(len(ours), len(members))
+    mine = ours[share * index : share * (index + 1)]
+    return mine + ([ours[share * len(members) + index]] if index < rest else [])
+
+
+STRATEGIES: dict[str, Strategy] = {"average": average, "circle": circle, "hash": consistent_hash}
+
+
+def in_machine_rooms(*rooms: str) -> Strategy:
+    """Return the "machine-room" strategy for these rooms; pass it as `allocation=`."""
+    if not rooms:
+        raise ConfigError("machine-room allocation needs the names of its rooms: allocation=in_machine_rooms('room1')")
+    chosen = frozenset(rooms)
+    return lambda group, client_id, queues, members: machine_room(group, client_id, queues, members, chosen)
+
+
+def strategy_of(allocation: str | Strategy) -> Strategy:
+    """Return the strategy an option names.
+
+    Raises:
+        ConfigError: the name is unknown, or needs more than a name.
+    """
+    if callable(allocation):
+        return allocation
+    if allocation in STRATEGIES:
+        return STRATEGIES[allocation]
+    if allocation == "machine-room":
+        raise ConfigError(
+            "allocation='machine-room' must know its rooms; pass allocation=in_machine_rooms('room1', 'room2') "
+            "from pyrocket_consumer.consumer.membership.allocation"
+        )
+    raise ConfigError(f"allocation={allocation!r} is unknown; choose one of {sorted(STRATEGIES)} or pass a callable")
+
+
+def allocate(
+    strategy: Strategy, group: str, client_id: str, queues: Sequence[MessageQueue], members: Sequence[str]
+) -> list[MessageQueue]:
+    """Return our queues. All members sort queues and ids alike; a member that is not listed gets nothing.
+
+    Raises:
+        ConfigError: a strategy of the user's raised, or returned something else than queues of the topic.
+    """
+    ordered, ids = sorted(queues), sorted(set(members), key=_utf16)
+    if not ordered or client_id not in ids:
+        return []
+    try:
+        mine = list(strategy(group, client_id, ordered, ids))
+        strangers = set(mine) - set(ordered)
+    except BaseException as error:  # SystemExit of a user's strategy must not end the thread that asked for it
+        raise ConfigError(f"the allocation strategy failed: {type(error).__name__}: {error}") from error
+    if strangers:
+        raise ConfigError(f"the allocation strategy returned {strangers.pop()}, which is not a queue of the topic")
+    return mine
+
+
+def _utf16(text: str) -> bytes:
+    return text.encode("utf-16-be", "surrogatepass")  # as Java compares strings

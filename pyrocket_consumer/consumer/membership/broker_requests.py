@@ -1,0 +1,311 @@
+"""What brokers ask a consumer: group changed, reset, where do you stand, how do you do, consume this.
+
+Source: ClientRemotingProcessor. Tools such as mqadmin consumerStatus show our members by these answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, TypeVar
+
+from pyrocket_consumer.consumer.assignment.assignments import Assignments
+from pyrocket_consumer.consumer.assignment.locks import VALID_S
+from pyrocket_consumer.consumer.commits.commits import Commits
+from pyrocket_consumer.consumer.context.events import said
+from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.statistics import Statistics
+from pyrocket_consumer.consumer.context.tasks import Turns
+from pyrocket_consumer.consumer.dispatch.concurrent import Service
+from pyrocket_consumer.consumer.listener import ConsumeContext, Listener, failed_messages
+from pyrocket_consumer.consumer.resets.resets import Resets
+from pyrocket_consumer.errors import ProtocolError, RocketError
+from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue, retry_topic
+from pyrocket_consumer.protocol import bodies
+from pyrocket_consumer.protocol.codes import CLIENT_VERSION, RequestCode, ResponseCode, request_name, version_name
+from pyrocket_consumer.protocol.command import (
+    ConsumeMessageDirectlyHeader,
+    GetConsumerRunningInfoHeader,
+    GetConsumerStatusHeader,
+    NotifyConsumerIdsChangedHeader,
+    ResetOffsetHeader,
+)
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.message import Bodies, Message, decode_message
+from pyrocket_consumer.protocol.reset_format import is_order, is_relayed
+from pyrocket_consumer.protocol.subscription import matches
+from pyrocket_consumer.text import logger
+
+log = logger("consumer")
+
+T = TypeVar("T")
+
+MANY_QUEUES = 50
+MOST_CALLS = 64  # of one thread
+MOST_STACK_CHARACTERS = 256 * 1024
+
+CONSUME_DIRECTLY_S = 9.0  # the broker waits 10 s
+
+NOTICES_AT_ONCE, NOTICE_EVERY_S = 10, 2.0
+"""So many notices of changed members are followed at once, then one in that time: each may move all queues."""
+
+MOST_DIRECTLY = 4
+"""How many messages that brokers pass on are consumed at once; never more than `consume_threads`."""
+
+
+class BrokerRequests:
+    """Answers them for one member. Confined to the I/O thread."""
+
+    def __init__(
+        self,
+        group: Group,
+        assignments: Assignments,
+        commits: Commits,
+        resets: Resets,
+        statistics: Statistics,
+        calls: Service,
+    ) -> None:
+        self.started_at_ms = 0
+        self._group = group
+        self._assignments = assignments
+        self._commits = commits
+        self._resets = resets
+        self._statistics = statistics
+        self._calls = calls
+        self._directly: set[asyncio.Task[Any]] = set()
+        self._notices = float(NOTICES_AT_ONCE)  # how many may be followed at once, as of then
+        self._noticed_at = group.loop.time()
+        self._later: asyncio.TimerHandle | None = None
+        self._turns = Turns(group.loop)
+
+    def begin(self) -> None:
+        """Answer from now on."""
+        cluster, self.started_at_ms = self._group.cluster, self._group.now_ms()
+        cluster.on_request_refused(self._refused)
+        cluster.on_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, self._ids_changed)
+        cluster.on_request(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, self._reset)
+        cluster.on_request(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, self._status)
+        cluster.on_request(RequestCode.GET_CONSUMER_RUNNING_INFO, self._running_info)
+        cluster.on_request(RequestCode.CONSUME_MESSAGE_DIRECTLY, self._consume_directly)
+
+    def _refused(self, code: int, address: str, why: str) -> None:
+        text = f"{request_name(code)} from {address} is not obeyed: {why}"
+        facts = {"code": code, "address": address}
+        self._group.event(EventKind.REQUEST_REFUSED, text, facts=facts, level=logging.WARNING)
+
+    def _not_ours(self, command: RemotingCommand, group: str) -> RemotingCommand | None:
+        if group == self._group.name:
+            return None
+        remark = f"The Consumer Group <{group}> not exist in this consumer"
+        return command.answer(ResponseCode.SYSTEM_ERROR, remark)
+
+    def _ids_changed(self, command: RemotingCommand, address: str) -> None:
+        if NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group != self._group.name:
+            return
+        now = self._group.loop.time()
+        self._notices = min(self._notices + (now - self._noticed_at) / NOTICE_EVERY_S, NOTICES_AT_ONCE)
+        self._noticed_at = now
+        if self._notices >= 1:
+            self._notices -= 1
+            self._group.rebalance_wanted.set()
+        elif self._later is None:
+            self._later = self._group.loop.call_later((1 - self._notices) * NOTICE_EVERY_S, self._follow_notices)
+
+    def _follow_notices(self) -> None:
+        """Look again who is there, for all notices that have come meanwhile."""
+        self._later, self._notices, self._noticed_at = None, 0.0, self._group.loop.time()
+        self._group.rebalance_wanted.set()
+
+    async def _reset(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
+        header = ResetOffsetHeader.from_fields(command.fields)
+        if header.group != self._group.name or not command.body:
+            return None
+        if self._group.config.remote_reset == "refuse":
+            self._resets.told_to_refuse(f"a reset of {header.topic}")
+            return None
+        try:
+            targets = await self._resets.read(bodies.decode_offset_table, command.body)
+        except ProtocolError as error:
+            self._group.event(
+                EventKind.OFFSET_RESET,
+                f"a reset of {header.topic} from {address} cannot be read, nothing moved: {error}",
+                level=logging.ERROR,
+            )
+            return None
+        await self._resets.told_by_broker(header.topic, targets)
+        return None
+
+    async def _status(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
+        header = GetConsumerStatusHeader.from_fields(command.fields)
+        if header.group != self._group.name:
+            return command.answer(body=bodies.encode_consumer_status({}))
+        async with self._turns:
+            table = self._commits.table(header.topic)
+            return command.answer(body=await _encoded(bodies.encode_consumer_status, table, len(table)))
+
+    async def _running_info(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
+        header = GetConsumerRunningInfoHeader.from_fields(command.fields)
+        refusal = self._not_ours(command, header.consumer_group)
+        if refusal is not None:
+            return refusal
+        if is_order(command.fields):
+            return await self._resets.answer_relayed(command)
+        async with self._turns:
+            if is_relayed(command.fields):
+                return await self._resets.answer_relayed(command)
+            stacks = await asyncio.to_thread(_stacks) if header.jstack_enable else None
+            info = self.running_info(stacks)
+            return command.answer(body=await _encoded(bodies.encode_running_info, info, len(info.queues)))
+
+    def running_info(self, stacks: str | None) -> bodies.RunningInfo:
+        """Return what tools show of this member."""
+        group, now = self._group, time.time() * 1000
+        loop_now, lock_now = group.loop.time(), group.lock_clock()
+        is_locked = group.config.orderly and not group.config.broadcasting
+
+        def wall_ms(loop_time: float) -> int:
+            return int(now - 1000 * (loop_now - loop_time))
+
+        queues = {}
+        for queue, assignment in self._assignments.all().items():
+            window, puller = assignment.window, assignment.puller
+            count, size, _ = window.unfinished()
+            low, high = window.cached_range()
+            queues[queue] = bodies.QueueRunningInfo(
+                commit_offset=offset if (offset := self._commits.current(queue)) is not None else -1,
+                cached_msg_min_offset=low,
+                cached_msg_max_offset=high,
+                cached_msg_count=count,
+                cached_msg_size_in_mib=size >> 20,
+                locked=is_locked and lock_now < window.locked_until,
+                last_lock_timestamp=int(now - 1000 * (lock_now + VALID_S - window.locked_until)) if is_locked else 0,
+                dropped=window.dropped,
+                last_pull_timestamp=wall_ms(puller.last_pull_at),
+                last_consume_timestamp=wall_ms(window.last_consumed_at) if window.last_consumed_at else 0,
+            )
+        return bodies.RunningInfo(
+            properties=self._properties(),
+            subscriptions=tuple(group.subscriptions.all()),
+            queues=queues,
+            status=self._statistics.status(),
+            jstack=stacks,
+        )
+
+    def _properties(self) -> dict[str, str]:
+        """What tools ask for by name, and the settings by the names they have in Java."""
+        config, told = self._group.config, self._group.heartbeat_data()
+        settings: dict[str, object] = {
+            "consumerGroup": config.group,
+            "messageModel": told.message_model,
+            "consumeFromWhere": told.consume_from_where,
+            "allocateMessageQueueStrategy": config.allocation,
+            "instanceName": config.instance_name,
+            "clientIP": self._group.client_id.partition("@")[0],
+            "namesrvAddr": ";".join(config.name_servers),
+            "consumeThreadMin": config.consume_threads,
+            "consumeThreadMax": config.consume_threads,
+            "consumeMessageBatchMaxSize": config.listener_batch_size,
+            "consumeConcurrentlyMaxSpan": config.max_span,
+            "pullBatchSize": config.pull_batch_size,
+            "pullThresholdForQueue": config.max_cached_messages,
+            "maxReconsumeTimes": -1 if config.most_attempts is None else config.most_attempts,
+            "consumeTimeout": round(config.consume_timeout_s / 60),
+            "persistConsumerOffsetInterval": round(config.commit_interval_s * 1000),
+            "heartbeatBrokerInterval": round(config.heartbeat_interval_s * 1000),
+            "pollNameServerInterval": round(config.route_refresh_interval_s * 1000),
+            "language": "PYTHON",
+            "client": "pyrocket_consumer",
+        }
+        return {
+            **{name: str(value) for name, value in settings.items()},
+            "PROP_CONSUME_TYPE": "CONSUME_PASSIVELY",
+            "PROP_CONSUMER_START_TIMESTAMP": str(self.started_at_ms),
+            "PROP_CONSUMEORDERLY": "true" if config.orderly else "false",
+            "PROP_CLIENT_VERSION": version_name(CLIENT_VERSION),
+            "PROP_NAMESERVER_ADDR": "".join(f"{address};" for address in config.name_servers),
+            "PROP_THREADPOOL_CORE_SIZE": str(config.consume_threads),
+        }
+
+    async def _consume_directly(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
+        """Run the listener on one message, beside everything else: no offset moves."""
+        header = ConsumeMessageDirectlyHeader.from_fields(command.fields)
+        refusal = self._not_ours(command, header.consumer_group)
+        if refusal is not None:
+            return refusal
+        config = self._group.config
+        if self._group.closing:
+            raise RocketError("this consumer is closing")
+        if not config.server_messages:
+            raise RocketError("this consumer has server_messages=False")
+        most = min(MOST_DIRECTLY, config.consume_threads)
+        if len(self._directly) >= most:
+            raise RocketError(f"{most} messages of brokers are being consumed already")
+        message, listener = self._asked_to_consume(command.body, address)
+        context = ConsumeContext(
+            MessageQueue(message.topic, message.queue.broker_name, message.queue.queue_id),
+            message.reconsume_times + 1,
+            time.monotonic() + CONSUME_DIRECTLY_S,
+        )
+        began = time.perf_counter()
+        outcome, remark = "CR_SUCCESS", None
+        unit = [message] if listener.batch_size > 1 else message
+        call = self._group.loop.create_task(self._calls.call_once(listener, unit, context))
+        self._directly.add(call)  # until it ends, however long that takes: calls that hang are not to pile up
+        call.add_done_callback(self._directly.discard)
+        done, _ = await asyncio.wait([call], timeout=CONSUME_DIRECTLY_S)
+        if not done:
+            return command.answer(ResponseCode.CONSUME_MSG_TIMEOUT, "the listener took too long")
+        result, raised = call.result()
+        if raised is not None:
+            outcome, remark = "CR_THROW_EXCEPTION", said(raised)
+        elif failed_messages(result, [message])[0]:
+            outcome = "CR_LATER"
+        spent = int((time.perf_counter() - began) * 1000)
+        result_body = bodies.ConsumeDirectlyResult(
+            outcome, order=config.orderly, spent_time_mills=spent, remark=remark
+        )
+        return command.answer(body=bodies.encode_consume_directly_result(result_body))
+
+    def _asked_to_consume(self, record: bytes, address: str) -> tuple[Message, Listener]:
+        """Return the message a broker has passed on, as if it was pulled from there, and the listener it would get.
+
+        Raises:
+            RocketError: it would get to no listener of this consumer.
+        """
+        stored = decode_message(record).queue
+        where = self._group.cluster.broker_name(address)
+        queue = MessageQueue(stored.topic, where or stored.broker_name, stored.queue_id)
+        message = decode_message(record, queue, Bodies(self._group.config.max_body_bytes))
+        if stored.topic.startswith(RETRY_PREFIX) and stored.topic != retry_topic(self._group.name):
+            found = None
+        else:
+            found = self._group.subscriptions.get(message.topic)
+        if found is None or message.topic.startswith(RETRY_PREFIX) or not matches(found.subscription, message.tags):
+            raise RocketError(f"no listener of this consumer takes messages of {message.topic} like that one")
+        return message, found.listener
+
+
+async def _encoded(encode: Callable[[T], bytes], value: T, queues: int) -> bytes:
+    """Return `encode(value)`; of many queues from another thread, for that takes a tenth of a millisecond for each."""
+    return encode(value) if queues <= MANY_QUEUES else await asyncio.to_thread(encode, value)
+
+
+def _stacks() -> str:
+    """Return where each thread is, its last call first: file, line and function; neither source nor what they hold."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    told, size = list[str](), 0
+    for ident, frame in sys._current_frames().items():
+        calls = islice(traceback.walk_stack(frame), MOST_CALLS)
+        lines = [f"  {each.f_code.co_filename}:{line} in {each.f_code.co_name}" for each, line in calls]
+        told.append("\n".join([str(names.get(ident, ident)), *lines, ""]))
+        size += len(told[-1])
+        if size > MOST_STACK_CHARACTERS:
+            told.append("and more threads")
+            break
+    return "\n".join(told)

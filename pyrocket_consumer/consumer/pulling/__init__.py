@@ -1,0 +1,1 @@
+"""The pull loop of each queue."""

@@ -1,0 +1,635 @@
+"""The pull loop of one queue: callbacks, so that an answer costs no task switch.
+
+The next pull is on the wire before an answer is decoded. While a queue is far behind, more pulls are under way, for
+the ranges that are expected next; answers are taken in order of offset, and a wrong guess is thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, Protocol
+
+from pyrocket_consumer.cluster.broker import HOLD_TICK_S, RESET_REMARK, read_pull_answer
+from pyrocket_consumer.cluster.responses import refusal
+from pyrocket_consumer.consumer.commits.store_thread import UserThread
+from pyrocket_consumer.consumer.window.process_queue import LEAST_EXPECTED, ProcessQueue
+from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ProtocolError, RocketError
+from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus, Subscription
+from pyrocket_consumer.protocol.accelerator import rising
+from pyrocket_consumer.protocol.codes import ResponseCode
+from pyrocket_consumer.protocol.command import PullMessageHeader, PullTemplate, request
+from pyrocket_consumer.protocol.compression import BodyTooLarge
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.message import MOST_RECORDS, Message, decode_messages, inner_messages, refuse_batch
+from pyrocket_consumer.protocol.subscription import matches
+from pyrocket_consumer.transport.connection import Connection
+
+UNPACKED_AT_ONCE_BYTES = 128 * 1024
+"""Inner batches of one answer that hold no more are unpacked where they come in; larger ones beside the I/O thread."""
+
+DELIVERED_AT_ONCE = 256
+"""Messages of a large inner batch that are handed over before others have their turn."""
+
+ROOM_LOOK_EVERY_S = 0.02
+"""How often a large inner batch that waits for room looks whether there is any."""
+
+READ_AHEAD = 4
+"""Most pulls of one queue under way at once. 4 instead of 2 are a tenth quicker with 4 queues. Measured."""
+
+UNHELD_S = 0.5
+"""An answer that brings nothing so soon was not held. Brokers that hold at all do so for a second or more."""
+
+UNHELD = 3
+"""After so many answers in a row that bring nothing and were not held, the next pulls wait: longer and longer."""
+
+BUSY = 5
+"""After so many answers in a row that a broker is busy it is left alone longer and longer."""
+
+LONGEST_STEP_PAUSE_S = 0.1
+"""The longest pause of a queue that goes on, and of whose messages none is wanted."""
+
+LONGEST_PAUSE = 10
+"""The longest pause after answers that cannot be right, in units of `pull_retry_delay_s`."""
+
+SUSPEND = 2  # sysFlag: the broker may hold the request. The commit bit is never set: commits have a call of their own
+
+_NEEDS_HEARTBEAT = frozenset(
+    {
+        ResponseCode.SUBSCRIPTION_NOT_EXIST,
+        ResponseCode.SUBSCRIPTION_NOT_LATEST,
+        ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
+        ResponseCode.FILTER_DATA_NOT_EXIST,
+        ResponseCode.FILTER_DATA_NOT_LATEST,
+    }
+)
+_NEEDS_ROUTE = frozenset({ResponseCode.TOPIC_NOT_EXIST, ResponseCode.INVALID_PARAMETER, 501})
+
+
+class PullHost(Protocol):
+    """What a puller needs of the consumer it belongs to."""
+
+    loop: asyncio.AbstractEventLoop
+    group: str
+
+    def subscription(self, topic: str) -> Subscription | None:
+        """Return what the group wants of `topic` now."""
+
+    def paused(self, queue: MessageQueue) -> bool:
+        """Tell whether the user paused `queue`."""
+
+    def connection_to(self, broker_name: str, broker_id: int) -> Connection | None:
+        """Return an open connection on which we are known as a member, if there is one now."""
+
+    async def connect_to(self, broker_name: str, broker_id: int) -> None:
+        """Open the connection and have the heartbeat answered."""
+
+    async def known_again(self, queue: MessageQueue) -> None:
+        """The broker does not know what we subscribe to: send heartbeats, and return when to try again."""
+
+    async def refresh_route(self, queue: MessageQueue) -> None:
+        """Ask for the route again."""
+
+    def keep_running(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Keep what a puller waits for running, until the member ends. That it fails is a surprise."""
+
+    def deliver(self, window: ProcessQueue, messages: list[Message]) -> None:
+        """Give messages that are in the window to their listener."""
+
+    def offset_moved(self, puller: Puller, asked: int, answer: PullAnswer) -> None:
+        """The broker corrects or resets the queue's offset. The puller has stopped by itself."""
+
+    def late_reset(self, queue: MessageQueue, answer: PullAnswer) -> None:
+        """An abandoned pull has brought a reset: it is the only copy."""
+
+    def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
+        """A pull failed and will be tried again."""
+
+
+Witness = tuple[int, int, int]
+"""What tells a stored message from another one that came to its place: offset, place in the commit log, time."""
+
+
+def witness(message: Message) -> Witness:
+    """Return what tells `message` from another one that came to its place."""
+    return message.queue_offset, message.commit_log_offset, message.stored_at_ms
+
+
+class _Pull:
+    """One pull under way."""
+
+    __slots__ = ("offset", "expected", "arrived", "asked_at", "answer", "abandoned")
+
+    def __init__(self, offset: int, expected: int, asked_at: float) -> None:
+        self.offset = offset
+        self.expected = expected  # bytes that count against the budget until the pull is settled
+        self.arrived = 0  # of those, what was taken and waits to be put
+        self.asked_at = asked_at
+        self.answer: RemotingCommand | Exception | None = None
+        self.abandoned = False
+
+
+def _wanted(subscription: Subscription, message: Message) -> bool:
+    """Tell whether a message has one of the tags; the broker looks at their hashes only."""
+    try:
+        return matches(subscription, message.tags)
+    except ProtocolError:
+        return True  # a damaged record is not passed over: its listener meets the error
+
+
+def _unpack_beside(
+    batch: Message, begin: int, end: int, subscription: Subscription | None
+) -> tuple[list[Message], int]:
+    """Return the messages of an inner batch from `begin` to before `end` that are wanted, and the memory they take.
+
+    A batch that cannot be unpacked stands for them: its listener meets the error.
+    """
+    try:
+        items = inner_messages(batch)
+    except ProtocolError as error:
+        refuse_batch(batch, error, begin)
+        return [batch], batch.store_size
+    tags = subscription is not None and subscription.tags
+    items = [
+        item
+        for item in items
+        if begin <= item.queue_offset < end and (not tags or subscription is None or _wanted(subscription, item))
+    ]
+    return items, sum(item.store_size + _MEMORY_OF_MESSAGE for item in items)
+
+
+_MEMORY_OF_MESSAGE = 600  # besides its record
+
+
+def _each(deliveries: list[Callable[[], None]]) -> None:
+    for delivery in deliveries:
+        delivery()
+
+
+_PULL_CODES = frozenset(status.value for status in PullStatus)
+
+
+class Puller:
+    """Keeps one window filled, from the offset it started at until it is stopped. Confined to the I/O thread."""
+
+    def __init__(
+        self,
+        host: PullHost,
+        window: ProcessQueue,
+        offset: int,
+        *,
+        batch: int,
+        hold_s: float,
+        call_timeout_s: float,
+        retry_delay_s: float,
+        read_ahead: int = READ_AHEAD,
+    ) -> None:
+        self.window = window
+        self.queue = window.queue
+        self.next_offset = offset
+        self.max_offset = 0
+        self.min_offset = 0
+        self.last_pull_at = host.loop.time()
+        self.last_error = ""
+        self.pulls = 0  # answered with messages
+        self.pull_time_s = 0.0  # how long these were waited for
+        self.pulled = 0
+        self.moves = 0  # how often in a row the broker has said where to go on, and nothing else
+        self.last_read: Witness | None = None  # so that it can be told whether the broker's log is the same as then
+        self._host = host
+        self._batch = batch
+        self._hold_s = hold_s
+        self._timeout_s = max(2 * hold_s, hold_s + HOLD_TICK_S + call_timeout_s)  # Java waits for twice its hold
+        self._unheld_s = min(UNHELD_S, hold_s / 2)
+        self._retry_delay_s = retry_delay_s
+        self._read_ahead = read_ahead
+        self._broker_id = MASTER_ID
+        self._master_next = False
+        self._under_way: deque[_Pull] = deque()
+        self._undelivered = 0
+        self._usual_size = LEAST_EXPECTED  # in bytes, of an answer
+        self._end_known = False
+        self._undecodable = 0  # answers that could not be decoded; what was decoded after one is not put
+        self._step = 0  # how far each of the last answers went, 0 while they differ
+        self._last_step = 0
+        self._idle = 0  # answers in a row that brought nothing and were not held
+        self._damaged = 0  # answers in a row that cannot be right
+        self._busy = 0  # answers in a row that said the broker is busy
+        self._retry: asyncio.TimerHandle | None = None
+        self._waits = False  # for a connection, a heartbeat or the consumer's decision on an offset
+        self._large: list[Message] = []  # inner batches of the present answer that are to be unpacked beside
+        self._at_once_left = 0  # bytes that may be unpacked of it where it comes in
+        self._from = offset  # where it was asked for
+        self._behind: list[Callable[[], None]] | None = None  # deliveries behind an answer that is put bit by bit
+        self._stopped = False
+        self._template: PullTemplate | None = None
+        self._template_of: Subscription | None = None
+
+    # --- asking
+
+    def pull(self) -> None:
+        """Ask for as much as there is room for. Called at the start, after answers, and when room was made."""
+        if self._is_busy() or self._host.paused(self.queue):
+            self.window.pass_on()
+            return
+        while True:
+            under_way = self._under_way
+            expected = self._usual_size
+            if not under_way:
+                offset = self.next_offset
+                if self._end_known and self.max_offset <= offset:
+                    expected = 0
+                if self._undelivered:  # what they leave room for is known once they are put: _deliver asks again
+                    if not self.window.room_ahead(self._batch + self._undelivered, offset, expected):
+                        return
+                elif not self.window.room_for(self._batch, expected):
+                    return
+            else:
+                if len(under_way) >= self._read_ahead or not self._step:
+                    return
+                offset = under_way[-1].offset + self._step
+                if self.max_offset - offset < 2 * self._step:
+                    return
+                wanted = self._batch * (len(under_way) + 1) + self._undelivered
+                if not self.window.room_ahead(wanted, offset, expected):
+                    return
+            subscription = self._host.subscription(self.queue.topic)
+            if subscription is None:
+                self.window.settle(expected)
+                return  # unsubscribed: the next rebalance drops this queue
+            broker_id = MASTER_ID if self._master_next else self._broker_id
+            connection = self._host.connection_to(self.queue.broker_name, broker_id)
+            if connection is None:
+                self.window.settle(expected)
+                self._await(partial(self._host.connect_to, self.queue.broker_name, broker_id))
+                return
+            self._master_next = False
+            self._ask(connection, offset, expected, subscription)
+
+    def _is_busy(self) -> bool:
+        return self._stopped or self._waits or self._retry is not None or self._behind is not None
+
+    def _ask(self, connection: Connection, offset: int, expected: int, subscription: Subscription) -> None:
+        self.last_pull_at = self._host.loop.time()
+        pull = _Pull(offset, expected, self.last_pull_at)
+        self._under_way.append(pull)
+        if connection.signs:
+            command = request(self._header(offset, subscription))
+            connection.send(
+                lambda opaque: connection.encode(command, opaque),
+                lambda answer: self._answered(pull, answer),
+                self._timeout_s,
+                on_late=self._look_at_late,
+            )
+            return
+        if self._template is None or self._template_of is not subscription:
+            self._template, self._template_of = self._template_for(subscription), subscription
+        template = self._template
+        connection.send(
+            lambda opaque: template.encode(opaque, offset, SUSPEND),
+            lambda answer: self._answered(pull, answer),
+            self._timeout_s,
+            on_late=self._look_at_late,
+        )
+
+    def _template_for(self, subscription: Subscription) -> PullTemplate:
+        queue = self.queue
+        return PullTemplate(
+            self._host.group,
+            queue.topic,
+            queue.queue_id,
+            self._batch,
+            int(self._hold_s * 1000),
+            subscription.version,
+            queue.broker_name,
+            expression_type=subscription.expression_type,
+        )
+
+    def _header(self, offset: int, subscription: Subscription) -> PullMessageHeader:
+        queue = self.queue
+        return PullMessageHeader(
+            consumer_group=self._host.group,
+            topic=queue.topic,
+            queue_id=queue.queue_id,
+            queue_offset=offset,
+            max_msg_nums=self._batch,
+            sys_flag=SUSPEND,
+            suspend_timeout_millis=int(self._hold_s * 1000),
+            sub_version=subscription.version,
+            expression_type=subscription.expression_type,
+            broker_name=queue.broker_name,
+        )
+
+    def ask_master(self) -> None:
+        """Ask the master next, whatever was suggested: it has a reset of this queue, and a slave never tells."""
+        self._master_next = True
+
+    def ask_again(self) -> None:
+        """The broker's correction is not followed: pull on from where it was made."""
+        self._waits = False
+        self.pull()
+
+    # --- answers
+
+    def _answered(self, pull: _Pull, answer: RemotingCommand | Exception) -> Callable[[], None] | None:
+        if pull.abandoned:
+            self._look_at_late(answer)
+            return None
+        pull.answer = answer
+        return self._go_on()
+
+    def _go_on(self) -> Callable[[], None] | None:
+        """Take the answers whose turn has come, ask for more, and return what is left to do then."""
+        deliveries: list[Callable[[], None]] = []
+        under_way = self._under_way
+        while under_way and under_way[0].answer is not None and not self._is_busy():
+            head = under_way.popleft()
+            delivery = self._take(head)
+            if delivery is not None:
+                deliveries.append(delivery)
+            else:
+                self._settle(head)
+        self.pull()
+        if len(deliveries) <= 1:
+            return deliveries[0] if deliveries else None
+        return lambda: _each(deliveries)
+
+    def _take(self, pull: _Pull) -> Callable[[], None] | None:
+        """Follow the answer to the oldest pull under way; return what is left to do once the next pull is sent."""
+        answer = pull.answer
+        if isinstance(answer, Exception):
+            self._failed(answer)
+            return None
+        assert answer is not None
+        if answer.code not in _PULL_CODES:
+            self._refused(answer)
+            return None
+        try:
+            header = read_pull_answer(answer, pull.offset)
+        except ProtocolError as error:
+            self._failed(error)
+            return None
+        self._broker_id = header.suggested_broker_id
+        self.last_error = ""
+        if header.status is PullStatus.OFFSET_MOVED:
+            self._abandon()
+            self._waits = True
+            self._host.offset_moved(self, pull.offset, header)
+            return None
+        self.min_offset, self.max_offset, self._end_known = header.min_offset, header.max_offset, True
+        next_offset = header.next_offset
+        is_found = header.status is PullStatus.FOUND
+        if next_offset < pull.offset or (is_found and (next_offset == pull.offset or not answer.body)):
+            self._failed(ProtocolError(f"pull of {self.queue} at {pull.offset} was answered {header}: no way on"))
+            return None
+        if is_found:
+            self._usual_size = len(answer.body)
+            if not self.window.budget.take(self.window, pull.expected, self._usual_size):
+                self._abandon()  # it was not foreseen that there is so much: ask again when there is room
+                return None
+            pull.expected = pull.arrived = self._usual_size
+        step = next_offset - pull.offset
+        self._step = step if step == self._last_step and is_found else 0
+        self._last_step = step
+        self.next_offset = next_offset
+        if self._under_way and self._under_way[0].offset != next_offset:
+            self._abandon()  # the guess was wrong
+        undecodable = self._undecodable
+        waited_s = self._host.loop.time() - pull.asked_at
+        is_idle = step < self._batch and waited_s < self._unheld_s
+        self._idle = min(self._idle + 1, 16) if is_idle else 0
+        if is_found:
+            if self._idle > UNHELD + self._read_ahead:  # of so many one was put, which ends the count if it brought any
+                excess = self._idle - UNHELD - self._read_ahead
+                self._pause(min(0.005 * 2**excess, LONGEST_STEP_PAUSE_S, self._retry_delay_s))
+            count = min(step, self._batch)  # an answer with few matches steps far
+            self._undelivered += count
+            self.pulls += 1
+            self.pull_time_s += waited_s
+            body = answer.body
+            return lambda: self._deliver(pull, body, next_offset, count, undecodable)
+        # A slave sends us to its master, unmoved, and while that is away again and again. Others are out of order.
+        if is_idle and (self._idle > UNHELD or (not step and header.status is PullStatus.NO_MATCHED_MESSAGE)):
+            self._pause(min(0.005 * 2**self._idle, self._retry_delay_s))
+        return lambda: self._deliver(pull, b"", next_offset, 0, undecodable)
+
+    def _deliver(self, pull: _Pull, body: bytes, next_offset: int, count: int, undecodable: int) -> None:
+        if self._behind is not None:
+            self._behind.append(partial(self._deliver, pull, body, next_offset, count, undecodable))
+            return
+        self._undelivered -= count
+        if not self._stopped and undecodable == self._undecodable:
+            rest = self._put(pull.offset, body, next_offset)
+            if rest:
+                self._behind = []
+                self._host.keep_running(self._put_rest(pull, rest, next_offset), f"unpacking messages of {self.queue}")
+                return
+        self._settle(pull)
+        if not self._under_way:
+            self.pull()
+
+    def _put(self, offset: int, body: bytes, next_offset: int) -> list[Message]:
+        """Put the messages of an answer into the window; return those from the first large inner batch on."""
+        self._large, self._at_once_left, self._from = [], UNPACKED_AT_ONCE_BYTES, offset
+        bodies = self.window.budget.bodies
+        try:
+            messages = decode_messages(body, self.queue, self._unpack, bodies, MOST_RECORDS) if body else []
+            if not rising(messages):  # the window's edge would go to and fro
+                raise ProtocolError(f"pull of {self.queue} at {offset} was answered with messages out of order")
+            if messages and not self._large and not any(offset <= each.queue_offset < next_offset for each in messages):
+                raise ProtocolError(
+                    f"pull of {self.queue} at {offset} was answered with messages from {messages[0].queue_offset} to "
+                    f"{messages[-1].queue_offset}, and with none up to {next_offset}, where it leads"
+                )
+        except (ProtocolError, ConfigError) as error:  # damaged, or packed with a codec that is not installed
+            self.next_offset = offset  # nothing of this answer was put: ask for it again
+            self._undecodable += 1
+            self._abandon()
+            self._failed(error)
+            return []
+        rest: list[Message] = []
+        if self._large:
+            place = messages.index(self._large[0])
+            messages, rest = messages[:place], messages[place:]
+            next_offset = min(max(offset, rest[0].queue_offset), next_offset)
+        if messages and (messages[0].queue_offset < offset or messages[-1].queue_offset >= next_offset):
+            # an inner batch may begin before what was asked for; what lies behind the next offset will come again
+            messages = [message for message in messages if offset <= message.queue_offset < next_offset]
+        subscription = self._host.subscription(self.queue.topic)
+        if subscription is not None and subscription.tags:
+            messages = [message for message in messages if _wanted(subscription, message)]
+            rest = [message for message in rest if message in self._large or _wanted(subscription, message)]
+        self._damaged = self._busy = 0
+        if self.window.put(messages, next_offset, len(body)) and messages:
+            self.last_read = witness(messages[-1])
+            self.pulled += len(messages)
+            self._idle = 0
+            self._host.deliver(self.window, messages)
+        return rest
+
+    # --- inner batches
+
+    def _unpack(self, batch: Message) -> list[Message]:
+        """Return the messages of an inner batch, if they are few; else it stands for them until its turn has come."""
+        try:
+            items = inner_messages(batch, self._at_once_left)
+        except BodyTooLarge:
+            self._large.append(batch)
+            return [batch]
+        except ProtocolError as error:  # its listener meets the error
+            refuse_batch(batch, error, self._from)
+            return [batch]
+        self._at_once_left -= sum(item.store_size for item in items)
+        return items
+
+    async def _put_rest(self, pull: _Pull, rest: list[Message], next_offset: int) -> None:
+        """Put messages one after the other, inner batches each when there is room; go on pulling then."""
+        large = self._large
+        try:
+            for place, message in enumerate(rest):
+                begin = max(pull.offset, message.queue_offset)
+                end = min(rest[place + 1].queue_offset, next_offset) if place + 1 < len(rest) else next_offset
+                if message in large:
+                    await self._put_batch(message, pull.offset, end)
+                elif begin == message.queue_offset < next_offset:
+                    await self._put_unpacked([message], end, message.store_size)
+                if self._stopped:
+                    break
+        except ConfigError as error:  # packed with a codec that is not installed
+            self.next_offset = begin  # what is from here on was not put: ask for it again
+            self._undecodable += 1
+            self._abandon()
+            self._failed(error)
+        finally:
+            behind, self._behind = self._behind or [], None
+            self._settle(pull)
+            for delivery in behind:
+                delivery()
+        delivery_left = self._go_on()
+        if delivery_left is not None:
+            delivery_left()
+
+    async def _put_batch(self, batch: Message, begin: int, end: int) -> None:
+        """Unpack a large inner batch on a thread of its own, no two at a time, and put what is in it."""
+        window, loop = self.window, self._host.loop
+        while not self._stopped:
+            async with window.budget.bodies.unpacking:
+                if window.may_unpack(self._batch):
+                    subscription = self._host.subscription(self.queue.topic)
+                    thread = UserThread("pyrocket-unpack")
+                    work = loop.run_in_executor(thread, _unpack_beside, batch, begin, end, subscription)
+                    thread.shutdown()
+                    items, size = await work
+                    await self._put_unpacked(items, end, size)
+                    return
+            await asyncio.sleep(ROOM_LOOK_EVERY_S)
+
+    async def _put_unpacked(self, messages: list[Message], next_offset: int, size: int) -> None:
+        if not self.window.put(messages, next_offset, size) or not messages:
+            return
+        self.last_read = witness(messages[-1])
+        self.pulled += len(messages)
+        self._idle = 0
+        for start in range(0, len(messages), DELIVERED_AT_ONCE):
+            self._host.deliver(self.window, messages[start : start + DELIVERED_AT_ONCE])
+            await asyncio.sleep(0)
+
+    # --- the end of an answer
+
+    def _settle(self, pull: _Pull) -> None:
+        if pull.expected:
+            self.window.settle(pull.expected, pull.arrived)
+
+    # --- trouble
+
+    def _refused(self, answer: RemotingCommand) -> None:
+        error = refusal(answer, self.queue.broker_name)
+        self._tell(error)
+        self._abandon()
+        if answer.code in _NEEDS_HEARTBEAT:
+            self._await(partial(self._host.known_again, self.queue))
+        elif answer.code in _NEEDS_ROUTE:
+            self._pause(self._retry_delay_s)
+            self._await(partial(self._host.refresh_route, self.queue))
+        elif answer.code == ResponseCode.FLOW_CONTROL:
+            self._busy = min(self._busy + 1, 16)
+            self._pause(min(0.02 * 2 ** max(0, self._busy - BUSY), self._retry_delay_s))
+        else:
+            self._pause(self._retry_delay_s)
+
+    def _failed(self, error: Exception) -> None:
+        self._tell(error)
+        self._abandon()
+        self._broker_id = MASTER_ID
+        if isinstance(error, (ConnectionLost, ConnectError)):
+            self._pause(min(0.1, self._retry_delay_s))
+        elif isinstance(error, ProtocolError):
+            self._pause(self._retry_delay_s * min(2**self._damaged, LONGEST_PAUSE))
+            self._damaged = min(self._damaged + 1, 16)
+        else:
+            self._pause(self._retry_delay_s)
+
+    def _tell(self, error: Exception) -> None:
+        self.last_error = str(error)
+        self._host.pull_failed(self.queue, error)
+
+    def _pause(self, seconds: float) -> None:
+        if self._retry is None and not self._stopped:
+            self._retry = self._host.loop.call_later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        self._retry = None
+        rest = self._go_on()  # an answer may have come meanwhile
+        if rest is not None:
+            rest()
+
+    def _await(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do something that takes a while, then go on pulling."""
+        self._waits = True
+
+        async def wait() -> None:
+            try:
+                await work()
+            except RocketError as error:
+                self._waits = False
+                self._failed(error)
+            else:
+                self._waits = False
+                rest = self._go_on()  # an answer may have come meanwhile
+                if rest is not None:
+                    rest()
+
+        self._host.keep_running(wait(), f"pulling {self.queue}")
+
+    def _abandon(self) -> None:
+        """Wait no longer for what is under way. Its answers change nothing, except a reset."""
+        for pull in self._under_way:
+            pull.abandoned = True
+            self._settle(pull)
+            if pull.answer is not None:  # it came early and waited for its turn
+                self._look_at_late(pull.answer)
+        self._under_way.clear()
+        self._step = self._last_step = 0
+
+    def _look_at_late(self, answer: RemotingCommand | Exception) -> None:
+        if not isinstance(answer, RemotingCommand) or answer.code != ResponseCode.PULL_OFFSET_MOVED:
+            return
+        if answer.remark == RESET_REMARK:
+            try:
+                self._host.late_reset(self.queue, read_pull_answer(answer, 0))
+            except ProtocolError as error:
+                self._tell(error)
+
+    def pause(self) -> None:
+        """Take nothing of what was asked for: it is asked for again once `pull` is called after the pause."""
+        self._abandon()
+
+    def stop(self) -> None:
+        """Pull no more."""
+        self._stopped = True
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        self._abandon()

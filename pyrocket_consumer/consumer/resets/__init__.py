@@ -1,0 +1,1 @@
+"""Resets and corrections: how a held queue moves to another offset."""

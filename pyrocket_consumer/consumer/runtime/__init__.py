@@ -1,0 +1,1 @@
+"""The life of a consumer: what it starts, keeps running and closes."""

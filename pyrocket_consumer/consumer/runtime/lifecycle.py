@@ -1,0 +1,312 @@
+"""A consumer from its start to its end: what is opened, and that all of it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+
+from pyrocket_consumer.cluster import Cluster, make_client_id
+from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.config import ConsumerConfig
+from pyrocket_consumer.consumer.assignment.locks import since_boot
+from pyrocket_consumer.consumer.commits.commits import BrokerCommits, Commits, StoreCommits, look_at, wait_for_all
+from pyrocket_consumer.consumer.commits.database import DatabaseCommits
+from pyrocket_consumer.consumer.commits.store_thread import UserThread
+from pyrocket_consumer.consumer.dispatch.concurrent import Outcome, Workers
+from pyrocket_consumer.consumer.listener import Listener
+from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
+from pyrocket_consumer.errors import ConfigError, ConsumerClosed, OffsetStoreError
+from pyrocket_consumer.model import ConsumerEvent, Subscription
+from pyrocket_consumer.offsets import DatabaseOffsets, OffsetStore
+from pyrocket_consumer.offsets.base import HandsOver
+from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.io_thread import IoThread
+from pyrocket_consumer.transport.latch import End
+
+log = logger("consumer")
+
+LAST_CALLS_S = 10.0
+"""How much longer than its time-out a close may take: brokers are told, and what does not answer is given up."""
+
+START_TIMEOUT_S = 60.0
+"""The longest a start takes, besides what name servers are given: another process may be closing the same store."""
+
+CLOSING_OWNER_S = 30.0
+"""How long a start waits for a process that is closing the store: on a host where one takes the other's place."""
+
+CLOSING_OWNER_LOOK_S = 0.1
+
+STORE_TIMEOUT_S = 5.0
+"""How long what was opened by a start that fails is given to close."""
+
+DATABASE_TIMEOUT_S = 30.0
+"""How long a start waits for a database to answer."""
+
+
+class Life:
+    """What one consumer opens, and the two tasks on its I/O thread that open and close it.
+
+    Callers wait for these tasks and may stop waiting; a start that fails, or is not waited for any more, is ended like
+    a consumer that runs.
+    """
+
+    def __init__(self, config: ConsumerConfig, workers_for: Callable[[bool, Outcome], Workers]) -> None:
+        self.config = config
+        self.ended = End()
+        """The consumer has failed, or is closed: what `join` waits for."""
+        self.stored = End()
+        """What was consumed when the end began is stored, as far as it could be."""
+        self.over = End()
+        """Nothing is left: what `close` waits for."""
+        self.cluster: Cluster | None = None
+        self.member: GroupMember | None = None
+        self._workers_for = workers_for
+        self._pid: int | None = None
+        self._io: IoThread | None = None
+        self._store: OffsetStore | DatabaseOffsets | None = None
+        self._store_is_open = False  # on the store's thread
+        self._store_thread = UserThread("pyrocket-store")
+        self._early_events: list[ConsumerEvent] = []
+        self._starting: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._shortening: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+        self._failure_is_told = False
+
+    @property
+    def state(self) -> ConsumerState:
+        if self.member is not None and self.member.state is not ConsumerState.CREATED:
+            return self.member.state
+        return ConsumerState.CLOSED if self.is_ending else ConsumerState.CREATED
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the end has begun, or has come."""
+        return self._ending is not None or bool(self.over)
+
+    @property
+    def began(self) -> bool:
+        """Whether it was started, or closed without."""
+        return self._io is not None or bool(self.over)
+
+    @property
+    def forked(self) -> bool:
+        """Whether it was started by the process this one was forked from."""
+        return self._pid is not None and self._pid != os.getpid()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        assert self._io is not None
+        return self._io.loop
+
+    @property
+    def start_timeout_s(self) -> float:
+        """How long `start` may take; every name server that does not answer has its time."""
+        config = self.config
+        return START_TIMEOUT_S + len(config.name_servers) * (config.connect_timeout_s + config.call_timeout_s)
+
+    # --- the start
+
+    def start(self, subscriptions: Mapping[str, tuple[Subscription, Listener]]) -> Future[None]:
+        """Begin to open everything; the future tells when it is done, or why it cannot be.
+
+        `subscriptions` are by topic, and those that are in it when there is a member.
+        """
+        self._pid = os.getpid()
+        opening = self._start(subscriptions)
+        try:
+            io = self._io = IoThread(on_end=self._io_ended)
+            starting = asyncio.run_coroutine_threadsafe(opening, io.loop)
+            io.start()  # only now: whoever closes meanwhile finds something to cancel
+        except BaseException:  # Ctrl-C
+            if self._io is None or not self._io.is_running:
+                opening.close()
+                if self._io is not None:
+                    self._io.stop()
+                self._io_ended()
+            raise
+        return starting
+
+    async def _start(self, subscriptions: Mapping[str, tuple[Subscription, Listener]]) -> None:
+        self._starting = asyncio.current_task()
+        if self.is_ending:
+            raise ConsumerClosed("the consumer was closed while it started")
+        config, loop = self.config, asyncio.get_running_loop()
+        if config.namespace:
+            config = replace(config, group=wrap(config.namespace, config.group))
+        client_id = make_client_id(config, config.broadcasting)
+        store = config.offset_store
+        if store is not None and not isinstance(store, OffsetStore | DatabaseOffsets):
+            raise ConfigError(f"offset_store={store!r} lacks methods of OffsetStore; see pyrocket_consumer.offsets")
+        if store is not None:
+            await self._open(store)
+        elif config.broadcasting:
+            from pyrocket_consumer.offsets import LocalFileOffsetStore  # only here are its modules needed
+
+            store = file_store = LocalFileOffsetStore.for_group(replace(config, on_event=self._tell), client_id)
+            await self._open(file_store)
+            client_id = file_store.client_id
+        cluster = self.cluster = Cluster(config, client_id, io=self._io)
+        loop.set_exception_handler(cluster.surprised)
+        await cluster.start_on_loop()
+        commits: Commits
+        if store is None:
+            commits = BrokerCommits(cluster, config.group)
+        elif isinstance(store, DatabaseOffsets):
+            commits = DatabaseCommits(store, self._store_thread, cluster, config.group)
+        else:
+            commits = StoreCommits(store, self._store_thread, memory_first=config.broadcasting)
+        member = GroupMember(config, cluster, commits, self._workers_for, lock_clock=since_boot)
+        member.on_ended, member.on_stored = self._member_ended, self.stored.come
+        self.member = member
+        for event in self._early_events:
+            member.tell(event)
+        for topic in list(subscriptions):
+            if (found := subscriptions.get(topic)) is not None:  # another thread may change them meanwhile
+                await member.subscribe(*found)
+        await member.start()
+
+    async def _open(self, store: OffsetStore | DatabaseOffsets) -> None:
+        self._store = store
+        patient_until, is_told = self.loop.time() + CLOSING_OWNER_S, False
+        while True:
+            is_patient = self.loop.time() < patient_until
+            opening = self.loop.run_in_executor(self._store_thread, self._open_store, store, is_patient)
+            if isinstance(store, DatabaseOffsets):
+                await self._in_time(opening, store)
+            if await opening:
+                return
+            if not is_told:
+                is_told = True
+                log.info("group=%s waits for the process that is closing its offset store", self.config.group)
+            await asyncio.sleep(CLOSING_OWNER_LOOK_S)
+
+    async def _in_time(self, opening: asyncio.Future[bool], store: DatabaseOffsets) -> None:
+        """Wait for a database to answer.
+
+        Raises:
+            OffsetStoreError: it has not; what it still does is undone when it has.
+        """
+        opening.add_done_callback(look_at)
+        await wait_for_all([opening], self.loop.time() + DATABASE_TIMEOUT_S)
+        if not opening.done():
+            raise OffsetStoreError(
+                f"{store!r} has not answered within {DATABASE_TIMEOUT_S:g} s; check the address, and that the database "
+                "is up; a time-out of its driver (connect_timeout, say) ends such an attempt sooner"
+            )
+
+    def _open_store(self, store: OffsetStore | DatabaseOffsets, is_patient: bool) -> bool:
+        """Load the store, unless its owner is about to give it up, and we are patient."""
+        if is_patient and isinstance(store, HandsOver):
+            self._store_is_open = store.try_load()
+        else:
+            store.load()
+            self._store_is_open = True
+        return self._store_is_open
+
+    def _tell(self, event: ConsumerEvent) -> None:
+        """Pass on what the store tells, which begins before there is a member."""
+        if self.member is None:
+            self._early_events.append(event)
+        else:
+            self.member.tell(event)
+
+    # --- the end
+
+    def close(self, timeout_s: float) -> None:
+        """Begin to end everything, or shorten the end that has begun. Any thread; nothing is waited for."""
+        if self._io is None:
+            self._io_ended()
+            return
+        try:
+            self._io.loop.call_soon_threadsafe(self._begin_end, timeout_s)
+        except RuntimeError:
+            pass  # it has ended
+
+    @property
+    def waits_for_caller(self) -> bool:
+        """Whether the end cannot come before the caller returns: it is a listener call, or the I/O thread."""
+        if self._io is not None and self._io.is_current:
+            return True
+        return self.member is not None and self.member.service.is_own_call()
+
+    def abandon(self) -> None:
+        """Wait for the end no longer: it was given more time than it may take."""
+        log.error("group=%s was not closed in time", self.config.group)
+        if self._io is not None:
+            self._io.stop()
+
+    def take_failure(self) -> bool:
+        """Tell the first who asks whether the member has failed."""
+        failed = self.member is not None and self.member.failure is not None
+        is_first, self._failure_is_told = not self._failure_is_told, True
+        return failed and is_first
+
+    def take_error(self) -> BaseException | None:
+        """Return what went wrong at the end, to the first who asks."""
+        error, self._error = self._error, None
+        return error
+
+    def _member_ended(self) -> None:
+        self.ended.come()
+        if self.member is not None and self.member.failure is not None:
+            self._begin_end(self.config.shutdown_timeout_s)
+
+    def _begin_end(self, timeout_s: float) -> None:
+        if self._ending is None:
+            self._ending = self.loop.create_task(self._end(timeout_s), name="pyrocket ending")
+        elif self.member is not None:
+            shortening = self.loop.create_task(self.member.close(timeout_s))
+            self._shortening.add(shortening)
+            shortening.add_done_callback(self._shortened)
+
+    def _shortened(self, done: asyncio.Task[None]) -> None:
+        self._shortening.discard(done)
+        if not done.cancelled():
+            done.exception()  # _end has it, too
+
+    async def _end(self, timeout_s: float) -> None:
+        try:
+            starting = self._starting
+            if starting is not None and not starting.done():
+                starting.cancel()
+                await asyncio.wait([starting], timeout=STORE_TIMEOUT_S)
+            if self._store is not None:
+                self._store_thread.submit(self._tell_closing, timeout_s + LAST_CALLS_S)
+            if self.member is not None:
+                await self.member.close(timeout_s)
+            elif self._store is not None:
+                closing = self.loop.run_in_executor(self._store_thread, self._close_store, self._store)
+                closing.add_done_callback(look_at)
+                await wait_for_all([closing], self.loop.time() + STORE_TIMEOUT_S)
+                if closing.done():
+                    closing.result()
+                else:  # it is closed when the call that it is in has returned: nothing else is left to do
+                    log.warning(
+                        "group=%s %r has not closed within %g s", self.config.group, self._store, STORE_TIMEOUT_S
+                    )
+        except Exception as error:
+            self._error = error
+        finally:
+            if self.cluster is not None:
+                await self.cluster.close_on_loop()
+            self._store_thread.shutdown(wait=False)
+            assert self._io is not None
+            self._io.stop()
+
+    def _tell_closing(self, within_s: float) -> None:
+        store = self._store
+        if self._store_is_open and isinstance(store, HandsOver):
+            store.closes_within(within_s)
+
+    def _close_store(self, store: OffsetStore | DatabaseOffsets) -> None:
+        if self._store_is_open:
+            store.close()
+
+    def _io_ended(self) -> None:
+        """Nothing runs any more. On the I/O thread, as the last thing it does, or when there never was one."""
+        for end in (self.stored, self.ended, self.over):
+            end.come()

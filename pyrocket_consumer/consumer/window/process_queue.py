@@ -1,0 +1,455 @@
+"""The window of unfinished messages of one assigned queue; its lower edge is the commit offset."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from pyrocket_consumer.consumer.window.decompression_budget import BodyRoom
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets.database.claim import Claim
+from pyrocket_consumer.protocol.accelerator import finish
+from pyrocket_consumer.protocol.compression import MAX_BODY_BYTES
+from pyrocket_consumer.protocol.message import Message
+
+
+class QueueState(Enum):
+    """A queue's life with us."""
+
+    ASSIGNED = "assigned"  # ours; its start offset is still being read
+    PULLING = "pulling"  # messages come in and go out
+    DROPPED = "dropped"  # no longer ours: nothing more is taken, acks still count
+    FENCED = "fenced"  # the final offset is out: later acks are ignored
+
+
+class QueueEvent(Enum):
+    """What happens to a queue."""
+
+    START = "start"
+    DROP = "drop"
+    FENCE = "fence"
+
+
+TRANSITIONS = {
+    (QueueState.ASSIGNED, QueueEvent.START): QueueState.PULLING,
+    (QueueState.ASSIGNED, QueueEvent.DROP): QueueState.DROPPED,
+    (QueueState.PULLING, QueueEvent.DROP): QueueState.DROPPED,
+    (QueueState.DROPPED, QueueEvent.DROP): QueueState.DROPPED,  # rebalance and shutdown may both drop
+    (QueueState.DROPPED, QueueEvent.FENCE): QueueState.FENCED,
+    (QueueState.FENCED, QueueEvent.DROP): QueueState.FENCED,
+    (QueueState.FENCED, QueueEvent.FENCE): QueueState.FENCED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one queue may hold before pulling pauses; bytes are bounded by a `Budget`."""
+
+    messages: int = 1000
+    span: int = 2000
+
+
+LEAST_EXPECTED = 1024
+"""Bytes that a pull counts with as long as nothing is known of its queue's answers."""
+
+LOOK_EVERY_S = 0.02
+"""How often windows that wait for their turn, or for more room than they had, are looked after."""
+
+BEYOND_EVERY_S = 0.1
+"""How long a pull beyond the limit is waited for before the next one: brokers may be silent, or hold it for long."""
+
+
+class Budget:
+    """The bytes that all windows of a consumer (of a topic) may hold together, and whose turn it is to pull for more.
+
+    A window that holds something may pull while it holds less than what is left, so that one queue that is stuck
+    leaves room for others. When nothing is left, windows that hold nothing take turns as room is made, and those that
+    hold something come after them. Pulls under way count with what is expected of them, and an answer that comes when
+    there is no room is not taken.
+
+    What is held may be stuck: then the next window goes beyond the limit, one after the other, as long as `idle()`
+    tells that workers have nothing to do.
+
+    Any thread may use it, `expect` the one of `loop` only. Its lock is a leaf, and may be taken within a window's.
+    Methods that make room return the windows whose turn it is; the caller wakes them when it holds no lock.
+    """
+
+    def __init__(
+        self,
+        limit: int = 100 * 1024 * 1024,
+        loop: asyncio.AbstractEventLoop | None = None,
+        idle: Callable[[], bool] = lambda: False,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        self.bodies = BodyRoom(limit, max_body_bytes)
+        """As much again is for what listener calls unpack."""
+        self._limit = limit
+        self._loop = loop
+        self._idle = idle
+        self._lock = threading.Lock()
+        self._held = 0
+        self._expected = 0
+        self._arrived = 0  # of what is expected, what is there and not yet in a window
+        self._waiting: dict[ProcessQueue, int] = {}  # windows that hold nothing, in turn, and what they expect
+        self._turns: dict[ProcessQueue, int] = {}  # those that were woken and have not pulled yet
+        self._crowded: dict[ProcessQueue, int] = {}  # windows that were to pull, and held so much: more than was left
+        self._beyond: set[ProcessQueue] = set()  # these pull although as much as may be is held
+        self._next_beyond_at = 0.0
+        self._next_look: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"Budget({self._held} of {self._limit} held, {self._expected} expected, {len(self._waiting)} waiting)"
+
+    @property
+    def held(self) -> int:
+        """How many bytes the windows hold."""
+        return self._held
+
+    def _left(self) -> int:
+        return self._limit - self._held - self._expected
+
+    def leaves_room(self, held: int) -> bool:
+        """Tell whether a window that holds `held` bytes may pull, or wait for its turn to do so."""
+        with self._lock:
+            return not held or (held < self._left() and not self._waiting)
+
+    def expect(self, window: ProcessQueue, held: int, expected: int, *, ahead: bool = False) -> bool:
+        """Tell whether `window`, which holds `held` bytes, may pull; `expected` bytes count until they are settled.
+
+        If not, it is woken when its turn comes, or when there is more room; it may pull then, or must `pass_on`.
+        `ahead`: it has other pulls under way, and need not be woken.
+        """
+        with self._lock:
+            self._crowded.pop(window, None)
+            turn = self._turns.pop(window, None)
+            if turn is not None:
+                self._expected -= turn
+            elif self._waiting or held >= self._left():
+                if not ahead:
+                    (self._crowded if held else self._waiting).setdefault(window, held or expected)
+                    self._look_later()
+                return False
+            self._expected += expected
+            return True
+
+    def may_unpack(self, held: int) -> bool:
+        """Tell whether a window that holds `held` bytes may unpack an inner batch, whose size nobody knows before."""
+        return self._held < self._limit or (not held and self._idle())
+
+    def take(self, window: ProcessQueue, expected: int, size: int) -> bool:
+        """Tell whether an answer of `size` bytes is taken; they then count as what was expected, until it is settled.
+
+        If there is no room it has to be asked for again.
+        """
+        with self._lock:
+            if self._held + self._arrived >= self._limit and window not in self._beyond:
+                return False
+            self._expected += size - expected
+            self._arrived += size
+            return True
+
+    def add(self, size: int) -> None:
+        """Count bytes that a window has begun to hold."""
+        with self._lock:
+            self._held += size
+
+    def free(self, size: int) -> list[ProcessQueue]:
+        """Count bytes that a window holds no longer."""
+        with self._lock:
+            self._held -= size
+            return self._woken()
+
+    def settle(self, window: ProcessQueue, expected: int, arrived: int) -> list[ProcessQueue]:
+        """What was expected of a pull is in the window by now, or will not come; so many bytes had `arrived`."""
+        with self._lock:
+            self._expected -= expected
+            self._arrived -= arrived
+            self._beyond.discard(window)
+            return self._woken()
+
+    def pass_on(self, window: ProcessQueue) -> list[ProcessQueue]:
+        """`window` does not pull, although it waits for its turn or has it: the next one may."""
+        with self._lock:
+            self._waiting.pop(window, None)
+            self._crowded.pop(window, None)
+            if (turn := self._turns.pop(window, None)) is not None:
+                self._expected -= turn
+                self._beyond.discard(window)
+            return self._woken()
+
+    def _woken(self) -> list[ProcessQueue]:
+        woken: list[ProcessQueue] = []
+        while self._waiting and self._left() > 0:
+            woken.append(self._give_turn())
+        return woken
+
+    def _give_turn(self) -> ProcessQueue:
+        window = next(iter(self._waiting))
+        self._turns[window] = expected = self._waiting.pop(window)
+        self._expected += expected
+        return window
+
+    def _look_later(self) -> None:
+        if self._next_look is None and self._loop is not None:
+            self._next_look = self._loop.call_later(LOOK_EVERY_S, self._look)
+
+    def _look(self) -> None:
+        assert self._loop is not None
+        is_idle, now = self._idle(), self._loop.time()
+        with self._lock:
+            self._next_look = None
+            woken: list[ProcessQueue] = []
+            if not self._waiting:
+                left = self._left()
+                woken = [window for window, held in self._crowded.items() if held < left] if left > 0 else []
+                for window in woken:
+                    del self._crowded[window]
+            elif is_idle and (not self._beyond or now >= self._next_beyond_at):
+                woken = [window := self._give_turn()]
+                if self._held >= self._limit:
+                    self._beyond.add(window)
+                    self._next_beyond_at = now + BEYOND_EVERY_S
+            if self._waiting or self._crowded:
+                self._look_later()
+        _wake(woken)
+
+
+FIRST_GUESS_S = 0.001
+"""How long a listener is believed to take before it was measured."""
+
+
+class ProcessQueue:
+    """One period of holding one queue. The I/O thread puts, workers ack; a queue that comes back gets a new one.
+
+    `epoch` tells the periods of one queue apart. `update_offset` takes (queue, commit offset) to the store whenever the
+    lower edge moves, under this window's lock, so that a fence and an update cannot interleave.
+    """
+
+    def __init__(
+        self,
+        queue: MessageQueue,
+        epoch: int,
+        limits: Limits,
+        update_offset: Callable[[MessageQueue, int], None],
+        wake: Callable[[ProcessQueue], None] = lambda window: None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        budget: Budget | None = None,
+    ) -> None:
+        self.queue = queue
+        self.epoch = epoch
+        self.limits = limits
+        self.budget = budget or Budget()
+        self.dropped = False
+        self.claim: Claim | None = None  # of a queue whose offset is in a database
+        self.listener_time_s = FIRST_GUESS_S
+        self.last_consumed_at = 0.0
+        self.locked_until = float("inf")  # only orderly clustering queues are locked
+        self.clock = self.lock_clock = clock  # that of the lock may go on while the machine sleeps
+        self._update_offset = update_offset
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._state = QueueState.ASSIGNED
+        self._window: deque[Message] = deque()
+        self._next_offset: int | None = None
+        self._count = 0
+        self._bytes = 0
+        self._waiting_for = 0
+        self._is_crowded = False  # waits for bytes, which others may free
+        self._finished = 0
+
+    def __repr__(self) -> str:
+        return f"ProcessQueue({self.queue}, epoch={self.epoch}, {self._state.value}, unfinished={self._count})"
+
+    # --- life
+
+    @property
+    def state(self) -> QueueState:
+        return self._state
+
+    def _move(self, event: QueueEvent) -> None:
+        try:
+            self._state = TRANSITIONS[self._state, event]
+        except KeyError:
+            raise AssertionError(f"{self!r} cannot {event.value}") from None
+
+    def start(self, offset: int) -> None:
+        """Begin at `offset`: nothing below it is ours to deliver."""
+        with self._lock:
+            self._move(QueueEvent.START)
+            self._next_offset = offset
+
+    def drop(self) -> None:
+        """Take no more messages and begin no more listener calls. What runs may still finish and be acked."""
+        with self._lock:
+            self._move(QueueEvent.DROP)
+            self.dropped = True
+        self.pass_on()
+
+    def fence(self) -> int | None:
+        """End the queue's life and return its final commit offset, None if it never started."""
+        with self._lock:
+            self._move(QueueEvent.FENCE)
+            final = self._edge()
+            woken = self.budget.free(self._bytes)
+            self._bytes = 0
+        _wake(woken)
+        return final
+
+    def may_consume(self) -> bool:
+        """Tell whether listener calls may begin: the queue is ours, and so is its lock."""
+        return not self.dropped and self.lock_clock() < self.locked_until
+
+    # --- messages
+
+    def put(self, messages: Sequence[Message], next_offset: int, size: int) -> bool:
+        """Add `messages` in order of offset; `next_offset` is where the next answer will begin.
+
+        `size` are the bytes that stay alive with them. An empty answer moves the commit offset only while nothing
+        is unfinished. Returns whether the messages were taken: they are not once the queue is dropped.
+        """
+        with self._lock:
+            if self._state is not QueueState.PULLING:
+                return False
+            self._next_offset = next_offset
+            if messages:
+                self._window.extend(messages)
+                self._count += len(messages)
+                self._bytes += size
+                self.budget.add(size)
+            elif not self._window:
+                self._update_offset(self.queue, next_offset)
+            return True
+
+    def ack(self, messages: Iterable[Message], elapsed_s: float = 0.0, units: int = 0) -> None:
+        """Count messages as consumed, in any order; twice is once. Ignored once fenced.
+
+        `elapsed_s` for `units` listener calls feeds the estimate by which work is handed over.
+        """
+        wake: list[ProcessQueue] = []
+        with self._lock:
+            if self._state is QueueState.FENCED:
+                return
+            if units:
+                taken = elapsed_s / units
+                mean = self.listener_time_s
+                self.listener_time_s = mean + (taken - mean) * (0.5 if taken > mean else 0.2)
+            finished = finish(messages)
+            if not finished:
+                return
+            window = self._window
+            self._count -= finished
+            self._finished += finished
+            if window[0]._done:
+                held, popleft = len(window), window.popleft
+                popleft()
+                while window and window[0]._done:
+                    popleft()
+                freed = self._bytes * (held - len(window)) // held  # a fair share; exact when empty
+                self._bytes -= freed
+                wake = self.budget.free(freed)
+                edge = window[0].queue_offset if window else self._next_offset
+                assert edge is not None
+                self._update_offset(self.queue, edge)
+            if (
+                self._waiting_for
+                and self._room(self._waiting_for)
+                and (not self._is_crowded or self.budget.leaves_room(self._bytes))
+            ):
+                self._waiting_for = 0
+                wake.append(self)
+        if wake:
+            _wake(wake)
+
+    # --- what others ask
+
+    def _edge(self) -> int | None:
+        return self._window[0].queue_offset if self._window else self._next_offset
+
+    def commit_offset(self) -> int | None:
+        """Return the offset of the oldest unfinished message, or the next one to come; None before the start."""
+        with self._lock:
+            return self._edge()
+
+    # --- room
+
+    def _room(self, wanted: int) -> bool:
+        limits, window = self.limits, self._window
+        return not window or (
+            self._count + wanted <= limits.messages and window[-1].queue_offset - window[0].queue_offset < limits.span
+        )
+
+    def room_for(self, wanted: int, expected: int = 0) -> bool:
+        """Tell whether `wanted` more messages may be asked for. If not, `wake` is called once when they may.
+
+        An empty window always has room for them: a limit below one pull slows a queue down, but never stops it.
+        `expected` bytes count from then on, until they are `settle`d; 0 when nothing is known to be there.
+        """
+        with self._lock:
+            has_room = self._room(wanted)
+            if has_room and (not expected or self.budget.expect(self, self._bytes, expected)):
+                self._waiting_for = 0
+                return True
+            self._waiting_for = wanted
+            self._is_crowded = has_room
+            return False
+
+    def may_unpack(self, wanted: int) -> bool:
+        """Tell whether messages may be added whose number is not known: there is room for `wanted`, and for bytes."""
+        with self._lock:
+            return self._room(wanted) and self.budget.may_unpack(self._bytes)
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether nothing is asked for because there is no room."""
+        return self._waiting_for > 0
+
+    def room_ahead(self, wanted: int, offset: int, expected: int = 0) -> bool:
+        """Tell whether `wanted` messages asked for ahead, the last of them from `offset` on, stay within the limits.
+
+        `expected` is as for `room_for`.
+        """
+        with self._lock:
+            return (
+                self._room(wanted)
+                and (not self._window or offset - self._window[0].queue_offset < self.limits.span)
+                and self._count + wanted <= self.limits.messages
+                and (not expected or self.budget.expect(self, max(1, self._bytes), expected, ahead=True))
+            )
+
+    def settle(self, expected: int, arrived: int = 0) -> None:
+        """What was `expected` of a pull was put, or will not come; so many bytes had `arrived`."""
+        _wake(self.budget.settle(self, expected, arrived))
+
+    def pass_on(self) -> None:
+        """Nothing is asked for now, although there may be room: others may use it."""
+        _wake(self.budget.pass_on(self))
+
+    def wake(self) -> None:
+        """Have more asked for."""
+        self._wake(self)
+
+    def unfinished(self) -> tuple[int, int, Message | None]:
+        """Return how many messages are unfinished, their bytes, and the oldest of them."""
+        with self._lock:
+            return self._count, self._bytes, self._window[0] if self._window else None
+
+    @property
+    def finished(self) -> int:
+        """How many messages were consumed through this window."""
+        return self._finished
+
+    def cached_range(self) -> tuple[int, int]:
+        """Return the lowest and highest offset held, 0 and 0 when empty."""
+        with self._lock:
+            return (self._window[0].queue_offset, self._window[-1].queue_offset) if self._window else (0, 0)
+
+
+def _wake(windows: list[ProcessQueue]) -> None:
+    for window in windows:
+        window.wake()

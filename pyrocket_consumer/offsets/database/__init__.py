@@ -1,0 +1,1 @@
+"""Offsets in a database, stored in the same transactions as the effects of listeners."""

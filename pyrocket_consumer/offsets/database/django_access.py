@@ -1,0 +1,200 @@
+"""How `DatabaseOffsets` reaches a database of Django's settings."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.offsets.database.errors import Verdict, driver_verdict
+from pyrocket_consumer.offsets.database.sqlalchemy_access import (
+    IDLE,
+    LOCK_WAIT_S,
+    SUPPORTED,
+    Database,
+    Scope,
+    was_ended,
+)
+from pyrocket_consumer.offsets.database.statements import DIALECTS, Answer, Execute, Statement, Values
+from pyrocket_consumer.text import shown
+
+T = TypeVar("T")
+
+_WAIT = Statement(f"SET SESSION innodb_lock_wait_timeout = {LOCK_WAIT_S}")
+_WAIT_NO_MORE = Statement("SET SESSION innodb_lock_wait_timeout = DEFAULT")
+
+_LOCK_WAITS: dict[str, tuple[Statement, Statement | None]] = {
+    "postgresql": (Statement(f"SET LOCAL lock_timeout = '{LOCK_WAIT_S}s'"), None),
+    "mysql": (_WAIT, _WAIT_NO_MORE),
+}
+"""What has bookkeeping wait for locked rows, and what ends that."""
+
+
+class DjangoDatabase(Database):
+    """A database of Django's settings. Each thread has its own connection, as everywhere in Django."""
+
+    arguments = 0
+
+    def __init__(self, alias: str) -> None:
+        from django.core.exceptions import ImproperlyConfigured
+        from django.db import connections
+        from django.utils.connection import ConnectionDoesNotExist
+
+        try:
+            vendor = connections[alias].vendor
+        except (ConnectionDoesNotExist, ImproperlyConfigured) as error:
+            raise ConfigError(
+                f"alias={shown(alias)} is no database of Django's settings ({error}); it must be one in DATABASES, "
+                "and django.setup() must have been called"
+            ) from error
+        if vendor not in DIALECTS:
+            raise ConfigError(f"alias={alias!r} is a database of {vendor}; {SUPPORTED}")
+        self._alias = alias
+        self._lock = threading.Lock()
+        self._users = 0
+        self._lent: dict[Any, threading.Thread] = {}  # connections of threads that listeners run on
+        self._busy: set[Any] = set()  # those of them that a listener call has in hand
+        self.shown = f"django:{alias}"
+        self.dialect = DIALECTS[vendor](paramstyle="format")
+
+    @contextmanager
+    def _scope(self) -> Generator[Scope]:
+        from django.db import connections, transaction
+
+        connection = connections[self._alias]
+        # A CONN_MAX_AGE of 0 is for requests: a connection for each would cost more than what is done with it.
+        if not connection.in_atomic_block and (connection.errors_occurred or connection.settings_dict["CONN_MAX_AGE"]):
+            connection.close_if_unusable_or_obsolete()
+        with transaction.atomic(using=self._alias, durable=True):
+            yield _DjangoScope(connection)
+
+    def run(self, work: Callable[[Execute], T]) -> T:
+        wait, wait_no_more = _LOCK_WAITS.get(self.dialect.name, (None, None))
+        with self._scope() as scope:
+            if wait is not None:
+                scope.execute(wait)
+            result = work(scope.execute)
+            if wait_no_more is not None:
+                scope.execute(wait_no_more)
+            return result
+
+    def run_apart(self, work: Callable[[Execute], T]) -> T:
+        def run_here() -> T:
+            from django.db import connections
+
+            try:
+                return self.run(work)
+            finally:
+                connections[self._alias].close()
+
+        with ThreadPoolExecutor(1) as thread:  # a connection of its own
+            return thread.submit(run_here).result()
+
+    @contextmanager
+    def transaction(self) -> Generator[Scope]:
+        from django.db import connections
+
+        connection = connections[self._alias]
+        with self._lock:
+            if connection not in self._lent:
+                connection.inc_thread_sharing()  # they are closed by whoever closes this
+                self._lent[connection] = threading.current_thread()
+            self._busy.add(connection)
+        try:
+            with self._scope() as scope:
+                yield scope
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+                is_last = self._users == 0
+                if is_last:
+                    self._lent.pop(connection, None)
+            if is_last:  # the consumer has not waited for its listener
+                connection.close()
+
+    def open(self) -> None:
+        with self._lock:
+            self._users += 1
+
+    def executor(self, given: Any) -> Execute:
+        from django.db import connections
+
+        if given is not None:
+            raise ConfigError(f"advance() takes None and the messages here, not {shown(given)}: the alias says where")
+        connection = connections[self._alias]
+        if not connection.in_atomic_block:
+            raise ConfigError("advance() must be called within transaction.atomic(), with the effects it counts")
+        return _DjangoScope(connection).execute
+
+    def verdict(self, error: BaseException) -> Verdict:
+        from django.db import Error, InterfaceError
+
+        if not isinstance(error, Error):
+            return "theirs"
+        return driver_verdict(error.__cause__, self.dialect.name) or (
+            "gone" if isinstance(error, InterfaceError) else "theirs"
+        )
+
+    def close(self) -> None:
+        from django.db import connections
+
+        with self._lock:
+            self._users = max(0, self._users - 1)
+            idle = [
+                connection
+                for connection, thread in self._lent.items()
+                if connection not in self._busy and (self._users == 0 or not thread.is_alive())
+            ]
+            for connection in idle:
+                del self._lent[connection]
+        for connection in (connections[self._alias], *idle):
+            connection.close()
+
+
+class _DjangoScope:
+    """A transaction of Django's."""
+
+    arguments: tuple[Any, ...] = ()
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def execute(self, statement: Statement, values: Values | Sequence[Values] = ()) -> Answer:
+        with self._connection.cursor() as cursor:
+            if isinstance(values, Mapping):
+                cursor.execute(statement.text, statement.bound(values))
+            elif values:
+                cursor.executemany(statement.text, [statement.bound(each) for each in values])
+            else:
+                cursor.execute(statement.text)
+            return Answer(cursor.fetchall() if cursor.description else (), cursor.rowcount)
+
+    def begin(self) -> None:
+        pass
+
+    def ready(self) -> None:
+        if not self._connection.in_atomic_block or self._connection.needs_rollback:
+            was_ended()
+        info = getattr(self._connection.connection, "info", None)
+        if getattr(info, "transaction_status", None) == IDLE:
+            was_ended()
+
+    def is_lost(self) -> bool:
+        return self._connection.connection is None or self._connection.errors_occurred
+
+
+def django(alias: str) -> Database:
+    """Return the database of an alias of Django's.
+
+    Raises:
+        ConfigError: there is none, or Django is not installed.
+    """
+    try:
+        return DjangoDatabase(alias)
+    except ImportError as error:
+        raise ConfigError(
+            f"DatabaseOffsets.django needs Django, which is not there ({error}); pip install django"
+        ) from error

@@ -1,0 +1,598 @@
+"""How `DatabaseOffsets` reaches a database: SQLAlchemy's engines and sessions, plain and asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from sqlalchemy import (
+    URL,
+    create_engine,
+    make_url,
+)
+from sqlalchemy.engine import Connection, Dialect, Engine
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import (
+    AsyncConnection,
+    AsyncEngine,
+    AsyncSession,
+    async_sessionmaker,
+    create_async_engine,
+)
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.pool import NullPool, StaticPool
+from sqlalchemy.util import await_only, greenlet_spawn
+
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.offsets.database.errors import Verdict, driver_verdict
+from pyrocket_consumer.offsets.database.statements import DIALECTS, Answer, Execute, Statement, Statements, Values
+from pyrocket_consumer.text import shown, shown_unless_secret
+from pyrocket_consumer.transport.forks import renew_locks_in_children
+
+T = TypeVar("T")
+
+LOCK_WAIT_S = 1
+"""How long bookkeeping waits for a row that another session has locked: all queues wait for it."""
+
+ANSWER_WITHIN_S = 60.0
+"""How long bookkeeping waits for an asynchronous driver; others have time-outs of their own."""
+
+DISPOSE_WITHIN_S = 5.0
+
+CONNECT_WITHIN_S = 10
+"""How long tools wait for a server that says nothing."""
+
+IDLE = 0
+"""psycopg's TransactionStatus for a connection without a transaction."""
+
+class Scope(Protocol):
+    """A transaction that a listener runs in."""
+
+    @property
+    def execute(self) -> Execute:
+        """What executes in it."""
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the listener gets besides its messages."""
+
+    def begin(self) -> None:
+        """The listener is about to be called: what it reads is of the transaction, too."""
+
+    def ready(self) -> None:
+        """Have everything executed that was asked for; the transaction must still be there.
+
+        Raises:
+            ConfigError: the listener has ended it.
+        """
+
+    def is_lost(self) -> bool:
+        """Tell whether its connection is."""
+
+
+def _refuse_to_end(*_: object, **__: object) -> NoReturn:
+    raise ConfigError(
+        "the listener has called commit, rollback or close on the connection it was given: the transaction is ended by "
+        "exactly_once, together with the offset. Raise (or return Retry()) to roll back; for a transaction of your own "
+        "use advance()"
+    )
+
+
+def was_ended() -> NoReturn:
+    """Raise what says so.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "the listener has ended the transaction it was given, which exactly_once ends, together with the offset, or "
+        "has caught an error by which the database did (a deadlock, say); what it had committed is not undone"
+    )
+
+
+# --- databases
+
+
+class Database:
+    """What `DatabaseOffsets` needs of a database."""
+
+    shown: str
+    dialect: Dialect
+    is_async = False
+    arguments = 1
+    """How many arguments a listener gets besides its messages."""
+
+    def statements(self, table: str, *, with_inbox: bool) -> Statements:
+        """Return what is executed there."""
+        return Statements(table, self.dialect, with_inbox=with_inbox)
+
+    def open(self) -> None:
+        """Keep what `run` needs until `close`."""
+
+    def run(self, work: Callable[[Execute], T]) -> T:
+        """Do some statements in a transaction of their own. Any thread."""
+        raise NotImplementedError
+
+    def run_apart(self, work: Callable[[Execute], T]) -> T:
+        """Do the same while the caller has a transaction of its own open."""
+        return self.run(work)
+
+    def transaction(self) -> AbstractContextManager[Scope]:
+        """Begin a transaction for a listener; it is committed at the end, or rolled back by what is raised."""
+        raise NotImplementedError
+
+    def executor(self, given: Any) -> Execute:
+        """Return what executes in a user's own transaction."""
+        raise NotImplementedError
+
+    def verdict(self, error: BaseException) -> Verdict:
+        """Return what an error says."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give up what was opened besides what the user gave."""
+
+
+class _SqlScope:
+    """A transaction of SQLAlchemy's."""
+
+    def __init__(self, connection: Connection, handle: Any, held: Any) -> None:
+        """`held` is what the user's code holds, or what that goes by: its ends are not the user's to call."""
+        self.execute = _executor(connection)
+        self.arguments = (handle,)
+        self._connection = connection
+        self._held = held
+        self._transaction = held.get_transaction()
+        held.commit = held.rollback = held.close = _refuse_to_end
+
+    def ready(self) -> None:
+        if self._held.get_transaction() is not self._transaction or not self._transaction.is_active:
+            was_ended()
+        if isinstance(self._held, Session):
+            self._held.flush()
+        info = getattr(self._connection.connection.driver_connection, "info", None)
+        if getattr(info, "transaction_status", None) == IDLE:  # of psycopg: ended by a statement, or beneath SQLAlchemy
+            was_ended()
+
+    def begin(self) -> None:
+        driver = self._connection.connection.driver_connection
+        if self._connection.dialect.name == "sqlite" and not getattr(driver, "in_transaction", True):
+            self._connection.exec_driver_sql("BEGIN")  # its driver would only with the first change
+
+    def is_lost(self) -> bool:
+        if self._connection.closed or self._connection.invalidated:
+            return True
+        driver = self._connection.connection.driver_connection
+        return bool(getattr(driver, "closed", False)) or getattr(driver, "open", True) is False
+
+    def give_back(self) -> None:
+        """The transaction has ended: whoever keeps the connection may end it."""
+        del self._held.commit, self._held.rollback, self._held.close
+
+
+def _sqlite_executor(driver: sqlite3.Connection) -> Execute:
+    """Return what executes without SQLAlchemy's layers: they would cost more than what a file does with a statement."""
+
+    def execute(statement: Statement, values: Values | Sequence[Values] = ()) -> Answer:
+        if isinstance(values, Mapping):
+            cursor = driver.execute(statement.text, statement.bound(values))
+        elif values:
+            cursor = driver.executemany(statement.text, [statement.bound(each) for each in values])
+        else:
+            cursor = driver.execute(statement.text)
+        return Answer(cursor.fetchall(), cursor.rowcount)
+
+    return execute
+
+
+def _executor(connection: Connection) -> Execute:
+    driver = connection.connection.driver_connection
+    if isinstance(driver, sqlite3.Connection):
+        return _sqlite_executor(driver)
+
+    def execute(statement: Statement, values: Values | Sequence[Values] = ()) -> Answer:
+        if isinstance(values, Mapping):
+            result = connection.exec_driver_sql(statement.text, statement.bound(values))
+        elif values:
+            result = connection.exec_driver_sql(statement.text, [statement.bound(each) for each in values])
+        else:
+            result = connection.exec_driver_sql(statement.text)
+        return Answer(result.fetchall() if result.returns_rows else (), result.rowcount)
+
+    return execute
+
+
+class SqlDatabase(Database):
+    """SQLAlchemy's `Engine`, or `sessionmaker`.
+
+    Bookkeeping has connections of its own: listeners may have all of the engine's.
+    """
+
+    def __init__(self, engine: Engine, sessions: sessionmaker[Any] | None) -> None:
+        _check_engine(engine, is_async=self.is_async)
+        self.shown = _address(engine.url)
+        self.dialect = engine.dialect
+        self.engine = engine
+        self._sessions = sessions
+        self._pid = os.getpid()
+        self.renew_locks()
+        renew_locks_in_children(self)
+
+    def renew_locks(self) -> None:
+        """Have a lock that nobody holds, and no connections: in a forked child they are its parent's."""
+        self._lock = threading.Lock()
+        self._own: _OwnConnections | _OwnLoop | None = None
+        self._users = 0
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self.engine.dispose(close=False)
+
+    def _new_own(self) -> _OwnConnections | _OwnLoop:
+        return _OwnConnections(self.engine)
+
+    def open(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._own is None:
+                self._own = self._new_own()
+
+    def close(self) -> None:
+        with self._lock:
+            self._users = max(0, self._users - 1)
+            own, self._own = (self._own, None) if self._users == 0 else (None, self._own)
+        if own is not None:
+            own.close()
+
+    def run(self, work: Callable[[Execute], T]) -> T:
+        with self._lock:
+            own = self._own
+        if own is not None:
+            return own.run(work)
+        own = self._new_own()
+        try:
+            return own.run(work)
+        finally:
+            own.close()
+
+    @contextmanager
+    def transaction(self) -> Generator[Scope]:
+        if self._sessions is None:
+            with self.engine.connect() as connection, connection.begin():
+                scope = _SqlScope(connection, connection, connection)
+                try:
+                    yield scope
+                finally:
+                    scope.give_back()
+        else:
+            with self._sessions() as session, session.begin():
+                scope = _SqlScope(session.connection(), session, session)
+                try:
+                    yield scope
+                finally:
+                    scope.give_back()
+
+    def executor(self, given: Any) -> Execute:
+        if isinstance(given, Session):
+            given.flush()
+            return _executor(given.connection())
+        if not isinstance(given, Connection):
+            raise ConfigError(
+                f"advance() needs the Connection or Session of your transaction, not {shown_unless_secret(given)}"
+            )
+        return _executor(given)
+
+    def verdict(self, error: BaseException) -> Verdict:
+        if isinstance(error, sqlite3.Error):
+            return driver_verdict(error, self.dialect.name) or "theirs"
+        if isinstance(error, PoolTimeout):
+            return "gone"
+        if not isinstance(error, DBAPIError):
+            return "theirs"
+        return "gone" if error.connection_invalidated else driver_verdict(error.orig, self.dialect.name) or "theirs"
+
+
+class AsyncDatabase(SqlDatabase):
+    """SQLAlchemy's `AsyncEngine`, or `async_sessionmaker`.
+
+    Listeners' transactions run on their loop. Bookkeeping runs on a loop of its own, with connections of its own: those
+    of the engine's pool belong to the loop that opened them.
+    """
+
+    is_async = True
+
+    def __init__(self, engine: AsyncEngine, sessions: async_sessionmaker[Any] | None) -> None:
+        super().__init__(engine.sync_engine, None)
+        self._async_engine = engine
+        self._async_sessions = sessions
+
+    def _new_own(self) -> _OwnConnections | _OwnLoop:
+        return _OwnLoop(self.engine)
+
+    @contextmanager
+    def transaction(self) -> Generator[Scope]:
+        """To be entered within a greenlet of SQLAlchemy's."""
+        handle: Any
+        held: Any
+        if self._async_sessions is None:
+            handle = self._async_engine.connect()
+            await_only(handle.start())
+            held = handle.sync_connection
+        else:
+            handle = self._async_sessions()
+            held = handle.sync_session
+        try:
+            with held.begin():
+                connection = held if isinstance(held, Connection) else held.connection()
+                scope = _SqlScope(connection, handle, held)
+                try:
+                    yield scope
+                finally:
+                    scope.give_back()
+        finally:
+            await_only(handle.close())
+
+    def executor(self, given: Any) -> Execute:
+        if isinstance(given, AsyncSession):
+            return super().executor(given.sync_session)
+        if not isinstance(given, AsyncConnection):
+            raise ConfigError(
+                "advance() needs the AsyncConnection or AsyncSession of your transaction, not "
+                f"{shown_unless_secret(given)}"
+            )
+        return super().executor(given.sync_connection)
+
+
+class _OwnConnections:
+    """Connections for bookkeeping, as the engine would make them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = _as_if(engine)
+
+    def run(self, work: Callable[[Execute], T]) -> T:
+        return _run_on(self._engine, work)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+class _OwnLoop:
+    """A loop on a thread of its own, and connections that belong to it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = _as_if(engine)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name="pyrocket-database", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def run(self, work: Callable[[Execute], T]) -> T:
+        running = asyncio.run_coroutine_threadsafe(greenlet_spawn(_run_on, self._engine, work), self._loop)
+        try:
+            result: T = running.result(ANSWER_WITHIN_S)
+        except TimeoutError:
+            running.cancel()
+            raise TimeoutError(f"no answer within {ANSWER_WITHIN_S:g} s") from None
+        return result
+
+    def close(self) -> None:
+        disposing = asyncio.run_coroutine_threadsafe(greenlet_spawn(self._engine.dispose), self._loop)
+        try:
+            disposing.result(DISPOSE_WITHIN_S)
+        except TimeoutError:
+            pass  # what it still waits for goes with it
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _as_if(engine: Engine) -> Engine:
+    """Return an engine with the same settings and events, and connections of its own."""
+    own = Engine(
+        engine.pool.recreate(),
+        engine.dialect,
+        engine.url,
+        execution_options=engine.get_execution_options(),
+        hide_parameters=engine.hide_parameters,
+    )
+    own.dispatch = own.dispatch._join(engine.dispatch)
+    own._has_events = engine._has_events
+    return own
+
+
+def _run_on(engine: Engine, work: Callable[[Execute], T]) -> T:
+    """Do `work` on an engine of our own."""
+    with engine.connect() as connection, connection.begin():
+        if engine.dialect.name == "postgresql":
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_WAIT_S}s'")
+        elif engine.dialect.name in ("mysql", "mariadb"):
+            connection.exec_driver_sql(f"SET SESSION innodb_lock_wait_timeout = {LOCK_WAIT_S}")
+        return work(_executor(connection))
+
+
+SUPPORTED = "it must be SQLite, PostgreSQL, MySQL or MariaDB"
+
+_DRIVERS = {
+    "sqlite": "sqlite:///file",
+    "postgresql": "postgresql+psycopg://user@host/name (pip install 'psycopg[binary]')",
+    "mysql": "mysql+pymysql://user@host/name (pip install PyMySQL)",
+    "mariadb": "mariadb+pymysql://user@host/name (pip install PyMySQL)",
+}
+
+
+_SHOWN = {
+    "application_name", "charset", "connect_timeout", "dbname", "host", "mode", "port", "sslmode", "timeout", "uri",
+    "user",
+}  # fmt: skip
+"""Parts of an address's query that are shown: any other may be a secret."""
+
+
+def _address(url: URL) -> str:
+    """Return the address of a database without passwords, wherever they are in it."""
+    query = {name: value if name in _SHOWN else "***" for name, value in url.query.items()}
+    return url.set(query=query).render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
+
+
+def _check_host(url: URL, what: str) -> None:
+    if url.host is not None and "@" in url.host:  # what is before it is of the password
+        raise ConfigError(f"{what} has an @ in its host; an @ in a password is written %40 there")
+
+
+def _check_engine(engine: Engine, *, is_async: bool) -> None:
+    _check_host(engine.url, "the address of engine")
+    address, dialect = _address(engine.url), engine.dialect.name
+    if dialect not in DIALECTS:
+        raise ConfigError(f"engine={address!r} is a database of {dialect}; {SUPPORTED}")
+    if engine.dialect.is_async and not is_async:
+        raise ConfigError(
+            f"engine={address!r} has an asynchronous driver; use create_async_engine, or a driver that is not"
+        )
+    database, mode = engine.url.database or ":memory:", engine.url.query.get("mode")
+    if dialect == "sqlite" and (":memory:" in database or mode == "memory"):
+        raise ConfigError(f"engine={address!r} is in memory, where threads have no transactions apart; use a file")
+    if isinstance(engine.pool, StaticPool):
+        raise ConfigError(
+            f"engine={address!r} has a StaticPool: all threads have one connection there, and so one transaction, "
+            "which each of them commits; make the engine without it"
+        )
+
+
+def of(given: object) -> Database:
+    """Return the database of an engine or of a maker of sessions.
+
+    Raises:
+        ConfigError: it is neither, or one of a kind that is not supported.
+    """
+    if isinstance(given, Engine):
+        return SqlDatabase(given, None)
+    if isinstance(given, AsyncEngine):
+        return AsyncDatabase(given, None)
+    if isinstance(given, (sessionmaker, async_sessionmaker)):
+        bind = given.kw.get("bind")
+        if isinstance(given, sessionmaker) and isinstance(bind, Engine):
+            return SqlDatabase(bind, given)
+        if isinstance(given, async_sessionmaker) and isinstance(bind, AsyncEngine):
+            return AsyncDatabase(bind, given)
+        raise ConfigError(f"engine is a {type(given).__name__} without one; make it with one: sessionmaker(engine)")
+    raise ConfigError(
+        f"engine={shown_unless_secret(given)} is not allowed; it must be a SQLAlchemy Engine, AsyncEngine, "
+        "sessionmaker or async_sessionmaker (create_engine(url) makes an Engine)"
+    )
+
+
+def engine_at(url: str) -> Engine | AsyncEngine:
+    """Return an engine that keeps no connection open.
+
+    Raises:
+        ConfigError: `url` is no address, or its driver is not installed.
+    """
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):  # its text would show a password
+        raise ConfigError(
+            "the database's address cannot be read; it must be one of SQLAlchemy's: postgresql+psycopg://user@host/name"
+        ) from None
+    _check_host(parsed, "the database's address")
+    kind = parsed.get_backend_name()
+    if kind not in _DRIVERS:
+        raise ConfigError(f"{_address(parsed)} is a database of {kind}; {SUPPORTED}: {', '.join(_DRIVERS.values())}")
+    if kind == "sqlite" and parsed.database and not parsed.query and not os.path.exists(parsed.database):
+        raise ConfigError(f"{_address(parsed)}: there is no such file; a member makes it, with create_tables()")
+    try:
+        dialect = parsed.get_dialect()
+        options: dict[str, Any] = {"poolclass": NullPool}
+        if dialect.driver in ("psycopg", "psycopg2") and "connect_timeout" not in parsed.query:
+            options["connect_args"] = {"connect_timeout": CONNECT_WITHIN_S}  # others have one without being asked
+        return (create_async_engine if dialect.is_async else create_engine)(parsed, **options)
+    except (ImportError, NoSuchModuleError) as error:
+        raise ConfigError(
+            f"{_address(parsed)} needs a driver that is not installed ({error}); for example {_DRIVERS[kind]}"
+        ) from error
+    except (ArgumentError, TypeError, ValueError):
+        raise ConfigError(f"{_address(parsed)} has something in it that its driver does not take") from None
+
+
+# --- listeners
+
+
+def check_listener(listener: Any, database: Database) -> None:
+    """Look at a listener before it is given a first message.
+
+    Raises:
+        ConfigError: it cannot be called as it will be.
+    """
+    if not callable(listener) or isinstance(listener, type):
+        raise ConfigError(f"the listener must be a function, not {shown(listener)}")
+    wanted = ("messages", "connection")[: 1 + database.arguments]
+    try:
+        inspect.signature(listener).bind(*wanted)
+    except ValueError:
+        pass  # some built-ins tell nothing of themselves
+    except TypeError as error:
+        raise ConfigError(
+            f"the listener {_name(listener)} cannot be called with ({', '.join(wanted)}): {error}"
+        ) from error
+    if _is_coroutine_function(listener) and not database.is_async:
+        raise ConfigError(
+            f"the listener {_name(listener)} is async def, and {database.shown} is not asynchronous; use "
+            "create_async_engine, or a plain function"
+        )
+    if database.is_async and not _is_coroutine_function(listener):
+        raise ConfigError(
+            f"the listener {_name(listener)} is a plain function, and {database.shown} is asynchronous; use "
+            "create_engine, or an async def function"
+        )
+
+
+def _is_coroutine_function(listener: Any) -> bool:
+    return inspect.iscoroutinefunction(listener) or inspect.iscoroutinefunction(
+        getattr(listener, "__call__", None)  # noqa: B004 - an object whose __call__ is async
+    )
+
+
+def _name(listener: Any) -> str:
+    return getattr(listener, "__qualname__", shown(listener))
+
+
+def as_listener(database: Database, listener: Callable[..., Any], consume: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a listener of messages alone, plain or `async def`, for `consume`, which calls the user's.
+
+    `consume` gets the messages, what calls the user's listener, and what sleeps.
+    """
+    if database.is_async:
+
+        def call_and_await(*arguments: Any) -> Any:
+            return await_only(listener(*arguments))
+
+        def rest(pause_s: float) -> None:
+            await_only(asyncio.sleep(pause_s))
+
+        async def consume_async(messages: Any) -> Any:
+            return await greenlet_spawn(consume, messages, call_and_await, rest)
+
+        wrapped: Callable[[Any], Any] = consume_async
+    else:
+
+        def consume_here(messages: Any) -> Any:
+            return consume(messages, listener, time.sleep)
+
+        wrapped = consume_here
+    wrapped.__name__ = getattr(listener, "__name__", wrapped.__name__)
+    wrapped.__qualname__ = getattr(listener, "__qualname__", wrapped.__qualname__)
+    wrapped.__doc__ = listener.__doc__
+    return wrapped
+
+
+def spawned(work: Callable[..., T], *arguments: Any) -> Coroutine[Any, Any, T]:
+    """Return what does `work` where asynchronous connections can be used as if they were not."""
+    return greenlet_spawn(work, *arguments)

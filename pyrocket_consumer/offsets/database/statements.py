@@ -1,0 +1,234 @@
+"""All that a `DatabaseOffsets` ever executes, written once and compiled once for a database's dialect.
+
+What runs for each listener call is the driver's own text: to have it built anew would cost as much as to execute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    DateTime,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    UniqueConstraint,
+    bindparam,
+    delete,
+    func,
+    insert,
+    literal_column,
+    null,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.engine import Dialect
+from sqlalchemy.schema import CreateTable
+from sqlalchemy.sql import ClauseElement
+
+from pyrocket_consumer.offsets.database.message_ids import LONGEST_KEY
+
+INBOX_STEP = 500
+"""How many old rows of the inbox are deleted at a time."""
+
+
+class Answer(NamedTuple):
+    """What a statement came to."""
+
+    rows: Sequence[Sequence[Any]]
+    changed: int
+
+
+class Execute(Protocol):
+    """Executes a statement, once for each of several sets of values."""
+
+    def __call__(self, statement: Statement, values: Values | Sequence[Values] = ()) -> Answer: ...
+
+
+Values = Mapping[str, object]
+
+
+class Statement:
+    """SQL as the driver takes it, and in which form it takes values."""
+
+    __slots__ = ("text", "_order")
+
+    def __init__(self, text: str, order: Sequence[str] | None = None) -> None:
+        """`order`: the names of its values, where the driver takes them by their place."""
+        self.text = text
+        self._order = order
+
+    @classmethod
+    def of(cls, clause: ClauseElement, dialect: Dialect) -> Statement:
+        """Compile a clause."""
+        compiled = clause.compile(dialect=dialect)
+        order = getattr(compiled, "positiontup", None) if dialect.positional else None
+        return cls(str(compiled), None if order is None else [name.removesuffix("_") for name in order])
+
+    def bound(self, values: Values) -> Any:
+        """Return `values` as the driver takes them."""
+        if self._order is None:
+            return {f"{name}_": value for name, value in values.items()}
+        return tuple(values[name] for name in self._order)
+
+
+def _value(name: str) -> Any:
+    return bindparam(name + "_")  # SQLAlchemy has its own use for names that are those of columns
+
+
+class Statements:
+    """All that is ever executed, for one dialect."""
+
+    def __init__(self, table: str, dialect: Dialect, *, with_inbox: bool) -> None:
+        self.table = table
+        self._dialect = dialect
+        schema, _, name = table.rpartition(".")
+        exact = mysql.VARCHAR(LONGEST_KEY, collation="utf8mb4_bin")  # names differ by case
+        key_text = String(LONGEST_KEY).with_variant(exact, "mysql", "mariadb")
+        options: dict[str, Any] = {"schema": schema or None, "mysql_engine": "InnoDB", "mysql_charset": "utf8mb4"}
+        options |= {"mariadb_engine": "InnoDB", "mariadb_charset": "utf8mb4"}
+        self._offsets = offsets = Table(
+            name,
+            MetaData(),
+            Column("consumer_group", key_text, primary_key=True),
+            Column("topic", key_text, primary_key=True),
+            Column("broker_name", key_text, primary_key=True),
+            Column("queue_id", Integer, primary_key=True, autoincrement=False),
+            Column("next_offset", BigInteger, nullable=False),
+            Column("epoch", BigInteger, nullable=False),
+            Column("reset_epoch", BigInteger, nullable=False),
+            Column("owner", String(LONGEST_KEY)),
+            Column("last_offset", BigInteger),
+            Column("last_message_id", String(LONGEST_KEY)),
+            Column("last_store_time", BigInteger),
+            Column("updated_at", DateTime, nullable=False),
+            **options,
+        )
+        self._inbox = inbox = Table(
+            "pyrocket_inbox" if name == "pyrocket_offsets" else f"{name}_inbox",
+            MetaData(),
+            Column("consumer_group", key_text, primary_key=True),
+            Column("message_id", key_text, primary_key=True),
+            Column("at", BigInteger, nullable=False),
+            UniqueConstraint("consumer_group", "at", "message_id"),  # an index that is made with the table
+            **options,
+        )
+        self._with_inbox = with_inbox
+        self._lookups: dict[int, Statement] = {}
+        row = offsets.c
+        key = (
+            row.consumer_group == _value("group"),
+            row.topic == _value("topic"),
+            row.broker_name == _value("broker"),
+            row.queue_id == _value("queue"),
+        )
+        shown_columns = (
+            row.topic, row.broker_name, row.queue_id, row.next_offset, row.epoch, row.reset_epoch, row.owner,
+            row.last_offset, row.last_message_id, row.last_store_time,
+        )  # fmt: skip
+        one: Any = literal_column("1")
+        never = text("1 = 0")
+        now = {"updated_at": func.current_timestamp()}
+        unwitnessed = {"last_offset": null(), "last_message_id": null(), "last_store_time": null()}
+        ours = (*key, row.epoch == _value("epoch"))
+        self._look = self._made(select(*row).where(never))
+        self.row = self._made(select(*shown_columns).where(*key))
+        self.of_group = self._made(select(*shown_columns).where(row.consumer_group == _value("group")))
+        self.claim = self._made(update(offsets).where(*key).values(epoch=row.epoch + one, owner=_value("owner"), **now))
+        self.begin = self._made(
+            insert(offsets).values(
+                consumer_group=_value("group"),
+                topic=_value("topic"),
+                broker_name=_value("broker"),
+                queue_id=_value("queue"),
+                next_offset=_value("next"),
+                epoch=_value("epoch"),
+                reset_epoch=_value("reset_epoch"),
+                owner=_value("owner"),
+                **now,
+            )
+        )
+        self.advance = self._made(
+            update(offsets)
+            .where(*ours, row.next_offset <= _value("first"), row.next_offset >= _value("known"))
+            .values(
+                next_offset=_value("next"),
+                last_offset=_value("last_offset"),
+                last_message_id=_value("message_id"),
+                last_store_time=_value("store_time"),
+                **now,
+            )
+        )
+        self.persist = self._made(
+            update(offsets).where(*ours, row.next_offset < _value("next")).values(next_offset=_value("next"), **now)
+        )
+        moved = {"next_offset": _value("next"), "reset_epoch": _value("reset_epoch"), "epoch": row.epoch + one}
+        self.move = self._made(update(offsets).where(*ours).values(**moved, **unwitnessed, **now))
+        self.reset = self._made(update(offsets).where(*key).values(**moved, **unwitnessed, **now))
+        self.forget = self._made(delete(offsets).where(*key))
+        self.marks = dialect.name != "postgresql"  # there it would cost two answers, and its driver tells
+        self.mark, self.unmark = Statement("SAVEPOINT pyrocket_begun"), Statement("RELEASE SAVEPOINT pyrocket_begun")
+        seen = inbox.c
+        self.to_inbox = self._made(
+            insert(inbox).values(consumer_group=_value("group"), message_id=_value("message_id"), at=_value("at"))
+        )
+        self.old_in_inbox = self._made(
+            select(seen.message_id)
+            .where(seen.consumer_group == _value("group"), seen.at < _value("before"))
+            .order_by(seen.at)
+            .suffix_with(f"LIMIT {INBOX_STEP}")
+        )
+        self.again_in_inbox = self._made(
+            update(inbox)
+            .where(seen.consumer_group == _value("group"), seen.message_id == _value("message_id"))
+            .values(at=_value("at"))
+        )
+        self.from_inbox = self._made(
+            delete(inbox).where(seen.consumer_group == _value("group"), seen.message_id == _value("message_id"))
+        )
+        self._look_at_inbox = self._made(select(*seen).where(never))
+
+    def _made(self, clause: ClauseElement) -> Statement:
+        return Statement.of(clause, self._dialect)
+
+    def in_inbox(self, count: int) -> Statement:
+        """Return what looks for so many ids, `id0` and on, and for when they were noted."""
+        if count not in self._lookups:
+            seen = self._inbox.c
+            wanted = seen.message_id.in_([_value(f"id{number}") for number in range(count)])
+            self._lookups[count] = self._made(
+                select(seen.message_id, seen.at).where(seen.consumer_group == _value("group"), wanted)
+            )
+        return self._lookups[count]
+
+    def ddl(self) -> list[str]:
+        """Return the statements that make the tables."""
+        tables = [self._offsets, self._inbox] if self._with_inbox else [self._offsets]
+        makers = [CreateTable(table, if_not_exists=True) for table in tables]
+        return [str(maker.compile(dialect=self._dialect)).strip() for maker in makers]
+
+    def creations(self) -> list[Statement]:
+        """Return the same to be executed."""
+        return [Statement(text) for text in self.ddl()]
+
+    def look(self, execute: Execute) -> None:
+        """See that the tables are there, with all their columns."""
+        execute(self._look)
+        if self._with_inbox:
+            execute(self._look_at_inbox)
+
+
+def ddl(dialect: str, table: str, *, with_inbox: bool) -> list[str]:
+    """Return the statements that make the tables, for "sqlite", "postgresql", "mysql" or "mariadb"."""
+    return Statements(table, DIALECTS[dialect](), with_inbox=with_inbox).ddl()
+
+
+DIALECTS: dict[str, Callable[..., Dialect]] = {
+    "sqlite": sqlite.dialect, "postgresql": postgresql.dialect, "mysql": mysql.dialect, "mariadb": mysql.dialect,
+}  # fmt: skip

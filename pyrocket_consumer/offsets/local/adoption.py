@@ -1,0 +1,59 @@
+"""Moving a store to another directory: when a changed client id has left it behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from pyrocket_consumer.config import check_bool
+from pyrocket_consumer.errors import OffsetStoreError
+from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE
+from pyrocket_consumer.offsets.local.store import LocalFileOffsetStore
+
+
+def adopt(orphan: str | os.PathLike[str], directory: str | os.PathLike[str], *, replace: bool = False) -> Path:
+    """Move the offsets of the store `orphan` into the store `directory`; return where the orphan's files are kept.
+
+    Both are taken meanwhile, so neither may be in use. The offsets are durable in their new place before the old one is
+    renamed to `<orphan>.adopted-<seconds>`. With `replace`, offsets that `directory` has already give way.
+
+    Raises:
+        OffsetStoreError: `orphan` is no store, or `directory` holds offsets and `replace` is not set, or is of another
+            group or of no client id while `orphan` has one; or all is done but the renaming.
+        OffsetStoreLocked: one of them is in use.
+        OffsetStoreUnwritable: the offsets could not be written; `orphan` is as it was.
+    """
+    check_bool("replace", replace)
+    source, target = (Path(os.path.abspath(given)) for given in (orphan, directory))
+    if source.resolve() == target.resolve():
+        raise OffsetStoreError(f"{source} cannot adopt itself; name the store left behind first, then the one used now")
+    if not any((source / name).exists() for name in (MAIN_FILE, BACKUP_FILE, JOURNAL_FILE)):
+        raise OffsetStoreError(
+            f"{source} is no offset store; name the directory with offsets.json in it: DIRECTORY/CLIENT-ID/GROUP"
+        )
+    if "@" in source.parent.name and (target.name != source.name or "@" not in target.parent.name):
+        raise OffsetStoreError(
+            f"no consumer of group {source.name!r} looks for its offsets in {target}; name the directory that is used "
+            f"now: DIRECTORY/CLIENT-ID/{source.name}"
+        )
+    with LocalFileOffsetStore(source, existing_only=True) as old, LocalFileOffsetStore(target) as new:
+        present = new.clone_offset_table()
+        if present and not replace:
+            raise OffsetStoreError(
+                f"offset store {target} holds offsets of {len(present)} queues already; look at both, and if those of "
+                f"{source} are wanted, say so with replace=True (pyrocket: --replace)"
+            )
+        offsets = old.clone_offset_table()
+        for mq, offset in offsets.items():
+            new.update_offset(mq, offset)
+        new.persist_all(offsets)
+    kept = source.with_name(f"{source.name}.adopted-{int(time.time())}")
+    try:
+        source.rename(kept)
+    except OSError as error:
+        raise OffsetStoreError(
+            f"the offsets of {source} are in {target} now, but it could not be renamed to {kept.name}: "
+            f"{error.strerror or error}; move it away yourself"
+        ) from error
+    return kept

@@ -1,0 +1,102 @@
+"""Where on this host the stores of a group are: `<base>/<client id>/<group>`, as for Java clients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyrocket_consumer.errors import ConfigError, OffsetStoreError
+from pyrocket_consumer.offsets.local.disk import LocalDisk
+from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, Recovered, recover
+
+BASE_VARIABLE = "ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR"
+
+
+def base_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
+    """Return `chosen`, else what ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR says, else `~/.rocketmq_offsets`, as Java does."""
+    return Path(chosen or os.environ.get(BASE_VARIABLE) or Path.home() / ".rocketmq_offsets").expanduser()
+
+
+def store_directory(base: str | os.PathLike[str], client_id: str, group: str) -> Path:
+    """Return the directory of a member's store. Source: LocalFileOffsetStore.
+
+    Raises:
+        ConfigError: the client id names no single directory, which others would look for in vain, or find elsewhere.
+    """
+    if {"/", "\0", os.sep, os.altsep} & set(client_id) or client_id in (".", ".."):
+        raise ConfigError(
+            f"client id {client_id!r} cannot name the directory of its offsets; use client_ip, instance_name and "
+            f"unit_name without {os.sep!r}"
+        )
+    return Path(base) / client_id / group
+
+
+def slot_ids(client_id: str) -> Iterator[str]:
+    """Yield the client ids that processes of one host use in turn: `ip@DEFAULT`, `ip@DEFAULT-1`, `ip@DEFAULT-2` …"""
+    address, instance, *rest = client_id.split("@")
+    yield client_id
+    for slot in range(1, 1000):
+        yield "@".join([address, f"{instance}-{slot}", *rest])
+
+
+def read_store(directory: str | os.PathLike[str]) -> Recovered:
+    """Return what the store in `directory` holds, without taking it: its owner may be writing meanwhile.
+
+    Raises:
+        OffsetStoreCorrupt: neither its file nor the backup can be read.
+        OffsetStoreError: a file cannot be opened.
+    """
+
+    def read(name: str) -> bytes | None:
+        try:
+            return LocalDisk().read(os.path.join(directory, name))
+        except OSError as error:
+            raise OffsetStoreError(f"cannot read {Path(directory, name)}: {error.strerror or error}") from error
+
+    # The journal first: if the owner writes a checkpoint in between, it holds all that these frames do.
+    journal = read(JOURNAL_FILE)
+    return recover(read(MAIN_FILE), read(BACKUP_FILE), journal)
+
+
+def last_written(directory: str | os.PathLike[str]) -> float | None:
+    """Return when the store in `directory` was last written to, None if there is none."""
+    times = []
+    for name in (MAIN_FILE, BACKUP_FILE, JOURNAL_FILE):
+        try:
+            times.append(Path(directory, name).stat().st_mtime)
+        except OSError:
+            pass
+    return max(times, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A store of the same group under another client id, which nobody looks into any more."""
+
+    client_id: str
+    directory: Path
+    modified_at: float
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+
+def find_orphans(base: str | os.PathLike[str], client_id: str, group: str) -> list[Orphan]:
+    """Return the stores of `group` under other client ids than `client_id` and its slots, newest first.
+
+    A client id changes with the host's address or the instance name, and the store is then looked for elsewhere.
+    """
+    mine = set(slot_ids(client_id))
+    orphans = []
+    try:
+        siblings = [entry for entry in os.scandir(base) if entry.name not in mine]
+    except OSError:
+        return []
+    for sibling in siblings:
+        directory = Path(sibling.path, group)
+        times = [path.stat().st_mtime for name in (MAIN_FILE, BACKUP_FILE) if (path := directory / name).is_file()]
+        if times:
+            orphans.append(Orphan(sibling.name, directory, max(times)))
+    return sorted(orphans, key=lambda orphan: orphan.modified_at, reverse=True)

@@ -1,0 +1,181 @@
+"""The text of offsets.json as Java clients write and read it: JSON, except that the keys of a map are objects.
+
+Where queues were reset, the epochs of those resets are in a second table, which Java clients pass over (and lose when
+they write the file). It is in the same file so that an offset and its epoch are always equally old.
+
+Source: LocalFileOffsetStore, OffsetSerializeWrapper; fastjson 1 (clients up to 5.3) and fastjson 2 (from 5.4).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from sys import intern
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets.base import MAX_NAME_BYTES, MAX_OFFSET, MAX_QUEUE_ID
+from pyrocket_consumer.protocol.fastjson import loads
+
+_EPOCHS = "resetEpochs"
+_PIECE = 256  # entries
+_BEFORE_EPOCHS = f',\n\t"{_EPOCHS}":'
+
+# One entry as every Java client writes it, in any white space. No string in it holds a quote or a backslash, so an
+# entry cannot begin inside another's name, and findall() finds exactly the entries that the whole pattern covered.
+_TEXT = r'"([^"\\\x00-\x1f]*+)"'
+_ENTRY = (
+    rf'\{{\s*"brokerName"\s*:\s*{_TEXT}\s*,\s*"queueId"\s*:\s*(-?\d{{1,10}})\s*,\s*"topic"\s*:\s*{_TEXT}\s*\}}'
+    r"\s*:\s*(-?\d{1,19})"
+)
+_ENTRIES = re.compile(_ENTRY)
+_UNCAPTURED = re.sub(r"\((?!\?)", "(?:", _ENTRY)
+_WHOLE = re.compile(
+    rf'\s*+\{{\s*+"offsetTable"\s*+:\s*+\{{\s*+(?:(?>{_UNCAPTURED})(?:\s*+,\s*+(?>{_UNCAPTURED}))*+)?\s*+\}}\s*+\}}\s*+'
+)
+
+
+def encode_offsets(offsets: Mapping[MessageQueue, int], epochs: Mapping[MessageQueue, int] | None = None) -> bytes:
+    """Return the text a Java client of the fastjson 1 era would write; every Java client reads it."""
+    templates: dict[tuple[str, str], bytes] = {}
+    entries = []
+    for queue in offsets:
+        names = queue.topic, queue.broker_name
+        template = templates.get(names)
+        if template is None:
+            template = templates[names] = entry_template(*names)
+        entries.append(template)
+    return fill_in(entries, [queue.queue_id for queue in offsets], list(offsets.values()), epochs_text(epochs or {}))
+
+
+def entry_template(topic: str, broker_name: str) -> bytes:
+    """Return the text of an entry, with `%d` for the queue id and for the offset."""
+    topic, broker_name = (json.dumps(name).replace("%", "%%") for name in (topic, broker_name))
+    text = f'{{\n\t\t\t"brokerName":{broker_name},\n\t\t\t"queueId":%d,\n\t\t\t"topic":{topic}\n\t\t}}:%d'
+    return text.encode("ascii")
+
+
+def fill_in(templates: Sequence[bytes], queue_ids: Sequence[int], offsets: Sequence[int], epochs: bytes) -> bytes:
+    """Return the whole text: one template, queue id and offset for each entry, and `epochs_text`."""
+    begin, end = b'{\n\t"offsetTable":{', b"}" + epochs + b"\n}"
+    if not offsets:
+        return begin + end
+    numbers = [0] * (2 * len(offsets))
+    numbers[::2], numbers[1::2] = queue_ids, offsets
+    # Piece by piece, joined once: each copy of a large text costs as much as the filling in.
+    pieces = [
+        b",".join(templates[at : at + _PIECE]) % tuple(numbers[2 * at : 2 * (at + _PIECE)])
+        for at in range(0, len(offsets), _PIECE)
+    ]
+    pieces[0] = begin + pieces[0]
+    pieces[-1] += b"\n\t" + end
+    return b",".join(pieces)
+
+
+def epochs_text(epochs: Mapping[MessageQueue, int]) -> bytes:
+    """Return the second table as it follows the first one, nothing when no queue was reset."""
+    if not epochs:
+        return b""
+    table: dict[str, dict[str, dict[str, int]]] = {}
+    for queue, epoch in sorted(epochs.items()):
+        table.setdefault(queue.topic, {}).setdefault(queue.broker_name, {})[str(queue.queue_id)] = epoch
+    return (_BEFORE_EPOCHS + json.dumps(table)).encode("ascii")
+
+
+def decode_checkpoint(text: bytes) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]]:
+    """Return the offsets in the text of an offsets.json, of whichever client wrote it, and the epochs of resets.
+
+    Read are both Java layouts, compact text, keys in quotes (Go), any order and white space, a byte order mark, unknown
+    fields, a key without brokerName (""). Negative offsets mean "none" and are left out.
+
+    Raises:
+        ProtocolError: cut short, followed by something else, or not this format at all. Never taken for "no offsets".
+    """
+    try:
+        decoded = text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"offsets.json is not UTF-8 at byte {error.start}") from None
+    epochs: dict[MessageQueue, int] = {}
+    own = _read_own(text, decoded)
+    if own is not None:
+        found, epochs = own
+    elif _WHOLE.fullmatch(decoded):
+        found = {
+            MessageQueue(topic, broker_name, int(queue_id)): int(offset)
+            for broker_name, queue_id, topic, offset in _ENTRIES.findall(decoded)
+        }
+    else:
+        found, epochs = _read_unusual(decoded)
+    if not found:
+        return found, epochs
+    queue_ids = {queue.queue_id for queue in found}
+    if max(found.values()) > MAX_OFFSET or max(queue_ids) > MAX_QUEUE_ID or min(queue_ids) < -1:
+        raise ProtocolError("offsets.json has an offset or a queue id that is out of range")
+    names = {queue.topic for queue in found} | {queue.broker_name for queue in found}
+    if any(len(name.encode()) > MAX_NAME_BYTES for name in names):
+        raise ProtocolError(f"offsets.json has a name of more than {MAX_NAME_BYTES} bytes")
+    if min(found.values()) < 0:
+        found = {queue: offset for queue, offset in found.items() if offset >= 0}
+    return found, epochs
+
+
+def _read_own(text: bytes, decoded: str) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]] | None:
+    """Read what `encode_offsets` could have written, None for any other text: the quickest way, for large stores.
+
+    The text is taken apart at its quotes, and what is between the values is not looked at. That all was understood is
+    shown by the result: written again, it is the same text to the byte.
+    """
+    table, _, tail = decoded.partition(_BEFORE_EPOCHS)
+    parts = table.split('"')
+    if len(parts) < 13:  # no entries
+        return None
+    try:
+        epochs = _read_epochs(json.loads(tail[: -len("\n}")])) if tail else {}
+        brokers, topics = map(intern, parts[5::10]), map(intern, parts[11::10])
+        queue_ids = [int(part[1:-5]) for part in parts[8::10]]  # ":", number, ",\n\t\t\t"
+        offsets = [int(part[5:-6]) for part in parts[12:-1:10]]  # "\n\t\t}:", number, ",{\n\t\t\t"
+        offsets.append(int(parts[-1][5:].partition("\n")[0]))
+        found = dict(zip(map(MessageQueue, topics, brokers, queue_ids), offsets, strict=True))
+    except (ValueError, RecursionError):
+        return None
+    return (found, epochs) if encode_offsets(found, epochs) == text else None
+
+
+def _read_unusual(text: str) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]]:
+    document = loads(text)
+    table = document.get("offsetTable") if isinstance(document, dict) else None
+    if not isinstance(table, dict):
+        raise ProtocolError("offsets.json has no offsetTable")
+    offsets = {_queue(key): _whole_number(offset, key) for key, offset in table.items()}
+    return offsets, _read_epochs(document.get(_EPOCHS))
+
+
+def _read_epochs(table: object) -> dict[MessageQueue, int]:
+    """Read our own table. Anybody may have written something under that name: what is not ours is no epoch."""
+    epochs = {}
+    try:
+        for topic, brokers in table.items() if isinstance(table, dict) else ():
+            for broker_name, queues in brokers.items():
+                for queue_id, epoch in queues.items():
+                    queue = MessageQueue(str(topic), str(broker_name), int(queue_id))
+                    if type(epoch) is int and 0 < epoch <= MAX_OFFSET and 0 <= queue.queue_id <= MAX_QUEUE_ID:
+                        epochs[queue] = epoch
+    except (AttributeError, ValueError):
+        pass
+    return epochs
+
+
+def _queue(key: object) -> MessageQueue:
+    fields = loads(key) if isinstance(key, str) else key  # text: the object in quotes, as the Go client writes it
+    if isinstance(fields, Mapping):
+        topic, broker_name = fields.get("topic"), fields.get("brokerName", "")
+        if isinstance(topic, str) and isinstance(broker_name, str):
+            return MessageQueue(topic, broker_name, _whole_number(fields.get("queueId"), key))
+    raise ProtocolError(f"offsets.json has the key {key!r:.200}, which is not a queue")
+
+
+def _whole_number(value: object, key: object) -> int:
+    if type(value) is not int:
+        raise ProtocolError(f"offsets.json has {value!r:.80} at {key!r:.200}, which is not a whole number")
+    return value

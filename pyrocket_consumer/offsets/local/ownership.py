@@ -1,0 +1,158 @@
+"""One owner per store: a lock from load to close, and who holds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Self
+
+from pyrocket_consumer.errors import OffsetStoreLocked, ProtocolError
+from pyrocket_consumer.offsets.local.disk import Disk, DiskLock
+from pyrocket_consumer.protocol.fastjson import loads
+from pyrocket_consumer.text import printable
+
+LOCK_FILE = "offsets.lock"
+OWNER_FILE = "offsets.owner"
+MAX_HOST_CHARACTERS = 255
+LAST_TIME = 4_102_444_800.0
+"""The end of the year 2099: what is later is no time of a process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that owns, or last owned, a store."""
+
+    pid: int
+    host: str
+    since: float
+    closes_by: float | None = None
+    """When it will have given the store up, if it is about to."""
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it has said that it will give the store up soon."""
+        return self.closes_by is not None and time.time() < self.closes_by
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process is there, as far as can be told from this host."""
+        if self.host != socket.gethostname():
+            return True
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            pass  # it is another user's
+        return True
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        who = "this process" if (self.pid, self.host) == (os.getpid(), socket.gethostname()) else f"process {self.pid}"
+        return f"{who} on host {self.host} (since {since})"
+
+
+class StoreCloses(OffsetStoreLocked):
+    """The owner of the store has said that it is about to give it up."""
+
+
+class Ownership:
+    """The lock on a store's directory. The operating system releases it when the process ends, even by kill -9."""
+
+    def __init__(self, lock: DiskLock, disk: Disk, directory: str) -> None:
+        self._lock = lock
+        self._disk = disk
+        self._directory = directory
+        self._owner = Owner(os.getpid(), socket.gethostname(), time.time())
+        self._tell(self._owner)
+
+    @classmethod
+    def take(cls, disk: Disk, directory: str) -> Self:
+        """Become the owner of the store in `directory`, which exists.
+
+        Raises:
+            OffsetStoreLocked: another process, or another store object of this one, owns it; the text says who.
+            OSError: the lock file can neither be made nor opened.
+        """
+        lock = disk.lock(os.path.join(directory, LOCK_FILE))
+        if lock is None:
+            owner = read_owner(disk, directory)
+            raise (StoreCloses if owner is not None and owner.is_closing else OffsetStoreLocked)(
+                f"offset store {directory} is in use by {owner or 'another process'}; stop it, "
+                "or give this one an instance_name or a directory of its own"
+            )
+        return cls(lock, disk, directory)
+
+    @property
+    def made_its_lock(self) -> bool:
+        """Whether there was no lock file: the store is new, or somebody removed it, maybe under an owner."""
+        return self._lock.made_its_file
+
+    def is_held(self) -> bool:
+        """Whether others find the store locked by us: its lock file may have been removed, or be another one now."""
+        return self._lock.is_there()
+
+    def lock_again(self) -> None:
+        """Lock the file that is there now, once it is not held any more.
+
+        Raises:
+            OffsetStoreLocked: another process, or store object, owns the store, or has owned it since.
+            OSError: the lock file can neither be made nor opened.
+        """
+        self._lock.release()
+        lock = self._disk.lock(os.path.join(self._directory, LOCK_FILE))
+        owner = read_owner(self._disk, self._directory)
+        if lock is not None:
+            if owner is None or (owner.pid, owner.host, owner.since) == astuple(self._owner)[:3]:
+                self._lock = lock
+                self._tell(self._owner)
+                return
+            lock.release()
+        raise OffsetStoreLocked(
+            f"offset store {self._directory} was taken by {owner or 'another process'}, as {LOCK_FILE} had been "
+            "removed or replaced while it was in use here; nothing is written any more. Close it, and open it when the "
+            "other has ended, or give this one an instance_name or a directory of its own"
+        )
+
+    def closes_within(self, seconds: float) -> None:
+        """Tell others who want the store that it is theirs soon."""
+        if self.is_held():
+            self._tell(replace(self._owner, closes_by=time.time() + seconds))
+
+    def _tell(self, owner: Owner) -> None:
+        path = os.path.join(self._directory, OWNER_FILE)
+        try:
+            file = self._disk.open(path + ".new", create=True)
+            try:
+                file.write_at(json.dumps(asdict(owner)).encode(), 0)
+            finally:
+                file.close()
+            self._disk.replace(path + ".new", path)
+        except OSError:
+            pass  # full disk: only what another is told of this owner is poorer
+
+    def release(self) -> None:
+        """Let another process own the store."""
+        self._lock.release()
+
+
+def read_owner(disk: Disk, directory: str) -> Owner | None:
+    """Return who took the store last; it may have ended since. None: nothing says it, or nothing that can be."""
+    try:
+        fields = loads(disk.read(os.path.join(directory, OWNER_FILE)) or b"")
+        pid, host, since, closes_by = fields["pid"], fields["host"], fields["since"], fields.get("closes_by")
+        if (
+            type(pid) is int
+            and 0 < pid < 2**31
+            and isinstance(host, str)
+            and len(host) <= MAX_HOST_CHARACTERS
+            and 0 <= float(since) < LAST_TIME
+            and (closes_by is None or 0 <= float(closes_by) < LAST_TIME)
+        ):
+            return Owner(pid, printable(host), float(since), None if closes_by is None else float(closes_by))
+    except (OSError, ProtocolError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        pass
+    return None

@@ -1,0 +1,149 @@
+"""What a store's files say together, whatever state a crash or a bad disk left them in: a function of their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pyrocket_consumer.errors import OffsetStoreCorrupt, ProtocolError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.offsets.local.journal import JournalHeader, Replay, decode_header, replay
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
+
+MAIN_FILE = "offsets.json"
+BACKUP_FILE = "offsets.json.bak"
+JOURNAL_FILE = "offsets.journal"
+
+OnUnreadable = Literal["raise", "backup", "start_over"]
+Source = Literal["new", "file", "backup", "started-over"]
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What the files hold, where it is from, and what was wrong with them.
+
+    Offsets of the queues in `from_journal` are from there, all others from `source`.
+    `epochs` are as old as the offsets beside them: where those are from a backup, a reset since then applies again.
+    """
+
+    source: Source = "new"
+    offsets: dict[MessageQueue, int] = field(default_factory=dict)
+    from_journal: Collection[MessageQueue] = ()
+    epochs: dict[MessageQueue, int] = field(default_factory=dict)
+    header: JournalHeader | None = None
+    journal_frames: int = 0
+    unreadable: list[str] = field(default_factory=list)
+    notes: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)  # a sentence, and facts
+
+    def note(self, text: str, **facts: object) -> None:
+        self.notes.append((text, facts))
+
+
+def recover(
+    main: bytes | None, backup: bytes | None, journal: bytes | None, on_unreadable: OnUnreadable = "backup"
+) -> Recovered:
+    """Return what a store with these files holds; None is a file that is not there.
+
+    Raises:
+        OffsetStoreCorrupt: the files do not say, and `on_unreadable` says to stop.
+        OffsetStoreError: a newer version of this package wrote the journal.
+    """
+    result = Recovered()
+    frames = _read_journal(result, journal, on_unreadable)
+    _read_checkpoint(result, main, backup, journal is not None, on_unreadable)
+    header = result.header
+    if header is not None and (
+        (result.source == "file" and not header.follows(main or b""))
+        or (result.source == "backup" and not header.follows_backup(backup or b""))
+    ):
+        # A crash between a checkpoint and the header that names it, or another program wrote offsets.json since.
+        # Either way it is newer than the frames.
+        differing = sum(result.offsets.get(mq) != offset for mq, offset in frames.offsets.items())
+        if differing or not frames.offsets:
+            result.note(
+                f"{MAIN_FILE if result.source == 'file' else BACKUP_FILE} is newer than {JOURNAL_FILE}: another "
+                "program wrote it, or a crash came between the two; its offsets are used",
+                ignored_queues=differing,
+            )
+        return result
+    result.offsets.update(frames.offsets)
+    result.epochs.update(frames.epochs)
+    result.from_journal = frames.offsets
+    result.journal_frames = frames.frames
+    return result
+
+
+def _read_journal(result: Recovered, journal: bytes | None, on_unreadable: OnUnreadable) -> Replay:
+    if journal is None:
+        return Replay()
+    try:
+        result.header = decode_header(journal)
+    except ProtocolError as error:
+        if on_unreadable == "raise":
+            raise _corrupt(f"{JOURNAL_FILE} is unreadable: {error}") from error
+        result.unreadable.append(JOURNAL_FILE)
+        result.note(
+            f"{JOURNAL_FILE} is unreadable: {error}; offsets persisted since the last checkpoint are lost, their "
+            "messages come again"
+        )
+        return Replay()
+    frames = replay(journal, result.header)
+    damaged_bytes = frames.damaged_bytes + max(0, result.header.journal_bytes - len(journal))
+    if damaged_bytes:
+        result.unreadable.append(JOURNAL_FILE)
+        result.note(
+            f"{JOURNAL_FILE} has unreadable places; the rest is used, some messages may come again",
+            damaged_bytes=damaged_bytes,
+        )
+    return frames
+
+
+def _read_checkpoint(
+    result: Recovered, main: bytes | None, backup: bytes | None, has_journal: bool, on_unreadable: OnUnreadable
+) -> None:
+    if main is None:
+        if backup is None and not has_journal:
+            return
+        reason = f"{MAIN_FILE} is missing"
+    else:
+        header = result.header
+        try:
+            result.offsets, result.epochs = decode_checkpoint(main)
+            if header is not None and header.denies(main, backup):
+                result.offsets, result.epochs = {}, {}
+                raise ProtocolError(
+                    "it is not what was written, by its checksum: damaged, or edited by hand (to have it used as it "
+                    f"is, remove {JOURNAL_FILE})"
+                )
+        except ProtocolError as error:
+            result.unreadable.append(MAIN_FILE)
+            reason = f"{MAIN_FILE} is unreadable: {error}" if main else f"{MAIN_FILE} is empty"
+        else:
+            result.source = "file"
+            return
+    if on_unreadable == "raise":
+        raise _corrupt(reason)
+    if backup is None:
+        reason += f"; there is no {BACKUP_FILE}"
+    else:
+        try:
+            result.offsets, result.epochs = decode_checkpoint(backup)
+        except ProtocolError as error:
+            result.unreadable.append(BACKUP_FILE)
+            reason += f"; {BACKUP_FILE} is unreadable, too: {error}"
+        else:
+            result.source = "backup"
+            result.note(
+                f"{reason}; {BACKUP_FILE} and the journal are used, some messages may come again",
+                queues=len(result.offsets),
+            )
+            return
+    if on_unreadable == "backup":
+        raise _corrupt(reason)
+    result.source = "started-over"
+    result.note(f"{reason}; starting over with what the journal has")
+
+
+def _corrupt(reason: str) -> OffsetStoreCorrupt:
+    return OffsetStoreCorrupt(f"{reason}. Restore the file from a copy")

@@ -1,0 +1,913 @@
+"""Offsets kept in files of this host: what a broadcasting group uses.
+
+`offsets.json` is the checkpoint, in the text Java clients write and read; `offsets.json.bak` the one before;
+`offsets.journal` what was persisted since; `offsets.lock` says that the store is taken, `offsets.owner` by whom.
+
+Locks, in this order: the write lock orders all persists; the journal has two of its own, so that flushes run without
+it; the table lock (see OffsetTable) guards memory, and nothing else is taken under it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import Literal, Self
+
+from pyrocket_consumer.config import ConsumerConfig, check_bool, check_choice, check_int, check_range
+from pyrocket_consumer.errors import (
+    ConfigError,
+    OffsetStoreCorrupt,
+    OffsetStoreError,
+    OffsetStoreLocked,
+    OffsetStoreUnwritable,
+)
+from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue, ReadOffsetType
+from pyrocket_consumer.offsets.base import (
+    OffsetTable,
+    QueueReset,
+    check_epoch,
+    check_offset,
+    check_queue,
+    check_read_type,
+)
+from pyrocket_consumer.offsets.local.checkpoint import CheckpointFile
+from pyrocket_consumer.offsets.local.directories import (
+    base_directory,
+    find_orphans,
+    last_written,
+    slot_ids,
+    store_directory,
+)
+from pyrocket_consumer.offsets.local.disk import Disk, LocalDisk, SyncedNames
+from pyrocket_consumer.offsets.local.journal import MIN_JOURNAL_BYTES
+from pyrocket_consumer.offsets.local.journal_file import JournalFile, PairedOffset
+from pyrocket_consumer.offsets.local.offsets_json import entry_template, epochs_text, fill_in
+from pyrocket_consumer.offsets.local.ownership import Ownership, StoreCloses, read_owner
+from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, OnUnreadable, Source, recover
+from pyrocket_consumer.text import logger
+
+log = logger("offsets")
+
+Durability = Literal["fsync", "process", "checkpoint"]
+
+_REMIND_S = 60.0
+_LOOK_S = 1.0
+_SLOTS_LOOKED_AT = 16
+_SLOT_IS_BEHIND_S = 10.0
+_NO_LOCKS = "this file system lacks what a store needs, locks above all: use a local one, or mount it with locks"
+_NO_FILE = "something else is where a file should be: move it away"
+_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "raise the quota",
+    errno.EFBIG: "raise the limit on file sizes",
+    errno.EROFS: "mount it writable",
+    errno.EACCES: "let this user write to it",
+    errno.EPERM: "let this user write to it",
+    errno.EIO: "check the disk",
+    errno.ENOLCK: _NO_LOCKS,
+    errno.ENOTSUP: _NO_LOCKS,
+    errno.EOPNOTSUPP: _NO_LOCKS,
+    errno.ENOSYS: _NO_LOCKS,
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit on open files",
+    errno.ENAMETOOLONG: "use shorter names",
+    errno.ESTALE: "mount it again",
+    errno.EISDIR: _NO_FILE,
+    errno.ELOOP: _NO_FILE,
+    errno.ENOTDIR: "a file is where a directory should be: move it away",
+    errno.EEXIST: "a file is where a directory should be: move it away",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundOffsets:
+    """What `load` found: `source` is where, "new" when there was no store and "started-over" when none was readable."""
+
+    source: Source
+    queues: int
+    journal_frames: int
+
+
+class _FileOffset(PairedOffset):
+    """`stored` is what was last handed to the disk, `origin` where it was found."""
+
+    __slots__ = ("origin",)
+
+    def __init__(self, queue: MessageQueue, pair: int) -> None:
+        # Not through super(): a store may have to make tens of thousands of them before it is open.
+        self.queue, self.pair = queue, pair
+        self.offset: int | None = None
+        self.stored: int | None = None
+        self.origin: str | None = None
+
+
+class LocalFileOffsetStore(OffsetTable[_FileOffset]):
+    """Keeps offsets in a directory that one process owns at a time. Works alone, without a consumer.
+
+    A relative `directory` is meant from where the process is when the store is made. Closed, it may be loaded again.
+    Any thread may call it, but no handler of a signal: it may come in the middle of another call of its thread, and
+    would wait for that. Let it set an event that ends the main loop, and close the store there.
+
+    `durability`: with "fsync" (default) a persisted offset survives a power failure; with "process" only the end of the
+    process, however sudden; "checkpoint" is as "fsync", but each persist rewrites offsets.json, for Java programs that
+    read it at any time (otherwise it is up to `checkpoint_interval_s` old while the store is open).
+
+    `on_unreadable`, when offsets.json is damaged: "raise"; "backup" (default) uses offsets.json.bak, and raises when
+    that is no better; "start_over" then begins without offsets. What was unreadable is set aside, never overwritten.
+
+    `existing_only`: raise instead of beginning a new store, for a group that must have one.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        durability: Durability = "fsync",
+        on_unreadable: OnUnreadable = "backup",
+        *,
+        existing_only: bool = False,
+        checkpoint_interval_s: float = 5.0,
+        journal_bytes: int = 1024 * 1024,
+        on_event: Callable[[ConsumerEvent], None] | None = None,
+        disk: Disk | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        check_bool("existing_only", existing_only)
+        check_choice("durability", durability, ["fsync", "process", "checkpoint"])
+        check_choice("on_unreadable", on_unreadable, ["raise", "backup", "start_over"])
+        check_range("checkpoint_interval_s", checkpoint_interval_s, 0, 86400)
+        check_int("journal_bytes", journal_bytes, MIN_JOURNAL_BYTES, 1 << 30)
+        self._durability = durability
+        self._on_unreadable = on_unreadable
+        self._existing_only = existing_only
+        self._checkpoint_interval_s = checkpoint_interval_s
+        self._journal_bytes = journal_bytes
+        self._on_event = on_event
+        self._disk: Disk = disk or LocalDisk()
+        self._clock = clock
+        self._member: tuple[Path, str, str, bool] | None = None  # base, client id, group, may take another slot
+
+        self._write_lock = Lock()
+        self._ownership: Ownership | None = None
+        self._forked = False
+        self._found: FoundOffsets | None = None
+        self._pairs: dict[tuple[str, str], int] = {}  # under the table lock
+        self._epochs: dict[MessageQueue, int] = {}  # changed under both locks
+        self._waiting: dict[_FileOffset, None] = {}  # under the table lock; only for durability "checkpoint"
+        self._events: deque[ConsumerEvent] = deque()
+        self._unwritable_since: float | None = None
+        self._unsynced_is_told = False
+        self._taken: str | None = None  # by whom, when another owns the store while it is open here
+        self._looked_at = self._removal_told_at = float("-inf")
+        self._reminded_at = 0.0
+
+        # Under the write lock. `_written` counts what was handed over; the journal counts how far it got.
+        self._use(_absolute(directory))
+        self._order: list[_FileOffset] = []  # the queues of offsets.json
+        self._templates: list[bytes] = []  # by pair: what an entry of offsets.json is made from
+        self._epochs_text: bytes | None = None
+        self._unsure = False  # what was found may be in the system's cache only: a killed process did not sync it
+        self._journal_is_left = False  # there is one, of a mode that has journals
+        self._behind = False  # offsets.json lacks something that the journal, or a backup, holds
+        self._checkpoint_at = 0.0
+        _stores.add(self)
+
+    @classmethod
+    def for_group(cls, config: ConsumerConfig, client_id: str) -> Self:
+        """Return the store, not loaded yet, of the member `client_id` of the group, set up as its config says.
+
+        Processes of one host share a client id while nobody gave them an instance name. The first to load its store
+        gets it, the next one `…@DEFAULT-1`, and so on: `client_id` and `directory` tell, once loaded.
+        """
+        base = Path(_absolute(base_directory(config.offset_store_dir)))
+        store = cls(
+            store_directory(base, client_id, config.group),
+            config.durability,
+            config.on_unreadable_store,
+            on_event=config.on_event,
+        )
+        store._member = base, client_id, config.group, config.instance_name == "DEFAULT"
+        return store
+
+    @property
+    def client_id(self) -> str:
+        """The client id whose store this is: the directory's name above the group's."""
+        return self.directory.parent.name
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are."""
+        return Path(self._directory)
+
+    @property
+    def found(self) -> FoundOffsets:
+        """What `load` found: tells a new store from an existing one, and where its offsets came from.
+
+        Raises:
+            OffsetStoreError: not loaded yet.
+        """
+        if self._found is None:
+            raise OffsetStoreError(f"offset store {self._directory} is not loaded; call load(), or use `with`")
+        return self._found
+
+    def origin(self, mq: MessageQueue) -> str | None:
+        """Return where `load` found the offset of `mq`: "file", "backup" or "journal"; None when it did not."""
+        entry = self._entry(mq)
+        return entry.origin if entry else None
+
+    def load(self) -> None:
+        """Take the store, and put what it holds into memory. An offset set before the first time is kept.
+
+        Loaded again after `close`, memory begins with what the store holds now: what it had of the time before, and an
+        offset acknowledged late, since then, may be older than what another owner has stored meanwhile.
+
+        Raises:
+            OffsetStoreLocked: another process owns the store.
+            OffsetStoreCorrupt: its files are unreadable, and `on_unreadable` says to stop.
+            OffsetStoreUnwritable: the directory cannot be made, or not be written at all.
+            OffsetStoreError: it does not exist (`existing_only`), or a newer version wrote it.
+        """
+        self._load(waiting=False)
+
+    def try_load(self) -> bool:
+        """Do what `load` does, unless the process that has the store is about to give it up: then return False.
+
+        So that of two processes of one host of which one takes the other's place, the new one goes on where the old one
+        ends, and not in another store.
+        """
+        try:
+            self._load(waiting=True)
+        except StoreCloses:
+            return False
+        return True
+
+    def closes_within(self, seconds: float) -> None:
+        """Tell whoever wants this store that it will be closed soon; see `try_load`."""
+        with self._write_lock:
+            if self._ownership is not None and not self._forked:
+                self._ownership.closes_within(seconds)
+
+    def _load(self, waiting: bool) -> None:
+        try:
+            with self._write_lock:
+                self._check_not_forked()
+                if self._ownership is not None:
+                    return self._check_open()
+                self._take(waiting)
+                try:
+                    self._recover()
+                except BaseException:
+                    self._give_up()
+                    raise
+                self._look_for_orphans()
+                self._look_at_slots()
+        finally:
+            self._tell_events()
+        log.info(
+            "offset store loaded: directory=%s found=%s queues=%d journal_frames=%d durability=%s",
+            self._directory, self.found.source, self.found.queues, self.found.journal_frames, self._durability,
+        )  # fmt: skip
+
+    def read_offset(
+        self, mq: MessageQueue, read_type: ReadOffsetType = ReadOffsetType.MEMORY_FIRST_THEN_STORE
+    ) -> int | None:
+        """Return the offset of `mq`, None when there is none. Never touches the disk: the store is ours alone.
+
+        "Store" is what was last persisted. It is copied to memory only where memory holds none, so that reading
+        never forgets an offset that is not durable yet.
+
+        Raises:
+            OffsetStoreError: what the store holds is wanted, and it is not open: that is not known.
+        """
+        with self._table_lock:
+            entry = self._entries.get(mq)
+            if read_type is ReadOffsetType.READ_FROM_MEMORY:
+                return None if entry is None else entry.offset
+            check_read_type(read_type)
+            if entry is not None and entry.offset is not None and read_type is not ReadOffsetType.READ_FROM_STORE:
+                return entry.offset
+            if self._is_open:
+                if entry is None:
+                    return None
+                if entry.offset is None:
+                    entry.offset = entry.stored
+                return entry.stored
+        self._check_not_forked()
+        raise self._not_open()
+
+    def persist(self, mq: MessageQueue) -> None:
+        """Return when the offset that memory holds of `mq` is durable (see `durability`).
+
+        An offset that already is costs nothing.
+
+        Raises:
+            OffsetStoreUnwritable: it is not. Memory keeps it, and a later call tries again.
+            OffsetStoreLocked: it is not, and will not be: another owns the store since its lock file was removed.
+        """
+        with self._table_lock:
+            entry = self._entries.get(mq)
+        self._persist(() if entry is None else (entry,))
+
+    def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
+        """Persist `mqs`, or all queues in memory, as one step: after a crash all are there or none.
+
+        What is stored of other queues stays.
+
+        Raises:
+            OffsetStoreUnwritable: they are not durable. Memory keeps them, and a later call tries again.
+        """
+        self._persist(self._chosen(mqs))
+
+    def reset_epoch(self, mq: MessageQueue) -> int:
+        """Return the epoch of the newest reset `mq` has followed, 0 if none."""
+        with self._table_lock:
+            return self._epochs.get(mq, 0)
+
+    def persist_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
+        """Set offsets and epochs, and return when all are durable: after a crash all are there or none.
+
+        Raises:
+            ConfigError: an offset or epoch is not a whole number from 0 to 2**63 - 1. Nothing was set.
+            OffsetStoreUnwritable: they are not durable. Memory has them, and a later persist tries again.
+        """
+        for mq, reset in resets.items():
+            check_queue(mq)
+            check_epoch(mq, reset.epoch)
+            if reset.offset is not None:
+                check_offset(mq, reset.offset)
+        try:
+            with self._write_lock:
+                self._check_open()
+                self._hand_over_resets(resets)
+                journal, target = self._journal, self._written
+            self._make_durable(journal, target)
+        finally:
+            self._tell_events()
+
+    def remove_offset(self, mq: MessageQueue) -> None:
+        """Persist the offset of `mq` if it is not, and take it out of memory; the store keeps it.
+
+        Raises:
+            OffsetStoreUnwritable: it is not durable, and still in memory.
+        """
+        entry = self._entry(mq)
+        if entry is None:
+            return
+        try:
+            # Under the write lock nobody else persists, so what is durable at the end is what is compared.
+            with self._write_lock:
+                self._check_open()
+                while True:
+                    self._hand_over(self._changed((entry,)))
+                    self._checkpoint_if_due()
+                    if not self._journal.flush(self._written):
+                        self._checkpoint()
+                    with self._table_lock:
+                        if entry.offset is None or entry.offset == entry.stored:
+                            entry.offset = None
+                            return
+        finally:
+            self._tell_events()
+
+    def close(self) -> None:
+        """Persist what memory holds, write the checkpoint, and let others have the store. Safe to call twice.
+
+        Where the journal has all, but offsets.json cannot be written (the disk is full), nothing is lost: that is an
+        event, `store-unwritable`, and the next owner reads both.
+
+        Raises:
+            OffsetStoreUnwritable: not everything is durable. The store is closed all the same.
+            OffsetStoreLocked: another owns it since its lock was removed, and nothing was written.
+        """
+        if self._forked:  # its files and its lock are the parent's
+            return
+        try:
+            with self._write_lock:
+                if self._ownership is None:
+                    return
+                try:
+                    self._check_open()
+                    self._look()
+                    self._hand_over(self._changed(self._chosen(None)))
+                    if not self._journal.flush(self._written):
+                        self._checkpoint()
+                    elif self._behind:
+                        self._try_checkpoint()
+                    if self._unsure:  # files are gone since then, and could not be written anew
+                        self._checkpoint()
+                    is_behind = self._behind
+                except OffsetStoreUnwritable as error:
+                    raise OffsetStoreUnwritable(
+                        f"not all offsets could be written to {self._directory} before it was closed: "
+                        f"{_reason_and_remedy(error.__cause__)}. Messages consumed since the last persist come again"
+                    ) from error.__cause__
+                finally:
+                    self._give_up()
+        finally:
+            self._tell_events()
+        if is_behind:
+            log.warning("offset store closed, its journal has what offsets.json lacks: directory=%s", self._directory)
+        else:
+            log.info("offset store closed: directory=%s", self._directory)
+
+    def __enter__(self) -> Self:
+        self.load()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- persisting ----------------------------------------------------------------------------------------------
+
+    def _persist(self, entries: Sequence[_FileOffset]) -> None:
+        if self._durability == "checkpoint":
+            with self._table_lock:
+                self._waiting.update(dict.fromkeys(entries))
+        try:
+            with self._write_lock:
+                self._check_open()
+                if self._durability == "checkpoint":
+                    # One checkpoint for all who wait for the lock: the next to get it find their work done.
+                    with self._table_lock:
+                        entries, self._waiting = list(self._waiting), {}
+                self._hand_over(self._changed(entries))
+                self._checkpoint_if_due()
+                journal, target = self._journal, self._written
+            self._make_durable(journal, target)
+        finally:
+            if self._events:
+                self._tell_events()
+
+    def _make_durable(self, journal: JournalFile, target: int) -> None:
+        """Return when the first `target` writes, counted by `journal`, are durable. No lock is held."""
+        if journal.durable < target and not journal.flush(target):
+            with self._write_lock:
+                if journal.durable >= target:
+                    return
+                if journal is not self._journal:
+                    raise self._not_open()  # closed meanwhile, which failed, and loaded again: memory has begun anew
+                self._check_open()
+                self._checkpoint()
+
+    def _changed(self, entries: Iterable[_FileOffset]) -> list[_FileOffset]:
+        """Return the entries to write. Reading one attribute needs no lock."""
+        return [entry for entry in entries if (offset := entry.offset) is not None and offset != entry.stored]
+
+    def _hand_over(self, changed: Sequence[_FileOffset]) -> None:
+        """Write `changed` to the journal, or with a checkpoint. The write lock is held.
+
+        Returns with `_written` counting it; it is durable once the journal has come as far.
+        """
+        if self._clock() - self._looked_at >= _LOOK_S:
+            self._look()
+        if changed or self._unsure:
+            self._written += 1
+            self._unsure = False
+        if changed:
+            journal = self._journal
+            fits = journal.appendable
+            journal.appendable = False  # until `_write` has put there what is noted as stored from here on
+            for entry in changed:
+                if entry.stored is None:
+                    self._order.append(entry)
+                entry.stored = entry.offset
+            self._write(journal.frames(changed) if fits else b"")
+
+    def _checkpoint_if_due(self) -> None:
+        if self._behind and self._clock() - self._checkpoint_at >= self._checkpoint_interval_s:
+            self._try_checkpoint()
+
+    def _try_checkpoint(self) -> None:
+        """Write a checkpoint that nobody's offsets wait for. If that fails it is told, and tried an interval later.
+
+        What is in the journal is safe all the same, or will be when the caller has flushed it.
+        """
+        try:
+            self._checkpoint()
+        except OffsetStoreUnwritable:
+            self._checkpoint_at = self._clock()
+
+    def _look(self) -> None:
+        """See that the files are there, and the lock on them ours: somebody may have removed them. If so, all is
+        written anew, unless another owns the store. The write lock is held.
+
+        Raises:
+            OffsetStoreLocked: another owns the store, or has owned it since.
+            OffsetStoreUnwritable: it cannot be locked.
+        """
+        self._looked_at = self._clock()
+        if self._ownership is None:
+            return
+        is_held = self._ownership.is_held()
+        if not is_held:
+            try:
+                self._disk.make_directories(self._directory)
+                self._ownership.lock_again()
+            except OffsetStoreLocked as error:
+                self._taken = str(error)
+                self._event(EventKind.STORE_TAKEN, self._taken, directory=self._directory)
+                raise
+            except OSError as error:
+                self._unsure = True
+                self._note_unwritable(error)
+                raise self._unwritable_error(error) from error
+        files_are_there = self._checkpoint_file.is_there() and self._journal.is_there()
+        if is_held and files_are_there:
+            return
+        self._journal.close()
+        self._unsure = True
+        if self._looked_at - self._removal_told_at >= _REMIND_S:
+            self._removal_told_at = self._looked_at
+            self._event(
+                EventKind.STORE_REMOVED,
+                "files of the store were removed or replaced while it was in use; nobody else had taken it, and all "
+                "offsets are written anew. Keep whoever cleans up there away from it",
+                directory=self._directory,
+            )  # fmt: skip
+
+    def _hand_over_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
+        """Set memory and write, as `_hand_over` does. The write lock is held: nobody else persists one half of it."""
+        if self._clock() - self._looked_at >= _LOOK_S:
+            self._look()
+        with self._table_lock:
+            entries = [(self._entries.get(mq) or self._add(mq), reset) for mq, reset in resets.items()]
+            for entry, reset in entries:
+                self._epochs[entry.queue] = reset.epoch
+                if reset.offset is not None:
+                    entry.offset = reset.offset
+        self._epochs_text = None
+        journal, frames = self._journal, b""
+        if journal.appendable:
+            frames = journal.reset_frames(
+                [(entry.pair, entry.queue, reset.offset, reset.epoch) for entry, reset in entries]
+            )
+        journal.appendable = False  # until `_write` has put them there
+        for entry, reset in entries:
+            if reset.offset is not None:
+                if entry.stored is None:
+                    self._order.append(entry)
+                entry.stored = reset.offset
+        self._written += 1
+        self._unsure = False
+        self._write(frames)
+
+    def _write(self, frames: bytes) -> None:
+        """Append `frames`, or write a checkpoint when there are none because none fit. The write lock is held.
+
+        Where neither works, the journal stays closed to frames: later ones would count what is in none as durable.
+        """
+        self._behind = True
+        journal = self._journal
+        if not frames:
+            self._checkpoint()
+        elif self._durability == "process":
+            try:
+                journal.write(frames, self._written)
+            except OSError:
+                self._checkpoint()
+            else:
+                journal.appendable = True
+        else:
+            journal.append(frames, self._written)
+            journal.appendable = True
+
+    def _checkpoint(self) -> None:
+        """Make everything written durable in offsets.json, and begin a new generation of the journal.
+
+        The write lock is held.
+
+        Raises:
+            OffsetStoreUnwritable: it could not be done.
+            OffsetStoreLocked: another owns the store.
+        """
+        self._look()
+        order, templates = self._order, self._templates
+        with self._table_lock:
+            new_pairs = list(islice(self._pairs, len(templates), None))
+        templates += [entry_template(*pair) for pair in new_pairs]
+        if self._epochs_text is None:
+            self._epochs_text = epochs_text(self._epochs)
+        text = fill_in(
+            [templates[entry.pair] for entry in order],
+            [entry.queue.queue_id for entry in order],
+            [entry.stored or 0 for entry in order],
+            self._epochs_text,
+        )
+        journal = self._journal
+        try:
+            self._checkpoint_file.replace(text, before_renames=self._stop_appending)
+        except OSError as error:
+            self._note_unwritable(error)
+            raise self._unwritable_error(error) from error
+        journal.reach(self._written)
+        self._note_unsynced()
+        self._behind = self._unsure = False
+        self._checkpoint_at = self._clock()
+        try:
+            if self._durability != "checkpoint":
+                journal.begin(self._checkpoint_file.main, self._checkpoint_file.backup)
+            elif self._journal_is_left:
+                self._disk.remove(os.path.join(self._directory, JOURNAL_FILE))  # its frames are in
+                self._journal_is_left = False
+        except OSError as error:
+            self._note_unwritable(error)  # durable all the same: until it works, every persist is a checkpoint
+        else:
+            self._note_writable()
+
+    def _note_unsynced(self) -> None:
+        refusal = self._names.sync_refused
+        if refusal is not None and not self._unsynced_is_told:
+            self._unsynced_is_told = True
+            self._event(
+                EventKind.STORE_UNSYNCED,
+                "this file system cannot sync directories: offsets survive the end of the process, and power loss as "
+                "far as it keeps the names of files by itself; use a local file system if that matters",
+                directory=self._directory, error=refusal.strerror,
+            )  # fmt: skip
+
+    def _stop_appending(self) -> None:
+        # From the first rename on, the checkpoint on disk may be one that the journal's header does not name. Frames
+        # appended now would not be applied at the next load: none until the header is rewritten.
+        self._journal.appendable = False
+        if self._clock() - self._looked_at >= _LOOK_S:  # writing has taken long
+            self._look()
+
+    # -- loading -------------------------------------------------------------------------------------------------
+
+    def _take(self, waiting: bool) -> None:
+        """Become the owner of the directory, or of the first one that is free, or (`waiting`) is about to be."""
+        if self._member is None or not self._member[-1]:
+            return self._take_directory(self._directory)
+        base, client_id, group, _ = self._member
+        for slot in slot_ids(client_id):
+            try:
+                return self._take_directory(os.fspath(store_directory(base, slot, group)))
+            except OffsetStoreLocked as error:
+                if waiting and isinstance(error, StoreCloses):
+                    raise
+                locked = error
+        raise locked
+
+    def _take_directory(self, directory: str) -> None:
+        try:
+            self._disk.make_directories(directory)
+            self._ownership = Ownership.take(self._disk, directory)
+        except OSError as error:
+            option = "" if self._member is None else " (offset_store_dir)"
+            raise OffsetStoreUnwritable(
+                f"offset store {directory} cannot be opened: {_reason_and_remedy(error)}, or choose another "
+                f"directory{option}. Nothing was started"
+            ) from error
+        self._use(directory)
+
+    def _use(self, directory: str) -> None:
+        """Begin to count what is written to the files of `directory`."""
+        self._directory = directory
+        self._names = SyncedNames(self._disk, directory)
+        self._checkpoint_file = CheckpointFile(self._disk, self._names)
+        self._journal = JournalFile(self._disk, self._names, self._journal_bytes)
+        self._written = 0
+
+    def _recover(self) -> None:
+        """Read the files. Writes nothing: the first persist writes a checkpoint, which brings them in order.
+
+        It does so in any case. What is found may be in the system's cache only, even the names of the files: whoever
+        was killed may not have come to sync them.
+        """
+        journal, main, backup = (self._read(name) for name in (JOURNAL_FILE, MAIN_FILE, BACKUP_FILE))
+        try:
+            found = recover(main, backup, journal, self._on_unreadable)
+        except OffsetStoreCorrupt as error:
+            chosen = f"on_unreadable_store={self._on_unreadable!r}"
+            if self._member is None:  # whoever made it by itself
+                chosen = f"LocalFileOffsetStore(…, on_unreadable={self._on_unreadable!r})"
+            raise OffsetStoreCorrupt(
+                f"offset store {self._directory}: {error}, or choose another policy than {chosen}: "
+                f"'backup' uses {BACKUP_FILE}, 'start_over' begins anew when that is no better"
+            ) from error
+        except OffsetStoreError as error:
+            raise type(error)(f"offset store {self._directory}: {error}") from error
+        if found.source == "new" and self._existing_only:
+            raise OffsetStoreError(
+                f"offset store {self._directory} does not exist, and existing_only asks for one; check the directory "
+                "and the client id (address@instance), or start without existing_only"
+            )
+        for text, facts in found.notes:
+            self._event(EventKind.STORE_FALLBACK, text, directory=self._directory, **facts)
+        with self._table_lock:
+            self._epochs = dict(found.epochs)
+            self._waiting = {}
+            unused = 0
+            for known in self._entries.values():  # kept, not made anew: another thread may be about to persist one
+                known.stored = known.origin = None
+                if self._found is not None:
+                    unused += known.offset is not None and known.offset != found.offsets.get(known.queue)
+                    known.offset = None
+            self._order = []
+            for mq, offset in found.offsets.items():
+                entry = self._entries.setdefault(mq, self._new_entry(mq))
+                entry.stored, entry.origin = offset, found.source
+                if entry.offset is None:
+                    entry.offset = offset
+                self._order.append(entry)
+            for mq in found.from_journal:
+                self._entries[mq].origin = "journal"
+        if unused:
+            log.info(
+                "offset store opened again, offsets that memory had are not used: directory=%s queues=%d",
+                self._directory, unused,
+            )  # fmt: skip
+        self._epochs_text = None
+        self._found = FoundOffsets(found.source, len(found.offsets), found.journal_frames)
+        self._checkpoint_file.found(main, backup, found.unreadable)
+        self._journal_is_left = journal is not None
+        self._unsure = found.source != "new"
+        self._behind = bool(found.journal_frames) or found.source == "backup"
+        self._checkpoint_at = self._clock()
+        usable = journal is not None and len(journal) == self._journal_bytes and JOURNAL_FILE not in found.unreadable
+        # Where the lock had been removed a former owner may not have noticed, and be writing to that very file.
+        is_ours = self._ownership is not None and not self._ownership.made_its_lock
+        if usable and is_ours and found.header and self._durability != "checkpoint":
+            try:
+                self._journal.open()
+            except OSError as error:
+                self._note_unwritable(error)
+
+    def _look_for_orphans(self) -> None:
+        if self._member is None or self.found.source != "new":
+            return
+        base, client_id, group, _ = self._member
+        orphans = find_orphans(base, client_id, group)
+        if orphans:
+            self._event(
+                EventKind.STORE_ORPHANED,
+                f"this store is new, but group {group} has one under another client id: {orphans[0]}; "
+                f"if its offsets are wanted, stop, and adopt it: pyrocket offsets adopt {orphans[0]} {self._directory}",
+                directory=self._directory, orphans=len(orphans),
+            )  # fmt: skip
+
+    def _look_at_slots(self) -> None:
+        """Tell when processes of this host that all are called DEFAULT may have changed places."""
+        if self._member is None or not self._member[-1]:
+            return
+        base, first_id, group, _ = self._member
+        written = last_written(self._directory)
+        store = "this store is new" if written is None else f"this store was last written {_ago(written)}"
+        remedy = "if they are to keep their places, give each an instance_name of its own"
+        facts = {"directory": self._directory, "client_id": self.client_id}
+        if self.client_id != first_id:
+            text = f"another process of this host has {first_id}, this one has {self.client_id}; {store}; {remedy}"
+            self._event(EventKind.STORE_SLOT, text, **facts)
+            return
+        for slot in islice(slot_ids(first_id), 1, _SLOTS_LOOKED_AT):
+            directory = os.fspath(store_directory(base, slot, group))
+            newer = last_written(directory)
+            if newer is None:
+                return
+            owner = read_owner(self._disk, directory)
+            if owner is not None and owner.is_alive and newer > (written or 0.0) + _SLOT_IS_BEHIND_S:
+                text = f"{store}, and what came since comes here, too; {owner} has gone on with {slot}; {remedy}"
+                self._event(EventKind.STORE_SLOT, text, **facts)
+                return
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return self._disk.read(os.path.join(self._directory, name))
+        except OSError as error:
+            raise OffsetStoreError(
+                f"cannot read {name} in {self._directory}: "
+                f"{_reason_and_remedy(error, 'check its owner and permissions')}"
+            ) from error
+
+    # -- the rest ------------------------------------------------------------------------------------------------
+
+    def _new_entry(self, mq: MessageQueue) -> _FileOffset:
+        return _FileOffset(mq, self._pairs.setdefault((mq.topic, mq.broker_name), len(self._pairs)))
+
+    def _give_up(self) -> None:
+        """Close the files and release the store. The write lock is held."""
+        self._journal.close()
+        if self._ownership is not None:
+            self._ownership.release()
+            self._ownership = self._taken = None
+
+    def _check_open(self) -> None:
+        if self._forked or self._ownership is None:  # not through _is_open: each persist comes by here
+            self._check_not_forked()
+            raise self._not_open()
+        if self._taken is not None:
+            raise OffsetStoreLocked(self._taken)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._ownership is not None and not self._forked
+
+    def _not_open(self) -> OffsetStoreError:
+        return OffsetStoreError(f"offset store {self._directory} is not open; call load(), or use `with`")
+
+    def _check_not_forked(self) -> None:
+        if self._forked:
+            raise OffsetStoreError(
+                f"offset store {self._directory} was opened before this process was forked, and stays with its parent; "
+                "make a store after the fork"
+            )
+
+    def _after_fork_in_child(self) -> None:
+        # Other threads of the parent may have held the locks; they do not run here and would never release them.
+        self._table_lock, self._write_lock = Lock(), Lock()
+        self._forked = self._ownership is not None
+
+    def _unwritable_error(self, error: OSError) -> OffsetStoreUnwritable:
+        return OffsetStoreUnwritable(
+            f"offsets cannot be written to {self._directory}: {_reason_and_remedy(error)}. "
+            "They are kept in memory, and the next persist tries again"
+        )
+
+    def _note_unwritable(self, error: OSError) -> None:
+        now = self._clock()
+        if self._unwritable_since is None:
+            self._unwritable_since = now
+        elif now - self._reminded_at < _REMIND_S:
+            return
+        self._reminded_at = now
+        text = str(self._unwritable_error(error))
+        if self._written <= self._journal.durable and not self._unsure:
+            text = (
+                f"not every file in {self._directory} can be written: {_reason_and_remedy(error)}. Nothing is lost: "
+                f"what {MAIN_FILE} lacks is in {JOURNAL_FILE}, and the next persist tries again"
+            )
+        self._event(
+            EventKind.STORE_UNWRITABLE,
+            text,
+            directory=self._directory, for_s=round(now - self._unwritable_since, 3),
+        )  # fmt: skip
+
+    def _note_writable(self) -> None:
+        if self._unwritable_since is not None:
+            lasted_s = round(self._clock() - self._unwritable_since, 3)
+            self._unwritable_since = None
+            self._event(
+                EventKind.STORE_RECOVERED, "offsets are written again", directory=self._directory, after_s=lasted_s
+            )
+
+    def _event(self, kind: EventKind, text: str, **facts: object) -> None:
+        """Keep an event until no lock is held: whoever hears of it may call the store."""
+        self._events.append(ConsumerEvent(kind, text, facts=facts))
+
+    def _tell_events(self) -> None:
+        while True:
+            try:
+                event = self._events.popleft()
+            except IndexError:
+                return
+            level = logging.INFO if event.kind is EventKind.STORE_RECOVERED else logging.WARNING
+            log.log(level, "%s", event)
+            if self._on_event is not None:
+                try:
+                    self._on_event(event)
+                except Exception:
+                    log.exception("on_event failed for %s", event.kind)
+
+
+def _absolute(directory: str | os.PathLike[str]) -> str:
+    """Return where `directory` is now, wherever the process goes later."""
+    try:
+        path = os.fspath(directory)
+    except TypeError:
+        path = ""
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ConfigError(f"directory={directory!r} is not allowed; name the directory of the store")
+    return os.path.abspath(path)
+
+
+def _reason_and_remedy(error: BaseException | None, remedy: str = "check the directory") -> str:
+    number, reason = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
+    return f"{reason or error}; {_REMEDIES.get(number or 0, remedy)}"
+
+
+def _ago(then: float) -> str:
+    return f"{max(0.0, time.time() - then):.0f} s ago"
+
+
+_stores: weakref.WeakSet[LocalFileOffsetStore] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for store in list(_stores):
+        store._after_fork_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

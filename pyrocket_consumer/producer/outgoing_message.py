@@ -1,0 +1,244 @@
+"""What a user hands over to be sent: checked at once, so that a mistake is told where it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TypeGuard
+
+from pyrocket_consumer.config import check_int, check_topic
+from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.protocol.properties import MAX_PROPERTIES_BYTES, PropertyName
+from pyrocket_consumer.text import shown
+
+MAX_DELAY_LEVEL = 18
+"""The last level of a broker's default table (2 h)."""
+
+_ARGUMENT_FOR = {
+    PropertyName.TAGS: "tags",
+    PropertyName.KEYS: "keys",
+    PropertyName.DELAY: "delay_level",
+    PropertyName.TIMER_DELIVER_MS: "deliver_at",
+    PropertyName.SHARDING_KEY: "sharding_key",
+}
+
+# What an application sets by itself, although RocketMQ has a name for it.
+_FREE = {PropertyName.CHECK_IMMUNITY_TIME_IN_SECONDS, PropertyName.TRACE_CONTEXT}
+
+RESERVED_PROPERTIES = frozenset(
+    value for name, value in vars(PropertyName).items() if name.isupper() and value not in _FREE
+)
+"""Property names a message may not bring along: clients and brokers write them, so that a value would be lost or
+obeyed. To send a consumed message on, leave these out. Source: MessageConst."""
+
+TRANSIENT_PREFIX = "__RMQ.TRANSIENT."
+"""How names begin that brokers give to what is never stored; a message may not bring such a property along, either."""
+
+# Source: TopicValidator.NOT_ALLOWED_SEND_TOPIC_SET.
+_NOT_TO_SEND_TO = frozenset(
+    {
+        "SCHEDULE_TOPIC_XXXX",
+        "RMQ_SYS_TRANS_HALF_TOPIC",
+        "RMQ_SYS_TRANS_OP_HALF_TOPIC",
+        "TRANS_CHECK_MAX_TIME_TOPIC",
+        "SELF_TEST_TOPIC",
+        "OFFSET_MOVED_EVENT",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingMessage:
+    """A message to send, where one is given whole: in a batch, or in a transaction.
+
+    `tags` is one tag; `keys` make the message findable; `flag` is a number for the application's own use. `topic` is
+    needed for a transaction only; in a batch it is the batch's.
+
+    Raises:
+        ConfigError: a part is not allowed; the text says which and why.
+    """
+
+    body: bytes
+    tags: str | None = None
+    keys: Sequence[str] | str = ()
+    properties: Mapping[str, str] | None = None
+    flag: int = 0
+    topic: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.body) is not bytes or not self.body:
+            object.__setattr__(self, "body", check_body(self.body))
+        if type(self.keys) is not tuple or self.keys:
+            object.__setattr__(self, "keys", _check_keys(self.keys))
+        if self.tags is not None:
+            _check_tag(self.tags)
+        if self.properties is not None:
+            _check_properties(self.properties)
+        check_int("flag", self.flag, -(2**31), 2**31 - 1)
+        if self.topic is not None:
+            check_send_topic(self.topic)
+
+    def travelling_properties(self) -> dict[str, str]:
+        """Return the properties as they travel: tag and keys among them."""
+        written = dict(self.properties) if self.properties else {}
+        if self.keys:
+            written[PropertyName.KEYS] = " ".join(self.keys)
+        if self.tags is not None:
+            written[PropertyName.TAGS] = self.tags
+        return written
+
+
+def check_send_topic(topic: object) -> str:
+    """Return `topic` if messages may be sent to it.
+
+    Raises:
+        ConfigError: it is not a legal name, or is one of the broker's own topics.
+    """
+    name = check_topic(topic)
+    if name in _NOT_TO_SEND_TO:
+        raise ConfigError(f"topic {name!r} belongs to the broker; send to a topic of your own")
+    return name
+
+
+def check_body(body: object) -> bytes:
+    """Return `body` as bytes.
+
+    Raises:
+        ConfigError: it is text, not bytes-like, or empty.
+    """
+    if isinstance(body, str):
+        raise ConfigError("body is text, and only you know its encoding: pass for example body.encode()")
+    if not isinstance(body, (bytes, bytearray, memoryview)):
+        raise ConfigError(f"body must be bytes, bytearray or memoryview, not {type(body).__name__}")
+    whole = bytes(body)
+    if not whole:
+        raise ConfigError("body is empty, and brokers from 5.0 on refuse that; send at least one byte")
+    return whole
+
+
+def check_size(body_bytes: int, max_message_bytes: int) -> None:
+    """Raise ConfigError when a body is larger than a message may be."""
+    if body_bytes > max_message_bytes:
+        raise ConfigError(
+            f"body of {body_bytes} bytes is more than max_message_bytes={max_message_bytes}; "
+            "send it in parts, or raise that option and the broker's maxMessageSize"
+        )
+
+
+def check_delivery(delay_level: int, deliver_at: datetime | None) -> dict[str, str]:
+    """Return the properties that ask for a later delivery, none for delivery at once.
+
+    Raises:
+        ConfigError: the level is not 0 to 18, the time has no time zone, or both are given.
+    """
+    check_int("delay_level", delay_level, 0, MAX_DELAY_LEVEL)
+    if deliver_at is None:
+        return {PropertyName.DELAY: str(delay_level)} if delay_level else {}
+    if delay_level:
+        raise ConfigError("delay_level and deliver_at exclude each other; give one of them")
+    if not isinstance(deliver_at, datetime):
+        raise ConfigError(f"deliver_at must be a datetime with a time zone, not {type(deliver_at).__name__}")
+    if deliver_at.tzinfo is None:
+        raise ConfigError(
+            f"deliver_at={deliver_at!r} has no time zone; use for example datetime.now(timezone.utc) + timedelta(…)"
+        )
+    return {PropertyName.TIMER_DELIVER_MS: str(round(deliver_at.timestamp() * 1000))}
+
+
+def check_sharding_key(key: object) -> str:
+    """Return `key` if it can choose a queue.
+
+    Raises:
+        ConfigError: it is not text, is empty, or holds a separator of properties.
+    """
+    if not _is_plain_word(key):
+        _check_text("sharding_key", key)
+    assert isinstance(key, str)
+    return key
+
+
+def check_properties_size(text: str) -> None:
+    """Raise ConfigError when all properties together, as they travel, take more room than there is."""
+    size = len(text) if text.isascii() else len(text.encode())
+    if size > MAX_PROPERTIES_BYTES:
+        raise ConfigError(
+            f"properties take {size} bytes with names and separators; at most {MAX_PROPERTIES_BYTES} are allowed; "
+            "put large values into the body"
+        )
+
+
+def _check_tag(tag: object) -> None:
+    if _is_plain_word(tag) and "|" not in tag:
+        return
+    _check_text("tags", tag)
+    assert isinstance(tag, str)
+    if "||" in tag or tag != tag.strip():
+        raise ConfigError(
+            f"tags={tag!r} could not be subscribed to: a message has one tag, without '||' and spaces around it"
+        )
+
+
+def _check_keys(keys: object) -> tuple[str, ...]:
+    if isinstance(keys, str):
+        keys = (keys,)
+    # What is plainly a sequence is told much sooner than one by agreement.
+    if not isinstance(keys, (tuple, list)) and (not isinstance(keys, Sequence) or isinstance(keys, (bytes, bytearray))):
+        raise ConfigError(f"keys must be a text or a sequence of texts, not {type(keys).__name__}")
+    for key in keys:
+        if _is_plain_word(key):
+            continue
+        _check_text("a key", key)
+        if key.split() != [key]:
+            raise ConfigError(f"key {key!r} holds white space, which separates keys; replace it")
+    return tuple(keys)
+
+
+def _check_properties(properties: object) -> None:
+    # What is plainly a mapping is told much sooner than one by agreement.
+    if type(properties) is not dict and not isinstance(properties, Mapping):
+        raise ConfigError(f"properties must be a mapping of text to text, not {type(properties).__name__}")
+    if _are_plain(properties):
+        return
+    for name, value in properties.items():
+        _check_text("a property's name", name)
+        if name in RESERVED_PROPERTIES or name.startswith(TRANSIENT_PREFIX):
+            argument = _ARGUMENT_FOR.get(name)
+            remedy = f"use the argument {argument}=" if argument else "choose another name"
+            raise ConfigError(f"property name {name!r} is reserved by RocketMQ; {remedy}")
+        _check_text(f"property {name!r}", value)
+
+
+def _are_plain(properties: Mapping[object, object]) -> bool:
+    """Tell, quickly, whether nothing is wrong with any name and value; False when they must be looked at one by one."""
+    texts = [*properties, *properties.values()]
+    try:
+        whole = "".join(texts)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return (
+        all(texts)
+        and whole.isascii()
+        and whole.isprintable()  # the separators are not
+        and TRANSIENT_PREFIX not in whole
+        and RESERVED_PROPERTIES.isdisjoint(properties)
+    )
+
+
+def _is_plain_word(text: object) -> TypeGuard[str]:
+    """Tell, quickly, whether it is a text without anything that is not allowed anywhere; False when it must be read."""
+    return type(text) is str and text.isascii() and text.isprintable() and text != "" and " " not in text
+
+
+def _check_text(what: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"{what} must be text, not {type(value).__name__} ({shown(value)})")
+    if not value:
+        raise ConfigError(f"{what} is empty, and would be lost on the way; leave it out")
+    if "\x01" in value or "\x02" in value:
+        raise ConfigError(f"{what} holds \\x01 or \\x02, which separate properties on the way: {shown(value)}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{what} is not text that UTF-8 can carry: {shown(value)}") from error

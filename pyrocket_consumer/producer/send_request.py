@@ -1,0 +1,119 @@
+"""One send request on its way: what it carries, what was tried, and who waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pyrocket_consumer.errors import SendError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.producer.result import SendResult, SendStatus
+from pyrocket_consumer.producer.send_future import Waiting
+from pyrocket_consumer.protocol.command import SendMessageResponseHeader
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.send_template import SendTemplate
+from pyrocket_consumer.text import cut
+from pyrocket_consumer.transport.connection import Connection
+
+LaneKey = tuple[str, MessageQueue | str]
+"""What messages stay in order by: the topic, and the queue or the sharding key."""
+
+_MOST_TOLD, _MOST_OF_A_FAILURE = 16, 2000
+_STATUSES = {status.value: status for status in SendStatus}
+
+
+@dataclass(eq=False)
+class Sending:
+    """A message, or a batch of them, between `send` and its result.
+
+    `topic` is the name brokers know, `shown_topic` the user's (they differ with a namespace). What changes on its way
+    stands in the class until it does: there are thousands of them at a time.
+    """
+
+    topic: str
+    shown_topic: str
+    body: bytes
+    properties: str
+    message_ids: tuple[str, ...]
+    waiting: Waiting
+    timeout_s: float
+    born_at_ms: int
+    deadline: float = 0.0  # by the loop's clock; set when it is handed over
+    sys_flag: int = 0
+    flag: int = 0
+    is_batch: bool = False
+    is_oneway: bool = False
+    queue: MessageQueue | None = None
+    sharding_key: str | None = None
+    needs_timer: bool = False
+    is_waited_for: bool = True  # by a thread, until its deadline; else its time stands still while its lane moves
+    lane_key: LaneKey | None = field(init=False, default=None)  # None: it needs not stay in order; set at its begin
+    handed: int = field(init=False, default=0)  # how often to a broker that has stored it, or may have
+    pauses: int = field(init=False, default=0)
+    failed_brokers: frozenset[str] = field(init=False, default=frozenset())  # since the last pause
+    wants_route_after: float | None = field(init=False, default=None)  # only a route asked for since then will do
+    last_error: Exception | None = field(init=False, default=None)
+    _failures: dict[str, int] | None = field(init=False, default=None)
+
+    def note(self, failure: str) -> None:
+        """Remember why an attempt failed: what happens again and again is told once, and of much the latest."""
+        if self._failures is None:
+            self._failures = {}
+        failure = cut(failure, _MOST_OF_A_FAILURE)  # names in a route can be of any length
+        times = self._failures.pop(failure, 0)
+        self._failures[failure] = times + 1
+        if len(self._failures) > _MOST_TOLD:
+            del self._failures[next(iter(self._failures))]
+
+    @property
+    def attempts(self) -> tuple[str, ...]:
+        """What each failed attempt came to, the latest last."""
+        failures = self._failures or {}
+        return tuple(text if times == 1 else f"{text} ({times} times)" for text, times in failures.items())
+
+    def request(self, template: SendTemplate) -> RemotingCommand:
+        """Return the request that stores it in the queue of `template`."""
+        return template.request(self.body, self.properties, self.sys_flag, self.flag, self.born_at_ms, self.is_oneway)
+
+    def frame(self, template: SendTemplate, connection: Connection, opaque: int) -> bytes:
+        """Return the frame of that request as it goes out on `connection`.
+
+        Raises:
+            ProtocolError: no frame has room for it.
+        """
+        if not connection.signs:
+            what = (self.body, self.properties, self.sys_flag, self.flag, self.born_at_ms)
+            if (frame := template.encode(opaque, *what, connection.max_frame_bytes)) is not None:
+                return frame
+        return connection.encode(self.request(template), opaque)
+
+    def results(self, queue: MessageQueue, answer: RemotingCommand) -> SendResult | list[SendResult]:
+        """Return where the broker of `queue` says it stored the message; of a batch, where each of its messages is.
+
+        Raises:
+            ProtocolError: the answer does not say it.
+        """
+        fields = answer.fields
+        try:
+            queue_id, offset, stored_ids = int(fields["queueId"]), int(fields["queueOffset"]), fields["msgId"]
+        except (KeyError, ValueError):
+            SendMessageResponseHeader.from_fields(fields)  # takes longer, and says what is wrong
+            raise
+        place, status = queue, _STATUSES[answer.code]
+        if queue_id != queue.queue_id or self.shown_topic != queue.topic:
+            place = MessageQueue(self.shown_topic, queue.broker_name, queue_id)
+        transaction_id = fields.get("transactionId")
+        if not self.is_batch:
+            return SendResult(place, offset, self.message_ids[0], stored_ids, status, transaction_id, self.handed)
+        offset_ids = stored_ids.split(",")
+        if len(offset_ids) != len(self.message_ids):  # an inner batch (5.x) is one record, with one id
+            offset_ids = offset_ids[:1] * len(self.message_ids)
+        return [
+            SendResult(place, offset + number, message_id, offset_id, status, transaction_id, self.handed)
+            for number, (message_id, offset_id) in enumerate(zip(self.message_ids, offset_ids, strict=True))
+        ]
+
+    def error(self, cause: BaseException | None) -> SendError:
+        """Return the error that tells all attempts."""
+        error = SendError(self.shown_topic, self.attempts)
+        error.__cause__ = cause
+        return error

@@ -1,0 +1,150 @@
+"""Who is in a group and what it subscribes to: heartbeats, member lists, connections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pyrocket_consumer.model import Subscription
+from pyrocket_consumer.protocol import fastjson
+from pyrocket_consumer.protocol.bodies.subscriptions import read_subscription, subscription_object
+from pyrocket_consumer.protocol.json_object import JsonObject, read_object, record, record_object
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerData:
+    """One consumer group of a client, as its heartbeat tells it."""
+
+    group: str
+    consume_type: str = "CONSUME_PASSIVELY"
+    message_model: str = "CLUSTERING"
+    consume_from_where: str = "CONSUME_FROM_LAST_OFFSET"
+    subscriptions: tuple[Subscription, ...] = ()
+    unit_mode: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatData:
+    """Who a client is: its consumer groups with what they subscribe to, and its producer groups."""
+
+    client_id: str
+    consumers: tuple[ConsumerData, ...] = ()
+    producers: tuple[str, ...] = ()
+
+
+def encode_heartbeat(data: HeartbeatData) -> bytes:
+    """Return the body of a full (not "V2") heartbeat, which every broker takes. Source: HeartbeatData."""
+    return fastjson.dumps(
+        {
+            "clientID": data.client_id,
+            "consumerDataSet": [
+                {
+                    "consumeFromWhere": each.consume_from_where,
+                    "consumeType": each.consume_type,
+                    "groupName": each.group,
+                    "messageModel": each.message_model,
+                    "subscriptionDataSet": [subscription_object(one) for one in each.subscriptions],
+                    "unitMode": each.unit_mode,
+                }
+                for each in data.consumers
+            ],
+            "producerDataSet": [{"groupName": group} for group in data.producers],
+        }
+    )
+
+
+def decode_heartbeat(body: bytes) -> HeartbeatData:
+    """Return what a heartbeat says; enum texts are kept as they are."""
+    found = read_object(body, "heartbeat")
+    consumers = tuple(
+        ConsumerData(
+            each.text("groupName"),
+            each.text("consumeType"),
+            each.text("messageModel"),
+            each.text("consumeFromWhere"),
+            tuple(read_subscription(one) for one in each.objects("subscriptionDataSet")),
+            each.truth("unitMode"),
+        )
+        for each in found.objects("consumerDataSet")
+    )
+    producers = tuple(each.text("groupName") for each in found.objects("producerDataSet"))
+    return HeartbeatData(found.text("clientID"), consumers, producers)
+
+
+def encode_consumer_list(client_ids: Iterable[str]) -> bytes:
+    """Return the body that lists a group's members."""
+    return fastjson.dumps({"consumerIdList": list(client_ids)})
+
+
+def decode_consumer_list(body: bytes) -> list[str]:
+    """Return the client ids of a group's members, in no order; one with two connections is there twice."""
+    return read_object(body, "consumer list").texts("consumerIdList")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckClientConfig:
+    """A subscription a broker is asked to check."""
+
+    client_id: str
+    group: str
+    subscription: Subscription
+
+
+def encode_check_client_config(check: CheckClientConfig) -> bytes:
+    """Return the body. Source: CheckClientRequestBody."""
+    subscription = subscription_object(check.subscription)
+    return fastjson.dumps({"clientId": check.client_id, "group": check.group, "subscriptionData": subscription})
+
+
+def decode_check_client_config(body: bytes) -> CheckClientConfig:
+    """Return the subscription to check."""
+    found = read_object(body, "check client config")
+    subscription = read_subscription(JsonObject(found.table("subscriptionData"), "check client config"))
+    return CheckClientConfig(found.text("clientId"), found.text("group"), subscription)
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """One connection of a group's member, as the broker sees it."""
+
+    client_id: str = ""
+    client_addr: str = ""
+    language: str = ""
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerConnection:
+    """Who is connected in a group, and what the group is."""
+
+    connections: tuple[Connection, ...] = ()
+    consume_type: str = ""
+    message_model: str = ""
+    consume_from_where: str = ""
+    subscriptions: tuple[Subscription, ...] = ()
+
+
+def encode_consumer_connection(value: ConsumerConnection) -> bytes:
+    """Return the body. Source: ConsumerConnection."""
+    return fastjson.dumps(
+        {
+            "connectionSet": [record_object(each) for each in value.connections],
+            "consumeFromWhere": value.consume_from_where,
+            "consumeType": value.consume_type,
+            "messageModel": value.message_model,
+            "subscriptionTable": {each.topic: subscription_object(each) for each in value.subscriptions},
+        }
+    )
+
+
+def decode_consumer_connection(body: bytes) -> ConsumerConnection:
+    """Return who is connected in a group."""
+    found = read_object(body, "consumer connection")
+    subscriptions = found.table("subscriptionTable").values()
+    return ConsumerConnection(
+        tuple(record(Connection, each, "connection") for each in found.objects("connectionSet")),
+        found.text("consumeType"),
+        found.text("messageModel"),
+        found.text("consumeFromWhere"),
+        tuple(read_subscription(JsonObject(each, "subscriptionTable")) for each in subscriptions),
+    )

@@ -1,0 +1,138 @@
+"""Offsets by queue: resets, what members hold, how far groups are, what topics hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol import fastjson
+from pyrocket_consumer.protocol.json_object import (
+    JsonObject,
+    read_number,
+    read_object,
+    read_queue,
+    record,
+    record_object,
+)
+
+
+def _offset(value: object, what: str) -> int:
+    return read_number(value, "the offset of a queue", what)
+
+
+def encode_offset_table(offsets: Mapping[MessageQueue, int], as_list: bool = False) -> bytes:
+    """Return the body of a reset (220) or of the answer to 222; as a list, the form for admins that are CPP."""
+    if as_list:
+        listed = [
+            {"brokerName": queue.broker_name, "offset": offset, "queueId": queue.queue_id, "topic": queue.topic}
+            for queue, offset in offsets.items()
+        ]
+        return fastjson.dumps({"offsetTable": listed})
+    return fastjson.dumps({"offsetTable": dict(offsets)})
+
+
+def decode_offset_table(body: bytes) -> dict[MessageQueue, int]:
+    """Return the offsets of a reset, in whichever form they come: map, list of objects, list of pairs; none if empty.
+
+    Source: ResetOffsetBody, ResetOffsetBodyForC.
+    """
+    if not body:
+        return {}
+    value = fastjson.loads(body)
+    found = JsonObject(value, "offset table")
+    if not isinstance(value.get("offsetTable"), list):
+        return found.queue_table("offsetTable", _offset)
+    offsets = {}
+    for item in found.items("offsetTable"):
+        if isinstance(item, list) and len(item) == 2:
+            offsets[read_queue(item[0], "offset table")] = _offset(item[1], "offset table")
+        else:
+            offsets[read_queue(item, "offset table")] = JsonObject(item, "offset table").number("offset")
+    return offsets
+
+
+def encode_consumer_status(offsets: Mapping[MessageQueue, int]) -> bytes:
+    """Return a member's answer to 221: its offsets. Source: GetConsumerStatusBody."""
+    return fastjson.dumps({"consumerTable": {}, "messageQueueTable": dict(offsets)})
+
+
+def decode_consumer_status(body: bytes) -> dict[MessageQueue, int]:
+    """Return the offsets a member answered to 221."""
+    return read_object(body, "consumer status").queue_table("messageQueueTable", _offset)
+
+
+def encode_consumer_status_table(members: Mapping[str, Mapping[MessageQueue, int]]) -> bytes:
+    """Return a broker's answer to 223: the offsets of each member that answered."""
+    return fastjson.dumps({"consumerTable": dict(members), "messageQueueTable": {}})
+
+
+def decode_consumer_status_table(body: bytes) -> dict[str, dict[MessageQueue, int]]:
+    """Return the offsets of each member, by client id."""
+    members = read_object(body, "consumer status").table("consumerTable")
+    found = JsonObject(members, "consumer status")
+    return {str(client_id): found.queue_table(client_id, _offset) for client_id in members}
+
+
+@dataclass(frozen=True, slots=True)
+class QueueConsumeStats:
+    """How far a group is in one queue. `pull_offset` is told by 5.x only."""
+
+    broker_offset: int = 0
+    consumer_offset: int = 0
+    last_timestamp: int = 0
+    pull_offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumeStats:
+    """How far a group is in its queues. An offset never committed reads as 0."""
+
+    queues: Mapping[MessageQueue, QueueConsumeStats]
+    consume_tps: float = 0.0
+
+
+def encode_consume_stats(stats: ConsumeStats) -> bytes:
+    """Return the body. Source: ConsumeStats, OffsetWrapper."""
+    table = {queue: record_object(each) for queue, each in stats.queues.items()}
+    return fastjson.dumps({"consumeTps": stats.consume_tps, "offsetTable": table})
+
+
+def decode_consume_stats(body: bytes) -> ConsumeStats:
+    """Return how far a group is."""
+    found = read_object(body, "consume stats")
+    queues = found.queue_table("offsetTable", lambda value, what: record(QueueConsumeStats, value, what))
+    return ConsumeStats(queues, found.real("consumeTps"))
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """What one queue holds."""
+
+    min_offset: int = 0
+    max_offset: int = 0
+    last_update_timestamp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TopicStats:
+    """What a topic's queues hold. `topic_put_tps` is told by newer 5.x only."""
+
+    queues: Mapping[MessageQueue, QueueStats]
+    topic_put_tps: float | None = None
+
+
+def encode_topic_stats(stats: TopicStats) -> bytes:
+    """Return the body. Source: TopicStatsTable, TopicOffset."""
+    value: dict[str, Any] = {"offsetTable": {queue: record_object(each) for queue, each in stats.queues.items()}}
+    if stats.topic_put_tps is not None:
+        value["topicPutTps"] = stats.topic_put_tps
+    return fastjson.dumps(value)
+
+
+def decode_topic_stats(body: bytes) -> TopicStats:
+    """Return what a topic's queues hold."""
+    found = read_object(body, "topic stats")
+    queues = found.queue_table("offsetTable", lambda value, what: record(QueueStats, value, what))
+    return TopicStats(queues, found.real("topicPutTps") if found.has("topicPutTps") else None)

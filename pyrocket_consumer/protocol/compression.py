@@ -1,0 +1,235 @@
+"""Bodies of messages, compressed and back: zlib, LZ4 frames, zstd. Source: CompressorFactory, MessageSysFlag."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from types import ModuleType
+
+from pyrocket_consumer.errors import ConfigError, ProtocolError
+from pyrocket_consumer.protocol.codes import SysFlag
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+"""The longest body `decompress` gives unless it is told otherwise; brokers take 4 MiB unless told otherwise."""
+
+
+class Compression(StrEnum):
+    """How a producer compresses bodies. zlib needs nothing installed, and every consumer reads it."""
+
+    ZLIB = "zlib"
+    LZ4 = "lz4"
+    ZSTD = "zstd"
+
+
+def compress(body: bytes, kind: Compression | str = Compression.ZLIB, level: int = 5) -> tuple[bytes, int]:
+    """Return `body` compressed and the sysFlag bits that say how. `level` is for zlib and zstd.
+
+    Raises:
+        ConfigError: `kind` is unknown, or its package is not installed; the text has the pip command.
+    """
+    try:
+        kind = Compression(kind)
+    except ValueError:
+        raise ConfigError(f"compression {kind!r} is unknown; 'zlib', 'lz4' and 'zstd' are known") from None
+    if kind is Compression.ZLIB:
+        return zlib.compress(body, level), SysFlag.COMPRESSED | SysFlag.COMPRESSION_ZLIB
+    if kind is Compression.LZ4:
+        compressed: bytes = _lz4().compress(body)
+        return compressed, SysFlag.COMPRESSED | SysFlag.COMPRESSION_LZ4
+    compressed = _zstd().ZstdCompressor(level=level).compress(body)
+    return compressed, SysFlag.COMPRESSED | SysFlag.COMPRESSION_ZSTD
+
+
+class BodyTooLarge(ProtocolError):
+    """A message that holds more than its reader takes; it can never be read by it."""
+
+
+def decompress(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Return the body a producer compressed; `body` itself when `sys_flag` says it did not.
+
+    Raises:
+        ProtocolError: the bytes are damaged; or hold more than `max_bytes`, which is a BodyTooLarge.
+        ConfigError: the package for this compression is not installed; the text has the pip command.
+    """
+    if not sys_flag & SysFlag.COMPRESSED:
+        return body
+    parts, length, suspicious = list[bytes](), 0, _USUAL_RATIO * len(body) + _MEASURED_BYTES
+    for piece in _of_kind(sys_flag)(body, min(suspicious, max_bytes) + 1):
+        length += len(piece)
+        if length > max_bytes:
+            parts.clear()  # the error has this frame
+            raise _too_large(body, max_bytes)
+        parts.append(piece)
+        if length > suspicious:
+            del piece
+            parts.clear()
+            return _in_one_piece(body, sys_flag, max_bytes)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def unpacked_size(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> int:
+    """Return how many bytes `decompress` would give, and hold only a few of them at a time. Raises what it does."""
+    if not sys_flag & SysFlag.COMPRESSED:
+        return len(body)
+    length = 0
+    for piece in _of_kind(sys_flag)(body, _MEASURED_BYTES):
+        length += len(piece)
+        if length > max_bytes:
+            raise _too_large(body, max_bytes)
+    return length
+
+
+_USUAL_RATIO = 64
+"""Of a body that holds more it is found out first how much: allocators keep for each thread what many pieces took."""
+
+
+def _in_one_piece(body: bytes, sys_flag: int, max_bytes: int) -> bytes:
+    size = unpacked_size(body, sys_flag, max_bytes)
+    kind = sys_flag & _KIND
+    if kind == SysFlag.COMPRESSION_ZSTD:
+        plain: bytes = _zstd().ZstdDecompressor(max_window_size=MAX_BODY_BYTES).decompress(body, max_output_size=size)
+        if len(plain) == size:  # else it is several frames
+            return plain
+    elif kind != SysFlag.COMPRESSION_LZ4:
+        return zlib.decompress(body, bufsize=size)
+    buffer, place = bytearray(size), 0
+    with memoryview(buffer) as view:
+        for piece in _of_kind(sys_flag)(body, _MEASURED_BYTES):
+            view[place : place + len(piece)] = piece
+            place += len(piece)
+    return bytes(buffer)
+
+
+_MOST_UNPACKED = {
+    0: 1032,
+    SysFlag.COMPRESSION_ZLIB: 1032,
+    SysFlag.COMPRESSION_LZ4: 255,
+    SysFlag.COMPRESSION_ZSTD: 32768,
+}
+"""What a byte can hold at most, by kind."""
+
+
+def most_unpacked(stored_bytes: int, sys_flag: int) -> int:
+    """Return how many bytes a body of `stored_bytes` can hold at most: known at once, and far more than most do."""
+    return (stored_bytes + 64) * _MOST_UNPACKED.get(sys_flag & SysFlag.COMPRESSION_MASK, 1)
+
+
+def _too_large(body: bytes, max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"compressed body of {len(body)} bytes holds more than {max_bytes}")
+
+
+def _of_kind(sys_flag: int) -> Callable[[bytes, int], Iterator[bytes]]:
+    """Return what yields what a body holds, in pieces of about as many bytes as it is told."""
+    found = _PIECES.get(sys_flag & _KIND)
+    if found is None:
+        kind = (sys_flag & _KIND) >> 8
+        raise ProtocolError(f"compression type {kind} of sysFlag {sys_flag:#x} is unknown; 0 to 3 are known")
+    return found
+
+
+def _damaged(kind: Compression, body: bytes, reason: object) -> ProtocolError:
+    return ProtocolError(f"{kind} body of {len(body)} bytes cannot be decompressed: {reason}")
+
+
+def _zlib_pieces(body: bytes, most: int) -> Iterator[bytes]:
+    stream, rest = zlib.decompressobj(), body
+    try:
+        while not stream.eof:
+            piece = stream.decompress(rest, most)
+            yield piece
+            rest = stream.unconsumed_tail
+            if not stream.eof and not rest and len(piece) < most:
+                raise _damaged(Compression.ZLIB, body, "it is cut short")
+    except zlib.error as error:
+        raise _damaged(Compression.ZLIB, body, error) from error
+
+
+def _lz4_pieces(body: bytes, most: int) -> Iterator[bytes]:
+    stream = _lz4().LZ4FrameDecompressor()
+    room, rest = 8 * len(body) + 1024, body  # it takes the room it is given, so a little at first
+    try:
+        while not stream.eof:
+            piece = stream.decompress(rest, min(room, most))
+            yield piece
+            if not stream.eof and not piece:
+                raise _damaged(Compression.LZ4, body, "it is cut short")
+            rest = b""
+            room *= 8
+    except RuntimeError as error:
+        raise _damaged(Compression.LZ4, body, error) from error
+    if stream.unused_data and stream.unused_data.startswith(_LZ4_MAGIC):  # no writer does it; nothing may get lost
+        raise _damaged(Compression.LZ4, body, "it is more than one frame")
+
+
+_LZ4_MAGIC = b"\x04\x22\x4d\x18"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+_MEASURED_BYTES = 256 * 1024
+
+_ZSTD_INPUT_BYTES = 1024
+"""Most input given at a time. A block of 4 bytes can hold 128 KiB, so this bounds the memory beyond `max_bytes`."""
+
+_ZSTD_KEPT_BYTES = 8 * 1024 * 1024
+"""A context keeps the memory that a frame filled. One that has seen a larger one is left."""
+
+_contexts = threading.local()  # a context costs more than most bodies, and serves one thread at a time
+
+
+def _zstd_pieces(body: bytes, most: int) -> Iterator[bytes]:
+    input_bytes = min(_ZSTD_INPUT_BYTES, max(len(body) // 8, 64)) if most > _MEASURED_BYTES else 32
+    zstd = _zstd()
+    context = getattr(_contexts, "zstd", None)
+    if context is None:
+        context = _contexts.zstd = zstd.ZstdDecompressor(max_window_size=MAX_BODY_BYTES)
+    start = length = 0
+    complete = False
+    try:
+        while start < len(body) and not (complete and body[start : start + 4] != _ZSTD_MAGIC):
+            # Streams, because Java writes no content size; more than one, because a body may be several frames.
+            stream = context.decompressobj()
+            while start < len(body) and not stream.eof:
+                piece = body[start : start + input_bytes]
+                plain = stream.decompress(piece)
+                length += len(plain)
+                yield plain
+                start += len(piece) - len(stream.unused_data)
+            complete = stream.eof
+    except zstd.ZstdError as error:
+        raise _damaged(Compression.ZSTD, body, error) from error
+    finally:
+        if length > _ZSTD_KEPT_BYTES:
+            _contexts.zstd = None
+    if not complete:
+        raise _damaged(Compression.ZSTD, body, "it is cut short")
+
+
+_KIND = int(SysFlag.COMPRESSION_MASK)
+_PIECES: dict[int, Callable[[bytes, int], Iterator[bytes]]] = {
+    0: _zlib_pieces,  # written before 4.9.4
+    int(SysFlag.COMPRESSION_ZLIB): _zlib_pieces,
+    int(SysFlag.COMPRESSION_LZ4): _lz4_pieces,
+    int(SysFlag.COMPRESSION_ZSTD): _zstd_pieces,
+}
+
+
+def _lz4() -> ModuleType:
+    try:
+        import lz4.frame
+    except ImportError as error:
+        raise _missing("lz4") from error
+    module: ModuleType = lz4.frame
+    return module
+
+
+def _zstd() -> ModuleType:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise _missing("zstd") from error
+    return zstandard
+
+
+def _missing(extra: str) -> ConfigError:
+    return ConfigError(f"{extra} compression is not installed: pip install pyrocket-consumer[{extra}]")

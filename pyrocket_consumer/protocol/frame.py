@@ -1,0 +1,476 @@
+"""Frames: length, header (JSON or ROCKETMQ) and body. Source: RemotingCommand, RocketMQSerializable, NettyDecoder."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import orjson
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.protocol import fastjson
+from pyrocket_consumer.protocol.acl import SIGNED
+from pyrocket_consumer.protocol.codes import CLIENT_VERSION, LANGUAGE_NAMES, LanguageCode, RequestCode
+from pyrocket_consumer.text import cut
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+"""The largest frame either side sends, its length field included, unless `max_frame_bytes` says otherwise."""
+
+MAX_REQUEST_BYTES = 1024 * 1024
+"""The largest body of a request that a server sends us, unless that is a stored message: a reset of 4,000 queues."""
+
+_OF_MESSAGES = frozenset((RequestCode.CHECK_TRANSACTION_STATE, RequestCode.CONSUME_MESSAGE_DIRECTLY))
+
+JSON_HEADER = 0
+BINARY_HEADER = 1
+
+RESPONSE_FLAG = 1
+ONEWAY_FLAG = 2
+
+_MOST_SHOWN = 200  # characters of a field, or of the remark
+
+MAX_HEADER_BYTES = 1024 * 1024
+"""The largest header: the answer to a batch of 10,000 messages names the id of each, 57 bytes of them with IPv6."""
+
+_MOST_LOOSE_BYTES = 64 * 1024  # of a header that no quick reader reads, for the half of a character in its remark
+_MOST_VALUES = 50_000  # of a header that is longer than that
+_MOST_FIELDS = 1024  # no header has more than thirty
+
+_PREFIX = struct.Struct(">II")  # bytes that follow; header type << 24 | header length
+_BINARY_FIXED = struct.Struct(">hBhiii")  # code, language, version, opaque, flag, remark length
+
+
+@dataclass(slots=True, repr=False)
+class RemotingCommand:
+    """One request or answer. `fields` is the header's string map (extFields), `header_type` the form it came in."""
+
+    code: int
+    fields: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    opaque: int = 0
+    flag: int = 0
+    remark: str | None = None
+    language: str = "PYTHON"
+    version: int = CLIENT_VERSION
+    header_type: int = JSON_HEADER
+    left_out: int = 0
+    """The bytes of a body that is too large for its request, and was not kept."""
+
+    def __repr__(self) -> str:
+        fields = {name: "***" if name in SIGNED else cut(value, _MOST_SHOWN) for name, value in self.fields.items()}
+        remark = f", remark={cut(self.remark, _MOST_SHOWN)!r}" if self.remark else ""
+        return (
+            f"RemotingCommand(code={self.code}, opaque={self.opaque}, flag={self.flag}, fields={fields!r}, "
+            f"body=<{len(self.body)} bytes>{remark})"
+        )
+
+    @property
+    def is_response(self) -> bool:
+        return bool(self.flag & RESPONSE_FLAG)
+
+    @property
+    def is_oneway(self) -> bool:
+        return bool(self.flag & ONEWAY_FLAG)
+
+    def answer(self, code: int = 0, remark: str | None = None, fields: dict[str, str] | None = None,
+               body: bytes = b"") -> RemotingCommand:
+        """Return the answer to this request: same opaque, response flag set."""
+        return RemotingCommand(code, fields or {}, body, self.opaque, RESPONSE_FLAG, remark)
+
+
+def encode_command(
+    command: RemotingCommand, header_type: int = JSON_HEADER, max_frame_bytes: int = MAX_FRAME_BYTES
+) -> bytes:
+    """Return the whole frame of `command`. JSON is what every server understands, and the faster one.
+
+    Raises:
+        ProtocolError: the frame would be larger than `max_frame_bytes`, or a field cannot be written.
+    """
+    header = _json_header(command) if header_type == JSON_HEADER else _binary_header(command)
+    body = command.body
+    if len(header) > MAX_HEADER_BYTES:
+        raise ProtocolError(
+            f"header of {len(header)} bytes; at most {MAX_HEADER_BYTES} are sent: shorten the message's properties"
+        )
+    if _PREFIX.size + len(header) + len(body) > max_frame_bytes:
+        raise ProtocolError(
+            f"frame of {_PREFIX.size + len(header) + len(body)} bytes; at most max_frame_bytes={max_frame_bytes} are "
+            "sent: send less at a time, or pass a larger one if the servers take it (16 MiB unless told otherwise)"
+        )
+    return _PREFIX.pack(4 + len(header) + len(body), header_type << 24 | len(header)) + header + body
+
+
+def _json_header(command: RemotingCommand) -> bytes:
+    header: dict[str, object] = {"code": command.code}
+    if command.fields:
+        header["extFields"] = command.fields
+    header["flag"] = command.flag
+    header["language"] = command.language
+    header["opaque"] = command.opaque
+    if command.remark is not None:
+        header["remark"] = command.remark
+    header["serializeTypeCurrentRPC"] = "JSON"
+    header["version"] = command.version
+    try:
+        return orjson.dumps(header)
+    except orjson.JSONEncodeError as error:
+        raise ProtocolError(f"header cannot be written: {error}") from error
+
+
+def _binary_header(command: RemotingCommand) -> bytes:
+    try:
+        language = LanguageCode[command.language]
+    except KeyError:
+        language = LanguageCode.OTHER
+    try:
+        remark = (command.remark or "").encode()
+        entries = b"".join(
+            struct.pack(">h", len(name)) + name + struct.pack(">i", len(value)) + value
+            for name, value in ((name.encode(), value.encode()) for name, value in command.fields.items())
+            if value  # servers read an empty value as none at all, and would then sign the text "null"
+        )
+        fixed = _BINARY_FIXED.pack(
+            command.code, language, command.version, command.opaque, command.flag, len(remark)
+        )
+    except (struct.error, UnicodeEncodeError) as error:
+        raise ProtocolError(f"binary header cannot be written: {error}") from error
+    return fixed + remark + struct.pack(">i", len(entries)) + entries
+
+
+def decode_command(frame: bytes) -> RemotingCommand:
+    """Return the command in one whole frame (length field included).
+
+    Raises:
+        ProtocolError: the frame is not one. A server closes the connection then; so should we.
+    """
+    if len(frame) < _PREFIX.size:
+        raise ProtocolError(f"frame of {len(frame)} bytes is shorter than its prefix")
+    length, word = _PREFIX.unpack_from(frame)
+    if length + 4 != len(frame):
+        raise ProtocolError(f"frame says {length} bytes follow, {len(frame) - 4} do")
+    _check_prefix(length, word, MAX_FRAME_BYTES)
+    return _decode(memoryview(frame), 4, length, word)
+
+
+def _decode(data: memoryview, start: int, length: int, word: int) -> RemotingCommand:
+    """Decode the frame whose header word stands at `start`; `length` counts from there."""
+    body_start, end = start + 4 + (word & 0xFFFFFF), start + length
+    body = bytes(data[body_start:end]) if body_start < end else b""
+    return _decode_header(data[start + 4 : body_start], word >> 24, body)
+
+
+def _decode_header(header: memoryview, header_type: int, body: bytes = b"") -> RemotingCommand:
+    if header_type == JSON_HEADER:
+        return _decode_json_header(header, body)
+    if header_type == BINARY_HEADER:
+        return _decode_binary_header(bytes(header), body)
+    raise ProtocolError(f"header type {header_type} is unknown; 0 (JSON) and 1 (ROCKETMQ) are known")
+
+
+def _decode_json_header(data: memoryview, body: bytes) -> RemotingCommand:
+    if len(data) > _MOST_LOOSE_BYTES and bytes(data).count(b",") > _MOST_VALUES:
+        raise ProtocolError(f"header of {len(data)} bytes with more than {_MOST_VALUES} values")
+    try:
+        header = orjson.loads(data)  # may be nested as deep as it likes: nothing but `_text` and `_kind` looks into it
+    except orjson.JSONDecodeError as error:
+        if len(data) > _MOST_LOOSE_BYTES:
+            raise ProtocolError(f"header of {len(data)} bytes is not JSON: {error!s:.100}") from None
+        header = fastjson.loads_loosely(bytes(data))
+    try:
+        fields = header.get("extFields")
+        command = RemotingCommand(
+            header["code"],
+            fields if fields is not None else {},
+            body,
+            header.get("opaque", 0),
+            header.get("flag", 0),
+            header.get("remark"),
+            header.get("language") or "OTHER",
+            header.get("version", 0),
+        )
+    except (KeyError, AttributeError) as error:
+        raise ProtocolError(f"header is not a command: {bytes(data[:80])!r}") from error
+    _check_types(command)
+    return command
+
+
+def _check_types(command: RemotingCommand) -> None:
+    code, opaque, flag, fields, version = command.code, command.opaque, command.flag, command.fields, command.version
+    if not (type(code) is type(opaque) is type(flag) is type(version) is int and type(fields) is dict):
+        raise ProtocolError(
+            f"header has a field of the wrong type: code={_kind(code)} opaque={_kind(opaque)} flag={_kind(flag)} "
+            f"version={_kind(version)} extFields={_kind(fields)}"
+        )
+    if type(command.language) is not str or (command.remark is not None and type(command.remark) is not str):
+        raise ProtocolError(
+            f"header has a field of the wrong type: language={_kind(command.language)} remark={_kind(command.remark)}"
+        )
+    if len(fields) > _MOST_FIELDS:
+        raise ProtocolError(f"header of {len(fields)} fields; at most {_MOST_FIELDS} are read")
+    for value in fields.values():
+        if type(value) is not str:  # numbers and booleans are tolerated, as Java does
+            command.fields = {str(name): _text(value) for name, value in fields.items() if value is not None}
+            break
+
+
+def _kind(value: object) -> str:
+    return f"{value!r:.20}" if isinstance(value, (int, float, str)) else type(value).__name__
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else fastjson.dumps(value).decode()
+
+
+def _decode_binary_header(data: bytes, body: bytes) -> RemotingCommand:
+    try:
+        code, language, version, opaque, flag, remark_length = _BINARY_FIXED.unpack_from(data)
+        place = _BINARY_FIXED.size
+        remark, place = _take(data, place, remark_length)
+        (fields_length,) = struct.unpack_from(">i", data, place)
+        entries, _ = _take(data, place + 4, fields_length)
+        fields, place, left = {}, 0, _MOST_FIELDS
+        while place < len(entries):
+            if not left:
+                raise ProtocolError(f"header of more than {_MOST_FIELDS} fields")
+            left -= 1
+            (name_length,) = struct.unpack_from(">h", entries, place)
+            name, place = _take(entries, place + 2, name_length)
+            (value_length,) = struct.unpack_from(">i", entries, place)
+            value, place = _take(entries, place + 4, value_length)
+            fields[name.decode()] = value.decode()
+        return RemotingCommand(
+            code, fields, body, opaque, flag, remark.decode() or None, LANGUAGE_NAMES.get(language, "OTHER"), version,
+            BINARY_HEADER,
+        )
+    except (struct.error, UnicodeDecodeError) as error:
+        raise ProtocolError(f"binary header of {len(data)} bytes is not a command: {error}") from error
+
+
+def _take(data: bytes, start: int, length: int) -> tuple[bytes, int]:
+    if length < 0 or start + length > len(data):
+        raise ProtocolError(f"binary header wants {length} bytes at {start} of {len(data)}")
+    return data[start : start + length], start + length
+
+
+class FrameBuffer:
+    """Cuts a byte stream into commands; holds only what is incomplete.
+
+    Bytes are received straight into it: write into `space()`, then tell how many with `received()`. The body of a
+    request above `largest_request`, unless that is a message, is passed over as it comes, and nothing of it held.
+    """
+
+    __slots__ = ("_buffer", "_view", "_start", "_end", "_max_frame_bytes", "_largest_request", "_looked_at", "_to_pass")
+
+    INITIAL_BYTES = 512 * 1024
+    LEAST_BYTES = 128 * 1024  # of space: receiving a little costs a wake-up as receiving a lot does
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES, *, largest_request: int | None = None) -> None:
+        self._buffer = bytearray(self.INITIAL_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+        self._max_frame_bytes = max_frame_bytes
+        self._largest_request = max_frame_bytes if largest_request is None else largest_request
+        self._looked_at = False  # a large frame that is not complete yet: it is wanted
+        self._to_pass = 0  # bytes to come that are not
+
+    def space(self) -> memoryview:
+        """Return room to receive into; never empty."""
+        if self._start == self._end:
+            self._start = self._end = 0
+            if len(self._buffer) > 4 * self.INITIAL_BYTES:  # a large frame has passed: give its room back
+                self._replace(self.INITIAL_BYTES)
+        elif len(self._buffer) - self._end < self.LEAST_BYTES:
+            self._make_room()
+        return self._view[self._end :]
+
+    def _make_room(self) -> None:
+        held = self._end - self._start
+        wanted = held + self.LEAST_BYTES
+        if held >= 4:  # the length was checked when it was first seen
+            frame = 4 + int.from_bytes(self._view[self._start : self._start + 4])
+            wanted = max(wanted, min(frame, 2 * len(self._buffer)))  # believed only as far as bytes have come
+        if wanted <= len(self._buffer):
+            self._view[:held] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, held
+        else:
+            self._replace(wanted + self.INITIAL_BYTES // 4)
+
+    def _replace(self, size: int) -> None:
+        held = bytes(self._view[self._start : self._end])
+        self._buffer = bytearray(max(size, self.INITIAL_BYTES))
+        self._view = memoryview(self._buffer)
+        self._view[: len(held)] = held
+        self._start, self._end = 0, len(held)
+
+    def received(self, count: int, most: int = sys.maxsize) -> list[RemotingCommand]:
+        """Take note of `count` bytes written into `space()`, and return the commands that are complete now.
+
+        If these are `most`, there may be more: `received(0)` returns them.
+
+        Raises:
+            ProtocolError: the stream is not one of frames. It cannot be followed any further.
+        """
+        self._end += count
+        if self._to_pass:
+            passed = min(self._to_pass, self._end - self._start)
+            self._start += passed
+            self._to_pass -= passed
+        commands: list[RemotingCommand] = []
+        view, start, end = self._view, self._start, self._end
+        unpack, size, max_frame_bytes = _PREFIX.unpack_from, _PREFIX.size, self._max_frame_bytes
+        while end - start >= size and len(commands) < most:
+            length, word = unpack(view, start)
+            _check_prefix(length, word, max_frame_bytes)
+            if length > self._largest_request and not self._looked_at:
+                request = self._too_large(view[start + size : end], length, word)
+                if request is not None:
+                    commands.append(request)
+                    start += 4 + length
+                    self._to_pass = max(start - end, 0)
+                    start = min(start, end)
+                    continue
+            if end - start < 4 + length:
+                break
+            commands.append(_decode(view, start + 4, length, word))
+            start += 4 + length
+            self._looked_at = False
+        self._start = start
+        return commands
+
+    def _too_large(self, come: memoryview, length: int, word: int) -> RemotingCommand | None:
+        """Return the command of a large frame without its body if that is not wanted, None if it is, or not known yet.
+
+        `come` is what there is of header and body.
+        """
+        header_bytes = word & 0xFFFFFF
+        if len(come) < header_bytes:
+            return None
+        self._looked_at = True
+        command = _decode_header(come[:header_bytes], word >> 24)
+        body_bytes = length - 4 - header_bytes
+        if command.is_response or command.code in _OF_MESSAGES or body_bytes <= self._largest_request:
+            return None
+        self._looked_at = False
+        command.left_out = body_bytes
+        return command
+
+
+@dataclass(slots=True)
+class Extent:
+    """Bytes that are left where they came: `data` from `start` to before `stop`. Whoever owns `data` may move them."""
+
+    data: bytes | bytearray
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, data: bytes) -> Extent:
+        """Return all of `data`."""
+        return cls(data, 0, len(data))
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __bytes__(self) -> bytes:
+        return bytes(memoryview(self.data)[self.start : self.stop])
+
+
+class InPlaceFrames:
+    """Cuts a byte stream into commands like `FrameBuffer`, and leaves their bodies where they were received.
+
+    That saves copying much that is read once and soon. A body stays until the next `reuse()`, which keeps those that
+    are still wanted. The last byte of `data` is never received into: it is free for whoever reads the bodies.
+    """
+
+    __slots__ = ("data", "_view", "_start", "_end", "_max_frame_bytes")
+
+    INITIAL_BYTES = 4 * 1024 * 1024
+    LEAST_BYTES = 256 * 1024  # of space
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        self.data = bytearray(self.INITIAL_BYTES)
+        self._view = memoryview(self.data)
+        self._start = self._end = 0  # of what is no complete frame yet
+
+    def _renew(self, size: int) -> None:
+        """Receive into another buffer from now on. Bodies that were handed out keep the old one."""
+        tail = bytes(self._view[self._start : self._end])
+        self.data = bytearray(size)
+        self._view = memoryview(self.data)
+        self._view[: len(tail)] = tail
+        self._start, self._end = 0, len(tail)
+
+    def space(self) -> memoryview:
+        """Return room to receive into; never empty."""
+        if len(self.data) - 1 - self._end < self.LEAST_BYTES:
+            held = self._end - self._start
+            wanted = held + self.LEAST_BYTES
+            if held >= 4:  # the length was checked when it was first seen
+                frame = 4 + int.from_bytes(self._view[self._start : self._start + 4])
+                wanted = max(wanted, min(frame, 2 * len(self.data)))  # believed only as far as bytes have come
+            self._renew(max(wanted + self.LEAST_BYTES, self.INITIAL_BYTES))
+        return self._view[self._end : -1]
+
+    def received(self, count: int) -> list[tuple[RemotingCommand, Extent]]:
+        """Take note of `count` bytes written into `space()`, and return the commands that are complete now.
+
+        Each has an empty `body`; where its body is stands beside it.
+
+        Raises:
+            ProtocolError: the stream is not one of frames. It cannot be followed any further.
+        """
+        self._end += count
+        found = []
+        view, start, end = self._view, self._start, self._end
+        unpack, size, max_frame_bytes = _PREFIX.unpack_from, _PREFIX.size, self._max_frame_bytes
+        while end - start >= size:
+            length, word = unpack(view, start)
+            _check_prefix(length, word, max_frame_bytes)
+            stop = start + 4 + length
+            if stop > end:
+                break
+            body = start + size + (word & 0xFFFFFF)
+            found.append((_decode_header(view[start + size : body], word >> 24), Extent(self.data, body, stop)))
+            start = stop
+        self._start = start
+        return found
+
+    def reuse(self, wanted: Iterable[Extent]) -> None:
+        """Receive over what was handed out, but for the bodies that are still `wanted`: they are moved."""
+        view, place = self._view, 0
+        for extent in sorted((each for each in wanted if each.data is self.data), key=lambda each: each.start):
+            size = len(extent)
+            if extent.start != place:
+                view[place : place + size] = view[extent.start : extent.stop]
+                extent.start, extent.stop = place, place + size
+            place += size
+        tail = self._end - self._start
+        if self._start != place:
+            view[place : place + tail] = view[self._start : self._end]
+            self._start, self._end = place, place + tail
+        if not place and len(self.data) > 2 * self.INITIAL_BYTES and tail < self.LEAST_BYTES:
+            self._renew(self.INITIAL_BYTES)  # large frames have passed: give their room back
+
+
+def no_frame(address: str, damage: ProtocolError) -> ProtocolError:
+    """Return what to tell of a peer that has sent something else than frames."""
+    return ProtocolError(
+        f"{address} sent what is no frame of RocketMQ's remoting protocol ({damage}); check the address: something "
+        "else listens there, such as an HTTP server or a proxy for gRPC, or the data was damaged on its way"
+    )
+
+
+def _check_prefix(length: int, word: int, max_frame_bytes: int) -> None:
+    if not 4 <= length <= max_frame_bytes - 4:
+        raise ProtocolError(
+            f"frame of {length} bytes, beginning with {length.to_bytes(4)!r}; "
+            f"4 to {max_frame_bytes - 4} are allowed (max_frame_bytes={max_frame_bytes}; pass more if servers send it)"
+        )
+    header = word & 0xFFFFFF
+    if header > MAX_HEADER_BYTES:
+        raise ProtocolError(f"header of {header} bytes; at most {MAX_HEADER_BYTES} are read")
+    if 4 + header > length:
+        raise ProtocolError(f"header of {header} bytes in a frame of {length}")

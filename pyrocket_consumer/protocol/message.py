@@ -1,0 +1,639 @@
+"""Stored messages: the records of a pull's body, read lazily, and the batches producers send.
+
+Source: MessageDecoder, MessageExtEncoder, MessageSysFlag, MessageVersion.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from pyrocket_consumer.errors import ConfigError, ProtocolError, RocketError
+from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
+from pyrocket_consumer.protocol.accelerator import Record, cut_records, make_record
+from pyrocket_consumer.protocol.codes import SysFlag
+from pyrocket_consumer.protocol.compression import (
+    MAX_BODY_BYTES,
+    BodyTooLarge,
+    Compression,
+    compress,
+    decompress,
+    most_unpacked,
+    unpacked_size,
+)
+from pyrocket_consumer.protocol.ids import (
+    UniqueIds,
+    decode_host,
+    encode_host,
+    offset_message_id,
+    parse_offset_message_id,
+)
+from pyrocket_consumer.protocol.properties import (
+    PropertyName,
+    decode_properties,
+    encode_properties,
+    encoded_properties,
+    find_property,
+    first_property,
+)
+from pyrocket_consumer.protocol.record import GLANCE, MAGIC_V1, SHORTEST_RECORD
+
+__all__ = [
+    "BatchItem", "Compression", "Message", "PropertyName", "StoredMessage", "UniqueIds", "body_crc", "compress",
+    "decode_batch", "decode_messages", "decode_properties", "decompress", "encode_batch", "encode_message",
+    "encode_properties", "offset_message_id", "parse_offset_message_id",
+]
+
+_MAGIC_V2 = 0xDAA320AB  # of a record whose topic has its length in two bytes: topics longer than 127 bytes
+_V1_BYTE = MAGIC_V1 & 0xFF
+
+# The whole part before the body, by the host bits of sysFlag: total size, magic, body CRC, queue id, flag,
+# queue offset, commit log offset, sysFlag, born at, born host, stored at, store host, reconsume times,
+# prepared transaction offset, body length.
+_FIXED = {
+    born_v6 | store_v6: struct.Struct(f">IIIiiqqiq{20 if born_v6 else 8}sq{20 if store_v6 else 8}siqI")
+    for born_v6 in (0, SysFlag.BORN_HOST_V6)
+    for store_v6 in (0, SysFlag.STORE_HOST_V6)
+}
+_HOW = 15  # behind these, of a message whose body is packed: how to unpack it
+_HOSTS_V6 = SysFlag.BORN_HOST_V6 | SysFlag.STORE_HOST_V6
+_UNPACK = SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
+_PACKED = SysFlag.COMPRESSED | _UNPACK
+
+_U16 = struct.Struct(">H")
+_BATCH_ITEM = struct.Struct(">IIIiI")  # item size, magic 0, CRC 0, flag, body length
+
+_LAST_OFFSET = 2**63 - 1
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+MOST_RECORDS = 1024
+"""An answer with more records than any pull asks for is refused. Fewer cost nothing, be they asked for or not."""
+
+_STRETCH = 64 * 1024
+"""Bytes of an answer that are decoded before its records are counted: to count each one costs more."""
+
+
+class Bodies:
+    """How the bodies of messages are unpacked: each up to `max_bytes`, from which on it is too large."""
+
+    def __init__(self, max_bytes: int = MAX_BODY_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.met = False
+        """Whether any message has had a packed body so far."""
+
+
+_USUAL_BODIES = Bodies()
+
+Unpack = Callable[["Message"], Iterable["Message"]]
+"""Gives what stands for an inner batch."""
+
+
+class Message(Record):
+    """One message of a queue, as its broker stored it. Parts are read from the broker's bytes when they are asked for.
+
+    Made by `decode_messages`. Read-only; equal only to itself. A record damaged inside raises ProtocolError when the
+    damaged part is first read. A message keeps the whole answer it came in alive: `detach()` one to keep it for long.
+    For one property of many, `property(name)` is the cheap way.
+    """
+
+    __slots__ = ()
+
+    @property
+    def queue(self) -> MessageQueue:
+        """The queue it was pulled from. For a retried message that is one of the group's retry topic."""
+        queue = self._queue
+        if queue is None:  # not from a pull: which broker has it, the record does not say
+            queue = self._queue = MessageQueue(self._record_topic(), "", self._fields()[3])
+        return queue
+
+    @property
+    def topic(self) -> str:
+        """The topic it was sent to; for a retried message the original one."""
+        topic = self.queue.topic
+        if topic.startswith(RETRY_PREFIX):
+            return self.property(PropertyName.RETRY_TOPIC) or topic
+        return topic
+
+    def _unpacked(self, stored: bytes) -> bytes:
+        flag, how = self.sys_flag, self._how()
+        if isinstance(how, ProtocolError):
+            raise _anew(how)
+        # The items of an inner batch keep its sysFlag, but it was the batch that was compressed.
+        if not flag & SysFlag.COMPRESSED or flag & _UNPACK == _UNPACK:
+            return stored
+        try:
+            return decompress(stored, flag, how.max_bytes)
+        except BodyTooLarge as error:
+            self._refuse(error)
+            raise
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether its body was asked for, and holds more than may be unpacked: it can never be read."""
+        return isinstance(self._how(), BodyTooLarge)
+
+    @property
+    def tags(self) -> str | None:
+        """The tag, None when it has none."""
+        return self.property(PropertyName.TAGS)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The index keys."""
+        keys = self.property(PropertyName.KEYS)
+        return tuple(key for key in keys.split(" ") if key) if keys else ()
+
+    @property
+    def message_id(self) -> str:
+        """The id its producer gave it (UNIQ_KEY), else the offset message id.
+
+        Not unique: a message sent twice keeps it, and brokers 5.1 and 5.3 give the items of a Java batch the same one.
+        """
+        return self.property(PropertyName.UNIQUE_KEY) or self.offset_message_id
+
+    @property
+    def producer_id(self) -> str | None:
+        """The id its producer gave this very message, None if it gave none; copies that it sent twice have the same.
+
+        Some brokers give the items of a batch the batch's id besides their own, and then `message_id` is that one.
+        """
+        start = self._properties_start()
+        value = first_property(self._data[start : self._end], PropertyName.UNIQUE_KEY)
+        return value.decode("utf-8", "replace") if value is not None else None
+
+    @property
+    def offset_message_id(self) -> str:
+        """The id that says where it is stored: the broker's address and the place in its commit log."""
+        fields = self._fields()
+        return f"{fields[11].hex()}{fields[6] & 0xFFFFFFFFFFFFFFFF:016x}".upper()
+
+    @property
+    def born_at(self) -> datetime:
+        """When its producer sent it, by the producer's clock."""
+        return _datetime(self._fields()[8])
+
+    @property
+    def stored_at(self) -> datetime:
+        """When the broker stored it, by the broker's clock."""
+        return _datetime(self._fields()[10])
+
+    @property
+    def born_at_ms(self) -> int:
+        """When its producer sent it, in milliseconds since the epoch."""
+        born_at_ms: int = self._fields()[8]
+        return born_at_ms
+
+    @property
+    def stored_at_ms(self) -> int:
+        """When the broker stored it, in milliseconds since the epoch."""
+        stored_at_ms: int = self._fields()[10]
+        return stored_at_ms
+
+    @property
+    def born_host(self) -> str:
+        """The producer's "ip:port", as its broker saw it."""
+        return decode_host(self._fields()[9])
+
+    @property
+    def store_host(self) -> str:
+        """The broker's "ip:port", as it knows itself."""
+        return decode_host(self._fields()[11])
+
+    @property
+    def reconsume_times(self) -> int:
+        """How often it was consumed before, without success."""
+        times: int = self._fields()[12]
+        return times + self._extra_attempts
+
+    @property
+    def flag(self) -> int:
+        """A number its sender is free to use."""
+        flag: int = self._fields()[4]
+        return flag
+
+    @property
+    def store_size(self) -> int:
+        """The size of its record in bytes."""
+        return self._end - self._start
+
+    @property
+    def body_crc(self) -> int:
+        """CRC-32 of the body as stored, without the top bit; 0 for an item of an inner batch. It is not verified."""
+        crc: int = self._fields()[2]
+        return crc
+
+    @property
+    def commit_log_offset(self) -> int:
+        """Its place in the broker's commit log."""
+        offset: int = self._fields()[6]
+        return offset
+
+    @property
+    def prepared_transaction_offset(self) -> int:
+        """Where in the commit log the half message of its transaction is; 0 without one."""
+        offset: int = self._fields()[13]
+        return offset
+
+    def detach(self) -> Message:
+        """Return the message with its own bytes only, so that the answer it came in can be freed."""
+        if self._end - self._start == len(self._data):
+            return self
+        message = _message_at(self._data[self._start : self._end], 0, self._queue, self._bodies())
+        message._extra_attempts = self._extra_attempts
+        return message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        most = self._bodies().max_bytes
+        return _one, (self._data[self._start : self._end], self._queue, self._extra_attempts, most)
+
+    def _how(self) -> Bodies | ProtocolError:
+        """Return how the body is unpacked, or why it cannot be read, if that is known."""
+        if not self.sys_flag & _PACKED:
+            return _USUAL_BODIES
+        how: Bodies | ProtocolError = self._fields()[_HOW]
+        return how
+
+    def _bodies(self) -> Bodies:
+        how = self._how()
+        return _USUAL_BODIES if isinstance(how, ProtocolError) else how
+
+    def _refuse(self, error: ProtocolError) -> None:
+        self._fixed = (*self._fields()[:_HOW], _anew(error))  # the one raised keeps the frames it came through
+
+    def __repr__(self) -> str:
+        try:
+            return f"<Message {self.topic} queue={self.queue} offset={self.queue_offset} bytes={self.store_size}>"
+        except ProtocolError:
+            return f"<Message damaged queue={self._queue} offset={self.queue_offset} bytes={self.store_size}>"
+
+    def _fields(self) -> tuple[Any, ...]:
+        fields = self._fixed
+        if fields is None:
+            fields = self._fixed = _FIXED[self.sys_flag & _HOSTS_V6].unpack_from(self._data, self._start)
+        return fields
+
+    def _record_topic(self) -> str:
+        start = self._body_end + (1 if self._data[self._start + 7] == _V1_BYTE else 2)
+        try:
+            return self._data[start : self._properties_start() - 2].decode()
+        except UnicodeDecodeError as error:
+            raise ProtocolError(f"record at {self._start}: its topic is not UTF-8") from error
+
+    def _properties_start(self) -> int:
+        """Return where the properties start: after topic and length, and up to the record's end."""
+        data, topic, end = self._data, self._body_end, self._end
+        if data[self._start + 7] == _V1_BYTE:
+            start = topic + data[topic] + 3
+        else:
+            start = topic + (data[topic] << 8 | data[topic + 1]) + 4
+        if start > end or start + (data[start - 2] << 8 | data[start - 1]) != end:
+            raise ProtocolError(f"record at {self._start}: topic and properties do not end where it does")
+        return start
+
+    def property_bytes(self, name: str) -> bytes | None:
+        """Return the property `name` as it was sent, None when it is absent: some clients write no UTF-8."""
+        return find_property(self._data, self._properties_start(), self._end, name)
+
+
+def _anew(error: ProtocolError) -> ProtocolError:
+    return type(error)(*error.args)
+
+
+def stored_body(message: Message) -> bytes:
+    """Return a message's body as it is stored: compressed, if `sys_flag` says so."""
+    return message._data[message._start + _FIXED[message.sys_flag & _HOSTS_V6].size : message._body_end]
+
+
+def holds_packed(message: Message) -> bool:
+    """Tell whether the message's own body is compressed, so that it takes memory once it is read."""
+    flag = message.sys_flag
+    return bool(flag & SysFlag.COMPRESSED) and flag & _UNPACK != _UNPACK
+
+
+def least_room(message: Message, *, measured: bool) -> int:
+    """Return the bytes a compressed body takes at most; `measured` costs as much as to unpack it, and is right.
+
+    A body that cannot be unpacked counts with all that is tried.
+    """
+    most = message._bodies().max_bytes
+    if not measured:
+        return min(most, most_unpacked(message._body_end - message._start, message.sys_flag))
+    try:
+        return unpacked_size(stored_body(message), message.sys_flag, most)
+    except RocketError:
+        return most
+
+
+def forget_body(message: Message) -> None:
+    """Keep the unpacked body of a message no longer. Who reads it again has it unpacked again."""
+    message._body = None
+
+
+def decode_messages(
+    data: bytes,
+    queue: MessageQueue | None = None,
+    unpack: Unpack | None = None,
+    bodies: Bodies = _USUAL_BODIES,
+    most: int | None = None,
+) -> list[Message]:
+    """Return the messages in the body of a pull's answer, in order; inner batches are unpacked.
+
+    `queue` is the one pulled from; without it each message names the queue in its record, with no broker name. What
+    `unpack` gives for an inner batch stands for it; without it that is what `inner_messages` gives. `bodies` says how
+    much may be unpacked. `most` is how many records there may be; a few hundred more are read before that is noticed.
+
+    Raises:
+        ProtocolError: not a sequence of records, or too many. Damage inside a record raises when that part is read.
+        ConfigError: an inner batch is compressed in a way whose package is not installed.
+    """
+    messages: list[Message] = []
+    size = len(data)
+    start, last = 0, size - SHORTEST_RECORD
+    unpacked = surplus = 0
+
+    def unusual(start: int) -> int:
+        nonlocal unpacked, surplus
+        before = len(messages)
+        end, unpacked = _decode_unusual(data, start, queue, messages, unpacked, unpack, bodies)
+        surplus += len(messages) - before - 1
+        return end
+
+    while start <= last:
+        until = last if most is None else min(last, start + _STRETCH)
+        start = cut_records(Message, messages, data, start, until, queue, unusual)
+        if most is not None and len(messages) - surplus > most:
+            raise ProtocolError(f"more than {most} records in {size} bytes, which no pull asks for")
+    if start != size:
+        raise ProtocolError(f"{size - start} bytes at {start} are too few for a record")
+    return messages
+
+
+def decode_message(
+    record: bytes, queue: MessageQueue | None = None, bodies: Bodies = _USUAL_BODIES
+) -> Message:
+    """Return the message of one record as brokers pass it on to be looked at, or consumed. The rest: as in a pull.
+
+    Raises:
+        ProtocolError: not one whole record, or an inner batch, which brokers do not pass on.
+    """
+    message = _message_at(record, 0, queue, bodies)
+    if message._end != len(record):
+        raise ProtocolError(f"record of {message._end} bytes in a body of {len(record)}")
+    if message.sys_flag & _UNPACK == _UNPACK:
+        raise ProtocolError(f"the record at offset {message.queue_offset} is an inner batch, not a message")
+    return message
+
+
+def _decode_unusual(
+    data: bytes,
+    start: int,
+    queue: MessageQueue | None,
+    messages: list[Message],
+    unpacked: int,
+    unpack: Unpack | None,
+    bodies: Bodies,
+) -> tuple[int, int]:
+    """Add the messages of a record with IPv6 hosts, a long topic, a packed body or an inner batch.
+
+    Returns where it ends, and the bytes unpacked so far.
+    """
+    message = _message_at(data, start, queue, bodies)
+    if message.sys_flag & _UNPACK != _UNPACK:
+        messages.append(message)
+        return message._end, unpacked
+    if unpack is not None:
+        messages += unpack(message)
+        return message._end, unpacked
+    try:
+        items = inner_messages(message, bodies.max_bytes - unpacked)
+    except ProtocolError as error:
+        raise ProtocolError(f"record at {start}, inner batch at offset {message.queue_offset}: {error}") from error
+    messages += items
+    return message._end, unpacked + sum(item.store_size for item in items)
+
+
+def inner_messages(batch: Message, most_bytes: int | None = None) -> list[Message]:
+    """Return the messages of an inner batch, each with a record of its own.
+
+    Raises:
+        ProtocolError: it is damaged; or its records take more than `most_bytes` (as much as a body may hold), or are
+            more than a broker can count, which is a BodyTooLarge.
+        ConfigError: it is compressed in a way whose package is not installed.
+    """
+    bodies = batch._bodies()
+    most = bodies.max_bytes if most_bytes is None else most_bytes
+    items, size = list[Message](), 0
+    for record in _unpack(batch, most):
+        size += len(record)
+        if size > most:  # a few bytes can hold millions of items
+            raise BodyTooLarge(f"inner batches hold more than {bodies.max_bytes} bytes of records")
+        if len(items) == _MOST_INNER:
+            raise BodyTooLarge(f"an inner batch holds more than {_MOST_INNER} messages")
+        items.append(_message_at(record, 0, batch._queue, bodies))
+    return items
+
+
+def as_one(batch: Message) -> tuple[Message]:
+    """Leave an inner batch as it is: one message whose body is what is stored."""
+    return (batch,)
+
+
+def is_inner_batch(record: Message) -> bool:
+    """Tell whether a message is an inner batch; it must have been left as one, for each item of it says so, too."""
+    return record.sys_flag & _UNPACK == _UNPACK
+
+
+def refuse_batch(batch: Message, error: ProtocolError, begin: int) -> None:
+    """Have an inner batch be one message, at `begin` if it starts before that, whose body raises `error`."""
+    batch._refuse(error)
+    batch.queue_offset = max(batch.queue_offset, begin)
+
+
+_MOST_INNER = 2**15 - 1
+"""Brokers count the messages of an inner batch in 16 bits. Source: BatchConsumeQueue."""
+
+
+def _message_at(data: bytes, start: int, queue: MessageQueue | None, bodies: Bodies) -> Message:
+    """Return the message whose record starts at `start`: of any form, an inner batch as one message."""
+    try:
+        total, magic, _, sys_flag, _ = GLANCE.unpack_from(data, start)
+        fixed = _FIXED[sys_flag & _HOSTS_V6]
+        fields = fixed.unpack_from(data, start)
+    except struct.error:
+        raise ProtocolError(f"{len(data) - start} bytes at {start} are too few for a record") from None
+    if magic not in (MAGIC_V1, _MAGIC_V2):
+        raise ProtocolError(f"record at {start}: magic {magic:#010x} is unknown; the answer cannot be read further")
+    end, body_end = start + total, start + fixed.size + fields[14]
+    if not body_end + 3 <= end <= len(data):
+        raise ProtocolError(f"record at {start} of {len(data)}: size {total}, body of {fields[14]} bytes")
+    if sys_flag & _PACKED:
+        bodies.met = True
+        fields = (*fields, bodies)
+    return make_record(Message, data, start, body_end, end, fields[5], sys_flag, queue, fields)
+
+
+def _one(record: bytes, queue: MessageQueue | None, extra_attempts: int, max_body_bytes: int) -> Message:
+    """Return the message of a record that stands alone; what pickling rests on."""
+    bodies = _USUAL_BODIES if max_body_bytes == MAX_BODY_BYTES else Bodies(max_body_bytes)
+    message = _message_at(record, 0, queue, bodies)
+    message._extra_attempts = extra_attempts
+    return message
+
+
+def _unpack(batch: Message, most_bytes: int) -> Iterator[bytes]:
+    """Yield a record for each item of an inner batch: everything is the batch's but offset, flag, body and properties.
+
+    Source: MessageDecoder.decodeMessage(MessageExt, List).
+    """
+    fields = batch._fields()
+    fixed = _FIXED[batch.sys_flag & _HOSTS_V6]
+    topic = batch._data[batch._body_end : batch._properties_start() - 2]  # with its length
+    body = batch._data[batch._start + fixed.size : batch._body_end]
+    if batch.sys_flag & SysFlag.COMPRESSED:
+        body = decompress(body, batch.sys_flag, most_bytes)
+    for number, item in enumerate(_batch_items(body)):
+        length = item.properties - item.body
+        size = fixed.size + len(topic) + item.end - item.body
+        if fields[5] + number > _LAST_OFFSET:
+            raise ProtocolError(f"item {number} of the batch at offset {fields[5]}: there are no higher offsets")
+        head = fixed.pack(size, fields[1], 0, fields[3], item.flag, fields[5] + number, *fields[6:14], length)
+        yield b"".join((head, body[item.body : item.properties], topic, body[item.properties : item.end]))
+
+
+@dataclass(frozen=True, slots=True)
+class _ItemPlaces:
+    """Where the parts of a batch item are: its body, and its properties with their length."""
+
+    flag: int
+    body: int
+    properties: int
+    end: int
+
+
+def _batch_items(data: bytes) -> Iterator[_ItemPlaces]:
+    start, size = 0, len(data)
+    while start < size:
+        if size - start < _BATCH_ITEM.size + 2:
+            raise ProtocolError(f"{size - start} bytes at {start} are too few for a batch item")
+        total, _, _, flag, length = _BATCH_ITEM.unpack_from(data, start)
+        body, end = start + _BATCH_ITEM.size, start + total
+        properties = body + length
+        if not properties + 2 <= end <= size or properties + 2 + _U16.unpack_from(data, properties)[0] != end:
+            raise ProtocolError(f"batch item at {start} of {size}: size {total}, body of {length} bytes")
+        yield _ItemPlaces(flag, body, properties, end)
+        start = end
+
+
+@dataclass(frozen=True, slots=True)
+class BatchItem:
+    """One message of a batch, which gives topic, queue and times. Properties given as text are taken as they are."""
+
+    body: bytes
+    properties: Mapping[str, str] | str = field(default_factory=dict)
+    flag: int = 0
+
+
+def encode_batch(items: Iterable[BatchItem]) -> bytes:
+    """Return the body of a batch request, which is the body of an inner batch too.
+
+    Raises:
+        ConfigError: properties that cannot be written; see `encode_properties`.
+    Source: MessageDecoder.encodeMessages.
+    """
+    parts: list[bytes] = []
+    for item in items:
+        properties = encoded_properties(item.properties)
+        total = _BATCH_ITEM.size + len(item.body) + 2 + len(properties)
+        parts += _BATCH_ITEM.pack(total, 0, 0, item.flag, len(item.body)), item.body
+        parts += _U16.pack(len(properties)), properties
+    return b"".join(parts)
+
+
+def decode_batch(data: bytes) -> list[BatchItem]:
+    """Return the messages in the body of a batch request.
+
+    Raises:
+        ProtocolError: not a sequence of batch items.
+    Source: MessageDecoder.decodeMessages.
+    """
+    return [
+        BatchItem(data[item.body : item.properties], decode_properties(data[item.properties + 2 : item.end]), item.flag)
+        for item in _batch_items(data)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """Every field of a record. `body` is as stored: compressed if `sys_flag` says so.
+
+    `body_crc` None: computed. Properties may be given as text, taken as it is. The host bits of `sys_flag` follow the
+    hosts, and the form of the record the topic's length.
+    """
+
+    topic: str
+    body: bytes
+    properties: Mapping[str, str] | str = field(default_factory=dict)
+    queue_id: int = 0
+    queue_offset: int = 0
+    commit_log_offset: int = 0
+    flag: int = 0
+    sys_flag: int = 0
+    born_at_ms: int = 0
+    born_host: str = "127.0.0.1:0"
+    stored_at_ms: int = 0
+    store_host: str = "127.0.0.1:10911"
+    reconsume_times: int = 0
+    prepared_transaction_offset: int = 0
+    body_crc: int | None = None
+
+
+def encode_message(message: StoredMessage) -> bytes:
+    """Return the record of `message`, as a broker stores it and answers pulls with it.
+
+    Raises:
+        ConfigError: a host, topic or property that a record cannot hold.
+    Source: MessageExtEncoder.
+    """
+    topic, properties = message.topic.encode(), encoded_properties(message.properties)
+    if len(topic) > 32_767:
+        raise ConfigError(f"topic of {len(topic)} bytes; 32767 fit into a record")
+    born_host, store_host = encode_host(message.born_host), encode_host(message.store_host)
+    magic, topic_length = (MAGIC_V1, bytes([len(topic)])) if len(topic) <= 127 else (_MAGIC_V2, _U16.pack(len(topic)))
+    hosts = len(born_host) // 20 * SysFlag.BORN_HOST_V6 | len(store_host) // 20 * SysFlag.STORE_HOST_V6
+    tail = b"".join((message.body, topic_length, topic, _U16.pack(len(properties)), properties))
+    fixed = _FIXED[hosts]
+    return fixed.pack(
+        fixed.size + len(tail),
+        magic,
+        body_crc(message.body) if message.body_crc is None else message.body_crc,
+        message.queue_id,
+        message.flag,
+        message.queue_offset,
+        message.commit_log_offset,
+        message.sys_flag & ~_HOSTS_V6 | hosts,
+        message.born_at_ms,
+        born_host,
+        message.stored_at_ms,
+        store_host,
+        message.reconsume_times,
+        message.prepared_transaction_offset,
+        len(message.body),
+    ) + tail
+
+
+def body_crc(body: bytes) -> int:
+    """Return the CRC a broker stores for `body`, which is given as stored: compressed, or a whole inner batch."""
+    return zlib.crc32(body) & 0x7FFFFFFF
+
+
+def _datetime(at_ms: int) -> datetime:
+    try:
+        return _EPOCH + timedelta(milliseconds=at_ms)
+    except OverflowError as error:
+        raise ProtocolError(f"{at_ms} milliseconds since the epoch are no date") from error

@@ -1,0 +1,64 @@
+"""The pull request, the one that is sent all the time."""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import orjson
+
+from pyrocket_consumer.protocol.codes import CLIENT_VERSION, LanguageCode, RequestCode
+
+
+class PullTemplate:
+    """The pull request of one queue, prepared: only three numbers change from pull to pull.
+
+    The frame carries the fields PullMessageHeader would. `hold_ms` is how long the broker may wait for messages.
+    """
+
+    __slots__ = ("_header",)
+
+    _PREFIX: Final = struct.Struct(">II")
+
+    def __init__(
+        self,
+        group: str,
+        topic: str,
+        queue_id: int,
+        max_messages: int,
+        hold_ms: int,
+        sub_version: int,
+        broker_name: str | None,
+        expression: str | None = None,
+        expression_type: str = "TAG",
+    ) -> None:
+        fixed = {
+            "consumerGroup": group,
+            "topic": topic,
+            "queueId": str(queue_id),
+            "maxMsgNums": str(max_messages),
+            "suspendTimeoutMillis": str(hold_ms),
+            "subVersion": str(sub_version),
+            "expressionType": expression_type,
+        }
+        if expression is not None:
+            fixed["subscription"] = expression
+        if broker_name is not None:
+            fixed["bname"] = broker_name
+        head = b'{"code":%d,"extFields":{' % RequestCode.PULL_MESSAGE
+        names = orjson.dumps(fixed)[1:-1]
+        tail = b'},"flag":0,"language":"%s","opaque":' % LanguageCode.PYTHON.name.encode()
+        end = b',"serializeTypeCurrentRPC":"JSON","version":%d}' % CLIENT_VERSION
+        self._header = (  # a name may hold a %, as every retry topic's does: only ours are for filling in
+            (head + names).replace(b"%", b"%%")
+            + b',"queueOffset":"%d","commitOffset":"0","sysFlag":"%d"'
+            + tail
+            + b"%d"
+            + end
+        )
+
+    def encode(self, opaque: int, queue_offset: int, sys_flag: int) -> bytes:
+        """Return the whole frame of one pull. It commits nothing: `sys_flag` is without PullFlag.COMMIT."""
+        header = self._header % (queue_offset, sys_flag, opaque)
+        size = len(header)
+        return self._PREFIX.pack(size + 4, size) + header

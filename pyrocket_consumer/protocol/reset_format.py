@@ -1,0 +1,253 @@
+"""Resets of broadcasting groups as they travel: a record in a broker's table of offsets, and frames between clients.
+
+The record is a few commits of the group for its retry topic, under queue ids that no topic has. The frames are
+GET_CONSUMER_RUNNING_INFO with more fields and a body, which brokers pass on unchanged and other clients ignore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, ClassVar
+from zlib import crc32
+
+from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol import fastjson
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.header import Header, wire
+from pyrocket_consumer.protocol.json_object import read_number, read_object
+
+RELAY_VERSION = 1
+MAX_QUEUE_ID = 32_000
+MAX_PLAN_BYTES = 512 * 1024  # 19,000 queues; the largest request may have twice that
+MAX_QUESTION_BYTES = 4096
+MAX_OFFSET = 2**63 - 2  # one is added to it in the record
+
+FARTHEST_AHEAD_MS = 24 * 3600 * 1000
+"""How far an epoch may be ahead of a clock. No clock is that wrong; of a higher one no later reset would count."""
+
+_FIRST_SLOT = 0x40000000
+_AREAS = 0x4000
+_PROBES = 8
+
+PlanOffsets = Mapping[MessageQueue, int]
+
+
+def is_epoch(number: int, now_ms: int) -> bool:
+    """Tell whether a number can be the epoch of a reset: milliseconds since 1970, up to a day from now."""
+    return 0 < number <= now_ms + FARTHEST_AHEAD_MS
+
+
+@dataclass(frozen=True, slots=True)
+class RecordArea:
+    """Where the record of one topic is among a broker's offsets: 65,536 queue ids of the group's retry topic."""
+
+    base: int
+
+    @property
+    def name(self) -> int:
+        """Holds `name_of(topic)`: tells whose area this is."""
+        return self.base + 65534
+
+    @property
+    def head(self) -> int:
+        """Holds the highest epoch of the record: who has seen it need not look further."""
+        return self.base + 65535
+
+    def target(self, queue_id: int) -> int:
+        """Holds a queue's target + 1: brokers of 4.9 answer 0 for what was never stored."""
+        return self.base + 2 * queue_id
+
+    def epoch(self, queue_id: int) -> int:
+        """Holds the epoch of the reset that set the target."""
+        return self.base + 2 * queue_id + 1
+
+
+def record_areas(topic: str) -> Iterator[RecordArea]:
+    """Yield the areas in which the record of `topic` may be, in the order to look."""
+    first = crc32(topic.encode())
+    for probe in range(_PROBES):
+        yield RecordArea(_FIRST_SLOT + (((first + probe) % _AREAS) << 16))
+
+
+def name_of(topic: str) -> int:
+    """Return the number that stands for `topic` in its area; never 0."""
+    return int.from_bytes(sha256(topic.encode()).digest()[:8], "big") >> 1 or 1
+
+
+# --- frames
+
+
+@dataclass(frozen=True, slots=True)
+class RelayHeader(Header):
+    """A question or order of an admin of ours to one member, through any broker that knows it."""
+
+    CODE: ClassVar[RequestCode] = RequestCode.GET_CONSUMER_RUNNING_INFO
+
+    consumer_group: str
+    client_id: str
+    operation: str = wire("pyrocketOp")
+    id: str = wire("pyrocketId")
+    jstack_enable: bool = False
+    relay_version: int = wire("pyrocketV", default=RELAY_VERSION)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayAnswerHeader(Header):
+    """The member's answer; one without `acknowledged` comes from a client that knows nothing of this."""
+
+    state: str = wire("pyrocketState")
+    acknowledged: str = wire("pyrocketAck")
+    reason: str | None = wire("pyrocketReason", default=None)
+    relay_version: int = wire("pyrocketV", default=RELAY_VERSION)
+
+
+def is_relayed(fields: Mapping[str, str]) -> bool:
+    """Tell whether a request for running info carries a word to a member of ours."""
+    return "pyrocketOp" in fields
+
+
+def is_order(fields: Mapping[str, str]) -> bool:
+    """Tell whether a request for running info orders a member of ours to move."""
+    return fields.get("pyrocketOp") == "reset"
+
+
+def is_acknowledged(fields: Mapping[str, str]) -> bool:
+    """Tell whether an answer comes from a member of ours."""
+    return "pyrocketAck" in fields
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBody:
+    """Queues of a topic and where they shall go on; `epoch` tells newer plans from older ones."""
+
+    topic: str
+    epoch: int
+    targets: PlanOffsets
+
+
+@dataclass(frozen=True, slots=True)
+class ReportBody:
+    """What a member says of a topic.
+
+    `epochs`: the newest reset each queue has followed, durably. `offsets`: where queues stand. `moved`: the targets
+    of this very plan that queues were moved to, for groups whose members share queues and keep no epochs. `resets` and
+    `reset_counts`: the target each queue was reset to last, by whomever, and how often it was reset before and then.
+    `database`: what tells the database that the member's offsets are in from others, "" if they are in none.
+    """
+
+    topic: str
+    id: str
+    epochs: PlanOffsets = field(default_factory=dict)
+    offsets: PlanOffsets = field(default_factory=dict)
+    moved: PlanOffsets = field(default_factory=dict)
+    resets: PlanOffsets = field(default_factory=dict)
+    reset_counts: PlanOffsets = field(default_factory=dict)
+    message_model: str = ""
+    database: str = ""
+
+    @property
+    def in_database(self) -> bool:
+        """Whether the member's offsets are in a database."""
+        return bool(self.database)
+
+
+def encode_plan(plan: PlanBody) -> bytes:
+    """Return the body of a reset's order."""
+    return fastjson.dumps({"topic": plan.topic, "epoch": plan.epoch, "targets": _nested(plan.targets)})
+
+
+def decode_plan(body: bytes) -> PlanBody:
+    """Return the plan.
+
+    Raises:
+        ProtocolError: damaged, larger than any plan of ours, or a number is out of range. None of it may be used.
+    """
+    if len(body) > MAX_PLAN_BYTES:
+        raise ProtocolError(f"the reset plan has {len(body)} bytes; at most {MAX_PLAN_BYTES} are allowed")
+    found = read_object(body, "reset plan")
+    topic, epoch = found.text("topic"), found.number("epoch")
+    if not topic:
+        raise ProtocolError("the reset plan names no topic")
+    if epoch <= 0:
+        raise ProtocolError(f"the reset plan has epoch {epoch}; a positive one is wanted")
+    return PlanBody(topic, epoch, _flat(topic, found.table("targets"), "targets"))
+
+
+def encode_status_question(topic: str) -> bytes:
+    """Return the body of a question for a topic's status."""
+    return fastjson.dumps({"topic": topic})
+
+
+def decode_status_question(body: bytes) -> str:
+    """Return the topic asked about.
+
+    Raises:
+        ProtocolError: it is no such question, or one that is far too long.
+    """
+    if len(body) > MAX_QUESTION_BYTES:
+        raise ProtocolError(f"the status question has {len(body)} bytes; at most {MAX_QUESTION_BYTES} are allowed")
+    return read_object(body, "status question").text("topic")
+
+
+def encode_report(report: ReportBody) -> bytes:
+    """Return the body of a member's answer."""
+    return fastjson.dumps(
+        {
+            "topic": report.topic,
+            "id": report.id,
+            "epochs": _nested(report.epochs),
+            "offsets": _nested(report.offsets),
+            "moved": _nested(report.moved),
+            "resets": _nested(report.resets),
+            "resetCounts": _nested(report.reset_counts),
+            "messageModel": report.message_model,
+            "database": report.database,
+        }
+    )
+
+
+def decode_report(body: bytes) -> ReportBody:
+    """Return what a member reports; a refusal may come without."""
+    if not body:
+        return ReportBody("", "")
+    found = read_object(body, "reset report")
+    topic = found.text("topic")
+
+    def table(name: str) -> dict[MessageQueue, int]:
+        return _flat(topic, found.table(name), name)
+
+    return ReportBody(
+        topic,
+        found.text("id"),
+        table("epochs"),
+        table("offsets"),
+        table("moved"),
+        table("resets"),
+        table("resetCounts"),
+        found.text("messageModel"),
+        found.text("database"),
+    )
+
+
+def _nested(offsets: PlanOffsets) -> dict[str, dict[str, int]]:
+    table: dict[str, dict[str, int]] = {}
+    for queue, offset in sorted(offsets.items()):
+        table.setdefault(queue.broker_name, {})[str(queue.queue_id)] = offset
+    return table
+
+
+def _flat(topic: str, table: Mapping[Any, Any], what: str) -> dict[MessageQueue, int]:
+    offsets = {}
+    for broker_name, queues in table.items():
+        if not isinstance(broker_name, str) or not broker_name or not isinstance(queues, dict):
+            raise ProtocolError(f"{what} must be a table of broker names, each with a table of queue ids")
+        for key, value in queues.items():
+            queue_id = read_number(key, "a queue id", what)
+            offset = read_number(value, f"the value of queue {queue_id}", what)
+            if not 0 <= queue_id <= MAX_QUEUE_ID or not 0 <= offset <= MAX_OFFSET:
+                raise ProtocolError(f"{what}: queue {queue_id} with {offset} is out of range")
+            offsets[MessageQueue(topic, broker_name, queue_id)] = offset
+    return offsets

@@ -1,0 +1,311 @@
+"""What a task does: pull its ranges, several pulls of several queues at once, and yield them as record batches.
+
+The task's thread pulls by itself, into one buffer for each broker, and makes columns of what lies there: handing bytes
+to another thread costs more than all of that. What is under way meanwhile waits in the system's buffers. Only looking
+for brokers is the business of the worker's I/O thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import selectors
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+
+from pyrocket_consumer.cluster import Cluster, make_client_id
+from pyrocket_consumer.errors import ConfigError, ConsumerClosed, ProtocolError, RocketError
+from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.protocol.columns import PulledRecords, record_batches
+from pyrocket_consumer.protocol.compression import BodyTooLarge
+from pyrocket_consumer.spark.executor_cache import forget, kept
+from pyrocket_consumer.spark.options import DamagedBodies, ReadOptions
+from pyrocket_consumer.spark.range_puller import RangePuller, ReadFailed
+from pyrocket_consumer.spark.ranges import QueueRange
+from pyrocket_consumer.spark.retry_policy import WORTH_A_WARNING
+from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.blocking_connection import DirectConnection, IdleConnections
+
+log = logger("spark")
+
+BATCH_ROWS = 2048
+BATCH_BYTES = 4 * 1024 * 1024
+"""Of records as they are stored. A batch has more only if a single answer has."""
+
+MOST_AHEAD_BYTES = 32 * 1024 * 1024
+"""Most that is asked for beyond what must come next, by the size of the last answer."""
+
+QUEUES_AT_ONCE = 16
+"""So many queues of a task are pulled from at once; the others follow when these are done."""
+
+_FIRST_ANSWER_BYTES = 1024 * 1024  # what a first answer is taken for, until one has come
+_MOST_NAMED = 5  # damaged bodies, in the log
+_LOOK_EVERY_S = 0.02  # whether a broker was found, while answers may come as well
+_LONGEST_WAIT_S = 5.0
+_BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
+
+
+def read_ranges(
+    ranges: Sequence[QueueRange], columns: pa.Schema, options: ReadOptions
+) -> Iterator[pa.RecordBatch]:
+    """Yield the messages of `ranges` as rows of `columns`: those of one queue in order, queues in any order.
+
+    A range is finished when the broker says that its queue goes on at the range's end or behind it; offsets may be
+    missing inside it, because of a filter for instance. To stop early, close the generator.
+
+    Raises:
+        DataLoss: messages are gone, and `options.fail_on_data_loss` says that this is an error.
+        ReadFailed: a broker could not be reached, or refused, through all retries; or a record is damaged, or a body,
+            and `options.damaged_bodies` says that this is an error.
+        ConfigError: a body is compressed in a way whose package is not installed here.
+    """
+    wanted = [each for each in ranges if len(each)]
+    if not wanted:
+        return
+    reading = _Reading(_cluster(options), wanted, options)
+    damaged = _Damaged(options.damaged_bodies)
+    try:
+        for pulled in reading.portions():
+            try:
+                yield from record_batches(
+                    pulled, columns, options.selector.tags, damaged.instead, options.max_body_bytes
+                )
+            except ProtocolError as error:
+                places = ", ".join(str(QueueRange(each.queue, each.begin, each.end)) for each in pulled)
+                raise ReadFailed(places, 1, f"a record is damaged: {error}") from error
+    finally:
+        reading.stop()
+        damaged.tell()
+
+
+class _Damaged:
+    """What becomes of bodies that cannot be unpacked; a task tells of all of them in one line."""
+
+    def __init__(self, what: DamagedBodies) -> None:
+        self._what = what
+        self._count = 0
+        self._first = list[str]()
+
+    def instead(self, queue: MessageQueue, offset: int, stored: bytes, error: ProtocolError) -> bytes | None:
+        place = f"{queue} at offset {offset}"
+        if self._what is DamagedBodies.FAIL:
+            remedy = "with the option damagedBodies=skip such messages are left out, with raw they are given as stored"
+            if isinstance(error, BodyTooLarge):
+                remedy = f"maxBodyBytes allows more, or {remedy}"
+            raise ReadFailed(place, 1, f"its body cannot be unpacked: {error}; {remedy}") from error
+        self._count += 1
+        if len(self._first) < _MOST_NAMED:
+            self._first.append(f"{place} ({error})")
+        return stored if self._what is DamagedBodies.RAW else None
+
+    def tell(self) -> None:
+        if self._count:
+            done = "given as stored" if self._what is DamagedBodies.RAW else "left out"
+            more = f" and {self._count - len(self._first)} more" if self._count > len(self._first) else ""
+            log.warning("%d damaged bodies were %s: %s%s", self._count, done, ", ".join(self._first), more)
+
+
+def _cluster(options: ReadOptions) -> Cluster:
+    """Return this worker's view of the cluster, made if there is none that works."""
+    client, patience = options.client, options.patience()
+
+    def make() -> Cluster:
+        config = client.config()
+        cluster = Cluster(config, make_client_id(config))
+        cluster.start()
+        return cluster
+
+    while True:
+        try:
+            cluster = kept(Cluster, client, make)
+            cluster.check_usable()
+            return cluster
+        except ConfigError:
+            raise
+        except RocketError as error:
+            forget(Cluster, client)
+            if (pause_s := patience.failed()) is None:
+                raise ReadFailed(f"from {client.name_server}", patience.failures, str(error)) from error
+            if patience.failures == WORTH_A_WARNING:
+                log.warning("name servers not reached, will try again reason=%s", error)
+            time.sleep(pause_s)
+
+
+class _Reading:
+    """The reading of one task's ranges."""
+
+    def __init__(self, cluster: Cluster, ranges: Sequence[QueueRange], options: ReadOptions) -> None:
+        self.cluster = cluster
+        self.options = options
+        self.under_way = 0
+        self._idle = kept(IdleConnections, options.client, IdleConnections)
+        self._attempts: dict[str, asyncio.Task[DirectConnection]] = {}  # the I/O thread's
+        self._connections: dict[DirectConnection, None] = {}
+        self._selector = selectors.DefaultSelector()
+        self._waiting = deque(ranges)
+        self._pullers: dict[RangePuller, None] = {}
+        self._resting: dict[RangePuller, None] = {}
+        self._ready: deque[tuple[PulledRecords, int]] = deque()  # delivered, with most rows
+        self._ready_rows = self._ready_bytes = 0
+        self._answer_bytes = _FIRST_ANSWER_BYTES  # of the last answer
+        self._error: RocketError | None = None
+        self._elsewhere_s = 0.0
+
+    # --- the task's loop
+
+    def portions(self) -> Iterator[list[PulledRecords]]:
+        """Yield what each batch is to be made of, as soon as there is enough. It is gone when the next is asked for."""
+        self._begin_ranges()
+        while self._pullers or self._ready:
+            while self._pullers and self._ready_rows < BATCH_ROWS and self._ready_bytes < BATCH_BYTES:
+                self._go_round()
+            left_at = time.monotonic()
+            yield self._portion()
+            self._elsewhere_s += time.monotonic() - left_at
+            wanted = [pulled.records for pulled, _ in self._ready]
+            for puller in self._pullers:
+                wanted += puller.held()
+            for connection in self._connections:
+                connection.reuse(wanted)
+            self._expire()
+
+    def _portion(self) -> list[PulledRecords]:
+        portion, rows, size = list[PulledRecords](), 0, 0
+        while self._ready:
+            pulled, most = self._ready[0]
+            rows, size = rows + most, size + len(pulled.records)
+            if portion and (rows > BATCH_ROWS or size > BATCH_BYTES):
+                break
+            portion.append(pulled)
+            self._ready.popleft()
+            self._ready_rows -= most
+            self._ready_bytes -= len(pulled.records)
+        return portion
+
+    def _go_round(self) -> None:
+        """Send what is to be sent and take what has come; wait a moment if that is nothing."""
+        came = False
+        for connection in list(self._connections):
+            connection.flush()
+            came |= connection.receive()
+            connection.flush()  # the broker works while columns are made
+        self._drop_closed()
+        if not came:
+            self._wait()
+        if self._resting:
+            resting, self._resting = self._resting, {}
+            for puller in resting:
+                puller.wake()
+                if puller.rests:
+                    self._resting[puller] = None
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        """Wait until something may have come, a broker is found, or a time is up."""
+        if self._expire():
+            return
+        now = self.now()
+        times = [puller.due for puller in self._resting if puller.due is not None]
+        times += [each.next_deadline for each in self._connections if each.next_deadline is not None]
+        timeout_s = max(0.0, min([*(each - now for each in times), _LONGEST_WAIT_S]))
+        finding = [puller.finding for puller in self._resting if puller.finding is not None]
+        if any(connection.waiting for connection in self._connections):
+            for connection in self._connections:
+                self._selector.modify(connection.socket, _BOTH if connection.unsent else selectors.EVENT_READ)
+            self._selector.select(min(timeout_s, _LOOK_EVERY_S) if finding else timeout_s)
+        elif finding:
+            concurrent.futures.wait(finding, timeout_s, concurrent.futures.FIRST_COMPLETED)
+        else:
+            time.sleep(timeout_s)
+
+    def _expire(self) -> bool:
+        """Give up pulls that are overdue; return whether there were any."""
+        now = self.now()
+        late = [each for each in self._connections if each.next_deadline is not None and each.next_deadline <= now]
+        for connection in late:
+            connection.expire(now)
+        return bool(late)
+
+    def stop(self) -> None:
+        """Pull no more, and put aside the connections for the worker's next task."""
+        for puller in self._pullers:
+            puller.stop()
+        self._pullers.clear()
+        self._selector.close()
+        mine = list(self._connections)
+        for connection in mine:
+            self._idle.give(connection)
+        try:
+            self.cluster.loop.call_soon_threadsafe(self._end_attempts, mine)
+        except (RuntimeError, ConsumerClosed):
+            pass  # the I/O thread has ended
+
+    # --- what its ranges want of it
+
+    def _begin_ranges(self) -> None:
+        while self._waiting and len(self._pullers) < QUEUES_AT_ONCE and self._error is None:
+            puller = RangePuller(self, self._waiting.popleft())
+            self._pullers[puller] = None
+            puller.pull()
+
+    def now(self) -> float:
+        return time.monotonic() - self._elsewhere_s
+
+    def has_room_ahead(self) -> bool:
+        return self.under_way * self._answer_bytes < MOST_AHEAD_BYTES
+
+    def deliver(self, pulled: PulledRecords, rows: int) -> None:
+        self._answer_bytes = len(pulled.records)
+        self._ready.append((pulled, rows))
+        self._ready_rows += rows
+        self._ready_bytes += len(pulled.records)
+
+    def watch(self, connection: DirectConnection) -> None:
+        self._drop_closed()
+        if connection not in self._connections and not connection.closed:
+            self._connections[connection] = None
+            self._selector.register(connection.socket, selectors.EVENT_READ)
+
+    def _drop_closed(self) -> None:
+        for connection in [each for each in self._connections if each.closed]:
+            del self._connections[connection]
+            self._selector.unregister(connection.socket)
+
+    def rest(self, puller: RangePuller) -> None:
+        self._resting[puller] = None
+
+    def finished(self, puller: RangePuller) -> None:
+        self._pullers.pop(puller, None)
+        self._begin_ranges()
+
+    def fail(self, error: RocketError) -> None:
+        if self._error is None:
+            self._error = error
+            for puller in self._pullers:
+                puller.stop()
+
+    # --- the I/O thread's
+
+    async def connection(self, address: str) -> DirectConnection:
+        attempt = self._attempts.get(address)
+        if attempt is None or (attempt.done() and ((found := _result(attempt)) is None or found.closed)):
+            attempt = self._attempts[address] = self.cluster.loop.create_task(self._open(address))
+        return await asyncio.shield(attempt)
+
+    async def _open(self, address: str) -> DirectConnection:
+        return self._idle.take(address) or await self.cluster.open_direct(address)
+
+    def _end_attempts(self, known: Sequence[DirectConnection]) -> None:
+        for attempt in self._attempts.values():
+            if not attempt.done():
+                attempt.cancel()
+            elif (found := _result(attempt)) is not None and found not in known:
+                self._idle.give(found)
+
+
+def _result(attempt: asyncio.Task[DirectConnection]) -> DirectConnection | None:
+    return None if attempt.cancelled() or attempt.exception() is not None else attempt.result()

@@ -1,0 +1,274 @@
+"""A connection its user waits on itself, in its own thread: for bulk reading, where bytes count more than calls."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable
+
+from pyrocket_consumer.config import parse_address
+from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout
+from pyrocket_consumer.protocol.frame import (
+    MAX_FRAME_BYTES,
+    Extent,
+    InPlaceFrames,
+    RemotingCommand,
+    encode_command,
+    no_frame,
+)
+from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.connection import Sign
+from pyrocket_consumer.transport.connections import Resolve, connecting
+from pyrocket_consumer.transport.forks import close_in_children
+
+log = logger("transport")
+
+OnBulkAnswer = Callable[["RemotingCommand | Exception", Extent], None]
+"""Gets the answer, and where its body is; or the error that took its place."""
+
+NOTHING = Extent.whole(b"")
+_MAX_OPAQUE = 0x7FFFFFFF
+_NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class DirectConnection:
+    """Requests to one server. Nothing happens but inside its methods, and none of them waits.
+
+    Its user calls `receive()` whenever the socket may be read, `flush()` after requests, `expire()` past a deadline.
+    Requests that the server sends are not answered.
+    """
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        address: str,
+        sign: Sign | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        self.socket = connected
+        self.address = address
+        self.closed = False
+        self._sign = sign
+        self._max_frame_bytes = max_frame_bytes
+        self._frames = InPlaceFrames(max_frame_bytes)
+        self._opaque = 0
+        self._waiting: dict[int, tuple[OnBulkAnswer, float, str, float]] = {}
+        self._out = bytearray()
+        close_in_children(self)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, -1 if it is closed."""
+        return self.socket.fileno()
+
+    # --- requests
+
+    @property
+    def signs(self) -> bool:
+        """Whether requests are signed: then a prepared frame cannot be sent."""
+        return self._sign is not None
+
+    def encode(self, command: RemotingCommand, opaque: int) -> bytes:
+        """Return the frame of `command`, with its opaque, and signed if we sign."""
+        command.opaque = opaque
+        if self._sign is not None:
+            self._sign(command)
+        return encode_command(command, max_frame_bytes=self._max_frame_bytes)
+
+    def send(
+        self,
+        encode: Callable[[int], bytes],
+        on_answer: OnBulkAnswer,
+        now: float,
+        timeout_s: float,
+        what: str = "PULL_MESSAGE",
+    ) -> None:
+        """Take the frame `encode(opaque)` returns for the next `flush`; `on_answer` is called exactly once, later.
+
+        `now` is of the clock that `expire` will be asked with.
+        """
+        self._opaque = self._opaque + 1 if self._opaque < _MAX_OPAQUE else 1
+        self._out += encode(self._opaque)
+        self._waiting[self._opaque] = (on_answer, now + timeout_s, what, timeout_s)
+
+    def flush(self) -> None:
+        """Send what the socket takes now. If the connection is lost, the callbacks are told."""
+        while self._out and not self.closed:
+            try:
+                sent = self.socket.send(self._out)
+            except _NOT_NOW:
+                return
+            except OSError as error:
+                self._end(ConnectionLost(self.address, error.strerror or str(error)))
+                return
+            del self._out[:sent]
+
+    @property
+    def unsent(self) -> bool:
+        """Whether there is something to flush."""
+        return bool(self._out)
+
+    # --- answers
+
+    def receive(self) -> bool:
+        """Take what has come, and call back for each answer. Return whether there was anything.
+
+        If the connection is lost, or what comes are no frames, the callbacks of all that wait are told.
+        """
+        if self.closed:
+            return False
+        try:
+            count = self.socket.recv_into(self._frames.space())
+        except _NOT_NOW:
+            return False
+        except OSError as error:
+            self._end(ConnectionLost(self.address, error.strerror or str(error)))
+            return True
+        if not count:
+            self._end(ConnectionLost(self.address, "closed by the server"))
+            return True
+        try:
+            found = self._frames.received(count)
+        except ProtocolError as damage:
+            failure = no_frame(self.address, damage)
+            log.error("connection=%s closed reason=%s", self.address, failure)
+            self._end(failure)
+            return True
+        for command, body in found:
+            entry = self._waiting.pop(command.opaque, None) if command.is_response else None
+            if entry is None:
+                log.debug("connection=%s opaque=%d code=%d ignored", self.address, command.opaque, command.code)
+            else:
+                entry[0](command, body)
+        return True
+
+    def reuse(self, wanted: Iterable[Extent]) -> None:
+        """Give back the room of every body handed out so far, but for those `wanted` still; these may be moved."""
+        self._frames.reuse(wanted)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for an answer."""
+        return len(self._waiting)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When the first of the requests that wait is overdue; None if there are none."""
+        return min((deadline for _, deadline, *_ in self._waiting.values()), default=None)
+
+    def expire(self, now: float) -> None:
+        """Tell the callbacks of requests that are overdue."""
+        for opaque in [opaque for opaque, (_, deadline, *_) in self._waiting.items() if deadline <= now]:
+            if entry := self._waiting.pop(opaque, None):
+                on_answer, _, what, timeout_s = entry
+                on_answer(RequestTimeout(what, self.address, timeout_s), NOTHING)
+
+    # --- its end
+
+    def is_quiet(self) -> bool:
+        """Whether nothing is awaited and nothing has come, the end neither: it can be put aside and used again."""
+        if self.closed or self._waiting or self._out:
+            return False
+        try:
+            readable, _, broken = select.select([self.socket], [], [self.socket], 0)
+        except (OSError, ValueError):
+            return False
+        return not readable and not broken
+
+    def close(self, reason: str) -> None:
+        """End the connection; those that wait get ConnectionLost."""
+        self._end(ConnectionLost(self.address, reason))
+
+    def _end(self, error: Exception) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.socket.close()
+        log.debug("connection=%s ended reason=%s", self.address, error)
+        waiting, self._waiting = self._waiting, {}
+        for on_answer, *_ in waiting.values():
+            on_answer(error, NOTHING)
+
+
+async def open_direct(
+    loop: asyncio.AbstractEventLoop,
+    address: str,
+    *,
+    timeout_s: float,
+    resolve: Resolve = parse_address,
+    tls: ssl.SSLContext | None = None,
+    sign: Sign | None = None,
+    max_frame_bytes: int = MAX_FRAME_BYTES,
+) -> DirectConnection:
+    """Return a connection to `address`, for whichever thread asked.
+
+    Raises:
+        ConnectError: nobody answers there within `timeout_s`.
+    """
+    host, port = resolve(address)
+
+    def connect() -> socket.socket:
+        connected = socket.create_connection((host, port), timeout_s)
+        try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tls is not None:
+                connected = tls.wrap_socket(connected, server_hostname=host)
+            connected.setblocking(False)
+        except BaseException:
+            connected.close()
+            raise
+        return connected
+
+    attempt = loop.run_in_executor(None, connect)
+    async with connecting(address, timeout_s, tls):
+        try:
+            return DirectConnection(await asyncio.shield(attempt), address, sign, max_frame_bytes)
+        except asyncio.CancelledError:
+            attempt.add_done_callback(_not_wanted)
+            raise
+
+
+def _not_wanted(attempt: asyncio.Future[socket.socket]) -> None:
+    if not attempt.cancelled() and attempt.exception() is None:
+        attempt.result().close()
+
+
+class IdleConnections:
+    """Direct connections that nobody uses now, by address. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[DirectConnection]] = {}
+        self._closed = False
+
+    def take(self, address: str) -> DirectConnection | None:
+        """Return one to `address` that still is connected, or None."""
+        while True:
+            with self._lock:
+                idle = self._idle.get(address)
+                if not idle:
+                    return None
+                connection = idle.pop()
+            if connection.is_quiet():
+                return connection
+            connection.close("ended while it was idle")
+
+    def give(self, connection: DirectConnection) -> None:
+        """Keep `connection` for the next who needs one; it is closed if answers are still on their way."""
+        with self._lock:
+            if connection.is_quiet() and not self._closed:
+                connection.reuse(())
+                self._idle.setdefault(connection.address, []).append(connection)
+                return
+        connection.close("not needed any more")
+
+    def close(self) -> None:
+        """Close those that are idle now, and every one that is given back later."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, {}
+        for connections in idle.values():
+            for connection in connections:
+                connection.close("closed by us")

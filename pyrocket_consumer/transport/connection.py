@@ -1,0 +1,401 @@
+"""One connection to one server: frames out, frames in, and which waiting call an answer belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
+from typing import cast
+
+from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
+from pyrocket_consumer.protocol.codes import ResponseCode, request_name
+from pyrocket_consumer.protocol.frame import (
+    MAX_FRAME_BYTES,
+    MAX_REQUEST_BYTES,
+    ONEWAY_FLAG,
+    FrameBuffer,
+    RemotingCommand,
+    encode_command,
+    no_frame,
+)
+from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.forks import close_in_children
+
+log = logger("transport")
+
+OnAnswer = Callable[["RemotingCommand | Exception"], "Callable[[], None] | None"]
+"""Gets the answer, or the error that took its place. What it returns is called after the requests that the
+answers of this wake-up have caused are on the wire, so that decoding never delays the next pull."""
+
+OnLate = Callable[["RemotingCommand"], None]
+OnRequest = Callable[["RemotingCommand", "Connection"], "Awaitable[RemotingCommand | None] | None"]
+"""Gets a request of the server. Returns what leads to its answer, None if there is nothing left to do."""
+OnLost = Callable[["Connection", str], None]
+Sign = Callable[[RemotingCommand], None]
+
+MOST_OVERDUE = 1024
+"""How many answers that did not come in time are looked out for; of more, the oldest are given up."""
+
+MOST_UNREAD_BYTES = 4 * 1024 * 1024
+"""Of answers to requests of a server that does not read them; then it is answered no more until it does."""
+
+_MOST_IN_A_ROW = 256  # commands that came together and are taken without letting others have the thread
+_FEW_UNASKED = 32  # of them, that are no reason for a pause
+_SWEEP_STEP_S = 0.05
+_MAX_OPAQUE = 0x7FFFFFFF
+
+
+class Connection(asyncio.BufferedProtocol):
+    """Calls and one-way requests to one server, and the requests it sends us. Confined to the I/O thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        address: str,
+        on_request: OnRequest,
+        on_lost: OnLost,
+        sign: Sign | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        self.address = address
+        self.closed = False
+        self.damaged = False  # what came was no frame
+        self.max_frame_bytes = max_frame_bytes
+        self.received_bytes = 0  # to tell whether the server has said anything meanwhile
+        self._loop = loop
+        self._on_request = on_request
+        self._on_lost = on_lost
+        self._sign = sign
+        self._frames = FrameBuffer(max_frame_bytes, largest_request=MAX_REQUEST_BYTES)
+        self._transport: asyncio.Transport | None = None
+        self._opaque = 0
+        self._waiting: dict[int, tuple[OnAnswer, float, str, float, OnLate | None]] = {}
+        self._overdue: dict[int, OnLate] = {}
+        self._out: list[bytes] = []
+        self._flush_due = False
+        self._sweep: asyncio.TimerHandle | None = None
+        self._writable: asyncio.Future[None] | None = None
+        self._unread_bytes = 0
+        self._answering: set[asyncio.Task[None]] = set()
+        self._reason = "closed by the server"
+        self._gone = False  # the socket is closed, too
+
+    # --- requests
+
+    def call(
+        self, command: RemotingCommand, timeout_s: float, on_late: OnLate | None = None
+    ) -> asyncio.Future[RemotingCommand]:
+        """Send a request; the future gets its answer, whatever the code.
+
+        The future raises RequestTimeout past `timeout_s`, or ConnectionLost when the connection ends first. `on_late`
+        gets an answer that comes after the timeout.
+        """
+        future: asyncio.Future[RemotingCommand] = self._loop.create_future()
+
+        def on_answer(answer: RemotingCommand | Exception) -> None:
+            if future.done():
+                return
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+        what = request_name(command.code)
+        self.send(lambda opaque: self.encode(command, opaque), on_answer, timeout_s, what, on_late)
+        return future
+
+    def call_each(
+        self, commands: Collection[RemotingCommand], timeout_s: float
+    ) -> asyncio.Future[list[RemotingCommand | Exception]]:
+        """Send requests; the future gets the answer of each, in their order, or the error that took its place.
+
+        What `call` does for each of them, but whoever waits is woken once.
+        """
+        future: asyncio.Future[list[RemotingCommand | Exception]] = self._loop.create_future()
+        answers: dict[int, RemotingCommand | Exception] = {}
+
+        def on_answer(number: int, answer: RemotingCommand | Exception) -> None:
+            answers[number] = answer
+            if len(answers) == len(commands) and not future.done():
+                future.set_result([answers[each] for each in range(len(answers))])
+
+        for number, command in enumerate(commands):
+            what = request_name(command.code)
+            self.send(partial(self.encode, command), partial(on_answer, number), timeout_s, what)
+        if not commands:
+            future.set_result([])
+        return future
+
+    def oneway(self, command: RemotingCommand) -> None:
+        """Send a request that wants no answer. Whether it arrived is never known."""
+        if self.closed:
+            raise ConnectionLost(self.address, self._reason)
+        command.flag |= ONEWAY_FLAG
+        self._write(self.encode(command, self._next_opaque()))
+
+    def send(
+        self,
+        encode: Callable[[int], bytes],
+        on_answer: OnAnswer,
+        timeout_s: float,
+        what: str = "PULL_MESSAGE",
+        on_late: OnLate | None = None,
+    ) -> int:
+        """Send the frame `encode(opaque)` returns; `on_answer` is called exactly once. The quick form of `call`.
+
+        `on_late` gets the answer if it comes after the timeout, for one that must not be lost.
+        """
+        opaque = self._next_opaque()
+        if self.closed:
+            error = ConnectionLost(self.address, self._reason)
+            self._loop.call_soon(on_answer, error)
+            return opaque
+        frame = encode(opaque)
+        deadline = self._loop.time() + timeout_s
+        self._waiting[opaque] = (on_answer, deadline, what, timeout_s, on_late)
+        if self._sweep is None or self._sweep.when() > deadline + _SWEEP_STEP_S:
+            self._sweep_at(deadline)
+        self._write(frame)
+        return opaque
+
+    def forget(self, opaque: int) -> None:
+        """Stop waiting for an answer; a late one is ignored."""
+        self._waiting.pop(opaque, None)
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for an answer."""
+        return len(self._waiting)
+
+    async def drained(self) -> None:
+        """Wait while the socket takes no more bytes."""
+        while self._writable is not None and not self.closed:
+            await asyncio.shield(self._writable)
+
+    def close(self, reason: str) -> None:
+        """End the connection; waiting calls get ConnectionLost."""
+        if self._transport is not None and not self.closed:
+            self._reason = reason
+            self._flush()
+            self._transport.close()
+            self._end(ConnectionLost(self.address, reason))
+
+    def abort(self) -> None:
+        """Give up what a closed connection has not sent yet."""
+        if self._transport is not None and not self._gone:
+            self._transport.abort()
+
+    def _next_opaque(self) -> int:
+        self._opaque = self._opaque + 1 if self._opaque < _MAX_OPAQUE else 1
+        return self._opaque
+
+    @property
+    def signs(self) -> bool:
+        """Whether requests are signed: then a prepared frame cannot be sent."""
+        return self._sign is not None
+
+    def encode(self, command: RemotingCommand, opaque: int) -> bytes:
+        """Return the frame of `command` as it goes out here: with its opaque, and signed if we sign."""
+        command.opaque = opaque
+        if self._sign is not None and not command.is_response:
+            self._sign(command)
+        return encode_command(command, max_frame_bytes=self.max_frame_bytes)
+
+    def _write(self, data: bytes) -> None:
+        self._out.append(data)
+        if not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        if self._out and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(self._out[0] if len(self._out) == 1 else b"".join(self._out))
+        self._out.clear()
+        if self._writable is None:
+            self._unread_bytes = 0
+
+    # --- deadlines: one timer per connection, not one per call
+
+    def _sweep_at(self, when: float) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+        self._sweep = self._loop.call_at(max(when, self._loop.time() + _SWEEP_STEP_S / 10), self._expire)
+
+    def _expire(self) -> None:
+        self._sweep = None
+        now = self._loop.time()
+        late = [opaque for opaque, (_, deadline, *_) in self._waiting.items() if deadline <= now]
+        for opaque in late:
+            if (entry := self._waiting.pop(opaque, None)) is None:  # whoever was told has closed the connection
+                break
+            on_answer, _, what, timeout_s, on_late = entry
+            if on_late is not None:
+                self._overdue[opaque] = on_late
+                if len(self._overdue) > MOST_OVERDUE:
+                    del self._overdue[next(iter(self._overdue))]
+            self._tell(on_answer, RequestTimeout(what, self.address, timeout_s))
+        if self._waiting:  # also after a callback that has sent again: that has a deadline of its own
+            self._sweep_at(max(min(entry[1] for entry in self._waiting.values()), now + _SWEEP_STEP_S))
+
+    def _late(self, answer: RemotingCommand) -> None:
+        on_late = self._overdue.pop(answer.opaque, None)
+        if on_late is None:
+            log.debug("connection=%s late answer opaque=%d ignored", self.address, answer.opaque)
+        else:
+            try:
+                on_late(answer)
+            except Exception as error:
+                self._surprise(error, "a late answer could not be handled")
+
+    def _tell(self, on_answer: OnAnswer, answer: RemotingCommand | Exception) -> None:
+        try:
+            rest = on_answer(answer)
+            if rest is not None:
+                rest()
+        except Exception as error:
+            self._surprise(error, "an answer could not be handled")
+
+    def _surprise(self, error: Exception, what: str) -> None:
+        self._loop.call_exception_handler({"message": f"{what} (address={self.address})", "exception": error})
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, -1 if it is closed or there is none."""
+        connected = None if self._transport is None or self._gone else self._transport.get_extra_info("socket")
+        return -1 if connected is None else int(connected.fileno())
+
+    # --- what the event loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        close_in_children(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._frames.space()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.closed:
+            return
+        self.received_bytes += nbytes
+        self._take(nbytes)
+
+    def _take(self, nbytes: int) -> bool:
+        """Take commands that have come, but not so many in a row that others wait for long.
+
+        Returns whether the rest waits, and nothing is read meanwhile.
+        """
+        began = self._loop.time()
+        try:
+            commands = self._frames.received(nbytes, _MOST_IN_A_ROW)
+        except ProtocolError as damage:
+            error = no_frame(self.address, damage)
+            log.error("connection=%s closed reason=%s", self.address, error)
+            self.damaged = True
+            self._reason = f"bad frame: {damage}"
+            if self._transport is not None:
+                self._transport.abort()
+            self._end(error)
+            return False
+        afterwards: list[Callable[[], None]] = []
+        unasked = 0
+        self._flush_due = True  # writes of this wake-up go out together, below
+        for command in commands:
+            if command.flag & 1:
+                entry = self._waiting.pop(command.opaque, None)
+                if entry is None:
+                    unasked += 1
+                    self._late(command)
+                    continue
+                try:
+                    rest = entry[0](command)
+                except Exception as error:
+                    self._surprise(error, "an answer could not be handled")
+                    continue
+                if rest is not None:
+                    afterwards.append(rest)
+            else:
+                unasked += 1
+                self._requested(command)
+        self._flush()
+        for rest in afterwards:
+            try:
+                rest()
+            except Exception as error:
+                self._surprise(error, "an answer could not be handled")
+        if self._transport is None or self.closed or (len(commands) < _MOST_IN_A_ROW and unasked <= _FEW_UNASKED):
+            return False
+        self._transport.pause_reading()
+        # What nobody asked for has half of the thread's time at most, however much comes.
+        self._loop.call_later(self._loop.time() - began if unasked > _FEW_UNASKED else 0.0, self._read_on)
+        return True
+
+    def _read_on(self) -> None:
+        if self._transport is not None and not self.closed and not self._take(0):
+            self._transport.resume_reading()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._gone = True
+        if not self.closed:
+            if error is not None:
+                self._reason = str(error) or type(error).__name__
+            self._end(ConnectionLost(self.address, self._reason))
+
+    def pause_writing(self) -> None:
+        self._writable = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        self._unread_bytes = 0
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
+    # --- requests of the server
+
+    def answer(self, request: RemotingCommand, answer: RemotingCommand) -> None:
+        """Send the answer to a request of the server, unless that was one-way or it does not read what it gets."""
+        if request.is_oneway or self.closed or self.is_unread:
+            return
+        try:
+            frame = self.encode(answer, request.opaque)
+        except ProtocolError as error:  # too large: the server shall not wait for it in vain
+            frame = self.encode(request.answer(ResponseCode.SYSTEM_ERROR, str(error)), request.opaque)
+        self._unread_bytes += len(frame)
+        self._write(frame)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the server has more answers to its requests waiting than it may: it reads none of them."""
+        return self._unread_bytes >= MOST_UNREAD_BYTES
+
+    def _requested(self, command: RemotingCommand) -> None:
+        handling = self._on_request(command, self)
+        if handling is not None:
+            task = self._loop.create_task(self._answer(command, handling))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, command: RemotingCommand, handling: Awaitable[RemotingCommand | None]) -> None:
+        try:
+            answer = await handling
+        except RocketError as error:
+            answer = command.answer(ResponseCode.SYSTEM_ERROR, str(error))
+        except Exception as error:
+            self._surprise(error, f"{request_name(command.code)} of the server could not be handled")
+            answer = command.answer(ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
+        if answer is not None:
+            self.answer(command, answer)
+
+    def _end(self, error: Exception) -> None:
+        self.closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+            self._sweep = None
+        self.resume_writing()
+        waiting, self._waiting = self._waiting, {}
+        self._overdue.clear()
+        for on_answer, *_ in waiting.values():
+            self._tell(on_answer, error)
+        self._on_lost(self, self._reason)

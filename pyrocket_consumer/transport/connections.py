@@ -1,0 +1,201 @@
+"""The open connections of a client, one per address."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from pyrocket_consumer.config import parse_address
+from pyrocket_consumer.errors import ConnectError, ConsumerClosed
+from pyrocket_consumer.protocol.frame import MAX_FRAME_BYTES
+from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.connection import Connection, OnLost, OnRequest, Sign
+
+log = logger("transport")
+
+PERHAPS_PLAIN = "if it speaks without TLS, leave tls out"
+_TRUST = "to trust its authority pass tls=ssl.create_default_context(cafile=...)"
+
+Resolve = Callable[[str], tuple[str, int]]
+"""Returns host and port of an address, or raises AddressRefused."""
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_LONGEST_AFTER_DAMAGE_S = 30.0  # each attempt may be as good as the last, until it is not
+
+
+@dataclass(slots=True)
+class _Target:
+    """What is known of one address: its connection, the attempt under way, and when to try again."""
+
+    connection: Connection | None = None
+    attempt: asyncio.Task[Connection] | None = None
+    failures: int = 0
+    not_before: float = 0.0
+    opened_at: float = 0.0
+    damages: int = 0  # connections in a row that soon ended because what came was no frame
+    damage: str = ""
+    dropped: str = ""  # why nobody wants it any more
+
+
+class Connections:
+    """Connections by address, opened when asked for. Confined to the I/O thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        connect_timeout_s: float,
+        resolve: Resolve = parse_address,
+        on_request: OnRequest,
+        on_lost: OnLost = lambda connection, reason: None,
+        tls: ssl.SSLContext | None = None,
+        sign: Sign | None = None,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._loop = loop
+        self._connect_timeout_s = connect_timeout_s
+        self._resolve = resolve
+        self._on_request = on_request
+        self._on_lost = on_lost
+        self._tls = tls
+        self._sign = sign
+        self._max_frame_bytes = max_frame_bytes
+        self._random = rng or random.Random()
+        self._targets: dict[str, _Target] = {}
+        self._closed = False
+
+    def peek(self, address: str) -> Connection | None:
+        """Return the open connection to `address`, if there is one."""
+        target = self._targets.get(address)
+        if target is None or target.connection is None or target.connection.closed:
+            return None
+        return target.connection
+
+    def all(self) -> list[Connection]:
+        """Return the open connections."""
+        return [connection for address in self._targets if (connection := self.peek(address)) is not None]
+
+    async def get(self, address: str) -> Connection:
+        """Return the connection to `address`, opening one if need be. Callers at the same time share the attempt.
+
+        Raises:
+            ConnectError: nobody answers there, or the address was dropped meanwhile. After a failure the next attempt
+                waits a little, up to 1 s after many. A server that sends what is no frame, again and again, is left
+                alone for up to 30 s.
+        """
+        if (connection := self.peek(address)) is not None:
+            return connection
+        if self._closed:
+            raise ConsumerClosed("the client is closed; make a new one")
+        target = self._targets.setdefault(address, _Target())
+        if target.attempt is None:
+            pause_s = target.not_before - self._loop.time()
+            if pause_s > _LONGEST_PAUSE_S:
+                raise ConnectError(address, f"it is left alone for {pause_s:.0f} s: {target.damage}")
+            target.attempt = self._loop.create_task(self._open(address, target))
+            target.attempt.add_done_callback(lambda task: task.cancelled() or task.exception())
+        attempt = target.attempt
+        try:
+            return await asyncio.shield(attempt)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not attempt.cancelled() or (task is not None and task.cancelling()):
+                raise
+            # The attempt was cancelled, not the caller: passed on, this would end the caller's loop without a word.
+            if self._closed:
+                raise ConsumerClosed("the client is closed; make a new one") from None
+            raise ConnectError(address, target.dropped) from None
+
+    async def _open(self, address: str, target: _Target) -> Connection:
+        try:
+            pause = target.not_before - self._loop.time()
+            if pause > 0:
+                await asyncio.sleep(pause)
+            target.opened_at = self._loop.time()
+            connection = await self._connect(address)
+            target.connection, target.failures = connection, 0
+            log.debug("connection=%s opened", address)
+            return connection
+        except ConnectError:
+            target.failures += 1
+            target.not_before = self._loop.time() + self._pause_s(target.failures, _LONGEST_PAUSE_S)
+            raise
+        finally:
+            target.attempt = None
+
+    def _pause_s(self, failures: int, longest_s: float) -> float:
+        return min(_FIRST_PAUSE_S * 2.0 ** min(failures, 20), longest_s) * (0.5 + self._random.random() / 2)
+
+    async def _connect(self, address: str) -> Connection:
+        host, port = self._resolve(address)
+        async with connecting(address, self._connect_timeout_s, self._tls):
+            _, connection = await self._loop.create_connection(
+                lambda: Connection(
+                    self._loop, address, self._on_request, self._lost, self._sign, self._max_frame_bytes
+                ),
+                host,
+                port,
+                ssl=self._tls,
+                server_hostname=host if self._tls else None,
+            )
+        return connection
+
+    def _lost(self, connection: Connection, reason: str) -> None:
+        target = self._targets.get(connection.address)
+        if target is not None and target.connection is connection:
+            target.connection = None
+        if target is not None and connection.damaged:
+            now = self._loop.time()
+            target.damages = target.damages + 1 if now - target.opened_at < 2 * _LONGEST_AFTER_DAMAGE_S else 1
+            target.not_before, target.damage = now + self._pause_s(target.damages, _LONGEST_AFTER_DAMAGE_S), reason
+        log.debug("connection=%s ended reason=%s", connection.address, reason)
+        self._on_lost(connection, reason)
+
+    def drop(self, address: str, reason: str) -> None:
+        """Close the connection to `address` and forget the address."""
+        target = self._targets.pop(address, None)
+        if target is None:
+            return
+        target.dropped = reason
+        if target.attempt is not None:
+            target.attempt.cancel()
+        if target.connection is not None:
+            target.connection.close(reason)
+
+    async def close(self) -> None:
+        """Close every connection; nothing can be opened afterwards."""
+        self._closed = True
+        connections = self.all()
+        for address in list(self._targets):
+            self.drop(address, "closed by us")
+        for _ in range(2):  # sockets are closed in the loop's next round, unless there is something left to send
+            await asyncio.sleep(0)
+            for connection in connections:
+                connection.abort()
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def connecting(address: str, timeout_s: float, tls: ssl.SSLContext | None) -> AsyncIterator[None]:
+    """Around an attempt to connect to `address`: give it `timeout_s`, and make of any failure a ConnectError."""
+    hint = f" ({PERHAPS_PLAIN})" if tls is not None else ""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise ConnectError(address, f"no answer within {timeout_s:g} s{hint}") from error
+    except ssl.SSLCertVerificationError as error:
+        raise ConnectError(address, f"TLS: {error}; {_TRUST}") from error
+    except ssl.SSLError as error:
+        raise ConnectError(address, f"TLS: {error}{hint}") from error
+    except OSError as error:
+        reason = error.strerror or str(error) or f"TLS: the server ended the handshake{hint}"
+        raise ConnectError(address, reason) from error
+    except UnicodeError as error:
+        raise ConnectError(address, f"{address!r} has no host name: {error}") from error

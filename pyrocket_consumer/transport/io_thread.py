@@ -1,0 +1,173 @@
+"""The thread that owns every socket and timer of one client."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from pyrocket_consumer.errors import ConsumerClosed, RequestTimeout
+from pyrocket_consumer.transport.thread_future import Outcome
+
+T = TypeVar("T")
+
+
+class IoThread:
+    """One asyncio loop on one daemon thread. Sockets, timers and their callbacks are confined to it."""
+
+    def __init__(self, name: str = "pyrocket-io", on_end: Callable[[], None] = lambda: None) -> None:
+        """`on_end` is called on the thread, as the last thing it does."""
+        self._on_end = on_end
+        self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._handed_over: dict[Coroutine[Any, Any, Any], Callable[[], object]] = {}
+        """What may not have begun yet, each with how to tell that it never will."""
+
+    def start(self) -> None:
+        """Start the thread; once only."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            while not self._runs_to_its_end():
+                pass
+        finally:
+            self._end_tasks()
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self._end_tasks()  # those that have begun meanwhile
+            self.loop.close()  # threads of its executor end by themselves; one that hangs in a name's resolution, later
+            for coroutine in list(self._handed_over):
+                self._refuse(coroutine)
+            self._on_end()
+
+    def _end_tasks(self) -> None:
+        while tasks := asyncio.all_tasks(self.loop):
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+    def _refuse(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Tell who waits for `coroutine` that it will not begin."""
+        tell = self._handed_over.pop(coroutine, None)
+        if tell is not None:
+            coroutine.close()
+            tell()
+
+    def _runs_to_its_end(self) -> bool:
+        """Run the loop. False: a task raised what asyncio lets through; that task has ended, the others go on."""
+        try:
+            self.loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            self.loop.call_exception_handler({"message": "work on the I/O thread wants to exit", "exception": error})
+            return False
+        return True
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the loop, cancel what still runs on it, and wait up to `timeout_s` for the thread."""
+        if not self._thread.is_alive():
+            if not self.loop.is_closed():
+                self.loop.close()
+            return
+        try:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        except RuntimeError:
+            pass  # another thread stops it as well, and was first
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def in_background(self, function: Callable[[], object]) -> None:
+        """Have `function` called on a thread of its own. Takes no lock and does not wait: finalizers may call it."""
+        thread = threading.Thread(target=function, name="pyrocket-closing", daemon=True)
+        self._soon(thread.start)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread was started and has not ended."""
+        return self._thread.is_alive()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """Run `coroutine` on the I/O thread and return its result.
+
+        Raises:
+            RuntimeError: called on the I/O thread, where waiting would stop everything. Await the coroutine instead.
+            RequestTimeout: not done within `timeout_s`; the coroutine is cancelled.
+            ConsumerClosed: the thread has ended.
+        """
+        if self.is_current:
+            coroutine.close()
+            raise RuntimeError("a blocking call on the I/O thread would stop all network work; await it instead")
+        outcome, tasks = Outcome[T](), list[asyncio.Task[T]]()
+
+        def begin() -> None:
+            self._handed_over.pop(coroutine, None)
+            task = self.loop.create_task(coroutine)
+            tasks.append(task)
+            task.add_done_callback(partial(_tell, outcome))
+
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
+        self._handed_over[coroutine] = lambda: outcome.set_exception(_closed_meanwhile())
+        try:
+            self.loop.call_soon_threadsafe(begin)
+        except RuntimeError:
+            self._refuse(coroutine)
+            raise ConsumerClosed("the client is closed; make a new one") from None
+        try:
+            is_told = outcome.wait(timeout_s)
+        except BaseException:
+            self._soon(cancel)
+            raise
+        if not is_told:
+            self._soon(cancel)
+            name = getattr(coroutine, "__qualname__", "call")
+            raise RequestTimeout(name, "the I/O thread", timeout_s or 0)
+        return outcome.result()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start `coroutine` on the I/O thread and return at once; the future gets its result.
+
+        It is cancelled if the thread ends before.
+
+        Raises:
+            ConsumerClosed: the thread has ended.
+        """
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError:
+            coroutine.close()
+            raise ConsumerClosed("the client is closed; make a new one") from None
+        self._handed_over[coroutine] = future.cancel
+        future.add_done_callback(lambda done: self._handed_over.pop(coroutine, None))
+        if self.loop.is_closed():  # before it was noted
+            self._refuse(coroutine)
+        return future
+
+    def _soon(self, function: Callable[[], object]) -> None:
+        try:
+            self.loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            pass  # the loop is closed
+
+
+def _tell(outcome: Outcome[T], task: asyncio.Task[T]) -> None:
+    if task.cancelled():
+        outcome.set_exception(_closed_meanwhile())
+    elif (error := task.exception()) is not None:
+        outcome.set_exception(error)
+    else:
+        outcome.set_result(task.result())
+
+
+def _closed_meanwhile() -> ConsumerClosed:
+    return ConsumerClosed("the client was closed while the call waited")

@@ -1,0 +1,188 @@
+"""What servers ask of a client."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from pyrocket_consumer.errors import BrokerError, OffsetStoreUnwritable
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.command import GetConsumerRunningInfoHeader, NotifyConsumerIdsChangedHeader
+from pyrocket_consumer.testing import EmbeddedCluster
+from tests.asking import Asking
+from tests.cluster.conftest import Told, find_route, join
+
+
+@pytest.fixture
+def member(client):
+    """A member of the group `app`."""
+    join(client, consumer="app")
+    return client
+
+
+RUNNING_INFO = RequestCode.GET_CONSUMER_RUNNING_INFO
+
+
+def ask(embedded, connect, member):
+    """Have the broker ask `member` for its running info, as an admin does, and return the answer."""
+    admin = connect(embedded)
+    header = GetConsumerRunningInfoHeader("app", member.client_id)
+    return admin.run(admin.call(embedded.broker("broker-a").address, header, timeout_s=5), 6)
+
+
+def handle(client, code, handler):
+    async def register():
+        client.on_request(code, handler)
+
+    client.run(register(), 30)
+
+
+def set_event(client, event):
+    async def work():
+        event.set()
+
+    client.run(work(), 30)
+
+
+def test_a_handler_gets_request_and_address_and_answers(embedded, broker, connect, member):
+    with pytest.raises(BrokerError, match="request type 307 not supported") as raised:
+        ask(embedded, connect, member)
+    assert raised.value.code == 3
+    told = Told()
+
+    async def answer(command, address):
+        told(command.fields["consumerGroup"], address)
+        return command.answer(body=b'{"properties":{}}')
+
+    handle(member, RUNNING_INFO, answer)
+    assert ask(embedded, connect, member).body == b'{"properties":{}}'
+    assert told.next() == ("app", broker.address)
+
+
+@pytest.mark.parametrize(
+    ("error", "remark", "logged"),
+    [
+        (ZeroDivisionError("a defect"), "ZeroDivisionError: a defect", [logging.ERROR]),
+        (OffsetStoreUnwritable("disk full"), "disk full", [logging.WARNING]),
+    ],
+)
+def test_a_handler_that_fails_answers_why_and_logs_it_once(embedded, connect, member, caplog, error, remark, logged):
+    async def fail(command, address):
+        raise error
+
+    handle(member, RUNNING_INFO, fail)
+    for _ in range(3):
+        with pytest.raises(BrokerError, match=remark) as raised:
+            ask(embedded, connect, member)
+        assert raised.value.code == 1
+    assert [record.levelno for record in caplog.records if record.levelno >= logging.WARNING] == logged
+
+
+def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, broker, connect, member):
+    told = Told()
+    go_on = asyncio.Event()
+
+    async def slow(command, address):
+        await go_on.wait()
+        return command.answer(body=b"{}")
+
+    async def changed(command, address):
+        told(NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group)
+
+    handle(member, RUNNING_INFO, slow)
+    handle(member, RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, changed)
+    admin = connect(embedded)
+    asking = admin.submit(
+        admin.call(broker.address, GetConsumerRunningInfoHeader("app", member.client_id), timeout_s=5)
+    )
+    broker.wait_for(RUNNING_INFO)
+    join(connect(embedded), consumer="app")
+    assert told.next() == ("app",)  # one-way: the member list changed
+    queue = find_route(member).consume_queues()[0]
+    assert member.run(member.broker("broker-a").max_offset(queue), 30) == 0
+
+    set_event(member, go_on)
+    assert asking.result(30).body == b"{}"
+
+
+def test_only_brokers_in_routes_or_in_use_may_ask(connect):
+    """Name servers may lose sight of a broker that is up; what it asks is heard while there is something of it."""
+    with EmbeddedCluster(brokers=2) as embedded:
+        embedded.create_topic("orders", queues=2)
+        client, told, held = connect(embedded, route_refresh_interval_s=0.1), Told(), True
+
+        async def answer(command, address):
+            return command.answer(body=b"{}")
+
+        client.on_request_refused(told)
+        client.keep_brokers(lambda broker_name: held)
+        join(client, consumer="app")
+        handle(client, RUNNING_INFO, answer)
+        other, fields = embedded.broker("broker-b"), {"consumerGroup": "app", "clientId": client.client_id}
+        embedded.call(lambda: embedded.unregister(other))
+        embedded.wait_until(lambda: find_route(client).brokers[-1].broker_name == "broker-a")
+        assert Asking(other).ask(RUNNING_INFO, fields).body == b"{}"
+        assert told.nothing
+        answer = Asking(embedded.name_server_node).ask(RUNNING_INFO, fields)
+        assert (answer.code, answer.remark) == (
+            1, "GET_CONSUMER_RUNNING_INFO is not obeyed: only brokers of the topics in use may ask"
+        )  # fmt: skip
+        assert told.next() == (307, embedded.name_server, "only brokers of the topics in use may ask")
+        held = False
+        embedded.wait_until(lambda: not other.connections)
+
+
+def test_a_refused_request_is_logged_once(embedded, client, caplog):
+    find_route(client)
+    for _ in range(3):
+        assert Asking(embedded.name_server_node).ask(RequestCode.CHECK_TRANSACTION_STATE, {}).code == 1
+    why = "only brokers of the topics in use may ask"
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert lines == [f"request=CHECK_TRANSACTION_STATE from={embedded.name_server} not obeyed: {why}"]
+
+
+def test_only_so_many_requests_are_under_way(broker, member):
+    handled, told, go_on = Told(), Told(), asyncio.Event()
+
+    async def slow(command, address):
+        handled(command.fields["n"])
+        await go_on.wait()
+        return command.answer(body=b"{}")
+
+    async def register():
+        member.on_request_refused(told)
+        member.on_request(RUNNING_INFO, slow)
+
+    member.run(register(), 30)
+    asking = Asking(broker)
+    answers = asking.ask_each(RUNNING_INFO, [{"n": str(number)} for number in range(70)])
+    busy = [next(answers) for _ in range(6)]
+    assert {(answer.code, answer.remark) for answer in busy} == {
+        (2, "GET_CONSUMER_RUNNING_INFO is not obeyed: 64 of them are under way")
+    }
+    assert [handled.next() for _ in range(64)] == [(str(number),) for number in range(64)]
+    assert [told.next()[0] for _ in range(6)] == 6 * [307]
+    assert asking.ask(65_000, {}).code == 3, "others are answered meanwhile"
+    set_event(member, go_on)
+    assert [next(answers).body for _ in range(64)] == 64 * [b"{}"]
+    assert asking.ask(RUNNING_INFO, {"n": "70"}).body == b"{}"
+    assert told.nothing
+
+
+def test_only_so_many_bytes_of_requests_are_under_way(broker, member):
+    go_on = asyncio.Event()
+
+    async def slow(command, address):
+        await go_on.wait()
+        return command.answer(body=b"%d" % len(command.body))
+
+    handle(member, RequestCode.CONSUME_MESSAGE_DIRECTLY, slow)
+    asking, large = Asking(broker), bytes(9 << 20)
+    answers = asking.ask_each(RequestCode.CONSUME_MESSAGE_DIRECTLY, [{}, {}], large)
+    assert (busy := next(answers)).code == 2
+    assert busy.remark == f"CONSUME_MESSAGE_DIRECTLY is not obeyed: requests under way hold {len(large)} bytes"
+    set_event(member, go_on)
+    assert next(answers).body == b"%d" % len(large)
+    assert asking.ask(RequestCode.CONSUME_MESSAGE_DIRECTLY, {}, large).body == b"%d" % len(large)

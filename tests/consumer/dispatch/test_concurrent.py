@@ -1,0 +1,482 @@
+"""Workers and their chunks: whatever a listener does, its messages end up consumed or failed, and work goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from pyrocket_consumer.consumer.dispatch import concurrent
+from pyrocket_consumer.consumer.dispatch.concurrent import (
+    AsyncWorkers,
+    Chunk,
+    ConsumeService,
+    Slot,
+    ThreadWorkers,
+    Workers,
+)
+from pyrocket_consumer.consumer.listener import ConsumeResult, Failed, Listener, Retry
+from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
+from pyrocket_consumer.protocol.message import Message
+from pyrocket_consumer.transport.io_thread import IoThread
+from tests import consuming
+from tests.consumer.orders import listener_of
+from tests.consumer.windows import window_of
+from tests.consuming import WAIT_S
+
+until = partial(consuming.until, what="reached")
+
+
+class Told:
+    """What workers reported."""
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[int, int]] = []  # offset, delay level
+        self.raised: list[BaseException] = []
+        self.unknown: list[object] = []
+        self.worker_failures: list[BaseException] = []
+
+    def failed(self, window, failed):
+        self.failures += [(message.queue_offset, delay_level) for message, delay_level in failed]
+
+    def listener_raised(self, window, message, error):
+        self.raised.append(error)
+
+    def result_unknown(self, window, message, result):
+        self.unknown.append(result)
+
+    def worker_failed(self, error):
+        self.worker_failures.append(error)
+
+
+class Working:
+    """Workers, what they told, and a way to hand them work."""
+
+    def __init__(self, workers: Workers, told: Told, io: IoThread) -> None:
+        self.workers, self.told, self.loop, self._io = workers, told, io.loop, io
+
+    def consume(self, function: Any, count: int, *, batch_size: int = 1, tell=lambda queue, offset: None):
+        """Hand over `count` messages as one chunk; returns their window."""
+        window, messages = window_of(count, tell=tell)
+        units: list[Any] = messages
+        if batch_size > 1:
+            units = [messages[start : start + batch_size] for start in range(0, count, batch_size)]
+        self.hand_over(Chunk(window, Listener.of(function, batch_size), deque(units)))
+        return window
+
+    def hand_over(self, chunk: Chunk) -> None:
+        async def put() -> None:
+            self.workers.put(chunk)
+
+        self._io.run(put(), WAIT_S)
+
+    def works(self) -> None:
+        """Wait until some more messages are consumed."""
+        after = [self.consume(self.as_kind(lambda message: None), 2) for _ in range(4)]
+        until(lambda: all(window.finished == 2 for window in after))
+
+    def as_kind(self, function: Callable[[Any], Any]) -> Any:
+        """Return the listener as a plain or as an async function."""
+        return listener_of("plain" if isinstance(self.workers, ThreadWorkers) else "async", function)
+
+    @property
+    def idle(self) -> bool:
+        return self.workers.waiting() == 0 and all(slot.chunk is None for slot in self.workers.slots)
+
+
+@pytest.fixture
+def io() -> Iterator[IoThread]:
+    thread = IoThread("test-io")
+    thread.start()
+    yield thread
+    thread.stop()
+
+
+@contextmanager
+def working(workers: Workers, told: Told, io: IoThread) -> Iterator[Working]:
+    yield Working(workers, told, io)
+    workers.stop()
+    workers.abandon()
+    until(lambda: not living("pyrocket-consume", "pyrocket-listener"))
+
+
+@pytest.fixture
+def threads(io: IoThread) -> Iterator[Working]:
+    with working(ThreadWorkers(2, told := Told(), 900, io.loop), told, io) as made:
+        yield made
+
+
+@pytest.fixture
+def coroutines(io: IoThread) -> Iterator[Working]:
+    with working(AsyncWorkers(2, told := Told(), 900), told, io) as made:
+        yield made
+
+
+def living(*names: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
+
+
+@pytest.fixture(params=["threads", "coroutines"])
+def either(request) -> Working:
+    return request.getfixturevalue(request.param)
+
+
+# --- what listeners do
+
+
+def test_wrong_results_are_told_once_a_listener_and_type(either):
+    results = [True, 1, False, 2, "x"]
+    for _ in range(2):
+        either.consume(either.as_kind(lambda message: results[message.queue_offset]), 5)
+        until(lambda: either.idle)
+    assert either.told.unknown == [True, 1, "x", True, 1, "x"]
+
+
+ALL = [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("result", "again"),
+    [(None, []), (ConsumeResult.SUCCESS, []), (ConsumeResult.RETRY, [(offset, 0) for offset in ALL]),
+     (Retry(delay_level=5), [(offset, 5) for offset in ALL]), (ValueError(), [(offset, 0) for offset in ALL])],
+)
+def test_known_results_of_a_batch(either, result, again):
+    def handle(messages):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    window = either.consume(either.as_kind(handle), 4, batch_size=2)
+    until(lambda: either.idle)
+    assert either.told.failures == again
+    assert window.finished == 4 - len(again)
+    assert either.told.unknown == []
+    assert either.told.raised == ([result] * 2 if isinstance(result, Exception) else [])
+
+
+@pytest.mark.parametrize("named", [lambda message: message, lambda message: message.detach()], ids=["it", "a copy"])
+def test_one_bad_message_of_a_batch_comes_again_alone(either, named):
+    """A listener may keep detached copies; one it asks for again must not count as consumed."""
+    window = either.consume(either.as_kind(lambda messages: Retry([named(messages[1])])), 6, batch_size=3)
+    until(lambda: either.idle)
+    assert either.told.failures == [(1, 0), (4, 0)]
+    assert (window.commit_offset(), window.finished) == (1, 4)
+
+
+def test_an_ended_loop_is_not_kept_waiting_by_its_workers(io):
+    """Whoever runs asyncio cancels every task at the end, and waits until it is gone."""
+    told, began = Told(), threading.Event()
+    window, messages = window_of(1)
+
+    async def main():
+        async def listen(message):
+            began.set()
+            await asyncio.sleep(3600)
+
+        workers = AsyncWorkers(2, told, 900, asyncio.get_running_loop())
+        workers.put(Chunk(window, Listener.of(listen), deque(messages)))
+        await asyncio.to_thread(began.wait, WAIT_S)
+        return workers
+
+    workers = asyncio.run(main())
+    assert told.failures == [(0, 0)]
+    workers.put(Chunk(window, Listener.of(print), deque()))
+    workers.stop()
+
+
+def test_workers_know_their_own_calls_and_what_those_have_begun(either):
+    service, known = ConsumeService(either.loop, lambda is_async: either.workers), []
+
+    def handle(message):
+        known.append(service.is_own_call())
+        known.append(asyncio.run(asyncio.to_thread(service.is_own_call)))
+
+    async def listen(message):
+        known.append(service.is_own_call())
+        known.append(await asyncio.create_task(asyncio.to_thread(service.is_own_call)))
+
+    listener = Listener.of(handle if isinstance(either.workers, ThreadWorkers) else listen)
+    window, messages = window_of(1)
+    either.loop.call_soon_threadsafe(service.dispatch, window, listener, messages)
+    until(lambda: window.finished == 1)
+    assert known == [True, True]
+    assert not service.is_own_call()
+
+
+def test_a_logging_that_raises_costs_no_message(either):
+    """What tells of a listener's error is the user's, too."""
+
+    def raises(*what):
+        raise OSError("the log is full")
+
+    def handle(message):
+        if message.queue_offset == 1:
+            raise ValueError
+
+    either.told.listener_raised = raises
+    window = either.consume(either.as_kind(handle), 4)
+    until(lambda: either.told.worker_failures)
+    assert either.told.failures == [(1, 0)]
+    assert window.commit_offset() == 1
+    either.works()
+
+
+def test_tasks_of_async_listeners_end_with_their_loop(coroutines):
+    ended = []
+
+    async def goes_on():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    async def handle(message):
+        asyncio.get_running_loop().create_task(goes_on())
+        await asyncio.sleep(0)
+
+    window = coroutines.consume(handle, 3)
+    until(lambda: window.finished == 3)
+    coroutines.workers.stop()
+    until(lambda: not living("pyrocket-listener"))
+    assert ended == [True, True, True]
+
+
+def test_a_store_that_raises_inside_an_ack_ends_no_worker(either):
+    """The offset store is called under the window's lock, and may be the user's."""
+
+    def tell(queue, offset):
+        raise OSError("no space left")
+
+    either.consume(either.as_kind(lambda message: None), 1, tell=tell)
+    until(lambda: either.told.worker_failures)
+    assert isinstance(either.told.worker_failures[0], OSError)
+    either.works()
+
+
+def test_of_a_dropped_queue_what_runs_counts_and_nothing_begins(either):
+    listener, begun, release = blocking(either)
+    window = either.consume(listener, 5)
+    assert begun.acquire(timeout=WAIT_S)
+    window.drop()
+    release.set()
+    until(lambda: either.idle)
+    assert (window.finished, window.commit_offset()) == (1, 1)
+    assert not begun.acquire(blocking=False)
+
+
+# --- the end
+
+
+def blocking(working: Working) -> tuple[Any, threading.Semaphore, threading.Event]:
+    """Return a listener whose calls wait, what counts those that have begun, and what lets them go."""
+    begun, release = threading.Semaphore(0), threading.Event()
+
+    def handle(message):
+        begun.release()
+        release.wait(WAIT_S)
+
+    async def listen(message):
+        begun.release()
+        while not release.is_set():
+            await asyncio.sleep(0.001)
+
+    return handle if isinstance(working.workers, ThreadWorkers) else listen, begun, release
+
+
+def test_stopped_workers_begin_nothing_and_finish_what_runs(either):
+    listener, begun, release = blocking(either)
+    running, waiting = [either.consume(listener, 1) for _ in range(2)], either.consume(listener, 3)
+    for _ in running:
+        assert begun.acquire(timeout=WAIT_S)
+    either.workers.stop()
+    release.set()
+    until(lambda: not living("pyrocket-consume", "pyrocket-listener"))
+    assert [window.finished for window in (*running, waiting)] == [1, 1, 0]
+    assert not begun.acquire(blocking=False), "nothing else has begun"
+
+
+class Emptied(deque):
+    """Units that are taken back between a worker's look and its grasp."""
+
+    def popleft(self):
+        raise IndexError("pop from an empty deque")
+
+
+def test_a_worker_survives_that_its_units_were_taken_back(either):
+    window, messages = window_of(1)
+    for _ in range(4):
+        either.hand_over(Chunk(window, Listener.of(either.as_kind(lambda message: None)), Emptied(messages)))
+    either.works()
+
+
+class Turn:
+    """What an orderly queue has to say."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def may_go_on(self):
+        return True
+
+    def judge(self, unit, result):
+        return True, True
+
+    def committed(self):
+        return []
+
+    def end(self):
+        self.ended.set()
+
+
+def test_a_turn_that_no_worker_has_begun_ends_with_the_work(either):
+    """Or its queue would count as running, and closing would wait for it in vain."""
+    function, begun, release = blocking(either)
+    window, messages = window_of(5)
+    chunks = [Chunk(window, Listener.of(function), deque([message])) for message in messages]
+    for chunk in chunks:
+        chunk.turn = Turn()
+        either.hand_over(chunk)
+    for _ in range(2):
+        assert begun.acquire(timeout=WAIT_S)
+    either.workers.stop()
+    release.set()
+    assert all(chunk.turn.ended.wait(WAIT_S) for chunk in chunks)
+
+
+# --- how work is cut and taken back
+
+
+class Desk:
+    """Stands for workers: the test plays them."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = [Slot() for _ in range(count)]
+        self.chunks: deque[Chunk] = deque()
+        self.failed: list[Failed] = []
+        self.looks = 0
+        self.put = self.chunks.append
+        self.stop = self.abandon = lambda: None
+
+    def hand_over(self, chunk):
+        chunk.window.ack(chunk.done[:])
+        self.failed += chunk.failed
+        chunk.done.clear()
+        chunk.failed.clear()
+
+    def waiting(self):
+        self.looks += 1
+        return len(self.chunks)
+
+    def begin(self, worker: int, now: float) -> Chunk:
+        """Have a worker take the next chunk and begin its first unit."""
+        chunk = self.slots[worker].chunk = self.chunks.popleft()
+        chunk.begun_at, chunk.current = now, chunk.todo.popleft()
+        return chunk
+
+
+def serving() -> tuple[ConsumeService, Desk]:
+    desk = Desk(3)
+    return ConsumeService(asyncio.get_running_loop(), lambda is_async: desk), desk
+
+
+def handle(message):
+    pass
+
+
+def dispatched(count: int, time_s: float = 1e-6) -> tuple[ConsumeService, Desk, ProcessQueue, list[Message]]:
+    """Hand out so many messages of a listener that takes this long, as one chunk if it is quick."""
+    (service, desk), (window, messages) = serving(), window_of(count)
+    window.listener_time_s = time_s
+    service.dispatch(window, Listener.of(handle), messages)
+    return service, desk, window, messages
+
+
+@pytest.mark.parametrize(
+    ("listener_time_s", "sizes"),
+    [(1e-6, [32, 32, 32, 4]), (1e-4, [5] * 20), (2e-4, [2] * 50), (1e-3, [1] * 100), (10, [1] * 100)],
+)
+async def test_chunks_are_sized_by_the_time_the_listener_takes(listener_time_s, sizes):
+    service, desk, _, messages = dispatched(100, listener_time_s)
+    assert [len(chunk.todo) for chunk in desk.chunks] == sizes
+    assert max(sizes) <= concurrent.LARGEST_CHUNK
+    assert [message for chunk in desk.chunks for message in chunk.todo] == messages
+    service.stop()
+
+
+async def test_what_a_stuck_worker_has_not_begun_goes_to_others():
+    service, desk, window, messages = dispatched(32)
+    chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
+    chunk.done.append(chunk.current)
+    chunk.current = chunk.todo.popleft()
+    chunk.failed.append((messages[31], 7))
+    await asyncio.sleep(concurrent.STUCK_AFTER_S / 2)
+    assert (window.finished, len(desk.chunks)) == (0, 0)
+    await asyncio.sleep(2 * concurrent.STUCK_AFTER_S)
+    assert [list(each.todo) for each in desk.chunks] == [[message] for message in messages[2:]]
+    assert (window.commit_offset(), window.finished) == (1, 1)
+    assert desk.failed == [(messages[31], 7)]
+    assert not chunk.todo
+    service.stop()
+
+
+async def test_what_is_finished_does_not_wait_for_its_chunk_to_end():
+    """There is nothing left then that could be given to others."""
+    service, desk, window, messages = dispatched(2)
+    chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
+    chunk.failed.append((chunk.current, 0))
+    chunk.current = chunk.todo.popleft()
+    await asyncio.sleep(10 * concurrent.STUCK_AFTER_S)
+    assert desk.failed == [(messages[0], 0)]
+    service.stop()
+
+
+async def test_a_stop_hands_over_what_stuck_workers_have_finished():
+    service, desk, window, messages = dispatched(3)
+    chunk = desk.begin(0, asyncio.get_running_loop().time())
+    chunk.done.append(chunk.current)
+    chunk.current = chunk.todo.popleft()
+    service.stop()
+    assert (window.commit_offset(), window.finished) == (1, 1)
+    assert not chunk.todo
+
+
+async def test_nobody_looks_for_stuck_workers_when_nothing_waits():
+    """A listener that never returns must not keep the I/O thread awake for ever."""
+    service, desk, window, messages = dispatched(4)
+    desk.begin(0, asyncio.get_running_loop().time() + 0.001)
+    await asyncio.sleep(0.1)
+    for worker in (0, 1, 2):
+        desk.begin(worker, asyncio.get_running_loop().time())
+    await asyncio.sleep(1)
+    looks = desk.looks
+    await asyncio.sleep(10)
+    assert desk.looks == looks
+    later, messages = window_of(8)
+    later.listener_time_s = 1e-6
+    service.dispatch(later, Listener.of(handle), messages)
+    desk.begin(1, asyncio.get_running_loop().time() + 0.001)
+    await asyncio.sleep(0.1)
+    assert len(desk.chunks) == 7, "the next work is looked after again"
+    service.stop()
+
+
+async def test_a_call_is_stuck_when_it_was_seen_running_all_the_time():
+    service, desk = serving()
+    window, messages = window_of(2)
+    service.dispatch(window, Listener.of(handle), messages[:1])
+    desk.begin(0, 0.0)
+    assert service.stuck(5, 100) == []
+    assert service.stuck(5, 104.9) == []
+    assert service.stuck(5, 105) == [(window, (messages[0],))]
+    assert service.running() == service.running(window) == 1
+    desk.slots[0].chunk = None
+    service.dispatch(window, Listener.of(handle), messages[1:])
+    desk.begin(0, 106)
+    assert service.stuck(5, 106) == []
+    service.stop()

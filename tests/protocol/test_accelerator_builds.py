@@ -1,0 +1,73 @@
+"""The compiled part under sanitizers, and with mistakes planted: whoever compares it with Python must find them."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.interpreters import pythons
+from tests.planted import DIED
+from tests.protocol.building import SANITIZED, SANITIZERS_STATUS, SOURCE, build, compiler, run
+from tests.protocol.mistakes import ALL, COLUMNS, MISTAKES, OF_SANITIZERS, RIGHT, SEED, STORE, TARGETS, ask
+from tests.trials import trials
+
+ANEW = f"the kept input finds it no longer: {STORE}"
+
+
+@pytest.mark.live
+@pytest.mark.slow("compiles the source with each mistake, and with sanitizers")
+@pytest.mark.parametrize("mistakes", [MISTAKES, OF_SANITIZERS], ids=["compared", "sanitized"])
+def test_kept_inputs_find_each_mistake(mistakes, subtests):
+    compiler()
+    told = ask("replay", mistakes)
+    assert told.pop(RIGHT) == ""
+    for mistake, wrong in told.items():
+        with subtests.test(mistake):
+            assert wrong if mistakes is MISTAKES else wrong == f"{DIED} {SANITIZERS_STATUS}", ANEW
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("mistake", [*ALL][: trials(len(ALL))])
+def test_a_search_finds_a_mistake(mistake):
+    compiler()
+    assert ask("search", {mistake: ALL[mistake]})[mistake]
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sanitized")
+    build(folder, SOURCE.read_text(), *SANITIZED)
+    return folder
+
+
+@pytest.mark.search
+def test_sanitizers_find_nothing_in_what_is_read(sanitized):
+    fuzz = ("-m", "tests.fuzz", *TARGETS, COLUMNS, "--engine", "mutation", "--seed", str(SEED))
+    answer = run(sanitized, *fuzz, "--seconds", str(trials(20)), sanitized=True)
+    assert answer.returncode == 0 and " 0 findings" in answer.stdout, answer.stdout + answer.stderr
+
+
+@pytest.mark.slow("runs the tests of the wire format under sanitizers", proof=True)
+@pytest.mark.search
+def test_sanitizers_find_nothing_in_the_tests(sanitized):
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(SOURCE.parents[2]), "--real=none")
+    tests = SOURCE.parents[2] / "tests" / "protocol"
+    chosen = [str(tests / name) for name in ("test_accelerator.py", "test_message.py")]
+    unsuited = "not memory and not variable and not build and not nothing_is_left"  # processes of their own; memory
+    answer = run(sanitized, *command, *chosen, "-k", unsuited, sanitized=True)
+    assert answer.returncode == 0 and " passed" in answer.stdout, answer.stdout + answer.stderr
+
+
+@pytest.mark.live
+def test_what_a_free_threaded_python_compiles_is_right():
+    """With the headers of an ordinary one, told that it is free-threaded: 3.13 is the first that can be."""
+    if "3.13" not in pythons():
+        pytest.skip("there is no Python 3.13")
+    ask_headers = "import sysconfig; print(sysconfig.get_path('include'))"
+    asked = subprocess.run([pythons()["3.13"], "-c", ask_headers], capture_output=True, text=True, check=True)
+    headers = asked.stdout.strip()
+    flags = ("-fsyntax-only", "-Wall", "-Werror", "-DPy_GIL_DISABLED=1", '-DSOURCE=""', "-I", headers)
+    command = [compiler(), *flags, str(SOURCE)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 0, answer.stderr

@@ -1,0 +1,246 @@
+"""A connection that its user waits on: answers find their requests, and each request ends once."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from pyrocket_consumer.errors import ConnectError, ConnectionLost, ProtocolError, RequestTimeout
+from pyrocket_consumer.protocol.frame import RemotingCommand, decode_command, encode_command
+from pyrocket_consumer.transport.blocking_connection import DirectConnection, IdleConnections, open_direct
+
+pytestmark = pytest.mark.live
+
+WAIT_S = 30.0
+TIMEOUT_S = 5.0
+
+
+class Server:
+    """The other end of a direct connection."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self._came = b""
+
+    def asked(self) -> RemotingCommand:
+        """Return the next request."""
+        while len(self._came) < 4 or len(self._came) < 4 + int.from_bytes(self._came[:4]):
+            data = self.end.recv(1 << 16)
+            assert data, "the connection ended"
+            self._came += data
+        size = 4 + int.from_bytes(self._came[:4])
+        frame, self._came = self._came[:size], self._came[size:]
+        return decode_command(frame)
+
+    def answer(self, request: RemotingCommand, body: bytes = b"", code: int = 0) -> None:
+        self.end.sendall(encode_command(request.answer(code, body=body)))
+
+
+@contextmanager
+def connected() -> Iterator[tuple[DirectConnection, Server]]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.settimeout(WAIT_S)
+    connection = DirectConnection(ours, "broker:1")
+    with theirs:
+        yield connection, Server(theirs)
+        connection.close("the test is over")
+
+
+class Asked:
+    """A request, and what became of it."""
+
+    def __init__(self, connection: DirectConnection, *, now: float = 0.0, timeout_s: float = TIMEOUT_S) -> None:
+        self.answers: list[RemotingCommand | Exception] = []
+        self.extents = []
+        command = RemotingCommand(11, {"n": "1"})
+        connection.send(lambda opaque: connection.encode(command, opaque), self._answered, now, timeout_s)
+
+    def _answered(self, answer, body):
+        self.answers.append(answer)
+        self.extents.append(body)
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [bytes(extent) for extent in self.extents]
+
+
+def receive(connection: DirectConnection) -> None:
+    """Wait until something comes, and take it."""
+    assert select.select([connection.socket], [], [], WAIT_S)[0]
+    assert connection.receive()
+
+
+def receive_all(connection: DirectConnection) -> None:
+    """Take what comes until no request waits."""
+    while connection.waiting:
+        receive(connection)
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[DirectConnection, Server]]:
+    with connected() as both:
+        yield both
+
+
+@pytest.fixture
+def connection(link: tuple[DirectConnection, Server]) -> DirectConnection:
+    return link[0]
+
+
+@pytest.fixture
+def server(link: tuple[DirectConnection, Server]) -> Server:
+    return link[1]
+
+
+def test_answers_find_their_requests_in_any_order(connection, server):
+    first, second = Asked(connection), Asked(connection)
+    assert connection.unsent
+    connection.flush()
+    assert not connection.unsent
+    one, two = server.asked(), server.asked()
+    server.answer(two, b"two")
+    receive(connection)
+    assert (first.bodies, second.bodies) == ([], [b"two"])
+    # What nobody asked for is left alone: a request of the broker's, and an answer to none of ours.
+    server.end.sendall(encode_command(RemotingCommand(40, {}, opaque=one.opaque)))
+    server.answer(RemotingCommand(11, {}, opaque=999), b"late")
+    server.answer(one, b"one", code=21)
+    receive_all(connection)
+    assert (first.bodies, first.answers[0].code, second.bodies) == ([b"one"], 21, [b"two"])
+    assert connection.waiting == 0
+
+
+def test_a_request_without_an_answer_ends_at_its_deadline(connection, server):
+    soon, later = Asked(connection, now=100, timeout_s=1), Asked(connection, now=100, timeout_s=9)
+    assert connection.next_deadline == 101
+    connection.expire(100.9)
+    assert soon.answers == []
+    connection.expire(101)
+    assert isinstance(soon.answers[0], RequestTimeout)
+    assert str(soon.answers[0]) == "PULL_MESSAGE was not answered by broker:1 within 1 s"
+    assert later.answers == []
+    assert connection.next_deadline == 109
+    connection.flush()
+    server.answer(server.asked(), b"too late")
+    server.answer(server.asked(), b"in time")
+    receive_all(connection)
+    assert (len(soon.answers), later.bodies) == (1, [b"in time"])
+
+
+@pytest.mark.parametrize("how", ["closed", "reset", "by us", "no frame"])
+def test_a_lost_connection_ends_every_request_once(how, connection, server):
+    assert not connection.receive()
+    connection.flush()
+    assert connection.next_deadline is None
+    connection.expire(1e9)  # nothing waits
+    asked = [Asked(connection) for _ in range(3)]
+    connection.flush()
+    if how == "by us":
+        connection.close("enough")
+    elif how == "no frame":
+        server.end.sendall(struct.pack(">iI", -1, 0))
+        receive(connection)
+    else:
+        if how == "reset":
+            server.asked()
+        server.end.close()  # with requests unread, it is a reset
+        while not connection.closed:
+            receive(connection)
+    error = ProtocolError if how == "no frame" else ConnectionLost
+    assert [[isinstance(answer, error) for answer in each.answers] for each in asked] == [[True]] * 3
+    assert connection.closed
+    assert not connection.receive()
+    connection.flush()
+    connection.close("again")
+
+
+def test_requests_that_do_not_fit_the_socket_are_sent_later(connection, server):
+    asked = [Asked(connection) for _ in range(20_000)]
+    connection.flush()
+    assert connection.unsent
+    requests = []
+    reader = threading.Thread(target=lambda: requests.extend(server.asked() for _ in asked))
+    reader.start()
+    while connection.unsent:
+        assert select.select([], [connection.socket], [], WAIT_S)[1]
+        connection.flush()
+    reader.join(WAIT_S)
+    assert len({each.opaque for each in requests}) == 20_000
+
+
+def test_bodies_stay_until_their_room_is_given_back(connection, server):
+    asked = []
+    for number in range(50):
+        asked.append(Asked(connection))
+        connection.flush()
+        server.answer(server.asked(), b"%03d" % number * 10_000)
+        receive_all(connection)
+        if number % 10 == 9:
+            connection.reuse(extent for each in asked[number - 3 :] for extent in each.extents)
+            assert [each.bodies for each in asked[number - 3 :]] == [
+                [b"%03d" % n * 10_000] for n in range(number - 3, number + 1)
+            ]
+
+
+# --- opening, and putting aside
+
+
+@contextmanager
+def listening() -> Iterator[tuple[str, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(WAIT_S)
+        yield f"127.0.0.1:{listener.getsockname()[1]}", listener
+
+
+def opened(address: str) -> DirectConnection:
+    async def opening() -> DirectConnection:
+        return await open_direct(asyncio.get_running_loop(), address, timeout_s=TIMEOUT_S)
+
+    return asyncio.run(opening())
+
+
+def test_a_server_that_is_not_there_is_an_error_with_its_address():
+    with listening() as (address, listener):
+        listener.close()
+        with pytest.raises(ConnectError, match=f"cannot connect to {address}: Connection refused"):
+            opened(address)
+
+
+def test_an_idle_connection_is_used_again_while_it_lives():
+    idle = IdleConnections()
+    with listening() as (address, listener):
+        connection = opened(address)
+        peer, _ = listener.accept()
+        with peer:
+            assert idle.take(address) is None
+            idle.give(connection)
+            assert idle.take("127.0.0.1:1") is None
+            assert idle.take(address) is connection
+            assert idle.take(address) is None
+            idle.give(connection)
+        select.select([connection.socket], [], [], WAIT_S)
+        assert idle.take(address) is None
+        assert connection.closed
+
+
+def test_what_waits_for_answers_or_comes_at_the_end_is_closed():
+    idle = IdleConnections()
+    with connected() as (asking, _), connected() as (kept, _), connected() as (late, _):
+        asked = Asked(asking)
+        idle.give(asking)
+        assert asking.closed
+        assert isinstance(asked.answers[0], ConnectionLost)
+        assert idle.take("broker:1") is None
+        idle.give(kept)
+        idle.close()
+        assert kept.closed
+        idle.give(late)
+        assert late.closed

@@ -1,0 +1,467 @@
+"""One connection: answers find their calls, and whatever the server does, every call ends once and soon."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+import pytest
+
+from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
+from pyrocket_consumer.protocol.frame import MAX_FRAME_BYTES, RemotingCommand, encode_command
+from pyrocket_consumer.transport.connection import MOST_OVERDUE
+from tests.for_each import for_each
+from tests.protocol.test_frame import BAD_FRAMES
+from tests.transport.peer import Lost, answered, command, connected, until
+
+
+def send(connection, on_answer, timeout_s, **options):
+    return connection.send(lambda opaque: connection.encode(command(), opaque), on_answer, timeout_s, **options)
+
+
+async def test_a_call_gets_its_answer_whatever_its_code_and_size(connection, peer):
+    for code in (0, 1, 21, 999):
+        await answered(connection, peer, code, b"body")
+    for size in (5 * 1024 * 1024, 1, 0, 300_000, MAX_FRAME_BYTES - 1000, 7):
+        await answered(connection, peer, body=b"z" * size)
+
+
+async def test_many_calls_at_once_are_answered_in_any_order(connection, peer):
+    answers = [connection.call(command(n=str(number)), 5) for number in range(500)]
+    for each in reversed([await peer.next() for _ in answers]):
+        peer.answer(each, body=each.fields["n"].encode())
+    assert [(await answer).body for answer in answers] == [b"%d" % number for number in range(500)]
+    assert connection.waiting == 0
+    together = connection.call_each([command(n=str(number)) for number in range(2000)], 30)
+    asked = [await peer.next() for _ in range(2000)]
+    peer.send(b"".join(encode_command(each.answer(body=each.fields["n"].encode())) for each in asked))
+    peer.close()  # what came before the end reaches its calls
+    assert [each.body for each in await together] == [b"%d" % number for number in range(2000)]
+
+
+@pytest.mark.live
+async def test_requests_sent_together_get_an_answer_or_error_each(connection, peer):
+    answers = connection.call_each([command(n=str(number)) for number in range(3)], 5)
+    asked = [await peer.next() for _ in range(3)]
+    peer.answer(asked[2], body=b"third")
+    peer.answer(asked[0], 21, body=b"first")
+    await until(lambda: connection.waiting == 1)
+    peer.reset()
+    first, second, third = await answers
+    assert (first.code, first.body, third.body) == (21, b"first", b"third")
+    assert isinstance(second, ConnectionLost) and "reset" in str(second).lower()
+    assert all(isinstance(each, ConnectionLost) for each in await connection.call_each([command()] * 2, 5))
+    assert await connection.call_each([], 5) == []
+
+
+async def test_requests_sent_together_end_at_their_deadline(connection, peer):
+    answers = connection.call_each([command(11), command(12)], 0.05)
+    peer.answer(await peer.next(), body=b"in time")
+    first, second = await answers
+    assert (first.body, type(second)) == (b"in time", RequestTimeout)
+    given_up = connection.call_each([command(), command()], 5)
+    given_up.cancel()
+    await peer.next()
+    for _ in range(2):
+        peer.answer(await peer.next())
+    await until(lambda: connection.waiting == 0)
+
+
+async def test_answers_nobody_waits_for_are_ignored(connection, peer):
+    for stray in (0, -1, 12345, 2**31 - 1):
+        peer.send(encode_command(RemotingCommand(0, flag=1, opaque=stray, body=b"stray")))
+    first = connection.call(command(), 30)
+    asked = await peer.next()
+    for body in (b"first", b"again"):
+        peer.answer(asked, body=body)
+    await answered(connection, peer, body=b"second")
+    assert (await first).body == b"first"
+
+
+async def test_a_late_answer_is_ignored_and_the_connection_goes_on(connection, peer):
+    with pytest.raises(RequestTimeout, match="PULL_MESSAGE was not answered by 127.0.0.1:.* within 0.05 s"):
+        await connection.call(command(11), 0.05)
+    peer.answer(await peer.next(), body=b"late")
+    await answered(connection, peer, body=b"new")
+
+
+async def test_a_late_answer_reaches_whoever_asked_for_it_once(connection, peer):
+    told: list[object] = []
+    late: list[bytes] = []
+
+    def on_late(answer) -> None:
+        late.append(answer.body)
+
+    for each in (on_late, None, on_late):
+        send(connection, told.append, 0.02, on_late=each)
+    asked = [await peer.next() for _ in range(3)]
+    await until(lambda: len(told) == 3)
+    assert {type(each) for each in told} == {RequestTimeout}
+    for each in (asked[0], asked[0], asked[1]):
+        peer.answer(each, body=b"late")
+    await until(lambda: late)
+    await answered(connection, peer, body=b"new")
+    assert (late, len(told)) == ([b"late"], 3)
+
+
+async def test_answers_that_never_come_are_not_remembered_without_end(connection, peer):
+    late: list[bytes] = []
+    for _ in range(MOST_OVERDUE + 1):
+        send(connection, lambda answer: None, 0.001, on_late=lambda answer: late.append(answer.body))
+    oldest, after, *_ = [await peer.next() for _ in range(MOST_OVERDUE + 1)]
+    await until(lambda: connection.waiting == 0)
+    peer.answer(oldest, body=b"oldest")
+    peer.answer(after, body=b"next")
+    await until(lambda: late)
+    assert late == [b"next"]
+
+
+async def test_without_answers_each_call_ends_at_its_own_deadline(connection):
+    loop = asyncio.get_running_loop()
+    began, ended = loop.time(), []
+
+    async def call(timeout_s: float) -> None:
+        with pytest.raises(RequestTimeout):
+            await connection.call(command(), timeout_s)
+        ended.append(timeout_s)
+        assert -0.001 <= loop.time() - began - timeout_s < 0.5
+
+    await asyncio.gather(*(call(timeout_s) for timeout_s in (0.4, 0.1, 0.3, 0.2, 0.001)))
+    assert ended == sorted(ended)
+    assert connection.waiting == 0
+    assert not connection.closed, "whether that means anything is for others to judge"
+    began, ended = loop.time(), []
+
+    def again(answer) -> None:  # it delays no other deadline
+        send(connection, lambda answer: None, 20)
+
+    send(connection, again, 0.05)
+    send(connection, lambda answer: ended.append(loop.time() - began), 0.5)
+    await until(lambda: ended)
+    assert 0.5 <= ended[0] < 10
+
+
+@for_each("bad", BAD_FRAMES.values(), ids=BAD_FRAMES)
+async def test_bytes_that_are_no_frame_end_connection_and_calls(bad):
+    lost = Lost()
+    async with connected(on_lost=lost) as (connection, peer):
+        calls = [connection.call(command(), 30) for _ in range(3)]
+        await peer.next()
+        peer.send(bad)
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(errors[0], ProtocolError)
+        assert errors == [errors[0]] * 3
+        assert connection.closed
+        (reason,) = lost.reasons
+        assert "bad frame" in reason
+        await peer.rest()
+        with pytest.raises(ConnectionLost, match="bad frame"):
+            await connection.call(command(), 30)
+
+
+@pytest.mark.parametrize("max_frame_bytes", [64 * 1024, 20 << 20])
+async def test_frames_are_as_large_as_they_may_be(max_frame_bytes):
+    async with connected(max_frame_bytes=max_frame_bytes) as (connection, peer):
+        body = b"x" * (max_frame_bytes - 1000)
+        call = connection.call(command(), 30)
+        asked = await peer.next()
+        peer.send(encode_command(asked.answer(body=body), max_frame_bytes=max_frame_bytes))
+        assert (await call).body == body
+        with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
+            connection.call(RemotingCommand(10, body=b"x" * max_frame_bytes), 30)
+        call = connection.call(command(), 30)
+        await peer.next()
+        peer.send(struct.pack(">II", max_frame_bytes, 10))
+        with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
+            await call
+        assert connection.closed
+
+
+async def test_an_answer_cut_anywhere_is_a_lost_connection():
+    async with connected() as (_, peer):
+        whole = len(encode_command(RemotingCommand(0, {"offset": "5"}, b"body", 1, 1)))
+    for cut in range(whole):
+        lost = Lost()
+        async with connected(on_lost=lost) as (connection, peer):
+            call = connection.call(command(), 30)
+            asked = await peer.next()
+            peer.send(encode_command(asked.answer(0, None, {"offset": "5"}, b"body"))[:cut])
+            peer.close()
+            with pytest.raises(ConnectionLost, match="closed by the server"):
+                await call
+            assert len(lost.reasons) == 1
+
+
+async def test_answers_may_come_byte_by_byte(connection, peer):
+    calls = [connection.call(command(), 30) for _ in range(3)]
+    asked = [await peer.next() for _ in calls]
+    for byte in b"".join(encode_command(each.answer(body=b"x" * 40)) for each in asked):
+        peer.send(bytes([byte]))
+        await asyncio.sleep(0)  # so that each arrives alone
+    assert [(await call).body for call in calls] == [b"x" * 40] * 3
+
+
+async def test_a_request_that_is_too_large_is_not_sent(connection, peer):
+    with pytest.raises(ProtocolError, match="at most max_frame_bytes="):
+        await connection.call(RemotingCommand(10, body=b"x" * MAX_FRAME_BYTES), 5)
+    assert connection.waiting == 0
+    call = connection.call(command(77), 30)
+    asked = await peer.next()
+    assert asked.code == 77
+    peer.answer(asked)
+    await call
+
+
+async def test_what_was_said_before_closing_still_goes_out():
+    lost = Lost()
+    async with connected(on_lost=lost) as (connection, peer):
+        call = connection.call(command(34), 30)
+        connection.oneway(command(35))
+        assert connection.waiting == 1, "a one-way request waits for nothing"
+        connection.close("over")
+        connection.close("again")
+        with pytest.raises(ConnectionLost, match="over"):
+            await call
+        first, second = await peer.next(), await peer.next()
+        assert [(each.code, each.is_oneway, each.is_response) for each in (first, second)] == [
+            (34, False, False), (35, True, False)
+        ]  # fmt: skip
+        assert await peer.rest() == b""
+        assert lost.reasons == ["over"]
+        with pytest.raises(ConnectionLost, match="over"):
+            await connection.call(command(), 30)
+        with pytest.raises(ConnectionLost, match="over"):
+            connection.oneway(command(15))
+
+
+async def test_a_forgotten_call_is_never_told(connection, peer):
+    told: list[object] = []
+    opaque = send(connection, told.append, 0.05)
+    connection.forget(opaque)
+    peer.answer(await peer.next())
+    await asyncio.sleep(0.1)
+    assert told == []
+
+
+# --- the quick form
+
+
+@pytest.mark.parametrize("end", ["answer", "timeout", "lost", "closed", "garbage", "closed before"])
+async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, connection, peer):
+    told: list[RemotingCommand | Exception] = []
+    if end == "closed before":
+        connection.close("over")
+        send(connection, told.append, 0.05)
+        assert told == [], "a caller is never called back before its call has returned"
+    else:
+        send(connection, told.append, 0.05 if end == "timeout" else 30)
+        asked = await peer.next()
+        {
+            "answer": lambda: peer.answer(asked),
+            "timeout": lambda: None,
+            "lost": peer.close,
+            "closed": lambda: connection.close("over"),
+            "garbage": lambda: peer.send(b"\xff" * 8),
+        }[end]()
+    await until(lambda: told)
+    connection.close("over")
+    await asyncio.sleep(0.1)
+    expected = {"answer": RemotingCommand, "timeout": RequestTimeout, "garbage": ProtocolError}
+    assert [type(each) for each in told] == [expected.get(end, ConnectionLost)]
+
+
+@pytest.mark.live
+async def test_what_callbacks_return_runs_after_their_requests(connection, peer):
+    """Of answers that come together."""
+    order: list[str] = []
+
+    def asking(name: str):
+        def on_answer(answer):
+            order.append(f"{name} answered")
+            connection.oneway(command(100))
+            return lambda: order.append(f"{name} delivered")
+
+        return on_answer
+
+    for name in ("a", "b"):
+        send(connection, asking(name), 5)
+    asked = [await peer.next(), await peer.next()]
+    peer.send(b"".join(encode_command(each.answer()) for each in asked))
+    await until(lambda: len(order) == 4)
+    assert order == ["a answered", "b answered", "a delivered", "b delivered"]
+    assert [(await peer.next()).code, (await peer.next()).code] == [100, 100]
+
+
+async def test_a_callback_that_raises_harms_no_other():
+    told: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+
+    def bad(answer):
+        raise ZeroDivisionError("in a callback")
+
+    async with connected() as (connection, peer):
+        for on_answer in (bad, lambda answer: lambda: bad(answer)):
+            send(connection, on_answer, 5)
+        good = connection.call(command(), 30)
+        asked = [await peer.next() for _ in range(3)]
+        peer.send(b"".join(encode_command(each.answer()) for each in asked))
+        assert (await good).code == 0
+        await until(lambda: len(told) == 2)
+        assert not connection.closed
+        send(connection, bad, 0.05)
+        await until(lambda: len(told) == 3)
+    assert {type(context["exception"]) for context in told} == {ZeroDivisionError}
+
+
+# --- requests of the server
+
+
+async def test_requests_of_the_server_are_answered_while_a_call_waits():
+    handled: list[int] = []
+
+    async def on_request(asked, connection):
+        handled.append(asked.code)
+        return asked.answer(3, f" request type {asked.code} not supported")
+
+    async with connected(on_request=on_request) as (connection, peer):
+        call = connection.call(command(), 30)
+        ours = await peer.next()
+        peer.send(encode_command(RemotingCommand(40, flag=2, opaque=1)))  # one-way: it gets no answer
+        peer.send(encode_command(RemotingCommand(65000, opaque=ours.opaque)))
+        answer = await peer.next()
+        assert (answer.code, answer.opaque, answer.is_response) == (3, ours.opaque, True)
+        assert answer.remark == " request type 65000 not supported"
+        assert handled == [40, 65000]
+        peer.answer(ours, body=b"mine")
+        assert (await call).body == b"mine", "an equal opaque of the server's own request is no answer"
+
+
+def not_today(asked):
+    raise RocketError("not today")
+
+
+@for_each(
+    "answer, remark",
+    [
+        (not_today, "not today"),
+        (lambda asked: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda asked: asked.answer(body=b"x" * MAX_FRAME_BYTES), "at most"),
+    ],
+    ids=["an error of ours", "a bug", "too large"],
+)
+async def test_a_request_that_fails_is_answered_with_the_reason(answer, remark):
+    told: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+
+    async def on_request(asked, connection):
+        return answer(asked)
+
+    async with connected(on_request=on_request) as (_, peer):
+        peer.send(encode_command(RemotingCommand(307, opaque=2)))
+        answered = await peer.next()
+        assert (answered.code, answered.opaque) == (1, 2)
+        assert remark in answered.remark if remark == "at most" else answered.remark == remark
+    assert ["GET_CONSUMER_RUNNING_INFO" in context["message"] for context in told] == [True] * ("Zero" in remark)
+
+
+@pytest.mark.live
+async def test_a_flood_of_requests_leaves_others_their_turn():
+    """However many come together, only some are taken in a row."""
+    handled = []
+    async with connected(on_request=lambda asked, connection: handled.append(asked)) as (connection, peer):
+        call = connection.call(command(), 30)
+        ours = await peer.next()
+        peer.send(20_000 * encode_command(RemotingCommand(40, flag=2)))
+        peer.answer(ours, body=b"behind them")
+        most = 0
+        while not call.done():
+            before = len(handled)
+            await asyncio.sleep(0)
+            most = max(most, len(handled) - before)
+        assert (await call).body == b"behind them"
+        assert len(handled) == 20_000
+        assert most <= 256
+
+
+async def test_a_flood_of_answers_that_nobody_waits_for_ends_no_call(connection, peer):
+    call = connection.call(command(), 30)
+    ours = await peer.next()
+    peer.send(20_000 * encode_command(RemotingCommand(0, opaque=ours.opaque + 1, flag=1)))
+    peer.answer(ours, body=b"behind them")
+    assert (await call).body == b"behind them"
+    assert connection.waiting == 0
+
+
+@pytest.mark.live
+async def test_answers_that_the_server_does_not_read_do_not_pile_up():
+    handled = []
+
+    def on_request(asked, connection):
+        handled.append(asked)
+        connection.answer(asked, asked.answer(body=b"x" * 50_000))
+
+    async with connected(on_request=on_request) as (connection, peer):
+        peer.stop_reading()
+        for number in range(2000):
+            peer.send(encode_command(RemotingCommand(307, opaque=number)))
+        await until(lambda: len(handled) == 2000)
+        assert connection.is_unread
+        peer.go_on_reading()
+        answered = 0
+        while connection.is_unread:
+            await peer.next()
+            answered += 1
+        peer.send(encode_command(RemotingCommand(307, opaque=2000)))
+        while (await peer.next()).opaque < 2000:
+            answered += 1
+        assert 0 < answered * 50_000 < 30 * 1024 * 1024, "what sockets hold, and a little more"
+
+
+# --- signing
+
+
+async def test_requests_are_signed_once_and_last_and_answers_never():
+    signed: list[int] = []
+
+    def sign(request: RemotingCommand) -> None:
+        signed.append(request.code)
+        request.fields = {**request.fields, "Signature": f"of {sorted(request.fields)}"}
+
+    async def on_request(asked, connection):
+        return asked.answer()
+
+    async with connected(sign=sign, on_request=on_request) as (connection, peer):
+        assert connection.signs
+        call = connection.call(command(11, a="1"), 30)
+        connection.oneway(command(15, b="2"))
+        first, second = await peer.next(), await peer.next()
+        assert first.fields == {"a": "1", "Signature": "of ['a']"}
+        assert second.fields == {"b": "2", "Signature": "of ['b']"}
+        peer.answer(first)
+        await call
+        peer.send(encode_command(RemotingCommand(307, opaque=9)))
+        assert (await peer.next()).fields == {}
+        assert signed == [11, 15]
+
+
+# --- a server that reads slowly
+
+
+@pytest.mark.live
+@pytest.mark.parametrize("end", ["read", "reset"])
+async def test_a_full_socket_is_waited_for_until_it_is_read_or_reset(end, connection, peer):
+    peer.stop_reading()
+    for _ in range(8):
+        connection.oneway(RemotingCommand(10, body=b"x" * (4 * 1024 * 1024)))
+    await asyncio.sleep(0)
+    waiting = asyncio.ensure_future(connection.drained())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    if end == "read":
+        peer.go_on_reading()
+        for _ in range(8):
+            await peer.next()
+    else:
+        peer.reset()
+    await waiting
+    assert connection.closed is (end == "reset")

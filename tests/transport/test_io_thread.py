@@ -1,0 +1,201 @@
+"""The I/O thread: work goes there and comes back, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+
+from pyrocket_consumer.errors import ConsumerClosed, RequestTimeout
+from pyrocket_consumer.transport.io_thread import IoThread
+from pyrocket_consumer.transport.thread_future import Outcome
+from tests.for_each import for_each
+
+
+@pytest.fixture
+def io():
+    thread = IoThread("pyrocket-test")
+    thread.start()
+    yield thread
+    thread.stop()
+
+
+async def give(value):
+    await asyncio.sleep(0)
+    return value, threading.current_thread().name
+
+
+def test_work_runs_there_and_its_result_comes_back(io):
+    assert io.run(give(5), 30) == (5, "pyrocket-test")
+    assert not io.is_current
+
+    async def wait():
+        io.run(give(5), 30)
+
+    with pytest.raises(RuntimeError, match="await it instead"):
+        io.run(wait(), 30)
+
+
+@for_each("error", [KeyError("x"), TimeoutError("of its own")])
+def test_an_error_comes_back_as_it_is(io, error):
+    async def fail():
+        raise error
+
+    with pytest.raises(type(error), match=str(error.args[0])):
+        io.run(fail(), 30)
+
+
+async def sleep(begun=None, ended=None):
+    try:
+        if begun is not None:
+            begun.set()
+        await asyncio.sleep(60)
+    finally:
+        if ended is not None:
+            ended.set()
+
+
+def test_work_past_its_deadline_is_cancelled(io):
+    ended, began = threading.Event(), time.monotonic()
+    with pytest.raises(RequestTimeout, match="sleep was not answered by the I/O thread within 0.05 s"):
+        io.run(sleep(ended=ended), 0.05)
+    assert time.monotonic() - began < 20
+    assert ended.wait(30)
+
+
+def test_at_the_end_what_runs_is_cancelled_and_who_waits_is_told(io):
+    begun, ended, errors = threading.Event(), threading.Event(), []
+
+    def wait():
+        try:
+            io.run(sleep(begun, ended), 60)
+        except ConsumerClosed as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    assert begun.wait(30)
+    io.stop()
+    assert ended.is_set()
+    waiter.join(30)
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_after_the_end_nothing_runs(started):
+    thread = IoThread()
+    if started:
+        thread.start()
+    for _ in range(2):
+        thread.stop()
+        with pytest.raises(ConsumerClosed):
+            thread.run(give(5), 30)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_work_that_exits_ends_no_thread_and_no_other_work(io, error):
+    surprises = []
+    io.loop.set_exception_handler(lambda loop, context: surprises.append(context["exception"]))
+
+    async def exits():
+        raise error("from some callback")
+
+    with pytest.raises(error):
+        io.run(exits(), 30)
+    assert io.run(give(5), 30)[0] == 5
+    assert [type(each) for each in surprises] == [error]
+
+
+def test_the_last_thing_it_does_is_told():
+    ended = threading.Event()
+    thread = IoThread(on_end=ended.set)
+    assert not thread.is_running
+    thread.start()
+    assert thread.is_running
+    assert thread.run(give(1), 30)[0] == 1
+    assert not ended.is_set()
+    thread.stop()
+    assert ended.wait(30)
+    assert thread.loop.is_closed()
+    assert not thread.is_running
+
+
+def test_a_helper_that_hangs_keeps_it_from_no_end(io):
+    """As a name's resolution may: it runs on a thread of the loop's executor."""
+    goes_on = threading.Event()
+
+    async def begin():
+        io.loop.run_in_executor(None, goes_on.wait, 60)
+
+    io.run(begin(), 30)
+    began = time.monotonic()
+    io.stop(30)
+    assert time.monotonic() - began < 20
+    assert io.loop.is_closed()
+    goes_on.set()
+
+
+@pytest.mark.live
+def test_threads_started_and_stopped_leave_nothing_behind():
+    def held():
+        return len(os.listdir("/dev/fd")), threading.active_count()
+
+    before = held()
+    for _ in range(50):
+        thread = IoThread()
+        thread.start()
+        assert thread.run(give(1), 30)[0] == 1
+        thread.stop()
+    assert held() == before
+
+
+@pytest.mark.parametrize("way", ["run", "submit"])
+def test_work_that_comes_while_it_ends_is_refused(io, way):
+    """Without a deadline, too: it is handed over in the last moment, when work under way is being cancelled."""
+    begun, ending, handed_over, told = (threading.Event() for _ in range(4))
+
+    async def hold():
+        try:
+            await sleep(begun)
+        finally:
+            ending.set()
+            handed_over.wait(30)
+
+    def hand_over():
+        ending.wait(30)
+        work = asyncio.sleep(3600)
+        with pytest.raises((ConsumerClosed, CancelledError)):
+            io.run(work, None) if way == "run" else io.submit(work).result()
+        told.set()
+
+    asyncio.run_coroutine_threadsafe(hold(), io.loop)
+    begun.wait(30)
+    threads = [threading.Thread(target=work, daemon=True) for work in (hand_over, io.stop)]
+    for thread in threads:
+        thread.start()
+    ending.wait(30)
+    time.sleep(0.2)  # it is handed over, or else it comes a moment later and is refused as well
+    handed_over.set()
+    assert told.wait(30)
+    for thread in threads:
+        thread.join(30)
+    with pytest.raises(ConsumerClosed):
+        io.submit(asyncio.sleep(0))
+
+
+def test_an_outcome_is_waited_for_and_a_result_or_an_error():
+    outcome = Outcome[int]()
+    assert not outcome.wait(0)
+    assert not outcome.wait(-1)
+    threading.Timer(0.01, outcome.set_result, (7,)).start()
+    assert outcome.wait(1e12)
+    assert outcome.result() == 7
+    failed = Outcome[int]()
+    failed.set_exception(KeyError("no"))
+    assert failed.wait()
+    with pytest.raises(KeyError, match="no"):
+        failed.result()
