@@ -167,7 +167,7 @@ def the_source_distribution_has_what_the_readme_speaks_of(built):
     linked = {path.partition("#")[0] for _, path in LINK.findall((ROOT / "README.md").read_text())}
     spoken_of = {path for path in linked if "://" not in path}
     assert len(spoken_of) > 8
-    assert spoken_of | {"Makefile", "ruff.toml", ".ci/run", "tests/golden/5.5.0.zip"} <= names
+    assert spoken_of | {"Makefile", "pyproject.toml", ".ci/run", "tests/golden/5.5.0.zip"} <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
