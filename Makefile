@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters: each w
 locked: | .venv/bin/python
 	$(RUN)/python -m pip install --quiet --require-hashes --requirement .ci/lock.txt
 	$(RUN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
-	@touch .venv/.cli .venv/.dev .venv/.spark .venv/.sql .venv/.test
+	@touch .venv/.cli .venv/.dev .venv/.docs .venv/.spark .venv/.sql .venv/.test
 
 .venv/audit/bin/pip-audit: .ci/lock-audit.txt | .venv/bin/python
 	$(PYTHON) -m venv .venv/audit
@@ -31,7 +31,7 @@ locked: | .venv/bin/python
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help quick test proof pure system-packages java check audit lock oldest wheel demo spark-demo bench compare soak fuzz hostile spark-soak spark-versions spark-connect clean
+.PHONY: help quick test proof pure system-packages java check docs docs-serve pictures audit lock oldest wheel demo spark-demo bench compare soak fuzz hostile spark-soak spark-versions spark-connect clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -65,13 +65,23 @@ check: .venv/.dev  ## ruff and mypy --strict
 	$(RUN)/ruff check .
 	$(RUN)/mypy
 
+docs: .venv/.docs  ## the documentation as a site, in site/; fails on a warning, or on a link that leads nowhere
+	@NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --quiet --strict $(ARGS)
+	@$(RUN)/python -m tests.site site
+
+docs-serve: .venv/.docs  ## the same on http://127.0.0.1:8000, made anew with each change (ARGS='--dev-addr 127.0.0.1:8080')
+	NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs serve $(ARGS)
+
+pictures: .venv/.test  ## the pictures of docs/design.md, made anew: needs Graphviz (apt-get install graphviz)
+	$(RUN)/python -m tests.pictures
+
 audit: .venv/.test .venv/audit/bin/pip-audit  ## known weaknesses of what CI installs, from PyPI's database if it can be asked
 	$(RUN)/python -m tests.audit --pip-audit .venv/audit/bin/pip-audit
 
 lock:  ## what CI installs anew: the newest versions, for every Python, with their hashes
 	$(PYTHON) -m venv .venv/lock
 	.venv/lock/bin/python -m pip install --quiet uv
-	.venv/lock/bin/$(LOCK) --extra dev setup.cfg --output-file .ci/lock.txt
+	.venv/lock/bin/$(LOCK) --extra dev --extra docs setup.cfg --output-file .ci/lock.txt
 	echo pip-audit | .venv/lock/bin/$(LOCK) - --output-file .ci/lock-audit.txt
 
 oldest:  ## unit and live tests, with the oldest versions that setup.cfg allows (ARGS='-k offsets')
@@ -135,4 +145,4 @@ spark-connect: java .venv/.test  ## the Spark tests with Spark Connect
 	CI=true $(RUN)/python -m pytest -q --real=none -m spark_connect tests/spark
 
 clean:  ## removes the virtual environment and what was built
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist site *.egg-info

@@ -29,7 +29,7 @@ def demanded() -> dict[str, list[Requirement]]:
 
 def test_the_lock_has_all_that_ci_needs():
     locked = {name for name, _ in pinned(LOCK.read_text())}
-    wanted, extras = dict[str, Requirement](), ["", "dev"]
+    wanted, extras = dict[str, Requirement](), ["", "dev", "docs"]
     for extra in extras:
         for each in demanded()[extra]:
             if each.name == "pyrocket-consumer":
