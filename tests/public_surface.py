@@ -14,6 +14,7 @@ import argparse
 import ast
 import configparser
 import contextlib
+import dataclasses
 import difflib
 import enum
 import functools
@@ -38,10 +39,21 @@ STORE = "python -m tests.public_surface --store"
 PACKAGE = "pyrocket_consumer"
 FACADE = f"{PACKAGE}.compat.rocketmq"
 MODULES = (
-    PACKAGE, f"{PACKAGE}.errors", f"{PACKAGE}.consumer", f"{PACKAGE}.producer", f"{PACKAGE}.admin",
-    f"{PACKAGE}.offsets", f"{PACKAGE}.testing", f"{PACKAGE}.compat",
-    f"{FACADE}.consts", f"{FACADE}.exceptions", f"{FACADE}.ffi", f"{FACADE}.utils", f"{FACADE}.client", FACADE,
-)  # fmt: skip
+    PACKAGE,
+    f"{PACKAGE}.errors",
+    f"{PACKAGE}.consumer",
+    f"{PACKAGE}.producer",
+    f"{PACKAGE}.admin",
+    f"{PACKAGE}.offsets",
+    f"{PACKAGE}.testing",
+    f"{PACKAGE}.compat",
+    f"{FACADE}.consts",
+    f"{FACADE}.exceptions",
+    f"{FACADE}.ffi",
+    f"{FACADE}.utils",
+    f"{FACADE}.client",
+    FACADE,
+)
 """The public modules. The first one that offers a class describes it; the others refer to that."""
 SPARK_MODULES = (f"{PACKAGE}.spark", "pyspark_rocketmq")
 """They import PySpark when somebody asks for some of their names, so only their sources are read."""
@@ -50,9 +62,23 @@ PROGRAMS = (f"{PACKAGE}.cli", f"{PACKAGE}.testing.__main__", f"{PACKAGE}.spark.d
 
 _COMPARED = frozenset({"__eq__", "__lt__", "__le__", "__gt__", "__ge__"})
 _DUNDERS = _COMPARED | {
-    "__enter__", "__exit__", "__aenter__", "__aexit__", "__iter__", "__next__", "__aiter__", "__anext__", "__await__",
-    "__call__", "__len__", "__bool__", "__contains__", "__getitem__", "__bytes__", "__str__",
-}  # fmt: skip
+    "__enter__",
+    "__exit__",
+    "__aenter__",
+    "__aexit__",
+    "__iter__",
+    "__next__",
+    "__aiter__",
+    "__anext__",
+    "__await__",
+    "__call__",
+    "__len__",
+    "__bool__",
+    "__contains__",
+    "__getitem__",
+    "__bytes__",
+    "__str__",
+}
 _ENDS = ("__exit__", "__aexit__")  # Python passes their arguments by position, and always the same
 _OF_A_PATH = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])")
 _FORWARD = re.compile(r"ForwardRef\('([^']*)'[^)]*\)")
@@ -169,17 +195,30 @@ def _class(where: str, cls: type, public: set[int]) -> Iterator[str]:
         for name, member in cls.__members__.items():
             yield f"{where}.{name} = {_shown(member.value)}"
     elif any("__init__" in vars(each) or "__new__" in vars(each) for each in cls.__mro__ if _is_ours(each)):
-        yield f"{where}{_signature(cls)}"
+        yield f"{where}{_fields(cls) if hasattr(cls, '__dataclass_fields__') else _signature(cls)}"
     for name, field in getattr(cls, "__dataclass_fields__", {}).items():
         if name.startswith("_"):
             continue
+        default = "" if field.default is dataclasses.MISSING else f" = {_shown(field.default)}"
+        if field.default_factory is not dataclasses.MISSING:
+            default = f" = {field.default_factory.__name__}()"
         parts = [text for text, is_so in (("repr", field.repr), ("compare", field.compare)) if not is_so]
         without = f", not in {' and '.join(parts)}" if parts else ""
-        yield f"{where}.{name}: field {_annotation(field.type)}{without}"
+        yield f"{where}.{name}: field {_annotation(field.type)}{default}{without}"
     if (parameters := getattr(cls, "__dataclass_params__", None)) is not None:
         chosen = [name for name in ("frozen", "order", "eq") if getattr(parameters, name)]
         yield f"{where}: dataclass({', '.join(chosen)})"
     yield from _members(where, cls)
+
+
+def _fields(cls: type) -> str:
+    """Return what a dataclass is made from: names alone, for its fields have lines of their own."""
+    parameters = inspect.signature(cls).parameters.values()
+    parts = [each.name for each in parameters if not re.match("_[a-z]", each.name)]
+    keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name in parts]
+    if keywords:
+        parts.insert(parts.index(keywords[0]), "*")
+    return f"({', '.join(parts)})"
 
 
 def _is_ours(cls: type) -> bool:
@@ -189,7 +228,7 @@ def _is_ours(cls: type) -> bool:
 def _members(where: str, cls: type) -> Iterator[str]:
     """Yield what instances of a class have, wherever in its hierarchy; but for what the standard library gives."""
     done = set(cls.__members__) if issubclass(cls, enum.Enum) else set(getattr(cls, "__dataclass_fields__", ()))
-    ours = [each for each in cls.__mro__ if _is_ours(each)]
+    ours = [_in_python(each) for each in cls.__mro__ if _is_ours(each)]
     is_dataclass = hasattr(cls, "__dataclass_fields__")
     for each in ours:
         for name, value in vars(each).items():
@@ -221,6 +260,21 @@ def _member(where: str, value: Any) -> str:
     if isinstance(value, MemberDescriptorType) or hasattr(type(value), "__get__"):
         return f"{where}: attribute"
     return f"{where} = {_shown(value)}"
+
+
+def _in_python(cls: type) -> type:
+    """Return a class, or the one in Python that does the same where the compiled part is not used."""
+    if str(getattr(sys.modules[cls.__module__], "__file__", "")).endswith(".py"):
+        return cls
+    (path,) = [
+        path
+        for path in PRODUCT.rglob("*.py")
+        if "testing" not in path.parts and re.search(rf"^class {cls.__name__}\b", path.read_text(), re.M)
+    ]
+    found = getattr(importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)), cls.__name__)
+    lacking = {name for name in vars(cls) if not name.startswith("_")} - {*vars(found), *found.__annotations__}
+    assert not lacking, f"{cls.__name__} has {sorted(lacking)} in the compiled part alone"
+    return found
 
 
 @functools.cache
@@ -462,11 +516,13 @@ def _commands(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
 def _argument(action: argparse.Action) -> str:
     kind = type(action).__name__
     facts = {
-        "nargs": action.nargs, "const": action.const, "default": action.default,
+        "nargs": action.nargs,
+        "const": action.const,
+        "default": action.default,
         "choices": None if action.choices is None else list(action.choices),
         "metavar": action.metavar,
         "action": None if kind == "_StoreAction" else kind.strip("_").removesuffix("Action").lower(),
-    }  # fmt: skip
+    }
     given = ", ".join(f"{name}={_shown(value)}" for name, value in facts.items() if value is not None)
     required = "required, " if action.required and action.option_strings else ""
     return f"{', '.join(action.option_strings) or action.dest.upper()}: {required}{given}".rstrip(": ,")
