@@ -50,7 +50,7 @@ INSTEAD: dict[str, str] = {
     "all the same": "anyway, still",
     "at hand": "available, ready",
     "in vain": "without success, for nothing",
-    "of ours": "our",
+    "of ours|of yours": "our, your",
     "till": "until",
     "upon": "on",
     "hence|thus|thereby|therefor|whence|thence|herewith|hitherto|henceforth": "so; or begin a new sentence",
@@ -63,6 +63,9 @@ INSTEAD: dict[str, str] = {
     # pronouns
     "of which|whereof|thereof|wherein|therein": "a second sentence",
     "whoever|whosoever|whomever": "the caller, the user, another member: who it is",
+    "somebody|everybody": "a user, another client, each member: who it is",
+    "so many": "the number of, that many, `count`",
+    "nothing of": "none of, no",
     "whom": "a second sentence, or `who`",
     "he|him": "the user, the caller, they",
     "save for|but for|all but": "except",
@@ -80,13 +83,20 @@ INSTEAD: dict[str, str] = {
     "leave out|leaves out|left out|leaving out": "skip, omit, exclude",
     "leave alone|leaves alone|left alone|leaving alone": "not retry, not change",
     "taken back|take back|takes back|took back": "withdraw, undo",
-    "done with": "has finished",
+    "have done with|has done with|had done with|is done with|are done with|were done with": "has finished",
+    "in hand": "being processed, delivered",
+    "let go|lets go": "release",
+    "bear|bears|bore|borne": "accept, withstand, contain",
+    "mean harm|means harm|meant harm|come to harm": "is malicious; is damaged",
+    "to be had": "available",
+    "by chance": "randomly, at random",
     "no way on": "does not advance",
     "on its way|on their way": "in flight, in progress, sent",
     "under way": "in progress, running",
     "is away|are away|was away|were away": "is unreachable, is down",
     "out of bounds for": "is not allowed to",
     "stand|stands|stood": "is; represents for `stands for`; replaces for `stands in for`",
+    "the begin": "the start, the first offset",
     "room": "space, free memory, capacity",
     "doubt|doubts": "uncertain, not confirmed",
     "patience": "timeout, number of retries, backoff",
@@ -128,7 +138,7 @@ class Block:
     """A paragraph, a list item, a table cell, a comment, a text or a name, with the line that each part is from."""
 
     lines: list[tuple[int, str]] = field(default_factory=list)
-    is_name: bool = False
+    kind: str = "text"  # or "title" (also of a table cell), or "name"
 
     def joined(self) -> tuple[str, list[int]]:
         """Return the text on one line, and where each of its lines begins in it."""
@@ -218,14 +228,14 @@ def check(block: Block, path: str) -> Iterator[Finding]:
 
     for begin, words, instead in instead_of(text):
         if (path, " ".join(words.lower().split())) not in ALLOWED:
-            rule = "name" if block.is_name else "word"
+            rule = "name" if block.kind == "name" else "word"
             yield Finding(path, line_at(begin), rule, f"{' '.join(words.split())!r}: write {instead}")
-    if not block.is_name:
+    if block.kind != "name":
         for begin, sentence in sentences(text):
             if (count := words_in(sentence)) > MAX_WORDS:
                 short = " ".join(sentence.replace(CODE, "`…`").split())
                 yield Finding(path, line_at(begin), "length", f"{count} words, at most {MAX_WORDS}: {short[:70]}…")
-            if has_clause_as_subject(sentence):
+            if block.kind == "text" and has_clause_as_subject(sentence):
                 short = " ".join(sentence.replace(CODE, "`…`").split())
                 yield Finding(path, line_at(begin), "subject", f"begins with a clause, write a noun: {short[:50]}…")
 
@@ -281,7 +291,7 @@ def _prose_blocks(lines: Iterable[tuple[int, str]], *, indented_code: bool = Fal
         if fenced:
             continue
         stripped = line.strip()
-        if not stripped or ALLOW in stripped:
+        if not stripped:
             if block.lines:
                 yield block
                 block = Block()
@@ -302,19 +312,21 @@ def _prose_blocks(lines: Iterable[tuple[int, str]], *, indented_code: bool = Fal
             continue
         if entries >= 0 and indent < entries:
             entries = -1
-        starts_anew = _ITEM.match(line) or stripped.startswith(("#", ">", "|")) or indent == entries
+        item = _ITEM.match(line)
+        starts_anew = item or stripped.startswith(("#", ">", "|")) or indent == entries
         if starts_anew and block.lines:
             yield block
             block = Block()
         if stripped.startswith("|"):
             for cell in re.split(r"(?<!\\)\|", _INLINE_CODE.sub(lambda code: code[0].replace("|", " "), stripped)):
                 if any(letter.isalnum() for letter in cell):
-                    yield Block([(number, cell.strip())])
+                    yield Block([(number, cell.strip())], kind="title")
             continue
         if entries >= 0 and indent == entries:
             stripped = re.sub(r"^[\w*., `\[\]]+: ", "", stripped)
-        block.lines.append((number, _ITEM.sub("", stripped) if _ITEM.match(line) else stripped.lstrip("#> ")))
+        block.lines.append((number, _ITEM.sub("", stripped, count=1) if item else stripped.lstrip("#> ")))
         if stripped.startswith("#"):
+            block.kind = "title"
             yield block
             block = Block()
         blank = False
@@ -346,7 +358,7 @@ def python_blocks(source: str, *, product: bool) -> Iterator[Block]:
             strings.append(node.value)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             if product or node.name.startswith("test_"):
-                yield Block([(node.lineno, _words_of(node.name))], is_name=True)
+                yield Block([(node.lineno, _words_of(node.name))], kind="name")
         elif isinstance(node, ast.JoinedStr):
             strings.append(node)
             inside.update(id(value) for value in node.values)
@@ -382,7 +394,7 @@ def _text_blocks(node: ast.expr) -> Iterator[Block]:
     else:
         return
     if len(_WORD.findall(text)) >= MIN_TEXT_WORDS and not _NOT_TEXT.match(text):
-        for paragraph in re.split(r"\n\s*\n|\n(?=\s*[-*|] )", text):
+        for paragraph in re.split(r"\n\s*\n|\n(?=\s*[-*|] |\s)", text):
             yield Block([(node.lineno, " ".join(paragraph.split()))])
 
 
@@ -460,16 +472,23 @@ def files(paths: Iterable[Path] = ()) -> list[Path]:
 
 def check_file(path: Path) -> list[Finding]:
     """Return the findings in one file, in order."""
-    name, source = path.relative_to(ROOT).as_posix(), path.read_text()
-    if path.suffix == ".md":
+    return check_source(path.relative_to(ROOT).as_posix(), path.read_text())
+
+
+def check_source(path: str, source: str) -> list[Finding]:
+    """Return the findings in the source of a file, in order. The path decides how the source is read."""
+    suffix = Path(path).suffix
+    if suffix == ".md":
         blocks = markdown_blocks(source)
-    elif path.suffix == ".py":
-        blocks = python_blocks(source, product=name.startswith(tuple(f"{folder}/" for folder in PRODUCT)))
-    elif path.suffix in {".c", ".h"}:
+    elif suffix == ".py":
+        blocks = python_blocks(source, product=path.startswith(tuple(f"{folder}/" for folder in PRODUCT)))
+    elif suffix in {".c", ".h"}:
         blocks = c_blocks(source)
     else:
         blocks = makefile_blocks(source)
-    return sorted({finding for block in blocks for finding in check(block, name)})
+    lines = source.split("\n")
+    found = {finding for block in blocks for finding in check(block, path)}
+    return sorted(finding for finding in found if ALLOW not in lines[finding.line - 1])
 
 
 def folder_of(path: str) -> str:

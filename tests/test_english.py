@@ -13,6 +13,7 @@ from tests.english import (
     c_blocks,
     check,
     check_file,
+    check_source,
     files,
     folder_of,
     main,
@@ -90,7 +91,6 @@ def test_long_sentences_are_found(text, lines):
         ("It goes\non", ["goes on"]),
         ("x is None, and there is none", ["is none"]),
         ("a [link that is told](told.md)", ["told"]),
-        ("Allowed: told <!-- english: allow -->", []),
     ],
 )
 def test_banned_words_are_found(text, words):
@@ -145,6 +145,11 @@ def test_python_is_read():
 def test_texts_and_classes_outside_the_product_are_not_read():
     lines = [line for line, _, _ in sorted(found(python_blocks(MODULE, product=False)))]
     assert lines == [1, 3, 4, 9, 13]
+
+
+def test_a_line_can_be_allowed():
+    assert [finding.line for finding in check_source("page.md", "told <!-- english: allow -->\ntold\n")] == [2]
+    assert [finding.line for finding in check_source("x.py", "# told\nx = 1\n# told  # english: allow\n")] == [1]
 
 
 def test_c_is_read():
