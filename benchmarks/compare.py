@@ -206,8 +206,13 @@ class Side:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # __exit__ closes it
         self._process = subprocess.Popen(
             [str(python), "-P", "-m", "benchmarks.compare_side"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True, env=where, cwd=code,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env=where,
+            cwd=code,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -405,8 +410,10 @@ def compare(options: argparse.Namespace) -> int:
         print(as_json(commits, facts, options.rounds, rows))
     else:
         about = facts[NEW]
-        print(f"{about['python']} ({about['gil']}), {about['cores']} cores of {about['cpu']}, {about['system']}, load "
-              f"{about['load']} before, {about['time']}")  # fmt: skip
+        print(
+            f"{about['python']} ({about['gil']}), {about['cores']} cores of {about['cpu']}, {about['system']}, load "
+            f"{about['load']} before, {about['time']}"
+        )
         for side, commit in commits.items():
             print(f"{side:<4} {commit[:10]}, {'accelerated' if facts[side]['accelerated'] else 'pure Python'}")
         spread = "spread of the median" if options.rounds >= 5 else "smallest to largest"

@@ -295,7 +295,9 @@ async def serve(answers: TextIO) -> None:
 SUBJECTS = {
     "consume": Subject("a listener that counts", "message", 1.6, consume(BACKLOG, BACKLOG_MESSAGES)),
     "consume-touched": Subject(
-        "a listener that reads body and properties", "message", 2.0,
+        "a listener that reads body and properties",
+        "message",
+        2.0,
         consume(BACKLOG, BACKLOG_MESSAGES, listener="touch"),
     ),
     "consume-lists": Subject(
@@ -305,17 +307,24 @@ SUBJECTS = {
     "produce-async": Subject("asynchronous sends", "message", 2.0, produce("async", 2000, 12_000)),
     "produce-sync": Subject("sends, one after the other", "message", 2.0, produce("sync", 300, 3000)),
     "order-by-key": Subject(
-        "order by the sharding key", "message", 1.6,
+        "order by the sharding key",
+        "message",
+        1.6,
         consume(KEYED, KEYED_MESSAGES, orderly=True, order_by="sharding_key"),
     ),
     "order-by-function": Subject(
-        "order by a function of the message", "message", 1.6,
+        "order by a function of the message",
+        "message",
+        1.6,
         consume(KEYED, KEYED_MESSAGES, orderly=True, order_by="function"),
     ),
     **{
         f"persist-{durability}-{queues}": Subject(
-            f"persist an offset of {queues:,} queues, durability {durability!r}", "persist", 1.5,
-            persist(durability, queues, count), needs="",
+            f"persist an offset of {queues:,} queues, durability {durability!r}",
+            "persist",
+            1.5,
+            persist(durability, queues, count),
+            needs="",
         )
         for durability, counts in PERSISTS.items()
         for queues, count in counts.items()
@@ -323,7 +332,7 @@ SUBJECTS = {
     "spark-read": Subject("Spark reads two columns", "message", 5.0, spark_read, "spark"),
     "start": Subject(f"a consumer begins {MANY_QUEUES:,} queues", "start", 2.0, start),
     "import": Subject("import PushConsumer, Producer, Admin", "import", 2.5, import_, needs=""),
-}  # fmt: skip
+}
 
 
 def main() -> None:

@@ -122,9 +122,15 @@ class Cluster:
 
     def _create(self, name: str, queues: int) -> None:
         fields = {
-            "topic": name, "defaultTopic": "TBW102", "readQueueNums": queues, "writeQueueNums": queues,
-            "perm": PERM_READ | PERM_WRITE, "topicFilterType": "SINGLE_TAG", "topicSysFlag": 0, "order": False,
-        }  # fmt: skip
+            "topic": name,
+            "defaultTopic": "TBW102",
+            "readQueueNums": queues,
+            "writeQueueNums": queues,
+            "perm": PERM_READ | PERM_WRITE,
+            "topicFilterType": "SINGLE_TAG",
+            "topicSysFlag": 0,
+            "order": False,
+        }
         self._broker.call(RequestCode.UPDATE_AND_CREATE_TOPIC, fields)
         wait_until(lambda: self._routed(name), f"route of {name}")
 
@@ -139,9 +145,16 @@ class Cluster:
         """Tell whether the queues have caught up with the commit log; reading all once also warms the broker."""
         try:
             raw_pull(
-                self.broker_address, self.broker_name, f"{topic}-{secrets.token_hex(3)}", topic, queues, 1024, messages,
-                lambda count: None, timeout_s=5,
-            )  # fmt: skip
+                self.broker_address,
+                self.broker_name,
+                f"{topic}-{secrets.token_hex(3)}",
+                topic,
+                queues,
+                1024,
+                messages,
+                lambda count: None,
+                timeout_s=5,
+            )
         except TimeoutError:
             return False
         return True
@@ -149,9 +162,16 @@ class Cluster:
     def task(self, side: str, measure: str, topic: str, queues: int, **options: Any) -> Task:
         """Return a task with a fresh group."""
         return Task(
-            side, measure, self.name_server, f"bench-{secrets.token_hex(6)}", topic, queues=queues,
-            broker_address=self.broker_address, broker_name=self.broker_name, **options,
-        )  # fmt: skip
+            side,
+            measure,
+            self.name_server,
+            f"bench-{secrets.token_hex(6)}",
+            topic,
+            queues=queues,
+            broker_address=self.broker_address,
+            broker_name=self.broker_name,
+            **options,
+        )
 
     def delete_topics(self) -> None:
         """Remove what was made here."""
@@ -177,9 +197,14 @@ def perform(task: Task, java_version: str = NEWEST, package: Path | None = None)
     command = [sys.executable, "-P", "-m", "benchmarks.consume_side", json.dumps(asdict(task))]
     where = os.pathsep.join(str(each) for each in (package, ROOT) if each is not None)
     answer = subprocess.run(
-        command, capture_output=True, text=True, timeout=limit_s, check=False, cwd=ROOT,
+        command,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": where, **({"PYROCKET_PURE": "1"} if task.side == "pure" else {})},
-    )  # fmt: skip
+    )
     if answer.returncode:
         output = f"{answer.stdout[-1500:]}{answer.stderr[-3000:]}"
         raise RuntimeError(f"{task.side} ended with {answer.returncode}:\n{output}")

@@ -220,9 +220,14 @@ def spark(settings: Settings, results: Results, names: Sequence[str], failed: li
                 with clock.running():
                     began = time.perf_counter()
                     bench.rate(
-                        "rocketmq", count, schema, nameServer=address, subscribe=f"orders-{given.queues}",
-                        pullBatchSize=given.pull_batch, maxPartitions=tasks,
-                    )  # fmt: skip
+                        "rocketmq",
+                        count,
+                        schema,
+                        nameServer=address,
+                        subscribe=f"orders-{given.queues}",
+                        pullBatchSize=given.pull_batch,
+                        maxPartitions=tasks,
+                    )
                     ended = time.perf_counter()
                 cpu_s = bench.last_cpu_us[0] * count / 1e6
                 return {

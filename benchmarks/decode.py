@@ -146,10 +146,23 @@ def walk_lengths(data: bytes) -> None:
 
 
 read_all = operator.attrgetter(
-    "body_crc", "queue", "flag", "queue_offset", "commit_log_offset", "sys_flag", "born_at_ms", "born_host",
-    "stored_at_ms", "store_host", "reconsume_times", "prepared_transaction_offset", "body", "topic", "properties",
+    "body_crc",
+    "queue",
+    "flag",
+    "queue_offset",
+    "commit_log_offset",
+    "sys_flag",
+    "born_at_ms",
+    "born_host",
+    "stored_at_ms",
+    "store_host",
+    "reconsume_times",
+    "prepared_transaction_offset",
+    "body",
+    "topic",
+    "properties",
     "offset_message_id",
-)  # fmt: skip
+)
 
 
 def decode_and_touch_body(data: bytes) -> None:

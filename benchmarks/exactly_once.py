@@ -188,7 +188,10 @@ def measure(kinds: list[str], batches: list[int], messages: dict[int, int], roun
     """Return every case with the rates of each round."""
     cases: list[dict[str, Any]] = [
         {
-            "database": kind, "batch": batch, "queues": queues, "messages": messages[batch],
+            "database": kind,
+            "batch": batch,
+            "queues": queues,
+            "messages": messages[batch],
             "per_second": {side: [] for side in SIDES},
         }
         for kind in kinds
@@ -197,7 +200,9 @@ def measure(kinds: list[str], batches: list[int], messages: dict[int, int], roun
     ]
     with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
         urls = {
-            kind: stack.enter_context(running(kind)).new_database().url if kind in SERVERS else f"sqlite:///{directory}/db"
+            kind: stack.enter_context(running(kind)).new_database().url
+            if kind in SERVERS
+            else f"sqlite:///{directory}/db"
             for kind in kinds
         }
         backlogs = {(case["messages"], case["queues"]) for case in cases}

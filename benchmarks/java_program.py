@@ -32,8 +32,9 @@ def class_path(program: str, version: str) -> str:
         if not (target / f"{program}.class").exists():
             subprocess.run(
                 [java_tool("javac"), "-nowarn", "-proc:none", "-d", str(target), "-cp", libraries, str(source)],
-                check=True, timeout=300,
-            )  # fmt: skip
+                check=True,
+                timeout=300,
+            )
     return f"{target}{os.pathsep}{libraries}"
 
 
@@ -48,10 +49,14 @@ def run(program: str, version: str, options: Mapping[str, object], *, timeout_s:
     """
     with tempfile.TemporaryDirectory(prefix="pyrocket-bench-") as home:  # logs and offset files go there
         command = [
-            java_tool("java"), f"-Duser.home={home}", f"-Drocketmq.client.localOffsetStoreDir={home}",
-            "-cp", class_path(program, version), program,
+            java_tool("java"),
+            f"-Duser.home={home}",
+            f"-Drocketmq.client.localOffsetStoreDir={home}",
+            "-cp",
+            class_path(program, version),
+            program,
             *(f"{name}={_text(value)}" for name, value in options.items()),
-        ]  # fmt: skip
+        ]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=home)
     lines = [line for line in answer.stdout.splitlines() if line.startswith("{")]
     if answer.returncode or not lines:

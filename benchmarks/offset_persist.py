@@ -190,10 +190,19 @@ class JavaSide:
         home = directory / "java"
         home.mkdir()
         self._process = subprocess.Popen(
-            [java_tool("java"), f"-Duser.home={home}", f"-Drocketmq.client.localOffsetStoreDir={home}/offsets",
-             "-cp", java_program.class_path("OffsetPersistBench", NEWEST), "OffsetPersistBench"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+            [
+                java_tool("java"),
+                f"-Duser.home={home}",
+                f"-Drocketmq.client.localOffsetStoreDir={home}/offsets",
+                "-cp",
+                java_program.class_path("OffsetPersistBench", NEWEST),
+                "OffsetPersistBench",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
 
     def ask(self, line: str) -> Block:
         """Return how long the command took, and each operation of it."""
@@ -477,8 +486,11 @@ def measure_all(count: int, java: JavaSide | None, base: Path, rounds: int) -> d
             for side in random.sample(list(sides), len(sides)):
                 us.setdefault(side, []).append(sides[side]() * 1e6)
     case = Case(count, 1, us)
-    return {"queues": count, "us": {side: round(statistics.median(each), 1) for side, each in us.items()},
-            "fsync / java": None if java is None else round(case.ratio("fsync", JAVA) or 0, 2)}  # fmt: skip
+    return {
+        "queues": count,
+        "us": {side: round(statistics.median(each), 1) for side, each in us.items()},
+        "fsync / java": None if java is None else round(case.ratio("fsync", JAVA) or 0, 2),
+    }
 
 
 # -- telling -----------------------------------------------------------------------------------------------------
@@ -545,11 +557,21 @@ def plot(cases: list[Case], path: str) -> None:
     figure, panels = pyplot().subplots(1, len(thread_counts), figsize=(6 * len(thread_counts), 4.5), sharey=True)
     for panel, threads in zip(panels if len(thread_counts) > 1 else [panels], thread_counts, strict=True):
         for side in SIDES:
-            points = [(case.queues, statistics.median(case.us[side])) for case in cases
-                      if case.threads == threads and side in case.us]  # fmt: skip
+            points = [
+                (case.queues, statistics.median(case.us[side]))
+                for case in cases
+                if case.threads == threads and side in case.us
+            ]
             if points:
-                panel.plot(*zip(*points, strict=True), marker="o", label="disk: pwrite + fdatasync" if side == DISK else
-                           f"Java {NEWEST} (no sync)" if side == JAVA else side)  # fmt: skip
+                panel.plot(
+                    *zip(*points, strict=True),
+                    marker="o",
+                    label="disk: pwrite + fdatasync"
+                    if side == DISK
+                    else f"Java {NEWEST} (no sync)"
+                    if side == JAVA
+                    else side,
+                )
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_title(f"{threads} thread{'s' if threads > 1 else ''}")
@@ -625,8 +647,14 @@ def main() -> None:
         "memory, B/queue",
     )
     print(f"\n{'queues':>7}" + "".join(f"{title:>20}" for title in titles))
-    names = ("bytes_per_persist", "cpu_us_per_persist", "flushes_per_persist_8_threads", "recovery_ms",
-             "recovery_cpu_ms", "memory_bytes_per_queue")  # fmt: skip
+    names = (
+        "bytes_per_persist",
+        "cpu_us_per_persist",
+        "flushes_per_persist_8_threads",
+        "recovery_ms",
+        "recovery_cpu_ms",
+        "memory_bytes_per_queue",
+    )
     for each in costs:
         print(f"{each['queues']:>7}" + "".join(f"{each[name]:>20}" for name in names))
     print("\nacknowledging a message, CPU us: " + ", ".join(f"{name} {us}" for name, us in bookkeeping.items()))

@@ -62,9 +62,13 @@ def perform(task: Task, package: Path | None = None) -> Answer:
     where = os.pathsep.join(str(each) for each in (package, ROOT) if each is not None)
     done = subprocess.run(
         [sys.executable, "-P", "-m", "benchmarks.produce_side", json.dumps(asdict(task))],
-        capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": where},
-    )  # fmt: skip
+    )
     if done.returncode:
         raise RuntimeError(f"{task.side} ended with {done.returncode}:\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
     answer: Answer = json.loads(done.stdout.splitlines()[-1])

@@ -18,8 +18,15 @@ _WITH_SUBSCRIPTION = 4  # sysFlag: neither commit nor suspend, and no group memb
 
 
 def raw_pull(
-    address: str, broker_name: str, group: str, topic: str, queues: int, pull_batch: int, total: int,
-    look: Callable[[int], object], timeout_s: float = 30.0,
+    address: str,
+    broker_name: str,
+    group: str,
+    topic: str,
+    queues: int,
+    pull_batch: int,
+    total: int,
+    look: Callable[[int], object],
+    timeout_s: float = 30.0,
 ) -> None:
     """Pull `total` messages from the first offset on over one connection, one pull under way per queue.
 

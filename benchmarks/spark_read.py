@@ -44,8 +44,10 @@ from tests.real_brokers.jars import NEWEST, java_tool
 
 ROOT = Path(__file__).parent.parent
 CASES = ("all", "columns", "real", "empty", "planning")
-EIGHT = "topic string, brokerName string, queueId int, queueOffset long, tags string, keys string, body binary, " \
+EIGHT = (
+    "topic string, brokerName string, queueId int, queueOffset long, tags string, keys string, body binary, "
     "storeTimestamp timestamp"
+)
 TWO = "queueOffset long, body binary"
 PLAIN_SHARE = 8  # it is given so many times fewer messages, or a round takes minutes
 WARM_UP_BATCHES = 5
@@ -171,13 +173,18 @@ def _beside_ready(bench: Bench, case: str, schema: str | None, *, with_plain: bo
     few = per_queue // PLAIN_SHARE
     sides: dict[str, Callable[[], float]] = {
         "rocketmq": lambda: bench.rate(
-            "rocketmq", per_queue * queues, schema, nameServer=bench.address, subscribe=topic,
-            pullBatchSize=settings.pull_batch, **task_options(settings),
+            "rocketmq",
+            per_queue * queues,
+            schema,
+            nameServer=bench.address,
+            subscribe=topic,
+            pullBatchSize=settings.pull_batch,
+            **task_options(settings),
         ),
         "ready": lambda: bench.rate(
             "ready", per_queue * queues, schema, records=bench.records, queues=queues, messages=per_queue
         ),
-    }  # fmt: skip
+    }
     if with_plain:
         sides["plain"] = lambda: bench.rate(
             "plain", few * queues, schema, nameServer=bench.address, topic=topic, queues=queues, messages=few
@@ -185,9 +192,7 @@ def _beside_ready(bench: Bench, case: str, schema: str | None, *, with_plain: bo
     bench.compete(case, sides)
     bench.results.targets.append(Target(f"{case}: rate ÷ ready", 0.7, bench.results.ratio(case, "rocketmq", "ready")))
     if with_plain:
-        bench.results.targets.append(
-            Target(f"{case}: rate ÷ plain", 5, bench.results.ratio(case, "rocketmq", "plain"))
-        )
+        bench.results.targets.append(Target(f"{case}: rate ÷ plain", 5, bench.results.ratio(case, "rocketmq", "plain")))
 
 
 def real(bench: Bench) -> None:
@@ -207,9 +212,14 @@ def real(bench: Bench) -> None:
 
         def ours(schema: str | None) -> Callable[[], float]:
             return lambda: bench.rate(
-                "rocketmq", messages, schema, nameServer=started.name_server, subscribe=topic,
-                pullBatchSize=settings.pull_batch, **task_options(settings),
-            )  # fmt: skip
+                "rocketmq",
+                messages,
+                schema,
+                nameServer=started.name_server,
+                subscribe=topic,
+                pullBatchSize=settings.pull_batch,
+                **task_options(settings),
+            )
 
         bench.compete(case, {"rocketmq": ours(None), "rocketmq, 2 columns": ours(TWO), "raw": bare})
 
@@ -237,11 +247,14 @@ def empty(bench: Bench) -> None:
 
     sides = {
         "rocketmq": lambda: duration_ms(
-            "rocketmq", nameServer=bench.address, subscribe=f"{FLOW}1", startingOffsets="earliest",
+            "rocketmq",
+            nameServer=bench.address,
+            subscribe=f"{FLOW}1",
+            startingOffsets="earliest",
             planningIntervalMs="0",
         ),
         "counting": lambda: duration_ms("counting"),
-    }  # fmt: skip
+    }
     bench.compete(case, sides, "ms")
     bench.results.targets.append(
         Target(f"{case}: time ÷ counting", 1.5, bench.results.ratio(case, "rocketmq", "counting"), False)

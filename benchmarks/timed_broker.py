@@ -32,11 +32,18 @@ class TimedBroker(RecordedBroker):
         self._per_queue, self._step_ms = per_queue, step_ms
         record = encode_message(
             StoredMessage(
-                topic="orders", body=b"a small body", properties="TAGS\x01paid\x02", queue_offset=0,
-                commit_log_offset=0, born_at_ms=FIRST_MS, born_host="10.0.0.1:50000", stored_at_ms=0,
-                store_host="10.0.0.9:10911", body_crc=0,
+                topic="orders",
+                body=b"a small body",
+                properties="TAGS\x01paid\x02",
+                queue_offset=0,
+                commit_log_offset=0,
+                born_at_ms=FIRST_MS,
+                born_host="10.0.0.1:50000",
+                stored_at_ms=0,
+                store_host="10.0.0.9:10911",
+                body_crc=0,
             )
-        )  # fmt: skip
+        )
         self._records = np.tile(np.frombuffer(record, np.uint8), (MOST_PER_PULL, 1))
 
     def _last(self, topic: str) -> int:

@@ -265,8 +265,11 @@ Place = Literal["first", "last"] | datetime
 """A place in every queue: its first message, its end, or the first message stored at that time or later."""
 
 _PLACES: Mapping[str, Literal["first", "last"]] = {
-    "first": "first", "earliest": "first", "last": "last", "latest": "last",
-}  # fmt: skip
+    "first": "first",
+    "earliest": "first",
+    "last": "last",
+    "latest": "last",
+}
 
 
 def check_place(name: str, value: object, or_else: str = "") -> Place:

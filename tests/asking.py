@@ -68,4 +68,3 @@ def stored(broker: EmbeddedBroker, topic: str) -> bytes:
 def directly(group: str, **fields: str) -> dict[str, str]:
     """Return the fields of CONSUME_MESSAGE_DIRECTLY."""
     return {"consumerGroup": group, "clientId": "any", "msgId": "any", "brokerName": "broker-a", **fields}
-

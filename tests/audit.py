@@ -73,9 +73,12 @@ class Database:
         command = [self._pip_audit, "-s", "pypi", "--format", "json", "--progress-spinner", "off", "--disable-pip"]
         try:
             done = subprocess.run(
-                [*command, "--no-deps", "--requirement", str(requirements)], capture_output=True, text=True,
-                timeout=ANSWER_WITHIN_S, check=False,
-            )  # fmt: skip
+                [*command, "--no-deps", "--requirement", str(requirements)],
+                capture_output=True,
+                text=True,
+                timeout=ANSWER_WITHIN_S,
+                check=False,
+            )
             found: list[dict[str, Any]] = json.loads(done.stdout)["dependencies"]
         except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
             return None

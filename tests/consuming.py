@@ -17,9 +17,14 @@ PATIENT_S = 15.0
 """A deadline for calls that are answered: no busy machine misses it, and closing has time for one of them."""
 
 QUICK = {
-    "call_timeout_s": PATIENT_S, "connect_timeout_s": PATIENT_S, "consume_from": "first", "commit_interval_s": 0.2,
-    "pull_retry_delay_s": 0.1, "rebalance_interval_s": 2.0, "route_refresh_interval_s": 1.0,
-}  # fmt: skip
+    "call_timeout_s": PATIENT_S,
+    "connect_timeout_s": PATIENT_S,
+    "consume_from": "first",
+    "commit_interval_s": 0.2,
+    "pull_retry_delay_s": 0.1,
+    "rebalance_interval_s": 2.0,
+    "route_refresh_interval_s": 1.0,
+}
 """Options that make a test short."""
 
 
@@ -82,9 +87,13 @@ class Events:
 
 @contextmanager
 def consuming(
-    cluster: Any, topic: str, group: str, listener: Callable[..., Any] | None = None, selector: Any = "*",
+    cluster: Any,
+    topic: str,
+    group: str,
+    listener: Callable[..., Any] | None = None,
+    selector: Any = "*",
     **options: Any,
-) -> Iterator[tuple[PushConsumer, Any]]:  # fmt: skip
+) -> Iterator[tuple[PushConsumer, Any]]:
     """Run a consumer of `topic`; yields it and its listener."""
     seen = listener if listener is not None else Seen()
 

@@ -99,9 +99,17 @@ class Server:
     def _make_postgresql(self) -> None:
         self._run(program(self.kind, "initdb"), "-D", self._data, "-A", "trust", "-U", "app", "--no-sync", "-E", "UTF8")
         self._command = [
-            program(self.kind, "postgres"), "-D", self._data, "-h", "127.0.0.1", "-p", self.port, "-k", self._directory,
+            program(self.kind, "postgres"),
+            "-D",
+            self._data,
+            "-h",
+            "127.0.0.1",
+            "-p",
+            self.port,
+            "-k",
+            self._directory,
             *([] if self._syncs else ["-c", "fsync=off", "-c", "full_page_writes=off"]),
-        ]  # fmt: skip
+        ]
         self._url = make_url(f"postgresql+psycopg://app@127.0.0.1:{self.port}/postgres")
 
     def _make_mariadb(self) -> None:
@@ -110,16 +118,27 @@ class Server:
             "GRANT ALL ON *.* TO app@'127.0.0.1' WITH GRANT OPTION;\n"
         )
         self._run(
-            program(self.kind, "mariadb-install-db"), "--no-defaults", f"--datadir={self._data}", "--skip-test-db",
-            "--auth-root-authentication-method=normal", f"--tmpdir={self._directory}",
-        )  # fmt: skip
+            program(self.kind, "mariadb-install-db"),
+            "--no-defaults",
+            f"--datadir={self._data}",
+            "--skip-test-db",
+            "--auth-root-authentication-method=normal",
+            f"--tmpdir={self._directory}",
+        )
         self._command = [
-            program(self.kind, "mariadbd"), "--no-defaults", f"--datadir={self._data}", f"--port={self.port}",
-            "--bind-address=127.0.0.1", f"--socket={self._directory}/socket", f"--init-file={self._directory}/init.sql",
-            f"--pid-file={self._directory}/pid", "--skip-name-resolve", "--innodb-buffer-pool-size=32M",
+            program(self.kind, "mariadbd"),
+            "--no-defaults",
+            f"--datadir={self._data}",
+            f"--port={self.port}",
+            "--bind-address=127.0.0.1",
+            f"--socket={self._directory}/socket",
+            f"--init-file={self._directory}/init.sql",
+            f"--pid-file={self._directory}/pid",
+            "--skip-name-resolve",
+            "--innodb-buffer-pool-size=32M",
             f"--tmpdir={self._directory}",  # whoever starts removes what is left of others in the usual one
             *([] if self._syncs else ["--innodb-flush-log-at-trx-commit=2", "--innodb-flush-method=nosync"]),
-        ]  # fmt: skip
+        ]
         self._url = make_url(f"mysql+pymysql://app:app@127.0.0.1:{self.port}/mysql?charset=utf8mb4")
 
     def _run(self, *command: object) -> None:
@@ -139,9 +158,13 @@ class Server:
         while True:
             with (self._directory / "log").open("ab") as output:
                 self._process = subprocess.Popen(
-                    [*_ends_with_us(), *map(str, self._command)], stdout=output, stderr=output, cwd=self._directory,
-                    start_new_session=True, **self._as,
-                )  # fmt: skip
+                    [*_ends_with_us(), *map(str, self._command)],
+                    stdout=output,
+                    stderr=output,
+                    cwd=self._directory,
+                    start_new_session=True,
+                    **self._as,
+                )
             if self._answers(deadline):
                 return
             if time.monotonic() > deadline:

@@ -17,9 +17,10 @@ Case = tuple[dict[str, Any], tuple[Callable[[], object], ...]]
 
 
 def for_each(
-    names: str, cases: Iterable[Any] | Callable[[], Iterable[Any]],
+    names: str,
+    cases: Iterable[Any] | Callable[[], Iterable[Any]],
     ids: Iterable[object] | Callable[[Any], object] = repr,
-) -> Callable[[Test], Test]:  # fmt: skip
+) -> Callable[[Test], Test]:
     """Run a test for each case, as `pytest.mark.parametrize` does, but all in one item.
 
     A case that fails is a failed subtest, named by its id or its values; the others go on.

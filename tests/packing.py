@@ -24,10 +24,21 @@ def send(cluster, topic, *bodies, sys_flag=0, queue_id=0):
     try:
         for body in bodies:
             header = SendMessageHeader(
-                producer_group="stranger", topic=topic, default_topic="TBW102", default_topic_queue_nums=4,
-                queue_id=queue_id, sys_flag=sys_flag, born_timestamp=0, flag=0, properties="", reconsume_times=0,
-                unit_mode=False, max_reconsume_times=0, batch=False, broker_name="broker-a",
-            )  # fmt: skip
+                producer_group="stranger",
+                topic=topic,
+                default_topic="TBW102",
+                default_topic_queue_nums=4,
+                queue_id=queue_id,
+                sys_flag=sys_flag,
+                born_timestamp=0,
+                flag=0,
+                properties="",
+                reconsume_times=0,
+                unit_mode=False,
+                max_reconsume_times=0,
+                batch=False,
+                broker_name="broker-a",
+            )
 
             async def sent(header=header, body=body):
                 await with_cluster.route(topic)

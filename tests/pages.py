@@ -61,8 +61,12 @@ def run_python(block: str, cluster: EmbeddedCluster, directory: Path, logged: st
     """
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", block.replace(ADDRESS, cluster.name_server)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=directory, env=_environment(),
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=directory,
+        env=_environment(),
+    )
     first = ""
     try:
         if "consumer.join()" in block:

@@ -46,9 +46,19 @@ def cluster():
 
 
 PROGRAMS = [
-    "consume", "produce", "order_by_key", "exactly_once", "offset_persist", "decode", "drop_in", "start_close",
-    "spark_read", "spark_pushdown", "spark_write", "cores",
-]  # fmt: skip
+    "consume",
+    "produce",
+    "order_by_key",
+    "exactly_once",
+    "offset_persist",
+    "decode",
+    "drop_in",
+    "start_close",
+    "spark_read",
+    "spark_pushdown",
+    "spark_write",
+    "cores",
+]
 long = pytest.mark.slow("measures for half a minute and more", proof=True)
 pytestmark = [pytest.mark.live, pytest.mark.slow("starts programs that measure")]
 

@@ -163,10 +163,16 @@ TOLD = {
 }
 NO_NAMES = ["", "\x1b[31m", "a\nb", "\0", "x" * 256, b"x", 5]
 WRONG = {
-    "client_ip": NO_NAMES, "instance_name": NO_NAMES, "unit_name": NO_NAMES,
-    "namespace": ["", "\x1b[31m", "a b", "x" * 128, 5], "offset_store_dir": ["", "a\0b", 5], "consume_from": ["begin"],
-    "group": ["", "bad group", "g" * 121, "DEFAULT_CONSUMER"], "message_model": ["both"], "access_key": ["only"],
-}  # fmt: skip
+    "client_ip": NO_NAMES,
+    "instance_name": NO_NAMES,
+    "unit_name": NO_NAMES,
+    "namespace": ["", "\x1b[31m", "a b", "x" * 128, 5],
+    "offset_store_dir": ["", "a\0b", 5],
+    "consume_from": ["begin"],
+    "group": ["", "bad group", "g" * 121, "DEFAULT_CONSUMER"],
+    "message_model": ["both"],
+    "access_key": ["only"],
+}
 
 
 @for_each("name, value", [(name, value) for name, values in WRONG.items() for value in values])

@@ -43,9 +43,10 @@ def test_editors_know_each_option_with_its_type(config, options):
 
 
 FACES = {
-    ConsumerOptions: (PushConsumer, AsyncPushConsumer), ClientOptions: (Admin,),
+    ConsumerOptions: (PushConsumer, AsyncPushConsumer),
+    ClientOptions: (Admin,),
     ProducerOptions: (Producer, AsyncProducer, TransactionProducer),
-}  # fmt: skip
+}
 
 
 @for_each("face, options", [(face, options) for options, faces in FACES.items() for face in faces])
@@ -70,9 +71,13 @@ def test_help_tells_each_option_as_the_reference_does(face, rows):
 
 
 NONE_IN_WORDS = {
-    "by model", "detected", "–", "NAMESRV_ADDR", "16; orderly: no limit",
+    "by model",
+    "detected",
+    "–",
+    "NAMESRV_ADDR",
+    "16; orderly: no limit",
     "ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR, ~/.rocketmq_offsets",
-}  # fmt: skip
+}
 
 
 def default_of(text: str) -> list[object]:

@@ -189,17 +189,29 @@ def the_metadata_names_commands_extras_and_dependencies(built):
     assert metadata["requires-python"] == ">=3.11"
     assert metadata["description-content-type"] == "text/markdown"
     assert set(metadata.get_all("provides-extra")) == {
-        "spark", "cli", "lz4", "zstd", "sql", "native", "test", "dev", "docs", "all",
-    }  # fmt: skip
+        "spark",
+        "cli",
+        "lz4",
+        "zstd",
+        "sql",
+        "native",
+        "test",
+        "dev",
+        "docs",
+        "all",
+    }
     assert "pyrocket = pyrocket_consumer.cli:main" in entry_points
     assert "pyrocket_consumer = pyrocket_consumer.testing.pytest_plugin" in entry_points
 
 
 CHECKS = (
-    the_wheel_is_small_and_serves_every_python, the_wheel_holds_the_package_and_nothing_else, the_wheel_runs_alone,
-    the_source_distribution_has_what_the_readme_speaks_of, on_a_package_index_no_link_of_the_readme_leads_nowhere,
+    the_wheel_is_small_and_serves_every_python,
+    the_wheel_holds_the_package_and_nothing_else,
+    the_wheel_runs_alone,
+    the_source_distribution_has_what_the_readme_speaks_of,
+    on_a_package_index_no_link_of_the_readme_leads_nowhere,
     the_metadata_names_commands_extras_and_dependencies,
-)  # fmt: skip
+)
 
 
 @pytest.mark.live

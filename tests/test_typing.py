@@ -158,9 +158,14 @@ def test_mypy_finds_the_mistakes_and_nothing_else(tmp_path):
                 wanted[name, number] = {f'Revealed type is "{found[2]}"'} if found[1] == "R" else set(found[2].split())
     options = ["--strict", "--config-file=", "--follow-imports=silent", "--no-error-summary"]
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, *PROGRAMS], cwd=tmp_path, env={"MYPYPATH": str(ROOT), "PATH": ""},
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "mypy", *options, *PROGRAMS],
+        cwd=tmp_path,
+        env={"MYPYPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.stderr == ""
     said: dict[tuple[str, int], set[str]] = {}
     for line in done.stdout.splitlines():

@@ -1,6 +1,6 @@
 """Orders booked with asyncio, each once, whatever happens to this process: kill it with -9, and start it again.
 
-    python ledger_asyncio.py 127.0.0.1:9876 ledger.db
+python ledger_asyncio.py 127.0.0.1:9876 ledger.db
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ async def booking(name_server: str, file: str) -> AsyncIterator[AsyncPushConsume
         async with engine.begin() as connection:
             await connection.execute(text("CREATE TABLE IF NOT EXISTS ledger(message_id TEXT, body TEXT)"))
         async with AsyncPushConsumer(
-            "ledger-asyncio", name_server=name_server, orderly=True, listener_batch_size=64, consume_from="first",
+            "ledger-asyncio",
+            name_server=name_server,
+            orderly=True,
+            listener_batch_size=64,
+            consume_from="first",
             offset_store=offsets,
-        ) as consumer:  # fmt: skip
+        ) as consumer:
             await consumer.subscribe("orders", offsets.exactly_once(book))
             yield consumer
     finally:

@@ -1,6 +1,6 @@
 """Orders as rows of a Django model, each once, whatever happens to this process: kill it with -9, and start it again.
 
-    python ledger_django.py 127.0.0.1:9876 ledger.db
+python ledger_django.py 127.0.0.1:9876 ledger.db
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ if __name__ == "__main__":
         with connection.schema_editor() as editor:
             editor.create_model(Entry)
     with PushConsumer(
-        "ledger-django", name_server=NAME_SERVER, orderly=True, listener_batch_size=64, consume_from="first",
+        "ledger-django",
+        name_server=NAME_SERVER,
+        orderly=True,
+        listener_batch_size=64,
+        consume_from="first",
         offset_store=offsets,
-    ) as consumer:  # fmt: skip
+    ) as consumer:
         consumer.subscribe("orders", offsets.exactly_once(book))
         consumer.join()

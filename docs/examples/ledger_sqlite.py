@@ -1,6 +1,6 @@
 """Each order is booked once, whatever happens to this process: kill it with -9, and start it again.
 
-    python ledger_sqlite.py 127.0.0.1:9876 ledger.db
+python ledger_sqlite.py 127.0.0.1:9876 ledger.db
 """
 
 from __future__ import annotations

@@ -267,9 +267,7 @@ class Admin:
 
     # --- offsets
 
-    def lag(
-        self, group: str, *, brokers: Iterable[str] = (), store: DatabaseOffsets | None = None
-    ) -> GroupLag:
+    def lag(self, group: str, *, brokers: Iterable[str] = (), store: DatabaseOffsets | None = None) -> GroupLag:
         """Return where a group is in every queue of its topics, and how far behind.
 
         A clustering group's offsets are the brokers'. Of a broadcasting group each member that is online is asked for
@@ -298,9 +296,7 @@ class Admin:
         check_topic(topic)
         return self._lag(group, topic, brokers, store)
 
-    def _lag(
-        self, group: str, topic: str | None, brokers: Iterable[str], store: DatabaseOffsets | None
-    ) -> GroupLag:
+    def _lag(self, group: str, topic: str | None, brokers: Iterable[str], store: DatabaseOffsets | None) -> GroupLag:
         check_group(group)
         expected = check_names("brokers", brokers)
         cluster = self._started()

@@ -148,9 +148,7 @@ class _Survey:
         """Return the queues of each topic that can be asked about; of one that does not exist none."""
         routed = await for_each(topics, lambda topic: _queues(cluster, topic), at_once=_ROUTES_AT_ONCE)
         for topic, queues in routed.items():
-            gone = {
-                queue for queue in self._seen.get(topic, frozenset()) if queue.broker_name not in self._registered
-            }
+            gone = {queue for queue in self._seen.get(topic, frozenset()) if queue.broker_name not in self._registered}
             if queues or gone:
                 self._seen[topic] = frozenset({*queues, *gone})
                 self._known |= self._seen[topic]
@@ -215,11 +213,16 @@ async def group_lag(
                 not_known = names and f"nobody of {group} is online, and no reset tells of {names}"
     outward = tuple(
         QueueLag(
-            _outward(namespace, row.queue), row.committed, row.min, row.max, row.member, row.consumed_at,
+            _outward(namespace, row.queue),
+            row.committed,
+            row.min,
+            row.max,
+            row.member,
+            row.consumed_at,
         )
         for row in sorted(rows, key=lambda row: (row.member or "", row.queue))
         if row.queue.broker_name in survey.brokers
-    )  # fmt: skip
+    )
     members = tuple(member.client_id for member in found.members)
     return GroupLag(group, model, members, outward, unreached, not_known, survey.told(namespace, concerned))
 
@@ -331,7 +334,11 @@ async def _recorded(
 
 
 async def _of_members(
-    cluster: Cluster, group: str, topic: str | None, found: GroupMembers, unreached: dict[str, str],
+    cluster: Cluster,
+    group: str,
+    topic: str | None,
+    found: GroupMembers,
+    unreached: dict[str, str],
     survey: _Survey,
 ) -> list[QueueLag]:
     tables: dict[str, dict[MessageQueue, int]] = {}

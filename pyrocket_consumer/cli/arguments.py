@@ -49,9 +49,10 @@ def add_connection(command: argparse.ArgumentParser) -> None:
     group.add_argument("--tls", action="store_true", help="encrypt, and trust the system's authorities")
     group.add_argument("--tls-ca", metavar="FILE", help="encrypt, and trust the authorities in this PEM file")
     group.add_argument(
-        "--allowed-addresses", metavar="LIST",
+        "--allowed-addresses",
+        metavar="LIST",
         help="where brokers may be, joined by commas: hosts, host:port, networks like 10.0.0.0/8 (default: anywhere)",
-    )  # fmt: skip
+    )
 
 
 def connection(options: argparse.Namespace) -> dict[str, Any]:

@@ -26,9 +26,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument("--brokers", type=positive, default=1, help="how many brokers (default: 1)")
     command.add_argument("--port", type=_port, default=0, help="the name server's port (default: one that is free)")
     command.add_argument(
-        "--topic", action="append", default=[], type=_topic, metavar="NAME[:QUEUES]",
+        "--topic",
+        action="append",
+        default=[],
+        type=_topic,
+        metavar="NAME[:QUEUES]",
         help="create a topic (4 queues); repeatable",
-    )  # fmt: skip
+    )
 
 
 def _port(text: str) -> int:

@@ -66,10 +66,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument("topic")
     command.add_argument("--group", help="consume as a member of this group, and commit what was printed")
     command.add_argument(
-        "--from", dest="start", type=place, metavar="PLACE",
+        "--from",
+        dest="start",
+        type=place,
+        metavar="PLACE",
         help="first (default), last (and follow), or a time with its zone: 2026-11-21T08:00:00Z; "
         "with --group, where it begins in queues it has no offset for, which is stored at once (default: last)",
-    )  # fmt: skip
+    )
     command.add_argument(
         "--queue", action="append", type=queue_name, metavar="BROKER/ID", help="only this queue; repeatable"
     )
@@ -79,9 +82,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument("--sql", help="properties, for example \"region = 'eu' AND price > 5\"")
     command.add_argument("--count", type=positive, help="stop after this many messages")
     command.add_argument(
-        "--raw", action="store_true",
+        "--raw",
+        action="store_true",
         help="print bodies as they are on a terminal, too, which obeys the escapes in them; else they are shown",
-    )  # fmt: skip
+    )
     command.set_defaults(wrong_usage=command.error)
 
 

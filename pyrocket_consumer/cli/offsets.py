@@ -107,25 +107,33 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     for command in (show, lag):
         command.add_argument(
-            "--broker", action="append", default=[], metavar="NAME",
+            "--broker",
+            action="append",
+            default=[],
+            metavar="NAME",
             help="exit with code 3 when this broker is not there: name servers forget those that stop; repeatable",
-        )  # fmt: skip
+        )
     reset.add_argument(
         "--to", type=place, metavar="PLACE", help="earliest, latest, or a time with its zone: 2026-11-21T08:00:00Z"
     )
     reset.add_argument(
-        "--queue", action="append", default=[], type=_queue, metavar="BROKER/ID[=OFFSET]",
+        "--queue",
+        action="append",
+        default=[],
+        type=_queue,
+        metavar="BROKER/ID[=OFFSET]",
         help="only this queue, or exactly to this offset; repeatable",
-    )  # fmt: skip
+    )
     reset.add_argument("--member", metavar="CLIENT-ID", help="only this member of a broadcasting group")
     reset.add_argument(
         "--model", choices=("clustering", "broadcasting"), help="what the group is, when nobody of it is online"
     )
     for command in (show, lag, reset):
         command.add_argument(
-            "--store", metavar="URL",
+            "--store",
+            metavar="URL",
             help="the database that has the group's offsets, as SQLAlchemy names it; env:NAME takes it from a variable",
-        )  # fmt: skip
+        )
         _add_table(command)
     ddl = add_command(under, "ddl", "print the tables of offsets in a database", _DDL_EXAMPLES, run_ddl)
     ddl.add_argument("--dialect", required=True, choices=("sqlite", "postgresql", "mysql", "mariadb"))
@@ -222,11 +230,16 @@ def run_show(options: argparse.Namespace) -> int:
     heads = [*(["member"] if broadcasting else []), "queue", "min", "committed", "max", "lag", "consumed up to"]
     rows = [
         [
-            *([row.member] if broadcasting else []), _name(row.queue), row.min,
-            "-" if row.committed is None else row.committed, row.max, row.lag, _time(row.consumed_at),
+            *([row.member] if broadcasting else []),
+            _name(row.queue),
+            row.min,
+            "-" if row.committed is None else row.committed,
+            row.max,
+            row.lag,
+            _time(row.consumed_at),
         ]
         for row in found.rows
-    ]  # fmt: skip
+    ]
     print_table(f"Group {found.group} in topic {options.topic}{_online(found)}", heads, rows)
     return _tell_unreached(found)
 
@@ -333,9 +346,15 @@ def run_reset(options: argparse.Namespace) -> int:
     began = time.monotonic()
     with Interrupts(), _admin(options) as admin, _store(options) as store:
         plan = admin.plan_reset(
-            options.group, options.topic, to, queues,
-            model=options.model, member=options.member, store=store, wait_s=options.wait / 2,
-        )  # fmt: skip
+            options.group,
+            options.topic,
+            to,
+            queues,
+            model=options.model,
+            member=options.member,
+            store=store,
+            wait_s=options.wait / 2,
+        )
         as_json = options.output == "json"
         undo = _undo(plan, options)
         if not as_json:
@@ -352,8 +371,10 @@ def run_reset(options: argparse.Namespace) -> int:
         try:
             result = plan.execute(
                 None if as_json else _print_step,
-                partial=options.partial, unsubscribed=options.unsubscribed, wait_s=left_s,
-            )  # fmt: skip
+                partial=options.partial,
+                unsubscribed=options.unsubscribed,
+                wait_s=left_s,
+            )
         except KeyboardInterrupt:
             tell(f"pyrocket: {_INTERRUPTED}")
             if as_json:
@@ -378,12 +399,17 @@ def _undo(plan: ResetPlan, options: argparse.Namespace) -> list[str]:
     command = ["pyrocket", "offsets"]
     commands = [
         [
-            *command, "reset", plan.group, plan.topic, *(["--member", member] if member is not None else []),
+            *command,
+            "reset",
+            plan.group,
+            plan.topic,
+            *(["--member", member] if member is not None else []),
             *(word for queue, offset in sorted(offsets.items()) for word in ("--queue", f"{_name(queue)}={offset}")),
-            "--execute", *where,
+            "--execute",
+            *where,
         ]
         for member, offsets in plan.undo.items()
-    ]  # fmt: skip
+    ]
     if plan.broadcasting and plan.member is None:
         commands.append([*command, "forget-reset", plan.group, plan.topic, *where])
     return [shlex.join(words) for words in commands]
@@ -470,22 +496,31 @@ def _plan_as_json(plan: ResetPlan) -> dict[str, Any]:
         "unsubscribed": plan.unsubscribed or None,
         "targets": [
             {
-                **_queue_as_json(each.queue), "wanted": each.wanted, "target": each.target,
-                "min": each.min, "max": each.max,
+                **_queue_as_json(each.queue),
+                "wanted": each.wanted,
+                "target": each.target,
+                "min": each.min,
+                "max": each.max,
             }
             for each in plan.targets
         ],
         "moves": [
             {
-                **_queue_as_json(each.queue), "member": each.member, "current": each.current, "target": each.target,
-                "replayed": each.replayed, "skipped": each.skipped,
+                **_queue_as_json(each.queue),
+                "member": each.member,
+                "current": each.current,
+                "target": each.target,
+                "replayed": each.replayed,
+                "skipped": each.skipped,
             }
             for each in plan.moves
         ],
         "retries": [
             {
-                "topic": each.queue.topic, **_queue_as_json(each.queue),
-                "committed": each.committed, "target": each.target,
+                "topic": each.queue.topic,
+                **_queue_as_json(each.queue),
+                "committed": each.committed,
+                "target": each.target,
             }
             for each in plan.retries
         ],
@@ -493,7 +528,7 @@ def _plan_as_json(plan: ResetPlan) -> dict[str, Any]:
             {"client_id": each.client_id, "client": each.client, "reachable": each.reachable, "how": each.how}
             for each in plan.members
         ],
-    }  # fmt: skip
+    }
 
 
 def _queue_as_json(queue: MessageQueue) -> dict[str, Any]:

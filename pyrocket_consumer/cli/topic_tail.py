@@ -107,9 +107,13 @@ class Look:
         asked_at = self._cluster.loop.time()
         try:
             answer, messages = await self._cluster.broker(reading.queue.broker_name).pull(
-                reading.queue, reading.position, group=TOOLS_GROUP, subscription=self._subscription,
-                max_messages=self._pull_size, hold_s=hold_s,
-            )  # fmt: skip
+                reading.queue,
+                reading.position,
+                group=TOOLS_GROUP,
+                subscription=self._subscription,
+                max_messages=self._pull_size,
+                hold_s=hold_s,
+            )
         except PermissionDenied as error:
             error.add_note(f"Who looks needs the right to subscribe with group {TOOLS_GROUP}; members with theirs.")
             raise

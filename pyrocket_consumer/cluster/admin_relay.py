@@ -108,9 +108,7 @@ async def group_members(
     async def take(broker_name: str) -> None:
         accept = (ResponseCode.SUCCESS, ResponseCode.CONSUMER_NOT_ONLINE)
         try:
-            answer = await cluster.call(
-                brokers[broker_name], GetConsumerConnectionListHeader(group), accept=accept
-            )
+            answer = await cluster.call(brokers[broker_name], GetConsumerConnectionListHeader(group), accept=accept)
         except PermissionDenied:  # who may consume may at least list the ids
             for client_id in await cluster.broker(broker_name).consumer_ids(group):
                 connections.setdefault(client_id, []).append((brokers[broker_name], "", 0))
@@ -173,9 +171,11 @@ async def speak_to(
     for address in member.addresses:
         try:
             answer = await cluster.call(
-                address, RelayHeader(group, member.client_id, operation, rid), body,
+                address,
+                RelayHeader(group, member.client_id, operation, rid),
+                body,
                 timeout_s=timeout_s or RELAY_TIMEOUT_S,
-            )  # fmt: skip
+            )
             if not is_acknowledged(answer.fields):
                 return MemberReply(Reply.FOREIGN)
             header = RelayAnswerHeader.from_fields(answer.fields)

@@ -161,9 +161,7 @@ class ResetRecord:
         if any(reset.epoch == epoch and reset.target != targets[queue_id] for queue_id, reset in found.items()):
             raise EpochTaken(epoch)
         return sorted(
-            queue_id
-            for queue_id, target in targets.items()
-            if found.get(queue_id) != RecordedReset(target, epoch)
+            queue_id for queue_id, target in targets.items() if found.get(queue_id) != RecordedReset(target, epoch)
         )
 
     async def forget(self, queue_ids: Iterable[int]) -> None:

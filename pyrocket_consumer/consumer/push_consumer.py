@@ -573,9 +573,7 @@ async def _on_loop(work: Callable[..., T], *arguments: Any) -> T:
     return work(*arguments)
 
 
-async def _reset(
-    member: GroupMember, topic: str, to: To, queues: list[MessageQueue] | None
-) -> dict[MessageQueue, int]:
+async def _reset(member: GroupMember, topic: str, to: To, queues: list[MessageQueue] | None) -> dict[MessageQueue, int]:
     where = check_to(to)
     held = set(member.assignments.held(topic))
     if not held:

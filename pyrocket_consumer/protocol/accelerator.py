@@ -57,7 +57,7 @@ def _compiled() -> tuple[ModuleType | None, str]:
                 "PYROCKET_PURE, or a copy or an archive of the sources"
             )
         reason = f"its build cannot be used: {error}; install the package again"
-        logger("protocol").warning("Python code is used in place of the compiled part: %s", reason)
+        logger("wire").warning("Python code is used in place of the compiled part: %s", reason)
         return None, reason
     return module, "it was built, and PYROCKET_PURE is not set"
 
@@ -80,6 +80,14 @@ find_rows: FindRows | None = compiled.find_rows if compiled is not None else Non
 """For `columns`, which does the same with numpy where there is none."""
 
 __all__ = [
-    "ACCELERATED", "FindRows", "REASON", "Record", "RecordRows", "cut_records", "find_rows", "finish", "make_record",
+    "ACCELERATED",
+    "FindRows",
+    "REASON",
+    "Record",
+    "RecordRows",
+    "cut_records",
+    "find_rows",
+    "finish",
+    "make_record",
     "rising",
-]  # fmt: skip
+]

@@ -55,10 +55,17 @@ _MOST_CELLS = 1 << 22  # rows times different property names, for which a table 
 
 _HEAD = np.dtype(
     [
-        ("size", ">u4"), ("magic", ">u4"), ("crc", ">u4"), ("queue_id", ">i4"), ("flag", ">i4"),
-        ("queue_offset", ">i8"), ("commit_log_offset", ">i8"), ("sys_flag", ">i4"), ("born_at_ms", ">i8"),
+        ("size", ">u4"),
+        ("magic", ">u4"),
+        ("crc", ">u4"),
+        ("queue_id", ">i4"),
+        ("flag", ">i4"),
+        ("queue_offset", ">i8"),
+        ("commit_log_offset", ">i8"),
+        ("sys_flag", ">i4"),
+        ("born_at_ms", ">i8"),
     ]
-)  # fmt: skip
+)
 _BORN_HOST, _STORED_AT, _STORE_HOST, _RECONSUME_TIMES, _BODY_LENGTH, _BODY = 48, 56, 64, 72, 84, 88  # with IPv4 hosts
 _MORE_FOR_V6 = 12
 
@@ -431,9 +438,18 @@ class _InNumpy(_Columnar):
         if wanted.all():
             return
         for name in (
-            "_starts", "_answer", "_head", "_flags", "_born_v6", "_store_v6", "_shift", "_ends", "_body", "_body_end",
+            "_starts",
+            "_answer",
+            "_head",
+            "_flags",
+            "_born_v6",
+            "_store_v6",
+            "_shift",
+            "_ends",
+            "_body",
+            "_body_end",
             "_is_v1",
-        ):  # fmt: skip
+        ):
             setattr(self, name, getattr(self, name)[wanted])
         self.__dict__.pop("_properties", None)
 

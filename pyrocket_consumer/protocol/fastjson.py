@@ -324,5 +324,7 @@ def _key_text(key: Any, depth: int) -> bytes:
 
 def _queue_object(queue: MessageQueue) -> bytes:
     return b'{"brokerName":%b,"queueId":%d,"topic":%b}' % (
-        orjson.dumps(queue.broker_name), queue.queue_id, orjson.dumps(queue.topic)
+        orjson.dumps(queue.broker_name),
+        queue.queue_id,
+        orjson.dumps(queue.topic),
     )

@@ -74,8 +74,9 @@ class RemotingCommand:
     def is_oneway(self) -> bool:
         return bool(self.flag & ONEWAY_FLAG)
 
-    def answer(self, code: int = 0, remark: str | None = None, fields: dict[str, str] | None = None,
-               body: bytes = b"") -> RemotingCommand:
+    def answer(
+        self, code: int = 0, remark: str | None = None, fields: dict[str, str] | None = None, body: bytes = b""
+    ) -> RemotingCommand:
         """Return the answer to this request: same opaque, response flag set."""
         return RemotingCommand(code, fields or {}, body, self.opaque, RESPONSE_FLAG, remark)
 
@@ -131,9 +132,7 @@ def _binary_header(command: RemotingCommand) -> bytes:
             for name, value in ((name.encode(), value.encode()) for name, value in command.fields.items())
             if value  # servers read an empty value as none at all, and would then sign the text "null"
         )
-        fixed = _BINARY_FIXED.pack(
-            command.code, language, command.version, command.opaque, command.flag, len(remark)
-        )
+        fixed = _BINARY_FIXED.pack(command.code, language, command.version, command.opaque, command.flag, len(remark))
     except (struct.error, UnicodeEncodeError) as error:
         raise ProtocolError(f"binary header cannot be written: {error}") from error
     return fixed + remark + struct.pack(">i", len(entries)) + entries
@@ -241,7 +240,14 @@ def _decode_binary_header(data: bytes, body: bytes) -> RemotingCommand:
             value, place = _take(entries, place + 4, value_length)
             fields[name.decode()] = value.decode()
         return RemotingCommand(
-            code, fields, body, opaque, flag, remark.decode() or None, LANGUAGE_NAMES.get(language, "OTHER"), version,
+            code,
+            fields,
+            body,
+            opaque,
+            flag,
+            remark.decode() or None,
+            LANGUAGE_NAMES.get(language, "OTHER"),
+            version,
             BINARY_HEADER,
         )
     except (struct.error, UnicodeDecodeError) as error:

@@ -141,7 +141,10 @@ def record(kind: Callable[..., _R], value: object, what: str) -> _R:
     """Read a flat dataclass, every field of which has a default for when it is missing."""
     found = value if isinstance(value, JsonObject) else JsonObject(value, what)
     readers: dict[str, Callable[[str], Any]] = {
-        "int": found.number, "float": found.real, "bool": found.truth, "str": found.text
+        "int": found.number,
+        "float": found.real,
+        "bool": found.truth,
+        "str": found.text,
     }
     values = {}
     for each in fields(kind):  # type: ignore[arg-type]  # every kind is a dataclass

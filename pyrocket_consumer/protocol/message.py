@@ -43,9 +43,23 @@ from pyrocket_consumer.protocol.properties import (
 from pyrocket_consumer.protocol.record import GLANCE, MAGIC_V1, SHORTEST_RECORD
 
 __all__ = [
-    "BatchItem", "Compression", "Message", "PropertyName", "StoredMessage", "UniqueIds", "body_crc", "compress",
-    "decode_batch", "decode_messages", "decode_properties", "decompress", "encode_batch", "encode_message",
-    "encode_properties", "offset_message_id", "parse_offset_message_id",
+    "BatchItem",
+    "Compression",
+    "Message",
+    "PropertyName",
+    "StoredMessage",
+    "UniqueIds",
+    "body_crc",
+    "compress",
+    "decode_batch",
+    "decode_messages",
+    "decode_properties",
+    "decompress",
+    "encode_batch",
+    "encode_message",
+    "encode_properties",
+    "offset_message_id",
+    "parse_offset_message_id",
 ]
 
 _MAGIC_V2 = 0xDAA320AB  # of a record whose topic has its length in two bytes: topics longer than 127 bytes
@@ -374,9 +388,7 @@ def decode_messages(
     return messages
 
 
-def decode_message(
-    record: bytes, queue: MessageQueue | None = None, bodies: Bodies = _USUAL_BODIES
-) -> Message:
+def decode_message(record: bytes, queue: MessageQueue | None = None, bodies: Bodies = _USUAL_BODIES) -> Message:
     """Return the message of one record as brokers pass it on to be looked at, or consumed. The rest: as in a pull.
 
     Raises:
@@ -608,23 +620,26 @@ def encode_message(message: StoredMessage) -> bytes:
     hosts = len(born_host) // 20 * SysFlag.BORN_HOST_V6 | len(store_host) // 20 * SysFlag.STORE_HOST_V6
     tail = b"".join((message.body, topic_length, topic, _U16.pack(len(properties)), properties))
     fixed = _FIXED[hosts]
-    return fixed.pack(
-        fixed.size + len(tail),
-        magic,
-        body_crc(message.body) if message.body_crc is None else message.body_crc,
-        message.queue_id,
-        message.flag,
-        message.queue_offset,
-        message.commit_log_offset,
-        message.sys_flag & ~_HOSTS_V6 | hosts,
-        message.born_at_ms,
-        born_host,
-        message.stored_at_ms,
-        store_host,
-        message.reconsume_times,
-        message.prepared_transaction_offset,
-        len(message.body),
-    ) + tail
+    return (
+        fixed.pack(
+            fixed.size + len(tail),
+            magic,
+            body_crc(message.body) if message.body_crc is None else message.body_crc,
+            message.queue_id,
+            message.flag,
+            message.queue_offset,
+            message.commit_log_offset,
+            message.sys_flag & ~_HOSTS_V6 | hosts,
+            message.born_at_ms,
+            born_host,
+            message.stored_at_ms,
+            store_host,
+            message.reconsume_times,
+            message.prepared_transaction_offset,
+            len(message.body),
+        )
+        + tail
+    )
 
 
 def body_crc(body: bytes) -> int:

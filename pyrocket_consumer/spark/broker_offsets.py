@@ -492,9 +492,7 @@ class Positions:
             return away.reason
         return "its broker has not answered yet" if queue in self._queues else "no route names it"
 
-    async def _spans(
-        self, name: str, queues: list[MessageQueue], known: Mapping[MessageQueue, int]
-    ) -> _Spans | None:
+    async def _spans(self, name: str, queues: list[MessageQueue], known: Mapping[MessageQueue, int]) -> _Spans | None:
         """Return begins and ends of queues of one broker, None if it is away: the first queue finds out.
 
         Where nothing is to be read the begin does not matter, and is not asked for.
@@ -613,9 +611,7 @@ async def _together(
     return found
 
 
-async def _some_at_a_time(
-    questions: Iterable[Q], ask: Callable[[Q], Awaitable[T]], at_once: int
-) -> list[tuple[Q, T]]:
+async def _some_at_a_time(questions: Iterable[Q], ask: Callable[[Q], Awaitable[T]], at_once: int) -> list[tuple[Q, T]]:
     """Return each question with what `ask` gives, with so many under way that a broker bears it."""
     rest, answers = iter(questions), list[tuple[Q, T]]()
 

@@ -163,10 +163,8 @@ class Demo:
         return {
             "windows": self._table.rows(),
             "repeated": self._table.repeated,
-            "tags": [
-                {"tag": tag, "sent": self._sent[tag], "counted": counted[tag]} for tag in TAGS
-            ],
-        }  # fmt: skip
+            "tags": [{"tag": tag, "sent": self._sent[tag], "counted": counted[tag]} for tag in TAGS],
+        }
 
 
 class Table:

@@ -43,16 +43,54 @@ EARLIEST = -2
 LATEST = -1
 
 NAMES = (
-    "nameServer", "subscribe", "topic", "subscribePattern", "assign", "tags", "subExpression", "sqlFilter",
-    "startingOffsets", "startingTimestamp", "endingOffsets", "endingTimestamp", "consumerGroup", "commitOffsets",
-    "failOnDataLoss", "failOnUnreachable", "damagedBodies", "maxBodyBytes", "maxOffsetsPerTrigger",
-    "minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions", "maxPartitions", "minRecordsPerPartition",
-    "maxRecordsPerPartition", "pullBatchSize", "pullsInFlight",
-    "requestTimeoutMs", "readTimeoutMs", "retries", "planningIntervalMs", "maxFrameBytes", "pushFilters",
-    "accessKey", "secretKey", "securityToken",
-    "namespace", "tls", "tlsCaFile", "allowedAddresses", "sendTimeoutMs", "sendRetries", "maxInFlight",
-    "maxMessageBytes", "acceptDegraded", "autoCreateTopic", "dedupProperties",
-)  # fmt: skip
+    "nameServer",
+    "subscribe",
+    "topic",
+    "subscribePattern",
+    "assign",
+    "tags",
+    "subExpression",
+    "sqlFilter",
+    "startingOffsets",
+    "startingTimestamp",
+    "endingOffsets",
+    "endingTimestamp",
+    "consumerGroup",
+    "commitOffsets",
+    "failOnDataLoss",
+    "failOnUnreachable",
+    "damagedBodies",
+    "maxBodyBytes",
+    "maxOffsetsPerTrigger",
+    "minOffsetsPerTrigger",
+    "maxTriggerDelay",
+    "minPartitions",
+    "maxPartitions",
+    "minRecordsPerPartition",
+    "maxRecordsPerPartition",
+    "pullBatchSize",
+    "pullsInFlight",
+    "requestTimeoutMs",
+    "readTimeoutMs",
+    "retries",
+    "planningIntervalMs",
+    "maxFrameBytes",
+    "pushFilters",
+    "accessKey",
+    "secretKey",
+    "securityToken",
+    "namespace",
+    "tls",
+    "tlsCaFile",
+    "allowedAddresses",
+    "sendTimeoutMs",
+    "sendRetries",
+    "maxInFlight",
+    "maxMessageBytes",
+    "acceptDegraded",
+    "autoCreateTopic",
+    "dedupProperties",
+)
 """Every option there is, as the documentation writes it; Spark hands them over in lower case."""
 
 _AS_WRITTEN = {
@@ -207,8 +245,9 @@ class GivenOffsets:
                 (queue.topic, None, None),
             )
         }
-        if unknown := ["/".join(str(part) for part in place if part is not None) for place in self.places
-                       if place not in there]:  # fmt: skip
+        if unknown := [
+            "/".join(str(part) for part in place if part is not None) for place in self.places if place not in there
+        ]:
             raise ConfigError(
                 f"option {self.option} names {listed(sorted(unknown))}, of which there is nothing to read; "
                 f"there are {listed(queues)}"

@@ -130,9 +130,7 @@ def _has_type(name: str, kind: DataType) -> bool:
         case "keys":
             return isinstance(kind, _TEXT) or (isinstance(kind, ArrayType) and isinstance(kind.elementType, _TEXT))
         case "properties":
-            return (
-                isinstance(kind, MapType) and isinstance(kind.keyType, _TEXT) and isinstance(kind.valueType, _TEXT)
-            )
+            return isinstance(kind, MapType) and isinstance(kind.keyType, _TEXT) and isinstance(kind.valueType, _TEXT)
         case "queueId" | "delayLevel" | "flag":
             return isinstance(kind, _NUMBER)
         case "deliverAt":

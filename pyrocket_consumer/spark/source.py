@@ -426,9 +426,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _seen_ms(self, at: SourceOffset, look: Look) -> dict[tuple[str, str], int]:
         """Return since when nothing was read: since brokers were asked, but where one of the queues did not answer."""
-        found = {
-            (queue.topic, queue.broker_name): look.asked_ms[queue.broker_name] for queue in look.ends
-        }
+        found = {(queue.topic, queue.broker_name): look.asked_ms[queue.broker_name] for queue in look.ends}
         for queue in look.away:
             found.pop((queue.topic, queue.broker_name), None)
         return {**at.seen_ms, **found}
@@ -489,9 +487,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._ends |= look.ends
         return look, elsewhere
 
-    def _elsewhere(
-        self, at: SourceOffset, look: Look, losses: Mapping[str, DataLoss]
-    ) -> dict[MessageQueue, int]:
+    def _elsewhere(self, at: SourceOffset, look: Look, losses: Mapping[str, DataLoss]) -> dict[MessageQueue, int]:
         """Return where queues go on that are shorter than they were: at the first message stored since they were seen.
 
         That is the begin of a queue that was made anew, and the end of one whose last messages are lost, or what was
@@ -502,9 +498,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         times_ms = {queue: at.seen_ms.get((queue.topic, queue.broker_name)) for queue in lost}
         return {queue: min(place, at.queues[queue]) for queue, place in self._asking.stored_since(times_ms).items()}
 
-    def _overtaken(
-        self, at: SourceOffset, look: Look, shorter_ms: Mapping[MessageQueue, int]
-    ) -> dict[str, DataLoss]:
+    def _overtaken(self, at: SourceOffset, look: Look, shorter_ms: Mapping[MessageQueue, int]) -> dict[str, DataLoss]:
         """Return what is lost of queues that were shorter a moment ago: unless the old messages came back."""
         grown = {queue: at_ms for queue, at_ms in shorter_ms.items() if look.ends.get(queue, 0) >= at.queues[queue]}
         return {

@@ -57,9 +57,7 @@ class Beside(Generic[T]):
             if rest:
                 await asyncio.wait(rest, timeout=self._grace_s)
         elif self._under_way:
-            await asyncio.wait(
-                self._under_way.values(), timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait(self._under_way.values(), timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def stop(self) -> None:
         """Wait for nobody any more."""

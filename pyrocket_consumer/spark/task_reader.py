@@ -48,9 +48,7 @@ _LONGEST_WAIT_S = 5.0
 _BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 
-def read_ranges(
-    ranges: Sequence[QueueRange], columns: pa.Schema, options: ReadOptions
-) -> Iterator[pa.RecordBatch]:
+def read_ranges(ranges: Sequence[QueueRange], columns: pa.Schema, options: ReadOptions) -> Iterator[pa.RecordBatch]:
     """Yield the messages of `ranges` as rows of `columns`: those of one queue in order, queues in any order.
 
     A range is finished when the broker says that its queue goes on at the range's end or behind it; offsets may be

@@ -38,14 +38,28 @@ _HOMES = {  # imported when first used: the pytest plugin is loaded in every run
     "testing.cluster": ("EmbeddedCluster",),
     "testing.embedded_node": ("EmbeddedBroker", "EmbeddedNameServer", "EmbeddedNode"),
     "testing.faults": (
-        "Exchange", "Fault", "Gate", "answer", "close_connection", "cut_after", "delay", "delay_request", "drop",
-        "drop_answer", "duplicate", "garbage", "handle_and_close", "now_and_then", "reset_connection", "rewrite",
+        "Exchange",
+        "Fault",
+        "Gate",
+        "answer",
+        "close_connection",
+        "cut_after",
+        "delay",
+        "delay_request",
+        "drop",
+        "drop_answer",
+        "duplicate",
+        "garbage",
+        "handle_and_close",
+        "now_and_then",
+        "reset_connection",
+        "rewrite",
     ),
     "testing.feed": ("Sent",),
     "testing.recording": ("Recorded",),
     "testing.sample": ("message",),
     "protocol.codes": ("RequestCode", "ResponseCode"),
-}  # fmt: skip
+}
 
 __all__ = [
     "EmbeddedBroker",

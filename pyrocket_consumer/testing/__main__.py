@@ -65,8 +65,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--brokers", type=int, default=1, help="number of broker names (1)")
     parser.add_argument("--slaves", type=int, default=0, help="slaves of each (0)")
-    parser.add_argument("--topic", type=_topic, action="append", default=[], metavar="NAME[:QUEUES]",
-                        help="a topic and its queues on each broker (4); may be repeated")
+    parser.add_argument(
+        "--topic",
+        type=_topic,
+        action="append",
+        default=[],
+        metavar="NAME[:QUEUES]",
+        help="a topic and its queues on each broker (4); may be repeated",
+    )
     parser.add_argument("--fill", type=_count, default=0, metavar="COUNT", help="messages to store in each topic first")
     parser.add_argument("--body-bytes", type=_count, default=256, help="size of their bodies (256)")
     parser.add_argument("--port", type=int, default=0, help="the name server's port (any)")

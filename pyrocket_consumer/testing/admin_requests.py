@@ -357,4 +357,3 @@ def _attributes(text: str) -> dict[str, str]:
         if change[0] == "+":
             attributes[name] = value
     return attributes
-

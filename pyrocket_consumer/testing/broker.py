@@ -60,8 +60,13 @@ class Broker:
         self._accounts = accounts
         self._handlers: Handlers = {}
         for part in (
-            self.pulls, self.sends, self.membership, self.transactions, self.admin,
-            OffsetRequests(self.state), Relays(self.state),
+            self.pulls,
+            self.sends,
+            self.membership,
+            self.transactions,
+            self.admin,
+            OffsetRequests(self.state),
+            Relays(self.state),
         ):
             self._handlers.update(part.handlers())
         self._timers = [

@@ -73,9 +73,7 @@ class BrokerState:
         """Return a group's settings, made on demand if that is allowed; None when it is not."""
         known = self.groups.get(name)
         if known is None and (self.config.auto_create_subscription_group or name.startswith("CID_RMQ_SYS_")):
-            if self.release.checks_group_names and name_defect(
-                "group", name, self.release.longest_group, self.release
-            ):
+            if self.release.checks_group_names and name_defect("group", name, self.release.longest_group, self.release):
                 return None
             known = self.groups[name] = SubscriptionGroupConfig(name)
         return known

@@ -108,7 +108,12 @@ class EmbeddedCluster:
         self._wall_clock = wall_clock
         self._first_port = first_port
         self._timing = Timing(
-            delay_scale, long_poll_tick_s, lock_expiry_s, scan_interval_s, relay_timeout_s, status_timeout_s,
+            delay_scale,
+            long_poll_tick_s,
+            lock_expiry_s,
+            scan_interval_s,
+            relay_timeout_s,
+            status_timeout_s,
             slave_sync_s,
         )
         self._cluster_name = cluster_name

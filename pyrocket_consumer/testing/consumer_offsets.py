@@ -47,9 +47,7 @@ class ConsumerOffsets:
     def remove(self, *, topic: str | None = None, group: str | None = None) -> None:
         """Forget the offsets and marks of a topic, of a group, or of one at the other."""
         for table in (self._offsets, self._marks):
-            for key in [
-                key for key in table if topic in (None, key[0]) and group in (None, key[1])
-            ]:
+            for key in [key for key in table if topic in (None, key[0]) and group in (None, key[1])]:
                 del table[key]
 
     # --- marks of server-side resets: in memory only

@@ -85,9 +85,7 @@ def duplicate(exchange: Exchange) -> None:
 
 def delay(delay_s: float) -> Fault:
     """The request is handled at once, its answer arrives `delay_s` seconds late."""
-    return lambda exchange: exchange.handle(
-        lambda answer: exchange.later(delay_s, lambda: exchange.answer(answer))
-    )
+    return lambda exchange: exchange.handle(lambda answer: exchange.later(delay_s, lambda: exchange.answer(answer)))
 
 
 def delay_request(delay_s: float) -> Fault:
@@ -95,9 +93,7 @@ def delay_request(delay_s: float) -> Fault:
     return lambda exchange: exchange.later(delay_s, lambda: exchange.handle(exchange.answer))
 
 
-def answer(
-    code: int, remark: str | None = None, fields: Mapping[str, str] | None = None, body: bytes = b""
-) -> Fault:
+def answer(code: int, remark: str | None = None, fields: Mapping[str, str] | None = None, body: bytes = b"") -> Fault:
     """The request is not handled; this is the answer."""
     return lambda exchange: exchange.answer(exchange.request.answer(code, remark, dict(fields or {}), body))
 

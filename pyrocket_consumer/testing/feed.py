@@ -39,6 +39,7 @@ class _Place(NamedTuple):
     broker: EmbeddedBroker
     queue: MessageQueue
 
+
 _EACH_BY_ITSELF = {PropertyName.UNIQUE_KEY, PropertyName.DELAY, *TIMERS}
 
 
@@ -77,9 +78,7 @@ class Feed:
             for number, place in enumerate(places)
         ]
 
-    def _places(
-        self, brokers: Sequence[EmbeddedBroker], topic: str, queue_id: int | None, count: int
-    ) -> list[_Place]:
+    def _places(self, brokers: Sequence[EmbeddedBroker], topic: str, queue_id: int | None, count: int) -> list[_Place]:
         """Return where each of `count` messages goes."""
         found = []
         for broker in brokers:

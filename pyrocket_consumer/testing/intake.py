@@ -140,9 +140,7 @@ class Intake:
 
     def _put_timer(self, message: StoredMessage, properties: dict[str, str], out_ms: int) -> Placed:
         now_ms = self._state.clock.now_ms()
-        properties = {
-            **properties, PropertyName.TIMER_OUT_MS: str(out_ms), PropertyName.TIMER_ENQUEUE_MS: str(now_ms)
-        }
+        properties = {**properties, PropertyName.TIMER_OUT_MS: str(out_ms), PropertyName.TIMER_ENQUEUE_MS: str(now_ms)}
         message = replace(message, properties=properties)
         placed = self.store(_parked(message, TIMER_TOPIC, 0))
         self._delay(message, max(0, out_ms + _TIMER_PRECISION_MS - now_ms) / 1000)

@@ -104,7 +104,5 @@ async def _finish() -> None:
 
 def _result(future: concurrent.futures.Future[_T]) -> _T:
     if not concurrent.futures.wait([future], CALL_TIMEOUT_S).done:
-        raise TimeoutError(
-            f"the embedded cluster's thread was busy for {CALL_TIMEOUT_S:g} s; does a fault wait there?"
-        )
+        raise TimeoutError(f"the embedded cluster's thread was busy for {CALL_TIMEOUT_S:g} s; does a fault wait there?")
     return future.result()

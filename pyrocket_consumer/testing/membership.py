@@ -125,8 +125,10 @@ class Membership:
     def notify(self, group: OnlineGroup) -> None:
         """Tell every connection of a group that its members or topics changed."""
         state, config = self._state, self._state.groups.get(group.name)
-        if not state.config.notify_consumer_ids_changed_enable or group.is_broadcasting and not (
-            state.release.notifies_broadcasting_groups
+        if (
+            not state.config.notify_consumer_ids_changed_enable
+            or group.is_broadcasting
+            and not (state.release.notifies_broadcasting_groups)
         ):
             return
         if config is not None and not config.notify_consumer_ids_changed_enable:
@@ -174,9 +176,14 @@ class Membership:
     def query_assignment(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         asked = decode_assignment_request(command.body)
         topic = self._state.topics.get(asked.topic)
-        queues = [] if topic is None else [
-            MessageQueue(topic.name, self._state.config.broker_name, queue_id) for queue_id in range(topic.read_queues)
-        ]
+        queues = (
+            []
+            if topic is None
+            else [
+                MessageQueue(topic.name, self._state.config.broker_name, queue_id)
+                for queue_id in range(topic.read_queues)
+            ]
+        )
         if asked.message_model == "BROADCASTING":
             allocated: list[MessageQueue] | None = queues
         else:

@@ -94,8 +94,11 @@ class QueueLog:
         """Return the offset of the message stored nearest to a time, as releases before 5.1.1 do."""
         times = self.stored_at_ms
         index = bisect_left(times, time_ms)
-        if index == len(times) or index > 0 and times[index] != time_ms and (
-            time_ms - times[index - 1] <= times[index] - time_ms
+        if (
+            index == len(times)
+            or index > 0
+            and times[index] != time_ms
+            and (time_ms - times[index - 1] <= times[index] - time_ms)
         ):
             index -= 1
         return self.min_offset + max(index, 0)
@@ -140,9 +143,7 @@ class MessageStore:
                 replica._behind.append(entry)
         return placed
 
-    def _take(
-        self, topic: str, queue_id: int, placed: Placed, record: bytes, tag_code: int, stored_at_ms: int
-    ) -> None:
+    def _take(self, topic: str, queue_id: int, placed: Placed, record: bytes, tag_code: int, stored_at_ms: int) -> None:
         queues = self._queues.setdefault(topic, {})
         queue = queues.get(queue_id)
         if queue is None:

@@ -44,9 +44,7 @@ class QueueLocks:
         """Return the unexpired locks of a group and their holders."""
         now = self._now_s()
         return {
-            queue: lock.client_id
-            for queue, lock in self._locks.get(group, {}).items()
-            if not self._expired(lock, now)
+            queue: lock.client_id for queue, lock in self._locks.get(group, {}).items() if not self._expired(lock, now)
         }
 
     def clear(self) -> None:

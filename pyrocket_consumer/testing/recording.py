@@ -122,7 +122,5 @@ class RequestLog:
             return len(found) >= count
 
         if not self._changes.wait_until(enough, timeout_s):
-            raise TimeoutError(
-                f"{len(found)} of {count} {request_name(code)} requests came within {timeout_s:g} s"
-            )
+            raise TimeoutError(f"{len(found)} of {count} {request_name(code)} requests came within {timeout_s:g} s")
         return found

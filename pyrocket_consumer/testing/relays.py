@@ -104,9 +104,7 @@ class Relays:
                 ResponseCode.SYSTEM_ERROR,
                 f"java.lang.NullPointerException: no consumer online in the group <{header.group}>",
             )
-        wanted = [
-            member for member in online.members.values() if header.client_addr in (None, "", member.client_id)
-        ]
+        wanted = [member for member in online.members.values() if header.client_addr in (None, "", member.client_id)]
         for member in wanted:
             if member.version < _RESETS_SINCE:
                 remark = f"the client <{member.client_id}> is too old to tell its status"
@@ -239,4 +237,3 @@ class Relays:
         if header.timestamp < 0:
             return high
         return search_offset(self._state, header.topic, queue_id, header.timestamp)
-

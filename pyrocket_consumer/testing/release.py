@@ -28,9 +28,11 @@ class Release:
 
         v5 = number >= (5, 0, 0)
         self.is_v5 = v5
-        self.faq = "\nSee " + (
-            "https://rocketmq.apache.org/docs/bestPractice/06FAQ" if v5 else "http://rocketmq.apache.org/docs/faq/"
-        ) + " for further details."
+        self.faq = (
+            "\nSee "
+            + ("https://rocketmq.apache.org/docs/bestPractice/06FAQ" if v5 else "http://rocketmq.apache.org/docs/faq/")
+            + " for further details."
+        )
         # frames, texts and name server
         self.mirrors_header_type = not v5  # answers a binary header with a binary one, unless the pull was held
         self.names_bad_topics = number >= (5, 5, 0)
@@ -62,9 +64,7 @@ class Release:
         self.has_server_side_reset = number >= (5, 1, 0)
         self.server_side_reset_by_default = number >= (5, 2, 0)
         self.reset_always_commits = number >= (5, 3, 2)
-        self.reset_unknown_topic = (
-            ResponseCode.TOPIC_NOT_EXIST if number >= (5, 3, 2) else ResponseCode.SYSTEM_ERROR
-        )
+        self.reset_unknown_topic = ResponseCode.TOPIC_NOT_EXIST if number >= (5, 3, 2) else ResponseCode.SYSTEM_ERROR
         # sends
         self.adds_own_properties = number >= (5, 1, 0)  # MSG_REGION, TRACE_ON, WAIT and a missing UNIQ_KEY
         self.ends_properties = number >= (5, 2, 0)  # the last property is followed by 0x02, too
@@ -87,9 +87,13 @@ class Release:
         self.query_assignment = v5
         self.clean_offset_field = "cleanOffset" if v5 else "removeOffset"
         self.checks_group_names = number >= (5, 5, 0)
-        self.black_list = frozenset(("brokerConfigPath", "rocketmqHome", "configBlackList")) if (
-            number >= (5, 2, 0)
-        ) else frozenset(("brokerConfigPath", "configBlackList")) if v5 else frozenset[str]()
+        self.black_list = (
+            frozenset(("brokerConfigPath", "rocketmqHome", "configBlackList"))
+            if (number >= (5, 2, 0))
+            else frozenset(("brokerConfigPath", "configBlackList"))
+            if v5
+            else frozenset[str]()
+        )
         self.refused_by_acl = ResponseCode.NO_PERMISSION if number >= (5, 3, 3) else ResponseCode.SYSTEM_ERROR
 
     def __repr__(self) -> str:

@@ -95,9 +95,7 @@ class Sends:
             return topic, header.queue_id
         return topic, state.random.randrange(max(1, topic.write_queues))
 
-    def _send_one(
-        self, header: SendMessageHeader, command: RemotingCommand, connection: Connection
-    ) -> dict[str, str]:
+    def _send_one(self, header: SendMessageHeader, command: RemotingCommand, connection: Connection) -> dict[str, str]:
         topic, queue_id = self._target(header, connection)
         state, release, body = self._state, self._state.release, command.body
         if not body and release.refuses_empty_body:
@@ -282,9 +280,7 @@ class Sends:
             level = 3 + original.reconsume_times
         properties = properties_of(original)
         properties.setdefault(PropertyName.RETRY_TOPIC, original.topic)
-        properties.setdefault(
-            PropertyName.ORIGIN_MESSAGE_ID, state.offset_message_id(original.commit_log_offset)
-        )
+        properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, state.offset_message_id(original.commit_log_offset))
         properties[PropertyName.WAIT] = "false"
         properties[PropertyName.DELAY] = str(level)
         return replace(

@@ -24,7 +24,7 @@ from pyrocket_consumer.transport.connection import Sign
 from pyrocket_consumer.transport.connections import Resolve, connecting
 from pyrocket_consumer.transport.forks import close_in_children
 
-log = logger("transport")
+log = logger("net")
 
 OnBulkAnswer = Callable[["RemotingCommand | Exception", Extent], None]
 """Gets the answer, and where its body is; or the error that took its place."""

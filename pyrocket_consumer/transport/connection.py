@@ -21,7 +21,7 @@ from pyrocket_consumer.protocol.frame import (
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.forks import close_in_children
 
-log = logger("transport")
+log = logger("net")
 
 OnAnswer = Callable[["RemotingCommand | Exception"], "Callable[[], None] | None"]
 """Gets the answer, or the error that took its place. What it returns is called after the requests that the

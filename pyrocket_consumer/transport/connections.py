@@ -15,7 +15,7 @@ from pyrocket_consumer.protocol.frame import MAX_FRAME_BYTES
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.connection import Connection, OnLost, OnRequest, Sign
 
-log = logger("transport")
+log = logger("net")
 
 PERHAPS_PLAIN = "if it speaks without TLS, leave tls out"
 _TRUST = "to trust its authority pass tls=ssl.create_default_context(cafile=...)"

@@ -29,9 +29,10 @@ from tests.producer.programs import in_a_thread
 
 
 @pytest.mark.parametrize(
-    "names", [["ab" * 30_000 + str(each) for each in range(30)], ["ab" * 58 + f"{each:04}" for each in range(10_000)]],
+    "names",
+    [["ab" * 30_000 + str(each) for each in range(30)], ["ab" * 58 + f"{each:04}" for each in range(10_000)]],
     ids=["long", "many"],
-)  # fmt: skip
+)
 def test_an_error_names_some_of_many_groups(embedded, admin, names):
     body = json.dumps({"subscriptionGroupTable": {name: {"groupName": name} for name in names}}).encode()
     embedded.broker("broker-a").on(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG, answer(0, body=body), times=None)

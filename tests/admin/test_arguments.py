@@ -24,30 +24,68 @@ NO_COUNTS = [0, -1, 1.0, "4", True, NAN, None, [4], 10_001]
 NO_LISTS_OF_NAMES = [5, True, [5], [None], [""], "", b"broker-a", [["broker-a"]], NAN]
 NO_SECONDS = [NAN, float("inf"), -1, "3", True, None, 121]
 NO_QUEUES = [5, "T", [5], ["T"], {"T": 1}, True, [MessageQueue("T", "broker-a", "0")], [MessageQueue("T", 1, 0)]]
-NO_PLACES = [5, None, "yesterday", datetime(2026, 1, 1), NAN, {}, ["earliest"], {"T": 1}, {queue("T", 0): NAN},
-             {queue("T", 0): True}, {queue("T", 0): "1"}, {MessageQueue("T", "broker-a", "0"): 1}]  # fmt: skip
+NO_PLACES = [
+    5,
+    None,
+    "yesterday",
+    datetime(2026, 1, 1),
+    NAN,
+    {},
+    ["earliest"],
+    {"T": 1},
+    {queue("T", 0): NAN},
+    {queue("T", 0): True},
+    {queue("T", 0): "1"},
+    {MessageQueue("T", "broker-a", "0"): 1},
+]
 
 METHODS = {
-    "create_topic": (["T"], {"name": NO_NAMES, "queues": NO_COUNTS, "perm": ["x", 6, None, ["rw"]], "order": NO_BOOLS,
-                             "attributes": [5, "a=b", ["a"], {"a": 1}, {1: "a"}, {"a,b": "c"}],
-                             "brokers": [*NO_LISTS_OF_NAMES, [], "nowhere"],
-                             "cluster": [5, "", True, ["DefaultCluster"], "nowhere"]}),
+    "create_topic": (
+        ["T"],
+        {
+            "name": NO_NAMES,
+            "queues": NO_COUNTS,
+            "perm": ["x", 6, None, ["rw"]],
+            "order": NO_BOOLS,
+            "attributes": [5, "a=b", ["a"], {"a": 1}, {1: "a"}, {"a,b": "c"}],
+            "brokers": [*NO_LISTS_OF_NAMES, [], "nowhere"],
+            "cluster": [5, "", True, ["DefaultCluster"], "nowhere"],
+        },
+    ),
     "delete_topic": (["T"], {"name": NO_NAMES}),
     "topics": ([], {"include_system": NO_BOOLS}),
     "topic_offsets": (["T"], {"topic": NO_NAMES}),
-    "create_group": (["G"], {"name": [*NO_NAMES, "DEFAULT_CONSUMER"], "consume_enable": NO_BOOLS,
-                             "consume_message_orderly": ["no", 1], "retry_queue_nums": [-1, "1", NAN, True, 1.5],
-                             "retry_max_times": [-1, NAN, "3", True, None, 2**31], "group_name": ["H"],
-                             "consume_timeout_minute": [-1, NAN, True, "5"], "no_such": [1]}),
+    "create_group": (
+        ["G"],
+        {
+            "name": [*NO_NAMES, "DEFAULT_CONSUMER"],
+            "consume_enable": NO_BOOLS,
+            "consume_message_orderly": ["no", 1],
+            "retry_queue_nums": [-1, "1", NAN, True, 1.5],
+            "retry_max_times": [-1, NAN, "3", True, None, 2**31],
+            "group_name": ["H"],
+            "consume_timeout_minute": [-1, NAN, True, "5"],
+            "no_such": [1],
+        },
+    ),
     "delete_group": (["G"], {"name": NO_NAMES, "remove_offsets": NO_BOOLS, "remove_dead_letters": NO_BOOLS}),
     "groups": ([], {"include_system": NO_BOOLS}),
     "lag": (["G"], {"group": NO_NAMES, "brokers": [*NO_LISTS_OF_NAMES, None]}),
     "offsets": (["G", "T"], {"group": NO_NAMES, "topic": NO_NAMES, "brokers": [*NO_LISTS_OF_NAMES, None]}),
-    "plan_reset": (["G", "T", "earliest"], {"group": NO_NAMES, "topic": NO_NAMES, "to": NO_PLACES, "queues": NO_QUEUES,
-                                            "model": ["", 5, True, [], "CLUSTERING"], "member": ["", 5, True, ["m"]],
-                                            "wait_s": NO_SECONDS}),
+    "plan_reset": (
+        ["G", "T", "earliest"],
+        {
+            "group": NO_NAMES,
+            "topic": NO_NAMES,
+            "to": NO_PLACES,
+            "queues": NO_QUEUES,
+            "model": ["", 5, True, [], "CLUSTERING"],
+            "member": ["", 5, True, ["m"]],
+            "wait_s": NO_SECONDS,
+        },
+    ),
     "forget_reset": (["G", "T"], {"group": NO_NAMES, "topic": NO_NAMES}),
-}  # fmt: skip
+}
 PLACES = {"name": 0, "group": 0}
 TABLE = [(method, name, values) for method, (_, wrong) in METHODS.items() for name, values in wrong.items()]
 
@@ -99,17 +137,21 @@ def called(admin, method, name, value):
         (lambda admin: admin.plan_reset("G", "T", datetime(2026, 1, 1)), "no time zone"),
         (lambda admin: admin.plan_reset("G", "T", datetime(1960, 1, 1, tzinfo=UTC)), "before 1970"),
         (lambda admin: admin.plan_reset("G", "T", {}), "names no queue"),
-        (lambda admin: admin.plan_reset("G", "T", {queue("T", 0): -1}),
-         "offset -1 of T/broker-a/0 is not allowed; it must be a whole number from 0"),
+        (
+            lambda admin: admin.plan_reset("G", "T", {queue("T", 0): -1}),
+            "offset -1 of T/broker-a/0 is not allowed; it must be a whole number from 0",
+        ),
         (lambda admin: admin.plan_reset("G", "T", {queue("T", 0): True}), "offset True"),
-        (lambda admin: admin.plan_reset("G", "T", {queue("T", 7): 1}),
-         "no queue broker-a/7; its queues: broker-a/0, broker-a/1"),
+        (
+            lambda admin: admin.plan_reset("G", "T", {queue("T", 7): 1}),
+            "no queue broker-a/7; its queues: broker-a/0, broker-a/1",
+        ),
         (lambda admin: admin.plan_reset("G", "T", {queue("U", 0): 1}), "not a queue of topic T"),
         (lambda admin: admin.plan_reset("G", "T", "earliest", []), "no queue of topic T is chosen"),
         (lambda admin: admin.plan_reset("a b", "T", "earliest"), "not allowed"),
         (lambda admin: admin.plan_reset("nobody", "T", "earliest"), "no broker knows group 'nobody'.*known: .*G"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_argument_is_told_and_nothing_is_done(embedded, admin, call, reason):
     def what_is_there():
         return admin.topics(include_system=True), admin.groups(include_system=True), embedded.committed("G", "T")
@@ -143,15 +185,32 @@ def test_a_plan_is_not_executed_with_wrong_arguments(admin, wrong):
     assert {row.committed for row in admin.offsets("G", "T").rows} == {1}
 
 
-@for_each("options, reason", [
-    *((options, next(iter(options))) for options in (
-        {"name_server": 5}, {"name_server": [5]}, {"config": 5}, {"timeout_s": NAN}, {"timeout_s": True},
-        {"namespace": 5}, {"client_ip": 5}, {"tls": "yes"}, {"access_key": 5, "secret_key": "s"}, {"unit_name": True},
-    )),
-    ({"call_timeout": 3}, "did you mean 'call_timeout_s'"),
-    ({"timeout_s": 0}, "timeout_s=0"),
-    ({"name_server": "127.0.0.1:1", "config": ClientConfig(name_server="127.0.0.1:1")}, "put 'name_server' into it"),
-])  # fmt: skip
+@for_each(
+    "options, reason",
+    [
+        *(
+            (options, next(iter(options)))
+            for options in (
+                {"name_server": 5},
+                {"name_server": [5]},
+                {"config": 5},
+                {"timeout_s": NAN},
+                {"timeout_s": True},
+                {"namespace": 5},
+                {"client_ip": 5},
+                {"tls": "yes"},
+                {"access_key": 5, "secret_key": "s"},
+                {"unit_name": True},
+            )
+        ),
+        ({"call_timeout": 3}, "did you mean 'call_timeout_s'"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+        (
+            {"name_server": "127.0.0.1:1", "config": ClientConfig(name_server="127.0.0.1:1")},
+            "put 'name_server' into it",
+        ),
+    ],
+)
 def test_an_admin_is_not_made_with_wrong_options(options, reason):
     given = {} if "config" in options else {"name_server": "127.0.0.1:9876"}
     with pytest.raises(ConfigError, match=reason):

@@ -226,10 +226,15 @@ WAYS = {"connection": close_connection, "silence": drop, "refusal": answer(Respo
 @asked
 @pytest.mark.parametrize(
     "code",
-    [RequestCode.GET_CONSUMER_CONNECTION_LIST, RequestCode.GET_CONSUME_STATS, RequestCode.QUERY_CONSUMER_OFFSET,
-     RequestCode.GET_MIN_OFFSET, RequestCode.GET_MAX_OFFSET],
+    [
+        RequestCode.GET_CONSUMER_CONNECTION_LIST,
+        RequestCode.GET_CONSUME_STATS,
+        RequestCode.QUERY_CONSUMER_OFFSET,
+        RequestCode.GET_MIN_OFFSET,
+        RequestCode.GET_MAX_OFFSET,
+    ],
     ids=lambda code: code.name,
-)  # fmt: skip
+)
 def test_a_broker_that_answers_in_part_is_missing(pair, code, ask, way):
     pair.broker("broker-b").commit("G", "T", {0: 0})  # what is committed is not sure, then, and asked for
     pair.broker("broker-b").on(code, WAYS[way], times=None)

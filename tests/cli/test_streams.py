@@ -161,10 +161,15 @@ def test_what_belongs_to_errors_does_not_go_to_the_output(orders):
     ("command", "begun", "code"),
     [
         pytest.param(["broker"], b"name server:", 0, id="broker"),
-        pytest.param(["demo", "--messages", "600", "--rate", "100"], b"kill -9", 1, id="demo",
-                     marks=pytest.mark.slow("until the first member is killed")),
+        pytest.param(
+            ["demo", "--messages", "600", "--rate", "100"],
+            b"kill -9",
+            1,
+            id="demo",
+            marks=pytest.mark.slow("until the first member is killed"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_signal_ends_it_without_a_traceback(command, begun, code, number):
     with Running(*command, stderr=subprocess.STDOUT) as running:
         told = b""

@@ -162,8 +162,11 @@ def test_what_the_cluster_or_the_protocol_does_not_allow(told, cluster, command,
         (["offsets", "reset", "G", "T", "--to", "latest", "--wait", "nan"], "'nan'", "a number of seconds from 0"),
         (["offsets", "reset", "G", "T", "--to", "latest", "--model", "x"], "'x'", "choose from"),
         (["consume", "T", *AWAY, "--offset", "1"], "--offset N is for one queue", ""),
-        (["consume", "T", *AWAY, "--offset", "1", "--queue", "broker-a/0", "--queue", "broker-a/1"],
-         "--offset N is for one queue", ""),
+        (
+            ["consume", "T", *AWAY, "--offset", "1", "--queue", "broker-a/0", "--queue", "broker-a/1"],
+            "--offset N is for one queue",
+            "",
+        ),
         (["consume", "T", *AWAY, "--offset", "1", "--queue", "broker-a/0", "--from", "first"], "", "without --from"),
         (["consume", "T", *AWAY, "--queue", "broker-a/0", "--group", "g"], "--queue", "without --group"),
         (["consume", "T", *AWAY, "--queue", "0"], "'0' is not like broker-a/3", ""),
@@ -171,8 +174,11 @@ def test_what_the_cluster_or_the_protocol_does_not_allow(told, cluster, command,
         (["consume", "T", *AWAY, "--offset", "-1"], "-1", "not a whole number"),
         (["offsets", "explode"], "'explode'", "invalid choice"),
         (["offsets", "reset", "G", "T", *AWAY], "say where to", "--to earliest"),
-        (["offsets", "reset", "G", "T", "--to", "begin"],
-         "PLACE='begin' is not allowed; use 'first' or 'earliest'", ""),
+        (
+            ["offsets", "reset", "G", "T", "--to", "begin"],
+            "PLACE='begin' is not allowed; use 'first' or 'earliest'",
+            "",
+        ),
         (["offsets", "reset", "G", "T", "--to", "2026-11-21T08:00:00"], "2026-11-21T08:00:00", "has no time zone"),
         (["offsets", "reset", "G", "T", "--queue", "broker-a"], "'broker-a'", "is not like broker-a/3"),
         (["offsets", "reset", "G", "T", "--queue", "broker-a/0=x"], "broker-a/0=x", "is not like broker-a/3"),
@@ -189,7 +195,7 @@ def test_what_the_cluster_or_the_protocol_does_not_allow(told, cluster, command,
         (["broker", "--topic", "T:99999999"], "'T:99999999'", "such as orders or orders:4, with 1 to 10000 queues"),
         (["broker", "--brokers", "27"], "brokers=27; give 1 to 26", ""),
     ],
-)  # fmt: skip
+)
 def test_wrong_usage(told, command, value, allowed):
     code, sentence = told(*command)
     assert (code, value in sentence, allowed in sentence) == (2, True, True), sentence

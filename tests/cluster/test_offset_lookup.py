@@ -39,8 +39,14 @@ def ask(client, place, queues=QUEUES):
 @for_each(
     "to, means",
     [
-        ("first", "first"), ("earliest", "first"), ("last", "last"), ("latest", "last"), (AT, AT),
-        ("2026-11-21T08:00:00Z", AT), ("2026-11-21T09:00:00+01:00", AT), ({QUEUE: 5}, {QUEUE: 5}),
+        ("first", "first"),
+        ("earliest", "first"),
+        ("last", "last"),
+        ("latest", "last"),
+        (AT, AT),
+        ("2026-11-21T08:00:00Z", AT),
+        ("2026-11-21T09:00:00+01:00", AT),
+        ({QUEUE: 5}, {QUEUE: 5}),
     ],
 )
 def test_what_is_taken_for_a_place(to, means):
@@ -86,9 +92,10 @@ def test_a_broker_that_does_not_say_is_named(two_brokers, connect):
     client = connect(two_brokers)
     find_route(client, "T")
     for place, code in (
-        ("first", RequestCode.GET_MIN_OFFSET), ("last", RequestCode.GET_MAX_OFFSET),
+        ("first", RequestCode.GET_MIN_OFFSET),
+        ("last", RequestCode.GET_MAX_OFFSET),
         (AT, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP),
-    ):  # fmt: skip
+    ):
         two_brokers.broker("broker-b").on(code, answer(1, "not well"), times=None)
         with pytest.raises(RocketError, match=r"not known of 1 of 2 brokers: broker-b: .*not well") as raised:
             ask(client, place)
@@ -101,9 +108,11 @@ def test_old_brokers_are_searched_with_the_first_group_that_may(cluster_of, conn
     client = connect(cluster)
     find_route(client)
     cluster.broker("broker-a").on(
-        RequestCode.PULL_MESSAGE, answer(16, "no permission"), times=None,
+        RequestCode.PULL_MESSAGE,
+        answer(16, "no permission"),
+        times=None,
         when=lambda command: command.fields["consumerGroup"] == TOOLS_GROUP,
-    )  # fmt: skip
+    )
     queue = MessageQueue("orders", "broker-a", 0)
     assert client.run(offsets_at(client, AT, [queue], groups=(TOOLS_GROUP, "G")), 30) == {queue: 0}
     with pytest.raises(RocketError, match="no permission"):

@@ -127,8 +127,9 @@ def test_only_brokers_in_routes_or_in_use_may_ask(connect):
         assert told.nothing
         answer = Asking(embedded.name_server_node).ask(RUNNING_INFO, fields)
         assert (answer.code, answer.remark) == (
-            1, "GET_CONSUMER_RUNNING_INFO is not obeyed: only brokers of the topics in use may ask"
-        )  # fmt: skip
+            1,
+            "GET_CONSUMER_RUNNING_INFO is not obeyed: only brokers of the topics in use may ask",
+        )
         assert told.next() == (307, embedded.name_server, "only brokers of the topics in use may ask")
         held = False
         embedded.wait_until(lambda: not other.connections)

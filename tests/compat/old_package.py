@@ -41,11 +41,23 @@ def _fetch(target: Path) -> None:
         requirements.write_text(PINNED)
         answer = subprocess.run(
             [
-                sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:",
-                "--no-build-isolation", "--require-hashes", f"--requirement={requirements}", f"--dest={partial}",
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--no-binary=:all:",
+                "--no-build-isolation",
+                "--require-hashes",
+                f"--requirement={requirements}",
+                f"--dest={partial}",
             ],
-            capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=FETCH_TIMEOUT_S,
+            check=False,
+        )
         assert answer.returncode == 0, f"pip could not get {NAME}:\n{answer.stdout}{answer.stderr}"
         with tarfile.open(partial / f"{NAME}.tar.gz") as archive:
             archive.extractall(partial, filter="data")

@@ -791,13 +791,15 @@ WRONG = [
     *[("timeout", value, RocketMQException, "between|least|from|to") for value in (0, 10**9)],
     *[("threads", value, RocketMQException, "between|least|from|to") for value in (-1, 9999)],
     ("max_message_size", -1, RocketMQException, "between|least|from|to"),
-    *[("set_timeout", value, RocketMQException, f"timeout={value} is not allowed.* 10 to 600000, in milliseconds")
-      for value in (0, 9, 600_001)],
+    *[
+        ("set_timeout", value, RocketMQException, f"timeout={value} is not allowed.* 10 to 600000, in milliseconds")
+        for value in (0, 9, 600_001)
+    ],
     *[(name, 0, NullPointerException, "0") for name in ("threads", "batch")],
     *[("model", value, ArgumentError, "CLUSTERING") for value in (2, "x", None)],
     *[("callback", value, ConsumerException, "callback") for value in NO_CALLBACKS],
     *[("tags", value, ConsumerException, r"\|\|") for value in ("a | b", "a, b")],
-]  # fmt: skip
+]
 
 
 @for_each("name, value, error, told", WRONG)
@@ -838,8 +840,10 @@ def test_a_batch_of_one_and_no_instance_name_are_no_news(caplog):
 
 def test_private_names_that_others_took_are_there():
     assert (client_module._to_bytes("ü"), client_module._to_bytes(b"x"), client_module._to_bytes(5)) == (
-        "ü".encode(), b"x", 5,
-    )  # fmt: skip
+        "ü".encode(),
+        b"x",
+        5,
+    )
     assert client_module.dll is ffi.dll
 
 
@@ -882,8 +886,12 @@ BEGIN = """
 def run(script: str, cluster, topic, begin=BEGIN, **options):
     with subprocess.Popen(
         [sys.executable, "-u", "-c", textwrap.dedent(begin) + textwrap.dedent(script), cluster.name_server, topic],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
-    ) as process:  # fmt: skip
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    ) as process:
         try:
             yield process
         finally:

@@ -179,8 +179,12 @@ def test_what_stands_in_may_be_written_in_its_own_way(monkeypatch):
         ("client", "    def start", "    def stop(self): pass\n    def start", "client.Base.stop: was not there"),
         ("client", "class Base", "class More: pass\nclass Base", "client.More: was not there"),
         ("client", "PY2 = False", "def more(): pass\nPY2 = False", "client.more: was not there"),
-        ("client", "from old_facade.ffi import Model", "from enum import Enum as Model; Model.MANY = 1",
-         "client.Model: is not the one of ffi"),
+        (
+            "client",
+            "from old_facade.ffi import Model",
+            "from enum import Enum as Model; Model.MANY = 1",
+            "client.Model: is not the one of ffi",
+        ),
         ("ffi", "MANY = 1", "MANY = 2", "ffi.Model.MANY: is 2; was 1"),
         ("ffi", "MANY = 1", "MANY = 1; SOME = 3", "ffi.Model.SOME: was not there"),
         ("ffi", "    ONE = 0\n", "", "ffi.Model.ONE: is missing"),
@@ -190,7 +194,7 @@ def test_what_stands_in_may_be_written_in_its_own_way(monkeypatch):
         ("exceptions", "    if status_code:", "    if status_code > 10:", "exceptions.ffi_check(1): raises nothing"),
         ("exceptions", "line: int)", "line: int = 0)", "exceptions.StartFailed.__init__: is (self, text, line=0)"),
     ],
-)  # fmt: skip
+)
 def test_what_differs_is_told(monkeypatch, module, text, instead, told):
     assert text in OURS[module]
     tampered = OURS | {module: OURS[module].replace(text, instead, 1)}

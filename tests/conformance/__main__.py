@@ -35,7 +35,7 @@ DIFFERENCES = {
     ),
     "slaves": (
         "answer no pulls as slaves (5.x) unless `slaveReadEnable` is set",
-        "it is set; `settings={\"slaveReadEnable\": False}` unsets it",
+        'it is set; `settings={"slaveReadEnable": False}` unsets it',
     ),
     "disk": (
         "delete what is too old (`fileReservedTime`) or too much for the disk, and refuse sends when it is full",
@@ -65,7 +65,7 @@ DIFFERENCES = {
         "know POP, request and reply, the recall of timers, the administration of accounts, static topics",
         "answers REQUEST_CODE_NOT_SUPPORTED (3)",
     ),
-}  # fmt: skip
+}
 """What real brokers do and what the embedded ones do instead, where it matters to those who write tests."""
 
 HEAD = """\

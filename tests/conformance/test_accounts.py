@@ -70,7 +70,12 @@ def shell_resets(name_server, group, topic):
     command = [sys.executable, "-m", "pyrocket_consumer.cli", "offsets", "reset", group, topic, "--to", "earliest"]
     account = {"PYROCKET_ACCESS_KEY": ACCESS_KEY, "PYROCKET_SECRET_KEY": SECRET_KEY}
     done = subprocess.run(
-        [*command, "--execute", "-n", name_server], capture_output=True, text=True, timeout=120, check=False,
-        cwd=ROOT, env={**os.environ, **account},
-    )  # fmt: skip
+        [*command, "--execute", "-n", name_server],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **account},
+    )
     assert (done.returncode, SECRET_KEY in done.stdout + done.stderr) == (0, False), done.stdout + done.stderr

@@ -56,8 +56,9 @@ def test_a_member_away_for_two_resets_follows_both_at_its_start(cluster, admin, 
     with consuming(cluster, topic, group, instance_name="away", **stores) as (consumer, away):
         away.wait(lambda seen: len(seen.messages) == 6 + 3)
         assert sorted((message.queue.queue_id, message.queue_offset) for message in away.messages) == [
-            *((0, offset) for offset in range(4, 10)), *((1, offset) for offset in range(7, 10))
-        ]  # fmt: skip
+            *((0, offset) for offset in range(4, 10)),
+            *((1, offset) for offset in range(7, 10)),
+        ]
         wait_until_stored(consumer, topic, 30)
     with consuming(cluster, topic, group, instance_name="away", **stores) as (_, again):
         fill(cluster, topic, 3, start=30)
@@ -337,7 +338,8 @@ def test_lag_of_a_broadcasting_group_is_each_member_s_own(cluster, admin, topic,
         behind.reset_offsets(topic, {queue(topic, 0): 2})
         found = admin.offsets(group, topic)
         assert {row.member: (row.committed, row.max, row.lag) for row in found.rows} == {
-            ahead.client_id: (6, 6, 0), behind.client_id: (2, 6, 4)
-        }  # fmt: skip
+            ahead.client_id: (6, 6, 0),
+            behind.client_id: (2, 6, 4),
+        }
         assert (found.total, found.unreached) == (4, {})
         assert {row.member for row in admin.lag(group).rows} == {ahead.client_id, behind.client_id}

@@ -59,8 +59,15 @@ def consumed(cluster: Any, ledger: Ledger, bodies: list[str] = BODIES, queues: i
 
 
 def booked_once(
-    cluster: Any, ledger: Ledger, listener: Any = None, *, queues: int = 4, bodies: list[str] = BODIES,
-    offsets: Any = None, own: bool = False, **options: Any,
+    cluster: Any,
+    ledger: Ledger,
+    listener: Any = None,
+    *,
+    queues: int = 4,
+    bodies: list[str] = BODIES,
+    offsets: Any = None,
+    own: bool = False,
+    **options: Any,
 ) -> None:
     """Send messages to a new topic: a consumer books each once, and stands at the end of each queue."""
     send(cluster, bodies, queues)
@@ -86,8 +93,12 @@ def dead(ledger: Ledger) -> Iterator[None]:
 
 
 def goes_on_after(
-    trouble: Callable[[], AbstractContextManager[None]], cluster: Any, ledger: Ledger, events: Events,
-    listener: Any = None, offsets: Any = None,
+    trouble: Callable[[], AbstractContextManager[None]],
+    cluster: Any,
+    ledger: Ledger,
+    events: Events,
+    listener: Any = None,
+    offsets: Any = None,
 ) -> ConsumerEvent:
     """Consume before, in and after trouble of the database, which is nobody's failure; return what is said of it."""
     before, after = BODIES[:10], BODIES[10:]

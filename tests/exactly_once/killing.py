@@ -50,9 +50,13 @@ class Members:
         self.killed = self.frozen = 0
         self._random = random.Random(seed)
         options = {
-            "group": group, "name_server": name_server, "consume_from": "first", "listener_batch_size": 32,
-            "rebalance_interval_s": 2.0, "heartbeat_interval_s": 2.0,
-        }  # fmt: skip
+            "group": group,
+            "name_server": name_server,
+            "consume_from": "first",
+            "listener_batch_size": 32,
+            "rebalance_interval_s": 2.0,
+            "heartbeat_interval_s": 2.0,
+        }
         self._command = [sys.executable, "-m", "tests.exactly_once.member", way, url, topic, json.dumps(options)]
         self._running: list[subprocess.Popen[bytes]] = []
         self._asleep: list[tuple[float, subprocess.Popen[bytes]]] = []  # until when, and who
@@ -113,9 +117,18 @@ def database_of(kind: str) -> Iterator[Database]:
 
 
 def run(
-    cluster: Any, database: Database, messages: int, way: str = "exactly-once", every_s: float = 1.0, seed: int = 0,
-    rate: float = 400.0, *, topic: str = TOPIC, group: str = GROUP, tell: Tell = lambda text: None,
-) -> str:  # fmt: skip
+    cluster: Any,
+    database: Database,
+    messages: int,
+    way: str = "exactly-once",
+    every_s: float = 1.0,
+    seed: int = 0,
+    rate: float = 400.0,
+    *,
+    topic: str = TOPIC,
+    group: str = GROUP,
+    tell: Tell = lambda text: None,
+) -> str:
     """Send messages, and disturb who consumes them; returns what is wrong in the end, "" if nothing is."""
     engine = create_engine(database.url)
     ledger = Ledger(engine)

@@ -143,9 +143,13 @@ def alias(ledger) -> Iterator[str]:
     url, name = make_url(ledger.database.url), f"db{uuid4().hex}"
     engine = {"sqlite": "sqlite3"}.get(ledger.database.kind, ledger.database.kind)
     settings = {
-        "ENGINE": f"django.db.backends.{engine}", "NAME": url.database, "HOST": url.host or "",
-        "PORT": str(url.port or ""), "USER": url.username or "", "PASSWORD": url.password or "",
-    }  # fmt: skip
+        "ENGINE": f"django.db.backends.{engine}",
+        "NAME": url.database,
+        "HOST": url.host or "",
+        "PORT": str(url.port or ""),
+        "USER": url.username or "",
+        "PASSWORD": url.password or "",
+    }
     connections.settings[name] = connections.configure_settings({**connections.settings, name: settings})[name]
     yield name
     connections[name].close()

@@ -157,7 +157,9 @@ def test_the_tables_can_be_made_from_what_is_printed(database, capsys):
 # --- engines and options
 
 
-@for_each("url", ["sqlite://", "sqlite:///file::memory:?uri=true", "sqlite:///file:x?mode=memory&cache=shared&uri=true"])
+@for_each(
+    "url", ["sqlite://", "sqlite:///file::memory:?uri=true", "sqlite:///file:x?mode=memory&cache=shared&uri=true"]
+)
 def test_a_database_in_memory_is_refused_whatever_its_pool(url):
     for engine in (
         create_engine(url, poolclass=QueuePool),

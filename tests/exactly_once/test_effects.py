@@ -141,11 +141,16 @@ def test_an_async_engine_that_commits_at_once_is_refused(embedded, ledger):
     ("changes", "match"),
     [
         (["pyrocket_inbox ENGINE=Aria"], "its inbox"),
-        ([*(f"pyrocket_offsets MODIFY {name} VARCHAR(60)" for name in ("consumer_group", "topic", "broker_name")),
-          "pyrocket_offsets ENGINE=MyISAM"], "InnoDB"),
+        (
+            [
+                *(f"pyrocket_offsets MODIFY {name} VARCHAR(60)" for name in ("consumer_group", "topic", "broker_name")),
+                "pyrocket_offsets ENGINE=MyISAM",
+            ],
+            "InnoDB",
+        ),
     ],
     ids=["inbox", "offsets"],
-)  # fmt: skip
+)
 def test_a_table_that_undoes_nothing_is_refused(embedded, database, changes, match):
     with ledger_in(database, inbox_days=1) as ledger:
         for change in changes:
@@ -292,5 +297,3 @@ def test_a_transaction_of_ones_own_is_fenced(embedded, ledger, events):
 def test_advance_is_for_listeners(ledger):
     with ledger.engine.begin() as connection, pytest.raises(ConfigError, match="outside of a listener call"):
         ledger.offsets.advance(connection, [])
-
-

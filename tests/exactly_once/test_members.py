@@ -29,9 +29,11 @@ def telling(count, language, name="m{}"):
     member = {"clientAddr": "1.1.1.1:1", "language": language, "version": 435}
     said = {
         "connectionSet": [{**member, "clientId": name.format(number)} for number in range(count)],
-        "subscriptionTable": {}, "consumeType": "CONSUME_PASSIVELY",
-        "messageModel": "CLUSTERING", "consumeFromWhere": "CONSUME_FROM_FIRST_OFFSET",
-    }  # fmt: skip
+        "subscriptionTable": {},
+        "consumeType": "CONSUME_PASSIVELY",
+        "messageModel": "CLUSTERING",
+        "consumeFromWhere": "CONSUME_FROM_FIRST_OFFSET",
+    }
     return answer(0, "", {}, json.dumps(said).encode())
 
 
@@ -220,9 +222,10 @@ def test_members_with_another_database_are_refused(embedded, ledger, tmp_path):
 def test_a_subscription_of_a_consumer_that_runs_is_refused(embedded, ledger):
     """As all examples have it: with the consumer, then the subscription."""
     embedded.create_topic(TOPIC)
-    with consuming(embedded, TOPIC, GROUP, orderly=True), PushConsumer(
-        GROUP, name_server=embedded.name_server, **EXACTLY_ONCE, offset_store=ledger.offsets
-    ) as consumer:
+    with (
+        consuming(embedded, TOPIC, GROUP, orderly=True),
+        PushConsumer(GROUP, name_server=embedded.name_server, **EXACTLY_ONCE, offset_store=ledger.offsets) as consumer,
+    ):
         with pytest.raises(ConfigError, match="without this database"):
             consumer.subscribe(TOPIC, ledger.offsets.exactly_once(ledger.book))
         assert not consumer.progress()

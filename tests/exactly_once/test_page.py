@@ -200,9 +200,18 @@ def test_an_application_of_fastapi_books_as_long_as_it_lives(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "queue-fenced", "log-diverged", "store-unreachable", "foreign-member", "offset-apart", "message-left-out",
-        "listener-failed", "Fenced", "OffsetStoreError", "ConfigError", "advance",
+        "queue-fenced",
+        "log-diverged",
+        "store-unreachable",
+        "foreign-member",
+        "offset-apart",
+        "message-left-out",
+        "listener-failed",
+        "Fenced",
+        "OffsetStoreError",
+        "ConfigError",
+        "advance",
     ],
-)  # fmt: skip
+)
 def test_the_page_has(name):
     assert f"`{name}" in PAGE.read_text() or f"offsets.{name}" in PAGE.read_text()

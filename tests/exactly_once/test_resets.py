@@ -400,10 +400,14 @@ def test_a_topic_nobody_subscribes_to_is_set_for_later(embedded, ledger, admin):
 @pytest.mark.parametrize(
     "wrong",
     [
-        "next_offset = 'abc'", "next_offset = -3", "reset_epoch = 'abc'", "reset_epoch = 9223372036854775807",
-        "queue_id = 'abc'", "topic = x'ff'",
+        "next_offset = 'abc'",
+        "next_offset = -3",
+        "reset_epoch = 'abc'",
+        "reset_epoch = 9223372036854775807",
+        "queue_id = 'abc'",
+        "topic = x'ff'",
     ],
-)  # fmt: skip
+)
 def test_a_row_that_means_nothing_is_named_in_a_line(embedded, ledger, capsys, what, wrong):
     embedded.create_topic(TOPIC, queues=2)
     embedded.broker("broker-a").create_group(GROUP)

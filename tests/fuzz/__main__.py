@@ -21,15 +21,21 @@ examples:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.fuzz", description=__doc__, epilog=EXAMPLES,
+        prog="python -m tests.fuzz",
+        description=__doc__,
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"which (default: all): {', '.join(TARGETS)}")
     parser.add_argument("--executions", type=int, default=1 << 62, metavar="N", help="how many inputs in all")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long in all (default: 60)")
     parser.add_argument("--seed", type=int, help="repeats a run of the engine `mutation` (default: by the clock)")
-    parser.add_argument("--engine", choices=["auto", "atheris", "mutation"], default="auto",
-                        help="atheris is guided by the lines that run; mutation is several times as quick")  # fmt: skip
+    parser.add_argument(
+        "--engine",
+        choices=["auto", "atheris", "mutation"],
+        default="auto",
+        help="atheris is guided by the lines that run; mutation is several times as quick",
+    )
     parser.add_argument("--input", type=Path, metavar="FILE", help="read this file, with the target named, alone")
     options = parser.parse_args()
     unknown = [name for name in options.targets if name not in TARGETS]

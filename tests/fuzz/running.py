@@ -125,9 +125,17 @@ def guide(target: Target, executions: int, seconds: float, seed: int) -> Run:
     begin = time.monotonic()
     FINDINGS.mkdir(exist_ok=True)
     command = [
-        sys.executable, "-m", "tests.fuzz.guided", target.name, f"-runs={executions}",
-        f"-max_total_time={max(1, int(seconds))}", f"-seed={seed}", f"-max_len={MAX_BYTES}",
-        f"-timeout={int(20 * LONGEST_S)}", "-rss_limit_mb=3000", f"-artifact_prefix={FINDINGS}/{target.name}-",
+        sys.executable,
+        "-m",
+        "tests.fuzz.guided",
+        target.name,
+        f"-runs={executions}",
+        f"-max_total_time={max(1, int(seconds))}",
+        f"-seed={seed}",
+        f"-max_len={MAX_BYTES}",
+        f"-timeout={int(20 * LONGEST_S)}",
+        "-rss_limit_mb=3000",
+        f"-artifact_prefix={FINDINGS}/{target.name}-",
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds + 120)

@@ -165,8 +165,10 @@ def stores() -> list[bytes]:
         journal.encode_resets(7, [(0, 0, 5, 1000)]),
     ]
     return [
-        stored(new, old, journal_of(new, old, *frames_)), stored(new, old, journal_of(old, b"", *frames_)),
-        stored(JAVA_CHECKPOINT, new, journal_of(new, old, *frames_)), stored(b"", old, journal_of(new, old)),
+        stored(new, old, journal_of(new, old, *frames_)),
+        stored(new, old, journal_of(old, b"", *frames_)),
+        stored(JAVA_CHECKPOINT, new, journal_of(new, old, *frames_)),
+        stored(b"", old, journal_of(new, old)),
     ]
 
 
@@ -310,8 +312,10 @@ def messages_as_records(data: bytes) -> None:
         return
     for record, message in zip(plain, decode_messages(data), strict=True):
         assert (record.topic, record.queue_id, record.queue_offset) == (
-            message.queue.topic, message.queue.queue_id, message.queue_offset,
-        )  # fmt: skip
+            message.queue.topic,
+            message.queue.queue_id,
+            message.queue_offset,
+        )
         assert read_properties(record.properties_text) == message.properties
 
 

@@ -108,14 +108,22 @@ def _entry(version: str, line: str) -> Entry:
     assert found, f"a line of the index is not understood: {line}"
     body = found["body"]
     return Entry(
-        version, found["name"], found["what"] or "", found["kind"] == "response", int(found["code"]),
-        int(found["opaque"]), int(found["flag"]),
+        version,
+        found["name"],
+        found["what"] or "",
+        found["kind"] == "response",
+        int(found["code"]),
+        int(found["opaque"]),
+        int(found["flag"]),
         {"0": "JAVA", "3": "PYTHON"}.get(found["language"], found["language"]),  # numbers in binary headers
-        int(found["version"]), None if found["remark"] is None else Text.shown(found["remark"]),
+        int(found["version"]),
+        None if found["remark"] is None else Text.shown(found["remark"]),
         {name: Text.shown(value) for name, value in _FIELD.findall(found["fields"] or "")},
-        int(found["body_bytes"] or 0), None if body is None or found["body_hex"] else Text.shown(body),
-        body.removesuffix("…") if found["body_hex"] else "", (),
-    )  # fmt: skip
+        int(found["body_bytes"] or 0),
+        None if body is None or found["body_hex"] else Text.shown(body),
+        body.removesuffix("…") if found["body_hex"] else "",
+        (),
+    )
 
 
 @dataclass(frozen=True)
@@ -151,9 +159,14 @@ def reset_index() -> tuple[ResetEntry, ...]:
         cut = re.search(r"… \((\d+) bytes\)$", body)
         entries.append(
             ResetEntry(
-                name, int(code), flag and int(flag), version and int(version), None if remark == "None" else remark,
-                json.loads(fields) if fields else {}, body[: cut.start()] if cut else body.rstrip("`| "),
+                name,
+                int(code),
+                flag and int(flag),
+                version and int(version),
+                None if remark == "None" else remark,
+                json.loads(fields) if fields else {},
+                body[: cut.start()] if cut else body.rstrip("`| "),
                 int(cut[1]) if cut else None,
             )
-        )  # fmt: skip
+        )
     return tuple(entries)

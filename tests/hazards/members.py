@@ -35,10 +35,16 @@ from tests import resetting
 from tests.consuming import PATIENT_S, WAIT_S, Events, Seen, started
 
 QUICK: dict[str, Any] = {
-    "client_ip": "127.0.0.1", "consume_from": "first", "commit_interval_s": 0.05, "pull_hold_s": 0.5,
-    "pull_retry_delay_s": 0.1, "rebalance_interval_s": 0.5, "route_refresh_interval_s": 0.3,
-    "call_timeout_s": PATIENT_S, "shutdown_timeout_s": 1.0,
-}  # fmt: skip
+    "client_ip": "127.0.0.1",
+    "consume_from": "first",
+    "commit_interval_s": 0.05,
+    "pull_hold_s": 0.5,
+    "pull_retry_delay_s": 0.1,
+    "rebalance_interval_s": 0.5,
+    "route_refresh_interval_s": 0.3,
+    "call_timeout_s": PATIENT_S,
+    "shutdown_timeout_s": 1.0,
+}
 """Options that make a scenario short; both members have them unless told otherwise."""
 
 Queues = Mapping[MessageQueue, int]
@@ -229,9 +235,13 @@ class Held:
         return self.exchanges[count - 1]
 
     def answer(
-        self, code: int, remark: str | None = None, fields: Mapping[str, object] | None = None, body: bytes = b"",
+        self,
+        code: int,
+        remark: str | None = None,
+        fields: Mapping[str, object] | None = None,
+        body: bytes = b"",
         number: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Answer the first request that was kept back, or another."""
         exchange = self.wait(number)
         texts = {name: str(value) for name, value in (fields or {}).items()}

@@ -68,9 +68,15 @@ class NaiveMember:
     """How much longer than its hold a pull's answer is waited for."""
 
     def __init__(
-        self, cluster: Any, topic: str, group: str, listener: Callable[[Message], Any] | None = None, *,
-        selector: str = "*", **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        cluster: Any,
+        topic: str,
+        group: str,
+        listener: Callable[[Message], Any] | None = None,
+        *,
+        selector: str = "*",
+        **options: Any,
+    ) -> None:
         """Take the options of a PushConsumer that matter here; others are ignored."""
         self.options = {"name_server": cluster.name_server, **QUICK, **options}
         self.cluster, self.group = cluster, group
@@ -233,9 +239,13 @@ class NaiveMember:
         return [wire for address, wire in list(self._wires.items()) if address not in servers and not wire.lost]
 
     def call(
-        self, address: str, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"",
+        self,
+        address: str,
+        code: int,
+        fields: Mapping[str, object] | None = None,
+        body: bytes = b"",
         timeout_s: float | None = None,
-    ) -> RemotingCommand:  # fmt: skip
+    ) -> RemotingCommand:
         """Call a server; the answer is a success."""
         answer = self.wire(address).call(code, fields, body, timeout_s or self.options["call_timeout_s"])
         if answer.code != ResponseCode.SUCCESS:
@@ -444,11 +454,17 @@ class NaiveMember:
         """Ask the broker for messages; it may hold the question for `pull_hold_s`. No commit travels with it."""
         queue, hold_s = window.queue, self.options["pull_hold_s"]
         fields = {
-            "consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id,
-            "queueOffset": window.next_offset, "maxMsgNums": self.options.get("pull_batch_size", 32),
-            "sysFlag": int(PullFlag.SUSPEND), "commitOffset": 0, "suspendTimeoutMillis": int(hold_s * 1000),
-            "subVersion": self.sub_version, "expressionType": "TAG",
-        }  # fmt: skip
+            "consumerGroup": self.group,
+            "topic": queue.topic,
+            "queueId": queue.queue_id,
+            "queueOffset": window.next_offset,
+            "maxMsgNums": self.options.get("pull_batch_size", 32),
+            "sysFlag": int(PullFlag.SUSPEND),
+            "commitOffset": 0,
+            "suspendTimeoutMillis": int(hold_s * 1000),
+            "subVersion": self.sub_version,
+            "expressionType": "TAG",
+        }
         address = self.master(queue, window.pull_from)
         return self.wire(address).call(RequestCode.PULL_MESSAGE, fields, timeout_s=hold_s + self.pull_margin_s)
 
@@ -502,8 +518,12 @@ class NaiveMember:
                 return
             before, window.next_offset = window.next_offset, target
             self.offsets[window.queue] = target
-        self.tell(EventKind.OFFSET_CORRECTED, "the broker corrected the offset", window.queue,
-                  **{"from": before, "to": target})  # fmt: skip
+        self.tell(
+            EventKind.OFFSET_CORRECTED,
+            "the broker corrected the offset",
+            window.queue,
+            **{"from": before, "to": target},
+        )
         with contextlib.suppress(OSError):
             self.persist(window.queue)
 
@@ -575,10 +595,14 @@ class NaiveMember:
     def send_back(self, message: Message, delay_level: int = 0) -> None:
         """Have the broker deliver a message again."""
         fields = {
-            "group": self.group, "originTopic": message.topic, "offset": message.commit_log_offset,
-            "delayLevel": delay_level, "originMsgId": message.message_id, "unitMode": False,
+            "group": self.group,
+            "originTopic": message.topic,
+            "offset": message.commit_log_offset,
+            "delayLevel": delay_level,
+            "originMsgId": message.message_id,
+            "unitMode": False,
             "maxReconsumeTimes": 16,
-        }  # fmt: skip
+        }
         self.call(self.master(message.queue), RequestCode.CONSUMER_SEND_MSG_BACK, fields)
 
     # --- resets
@@ -626,9 +650,7 @@ class NaiveMember:
 
     def commit(self, queue: MessageQueue, offset: int) -> None:
         """Have the broker store an offset; returns when it has acknowledged that."""
-        fields = {
-            "consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id, "commitOffset": offset
-        }  # fmt: skip
+        fields = {"consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id, "commitOffset": offset}
         self.call(self.master(queue), RequestCode.UPDATE_CONSUMER_OFFSET, fields)
 
     @property

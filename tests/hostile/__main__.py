@@ -28,9 +28,11 @@ TITLES = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.hostile", description=__doc__, epilog=EXAMPLES,
+        prog="python -m tests.hostile",
+        description=__doc__,
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("attacks", nargs="*", metavar="ATTACK", help=f"which (default: all): {', '.join(ATTACKS)}")
     parser.add_argument("--each", type=float, default=5.0, metavar="S", help="how long each lasts (default: 5)")
     parser.add_argument("--seconds", type=float, default=0.0, metavar="S", help="go on, in any order, for so long")

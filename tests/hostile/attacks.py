@@ -317,9 +317,13 @@ class Plans(Attack):
                 targets = {"broker-x": {str(each): 7 for each in range(3000)}}
                 body = json.dumps({"topic": topic, "epoch": epoch, "targets": targets}).encode()
                 fields = {
-                    "consumerGroup": GROUP, "clientId": peer.client_id, "pyrocketOp": "reset", "pyrocketId": str(turn),
-                    "pyrocketV": "1", "jstackEnable": "false",
-                }  # fmt: skip
+                    "consumerGroup": GROUP,
+                    "clientId": peer.client_id,
+                    "pyrocketOp": "reset",
+                    "pyrocketId": str(turn),
+                    "pyrocketV": "1",
+                    "jstackEnable": "false",
+                }
                 peer.ask(307, fields, body)
                 peer.ask(307, fields | {"pyrocketOp": "status"}, body)
             await asyncio.sleep(PAUSE_S)
@@ -449,19 +453,34 @@ class FarTimes(Found):
     def records(self, offset: int, queue_id: int) -> bytes:
         far = (2**63 - 1, -(2**63), 0, 253402300800_000)
         abuse = {
-            "RETRY_TOPIC": "\n\0../..", "RECONSUME_TIME": str(2**31), "ORIGIN_MESSAGE_ID": "x" * 9000, "DELAY": "99",
-            "UNIQ_KEY": "\x1b[2J", "REAL_TOPIC": "%DLQ%x", "REAL_QID": "-1", "CONSUME_START_TIME": "x",
-            "MAX_RECONSUME_TIMES": str(-(2**63)), "TAGS": "A", "__SHARDINGKEY": "\n", "INSTANCE_ID": "%%",
-        }  # fmt: skip
+            "RETRY_TOPIC": "\n\0../..",
+            "RECONSUME_TIME": str(2**31),
+            "ORIGIN_MESSAGE_ID": "x" * 9000,
+            "DELAY": "99",
+            "UNIQ_KEY": "\x1b[2J",
+            "REAL_TOPIC": "%DLQ%x",
+            "REAL_QID": "-1",
+            "CONSUME_START_TIME": "x",
+            "MAX_RECONSUME_TIMES": str(-(2**63)),
+            "TAGS": "A",
+            "__SHARDINGKEY": "\n",
+            "INSTANCE_ID": "%%",
+        }
         return b"".join(
             encode_message(
                 StoredMessage(
-                    TOPIC, b"", abuse, queue_id=queue_id, queue_offset=offset + number, born_at_ms=far[number % 4],
-                    stored_at_ms=far[(number + 1) % 4], reconsume_times=(2**31 - 1, -(2**31), 0)[number % 3],
+                    TOPIC,
+                    b"",
+                    abuse,
+                    queue_id=queue_id,
+                    queue_offset=offset + number,
+                    born_at_ms=far[number % 4],
+                    stored_at_ms=far[(number + 1) % 4],
+                    reconsume_times=(2**31 - 1, -(2**31), 0)[number % 3],
                 )
             )
             for number in range(32)
-        )  # fmt: skip
+        )
 
 
 KINDS = [kind for kind in vars().values() if isinstance(kind, type) and issubclass(kind, Attack)]

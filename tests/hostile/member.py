@@ -73,9 +73,13 @@ def main() -> None:
             others += 1
 
     consumer = PushConsumer(
-        group, name_server=name_server, consume_from="first", offset_store_dir=directory,
-        on_event=lambda event: events.update([str(event.kind)]), **json.loads(rest[0] if rest else "{}"),
-    )  # fmt: skip
+        group,
+        name_server=name_server,
+        consume_from="first",
+        offset_store_dir=directory,
+        on_event=lambda event: events.update([str(event.kind)]),
+        **json.loads(rest[0] if rest else "{}"),
+    )
     consumer.subscribe(topic, listen)
     consumer.start()
     ended = threading.Event()
@@ -85,13 +89,21 @@ def main() -> None:
         with open("/proc/self/statm") as statm:
             rss = int(statm.read().split()[1]) * resource.getpagesize()
         tell = {
-            "state": str(consumer.state), "rss": rss, "threads": threading.active_count(), "consumed": len(consumed),
-            "twice": consumed.total() - len(consumed), "others": others,
-            "pause_s": Pauses.longest_s, "pause_cpu_s": Pauses.longest_cpu_s,
-            "cpu_s": time.process_time(), "lines": lines.lines, "characters": lines.characters,
-            "longest_line": lines.longest, "forged": lines.forged,
+            "state": str(consumer.state),
+            "rss": rss,
+            "threads": threading.active_count(),
+            "consumed": len(consumed),
+            "twice": consumed.total() - len(consumed),
+            "others": others,
+            "pause_s": Pauses.longest_s,
+            "pause_cpu_s": Pauses.longest_cpu_s,
+            "cpu_s": time.process_time(),
+            "lines": lines.lines,
+            "characters": lines.characters,
+            "longest_line": lines.longest,
+            "forged": lines.forged,
             "events": dict(Counter(dict(events)).most_common(12)),
-        }  # fmt: skip
+        }
         Pauses.longest_s = Pauses.longest_cpu_s = 0.0
         print(json.dumps(tell), flush=True)
         if last:

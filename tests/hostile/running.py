@@ -57,10 +57,20 @@ class World:
         self.told: list[dict[str, Any]] = []
         self._heard = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.hostile.member", server.name_server, GROUP, TOPIC, str(directory),
-             json.dumps(options)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "tests.hostile.member",
+                server.name_server,
+                GROUP,
+                TOPIC,
+                str(directory),
+                json.dumps(options),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self._listening = threading.Thread(target=self._listen, daemon=True)
         self._listening.start()
 

@@ -104,9 +104,13 @@ def test_consumer_status_tells_the_settings(real_cluster, java, mqadmin, topic, 
     assert ours.keys() - javas.keys() <= {"client", "clientIP", "language", "namesrvAddr"} | CLIENT_SETTINGS
     assert {name for name in javas if name.startswith("PROP_")} <= ours.keys()
     ours_alone = {"PROP_CLIENT_VERSION", "PROP_CONSUMER_START_TIMESTAMP", "consumerGroup", "instanceName"} | {
-        "allocateMessageQueueStrategy", "maxReconsumeTimes", "persistConsumerOffsetInterval", "pollNameServerInterval",
-        "heartbeatBrokerInterval", "language",
-    }  # fmt: skip
+        "allocateMessageQueueStrategy",
+        "maxReconsumeTimes",
+        "persistConsumerOffsetInterval",
+        "pollNameServerInterval",
+        "heartbeatBrokerInterval",
+        "language",
+    }
     same = ours.keys() & javas.keys() - ours_alone
     assert {name: ours[name] for name in same} == {name: javas[name] for name in same}
 

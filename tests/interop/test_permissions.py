@@ -26,8 +26,11 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
 QUEUES = 2
 REGISTER_BROKER, UNREGISTER_BROKER = 103, 104  # at name servers
 ELSEWHERE: dict[str, object] = {
-    "brokerName": "broker-of-a-stranger", "brokerAddr": "127.0.0.1:9", "clusterName": CLUSTER, "brokerId": 0,
-}  # fmt: skip
+    "brokerName": "broker-of-a-stranger",
+    "brokerAddr": "127.0.0.1:9",
+    "clusterName": CLUSTER,
+    "brokerId": 0,
+}
 STRANGER = "10.0.0.66@stranger"
 DONE = "✓"
 
@@ -60,13 +63,28 @@ def requests(cluster: Any, topic: str, group: str, member: str) -> Iterator[Requ
     theirs = frozenset(MessageQueue(topic, "broker-a", each) for each in range(QUEUES))
     consumers = (bodies.ConsumerData(group, subscriptions=(Subscription(topic),)),)
     sending: dict[str, object] = {
-        "producerGroup": group, "defaultTopic": "TBW102", "defaultTopicQueueNums": 4, "queueId": 0, "sysFlag": 0,
-        "bornTimestamp": 1, "flag": 0, "properties": "", "reconsumeTimes": 0, "unitMode": False, "batch": False,
-    }  # fmt: skip
+        "producerGroup": group,
+        "defaultTopic": "TBW102",
+        "defaultTopicQueueNums": 4,
+        "queueId": 0,
+        "sysFlag": 0,
+        "bornTimestamp": 1,
+        "flag": 0,
+        "properties": "",
+        "reconsumeTimes": 0,
+        "unitMode": False,
+        "batch": False,
+    }
     pull: dict[str, object] = {
-        "maxMsgNums": 1, "queueOffset": 0, "sysFlag": 4, "commitOffset": 0, "suspendTimeoutMillis": 0,
-        "subscription": "*", "subVersion": 0, "expressionType": "TAG",
-    }  # fmt: skip
+        "maxMsgNums": 1,
+        "queueOffset": 0,
+        "sysFlag": 4,
+        "commitOffset": 0,
+        "suspendTimeoutMillis": 0,
+        "subscription": "*",
+        "subVersion": 0,
+        "expressionType": "TAG",
+    }
 
     code = RequestCode
     yield Request(code.GET_CONSUMER_LIST_BY_GROUP, "see its members", {"consumerGroup": group})
@@ -108,9 +126,15 @@ def requests(cluster: Any, topic: str, group: str, member: str) -> Iterator[Requ
     group_settings = json.dumps({"groupName": group, "consumeEnable": True}).encode()
     yield Request(code.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, "change its settings", {}, group_settings)
     topic_settings: dict[str, object] = {
-        "topic": topic, "defaultTopic": "TBW102", "readQueueNums": QUEUES, "writeQueueNums": QUEUES, "perm": 6,
-        "topicFilterType": "SINGLE_TAG", "topicSysFlag": 0, "order": False,
-    }  # fmt: skip
+        "topic": topic,
+        "defaultTopic": "TBW102",
+        "readQueueNums": QUEUES,
+        "writeQueueNums": QUEUES,
+        "perm": 6,
+        "topicFilterType": "SINGLE_TAG",
+        "topicSysFlag": 0,
+        "order": False,
+    }
     yield Request(code.UPDATE_AND_CREATE_TOPIC, "change its topic", topic_settings)
     yield registration(topic)
     yield Request(code.DELETE_SUBSCRIPTIONGROUP, "delete it", {"groupName": group, "cleanOffset": True})

@@ -180,9 +180,7 @@ def java_member(real_cluster, java, group, topic, **options):
         yield consumer
 
 
-def test_a_java_member_that_cannot_be_reached_keeps_its_place(
-    real_cluster, java, admin, topic, group, stores
-):
+def test_a_java_member_that_cannot_be_reached_keeps_its_place(real_cluster, java, admin, topic, group, stores):
     fill(real_cluster, topic, 20, queues=2)
     with (
         java_member(real_cluster, java, group, topic, broadcasting=True) as other,
@@ -195,8 +193,9 @@ def test_a_java_member_that_cannot_be_reached_keeps_its_place(
         assert problem.startswith(f"{client_id('java')}: JAVA {real_cluster.version} cannot be reset in broadcasting")
         result = plan.execute()
         assert {outcome.subject: outcome.state for outcome in result.outcomes} == {
-            client_id("java"): ResetState.UNREACHED, client_id("ours"): ResetState.MOVED
-        }  # fmt: skip
+            client_id("java"): ResetState.UNREACHED,
+            client_id("ours"): ResetState.MOVED,
+        }
         assert not result.verified
         wait_until_seen(seen, 2, 20)
         fill(real_cluster, topic, 2, start=20)

@@ -24,7 +24,12 @@ def test_a_failed_message_goes_to_the_holder_of_the_retry_queue(either_cluster, 
     with (
         consuming(either_cluster, topic, group, seen, **named(our_name)),
         java.consumer(
-            either_cluster.name_server, group, topic, fail=1, delayLevel=AT_ONCE, persistIntervalMs=500,
+            either_cluster.name_server,
+            group,
+            topic,
+            fail=1,
+            delayLevel=AT_ONCE,
+            persistIntervalMs=500,
             **java_named(java_name),
         ) as java_member,
     ):
@@ -79,9 +84,7 @@ def test_dead_letters_are_the_same_as_a_java_members(real_cluster, java, topic, 
         consuming(
             real_cluster, topic, our_group, Seen(lambda _: Retry(delay_level=AT_ONCE)), max_reconsume_times=1
         ) as (_, seen),
-        java.consumer(
-            name_server, java_group, topic, fail=99, delayLevel=AT_ONCE, maxReconsumeTimes=1
-        ) as java_member,
+        java.consumer(name_server, java_group, topic, fail=99, delayLevel=AT_ONCE, maxReconsumeTimes=1) as java_member,
     ):
         seen.wait(lambda seen: len(seen.messages) == 2)
         java_member.wait_for_messages(2)

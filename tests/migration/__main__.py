@@ -28,11 +28,14 @@ CLASSES = {
     "client": ["ClientConfig"],
     "consumer": ["DefaultMQPushConsumer", "ConsumeFromWhere", "MessageModel"],
     "listener": [
-        "ConsumeConcurrentlyStatus", "ConsumeOrderlyStatus", "ConsumeConcurrentlyContext", "ConsumeOrderlyContext",
+        "ConsumeConcurrentlyStatus",
+        "ConsumeOrderlyStatus",
+        "ConsumeConcurrentlyContext",
+        "ConsumeOrderlyContext",
     ],
     "producer": ["DefaultMQProducer", "TransactionMQProducer", "SendStatus", "LocalTransactionState"],
     "exceptions": ["exceptions"],
-}  # fmt: skip
+}
 """Table -> the Java classes whose every name has a row in it."""
 
 

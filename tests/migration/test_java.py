@@ -15,9 +15,13 @@ from tests.real_brokers.jars import NEWEST, jars, java_tool
 pytestmark = pytest.mark.versions(NEWEST)
 
 PACKAGES = (
-    "client.consumer", "client.consumer.listener", "client.producer", "client.producer.selector",
-    "common.consumer", "common.message",
-)  # fmt: skip
+    "client.consumer",
+    "client.consumer.listener",
+    "client.producer",
+    "client.producer.selector",
+    "common.consumer",
+    "common.message",
+)
 
 
 def test_the_names_recorded_are_those_of_the_release(real_version):

@@ -90,8 +90,14 @@ def test_a_process_killed_before_any_file_operation(tmp_path, durability, seed):
         if code == 0:
             break
         killed_before.add(told[-1][1])
-    wanted = {"create offsets.json.new", "sync offsets.json.new", "link offsets.json.bak.new",
-              "replace offsets.json.bak", "replace offsets.json", "sync_directory directory"}  # fmt: skip
+    wanted = {
+        "create offsets.json.new",
+        "sync offsets.json.new",
+        "link offsets.json.bak.new",
+        "replace offsets.json.bak",
+        "replace offsets.json",
+        "sync_directory directory",
+    }
     if durability != "checkpoint":
         wanted.add("write_at offsets.journal")
     if durability == "fsync":

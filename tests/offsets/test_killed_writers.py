@@ -160,8 +160,14 @@ def check_found(make: MakeStore, disk: MemoryDisk, life: Life, how: str) -> int:
 
 
 @pytest.mark.hazard("H13")
-@pytest.mark.parametrize("make", [*OURS, faulty(GoStore, "killed .*before replace .*found None"),
-                                  faulty(JavaStore, "killed again before .*found None")])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        *OURS,
+        faulty(GoStore, "killed .*before replace .*found None"),
+        faulty(JavaStore, "killed again before .*found None"),
+    ],
+)
 def test_after_a_kill_what_was_acknowledged_is_found(make):
     """An offset whose persist has returned is found again, wherever the process was killed, and the next one too: the
     old file is there until the new one is whole, and is never overwritten by an empty one.
@@ -302,8 +308,13 @@ def test_a_correction_is_not_overwritten_by_the_timer(make):
 def an_absent_brokers_queues_keep_their_place(cluster: EmbeddedCluster, names: Any, **store: Any) -> None:
     """broker-b leaves the route for a while; what it stored meanwhile is consumed, with and without a restart."""
     topic, group, absent = names.topic(), names.group(), cluster.broker("broker-b")
-    options = {**store, "message_model": "broadcasting", "commit_interval_s": 0.05, "route_refresh_interval_s": 0.1,
-               "rebalance_interval_s": 0.1}  # fmt: skip
+    options = {
+        **store,
+        "message_model": "broadcasting",
+        "commit_interval_s": 0.05,
+        "route_refresh_interval_s": 0.1,
+        "rebalance_interval_s": 0.1,
+    }
     cluster.create_topic(topic, queues=1)
 
     def send(broker_name: str, start: int, count: int = 5) -> list[bytes]:

@@ -121,15 +121,17 @@ def test_a_batch_too_large_for_the_journal_becomes_a_checkpoint(tmp_path):
 
 @for_each(
     "number, named",
-    enumerate([
-        lambda known: known,
-        lambda known: known[::-1],
-        lambda known: [MessageQueue(each.topic, each.broker_name, each.queue_id) for each in known],
-        lambda known: [*known, MessageQueue("another topic", "broker-a", 0)],
-        lambda known: iter(known),
-    ]),
+    enumerate(
+        [
+            lambda known: known,
+            lambda known: known[::-1],
+            lambda known: [MessageQueue(each.topic, each.broker_name, each.queue_id) for each in known],
+            lambda known: [*known, MessageQueue("another topic", "broker-a", 0)],
+            lambda known: iter(known),
+        ]
+    ),
     ids=["as known", "in another order", "equal ones", "and one more", "an iterator"],
-)  # fmt: skip
+)
 def test_the_queues_of_a_table_may_be_named_in_any_way(tmp_path, number, named):
     known = [MessageQueue(f"topic-{n % 7}", "broker-a", n) for n in range(100)]
     with LocalFileOffsetStore(tmp_path / str(number)) as store:
@@ -330,8 +332,16 @@ def test_a_store_that_must_exist_is_not_made(tmp_path):
         assert store.read_offset(QUEUE) == 5
 
 
-@for_each("options", [{"durability": "none"}, {"on_unreadable": "ignore"}, {"journal_bytes": 100},
-                      {"journal_bytes": 1.5}, {"checkpoint_interval_s": -1}])  # fmt: skip
+@for_each(
+    "options",
+    [
+        {"durability": "none"},
+        {"on_unreadable": "ignore"},
+        {"journal_bytes": 100},
+        {"journal_bytes": 1.5},
+        {"checkpoint_interval_s": -1},
+    ],
+)
 def test_wrong_settings_are_refused(tmp_path, options):
     with pytest.raises(ConfigError):
         LocalFileOffsetStore(tmp_path, **options)

@@ -86,11 +86,15 @@ class Trial:
 @pytest.mark.parametrize(
     ("durability", "kills", "count", "lives"),
     [
-        ("fsync", 0.0, 400, 3), ("checkpoint", 0.0, 400, 3),
-        ("fsync", 1.0, 150, 3), ("process", 1.0, 150, 3), ("checkpoint", 1.0, 150, 3),
-        ("fsync", 0.6, 250, 6), ("checkpoint", 0.6, 250, 6),
+        ("fsync", 0.0, 400, 3),
+        ("checkpoint", 0.0, 400, 3),
+        ("fsync", 1.0, 150, 3),
+        ("process", 1.0, 150, 3),
+        ("checkpoint", 1.0, 150, 3),
+        ("fsync", 0.6, 250, 6),
+        ("checkpoint", 0.6, 250, 6),
     ],
-)  # fmt: skip
+)
 def test_a_crash_loses_nothing_that_was_acknowledged(durability, kills, count, lives):
     """Power fails, or the process is killed, or power fails after some kills: what a killed process wrote and did not
     sync is found, but counts as durable only when it was persisted again."""

@@ -18,6 +18,8 @@ from tests.trials import crash_points, trials
 
 QUEUES = [MessageQueue("orders%", "broker-a", number) for number in range(3)]
 FIRST, SECOND, THIRD = QUEUES
+
+
 @pytest.mark.parametrize("durability", DURABILITIES)
 def test_epochs_are_found_again_and_so_are_the_offsets(tmp_path, durability):
     with LocalFileOffsetStore(tmp_path, durability) as store:

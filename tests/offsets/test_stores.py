@@ -92,6 +92,7 @@ def test_an_offset_that_is_none_is_refused(store):
     put(store, QUEUE, 2**63 - 1)
     assert store.read_offset(QUEUE, STORE) == 2**63 - 1
 
+
 NO_NAMES = [("orders", None, 1), ("orders", "b", "1"), ("x" * 5000, "b", 1), ("\ud800", "b", 1), ("orders", "b", 2**31)]
 
 

@@ -34,9 +34,14 @@ class Bench:
         self.memory_disk, self.failing, self.events, self.now = MemoryDisk(), Failing(), [], 0.0
         self.disk = WatchedDisk(self.memory_disk, self.failing)
         self.store = LocalFileOffsetStore(
-            "/s", durability, journal_bytes=4096, disk=self.disk, on_event=self.events.append,
-            clock=lambda: self.now, **options,
-        )  # fmt: skip
+            "/s",
+            durability,
+            journal_bytes=4096,
+            disk=self.disk,
+            on_event=self.events.append,
+            clock=lambda: self.now,
+            **options,
+        )
 
     def fail(self, number, *operations):
         """From now on these operations fail, or all that write."""
@@ -82,10 +87,14 @@ def bench(new):
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
-        (errno.ENOSPC, "free some space"), (errno.EROFS, "mount it writable"), (errno.EIO, "check the disk"),
-        (errno.EACCES, "let this user write"), (errno.EDQUOT, "quota"), (errno.ENXIO, "check the directory"),
+        (errno.ENOSPC, "free some space"),
+        (errno.EROFS, "mount it writable"),
+        (errno.EIO, "check the disk"),
+        (errno.EACCES, "let this user write"),
+        (errno.EDQUOT, "quota"),
+        (errno.ENXIO, "check the directory"),
     ],
-)  # fmt: skip
+)
 def test_an_unwritable_store_raises_and_keeps_memory(bench, number, remedy):
     bench.fail(number)
     for offset in range(10, 15):
@@ -344,18 +353,26 @@ def test_a_store_on_a_full_disk_starts_and_works_from_memory():
     full.store.persist_all()
     full.store.close()
 
+
 LACKING = "this file system lacks what a store needs, locks above all: use a local one"
 
 
 @for_each(
     "number, remedy",
     [
-        (errno.EROFS, "mount it writable"), (errno.EACCES, "let this user write"), (errno.ENXIO, "check the directory"),
-        (errno.ENOLCK, LACKING), (errno.ENOTSUP, LACKING), (errno.ENOSYS, LACKING),
-        (errno.EMFILE, "raise the limit on open files"), (errno.ENAMETOOLONG, "use shorter names"),
-        (errno.ESTALE, "mount it again"), (errno.ENOSPC, "free some space"), (errno.EDQUOT, "raise the quota"),
+        (errno.EROFS, "mount it writable"),
+        (errno.EACCES, "let this user write"),
+        (errno.ENXIO, "check the directory"),
+        (errno.ENOLCK, LACKING),
+        (errno.ENOTSUP, LACKING),
+        (errno.ENOSYS, LACKING),
+        (errno.EMFILE, "raise the limit on open files"),
+        (errno.ENAMETOOLONG, "use shorter names"),
+        (errno.ESTALE, "mount it again"),
+        (errno.ENOSPC, "free some space"),
+        (errno.EDQUOT, "raise the quota"),
     ],
-)  # fmt: skip
+)
 @for_each("operation", ["make_directories", "lock"])
 def test_a_store_that_cannot_be_opened_gives_the_remedy(number, remedy, operation):
     bench = Bench()

@@ -98,8 +98,13 @@ def test_ci_without_java_says_so(workers):
     which = ["tests/conformance/test_clustering.py", "-k", "seen_once"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", workers, *which],
-        cwd=ROOT, env=os.environ | nowhere, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | nowhere,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
     assert "tests against real brokers cannot run: java was not found" in done.stdout
     assert "INTERNALERROR" not in done.stdout
     assert done.returncode != 0

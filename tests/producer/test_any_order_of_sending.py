@@ -272,8 +272,10 @@ class AnyOrderOfSending(World):
         numbers, arguments = [self.next_number() for _ in range(count)], program.pin(kind)[0]
         results = self.in_time(
             lambda: program.producer.send_batch(TOPIC, [b"%d" % each for each in numbers], **arguments),
-            SEND_S, SEND_RAISES, "batch",
-        )  # fmt: skip
+            SEND_S,
+            SEND_RAISES,
+            "batch",
+        )
         if results is not None:
             self.told += zip(numbers, results, strict=True)
 

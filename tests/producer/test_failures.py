@@ -44,9 +44,7 @@ BATCH = RequestCode.SEND_BATCH_MESSAGE
 A, B = MessageQueue("orders", "broker-a", 0), MessageQueue("orders", "broker-b", 0)
 
 
-DEGRADED = {
-    10: SendStatus.FLUSH_DISK_TIMEOUT, 11: SendStatus.SLAVE_NOT_AVAILABLE, 12: SendStatus.FLUSH_SLAVE_TIMEOUT
-}  # fmt: skip
+DEGRADED = {10: SendStatus.FLUSH_DISK_TIMEOUT, 11: SendStatus.SLAVE_NOT_AVAILABLE, 12: SendStatus.FLUSH_SLAVE_TIMEOUT}
 
 pytestmark = pytest.mark.cluster(brokers=2)
 

@@ -300,10 +300,13 @@ def test_an_account_that_may_not_is_told_at_once(embedded):
 @pytest.mark.slow("routes of many megabytes")
 @for_each(
     "names, perm",
-    [([f"broker-{number}" for number in range(9_000)], 4), ([f"{number}" + "n" * 60_000 for number in range(50)], 4),
-     ([f"{number}" + "n" * 60_000 for number in range(50)], 6)],
+    [
+        ([f"broker-{number}" for number in range(9_000)], 4),
+        ([f"{number}" + "n" * 60_000 for number in range(50)], 4),
+        ([f"{number}" + "n" * 60_000 for number in range(50)], 6),
+    ],
     ids=["many", "long", "nobody there"],
-)  # fmt: skip
+)
 def test_whatever_a_route_names_the_errors_of_messages_are_short(embedded, names, perm):
     queues = [
         {"brokerName": name, "readQueueNums": 1, "writeQueueNums": 1, "perm": perm, "topicSysFlag": 0} for name in names

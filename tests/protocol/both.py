@@ -80,10 +80,31 @@ def copy(*, pure: bool) -> Copy:
 
 
 ATTRIBUTES = (
-    "body", "properties", "queue", "queue_offset", "sys_flag", "topic", "tags", "keys", "message_id", "producer_id",
-    "offset_message_id", "born_at", "stored_at", "born_at_ms", "stored_at_ms", "born_host", "store_host", "flag",
-    "reconsume_times", "store_size", "body_crc", "commit_log_offset", "prepared_transaction_offset", "is_too_large",
-)  # fmt: skip
+    "body",
+    "properties",
+    "queue",
+    "queue_offset",
+    "sys_flag",
+    "topic",
+    "tags",
+    "keys",
+    "message_id",
+    "producer_id",
+    "offset_message_id",
+    "born_at",
+    "stored_at",
+    "born_at_ms",
+    "stored_at_ms",
+    "born_host",
+    "store_host",
+    "flag",
+    "reconsume_times",
+    "store_size",
+    "body_crc",
+    "commit_log_offset",
+    "prepared_transaction_offset",
+    "is_too_large",
+)
 
 NAMES = ("TAGS", "UNIQ_KEY", "RETRY_TOPIC", "nothing", "", "\ufffd", "a\x01", "\x02", "\ud800", "é")
 

@@ -33,7 +33,8 @@ def compiler() -> str:
 def copied(folder: Path) -> Path:
     """Copy the package without its compiled part into `folder`; return where that would be."""
     shutil.copytree(
-        ROOT / "pyrocket_consumer", folder / "pyrocket_consumer",
+        ROOT / "pyrocket_consumer",
+        folder / "pyrocket_consumer",
         ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"),
     )
     return folder / "pyrocket_consumer" / "protocol"
@@ -44,11 +45,24 @@ def compile_c(source: str, library: Path, *flags: str) -> None:
     file = library.with_suffix(".c")
     file.write_text(source)
     command = [
-        compiler(), "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter",
-        "-Wno-missing-field-initializers", "-Wno-cast-function-type", "-DPy_LIMITED_API=0x030b0000",
-        f'-DSOURCE="{accelerator.SOURCE}"', *flags,
-        "-I", sysconfig.get_path("include"), str(file), "-o", str(library),
-    ]  # fmt: skip
+        compiler(),
+        "-shared",
+        "-fPIC",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unused-parameter",
+        "-Wno-missing-field-initializers",
+        "-Wno-cast-function-type",
+        "-DPy_LIMITED_API=0x030b0000",
+        f'-DSOURCE="{accelerator.SOURCE}"',
+        *flags,
+        "-I",
+        sysconfig.get_path("include"),
+        str(file),
+        "-o",
+        str(library),
+    ]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert answer.returncode == 0, answer.stderr
 
@@ -74,6 +88,11 @@ def run(folder: Path, *command: str, sanitized: bool = False) -> subprocess.Comp
     environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CI": "true"}
     environment.pop("PYROCKET_PURE", None)
     return subprocess.run(
-        [sys.executable, "-P", *command], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=280, check=False,
-    )  # fmt: skip
+        [sys.executable, "-P", *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )

@@ -138,9 +138,13 @@ def ask(what: str, mistakes: dict[str, Mistake]) -> dict[str, Any]:
         libraries = {name: str(path) for name, path in build(Path(folder), nothing | mistakes).items()}
         answer = subprocess.run(
             [sys.executable, "-m", "tests.protocol.mistakes", "--process", what],
-            cwd=ROOT, env=environment | {"CI": "true"},
-            input=json.dumps(libraries), capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=ROOT,
+            env=environment | {"CI": "true"},
+            input=json.dumps(libraries),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert answer.returncode == 0, answer.stderr
     found: dict[str, Any] = json.loads(answer.stdout)
     return found

@@ -26,16 +26,39 @@ WORKED_RECORD = bytes.fromhex(
 """Topic T, body hi, queue 3, queue offset 42; 146 bytes."""
 
 ODD_PROPERTIES = [
-    b"", b"\x01", b"\x02", b"\x01\x02", b"a\x01\x02", b"\x01b\x02", b"a\x01b", b"a\x01b\x02c", b"a\x01b\x01c\x02",
-    b"a", b"\xff", b"TAGS\x01b\x02TAGS\x01\x02", b"TAGS\x01\x02TAGS\x01b\x02",
-    b"TAGS\x01b\x02a\x01b\x02TAGS\x01cd\x02", b"a\x01b\x02a\x01c\x02", b"a\x01b\x02a\x01\x02", b"a\x01\x02a\x01b\x02",
+    b"",
+    b"\x01",
+    b"\x02",
+    b"\x01\x02",
+    b"a\x01\x02",
+    b"\x01b\x02",
+    b"a\x01b",
+    b"a\x01b\x02c",
+    b"a\x01b\x01c\x02",
+    b"a",
+    b"\xff",
+    b"TAGS\x01b\x02TAGS\x01\x02",
+    b"TAGS\x01\x02TAGS\x01b\x02",
+    b"TAGS\x01b\x02a\x01b\x02TAGS\x01cd\x02",
+    b"a\x01b\x02a\x01c\x02",
+    b"a\x01b\x02a\x01\x02",
+    b"a\x01\x02a\x01b\x02",
     b"a\x01b\x02\x02\x02c\x01d\x02",
-    b"\xff\x01\xfe\x02", b"\xe2\x82\x01a\x02", b"a\x01\xf0\x9f\x98\x02b\x01\xf0\x9f\x98\x80\x02",
-    b"TAGS\x01\xf0\x9f\x98\x80\x02", b"a\x01\xed\xa0\x80\x02", b"a\x01\xed\x9f\xbf\x02", b"a\x01\xe0\x9f\xbf\x02",
-    b"a\x01\xf4\x8f\xbf\xbf\x02", b"a\x01\xf4\x90\x80\x80\x02", b"a\x01\xf0\x8f\xbf\xbf\x02", b"a\x01\xc0\x80\x02",
-    b"\xff\x01one\x02\xfe\x01two\x02", *(b"n" * count + b"\x01v\x02" for count in (47, 48, 300)),
+    b"\xff\x01\xfe\x02",
+    b"\xe2\x82\x01a\x02",
+    b"a\x01\xf0\x9f\x98\x02b\x01\xf0\x9f\x98\x80\x02",
+    b"TAGS\x01\xf0\x9f\x98\x80\x02",
+    b"a\x01\xed\xa0\x80\x02",
+    b"a\x01\xed\x9f\xbf\x02",
+    b"a\x01\xe0\x9f\xbf\x02",
+    b"a\x01\xf4\x8f\xbf\xbf\x02",
+    b"a\x01\xf4\x90\x80\x80\x02",
+    b"a\x01\xf0\x8f\xbf\xbf\x02",
+    b"a\x01\xc0\x80\x02",
+    b"\xff\x01one\x02\xfe\x01two\x02",
+    *(b"n" * count + b"\x01v\x02" for count in (47, 48, 300)),
     b"TAGS\x01" + b"x" * 65_530,
-]  # fmt: skip
+]
 """Properties as no sender should write them."""
 
 
@@ -79,10 +102,25 @@ def read_records(data: bytes) -> list[Record]:
         assert reader.place == start + size
         records.append(
             Record(
-                data[start : reader.place], magic, crc, queue_id, flag, queue_offset, commit_log_offset, sys_flag,
-                born_at_ms, born_host, stored_at_ms, store_host, reconsume_times, prepared, body, topic, properties,
+                data[start : reader.place],
+                magic,
+                crc,
+                queue_id,
+                flag,
+                queue_offset,
+                commit_log_offset,
+                sys_flag,
+                born_at_ms,
+                born_host,
+                stored_at_ms,
+                store_host,
+                reconsume_times,
+                prepared,
+                body,
+                topic,
+                properties,
             )
-        )  # fmt: skip
+        )
         start = reader.place
     return records
 
@@ -118,8 +156,19 @@ topics = st.text("ABCxyz019_-%|", min_size=1, max_size=300)
 def stored_messages() -> st.SearchStrategy[StoredMessage]:
     """Return messages with any value a record can hold, not compressed."""
     return st.builds(
-        StoredMessage, topic=topics, body=st.binary(max_size=300), properties=property_maps, queue_id=i32,
-        queue_offset=i64, commit_log_offset=i64, flag=i32,
-        sys_flag=st.sampled_from([0, 2, 4, 8, 12, 64, 128, 0x300, 0x700]), born_at_ms=times_ms, born_host=hosts,
-        stored_at_ms=times_ms, store_host=hosts, reconsume_times=i32, prepared_transaction_offset=i64,
+        StoredMessage,
+        topic=topics,
+        body=st.binary(max_size=300),
+        properties=property_maps,
+        queue_id=i32,
+        queue_offset=i64,
+        commit_log_offset=i64,
+        flag=i32,
+        sys_flag=st.sampled_from([0, 2, 4, 8, 12, 64, 128, 0x300, 0x700]),
+        born_at_ms=times_ms,
+        born_host=hosts,
+        stored_at_ms=times_ms,
+        store_host=hosts,
+        reconsume_times=i32,
+        prepared_transaction_offset=i64,
     )

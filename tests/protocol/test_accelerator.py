@@ -320,9 +320,14 @@ def python(*command: str, executable: str = sys.executable, cwd: Path = ROOT, **
     """Run Python as somebody does who has set no variable of ours but these."""
     ours = {name: value for name, value in os.environ.items() if name not in ("PYROCKET_PURE", "PYTHONPATH")}
     return subprocess.run(
-        [executable, "-P", *command], env=ours | variables, cwd=cwd, capture_output=True, text=True, timeout=120,
+        [executable, "-P", *command],
+        env=ours | variables,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
         check=False,
-    )  # fmt: skip
+    )
 
 
 def tells(folder: Path, **variables: str) -> tuple[str, str]:

@@ -28,8 +28,13 @@ def test_signing_again_gives_the_same_and_keeps_the_fields():
 
 
 def test_every_part_counts_but_names():
-    parts = [({"a": "1", "b": "2"}, b"", "sk"), ({"a": "2", "b": "1"}, b"", "sk"), ({"a": "1", "b": "2"}, b"x", "sk"),
-             ({"a": "1", "b": "2"}, b"", "other"), ({"a": "1", "b": "é"}, b"", "sk")]  # fmt: skip
+    parts = [
+        ({"a": "1", "b": "2"}, b"", "sk"),
+        ({"a": "2", "b": "1"}, b"", "sk"),
+        ({"a": "1", "b": "2"}, b"x", "sk"),
+        ({"a": "1", "b": "2"}, b"", "other"),
+        ({"a": "1", "b": "é"}, b"", "sk"),
+    ]
     assert len({signature(*each) for each in parts}) == 5
     # Names sort upper case first.
     assert signature({"b": "1", "Z": "2"}, b"", "sk") == signature({"x": "2", "y": "1"}, b"", "sk")

@@ -280,20 +280,38 @@ def list_of(item: str, count: int) -> str:
 
 
 ROUTES_OF_WRONG_SHAPE = [
-    "[]", "null", '"x"', '{"queueDatas":{}}', '{"queueDatas":[5]}', '{"brokerDatas":[{"brokerAddrs":{"a":"x"}}]}',
-    '{"queueDatas":[{"readQueueNums":"many"}]}', '{"queueDatas":[{"readQueueNums":2000000000}]}',
-    '{"queueDatas":[{"writeQueueNums":-1}]}', '{"brokerDatas":[{"brokerAddrs":{"0":[]}}]}',
+    "[]",
+    "null",
+    '"x"',
+    '{"queueDatas":{}}',
+    '{"queueDatas":[5]}',
+    '{"brokerDatas":[{"brokerAddrs":{"a":"x"}}]}',
+    '{"queueDatas":[{"readQueueNums":"many"}]}',
+    '{"queueDatas":[{"readQueueNums":2000000000}]}',
+    '{"queueDatas":[{"writeQueueNums":-1}]}',
+    '{"brokerDatas":[{"brokerAddrs":{"0":[]}}]}',
     '{"queueDatas":[{"brokerName":"a","readQueueNums":40000},{"brokerName":"b","readQueueNums":40000}]}',
     '{"queueDatas":[{"brokerName":"a","writeQueueNums":40000},{"brokerName":"a","writeQueueNums":40000}]}',
-    '{"orderTopicConf":"a:2147483647"}', '{"orderTopicConf":"a:' + "9" * 5000 + '"}',
-    '{"orderTopicConf":"a:40000;b:40000"}', '{"brokerDatas":' + list_of('{"brokerAddrs":{}}', 10_001) + "}",
+    '{"orderTopicConf":"a:2147483647"}',
+    '{"orderTopicConf":"a:' + "9" * 5000 + '"}',
+    '{"orderTopicConf":"a:40000;b:40000"}',
+    '{"brokerDatas":' + list_of('{"brokerAddrs":{}}', 10_001) + "}",
     '{"brokerDatas":[{"brokerAddrs":{' + ",".join(f'"{each}":"a:1"' for each in range(10_001)) + "}}]}",
-    '{"brokerDatas":[{"brokerName":{}}]}', '{"queueDatas":[{"perm":1.5}]}', '{"queueDatas":[{"perm":true}]}',
+    '{"brokerDatas":[{"brokerName":{}}]}',
+    '{"queueDatas":[{"perm":1.5}]}',
+    '{"queueDatas":[{"perm":true}]}',
 ]
 OFFSET_TABLES_OF_WRONG_SHAPE = [
-    "[]", '{"offsetTable":5}', '{"offsetTable":{5:6}}', '{"offsetTable":{"x":6}}', '{"offsetTable":[5]}',
-    '{"offsetTable":{{"queueId":1}:null}}', '{"offsetTable":{{"queueId":1}:"many"}}', '{"offsetTable":[[1,2]]}',
-    '{"offsetTable":{{"queueId":[]}:1}}', '{"offsetTable":[[{},2,3]]}',
+    "[]",
+    '{"offsetTable":5}',
+    '{"offsetTable":{5:6}}',
+    '{"offsetTable":{"x":6}}',
+    '{"offsetTable":[5]}',
+    '{"offsetTable":{{"queueId":1}:null}}',
+    '{"offsetTable":{{"queueId":1}:"many"}}',
+    '{"offsetTable":[[1,2]]}',
+    '{"offsetTable":{{"queueId":[]}:1}}',
+    '{"offsetTable":[[{},2,3]]}',
     '{"offsetTable":{{"queueId":1}:99999999999999999999}}',
 ]
 
@@ -339,9 +357,11 @@ def test_recorded_consumer_status():
 def test_recorded_consume_stats():
     of_queue = bodies.QueueConsumeStats
     expected = {
-        "4.9.7": {}, "5.1.4": {}, "5.3.3": {FIRST: of_queue(16, 0, 0, 0), SECOND: of_queue(0, 0, 0, 0)},
+        "4.9.7": {},
+        "5.1.4": {},
+        "5.3.3": {FIRST: of_queue(16, 0, 0, 0), SECOND: of_queue(0, 0, 0, 0)},
         "5.5.0": {FIRST: of_queue(16, 16, 1795215264569, 16), SECOND: of_queue(0, 0, 0, 0)},
-    }  # fmt: skip
+    }
     for version, body in answers("consume-stats"):
         stats = bodies.decode_consume_stats(body)
         assert stats.queues == expected[version]
@@ -394,7 +414,10 @@ def test_direct_consumption():
     assert bodies.encode_consume_directly_result(bodies.ConsumeDirectlyResult(spent_time_mills=3)) == text
     failed = bodies.ConsumeDirectlyResult("CR_THROW_EXCEPTION", True, False, 5, "ValueError: é")
     assert loads(bodies.encode_consume_directly_result(failed)) == {
-        "autoCommit": False, "consumeResult": "CR_THROW_EXCEPTION", "order": True, "remark": "ValueError: é",
+        "autoCommit": False,
+        "consumeResult": "CR_THROW_EXCEPTION",
+        "order": True,
+        "remark": "ValueError: é",
         "spentTimeMills": 5,
     }
     for _, body in answers("consume-directly"):

@@ -33,9 +33,14 @@ from tests.protocol.records import (
 from tests.trials import trials
 
 TYPES = {
-    "queueId": pa.int32(), "queueOffset": pa.int64(), "body": pa.binary(),
-    "properties": pa.map_(pa.string(), pa.string()), "flag": pa.int32(), "sysFlag": pa.int32(),
-    "reconsumeTimes": pa.int32(), "bornTimestamp": pa.timestamp("us", "UTC"),
+    "queueId": pa.int32(),
+    "queueOffset": pa.int64(),
+    "body": pa.binary(),
+    "properties": pa.map_(pa.string(), pa.string()),
+    "flag": pa.int32(),
+    "sysFlag": pa.int32(),
+    "reconsumeTimes": pa.int32(),
+    "bornTimestamp": pa.timestamp("us", "UTC"),
     "storeTimestamp": pa.timestamp("us", "UTC"),
 }
 ALL = pa.schema([(name, TYPES.get(name, pa.string())) for name in COLUMNS])
@@ -88,12 +93,22 @@ def row(message):
             return None  # no date
 
     return {
-        "topic": message.topic, "brokerName": message.queue.broker_name, "queueId": message.queue.queue_id,
-        "queueOffset": message.queue_offset, "msgId": message.message_id, "tags": message.tags,
-        "keys": message.properties.get("KEYS"), "body": message.body, "properties": message.properties,
-        "flag": message.flag, "sysFlag": message.sys_flag, "reconsumeTimes": message.reconsume_times,
-        "bornTimestamp": time_of("born_at"), "storeTimestamp": time_of("stored_at"),
-        "bornHost": message.born_host, "storeHost": message.store_host,
+        "topic": message.topic,
+        "brokerName": message.queue.broker_name,
+        "queueId": message.queue.queue_id,
+        "queueOffset": message.queue_offset,
+        "msgId": message.message_id,
+        "tags": message.tags,
+        "keys": message.properties.get("KEYS"),
+        "body": message.body,
+        "properties": message.properties,
+        "flag": message.flag,
+        "sysFlag": message.sys_flag,
+        "reconsumeTimes": message.reconsume_times,
+        "bornTimestamp": time_of("born_at"),
+        "storeTimestamp": time_of("stored_at"),
+        "bornHost": message.born_host,
+        "storeHost": message.store_host,
     }
 
 
@@ -108,10 +123,14 @@ def expected(answers, tags=frozenset()):
 
 def rows(found):
     names = found.schema.names
-    return [
-        {name: dict(value) if name == "properties" else value for name, value in each.items()}
-        for each in found.to_pylist()
-    ] if "properties" in names else found.to_pylist()
+    return (
+        [
+            {name: dict(value) if name == "properties" else value for name, value in each.items()}
+            for each in found.to_pylist()
+        ]
+        if "properties" in names
+        else found.to_pylist()
+    )
 
 
 def assert_same(answers, tags=frozenset()):
@@ -169,21 +188,37 @@ def record(body, kind, **fields):
 def records(*kinds):
     return st.builds(
         record,
-        body=st.one_of(st.binary(max_size=80), st.just(b"\x00\x01\x02" * 9)), kind=st.sampled_from(kinds),
-        flags=plain_flags, topic=topics, properties=properties, queue_id=i32, queue_offset=i64, commit_log_offset=i64,
-        flag=i32, born_at_ms=st.one_of(times_ms, i64), born_host=hosts, stored_at_ms=times_ms, store_host=hosts,
-        reconsume_times=i32, prepared_transaction_offset=i64,
-    )  # fmt: skip
+        body=st.one_of(st.binary(max_size=80), st.just(b"\x00\x01\x02" * 9)),
+        kind=st.sampled_from(kinds),
+        flags=plain_flags,
+        topic=topics,
+        properties=properties,
+        queue_id=i32,
+        queue_offset=i64,
+        commit_log_offset=i64,
+        flag=i32,
+        born_at_ms=st.one_of(times_ms, i64),
+        born_host=hosts,
+        stored_at_ms=times_ms,
+        store_host=hosts,
+        reconsume_times=i32,
+        prepared_transaction_offset=i64,
+    )
 
 
 queues = st.builds(
     MessageQueue, st.sampled_from(["orders", "%RETRY%app"]), st.sampled_from(["broker-a", "b"]), st.integers(0, 3)
 )
+
+
 def answers(*kinds):
     answer = st.builds(
-        PulledRecords, queue=queues, records=st.lists(records(*kinds), max_size=4).map(b"".join).map(Extent.whole),
-        begin=st.one_of(st.just(EVERY[0]), i64), end=st.just(EVERY[1]),
-    )  # fmt: skip
+        PulledRecords,
+        queue=queues,
+        records=st.lists(records(*kinds), max_size=4).map(b"".join).map(Extent.whole),
+        begin=st.one_of(st.just(EVERY[0]), i64),
+        end=st.just(EVERY[1]),
+    )
     return st.lists(answer, min_size=1, max_size=4)
 
 
@@ -193,9 +228,12 @@ tag_sets = st.sampled_from([frozenset(), frozenset({"A", "B"})])
 @pytest.mark.search
 @pytest.mark.parametrize(
     ("times", "kinds", "examples"),
-    [(1, "plain plain compressed batch", 60), (FEW_RECORDS, "plain plain compressed", 120),
-     (FEW_RECORDS, "plain compressed batch", 20)],
-)  # fmt: skip
+    [
+        (1, "plain plain compressed batch", 60),
+        (FEW_RECORDS, "plain plain compressed", 120),
+        (FEW_RECORDS, "plain compressed batch", 20),
+    ],
+)
 def test_records_of_any_kind_are_what_messages_are(times, kinds, examples):
     @given(answers(*kinds.split()), tag_sets)
     @settings(max_examples=trials(examples), deadline=None)
@@ -256,9 +294,7 @@ def numbered(count):
 def test_only_offsets_of_the_range_become_rows():
     found = table([pulled(numbered(MANY), begin=5, end=40), pulled(numbered(MANY), begin=0, end=3)])
     assert found["queueOffset"].to_pylist() == [*range(5, 40), *range(3)]
-    for answer, tags in (
-        (pulled(numbered(MANY), begin=MANY), ()), (pulled(b""), ()), (pulled(numbered(MANY)), {"A"})
-    ):  # fmt: skip
+    for answer, tags in ((pulled(numbered(MANY), begin=MANY), ()), (pulled(b""), ()), (pulled(numbered(MANY)), {"A"})):
         assert list(record_batches([answer], ALL, frozenset(tags))) == []
 
 
@@ -326,8 +362,9 @@ def test_a_time_that_is_no_date_is_null():
     found = table([pulled(records * MANY)], schema("bornTimestamp", "storeTimestamp"))
     assert found["bornTimestamp"].null_count == 2 * MANY
     assert found["storeTimestamp"].to_pylist()[:2] == [
-        datetime(9999, 12, 31, 23, 59, 59, 999000, UTC), datetime(1970, 1, 1, tzinfo=UTC),
-    ]  # fmt: skip
+        datetime(9999, 12, 31, 23, 59, 59, 999000, UTC),
+        datetime(1970, 1, 1, tzinfo=UTC),
+    ]
 
 
 @pytest.mark.slow("unpacks many megabytes")

@@ -62,8 +62,15 @@ VALUES = {"str": st.text(), "int": st.integers(-(2**63), 2**63 - 1), "bool": st.
 def test_every_header_survives_both_ways(header):
     kinds = {field.name: str(field.type).partition(" | ") for field in fields(header)}
 
-    @given(st.builds(header, **{name: VALUES[kind] | st.none() if or_none else VALUES[kind]
-                                for name, (kind, or_none, _) in kinds.items()}))  # fmt: skip
+    @given(
+        st.builds(
+            header,
+            **{
+                name: VALUES[kind] | st.none() if or_none else VALUES[kind]
+                for name, (kind, or_none, _) in kinds.items()
+            },
+        )
+    )
     @settings(max_examples=trials(20), deadline=None)
     def survives(value):
         assert header.from_fields(value.to_fields()) == value
@@ -95,13 +102,34 @@ def test_truth_is_read_as_java_reads_it_and_none_stays_out():
 def test_a_send_has_short_names_and_long_ones():
     header = headers.SendMessageHeader("P", "TopicA", queue_id=0, properties="WAIT\x01true\x02", broker_name="broker-a")
     assert header.to_fields() == {
-        "a": "P", "b": "TopicA", "c": "TBW102", "d": "4", "e": "0", "f": "0", "g": "0", "h": "0",
-        "i": "WAIT\x01true\x02", "j": "0", "k": "false", "m": "false", "n": "broker-a",
+        "a": "P",
+        "b": "TopicA",
+        "c": "TBW102",
+        "d": "4",
+        "e": "0",
+        "f": "0",
+        "g": "0",
+        "h": "0",
+        "i": "WAIT\x01true\x02",
+        "j": "0",
+        "k": "false",
+        "m": "false",
+        "n": "broker-a",
     }
     long_names = {
-        "producerGroup": "P", "topic": "TopicA", "defaultTopic": "TBW102", "defaultTopicQueueNums": "4", "queueId": "0",
-        "sysFlag": "0", "bornTimestamp": "0", "flag": "0", "properties": "WAIT\x01true\x02", "reconsumeTimes": "0",
-        "unitMode": "false", "batch": "false", "bname": "broker-a",
+        "producerGroup": "P",
+        "topic": "TopicA",
+        "defaultTopic": "TBW102",
+        "defaultTopicQueueNums": "4",
+        "queueId": "0",
+        "sysFlag": "0",
+        "bornTimestamp": "0",
+        "flag": "0",
+        "properties": "WAIT\x01true\x02",
+        "reconsumeTimes": "0",
+        "unitMode": "false",
+        "batch": "false",
+        "bname": "broker-a",
     }
     assert headers.SendMessageHeader.from_fields_v1(long_names) == header
 
@@ -130,16 +158,20 @@ LONGS = st.integers(-(2**63), 2**63 - 1)
 
 @pytest.mark.search
 @given(
-    names=st.tuples(NAMES, NAMES), numbers=st.tuples(LONGS, LONGS, LONGS, LONGS), offset=LONGS,
-    broker_name=st.none() | NAMES, selector=st.tuples(st.none() | NAMES, NAMES), sys_flag=st.integers(0, 31),
+    names=st.tuples(NAMES, NAMES),
+    numbers=st.tuples(LONGS, LONGS, LONGS, LONGS),
+    offset=LONGS,
+    broker_name=st.none() | NAMES,
+    selector=st.tuples(st.none() | NAMES, NAMES),
+    sys_flag=st.integers(0, 31),
     opaque=st.integers(0, 2**31 - 1),
-)  # fmt: skip
+)
 @settings(max_examples=trials(300), deadline=None)
 def test_a_pull_template_writes_what_the_header_would(names, numbers, offset, broker_name, selector, sys_flag, opaque):
     queue_id, most, *rest = numbers
     frame = headers.PullTemplate(*names, *numbers, broker_name, *selector).encode(opaque, offset, sys_flag)
     header = headers.PullMessageHeader(
         *names, queue_id, offset, most, sys_flag, 0, *rest, *selector, broker_name=broker_name
-    )  # fmt: skip
+    )
     assert decode_command(frame) == headers.request(header, opaque=opaque)
     assert len(frame) == len(encode_command(headers.request(header, opaque=opaque)))

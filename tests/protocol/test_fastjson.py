@@ -35,8 +35,13 @@ COMPACT = (
 )
 
 
-@for_each("text, digest", [(FASTJSON_1_FILE, "7f7bd5a107ba54fb156602eae970a828dcb96981"),
-                           (FASTJSON_2_FILE, "1c7454a2ebb2b249dcdeefaecedee627090dc0e0")])  # fmt: skip
+@for_each(
+    "text, digest",
+    [
+        (FASTJSON_1_FILE, "7f7bd5a107ba54fb156602eae970a828dcb96981"),
+        (FASTJSON_2_FILE, "1c7454a2ebb2b249dcdeefaecedee627090dc0e0"),
+    ],
+)
 def test_offset_files_of_both_eras_are_read(text, digest):
     assert hashlib.sha1(text.encode()).hexdigest() == digest, "it is what Java writes"
     for changed in (text, text + "\n", "\ufeff" + text, text.encode()):
@@ -55,10 +60,12 @@ def test_offset_files_of_both_eras_are_read(text, digest):
         ('{ { "topic" : "T" } : -7 }', {ObjectKey({"topic": "T"}): -7}),
         ('{"{\\"queueId\\":5}":100}', {'{"queueId":5}': 100}),
         ('{{"a":{{"b":1}:2}}:3}', {ObjectKey({"a": {ObjectKey({"b": 1}): 2}}): 3}),
-        ('{{"brokerName":"b\\"x","queueId":0,"topic":"}:{"}:1}',
-         {ObjectKey({"brokerName": 'b"x', "queueId": 0, "topic": "}:{"}): 1}),
-        ('{0:9223372036854775807,1:-9223372036854775808}', {0: 2**63 - 1, 1: -(2**63)}),
-        ('{0:[true,false,null,1.5,-2e3,0.1]}', {0: [True, False, None, 1.5, -2000.0, 0.1]}),
+        (
+            '{{"brokerName":"b\\"x","queueId":0,"topic":"}:{"}:1}',
+            {ObjectKey({"brokerName": 'b"x', "queueId": 0, "topic": "}:{"}): 1},
+        ),
+        ("{0:9223372036854775807,1:-9223372036854775808}", {0: 2**63 - 1, 1: -(2**63)}),
+        ("{0:[true,false,null,1.5,-2e3,0.1]}", {0: [True, False, None, 1.5, -2000.0, 0.1]}),
         ('{0:"\\u0001\\u4e2d\\ud83d\\ude00\\n"}', {0: "\x01中😀\n"}),
         ('{0:"raw\x01\t"}', {0: "raw\x01\t"}),
         ('{0:"a\\ud83d"}', {0: "a�"}),
@@ -73,10 +80,45 @@ def test_what_fastjson_writes_is_read(text, value):
 @for_each(
     "text",
     [
-        "", " ", "\ufeff", "\0\0\0\0", "{", "[", "{0", "{0:", "{0:1", "{0:1,", "{0:1,}", "[1,]", "{0:[1,]}", "{0:1}}",
-        "{0:1}x", "{0:1}{0:1}", '{0:"', '{0:"\\', '{0:"\\u12', "{0:tru}", "{0:nul", "{0:-}", "{0:1e999}", "{0:NaN}",
-        "{{}:1", "{{}}", "{{},1}", "{{:1}", "{0 1}", "{[1]:2}", "{1.5:2}", "{'a':1}", "{12345678901234567890:1}",
-        COMPACT[:-1], COMPACT[:-2], COMPACT[:60], COMPACT + "}", FASTJSON_1_FILE[:-1], FASTJSON_1_FILE + "\0",
+        "",
+        " ",
+        "\ufeff",
+        "\0\0\0\0",
+        "{",
+        "[",
+        "{0",
+        "{0:",
+        "{0:1",
+        "{0:1,",
+        "{0:1,}",
+        "[1,]",
+        "{0:[1,]}",
+        "{0:1}}",
+        "{0:1}x",
+        "{0:1}{0:1}",
+        '{0:"',
+        '{0:"\\',
+        '{0:"\\u12',
+        "{0:tru}",
+        "{0:nul",
+        "{0:-}",
+        "{0:1e999}",
+        "{0:NaN}",
+        "{{}:1",
+        "{{}}",
+        "{{},1}",
+        "{{:1}",
+        "{0 1}",
+        "{[1]:2}",
+        "{1.5:2}",
+        "{'a':1}",
+        "{12345678901234567890:1}",
+        COMPACT[:-1],
+        COMPACT[:-2],
+        COMPACT[:60],
+        COMPACT + "}",
+        FASTJSON_1_FILE[:-1],
+        FASTJSON_1_FILE + "\0",
     ],
 )
 def test_broken_text_is_refused(text):
@@ -154,7 +196,10 @@ def test_object_keys_read_like_mappings_and_compare_by_content():
     assert one != key(2)
     assert one != {"brokerName": "broker-a"}
     assert (one["topic"], one.get("missing"), len(one), list(one)) == (
-        "broadcast-test-topic", None, 3, ["brokerName", "queueId", "topic"],
+        "broadcast-test-topic",
+        None,
+        3,
+        ["brokerName", "queueId", "topic"],
     )
 
 

@@ -276,8 +276,12 @@ def test_the_body_of_a_too_large_request_is_passed_over(piece_bytes):
     commands = feed(Watched(largest_request=1 << 20), data, piece_bytes)
     of_small, of_large = (40, 0, b""), (307, 10 << 20, b"")
     assert [(each.code, each.left_out, each.body) for each in commands] == [
-        of_small, of_large, of_small, of_large, of_small
-    ]  # fmt: skip
+        of_small,
+        of_large,
+        of_small,
+        of_large,
+        of_small,
+    ]
     assert (commands[1].fields, commands[1].opaque) == ({"a": "b"}, 5)
     assert max(rooms) == FrameBuffer.INITIAL_BYTES
 
@@ -285,8 +289,10 @@ def test_the_body_of_a_too_large_request_is_passed_over(piece_bytes):
 @for_each(
     "command",
     [
-        RemotingCommand(0, {}, bytes(10 << 20), flag=1), RemotingCommand(309, {}, bytes(10 << 20)),
-        RemotingCommand(39, {}, bytes(10 << 20), flag=2), RemotingCommand(307, {}, bytes(1 << 20)),
+        RemotingCommand(0, {}, bytes(10 << 20), flag=1),
+        RemotingCommand(309, {}, bytes(10 << 20)),
+        RemotingCommand(39, {}, bytes(10 << 20), flag=2),
+        RemotingCommand(307, {}, bytes(1 << 20)),
     ],
     ids=["answer", "consume directly", "check", "not too large"],
 )
@@ -317,12 +323,14 @@ def test_the_room_of_a_large_frame_is_given_back():
 @for_each(
     "header, fields",
     [
-        (b'{"code":11,"extFields":{"a":1,"b":true,"c":null,"d":"x","e":1.5}}',
-         {"a": "1", "b": "true", "d": "x", "e": "1.5"}),
+        (
+            b'{"code":11,"extFields":{"a":1,"b":true,"c":null,"d":"x","e":1.5}}',
+            {"a": "1", "b": "true", "d": "x", "e": "1.5"},
+        ),
         (b'{"code":10,"extFields":{"i":"a\x01b\x02"}}', {"i": "a\x01b\x02"}),
         (b'{"code":10,"extFields":{"i":"a\\u0001b\\u0002"}}', {"i": "a\x01b\x02"}),
     ],
-)  # fmt: skip
+)
 def test_fields_are_text_with_any_characters(header, fields):
     assert decode_command(frame_of(header)).fields == fields
 
@@ -338,8 +346,13 @@ def test_what_a_sender_may_leave_out_has_a_default():
 @for_each(
     "header",
     [
-        {"code": "11"}, {"code": 11, "opaque": None}, {"code": 11, "flag": 1.5}, {"code": 11, "extFields": []},
-        {"code": 11, "remark": 5}, {"code": 11, "language": 3}, {"code": 11, "version": "401"},
+        {"code": "11"},
+        {"code": 11, "opaque": None},
+        {"code": 11, "flag": 1.5},
+        {"code": 11, "extFields": []},
+        {"code": 11, "remark": 5},
+        {"code": 11, "language": 3},
+        {"code": 11, "version": "401"},
     ],
     ids=str,
 )
@@ -365,11 +378,18 @@ def test_a_binary_header_holds_no_empty_value_and_no_large_code():
 @for_each(
     "header",
     [
-        '{"code":%s}', '{"code":0,"flag":%s}', '{"code":0,"remark":%s}', '{"code":0,"language":%s}',
-        '{"code":0,"version":%s}', '{"code":0,"extFields":%s}', '{"code":0,"extFields":{"a":%s}}',
-        '{code:0,"extFields":{"a":%s}}', '{"code":0,"other":%s}', "%s",
+        '{"code":%s}',
+        '{"code":0,"flag":%s}',
+        '{"code":0,"remark":%s}',
+        '{"code":0,"language":%s}',
+        '{"code":0,"version":%s}',
+        '{"code":0,"extFields":%s}',
+        '{"code":0,"extFields":{"a":%s}}',
+        '{code:0,"extFields":{"a":%s}}',
+        '{"code":0,"other":%s}',
+        "%s",
     ],
-)  # fmt: skip
+)
 def test_a_header_nested_deep_is_a_command_or_a_protocol_error(header, kind, depth):
     begin, _, end = kind.partition("|")
     frame = frame_of((header % (begin * depth + "1" + end * depth)).encode())

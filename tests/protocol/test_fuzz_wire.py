@@ -28,8 +28,17 @@ FUZZ = settings(max_examples=trials(400), deadline=None, suppress_health_check=[
 
 
 NAMES = [
-    b'"offsetTable"', b'"brokerName"', b'"queueId"', b'"topic"', b'"consumerTable"', b'"mqTable"', b'"queueDatas"',
-    b'"messageQueueTable"', b'"brokerDatas"', b'"consumerDataSet"', b'"0"',
+    b'"offsetTable"',
+    b'"brokerName"',
+    b'"queueId"',
+    b'"topic"',
+    b'"consumerTable"',
+    b'"mqTable"',
+    b'"queueDatas"',
+    b'"messageQueueTable"',
+    b'"brokerDatas"',
+    b'"consumerDataSet"',
+    b'"0"',
 ]
 JSON_LIKE = st.lists(st.sampled_from([*WORDS, *NAMES]), max_size=40).map(b"".join)
 
@@ -67,7 +76,9 @@ def test_any_lengths_in_a_binary_header(fixed, lengths, rest):
             RemotingCommand,
             st.integers(-(2**15), 2**15 - 1),
             st.dictionaries(st.text(min_size=1, max_size=20), st.text(min_size=1, max_size=50), max_size=5),
-            st.binary(max_size=9000), st.integers(0, 2**31 - 1), st.integers(0, 3),
+            st.binary(max_size=9000),
+            st.integers(0, 2**31 - 1),
+            st.integers(0, 3),
             st.none() | st.text(min_size=1, max_size=50),
         ),
         max_size=5,
@@ -125,10 +136,34 @@ def test_any_words_of_json(data):
 
 
 FIELDS = [
-    "offsetTable", "messageQueueTable", "consumerTable", "mqTable", "properties", "statusTable", "subscriptionSet",
-    "queueDatas", "brokerDatas", "brokerAddrTable", "clusterAddrTable", "consumerDataSet", "producerDataSet", "mqSet",
-    "lockOKMQSet", "messageQueueAssignments", "connectionSet", "subscriptionTable", "subscriptionData", "groupList",
-    "topicList", "table", "consumerIdList", "clientID", "groupName", "consumeTps", "topicPutTps", "orderTopicConf",
+    "offsetTable",
+    "messageQueueTable",
+    "consumerTable",
+    "mqTable",
+    "properties",
+    "statusTable",
+    "subscriptionSet",
+    "queueDatas",
+    "brokerDatas",
+    "brokerAddrTable",
+    "clusterAddrTable",
+    "consumerDataSet",
+    "producerDataSet",
+    "mqSet",
+    "lockOKMQSet",
+    "messageQueueAssignments",
+    "connectionSet",
+    "subscriptionTable",
+    "subscriptionData",
+    "groupList",
+    "topicList",
+    "table",
+    "consumerIdList",
+    "clientID",
+    "groupName",
+    "consumeTps",
+    "topicPutTps",
+    "orderTopicConf",
 ]
 
 

@@ -66,11 +66,18 @@ def test_a_message_of_a_real_broker_is_what_the_index_says(entry):
         told = RECORD_LINE.fullmatch(line)
         assert told, line
         numbers = {
-            "queue_id": message.queue.queue_id, "queue_offset": message.queue_offset, "phys": message.commit_log_offset,
-            "size": message.store_size, "flag": message.flag, "sys_flag": message.sys_flag,
-            "born_ms": message.born_at_ms, "stored_ms": message.stored_at_ms, "reconsume": message.reconsume_times,
-            "prepared": message.prepared_transaction_offset, "crc": message.body_crc,
-        }  # fmt: skip
+            "queue_id": message.queue.queue_id,
+            "queue_offset": message.queue_offset,
+            "phys": message.commit_log_offset,
+            "size": message.store_size,
+            "flag": message.flag,
+            "sys_flag": message.sys_flag,
+            "born_ms": message.born_at_ms,
+            "stored_ms": message.stored_at_ms,
+            "reconsume": message.reconsume_times,
+            "prepared": message.prepared_transaction_offset,
+            "crc": message.body_crc,
+        }
         assert numbers == {name: int(told[name]) for name in numbers}
         assert (message.born_host, message.store_host) == (told["born_host"], told["store_host"])
         assert message.queue.topic == told["topic"]
@@ -84,9 +91,18 @@ def test_a_message_of_a_real_broker_is_what_the_index_says(entry):
 
 
 STORED_FIELDS = (
-    "queue_id", "queue_offset", "commit_log_offset", "flag", "sys_flag", "born_at_ms", "born_host", "stored_at_ms",
-    "store_host", "reconsume_times", "prepared_transaction_offset",
-)  # fmt: skip
+    "queue_id",
+    "queue_offset",
+    "commit_log_offset",
+    "flag",
+    "sys_flag",
+    "born_at_ms",
+    "born_host",
+    "stored_at_ms",
+    "store_host",
+    "reconsume_times",
+    "prepared_transaction_offset",
+)
 
 
 @for_each("entry", WITH_RECORDS, ids=str)
@@ -196,9 +212,17 @@ def test_the_worked_record_is_read():
 def test_the_worked_record_is_written():
     properties = {"TAGS": "TagA", "UNIQ_KEY": "0A000009126718B4AAC200000000002A"}
     stored = StoredMessage(
-        "T", b"hi", properties, queue_id=3, queue_offset=42, commit_log_offset=4096, born_at_ms=1_700_000_000_000,
-        born_host="10.0.0.9:50000", stored_at_ms=1_700_000_000_005, store_host="10.0.0.1:10911",
-    )  # fmt: skip
+        "T",
+        b"hi",
+        properties,
+        queue_id=3,
+        queue_offset=42,
+        commit_log_offset=4096,
+        born_at_ms=1_700_000_000_000,
+        born_host="10.0.0.9:50000",
+        stored_at_ms=1_700_000_000_005,
+        store_host="10.0.0.1:10911",
+    )
     assert encode_message(stored) == WORKED_RECORD
 
 
@@ -458,8 +482,10 @@ def test_inner_batches_cannot_unfold_without_end():
 @for_each(
     "stored",
     [
-        StoredMessage("t" * 32_768, b""), StoredMessage("T", b"", {"a": "\x01"}),
-        StoredMessage("T", b"", {"a": "x" * 32_767}), StoredMessage("T", b"", store_host="broker-a:10911"),
+        StoredMessage("t" * 32_768, b""),
+        StoredMessage("T", b"", {"a": "\x01"}),
+        StoredMessage("T", b"", {"a": "x" * 32_767}),
+        StoredMessage("T", b"", store_host="broker-a:10911"),
     ],
 )
 def test_what_no_record_can_hold_is_refused(stored):

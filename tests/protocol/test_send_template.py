@@ -16,8 +16,10 @@ MESSAGES = {
     "any text": (b"\x00\xff%d", 'a\x01%s "q" \\ / \n \x7f ü \U0001f600\x02', 0, 0, 1),
 }
 QUEUES = {
-    "plain": ("G", "orders", 3, "broker-a"), "a retry topic": ("G", "%RETRY%G%d", 0, "broker %s"),
-    "any text": ('"G" ü', "or\\ders", 0, 'br"oker'), "no broker name": ("G", "orders", 0, None),
+    "plain": ("G", "orders", 3, "broker-a"),
+    "a retry topic": ("G", "%RETRY%G%d", 0, "broker %s"),
+    "any text": ('"G" ü', "or\\ders", 0, 'br"oker'),
+    "no broker name": ("G", "orders", 0, None),
 }
 
 

@@ -34,12 +34,22 @@ def test_an_expression_names_tags_and_is_kept_as_it_is(expression, tags):
 @for_each(
     "expression, meant",
     [
-        ("paid | refunded", "'paid || refunded'"), ("paid|refunded", "'paid || refunded'"),
-        ("paid, refunded", "'paid || refunded'"), ("paid; refunded", "'paid || refunded'"),
-        ("paid OR refunded", "'paid || refunded'"), ("paid | refunded | open", "'paid || refunded || open'"),
-        ("new || paid | refunded", "'new || paid || refunded'"), ("price > 5", "sql"), ("price >= 5 || paid", "sql"),
-        ("region = 'eu'", "sql"), ("region='eu'", "sql"), ("TAGS IS NOT NULL", "sql"), ("price between 5 and 9", "sql"),
-        ("region IN ('eu', 'us')", "sql"), ("a AND b", "sql"), ("paid && open", "sql"),
+        ("paid | refunded", "'paid || refunded'"),
+        ("paid|refunded", "'paid || refunded'"),
+        ("paid, refunded", "'paid || refunded'"),
+        ("paid; refunded", "'paid || refunded'"),
+        ("paid OR refunded", "'paid || refunded'"),
+        ("paid | refunded | open", "'paid || refunded || open'"),
+        ("new || paid | refunded", "'new || paid || refunded'"),
+        ("price > 5", "sql"),
+        ("price >= 5 || paid", "sql"),
+        ("region = 'eu'", "sql"),
+        ("region='eu'", "sql"),
+        ("TAGS IS NOT NULL", "sql"),
+        ("price between 5 and 9", "sql"),
+        ("region IN ('eu', 'us')", "sql"),
+        ("a AND b", "sql"),
+        ("paid && open", "sql"),
     ],
 )
 def test_what_would_select_nothing_is_refused_with_a_remedy(expression, meant):
@@ -72,8 +82,13 @@ def test_nothing_and_a_star_mean_all_and_no_tag_is_refused():
 @for_each(
     "text, number",
     [
-        ("", 0), ("a", 97), ("TagA", 2598919), ("TagB", 2598920), ("TAG_LONG_ENOUGH_TO_OVERFLOW", -1945996843),
-        ("中文", 646394), ("😀", 1772899),
+        ("", 0),
+        ("a", 97),
+        ("TagA", 2598919),
+        ("TagB", 2598920),
+        ("TAG_LONG_ENOUGH_TO_OVERFLOW", -1945996843),
+        ("中文", 646394),
+        ("😀", 1772899),
     ],
 )
 def test_texts_hash_as_in_java(text, number):

@@ -5,6 +5,18 @@ from tests.real_brokers.jars import NEWEST, VERSIONS, CannotRun, check_machine, 
 from tests.real_brokers.programs import JavaConsumer, JavaMachine, JavaMessage, JavaOffsetStore, JavaProducer
 
 __all__ = [
-    "NEWEST", "VERSIONS", "CannotRun", "JavaConsumer", "JavaMachine", "JavaMessage", "JavaOffsetStore", "JavaProducer",
-    "RealBroker", "RealCluster", "Sent", "check_machine", "jars", "wait_until",
-]  # fmt: skip
+    "NEWEST",
+    "VERSIONS",
+    "CannotRun",
+    "JavaConsumer",
+    "JavaMachine",
+    "JavaMessage",
+    "JavaOffsetStore",
+    "JavaProducer",
+    "RealBroker",
+    "RealCluster",
+    "Sent",
+    "check_machine",
+    "jars",
+    "wait_until",
+]

@@ -31,12 +31,19 @@ _PULL_WITH_SUBSCRIPTION = 4  # neither commit nor suspend
 _given_ports: set[int] = set()
 
 _BROKER_SETTINGS: dict[str, object] = {
-    "brokerClusterName": CLUSTER, "brokerIP1": "127.0.0.1", "brokerIP2": "127.0.0.1", "enablePropertyFilter": True,
-    "mappedFileSizeCommitLog": 16 << 20, "mappedFileSizeConsumeQueue": 600_000, "maxHashSlotNum": 1000,
-    "maxIndexNum": 5000, "diskMaxUsedSpaceRatio": 99, "waitTimeMillsInSendQueue": 10_000,
+    "brokerClusterName": CLUSTER,
+    "brokerIP1": "127.0.0.1",
+    "brokerIP2": "127.0.0.1",
+    "enablePropertyFilter": True,
+    "mappedFileSizeCommitLog": 16 << 20,
+    "mappedFileSizeConsumeQueue": 600_000,
+    "maxHashSlotNum": 1000,
+    "maxIndexNum": 5000,
+    "diskMaxUsedSpaceRatio": 99,
+    "waitTimeMillsInSendQueue": 10_000,
     "timerFlushIntervalMs": 10_000,  # of the 37 MB of timers: each second it takes a quarter of a core
     "transactionMetricFlushInterval": 500,  # for as long, at first, 5.3 and later spin: 10 s of a core if left alone
-}  # fmt: skip
+}
 
 
 MadeOf = tuple[dict[str, object], tuple[str, ...], tuple[str, str] | None, dict[str, str]]
@@ -152,17 +159,27 @@ class RealBroker(RealServer):
     main = "org.apache.rocketmq.broker.BrokerStartup"
 
     def __init__(
-        self, version: str, directory: Path, port: int, name: str, broker_id: int, name_server: RealNameServer,
+        self,
+        version: str,
+        directory: Path,
+        port: int,
+        name: str,
+        broker_id: int,
+        name_server: RealNameServer,
         made_of: MadeOf,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.made_of = made_of
         settings, jvm_options, account, home_files = made_of
         store = directory / "store"
         own = {
-            "brokerName": name, "brokerId": broker_id, "namesrvAddr": name_server.address, "haListenPort": port + 1,
+            "brokerName": name,
+            "brokerId": broker_id,
+            "namesrvAddr": name_server.address,
+            "haListenPort": port + 1,
             "brokerRole": "ASYNC_MASTER" if broker_id == MASTER_ID else "SLAVE",
-            "storePathRootDir": store, "storePathCommitLog": store / "commitlog",
-        }  # fmt: skip
+            "storePathRootDir": store,
+            "storePathCommitLog": store / "commitlog",
+        }
         super().__init__(version, directory, port, {**_BROKER_SETTINGS, **own, **settings})
         self.peer.account = account
         self.name, self.broker_id, self._name_server = name, broker_id, name_server
@@ -205,15 +222,29 @@ class RealBroker(RealServer):
         return f'"{self.address}"'.encode() in answer.body
 
     def create_topic(
-        self, name: str, queues: int = 4, *, read_queues: int | None = None, write_queues: int | None = None,
-        perm: int = 6, order: bool = False, attributes: str | None = None,
-    ) -> tuple[int, int]:  # fmt: skip
+        self,
+        name: str,
+        queues: int = 4,
+        *,
+        read_queues: int | None = None,
+        write_queues: int | None = None,
+        perm: int = 6,
+        order: bool = False,
+        attributes: str | None = None,
+    ) -> tuple[int, int]:
         """Make or change a topic at this broker; its route follows a moment later. Returns its numbers of queues."""
         read, write = (queues if each is None else each for each in (read_queues, write_queues))
         fields = {
-            "topic": name, "defaultTopic": "TBW102", "readQueueNums": read, "writeQueueNums": write, "perm": perm,
-            "topicFilterType": "SINGLE_TAG", "topicSysFlag": 0, "order": order, "attributes": attributes,
-        }  # fmt: skip
+            "topic": name,
+            "defaultTopic": "TBW102",
+            "readQueueNums": read,
+            "writeQueueNums": write,
+            "perm": perm,
+            "topicFilterType": "SINGLE_TAG",
+            "topicSysFlag": 0,
+            "order": order,
+            "attributes": attributes,
+        }
         self.peer.call(RequestCode.UPDATE_AND_CREATE_TOPIC, fields)
         return read, write
 
@@ -267,10 +298,18 @@ class RealBroker(RealServer):
         offset, end = max(self.min_offset(topic, queue_id), 0), self.max_offset(topic, queue_id)
         while offset < end:
             fields = {
-                "consumerGroup": "pyrocket-look", "topic": topic, "queueId": queue_id, "queueOffset": offset,
-                "maxMsgNums": 32, "sysFlag": _PULL_WITH_SUBSCRIPTION, "commitOffset": 0, "suspendTimeoutMillis": 0,
-                "subscription": "*", "subVersion": 0, "expressionType": "TAG",
-            }  # fmt: skip
+                "consumerGroup": "pyrocket-look",
+                "topic": topic,
+                "queueId": queue_id,
+                "queueOffset": offset,
+                "maxMsgNums": 32,
+                "sysFlag": _PULL_WITH_SUBSCRIPTION,
+                "commitOffset": 0,
+                "suspendTimeoutMillis": 0,
+                "subscription": "*",
+                "subVersion": 0,
+                "expressionType": "TAG",
+            }
             later = (ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_RETRY_IMMEDIATELY, ResponseCode.PULL_OFFSET_MOVED)
             answer = self.peer.call(RequestCode.PULL_MESSAGE, fields, accept=(0, *later))
             if answer.code == 0:
@@ -284,11 +323,19 @@ class RealBroker(RealServer):
     def send(self, topic: str, body: bytes, properties: Mapping[str, str], queue_id: int, flag: int = 0) -> Sent:
         """Store one message; Refused if several attempts did not."""
         fields = {
-            "producerGroup": "pyrocket-tests", "topic": topic, "defaultTopic": "TBW102", "defaultTopicQueueNums": 4,
-            "queueId": queue_id, "sysFlag": 0, "bornTimestamp": time.time_ns() // 1_000_000, "flag": flag,
+            "producerGroup": "pyrocket-tests",
+            "topic": topic,
+            "defaultTopic": "TBW102",
+            "defaultTopicQueueNums": 4,
+            "queueId": queue_id,
+            "sysFlag": 0,
+            "bornTimestamp": time.time_ns() // 1_000_000,
+            "flag": flag,
             "properties": "".join(f"{name}\x01{value}\x02" for name, value in properties.items()),
-            "reconsumeTimes": 0, "unitMode": False, "batch": False,
-        }  # fmt: skip
+            "reconsumeTimes": 0,
+            "unitMode": False,
+            "batch": False,
+        }
         for attempt in itertools.count(1):
             try:
                 answer = self.peer.call(RequestCode.SEND_MESSAGE, fields, body, accept=(0, 10, 11, 12))
@@ -346,10 +393,16 @@ class RealCluster:
                     raise
 
     def become(
-        self, brokers: int = 1, *, slaves: int = 0, settings: Mapping[str, object] | None = None,
-        jvm_options: Sequence[str] = (), account: tuple[str, str] | None = None,
-        home_files: Mapping[str, str] | None = None, lock_expiry_s: float = 60.0,
-    ) -> None:  # fmt: skip
+        self,
+        brokers: int = 1,
+        *,
+        slaves: int = 0,
+        settings: Mapping[str, object] | None = None,
+        jvm_options: Sequence[str] = (),
+        account: tuple[str, str] | None = None,
+        home_files: Mapping[str, str] | None = None,
+        lock_expiry_s: float = 60.0,
+    ) -> None:
         """Have the brokers that a cluster started with these options has, and return when each is ready.
 
         Those that are as they should be go on, with all they hold, and are started again if they were stopped; the
@@ -412,9 +465,7 @@ class RealCluster:
         """Return the broker `broker-a`, or the slave `broker-a-1`."""
         return self._brokers[name]
 
-    def create_topic(
-        self, name: str, queues: int = 4, *, brokers: Sequence[str] | None = None, **options: Any
-    ) -> None:
+    def create_topic(self, name: str, queues: int = 4, *, brokers: Sequence[str] | None = None, **options: Any) -> None:
         """Make or change a topic, with so many queues on each master (or on those named); returns when it is routed."""
         chosen = self.brokers if brokers is None else [self.broker(each) for each in brokers]
         expected = {broker.name: broker.create_topic(name, queues, **options) for broker in chosen}
@@ -427,10 +478,18 @@ class RealCluster:
         self.name_server_node.peer.call(RequestCode.DELETE_TOPIC_IN_NAMESRV, {"topic": name, "clusterName": CLUSTER})
 
     def send(
-        self, topic: str, body: bytes | Callable[[int], bytes] = b"-", *, count: int = 1, tags: str | None = None,
-        keys: Iterable[str] = (), properties: Mapping[str, str] | None = None, queue_id: int | None = None,
-        delay_level: int = 0, broker_name: str | None = None,
-    ) -> list[Sent]:  # fmt: skip
+        self,
+        topic: str,
+        body: bytes | Callable[[int], bytes] = b"-",
+        *,
+        count: int = 1,
+        tags: str | None = None,
+        keys: Iterable[str] = (),
+        properties: Mapping[str, str] | None = None,
+        queue_id: int | None = None,
+        delay_level: int = 0,
+        broker_name: str | None = None,
+    ) -> list[Sent]:
         """Store `count` messages one after the other, over all queues in turn unless `queue_id` is given.
 
         `body` may be a function of the message's number. A topic that does not exist is made by the first message.

@@ -76,9 +76,16 @@ def _resolve(version: str, partial: Path) -> None:
     if maven is None:
         raise CannotRun(NO_MAVEN)
     command = [
-        maven, "-q", "-B", "-f", str(HERE / "pom.xml"), f"-Drocketmq={version}", "dependency:copy-dependencies",
-        f"-DoutputDirectory={partial}", "-DincludeScope=runtime",
-    ]  # fmt: skip
+        maven,
+        "-q",
+        "-B",
+        "-f",
+        str(HERE / "pom.xml"),
+        f"-Drocketmq={version}",
+        "dependency:copy-dependencies",
+        f"-DoutputDirectory={partial}",
+        "-DincludeScope=runtime",
+    ]
     for _ in range(RESOLVE_ATTEMPTS):
         shutil.rmtree(partial, ignore_errors=True)
         try:

@@ -77,9 +77,16 @@ class JavaProcess:
     """
 
     def __init__(
-        self, version: str, main: str, arguments: Sequence[str], directory: Path, *,
-        options: Sequence[str] = ("-Xmx128m",), with_parent: bool = True, piped: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        version: str,
+        main: str,
+        arguments: Sequence[str],
+        directory: Path,
+        *,
+        options: Sequence[str] = ("-Xmx128m",),
+        with_parent: bool = True,
+        piped: bool = False,
+    ) -> None:
         """Start `main` of a RocketMQ release. Output goes to `log`, standard output to a pipe if `piped`.
 
         `with_parent=False` is for programs that watch their standard input themselves.
@@ -91,16 +98,28 @@ class JavaProcess:
         self.log = directory / "output.log"
         watched = ["WithParent", main] if with_parent else [main]
         command = [
-            java_tool("java"), *_SMALL_AND_QUICK, *_OPENED, *options,
-            f"-Duser.home={directory}", f"-Djava.io.tmpdir={directory}",
+            java_tool("java"),
+            *_SMALL_AND_QUICK,
+            *_OPENED,
+            *options,
+            f"-Duser.home={directory}",
+            f"-Djava.io.tmpdir={directory}",
             f"-Drocketmq.client.localOffsetStoreDir={directory / 'offsets'}",
-            "-cp", class_path(version), *watched, *arguments,
-        ]  # fmt: skip
+            "-cp",
+            class_path(version),
+            *watched,
+            *arguments,
+        ]
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE if piped else output, stderr=output,
-                cwd=directory, env={**os.environ, "ROCKETMQ_HOME": str(home)}, start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if piped else output,
+                stderr=output,
+                cwd=directory,
+                env={**os.environ, "ROCKETMQ_HOME": str(home)},
+                start_new_session=True,
+            )
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
         _alive.add(self)
 

@@ -110,19 +110,36 @@ class JavaProducer(JavaClient):
         self.ask({**options, "do": "Produce"})
 
     def send(
-        self, topic: str, body: bytes = b"-", *, count: int = 1, batch: bool = False, tags: str | None = None,
-        keys: Iterable[str] = (), properties: Mapping[str, str] | None = None, sharding_key: str | None = None,
-        delay_level: int | None = None, deliver_at_ms: int | None = None,
-    ) -> list[dict[str, Any]]:  # fmt: skip
+        self,
+        topic: str,
+        body: bytes = b"-",
+        *,
+        count: int = 1,
+        batch: bool = False,
+        tags: str | None = None,
+        keys: Iterable[str] = (),
+        properties: Mapping[str, str] | None = None,
+        sharding_key: str | None = None,
+        delay_level: int | None = None,
+        deliver_at_ms: int | None = None,
+    ) -> list[dict[str, Any]]:
         """Send messages one after the other, or all in one batch.
 
         Returns for each (or for the batch): status, messageId, offsetMessageId, brokerName, queueId, queueOffset.
         """
         command: dict[str, object] = {
-            "do": "send", "topic": topic, "body": base64.b64encode(body).decode(), "count": count, "batch": batch,
-            "tags": tags, "keys": " ".join(keys) or None, "shardingKey": sharding_key, "delayLevel": delay_level,
-            "deliverMs": deliver_at_ms, **{f"property.{name}": value for name, value in (properties or {}).items()},
-        }  # fmt: skip
+            "do": "send",
+            "topic": topic,
+            "body": base64.b64encode(body).decode(),
+            "count": count,
+            "batch": batch,
+            "tags": tags,
+            "keys": " ".join(keys) or None,
+            "shardingKey": sharding_key,
+            "delayLevel": delay_level,
+            "deliverMs": deliver_at_ms,
+            **{f"property.{name}": value for name, value in (properties or {}).items()},
+        }
         messages: list[dict[str, Any]] = self.ask(command, timeout_s=60 + count)["messages"]
         return messages
 
@@ -150,12 +167,20 @@ class JavaConsumer(JavaClient):
         """What was consumed so far, oldest first."""
         return [
             JavaMessage(
-                MessageQueue(each["topic"], each["brokerName"], each["queueId"]), each["queueOffset"],
-                base64.b64decode(each["body"]), each["messageId"], each["tags"], each["keys"], each["reconsumeTimes"],
-                each["consumed"], each["flag"], each["sysFlag"], each["properties"],
+                MessageQueue(each["topic"], each["brokerName"], each["queueId"]),
+                each["queueOffset"],
+                base64.b64decode(each["body"]),
+                each["messageId"],
+                each["tags"],
+                each["keys"],
+                each["reconsumeTimes"],
+                each["consumed"],
+                each["flag"],
+                each["sysFlag"],
+                each["properties"],
             )
             for each in self.of_kind("message")
-        ]  # fmt: skip
+        ]
 
     def queues(self, topic: str) -> set[MessageQueue]:
         """Return the queues of a topic that are held now."""

@@ -36,9 +36,14 @@ class Peer:
         self._socket: socket.socket | None = None
 
     def call(
-        self, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"", *,
-        timeout_s: float = 10, accept: Collection[int] = (0,),
-    ) -> RemotingCommand:  # fmt: skip
+        self,
+        code: int,
+        fields: Mapping[str, object] | None = None,
+        body: bytes = b"",
+        *,
+        timeout_s: float = 10,
+        accept: Collection[int] = (0,),
+    ) -> RemotingCommand:
         """Send a request and return its answer: OSError if there is none, Refused if its code is not in `accept`."""
         texts = {name: as_text(value) for name, value in (fields or {}).items() if value is not None}
         if self.account is not None:

@@ -31,9 +31,18 @@ LASTS_S = 4.0
 SILENT_S = 12.0
 
 PLAN = Plan(
-    options=DEFAULTS, members=0, queues=3, faults=(), failing=0.0, slow=0.1, slowest_s=3.0, quickest_s=0.02, rate=4.0,
-    bursts=(1, 2), calm_s=70.0,
-)  # fmt: skip
+    options=DEFAULTS,
+    members=0,
+    queues=3,
+    faults=(),
+    failing=0.0,
+    slow=0.1,
+    slowest_s=3.0,
+    quickest_s=0.02,
+    rate=4.0,
+    bursts=(1, 2),
+    calm_s=70.0,
+)
 
 CALLS = ("start", "take-over", "hand-over", "reset", "unsubscribe", "close")
 

@@ -49,9 +49,14 @@ class Member:
     """One consumer process: started, closed, killed, started again."""
 
     def __init__(
-        self, name: str, world: World, history: History, cluster: EmbeddedCluster, plan: Plan,
+        self,
+        name: str,
+        world: World,
+        history: History,
+        cluster: EmbeddedCluster,
+        plan: Plan,
         ledger: Ledger | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.plan = name, plan
         self.member: GroupMember | None = None
         self.process: Process | None = None
@@ -62,9 +67,13 @@ class Member:
         self._ledger = ledger
         self.store = ledger.store() if ledger is not None else None
         self.config = ConsumerConfig(
-            group=GROUP, name_server=cluster.name_server, orderly=plan.orderly, offset_store=self.store,
-            message_model="broadcasting" if plan.broadcasting else "clustering", **plan.options,
-        )  # fmt: skip
+            group=GROUP,
+            name_server=cluster.name_server,
+            orderly=plan.orderly,
+            offset_store=self.store,
+            message_model="broadcasting" if plan.broadcasting else "clustering",
+            **plan.options,
+        )
 
     @property
     def running(self) -> bool:

@@ -123,9 +123,16 @@ class Producing:
         self.world = World(seed)
         self.random = self.world.random
         self.embedded = EmbeddedCluster(
-            brokers=plan.brokers, slaves=1, version=plan.version, auto_create_topics=False, loop=self.world,
-            first_port=10_000, seed=seed, wall_clock=lambda: EPOCH + self.world.now, record_limit=1,
-        )  # fmt: skip
+            brokers=plan.brokers,
+            slaves=1,
+            version=plan.version,
+            auto_create_topics=False,
+            loop=self.world,
+            first_port=10_000,
+            seed=seed,
+            wall_clock=lambda: EPOCH + self.world.now,
+            record_limit=1,
+        )
         self.sent = Sent()
         self._numbers = 0
         self._troubled: dict[EmbeddedNode, Fault] = {}
@@ -205,13 +212,22 @@ class Producing:
             )
         self.sender.begin(
             Sending(
-                topic=TOPIC, shown_topic=TOPIC, body=body, properties="" if stream.batch else properties[0],
-                message_ids=ids, waiting=Waiter(given, self.world.time, ended.set), timeout_s=given.timeout_s,
-                born_at_ms=int((EPOCH + self.world.now) * 1000), deadline=self.world.now + given.timeout_s,
-                is_batch=bool(stream.batch), is_oneway=stream.is_oneway, queue=stream.queue,
-                sharding_key=stream.sharding_key, is_waited_for=stream.is_waited_for,
+                topic=TOPIC,
+                shown_topic=TOPIC,
+                body=body,
+                properties="" if stream.batch else properties[0],
+                message_ids=ids,
+                waiting=Waiter(given, self.world.time, ended.set),
+                timeout_s=given.timeout_s,
+                born_at_ms=int((EPOCH + self.world.now) * 1000),
+                deadline=self.world.now + given.timeout_s,
+                is_batch=bool(stream.batch),
+                is_oneway=stream.is_oneway,
+                queue=stream.queue,
+                sharding_key=stream.sharding_key,
+                is_waited_for=stream.is_waited_for,
             )
-        )  # fmt: skip
+        )
         return ended
 
     # --- the brokers

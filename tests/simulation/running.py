@@ -58,9 +58,13 @@ def lived_through(worlds: Iterable[tuple[str, str, Callable[[], object]]], first
 
 
 def main(
-    module: str, doc: str | None, plans: Mapping[str, Any], mistakes: Mapping[str, Callable[[], None]],
-    live: Callable[[int, Any], Any], check: Callable[[Any, Any], None],
-) -> int:  # fmt: skip
+    module: str,
+    doc: str | None,
+    plans: Mapping[str, Any],
+    mistakes: Mapping[str, Callable[[], None]],
+    live: Callable[[int, Any], Any],
+    check: Callable[[Any, Any], None],
+) -> int:
     """Run the plans on some seeds."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--plan", choices=plans, action="append", help="default: each; repeatable")

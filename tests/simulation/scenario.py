@@ -20,7 +20,10 @@ from tests.simulation.plans import CALLS, EPOCH, NODES, Plan
 from tests.simulation.world import START_S, Transport, World
 
 REFUSALS = (
-    ResponseCode.SYSTEM_ERROR, ResponseCode.SYSTEM_BUSY, ResponseCode.SERVICE_NOT_AVAILABLE, ResponseCode.FLOW_CONTROL,
+    ResponseCode.SYSTEM_ERROR,
+    ResponseCode.SYSTEM_BUSY,
+    ResponseCode.SERVICE_NOT_AVAILABLE,
+    ResponseCode.FLOW_CONTROL,
 )
 
 
@@ -32,8 +35,14 @@ class Scenario:
         self.world = World(seed)
         self.random = self.world.random
         self.cluster = EmbeddedCluster(
-            brokers=plan.brokers, version=plan.version, loop=self.world, first_port=10_000, seed=seed,
-            wall_clock=lambda: EPOCH + self.world.now, record_limit=1_000_000, delay_scale=0.1,
+            brokers=plan.brokers,
+            version=plan.version,
+            loop=self.world,
+            first_port=10_000,
+            seed=seed,
+            wall_clock=lambda: EPOCH + self.world.now,
+            record_limit=1_000_000,
+            delay_scale=0.1,
             side_by_side_s=plan.side_by_side_s,
         )
         self.queues = plan.queues if isinstance(plan.queues, int) else self.random.choice(plan.queues)

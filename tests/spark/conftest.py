@@ -79,8 +79,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "spark_connect": "" if find_spec("grpc") is not None else "pyspark[connect] is not installed",
         "spark_delta": "" if DELTA in os.environ else f"{DELTA} does not name Delta's package",
     }
-    reasons = {item: reason for item in with_spark for name, reason in lacking.items()
-               if reason and item.get_closest_marker(name)}  # fmt: skip
+    reasons = {
+        item: reason
+        for item in with_spark
+        for name, reason in lacking.items()
+        if reason and item.get_closest_marker(name)
+    }
     left_out = with_spark if why else reasons.keys()
     if not left_out:
         return

@@ -44,8 +44,12 @@ class Life:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(PROGRAM), *arguments],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
-            )  # fmt: skip
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
 
     def check(self) -> None:
         """Fail if it has ended by itself."""
@@ -133,8 +137,10 @@ def test_a_killed_query_delivers_every_message_exactly_once(spark_environment: d
                 until(begun, f"a batch begun in life {number + 1}; {life.log} tells why", LIFE_S)
                 time.sleep(rng.uniform(0, 1.5))
             life.kill()
-            print(f"{time.monotonic() - began:6.1f} s  kill {number + 1}: {planned(tmp_path)} batches begun, "
-                  f"{delivered(tmp_path)} messages in files")  # fmt: skip
+            print(
+                f"{time.monotonic() - began:6.1f} s  kill {number + 1}: {planned(tmp_path)} batches begun, "
+                f"{delivered(tmp_path)} messages in files"
+            )
         killed_at = delivered(tmp_path)
         life = Life(cluster.name_server, tmp_path, most_per_batch, environment)
         try:

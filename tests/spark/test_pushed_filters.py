@@ -186,9 +186,11 @@ def cluster():
         cluster.create_topic("orders", queues=2)
         for number in range(200):
             cluster.send(
-                "orders", tags=("paid", "open", None)[number % 3], queue_id=number % 2,
+                "orders",
+                tags=("paid", "open", None)[number % 3],
+                queue_id=number % 2,
                 stored_at_ms=FIRST_MS + number * 1000,
-            )  # fmt: skip
+            )
         yield cluster
 
 
@@ -432,8 +434,13 @@ def test_no_row_is_missed_whatever_is_asked(version, seed):
             stored_ms = now_ms - chance.choice((0, 0, 0, 1, CLOCK_SKEW_MS))  # by a master whose clock is behind
             (sent,) = cluster.send("orders", tags=tag, queue_id=queue_id, stored_at_ms=stored_ms)
             messages.append((queue_id, sent.queue_offset, stored_ms, tag))
-        kinds = {"EqualTo": lambda a, b: a == b, "GreaterThan": lambda a, b: a > b, "LessThan": lambda a, b: a < b,
-                 "GreaterThanOrEqual": lambda a, b: a >= b, "LessThanOrEqual": lambda a, b: a <= b}  # fmt: skip
+        kinds = {
+            "EqualTo": lambda a, b: a == b,
+            "GreaterThan": lambda a, b: a > b,
+            "LessThan": lambda a, b: a < b,
+            "GreaterThanOrEqual": lambda a, b: a >= b,
+            "LessThanOrEqual": lambda a, b: a <= b,
+        }
         for _ in range(15):
             filters, left = [], messages
             for _ in range(chance.randrange(1, 4)):

@@ -145,9 +145,23 @@ def test_a_frame_that_was_read_can_be_written(embedded, sink):
     embedded.create_topic("copies", queues=2)
     now = datetime.fromtimestamp(time.time(), UTC)
     row = (
-        "orders", read.queue.broker_name, read.queue.queue_id, read.queue_offset, read.message_id, read.tags,
-        " ".join(read.keys), read.body, dict(read.properties), 0, 0, 0, now, now, "h", "h",
-    )  # fmt: skip
+        "orders",
+        read.queue.broker_name,
+        read.queue.queue_id,
+        read.queue_offset,
+        read.message_id,
+        read.tags,
+        " ".join(read.keys),
+        read.body,
+        dict(read.properties),
+        0,
+        0,
+        0,
+        now,
+        now,
+        "h",
+        "h",
+    )
     sink(topic="copies").write(READ_SCHEMA, row)
     (written,) = embedded.messages("copies")
     assert (written.body, written.tags, list(written.keys), own(written)) == (b"x", "t", ["k1", "k2"], {"a": "b"})

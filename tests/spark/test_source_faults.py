@@ -335,9 +335,12 @@ def test_a_damaged_body_ends_no_query_that_bears_it(embedded, word, read):
         record = encode_message(StoredMessage("orders", b"no zlib", queue_offset=number, sys_flag=flag))
         fields = {"nextBeginOffset": str(number + 1), "minOffset": "0", "maxOffset": "10"}
         everywhere(
-            embedded, RequestCode.PULL_MESSAGE, answer(0, "FOUND", fields, record), times=None,
+            embedded,
+            RequestCode.PULL_MESSAGE,
+            answer(0, "FOUND", fields, record),
+            times=None,
             when=lambda command, at=str(number): command.fields["queueOffset"] == at,
-        )  # fmt: skip
+        )
     failed = pytest.raises(ReadFailed, match="at offset 1 failed after 1 try: its body cannot be unpacked")
     with running(embedded, checkpoint, **FROM_FIRST) as run, failed:
         run.batch()

@@ -57,9 +57,13 @@ def wanted(begin, end, queue_id=0, topic="orders"):
 def options(cluster, *, tags="*", account=(None, None), retries=1, request_timeout_s=10.0, namespace=None, **others):
     access_key, secret_key = account
     client = ClientOptions(
-        name_server=cluster.name_server, retries=retries, request_timeout_s=request_timeout_s, namespace=namespace,
-        access_key=access_key, secret_key=secret_key,
-    )  # fmt: skip
+        name_server=cluster.name_server,
+        retries=retries,
+        request_timeout_s=request_timeout_s,
+        namespace=namespace,
+        access_key=access_key,
+        secret_key=secret_key,
+    )
     return ReadOptions(client=client, **{"selector": parse_subscription("", tags), **others})
 
 
@@ -106,12 +110,23 @@ def test_every_column_is_what_the_message_says(embedded, broker):
     for message in embedded.messages("orders"):
         row = by_place[message.queue.queue_id, message.queue_offset]
         assert {**row, "properties": dict(row["properties"])} == {
-            "topic": "orders", "brokerName": "broker-a", "queueId": message.queue.queue_id,
-            "queueOffset": message.queue_offset, "msgId": message.message_id, "tags": "A", "keys": "k1 k2",
-            "body": message.body, "properties": message.properties, "flag": 0, "sysFlag": message.sys_flag,
-            "reconsumeTimes": 0, "bornTimestamp": message.born_at, "storeTimestamp": message.stored_at,
-            "bornHost": message.born_host, "storeHost": message.store_host,
-        }  # fmt: skip
+            "topic": "orders",
+            "brokerName": "broker-a",
+            "queueId": message.queue.queue_id,
+            "queueOffset": message.queue_offset,
+            "msgId": message.message_id,
+            "tags": "A",
+            "keys": "k1 k2",
+            "body": message.body,
+            "properties": message.properties,
+            "flag": 0,
+            "sysFlag": message.sys_flag,
+            "reconsumeTimes": 0,
+            "bornTimestamp": message.born_at,
+            "storeTimestamp": message.stored_at,
+            "bornHost": message.born_host,
+            "storeHost": message.store_host,
+        }
 
 
 def test_a_range_is_read_from_its_begin_to_before_its_end(embedded, broker):

@@ -46,8 +46,9 @@ def test_messages_go_through_a_stream_and_are_read_back(spark, cluster, names, t
     for topic in (first, second):
         cluster.create_topic(topic, queues=2)
     for queue_id in range(2):
-        cluster.send(first, b"order", count=20, tags="paid", keys=["k1", "k2"], properties={"region": "eu"},
-                     queue_id=queue_id)  # fmt: skip
+        cluster.send(
+            first, b"order", count=20, tags="paid", keys=["k1", "k2"], properties={"region": "eu"}, queue_id=queue_id
+        )
     orders = stream(spark, cluster, first, tags="paid || open").drop("brokerName", "queueId")
     query = copy(orders, cluster, second, tmp_path / "checkpoint")
     copied = read(spark, cluster, second)

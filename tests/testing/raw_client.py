@@ -64,9 +64,16 @@ class RawClient:
         return self.answer(self.post(*what, **options), timeout_s)
 
     def post(
-        self, what: Header | int, fields: Mapping[str, object] | None = None, body: bytes = b"", *,
-        version: int = 401, language: str = "PYTHON", header_type: int = JSON_HEADER, oneway: bool = False,
-    ) -> int:  # fmt: skip
+        self,
+        what: Header | int,
+        fields: Mapping[str, object] | None = None,
+        body: bytes = b"",
+        *,
+        version: int = 401,
+        language: str = "PYTHON",
+        header_type: int = JSON_HEADER,
+        oneway: bool = False,
+    ) -> int:
         """Send a request without waiting; return its opaque."""
         if isinstance(what, Header):
             command = request(what, body)
@@ -125,8 +132,15 @@ class RawClient:
 
     # --- requests tests make often
 
-    def heartbeat(self, group: str, *topics: str, model: str = "CLUSTERING", version: int = 401, expression: str = "*",
-                  sub_version: int = 1) -> RemotingCommand:
+    def heartbeat(
+        self,
+        group: str,
+        *topics: str,
+        model: str = "CLUSTERING",
+        version: int = 401,
+        expression: str = "*",
+        sub_version: int = 1,
+    ) -> RemotingCommand:
         """Join a group with subscriptions to `topics` (and its retry topic, when clustering)."""
         retry = [f"%RETRY%{group}"] if model == "CLUSTERING" else []
         subscriptions = tuple(
@@ -140,23 +154,50 @@ class RawClient:
         """Pull with a subscription of its own and without waiting, unless told otherwise."""
         return self.answer(self.post_pull(topic, queue_id, offset, **others))
 
-    def post_pull(self, topic: str, queue_id: int, offset: int, *, code: int = RequestCode.PULL_MESSAGE,
-                  **others: object) -> int:
+    def post_pull(
+        self, topic: str, queue_id: int, offset: int, *, code: int = RequestCode.PULL_MESSAGE, **others: object
+    ) -> int:
         fields: dict[str, object] = {
-            "consumerGroup": "G", "topic": topic, "queueId": queue_id, "queueOffset": offset, "maxMsgNums": 32,
-            "sysFlag": 4, "commitOffset": 0, "suspendTimeoutMillis": 0, "subscription": "*", "subVersion": 0,
+            "consumerGroup": "G",
+            "topic": topic,
+            "queueId": queue_id,
+            "queueOffset": offset,
+            "maxMsgNums": 32,
+            "sysFlag": 4,
+            "commitOffset": 0,
+            "suspendTimeoutMillis": 0,
+            "subscription": "*",
+            "subVersion": 0,
             **others,
         }
         return self.post(code, {name: value for name, value in fields.items() if value is not None})
 
-    def produce(self, topic: str, body: bytes = b"x", *, queue_id: int = 0, properties: Mapping[str, str] | None = None,
-                code: int = RequestCode.SEND_MESSAGE, version: int = 401, **others: object) -> RemotingCommand:
+    def produce(
+        self,
+        topic: str,
+        body: bytes = b"x",
+        *,
+        queue_id: int = 0,
+        properties: Mapping[str, str] | None = None,
+        code: int = RequestCode.SEND_MESSAGE,
+        version: int = 401,
+        **others: object,
+    ) -> RemotingCommand:
         """Send a message under the long field names."""
         fields: dict[str, object] = {
-            "producerGroup": "P", "topic": topic, "defaultTopic": "TBW102", "defaultTopicQueueNums": 4,
-            "queueId": queue_id, "sysFlag": 0, "bornTimestamp": 1700000000000, "flag": 0,
-            "properties": encode_properties(properties or {}), "reconsumeTimes": 0, "unitMode": "false",
-            "batch": "false", **others,
+            "producerGroup": "P",
+            "topic": topic,
+            "defaultTopic": "TBW102",
+            "defaultTopicQueueNums": 4,
+            "queueId": queue_id,
+            "sysFlag": 0,
+            "bornTimestamp": 1700000000000,
+            "flag": 0,
+            "properties": encode_properties(properties or {}),
+            "reconsumeTimes": 0,
+            "unitMode": "false",
+            "batch": "false",
+            **others,
         }
         return self.call(code, fields, body, version=version)
 
@@ -168,8 +209,14 @@ class RawClient:
         fields = {"consumerGroup": group, "topic": topic, "queueId": queue_id, **others}
         return self.call(RequestCode.QUERY_CONSUMER_OFFSET, fields)
 
-    def reply(self, question: RemotingCommand, code: int = 0, body: bytes = b"", remark: str | None = None,
-              fields: Mapping[str, str] | None = None) -> None:
+    def reply(
+        self,
+        question: RemotingCommand,
+        code: int = 0,
+        body: bytes = b"",
+        remark: str | None = None,
+        fields: Mapping[str, str] | None = None,
+    ) -> None:
         """Answer a request of the server's."""
         self.send(RemotingCommand(code, dict(fields or {}), body, question.opaque, frame.RESPONSE_FLAG, remark))
 

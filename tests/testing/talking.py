@@ -55,5 +55,9 @@ def facts(answer: RemotingCommand) -> tuple[int, str | None, int, int, int]:
     """Return what a pull's answer says: code, remark, next, min and max offset."""
     fields = answer.fields
     return (
-        answer.code, answer.remark, int(fields["nextBeginOffset"]), int(fields["minOffset"]), int(fields["maxOffset"])
+        answer.code,
+        answer.remark,
+        int(fields["nextBeginOffset"]),
+        int(fields["minOffset"]),
+        int(fields["maxOffset"]),
     )

@@ -11,24 +11,46 @@ from tests.for_each import for_each
 NO_NAMES = ["bad name!", "", 5, None, b"T", "x" * 128, ["T"], "ö"]
 NO_COUNTS = [0, -1, "4", 1.5, True, 65_536, [4]]
 CALLS = {
-    "create_topic": ({"name": "U"}, {
-        "name": NO_NAMES, "queues": NO_COUNTS, "read_queues": [-1, "4", True], "write_queues": [-1, "4", True],
-        "perm": [-1, 8, "rw", None], "order": ["yes", 1], "brokers": [5, [5], b"broker-a"],
-    }),
+    "create_topic": (
+        {"name": "U"},
+        {
+            "name": NO_NAMES,
+            "queues": NO_COUNTS,
+            "read_queues": [-1, "4", True],
+            "write_queues": [-1, "4", True],
+            "perm": [-1, 8, "rw", None],
+            "order": ["yes", 1],
+            "brokers": [5, [5], b"broker-a"],
+        },
+    ),
     "delete_topic": ({"name": "T"}, {"name": NO_NAMES}),
-    "send": ({"topic": "T"}, {
-        "topic": NO_NAMES, "body": ["text", 5, None, lambda number: "text"], "count": [-1, "4", None, True, 1.5],
-        "tags": [5, b"t", ["t"]], "keys": [5, None, [5], b"k"], "properties": [5, "a=b", {"a": 1}, {1: "a"}],
-        "queue_id": [-1, "0", True], "delay_level": [-1, "1", None], "broker_name": [5, ""],
-        "stored_at_ms": [-1, "now", 1.5],
-    }),
-}  # fmt: skip
+    "send": (
+        {"topic": "T"},
+        {
+            "topic": NO_NAMES,
+            "body": ["text", 5, None, lambda number: "text"],
+            "count": [-1, "4", None, True, 1.5],
+            "tags": [5, b"t", ["t"]],
+            "keys": [5, None, [5], b"k"],
+            "properties": [5, "a=b", {"a": 1}, {1: "a"}],
+            "queue_id": [-1, "0", True],
+            "delay_level": [-1, "1", None],
+            "broker_name": [5, ""],
+            "stored_at_ms": [-1, "now", 1.5],
+        },
+    ),
+}
 BROKER_CALLS = {
-    "commit": ({"group": "G", "topic": "T", "offsets": {0: 1}}, {
-        "group": NO_NAMES, "topic": NO_NAMES, "offsets": [5, None, [1], {"0": 1}, {0: "1"}, {0: None}],
-    }),
+    "commit": (
+        {"group": "G", "topic": "T", "offsets": {0: 1}},
+        {
+            "group": NO_NAMES,
+            "topic": NO_NAMES,
+            "offsets": [5, None, [1], {"0": 1}, {0: "1"}, {0: None}],
+        },
+    ),
     "create_group": ({"group": "H"}, {"group": NO_NAMES}),
-}  # fmt: skip
+}
 TABLE = [
     (owner, method, name)
     for owner, calls in (("cluster", CALLS), ("broker", BROKER_CALLS))

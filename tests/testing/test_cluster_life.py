@@ -135,8 +135,14 @@ def test_the_new_master_delivers_what_the_old_one_had_to() -> None:
             half = client.produce("T", b"half", properties=properties, sysFlag=4).fields
         new = cluster.switch_master("broker-a")
         with RawClient(new.address) as client:
-            decision = {"producerGroup": "P", "tranStateTableOffset": half["queueOffset"], "commitOrRollback": 8,
-                        "commitLogOffset": int(half["msgId"][16:], 16), "fromTransactionCheck": False, "msgId": "U"}
+            decision = {
+                "producerGroup": "P",
+                "tranStateTableOffset": half["queueOffset"],
+                "commitOrRollback": 8,
+                "commitLogOffset": int(half["msgId"][16:], 16),
+                "fromTransactionCheck": False,
+                "msgId": "U",
+            }
             assert client.call(RequestCode.END_TRANSACTION, decision).code == 0
         cluster.wait_until(lambda: new.max_offset("T", 0) == 2)
         assert [message.body for message in new.messages("T")] == [b"half", b"delayed"]

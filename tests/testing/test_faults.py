@@ -112,7 +112,9 @@ def test_a_fault_now_and_then_leaves_the_other_requests_alone(broker, client):
 def test_connections_end() -> None:
     with talking(version="4.9.7") as (broker, _):
         for fault, ends, committed in (
-            (close_connection, "closed", {}), (reset_connection, "reset", {}), (handle_and_close, "closed", {0: 5})
+            (close_connection, "closed", {}),
+            (reset_connection, "reset", {}),
+            (handle_and_close, "closed", {0: 5}),
         ):
             broker.on(COMMIT, fault)
             with RawClient(broker.address) as client:

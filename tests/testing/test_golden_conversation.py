@@ -18,7 +18,9 @@ from tests.testing.raw_client import RawClient
 TOPIC = "A_gold"
 TO_NAME_SERVER = {105, 106, 206, 100, 101, 102, 219}
 NEEDS_MORE = {  # told by other tests: they need a member, a special setting or a parser
-    RequestCode.CONSUME_MESSAGE_DIRECTLY, RequestCode.CHECK_CLIENT_CONFIG, RequestCode.CHECK_TRANSACTION_STATE,
+    RequestCode.CONSUME_MESSAGE_DIRECTLY,
+    RequestCode.CHECK_CLIENT_CONFIG,
+    RequestCode.CHECK_TRANSACTION_STATE,
 }
 
 
@@ -88,8 +90,14 @@ def comparable(answer: RemotingCommand, is_half: bool) -> dict[str, Any]:
         body = [message_facts(message) for message in records(answer)]
     elif answer.body.startswith(b"{"):
         body = without_addresses(fastjson.loads(answer.body))
-    return {"code": answer.code, "remark": remark, "fields": fields, "language": answer.language,
-            "version": answer.version, "body": body}
+    return {
+        "code": answer.code,
+        "remark": remark,
+        "fields": fields,
+        "language": answer.language,
+        "version": answer.version,
+        "body": body,
+    }
 
 
 def message_facts(message: Message) -> dict[str, Any]:
@@ -101,10 +109,16 @@ def message_facts(message: Message) -> dict[str, Any]:
             properties[name] = "generated"
     in_system_topic = message.queue.topic.startswith("RMQ_SYS")
     return {
-        "topic": message.queue.topic, "queue": message.queue.queue_id,
-        "offset": None if in_system_topic else message.queue_offset, "body": message.body, "flag": message.flag,
-        "sysFlag": message.sys_flag, "times": message.reconsume_times, "crc": message.body_crc,
-        "prepared": message.prepared_transaction_offset > 0, "properties": properties,
+        "topic": message.queue.topic,
+        "queue": message.queue.queue_id,
+        "offset": None if in_system_topic else message.queue_offset,
+        "body": message.body,
+        "flag": message.flag,
+        "sysFlag": message.sys_flag,
+        "times": message.reconsume_times,
+        "crc": message.body_crc,
+        "prepared": message.prepared_transaction_offset > 0,
+        "properties": properties,
     }
 
 
@@ -127,8 +141,11 @@ def test_answers_are_those_of_a_real_broker(version: str) -> None:
             for request_entry, answer_entry in conversation(version):
                 if "offset 0 of 3" in request_entry.what:  # what was sent before it was not recorded
                     for number, tag in enumerate(("TagA", "TagB", "TagA")):
-                        to_broker.produce(TOPIC, b"gold-%d" % number, properties={
-                            "UNIQ_KEY": f"G{number}", "TAGS": tag, "KEYS": f"kg{number}"})
+                        to_broker.produce(
+                            TOPIC,
+                            b"gold-%d" % number,
+                            properties={"UNIQ_KEY": f"G{number}", "TAGS": tag, "KEYS": f"kg{number}"},
+                        )
                 asked = decode_command(request_entry.frame())
                 topic = asked.fields.get("topic", "")
                 if topic.startswith("%RETRY%") and answer_entry is not None and answer_entry.code == 0:

@@ -41,8 +41,11 @@ def test_a_java_producer_and_two_members_of_a_group(embedded: EmbeddedCluster, j
             got = first.messages + second.messages
             assert Counter(message.message_id for message in got) == Counter(each["messageId"] for each in sent)
             assert {(message.tags, message.keys, message.properties["own"]) for message in got} == {("paid", "k1", "x")}
-    committed = {(name, queue_id): offset for name in ("broker-a", "broker-b")
-                 for queue_id, offset in embedded.committed("app", "orders", name).items()}
+    committed = {
+        (name, queue_id): offset
+        for name in ("broker-a", "broker-b")
+        for queue_id, offset in embedded.committed("app", "orders", name).items()
+    }
     assert committed == {(queue.broker_name, queue.queue_id): 10 for queue in QUEUES}
 
 
@@ -76,9 +79,7 @@ def test_failed_messages_come_again_and_delayed_ones_late(embedded: EmbeddedClus
     ):
         producer.send("orders", b"delayed", delay_level=3)
         found = consumer.wait_for_messages(3)
-        assert [(message.reconsume_times, message.consumed) for message in found] == [
-            (0, False), (1, False), (2, True)
-        ]
+        assert [(message.reconsume_times, message.consumed) for message in found] == [(0, False), (1, False), (2, True)]
         assert {message.queue.topic for message in found} == {"orders"}
 
 

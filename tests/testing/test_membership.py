@@ -103,8 +103,12 @@ def test_an_empty_heartbeat_is_taken_and_none_is_not(client):
 def test_heartbeats_without_subscriptions(broker, client, version):
     def beat(fingerprint: int, without: bool) -> str | None:
         subscriptions = [] if without else [{"topic": "T", "subString": "*", "subVersion": 1}]
-        data = {"clientID": "c1", "heartbeatFingerprint": fingerprint, "withoutSub": without,
-                "consumerDataSet": [{"groupName": "G", "subscriptionDataSet": subscriptions}]}
+        data = {
+            "clientID": "c1",
+            "heartbeatFingerprint": fingerprint,
+            "withoutSub": without,
+            "consumerDataSet": [{"groupName": "G", "subscriptionDataSet": subscriptions}],
+        }
         return client.call(RequestCode.HEART_BEAT, body=fastjson.dumps(data)).fields.get("IS_SUB_CHANGE")
 
     told = [beat(77, False), beat(77, False), beat(77, True)]
@@ -195,8 +199,17 @@ def test_a_lock_ends_sixty_seconds_after_it_was_renewed() -> None:
 
 def test_check_client_config(broker, client):
     def check(kind: str) -> int:
-        body = {"clientId": "c", "group": "G", "subscriptionData": {
-            "topic": "T", "subString": "a", "expressionType": kind, "tagsSet": [], "subVersion": 1}}
+        body = {
+            "clientId": "c",
+            "group": "G",
+            "subscriptionData": {
+                "topic": "T",
+                "subString": "a",
+                "expressionType": kind,
+                "tagsSet": [],
+                "subVersion": 1,
+            },
+        }
         return client.call(RequestCode.CHECK_CLIENT_CONFIG, body=fastjson.dumps(body)).code
 
     assert [check("TAG"), check("SQL92"), check("GROOVY")] == [0, 1, 23]
@@ -205,9 +218,11 @@ def test_check_client_config(broker, client):
 
 @every_version
 def test_query_assignment(version: str) -> None:
-    with talking(version=version, queues=8) as (broker, client), RawClient(broker.address, "c2") as second, RawClient(
-        broker.address, "c3"
-    ) as third:
+    with (
+        talking(version=version, queues=8) as (broker, client),
+        RawClient(broker.address, "c2") as second,
+        RawClient(broker.address, "c3") as third,
+    ):
 
         def assigned(client_id: str, strategy: str = "AVG", model: str = "CLUSTERING") -> list[int] | None:
             asked = {"topic": "T", "consumerGroup": "G", "clientId": client_id, "strategyName": strategy}

@@ -32,7 +32,8 @@ def test_routes_are_standard_json_when_asked_for(version: str) -> None:
             found = bodies.decode_route("T", answer.body)
             assert [(data.broker_name, data.read_queues, data.perm) for data in found.queues] == [("broker-a", 2, 6)]
             assert found.brokers[0].addresses == {
-                0: cluster.broker("broker-a").address, 1: cluster.broker("broker-a-1").address
+                0: cluster.broker("broker-a").address,
+                1: cluster.broker("broker-a-1").address,
             }
         unknown = route(client, "nowhere")
         assert unknown.code == 17

@@ -25,7 +25,11 @@ def test_a_relay_changes_nothing(version: str) -> None:
         member.reply(asked, 0, b"\x00info", "remark", {"told": "y"})
         answer = admin.answer(opaque)
         assert (answer.code, answer.body, answer.remark, answer.fields, answer.language) == (
-            0, b"\x00info", "remark", {"told": "y"}, "PYTHON"
+            0,
+            b"\x00info",
+            "remark",
+            {"told": "y"},
+            "PYTHON",
         )
 
 
@@ -61,7 +65,12 @@ def test_consume_directly_carries_the_stored_message(version: str) -> None:
         assert decode_messages(asked.body)[0].body == b"hello"
         added = {} if version == "4.9.7" else {"topicSysFlag": "0", "groupSysFlag": "0"}
         assert asked.fields == {
-            "consumerGroup": "G", "clientId": "c1", "msgId": message_id, "topic": "T", "brokerName": "broker-a", **added
+            "consumerGroup": "G",
+            "clientId": "c1",
+            "msgId": message_id,
+            "topic": "T",
+            "brokerName": "broker-a",
+            **added,
         }
         member.reply(asked, body=b'{"consumeResult":"CR_SUCCESS"}')
         assert admin.answer(opaque).body == b'{"consumeResult":"CR_SUCCESS"}'
@@ -87,7 +96,8 @@ def test_the_status_of_every_member() -> None:
         second.wait_asked(asked_code)  # which stays silent, and is missing
         answer = admin.answer(opaque)
         assert (answer.remark, decode_consumer_status_table(answer.body)) == (
-            "not set any response code", {"c1": {queue: 16}}
+            "not set any response code",
+            {"c1": {queue: 16}},
         )
         nobody = admin.call(code, {"topic": "T", "group": "G", "clientAddr": "c9"})
         assert (nobody.code, decode_consumer_status_table(nobody.body)) == (0, {})

@@ -57,7 +57,8 @@ def test_what_the_broker_refuses_when_members_are_to_reset(mode: tuple[str, bool
         client.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c1", "consumerGroup": "G"})
         offline = reset(client, 7)
         assert (offline.code, offline.remark) == (
-            206, "Consumer not online, so can not reset offset, Group: G Topic: T Timestamp: 7"
+            206,
+            "Consumer not online, so can not reset offset, Group: G Topic: T Timestamp: 7",
         )
         unknown = reset(client, topic="nowhere")
         assert unknown.code == (17 if mode[0] == "5.5.0" else 1)
@@ -88,7 +89,10 @@ def test_members_are_told_in_the_form_of_the_admins_language(mode: tuple[str, bo
             [told] = member.wait_asked(RequestCode.RESET_CONSUMER_CLIENT_OFFSET)
             assert told.is_oneway
             assert told.fields == {
-                "topic": "T", "group": "G", "timestamp": "0", "isForce": "false",
+                "topic": "T",
+                "group": "G",
+                "timestamp": "0",
+                "isForce": "false",
                 **({} if mode[0] == "4.9.7" else {"queueId": "-1"}),
             }
             name = f"220_{mode[0]}{'cs' if mode[0] == '5.5.0' else ''}_admin{language}.bin"
@@ -100,9 +104,14 @@ def test_members_are_told_in_the_form_of_the_admins_language(mode: tuple[str, bo
 
 # Ten messages, 3 committed. Timestamps and the target for queue 0: 4.9 forced, 5.x at members forced, at the broker.
 TARGETS = [
-    (0, 0, 0, 0), (11_250, 5, 5, 5), (11_251, 5, 6, 6), (12_251, 9, 10, 10), (-1, 10, 10, 10), (-2, 0, 0, 10),
+    (0, 0, 0, 0),
+    (11_250, 5, 5, 5),
+    (11_251, 5, 6, 6),
+    (12_251, 9, 10, 10),
+    (-1, 10, 10, 10),
+    (-2, 0, 0, 10),
     (10**15, 9, 10, 10),
-]  # fmt: skip
+]
 
 
 @for_each("mode", BOTH)

@@ -18,10 +18,21 @@ ATTRIBUTES = sorted(name for name, value in vars(Message).items() if isinstance(
 def test_it_has_what_it_was_given():
     born, stored = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), datetime(2026, 1, 2, 3, 4, 6, tzinfo=UTC)
     made = message(
-        topic="orders", body=b"an order", tags="paid", keys=["o-1", "o-2"], properties={"region": "eu"}, queue_offset=7,
-        queue=MessageQueue("orders", "broker-b", 3), reconsume_times=2, born_at=born, stored_at=stored,
-        message_id="some-id", flag=5, born_host="10.0.0.1:2", store_host="[2001:db8::1]:10911",
-    )  # fmt: skip
+        topic="orders",
+        body=b"an order",
+        tags="paid",
+        keys=["o-1", "o-2"],
+        properties={"region": "eu"},
+        queue_offset=7,
+        queue=MessageQueue("orders", "broker-b", 3),
+        reconsume_times=2,
+        born_at=born,
+        stored_at=stored,
+        message_id="some-id",
+        flag=5,
+        born_host="10.0.0.1:2",
+        store_host="[2001:db8::1]:10911",
+    )
     assert isinstance(made, Message)
     assert (made.topic, made.body, made.tags, made.keys) == ("orders", b"an order", "paid", ("o-1", "o-2"))
     assert (made.queue, made.queue_offset) == (MessageQueue("orders", "broker-b", 3), 7)
@@ -65,10 +76,19 @@ def test_it_is_like_one_that_was_sent():
         sent = producer.send("orders", b"an order", tags="paid", keys=["o-1"], properties={"region": "eu"}, flag=3)
         (stored,) = cluster.messages("orders")
     made = message(
-        "orders", b"an order", tags="paid", keys="o-1", properties={"region": "eu"}, flag=3, queue=sent.queue,
-        message_id=sent.message_id, born_at=stored.born_at, stored_at=stored.stored_at, born_host=stored.born_host,
+        "orders",
+        b"an order",
+        tags="paid",
+        keys="o-1",
+        properties={"region": "eu"},
+        flag=3,
+        queue=sent.queue,
+        message_id=sent.message_id,
+        born_at=stored.born_at,
+        stored_at=stored.stored_at,
+        born_host=stored.born_host,
         store_host=stored.store_host,
-    )  # fmt: skip
+    )
     given_by_brokers = {"properties", "store_size"}
     for name in set(ATTRIBUTES) - given_by_brokers:
         assert getattr(made, name) == getattr(stored, name), name

@@ -33,8 +33,13 @@ def test_what_comes_again(broker, client):
     assert (again.body, again.flag, again.reconsume_times, again.topic) == (b"hello", 7, 1, "T")
     assert (again.born_at_ms, again.born_host) == (message.born_at_ms, message.born_host)
     assert again.properties == {
-        **message.properties, "RETRY_TOPIC": "T", "ORIGIN_MESSAGE_ID": message.offset_message_id, "DELAY": "1",
-        "REAL_TOPIC": "%RETRY%G", "REAL_QID": "0", "WAIT": "false",
+        **message.properties,
+        "RETRY_TOPIC": "T",
+        "ORIGIN_MESSAGE_ID": message.offset_message_id,
+        "DELAY": "1",
+        "REAL_TOPIC": "%RETRY%G",
+        "REAL_QID": "0",
+        "WAIT": "false",
     }
     send_back(client, again, 1)
     third = retried(broker, 2)

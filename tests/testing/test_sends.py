@@ -42,8 +42,12 @@ def test_both_spellings_store_the_same(broker, client, version, code):
     assert message.born_at_ms == 1700000000000
     assert (message.born_host, message.store_host) == (client.address, broker.address)
     assert answer.fields == {
-        "msgId": message.offset_message_id, "queueId": "1", "queueOffset": "0", "MSG_REGION": "DefaultRegion",
-        "TRACE_ON": "true", **({} if version == "4.9.7" else {"transactionId": "U1"}),
+        "msgId": message.offset_message_id,
+        "queueId": "1",
+        "queueOffset": "0",
+        "MSG_REGION": "DefaultRegion",
+        "TRACE_ON": "true",
+        **({} if version == "4.9.7" else {"transactionId": "U1"}),
     }
 
 
@@ -127,7 +131,10 @@ def test_a_delayed_message_appears_later(broker, client):
     message = broker.messages("T", 1)[1]
     assert message.body == b"later"
     assert {name: message.property(name) for name in ("DELAY", "REAL_TOPIC", "REAL_QID", "WAIT")} == {
-        "DELAY": "1", "REAL_TOPIC": "T", "REAL_QID": "1", "WAIT": "true"
+        "DELAY": "1",
+        "REAL_TOPIC": "T",
+        "REAL_QID": "1",
+        "WAIT": "true",
     }
 
 
@@ -196,13 +203,14 @@ def test_a_delay_level_goes_before_a_timer(broker, client):
     broker.cluster.wait_until(lambda: broker.max_offset("T", 0) == 1)
 
 
-
 @every_version
 def test_a_direct_send_to_a_retry_topic_becomes_a_dead_letter(broker, client, version):
     old = version == "4.9.7"
+
     def retry(times: int) -> None:
-        client.produce("%RETRY%G", properties={"RETRY_TOPIC": "T", "DELAY": "1"}, reconsumeTimes=times,
-                       maxReconsumeTimes=3)
+        client.produce(
+            "%RETRY%G", properties={"RETRY_TOPIC": "T", "DELAY": "1"}, reconsumeTimes=times, maxReconsumeTimes=3
+        )
 
     retry(2)
     broker.cluster.wait_until(lambda: broker.max_offset("%RETRY%G", 0) == 1)
@@ -234,7 +242,11 @@ def test_the_cluster_sends_by_itself() -> None:
         cluster.create_topic("T", queues=2)
         sent = cluster.send("T", b"same", count=8, tags="A", keys=["k1", "k2"], properties={"own": "x"})
         assert [(each.queue.broker_name, each.queue.queue_id, each.queue_offset) for each in sent[:5]] == [
-            ("broker-a", 0, 0), ("broker-a", 1, 0), ("broker-b", 0, 0), ("broker-b", 1, 0), ("broker-a", 0, 1)
+            ("broker-a", 0, 0),
+            ("broker-a", 1, 0),
+            ("broker-b", 0, 0),
+            ("broker-b", 1, 0),
+            ("broker-a", 0, 1),
         ]
         messages = cluster.messages("T")
         assert {message.message_id for message in messages} == {each.message_id for each in sent}

@@ -28,7 +28,10 @@ def test_the_tests_of_the_page_pass(block, tmp_path):
     plugin = ["-p", "pyrocket_consumer.testing.pytest_plugin", "--strict-markers", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "pytest", "-W", "error", *plugin, str(tmp_path)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(PAGE.parents[1]), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
     assert re.search(rf"\b{block.count('def test_')} passed", done.stdout), done.stdout + done.stderr

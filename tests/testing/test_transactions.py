@@ -24,8 +24,11 @@ def produce_half(client: RawClient) -> RemotingCommand:
 def ending(half: RemotingCommand, decision: int) -> dict[str, object]:
     """Return the fields of END_TRANSACTION."""
     return {
-        "producerGroup": "P", "tranStateTableOffset": half.fields["queueOffset"], "commitOrRollback": decision,
-        "commitLogOffset": parse_offset_message_id(half.fields["msgId"])[2], "fromTransactionCheck": False,
+        "producerGroup": "P",
+        "tranStateTableOffset": half.fields["queueOffset"],
+        "commitOrRollback": decision,
+        "commitLogOffset": parse_offset_message_id(half.fields["msgId"])[2],
+        "fromTransactionCheck": False,
         "msgId": "U1",
     }
 

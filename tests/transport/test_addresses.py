@@ -91,9 +91,10 @@ def addresses_of(cluster) -> list[str]:
 def test_a_consumer_goes_only_where_it_may_and_says_so_once(cluster, elsewhere):
     send_20(cluster)
     events = Events()
-    with leading(cluster, "broker-a", place(elsewhere)), consuming(
-        cluster, "orders", "g", allowed_addresses=addresses_of(cluster), on_event=events
-    ) as (consumer, seen):
+    with (
+        leading(cluster, "broker-a", place(elsewhere)),
+        consuming(cluster, "orders", "g", allowed_addresses=addresses_of(cluster), on_event=events) as (consumer, seen),
+    ):
         told = events.wait_for("address-refused")
         wait_for_broker_b(cluster, seen)
         assert place(elsewhere) in told.text and "allowed_addresses" in told.text
@@ -136,9 +137,10 @@ def test_an_invalid_address_affects_that_broker_alone(cluster, address, caplog):
     caplog.set_level(logging.DEBUG)
     send_20(cluster)
     events = Events()
-    with leading(cluster, "broker-a", address), consuming(
-        cluster, "orders", "g", on_event=events, start_wait_s=0.1
-    ) as (consumer, seen):
+    with (
+        leading(cluster, "broker-a", address),
+        consuming(cluster, "orders", "g", on_event=events, start_wait_s=0.1) as (consumer, seen),
+    ):
         wait_for_broker_b(cluster, seen)
         events.wait_for("address-refused" if address not in REAL else "broker-unreachable")
         assert consumer.state.value == "running"
@@ -161,9 +163,11 @@ def test_producer_and_admin_name_address_option_and_remedy(cluster, elsewhere):
 
     with pytest.raises(SendError, match="allowed_addresses"):
         asyncio.run(send())
-    with leading(cluster, "broker-a", place(elsewhere)), Admin(
-        name_server=cluster.name_server, allowed_addresses=addresses_of(cluster)
-    ) as admin, pytest.raises(RocketError, match="allowed_addresses"):
+    with (
+        leading(cluster, "broker-a", place(elsewhere)),
+        Admin(name_server=cluster.name_server, allowed_addresses=addresses_of(cluster)) as admin,
+        pytest.raises(RocketError, match="allowed_addresses"),
+    ):
         admin.create_topic("more")
     assert_nobody_came(elsewhere)
 

@@ -224,8 +224,9 @@ async def test_what_was_said_before_closing_still_goes_out():
             await call
         first, second = await peer.next(), await peer.next()
         assert [(each.code, each.is_oneway, each.is_response) for each in (first, second)] == [
-            (34, False, False), (35, True, False)
-        ]  # fmt: skip
+            (34, False, False),
+            (35, True, False),
+        ]
         assert await peer.rest() == b""
         assert lost.reasons == ["over"]
         with pytest.raises(ConnectionLost, match="over"):

@@ -112,8 +112,11 @@ async def test_one_damaged_frame_is_no_reason_to_wait_for_long():
 @for_each(
     "address, error",
     [
-        ("127.0.0.1", ConfigError), ("127.0.0.1:0", ConfigError), (":9876", ConfigError),
-        (f"{'x' * 64}.example:9876", ConnectError), ("a..b:9876", ConnectError),
+        ("127.0.0.1", ConfigError),
+        ("127.0.0.1:0", ConfigError),
+        (":9876", ConfigError),
+        (f"{'x' * 64}.example:9876", ConnectError),
+        ("a..b:9876", ConnectError),
     ],
 )
 async def test_an_address_that_is_none_is_an_error_that_names_it(address, error):

@@ -67,9 +67,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return await self.network.connect(self, protocol_factory, (resolved(host), port))
 
     async def create_server(
-        self, protocol_factory: Any, host: Any = None, port: Any = None, *, sock: Any = None, ssl: Any = None,
+        self,
+        protocol_factory: Any,
+        host: Any = None,
+        port: Any = None,
+        *,
+        sock: Any = None,
+        ssl: Any = None,
         **options: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if ssl is not None:
             raise NotVirtual("TLS in virtual time; mark this test live")
         return self.network.listen(self, protocol_factory, sock.getsockname() if sock else (host, port), sock)

@@ -24,8 +24,14 @@ from tests.virtual.primitives import Lock
 from tests.virtual.scheduler import ACTIVE, NotVirtual, Scheduler, current
 
 FORBIDDEN = (
-    "socket.connect", "socket.getaddrinfo", "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system",
-)  # fmt: skip
+    "socket.connect",
+    "socket.getaddrinfo",
+    "subprocess.Popen",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.system",
+)
 """What leaves the world: it would wait for something that does not run on its clock."""
 
 

@@ -399,7 +399,8 @@ def test_outside_of_a_world_nothing_is_virtual():
 @pytest.mark.parametrize(
     "leave",
     [
-        lambda: subprocess.run([sys.executable, "-c", ""]), lambda: os.system("true"),
+        lambda: subprocess.run([sys.executable, "-c", ""]),
+        lambda: os.system("true"),
         lambda: multiprocessing.get_context("spawn").Process(target=print).start(),
         lambda: socket.getaddrinfo("example.invalid", 1),
     ],

@@ -134,14 +134,9 @@ class _Execution:
         plan = PlanBody(self._topic, epoch, targets)
         planned = {each.client_id: each for each in self._plan.members}
         online = {
-            member.client_id: member
-            for member in await self._online()
-            if self._plan.member in (None, member.client_id)
+            member.client_id: member for member in await self._online() if self._plan.member in (None, member.client_id)
         }
-        outcomes = {
-            client_id: self._gone(client_id)
-            for client_id in planned.keys() - online.keys()
-        }
+        outcomes = {client_id: self._gone(client_id) for client_id in planned.keys() - online.keys()}
         foreign = [each for each in planned.values() if each.reply.kind is Reply.FOREIGN]
         spoken = [
             member for client_id, member in online.items() if client_id not in {each.client_id for each in foreign}
@@ -370,9 +365,7 @@ class _Execution:
             replies = await speak_to_all(
                 self._cluster, self._group, unknown, "status", self._id, question, self._left_s
             )
-            planned |= {
-                member.client_id: MemberPlan(member, replies[member.client_id], True, "") for member in unknown
-            }
+            planned |= {member.client_id: MemberPlan(member, replies[member.client_id], True, "") for member in unknown}
         members = [replace(planned[member.client_id], member=member) for member in online]
         way = way_for(plan.model, members)
         if way is ResetWay.BROKERS and plan.way is not ResetWay.BROKERS and not plan.all_queues:
@@ -509,9 +502,7 @@ class _Execution:
     async def _reset_counts(self, members: Sequence[Member]) -> dict[str, MemberReply]:
         """Ask members of ours how often their queues were reset, and where to."""
         question = encode_status_question(self._topic)
-        return await speak_to_all(
-            self._cluster, self._group, members, "status", self._id, question, self._left_s
-        )
+        return await speak_to_all(self._cluster, self._group, members, "status", self._id, question, self._left_s)
 
     async def _seen_by(
         self, members: Sequence[Member], resets_before: Mapping[str, MemberReply], before: Mapping[MessageQueue, int]

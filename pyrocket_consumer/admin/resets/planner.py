@@ -403,9 +403,7 @@ def _reach(
     return False, f"{reply.reason or reply.kind}; if it is one of ours, {follows} when it is well again"
 
 
-def _reach_foreign_broadcasting(
-    member: Member, brokers: Sequence[BrokerPlan], all_queues: bool
-) -> tuple[bool, str]:
+def _reach_foreign_broadcasting(member: Member, brokers: Sequence[BrokerPlan], all_queues: bool) -> tuple[bool, str]:
     if any(broker.server_side is not False for broker in brokers):
         return False, (
             f"{member.client} cannot be reset in broadcasting while the broker keeps resets "
@@ -419,9 +417,7 @@ def _reach_foreign_broadcasting(
     return True, "will be told by the broker, with offsets committed for a moment; seen after 12 to 25 s"
 
 
-def _check_brokers_can(
-    brokers: Sequence[BrokerPlan], all_queues: bool, members: Sequence[MemberPlan]
-) -> None:
+def _check_brokers_can(brokers: Sequence[BrokerPlan], all_queues: bool, members: Sequence[MemberPlan]) -> None:
     """Raise ConfigError if a broker could only reset more queues than are named."""
     if all_queues:
         return

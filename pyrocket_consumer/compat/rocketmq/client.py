@@ -48,9 +48,15 @@ from pyrocket_consumer.text import logger, shown
 from pyrocket_consumer.transport.forks import renew_locks_in_children
 
 __all__ = [
-    "ConsumeStatus", "Message", "Producer", "PushConsumer", "ReceivedMessage", "SendStatus", "TransactionMQProducer",
+    "ConsumeStatus",
+    "Message",
+    "Producer",
+    "PushConsumer",
+    "ReceivedMessage",
+    "SendStatus",
+    "TransactionMQProducer",
     "TransactionStatus",
-]  # fmt: skip
+]
 
 log = logger("compat")
 

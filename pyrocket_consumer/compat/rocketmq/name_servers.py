@@ -80,7 +80,9 @@ class _Question(threading.Thread):
         if has_account:
             raise ConfigError("a name server domain with an account in it is not allowed; use http://host:8080/nsaddr")
         if not host or parts.scheme not in ("http", "https"):
-            raise ConfigError(f"name server domain {shown(url)} is not allowed; use for example http://host:8080/nsaddr")
+            raise ConfigError(
+                f"name server domain {shown(url)} is not allowed; use for example http://host:8080/nsaddr"
+            )
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(host, port, timeout=_DOMAIN_TIMEOUT_S)
         self._path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))

@@ -46,9 +46,7 @@ class Group:
         self.loop = cluster.loop
         self.client_id = cluster.client_id
         self.rng = rng or random.Random()
-        self.subscriptions = Subscriptions.of_group(
-            self.name, broadcasting=config.broadcasting, now_ms=self.now_ms
-        )
+        self.subscriptions = Subscriptions.of_group(self.name, broadcasting=config.broadcasting, now_ms=self.now_ms)
         self.events = Events(config.on_event, self.name)
         self.tasks = Tasks(self.loop, self.surprised)
         self.closing = False

@@ -118,9 +118,17 @@ class QueueLines:
     """The lines of one window. Confined to the I/O thread, but for `known`: that is of whoever asks for keys."""
 
     __slots__ = (
-        "window", "known", "prune_above", "ready", "paused", "arrived", "is_sorting", "waits_for_former", "look",
+        "window",
+        "known",
+        "prune_above",
+        "ready",
+        "paused",
+        "arrived",
+        "is_sorting",
+        "waits_for_former",
+        "look",
         "told",
-    )  # fmt: skip
+    )
 
     def __init__(self, window: ProcessQueue) -> None:
         self.window = window
@@ -545,9 +553,7 @@ class KeyedService(Service):
                 present.waits_for_former = self._former_runs(present)
             self._touched[present] = None
 
-    def line_failed(
-        self, turn: KeyTurn, line: KeyLine, left: list[Message], rest: list[Any], suspend_s: float
-    ) -> None:
+    def line_failed(self, turn: KeyTurn, line: KeyLine, left: list[Message], rest: list[Any], suspend_s: float) -> None:
         """The listener failed for `left`; they come again first, before the `rest` of the line that the turn had."""
         lines = turn.lines
         lines.put_back(turn.chunk.listener, [*units_of(turn.chunk.listener, left), *rest])

@@ -306,9 +306,7 @@ class ThreadWorkers(_Runner):
     all the same, one more is woken.
     """
 
-    def __init__(
-        self, count: int, outcome: Outcome, consume_timeout_s: float, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, count: int, outcome: Outcome, consume_timeout_s: float, loop: asyncio.AbstractEventLoop) -> None:
         """Start the threads. `put` is to be called on `loop`."""
         super().__init__(outcome, consume_timeout_s)
         self.slots = [Slot() for _ in range(count)]

@@ -267,9 +267,7 @@ class BrokerRequests:
         elif failed_messages(result, [message])[0]:
             outcome = "CR_LATER"
         spent = int((time.perf_counter() - began) * 1000)
-        result_body = bodies.ConsumeDirectlyResult(
-            outcome, order=config.orderly, spent_time_mills=spent, remark=remark
-        )
+        result_body = bodies.ConsumeDirectlyResult(outcome, order=config.orderly, spent_time_mills=spent, remark=remark)
         return command.answer(body=bodies.encode_consume_directly_result(result_body))
 
     def _asked_to_consume(self, record: bytes, address: str) -> tuple[Message, Listener]:

@@ -78,8 +78,9 @@ class ForeignMembers:
         if silent:
             log.warning(
                 "group=%s whether members have their offsets in a database is not known, they are asked again: %s",
-                self._group.name, some_of(silent, _MOST_NAMED),
-            )  # fmt: skip
+                self._group.name,
+                some_of(silent, _MOST_NAMED),
+            )
 
     async def watch(self) -> None:
         """Tell of those that come later, or are heard later. Until cancelled."""

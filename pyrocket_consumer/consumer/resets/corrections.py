@@ -125,8 +125,13 @@ class Corrections:
             if is_back:
                 log.info(
                     "group=%s queue=%s a correction from %d to %d is not followed: the range is %d to %d",
-                    self._group.name, queue, asked, target, lowest, highest,
-                )  # fmt: skip
+                    self._group.name,
+                    queue,
+                    asked,
+                    target,
+                    lowest,
+                    highest,
+                )
                 return asked
             answers += 1
             target = max(lowest, min(target, highest))

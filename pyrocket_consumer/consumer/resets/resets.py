@@ -563,9 +563,7 @@ class Resets:
             return "nobody else, for the broker has no master now", set()
         others = [Member(each, (address,)) for each in ids if each != group.client_id]
         rid = str(UUID(int=group.rng.getrandbits(128), version=4))
-        replies = await speak_to_all(
-            group.cluster, group.name, others, "reset", rid, encode_plan(plan)
-        )
+        replies = await speak_to_all(group.cluster, group.name, others, "reset", rid, encode_plan(plan))
         told = ", ".join(
             client_id if reply.kind is Reply.OURS else f"{client_id} (in vain: {reply.reason or reply.kind})"
             for client_id, reply in sorted(replies.items())

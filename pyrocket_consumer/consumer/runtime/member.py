@@ -346,8 +346,11 @@ class GroupMember:
             queue, reason = next(iter(unstored.items()))
             log.warning(
                 "group=%s final offsets of %d queues not stored, messages may come again; of %s: %s",
-                self.group.name, len(unstored), queue, reason,
-            )  # fmt: skip
+                self.group.name,
+                len(unstored),
+                queue,
+                reason,
+            )
         for queue, reason in unstored.items():
             text = f"final offset not stored, messages may come again: {reason}"
             self.group.events.tell(ConsumerEvent(EventKind.COMMIT_FAILED, text, queue))

@@ -90,10 +90,31 @@ class Claim:
     """
 
     __slots__ = (
-        "store", "holder", "group", "queue", "owner", "epoch", "reset_epoch", "stored", "promised", "tried", "last",
-        "unsure", "lost", "in_transaction", "_unit", "_place", "_rolled_back", "_is_used", "_is_own",
-        "has_advanced", "looked_at", "next_last", "_owed", "_owed_why",
-    )  # fmt: skip
+        "store",
+        "holder",
+        "group",
+        "queue",
+        "owner",
+        "epoch",
+        "reset_epoch",
+        "stored",
+        "promised",
+        "tried",
+        "last",
+        "unsure",
+        "lost",
+        "in_transaction",
+        "_unit",
+        "_place",
+        "_rolled_back",
+        "_is_used",
+        "_is_own",
+        "has_advanced",
+        "looked_at",
+        "next_last",
+        "_owed",
+        "_owed_why",
+    )
 
     def __init__(self, store: ClaimStore, holder: ClaimHolder, group: str, row: StoredOffset) -> None:
         self.store = store

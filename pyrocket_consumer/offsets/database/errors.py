@@ -10,12 +10,18 @@ Verdict = Literal["again", "locked", "gone", "away", "broken", "theirs"]
 now; an error of before has ended the transaction; it is the listener's own."""
 
 _SQLSTATES: dict[str, Verdict] = {
-    "40001": "again", "40P01": "again",  # serialization failure, deadlock
-    "08": "gone", "53300": "gone", "57P": "gone",  # connection, too many of them, shutdown
+    "40001": "again",
+    "40P01": "again",  # serialization failure, deadlock
+    "08": "gone",
+    "53300": "gone",
+    "57P": "gone",  # connection, too many of them, shutdown
     "53": "away",  # resources
-    "40003": "away", "25006": "away", "25P03": "away",  # read-only: a standby after a fail-over
-    "55P03": "locked", "25P02": "broken",
-}  # fmt: skip
+    "40003": "away",
+    "25006": "away",
+    "25P03": "away",  # read-only: a standby after a fail-over
+    "55P03": "locked",
+    "25P02": "broken",
+}
 
 _MYSQL_CODES: dict[int, Verdict] = {
     **dict.fromkeys((1213, 1020), "again"),
@@ -30,7 +36,10 @@ _SQLITE_CODES: dict[int, Verdict] = {
     **dict.fromkeys((sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED), "again"),
     **dict.fromkeys(
         (
-            sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CORRUPT,
+            sqlite3.SQLITE_IOERR,
+            sqlite3.SQLITE_FULL,
+            sqlite3.SQLITE_READONLY,
+            sqlite3.SQLITE_CORRUPT,
             sqlite3.SQLITE_NOTADB,
         ),
         "away",

@@ -53,6 +53,7 @@ CONNECT_WITHIN_S = 10
 IDLE = 0
 """psycopg's TransactionStatus for a connection without a transaction."""
 
+
 class Scope(Protocol):
     """A transaction that a listener runs in."""
 
@@ -431,9 +432,18 @@ _DRIVERS = {
 
 
 _SHOWN = {
-    "application_name", "charset", "connect_timeout", "dbname", "host", "mode", "port", "sslmode", "timeout", "uri",
+    "application_name",
+    "charset",
+    "connect_timeout",
+    "dbname",
+    "host",
+    "mode",
+    "port",
+    "sslmode",
+    "timeout",
+    "uri",
     "user",
-}  # fmt: skip
+}
 """Parts of an address's query that are shown: any other may be a secret."""
 
 

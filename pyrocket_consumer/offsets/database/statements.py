@@ -129,9 +129,17 @@ class Statements:
             row.queue_id == _value("queue"),
         )
         shown_columns = (
-            row.topic, row.broker_name, row.queue_id, row.next_offset, row.epoch, row.reset_epoch, row.owner,
-            row.last_offset, row.last_message_id, row.last_store_time,
-        )  # fmt: skip
+            row.topic,
+            row.broker_name,
+            row.queue_id,
+            row.next_offset,
+            row.epoch,
+            row.reset_epoch,
+            row.owner,
+            row.last_offset,
+            row.last_message_id,
+            row.last_store_time,
+        )
         one: Any = literal_column("1")
         never = text("1 = 0")
         now = {"updated_at": func.current_timestamp()}
@@ -230,5 +238,8 @@ def ddl(dialect: str, table: str, *, with_inbox: bool) -> list[str]:
 
 
 DIALECTS: dict[str, Callable[..., Dialect]] = {
-    "sqlite": sqlite.dialect, "postgresql": postgresql.dialect, "mysql": mysql.dialect, "mariadb": mysql.dialect,
-}  # fmt: skip
+    "sqlite": sqlite.dialect,
+    "postgresql": postgresql.dialect,
+    "mysql": mysql.dialect,
+    "mariadb": mysql.dialect,
+}

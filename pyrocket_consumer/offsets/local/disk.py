@@ -236,9 +236,11 @@ class LocalDisk:
         owner, us = os.stat(directory).st_uid, os.geteuid()
         if owner not in (us, 0):
             raise PermissionError(
-                errno.EPERM, f"it belongs to user {owner}, and this process runs as user {us}: run it as {owner}, or "
-                f"chown the directory to {us}", directory,
-            )  # fmt: skip
+                errno.EPERM,
+                f"it belongs to user {owner}, and this process runs as user {us}: run it as {owner}, or "
+                f"chown the directory to {us}",
+                directory,
+            )
 
     def read(self, path: str) -> bytes | None:
         try:

@@ -275,8 +275,12 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._tell_events()
         log.info(
             "offset store loaded: directory=%s found=%s queues=%d journal_frames=%d durability=%s",
-            self._directory, self.found.source, self.found.queues, self.found.journal_frames, self._durability,
-        )  # fmt: skip
+            self._directory,
+            self.found.source,
+            self.found.queues,
+            self.found.journal_frames,
+            self._durability,
+        )
 
     def read_offset(
         self, mq: MessageQueue, read_type: ReadOffsetType = ReadOffsetType.MEMORY_FIRST_THEN_STORE
@@ -535,7 +539,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 "files of the store were removed or replaced while it was in use; nobody else had taken it, and all "
                 "offsets are written anew. Keep whoever cleans up there away from it",
                 directory=self._directory,
-            )  # fmt: skip
+            )
 
     def _hand_over_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
         """Set memory and write, as `_hand_over` does. The write lock is held: nobody else persists one half of it."""
@@ -634,8 +638,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 EventKind.STORE_UNSYNCED,
                 "this file system cannot sync directories: offsets survive the end of the process, and power loss as "
                 "far as it keeps the names of files by itself; use a local file system if that matters",
-                directory=self._directory, error=refusal.strerror,
-            )  # fmt: skip
+                directory=self._directory,
+                error=refusal.strerror,
+            )
 
     def _stop_appending(self) -> None:
         # From the first rename on, the checkpoint on disk may be one that the journal's header does not name. Frames
@@ -727,8 +732,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         if unused:
             log.info(
                 "offset store opened again, offsets that memory had are not used: directory=%s queues=%d",
-                self._directory, unused,
-            )  # fmt: skip
+                self._directory,
+                unused,
+            )
         self._epochs_text = None
         self._found = FoundOffsets(found.source, len(found.offsets), found.journal_frames)
         self._checkpoint_file.found(main, backup, found.unreadable)
@@ -755,8 +761,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 EventKind.STORE_ORPHANED,
                 f"this store is new, but group {group} has one under another client id: {orphans[0]}; "
                 f"if its offsets are wanted, stop, and adopt it: pyrocket offsets adopt {orphans[0]} {self._directory}",
-                directory=self._directory, orphans=len(orphans),
-            )  # fmt: skip
+                directory=self._directory,
+                orphans=len(orphans),
+            )
 
     def _look_at_slots(self) -> None:
         """Tell when processes of this host that all are called DEFAULT may have changed places."""
@@ -851,8 +858,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._event(
             EventKind.STORE_UNWRITABLE,
             text,
-            directory=self._directory, for_s=round(now - self._unwritable_since, 3),
-        )  # fmt: skip
+            directory=self._directory,
+            for_s=round(now - self._unwritable_since, 3),
+        )
 
     def _note_writable(self) -> None:
         if self._unwritable_since is not None:

@@ -27,9 +27,7 @@ def decode_route(topic: str, body: bytes) -> TopicRoute:
         all_read, all_write = all_read + read, all_write + write
         if min(read, write) < 0 or max(all_read, all_write) > MAX_QUEUES:
             raise ProtocolError(f"route: {read} queues to read and {write} to write; 0 to {MAX_QUEUES} are possible")
-        queues.append(
-            QueueData(each.text("brokerName"), read, write, each.number("perm"), each.number("topicSysFlag"))
-        )
+        queues.append(QueueData(each.text("brokerName"), read, write, each.number("perm"), each.number("topicSysFlag")))
     brokers = _brokers(found.items("brokerDatas"), "route.brokerDatas")
     order_conf = found.optional_text("orderTopicConf")
     if order_conf is not None:

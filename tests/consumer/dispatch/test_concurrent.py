@@ -143,8 +143,13 @@ ALL = [0, 1, 2, 3]
 
 @pytest.mark.parametrize(
     ("result", "again"),
-    [(None, []), (ConsumeResult.SUCCESS, []), (ConsumeResult.RETRY, [(offset, 0) for offset in ALL]),
-     (Retry(delay_level=5), [(offset, 5) for offset in ALL]), (ValueError(), [(offset, 0) for offset in ALL])],
+    [
+        (None, []),
+        (ConsumeResult.SUCCESS, []),
+        (ConsumeResult.RETRY, [(offset, 0) for offset in ALL]),
+        (Retry(delay_level=5), [(offset, 5) for offset in ALL]),
+        (ValueError(), [(offset, 0) for offset in ALL]),
+    ],
 )
 def test_known_results_of_a_batch(either, result, again):
     def handle(messages):

@@ -19,9 +19,12 @@ from tests.real_brokers.remoting import Peer
 def consume_directly(orders, consumer):
     """Ask the broker to have a member consume the last message; returns what it said of it."""
     fields = {
-        "consumerGroup": GROUP, "clientId": consumer.client_id, "topic": TOPIC, "brokerName": "broker-a",
+        "consumerGroup": GROUP,
+        "clientId": consumer.client_id,
+        "topic": TOPIC,
+        "brokerName": "broker-a",
         "msgId": orders.cluster.messages(TOPIC)[-1].offset_message_id,
-    }  # fmt: skip
+    }
     with closing(Peer(orders.broker.address)) as peer:
         answer = peer.call(RequestCode.CONSUME_MESSAGE_DIRECTLY, fields)
     assert answer.code == 0, answer.remark

@@ -232,6 +232,7 @@ def test_send_backs_without_an_answer_make_a_copy_a_try(orders, broker, fault):
 
 def test_what_was_stored_less_safely_is_not_sent_again(orders, broker):
     """Brokers say this of a send-back as if it had failed."""
+
     def late_disk(exchange):
         exchange.handle(lambda stored: exchange.answer(exchange.request.answer(1, "FLUSH_DISK_TIMEOUT")))
 
@@ -287,10 +288,11 @@ class LosesTheWorkersMessage(NaiveMember):
 @pytest.mark.parametrize(
     ("member", "error"),
     [
-        (ours, SystemExit), (ours, KeyboardInterrupt),
+        (ours, SystemExit),
+        (ours, KeyboardInterrupt),
         faulty(LosesTheWorkersMessage, "nothing holds the offset", SystemExit),
     ],
-)  # fmt: skip
+)
 def test_a_listener_that_ends_its_thread_costs_no_message(embedded, member, error):
     """Whatever a listener raises, SystemExit and KeyboardInterrupt too, its message comes again and the rest goes on.
 

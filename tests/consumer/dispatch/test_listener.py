@@ -37,9 +37,17 @@ class AsyncCallable:
 
 @for_each(
     "function, is_async, wants_context",
-    [(lambda message: None, False, False), (with_context, False, True), (lambda message, seen=(): None, False, False),
-     (awaited, True, False), (Callable(), False, False), (AsyncCallable(), True, True), (print, False, False),
-     (functools.partial(with_context, context=None), False, False), ([].append, False, False)],
+    [
+        (lambda message: None, False, False),
+        (with_context, False, True),
+        (lambda message, seen=(): None, False, False),
+        (awaited, True, False),
+        (Callable(), False, False),
+        (AsyncCallable(), True, True),
+        (print, False, False),
+        (functools.partial(with_context, context=None), False, False),
+        ([].append, False, False),
+    ],
 )
 def test_what_is_told_of_a_listener(function, is_async, wants_context):
     listener = Listener.of(function)
@@ -90,8 +98,17 @@ class Nonsense:
 
 
 KINDS = pytest.mark.parametrize("kind", ["plain", "async"])
-ERRORS = [ValueError("x" * 100_000), KeyboardInterrupt(), SystemExit(3), GeneratorExit(), asyncio.CancelledError(),
-          StopIteration(), StopAsyncIteration(), MemoryError(), Unspeakable()]  # fmt: skip
+ERRORS = [
+    ValueError("x" * 100_000),
+    KeyboardInterrupt(),
+    SystemExit(3),
+    GeneratorExit(),
+    asyncio.CancelledError(),
+    StopIteration(),
+    StopAsyncIteration(),
+    MemoryError(),
+    Unspeakable(),
+]
 RESULTS = [Unspeakable(), Nonsense(), object(), True, False, 0, 1, "ok", b"", [], {}, ConsumeResult, Retry]
 
 
@@ -212,8 +229,14 @@ async def ends_its_generator():
     raise GeneratorExit
 
 
-FAIL = [cancels_itself(0), cancels_itself(3600), is_cancelled_from_within, leaves_the_loop, closes_the_loop,
-        ends_its_generator]  # fmt: skip
+FAIL = [
+    cancels_itself(0),
+    cancels_itself(3600),
+    is_cancelled_from_within,
+    leaves_the_loop,
+    closes_the_loop,
+    ends_its_generator,
+]
 PASS = [cancels_itself(None), is_cancelled_when_it_has_returned, stops_the_loop]
 
 

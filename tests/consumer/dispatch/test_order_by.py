@@ -654,10 +654,12 @@ REFUSED = [
     (ORDERLY | {"auto_commit": False}, r"auto_commit=False.*leave one of them"),
     (ORDERLY | {"order_by": "key"}, r"order_by='key' is not allowed; use 'sharding_key', or a function"),
     (ORDERLY | {"order_by": 5}, r"order_by=5 is not allowed; use 'sharding_key', or a function"),
-    (ORDERLY | {"offset_store": DatabaseOffsets(create_engine(NEVER_OPENED))},
-     r"order_by=.*does not work with offset_store=.*its order is the queue's; leave order_by out"),
+    (
+        ORDERLY | {"offset_store": DatabaseOffsets(create_engine(NEVER_OPENED))},
+        r"order_by=.*does not work with offset_store=.*its order is the queue's; leave order_by out",
+    ),
     (ORDERLY | {"order_by": awaited}, r"order_by=.*is an async def; pass a plain function"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("options", "told"), REFUSED)

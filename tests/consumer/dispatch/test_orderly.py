@@ -34,8 +34,9 @@ class Desk:
         """Have a worker take the next chunk; returns its units."""
         (chunk,) = self.chunks
         self.slots[0].chunk = chunk
-        return [[each.queue_offset for each in unit] if isinstance(unit, list) else unit.queue_offset
-                for unit in chunk.todo]
+        return [
+            [each.queue_offset for each in unit] if isinstance(unit, list) else unit.queue_offset for unit in chunk.todo
+        ]
 
     async def finish(self, *results):
         """Have the worker get these results, one of each unit."""
@@ -61,10 +62,14 @@ class Serving:
         self.pauses, self.tasks = list(pauses), []
         loop = asyncio.get_running_loop()
         self.service = OrderlyService(
-            loop, lambda is_async: self.desk, auto_commit=auto_commit, max_attempts=max_attempts, give_up=self._give_up,
+            loop,
+            lambda is_async: self.desk,
+            auto_commit=auto_commit,
+            max_attempts=max_attempts,
+            give_up=self._give_up,
             begin=lambda work, what: self.tasks.append(loop.create_task(work)),
             held_up=lambda window, why: self.held_up.append(window),
-        )  # fmt: skip
+        )
         self.begins(count)
 
     def begins(self, count, epoch=1):

@@ -168,9 +168,12 @@ async def test_another_broker_is_tried():
 
 
 NOBODY = {
-    "no master": route(masters=False), "read only": route(PERM_READ), "no queue": TopicRoute(RETRY),
-    "no route": errors.RouteNotFound(RETRY, "ns:1"), "no name server": AWAY,
-}  # fmt: skip
+    "no master": route(masters=False),
+    "read only": route(PERM_READ),
+    "no queue": TopicRoute(RETRY),
+    "no route": errors.RouteNotFound(RETRY, "ns:1"),
+    "no name server": AWAY,
+}
 
 
 @pytest.mark.parametrize("found", NOBODY)
@@ -302,8 +305,11 @@ async def test_a_send_back_of_a_dropped_queue_counts_until_the_end():
 
 @pytest.mark.parametrize(
     ("delay_level", "limit", "kind"),
-    [(0, 3, "message-sent-back"), (0, None, "message-sent-back"),
-     *((level, limit, "message-given-up") for level, limit in [(0, 2), (0, 0), (5, 2), (-1, 16)])],
+    [
+        (0, 3, "message-sent-back"),
+        (0, None, "message-sent-back"),
+        *((level, limit, "message-given-up") for level, limit in [(0, 2), (0, 0), (5, 2), (-1, 16)]),
+    ],
 )
 @pytest.mark.parametrize("refused", [False, True], ids=["send-back", "new message"])
 async def test_what_goes_to_the_dead_letters_is_told_as_given_up(delay_level, limit, kind, refused):

@@ -51,16 +51,30 @@ def test_auto_commit_off_needs_orderly():
 
 
 CALLS = {
-    "subscribe": [("T!", listen), (5, listen), (["T"], listen), ("T", 5), ("T", listen, 5), ("T", listen, ["paid"]),
-                  ("T", listen, True)],
+    "subscribe": [
+        ("T!", listen),
+        (5, listen),
+        (["T"], listen),
+        ("T", 5),
+        ("T", listen, 5),
+        ("T", listen, ["paid"]),
+        ("T", listen, True),
+    ],
     "unsubscribe": [("T!",), (5,), (["T"],), (None,)],
     "pause": [("T",), (5,), ([5],), ({"T": 1},)],
     "resume": [("T",), (5,), ([5],)],
-    "reset_offsets": [(5, "first"), (["T"], "first"), ("T", 5), ("T", NAN), ("T", "first", "T"), ("T", "first", [5]),
-                      ("T", {MessageQueue("T", "broker-a", "0"): 1})],
+    "reset_offsets": [
+        (5, "first"),
+        (["T"], "first"),
+        ("T", 5),
+        ("T", NAN),
+        ("T", "first", "T"),
+        ("T", "first", [5]),
+        ("T", {MessageQueue("T", "broker-a", "0"): 1}),
+    ],
     "join": [(NAN,), (True,), ("3",), (-1,)],
     "close": [(NAN,), (True,), ("3",), (-1,)],
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -276,20 +276,28 @@ def consume_all(consumer):
     wait_until(lambda: consumed(consumer.progress()) >= 20, consumer.progress)
 """
 
-AT_EXIT = BEGIN + """
+AT_EXIT = (
+    BEGIN
+    + """
 import atexit
 consumer = begin()
 atexit.register(consumer.close)
 consume_all(consumer)
 """
+)
 
-LOOKS = BEGIN + """
+LOOKS = (
+    BEGIN
+    + """
 consumer = begin()
 consume_all(consumer)
 consumer.close()
 """
+)
 
-BEFORE_THE_END = BEGIN + """
+BEFORE_THE_END = (
+    BEGIN
+    + """
 class Service:
     def __init__(self, consumer):
         self.consumer = consumer
@@ -317,6 +325,7 @@ assert consumer.join(30)
 with begin("-with") as consumer:
     consume_all(consumer)
 """
+)
 
 
 @pytest.mark.live

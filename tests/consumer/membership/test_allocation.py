@@ -21,9 +21,13 @@ def shares(strategy, count: int, members: int) -> list[list[int]]:
 
 
 DEALT = [
-    (average, [[0, 1, 2], [3, 4, 5], [6, 7]]), (average, [[0], [1], []]), (average, [[0, 1], [2, 3], [4, 5], [6]]),
-    (average, [[], []]), (average, [[0, 1, 2, 3]]), (circle, [[0, 3, 6], [1, 4, 7], [2, 5]]),
-]  # fmt: skip
+    (average, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+    (average, [[0], [1], []]),
+    (average, [[0, 1], [2, 3], [4, 5], [6]]),
+    (average, [[], []]),
+    (average, [[0, 1, 2, 3]]),
+    (circle, [[0, 3, 6], [1, 4, 7], [2, 5]]),
+]
 
 
 @for_each("strategy, expected", DEALT)

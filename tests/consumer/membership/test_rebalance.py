@@ -36,8 +36,14 @@ def route(count: int = 4, topic: str = "orders", brokers: str = "a") -> TopicRou
 
 @for_each(
     "held, wanted, drop, add",
-    [([], [], [], []), ([], [1, 0], [], [0, 1]), ([1, 0], [], [0, 1], []), ([0, 1], [1, 2], [0], [2]),
-     ([3, 1, 2], [2, 1, 3], [], []), ([0], [1, 1], [0], [1])],
+    [
+        ([], [], [], []),
+        ([], [1, 0], [], [0, 1]),
+        ([1, 0], [], [0, 1], []),
+        ([0, 1], [1, 2], [0], [2]),
+        ([3, 1, 2], [2, 1, 3], [], []),
+        ([0], [1, 1], [0], [1]),
+    ],
 )
 def test_a_plan_turns_what_is_held_into_what_is_wanted(held, wanted, drop, add):
     made = plan(queues(*held), queues(*wanted))
@@ -300,8 +306,12 @@ async def test_a_start_waits_for_no_broker_for_ever():
         assert group.loop.time() == pytest.approx(5.0, abs=0.01)
 
 
-TROUBLE = [BrokerError(1, "boom", "a:1"), BrokerError(2, "busy", "a:1"), ConnectError("a:1", "refused"),
-           RequestTimeout("GET_CONSUMER_LIST_BY_GROUP", "a:1", 3)]  # fmt: skip
+TROUBLE = [
+    BrokerError(1, "boom", "a:1"),
+    BrokerError(2, "busy", "a:1"),
+    ConnectError("a:1", "refused"),
+    RequestTimeout("GET_CONSUMER_LIST_BY_GROUP", "a:1", 3),
+]
 
 
 @pytest.mark.parametrize("error", TROUBLE, ids=str)

@@ -419,8 +419,10 @@ class WritesInPlace:
 @pytest.mark.hazard("H07")
 @pytest.mark.parametrize(
     ("file", "operations"),  # a file can be emptied on a full disk
-    [*((OurFile, some) for some in (WRITES, ["write_at"], ["write_at", "sync"])),
-     faulty(WritesInPlace, "a restart finds", ["write_at"])],
+    [
+        *((OurFile, some) for some in (WRITES, ["write_at"], ["write_at", "sync"])),
+        faulty(WritesInPlace, "a restart finds", ["write_at"]),
+    ],
 )
 def test_a_disk_that_gets_full_in_the_middle_of_a_write(file, operations):
     """A file is replaced as a whole or not at all: whichever operation fails, the one before is still there.

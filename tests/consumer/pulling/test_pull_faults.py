@@ -59,17 +59,25 @@ def record_at(number: int, offset: int):
 
 
 FAULTS = {
-    **{f"next offset {name}": changed(nextBeginOffset=str(value)) for name, value in {
-        "of 64 bits": 2**63, "of 65 bits": 2**64, "of 100 digits": 10**99, "the last there is": 2**63 - 1,
-        "far beyond the end": 5000,
-    }.items()},
-    **{name: answer(code, remark, {"nextBeginOffset": str(2**63 - 2), "minOffset": "0", "maxOffset": "10"})
-       for name, code, remark in [
-        ("nothing new, and a next offset beyond the end", 19, ""),
-        ("none that match, and a next offset beyond the end", 20, ""),
-        ("a correction beyond the end", 21, "OFFSET_OVERFLOW_BADLY"),
-        ("a reset beyond the end", 21, "OFFSET_RESET"),
-    ]},
+    **{
+        f"next offset {name}": changed(nextBeginOffset=str(value))
+        for name, value in {
+            "of 64 bits": 2**63,
+            "of 65 bits": 2**64,
+            "of 100 digits": 10**99,
+            "the last there is": 2**63 - 1,
+            "far beyond the end": 5000,
+        }.items()
+    },
+    **{
+        name: answer(code, remark, {"nextBeginOffset": str(2**63 - 2), "minOffset": "0", "maxOffset": "10"})
+        for name, code, remark in [
+            ("nothing new, and a next offset beyond the end", 19, ""),
+            ("none that match, and a next offset beyond the end", 20, ""),
+            ("a correction beyond the end", 21, "OFFSET_OVERFLOW_BADLY"),
+            ("a reset beyond the end", 21, "OFFSET_RESET"),
+        ]
+    },
     "an end of 64 bits": changed(maxOffset=str(2**63)),
     "a begin beyond the end": changed(minOffset="1000000"),
     "a begin far below zero": changed(minOffset=str(-(2**63))),
@@ -99,7 +107,7 @@ FAULTS = {
     "all fields missing": rewrite(lambda answer: replace(answer, fields={})),
     "unknown fields": changed(topicSysFlag="7", novelty="yes"),
     "a broker id nobody has": changed(suggestWhichBrokerId="42"),
-}  # fmt: skip
+}
 
 
 PULL = RequestCode.PULL_MESSAGE
@@ -116,8 +124,10 @@ class LosesItsPull(NaiveMember):
 @pytest.mark.hazard("H36")
 @pytest.mark.parametrize(
     ("member", "what"),
-    [*(pytest.param(ours, what, id=what) for what in FAULTS),
-     *(faulty(LosesItsPull, "all of the first", what) for what in ("next offset no number", "next offset missing"))],
+    [
+        *(pytest.param(ours, what, id=what) for what in FAULTS),
+        *(faulty(LosesItsPull, "all of the first", what) for what in ("next offset no number", "next offset missing")),
+    ],
 )
 def test_nothing_is_lost_or_repeated(embedded, member, what):
     """Whatever is wrong with an answer, the next pull follows after pull_retry_delay_s; no timer has to notice.

@@ -495,9 +495,7 @@ async def test_an_empty_answer_moves_on_and_an_empty_window_s_edge():
 STANDS = [answer(NO_MATCHED, 500, end=0), answer(NO_MATCHED, 500, end=500)]
 
 
-@pytest.mark.parametrize(
-    ("always", "least", "most"), [*((each, 10, 300) for each in STANDS), (answer(215, 0), 20, 60)]
-)
+@pytest.mark.parametrize(("always", "least", "most"), [*((each, 10, 300) for each in STANDS), (answer(215, 0), 20, 60)])
 async def test_a_broker_that_never_gives_more_is_asked_with_pauses(always, least, most):
     assert least < await Pulling(500).attempts(lambda asked: asked.answer(always)) < most
 

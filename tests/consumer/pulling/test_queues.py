@@ -68,9 +68,11 @@ def begins_at(embedded: EmbeddedCluster, member: Any, what: str, stored: int | N
 @pytest.mark.hazard("H21")
 @pytest.mark.parametrize(
     ("member", "what"),
-    [*(pytest.param(ours, what, id=what) for what in TROUBLE),
-     *((NaiveMember, what) for what in ("system error", "no answer", "connection closed")),
-     *(faulty(TakesErrorsForNone, "began at 10", what) for what in TROUBLE)],
+    [
+        *(pytest.param(ours, what, id=what) for what in TROUBLE),
+        *((NaiveMember, what) for what in ("system error", "no answer", "connection closed")),
+        *(faulty(TakesErrorsForNone, "began at 10", what) for what in TROUBLE),
+    ],
 )
 def test_trouble_with_the_stored_offset_is_not_taken_for_none(embedded, member, what):
     """A queue is pulled when its stored offset is known. Errors, silence and nonsense are asked again; only the
@@ -103,8 +105,11 @@ LISTS = {"all but us": [STRANGER], "another one": [STRANGER, "us"], "several": [
 @pytest.mark.hazard("H39")
 @pytest.mark.parametrize(
     ("member", "which"),
-    [*(pytest.param(ours, which, id=which) for which in LISTS), (NaiveMember, "another one"),
-     *(faulty(AnEmptyPlaceIsEmpty, "messages were consumed again", which) for which in LISTS)],
+    [
+        *(pytest.param(ours, which, id=which) for which in LISTS),
+        (NaiveMember, "another one"),
+        *(faulty(AnEmptyPlaceIsEmpty, "messages were consumed again", which) for which in LISTS),
+    ],
 )
 def test_a_wrong_list_of_members_repeats_nothing(embedded, broker, member, which):
     """Queues that go because of a list of members, right or wrong, have their offsets stored first; none is repeated.

@@ -44,9 +44,14 @@ def reset_at_broker(broker, **fields: object) -> RemotingCommand:
 def order(broker, consumer, body: bytes = b"", operation: str = "reset", **fields: object) -> RemotingCommand:
     """Pass a word to a member, as an admin does."""
     whole = {
-        "consumerGroup": "G", "clientId": consumer.client_id, "jstackEnable": "false",
-        "pyrocketV": "1", "pyrocketOp": operation, "pyrocketId": str(uuid.uuid4()), **fields,
-    }  # fmt: skip
+        "consumerGroup": "G",
+        "clientId": consumer.client_id,
+        "jstackEnable": "false",
+        "pyrocketV": "1",
+        "pyrocketOp": operation,
+        "pyrocketId": str(uuid.uuid4()),
+        **fields,
+    }
     given = {name: value for name, value in whole.items() if value is not None}
     with RawClient(broker.address) as client:
         return client.call(RequestCode.GET_CONSUMER_RUNNING_INFO, given, body, timeout_s=15)
