@@ -19,7 +19,7 @@ PATIENCE_S = 0.5
 """So long a call that needs much room is passed by those that need little."""
 
 
-class BodyRoom(Bodies):
+class DecompressionBudget(Bodies):
     """What the listener calls that run may unpack together: `limit` bytes, and always what one of them needs.
 
     A call enters before it begins and leaves when it has returned; what its messages had unpacked is freed then. Sizes
@@ -157,7 +157,7 @@ class Entry:
 
     __slots__ = ("messages", "count", "size", "is_in", "waits_since", "_room")
 
-    def __init__(self, room: BodyRoom, messages: list[Message]) -> None:
+    def __init__(self, room: DecompressionBudget, messages: list[Message]) -> None:
         self.messages = messages  # those that are packed
         self.count = 0  # so many of all messages of the call may be given to it at once
         self.size = 0

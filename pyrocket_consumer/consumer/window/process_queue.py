@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from pyrocket_consumer.consumer.window.decompression_budget import BodyRoom
+from pyrocket_consumer.consumer.window.decompression_budget import DecompressionBudget
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.database.claim import Claim
 from pyrocket_consumer.protocol.accelerator import finish
@@ -86,7 +86,7 @@ class Budget:
         idle: Callable[[], bool] = lambda: False,
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
-        self.bodies = BodyRoom(limit, max_body_bytes)
+        self.bodies = DecompressionBudget(limit, max_body_bytes)
         """As much again is for what listener calls unpack."""
         self._limit = limit
         self._loop = loop
