@@ -2,6 +2,7 @@
 
     python -m tests.english [PATH...]           # one line for each finding; exit code 1 if there is one
     python -m tests.english --count [PATH...]   # findings per folder
+    python -m tests.english --words             # the table of words, for docs/style.md
 
 It reads Markdown, docstrings, comments, texts of the product (errors, events, help), help of the Makefile, and names of
 the product and of tests. `docs/style.md` explains the rules, and lists the words.
@@ -491,6 +492,14 @@ def check_source(path: str, source: str) -> list[Finding]:
     return sorted(finding for finding in found if ALLOW not in lines[finding.line - 1])
 
 
+def word_table() -> str:
+    """Return the table of words for `docs/style.md`, two to a row."""
+    cells = [f"`{forms.replace('|', '`, `')}` | {instead}" for forms, instead in INSTEAD.items()]
+    pairs = zip(cells[::2], [*cells[1::2], *[" | "] * (len(cells) % 2)], strict=True)
+    rows = [f"| {left} | {right} |" for left, right in pairs]
+    return "\n".join(["| do not write | write | do not write | write |", "|---|---|---|---|", *rows])
+
+
 def folder_of(path: str) -> str:
     """Return the name that a file is counted under: its folder, two deep, or itself if it is a page or at the top."""
     parts = path.split("/")
@@ -503,7 +512,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("paths", nargs="*", type=Path, help="files and folders; all of the repository without")
     parser.add_argument("--count", action="store_true", help="a table of findings per folder")
+    parser.add_argument("--words", action="store_true", help="the table of words, for docs/style.md")
     chosen = parser.parse_args(arguments)
+    if chosen.words:
+        print(word_table())
+        return 0
     found: list[Finding] = []
     counts: dict[str, Counter[str]] = {}
     for path in files(path.absolute() for path in chosen.paths):

@@ -20,6 +20,7 @@ from tests.english import (
     makefile_blocks,
     markdown_blocks,
     python_blocks,
+    word_table,
 )
 from tests.for_each import for_each
 
@@ -172,3 +173,7 @@ def test_the_command_prints_findings_and_counts(capsys):
 def test_each_word_is_found(forms):
     for form in forms.split("|"):
         assert found([Block([(1, form.replace("...", "it"))])]), form
+
+
+def test_the_style_page_has_the_words_of_the_checker():
+    assert word_table() in (ROOT / "docs" / "style.md").read_text(), "python -m tests.english --words prints the table"
