@@ -24,6 +24,7 @@ FROM_ROOT = {
 
 IN_ROOT = {page: path for path, page in FROM_ROOT.items()}
 CODE_BLOCK = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
+CODE_IN_HTML = re.compile(r"(?<!<pre>)<code>[^<]*</code>")
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^)\s]+)\)")
 
 
@@ -47,6 +48,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     return with_links_of_the_site(
         markdown, page.file.src_uri, {file.src_uri for file in files}, config.extra["repository"]
     )
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """In a cell of a table `\\|` stands for a bar, in code too; Python-Markdown leaves the backslash there."""
+    return CODE_IN_HTML.sub(lambda code: code[0].replace("\\|", "|"), html)
 
 
 def with_links_of_the_site(markdown: str, here: str, pages: set[str], repository: str) -> str:
