@@ -179,7 +179,6 @@ def on_a_package_index_no_link_of_the_readme_leads_nowhere(built):
     assert "the command line (docs/reference.md#what-the-command-line-takes)" in shown
     block = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
     assert block.findall(shown) == block.findall(readme)
-    assert "project-url" not in built.metadata, "the project has no public address; once it has, name it here"
 
 
 def the_metadata_names_commands_extras_and_dependencies(built):
@@ -204,13 +203,25 @@ def the_metadata_names_commands_extras_and_dependencies(built):
     assert "pyrocket_consumer = pyrocket_consumer.testing.pytest_plugin" in entry_points
 
 
+def the_metadata_names_the_authors_and_where_the_project_is(built):
+    assert built.metadata["author"] == "pyrocket_consumer contributors"
+    assert "author-email" not in built.metadata
+    urls = dict(each.split(", ") for each in built.metadata.get_all("project-url"))
+    assert urls.keys() >= {"Source", "Documentation", "Changelog", "Issues"}
+    assert all(url.startswith(urls["Source"]) for url in urls.values()), urls
+    assert urls["Source"].startswith("https://")
+    named = {path.removesuffix("/") for url in urls.values() for path in re.findall(r"/(?:blob|tree)/main/(.+)", url)}
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 CHECKS = (
     the_wheel_is_small_and_serves_every_python,
     the_wheel_holds_the_package_and_nothing_else,
     the_wheel_runs_alone,
     the_source_distribution_has_what_the_readme_speaks_of,
     on_a_package_index_no_link_of_the_readme_leads_nowhere,
-    the_metadata_names_commands_extras_and_dependencies,
+    the_metadata_names_commands_extras_and_dependencies, the_metadata_names_the_authors_and_where_the_project_is,
 )
 
 
