@@ -24,6 +24,10 @@ locked: | .venv/bin/python
 	.venv/audit/bin/python -m pip install --quiet --require-hashes --requirement .ci/lock-audit.txt
 	@touch $@
 
+.venv/uv/bin/uv:
+	$(PYTHON) -m venv .venv/uv
+	.venv/uv/bin/python -m pip install --quiet uv
+
 .venv/constraints.txt: .ci/lock.txt | .venv/bin/python
 	@grep -E '^[a-z]' $< | grep -vE '^(pyspark|py4j)==' | sed 's/\\$$//' > $@
 
@@ -31,7 +35,7 @@ locked: | .venv/bin/python
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 
-.PHONY: help quick test proof pure system-packages java check docs docs-serve pictures audit lock oldest wheel demo spark-demo bench compare soak fuzz hostile spark-soak spark-versions spark-connect clean
+.PHONY: help quick pythons test proof pure system-packages java check hooks changelog docs docs-serve pictures audit lock oldest wheel demo spark-demo bench compare soak fuzz hostile spark-soak spark-versions spark-connect clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -39,6 +43,15 @@ help:  ## this list
 
 quick: .venv/.test  ## unit tests: pure, or in virtual time; a minute and a half (ARGS='-k offsets')
 	$(RUN)/python -m pytest -q -n auto -m unit --real=none $(ARGS)
+
+pythons: .venv/.test .venv/uv/bin/uv  ## unit tests on the other Pythons of this machine; .ci/pythons 3.14 gets one (ARGS='-k offsets')
+	@$(RUN)/python -m tests.interpreters --others | while read -r version python; do \
+	    echo "--- Python $$version, $$python"; \
+	    .venv/uv/bin/uv venv --quiet --clear --python $$python .venv/python-$$version && \
+	    .venv/uv/bin/uv pip install --quiet --python .venv/python-$$version --require-hashes --requirement .ci/lock.txt && \
+	    PYROCKET_PURE=1 .venv/uv/bin/uv pip install --quiet --python .venv/python-$$version --no-build-isolation --no-deps --editable . && \
+	    .venv/python-$$version/bin/python -m pytest -q -n auto -m unit --real=none $(ARGS) </dev/null || exit 1; \
+	done
 
 test: .venv/.test  ## all tests, with Spark and the oldest and the newest broker where Java and Maven are (ARGS='-k offsets --real=none')
 	$(RUN)/python -m pytest -q -n auto $(ARGS)
@@ -61,9 +74,17 @@ java:
 	@"$${JAVA_HOME:+$$JAVA_HOME/bin/}java" -version >/dev/null 2>&1 || { \
 	    echo "Java 17 or newer is needed, and was not found; 'make system-packages' installs it" >&2; exit 1; }
 
-check: .venv/.dev  ## ruff and mypy --strict
+check: .venv/.dev  ## ruff, mypy --strict and news fragments
 	$(RUN)/ruff check .
+	$(RUN)/ruff format --check --quiet .
 	$(RUN)/mypy
+	$(RUN)/towncrier build --draft --version next >/dev/null
+
+hooks: .venv/.dev  ## makes git check each commit: ruff, mypy, plain English, whitespace
+	$(RUN)/pre-commit install
+
+changelog: .venv/.dev  ## the next section of CHANGELOG.md; make changelog VERSION=0.2.0 writes it and removes the fragments
+	@$(RUN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--draft --version next)
 
 docs: .venv/.docs  ## the documentation as a site, in site/; fails on a warning, or on a link that leads nowhere
 	@NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --quiet --strict $(ARGS)
@@ -91,9 +112,10 @@ oldest:  ## unit and live tests, with the oldest versions that setup.cfg allows 
 	.venv/oldest/bin/python -m pip install --quiet --requirement .venv/oldest.txt
 	.venv/oldest/bin/python -m pytest -q -n auto -m 'unit or live' --real=none $(ARGS)
 
-wheel: .venv/.test  ## dist/pyrocket_consumer-*.whl
+wheel: .venv/.dev  ## dist/: the wheel and the source distribution that it is built from, checked by twine
 	@rm -rf build dist
-	$(RUN)/python -m build --quiet --no-isolation --wheel
+	$(RUN)/python -m build --quiet --no-isolation
+	$(RUN)/twine check --strict dist/*
 	@$(RUN)/python -m zipfile -l dist/*.whl | grep '_accelerator[.]' >/dev/null || echo "without the compiled part: there is no C compiler, or PYROCKET_PURE is set" >&2
 
 demo: .venv/.cli .venv/.sql  ## produce and consume on the embedded broker, or on a real one: make demo BROKER=5.5.0

@@ -1,23 +1,55 @@
-"""The Pythons that are on this machine, of those the metadata names."""
+"""The Pythons that are on this machine, of those the metadata names.
+
+python -m tests.interpreters            # prints version and path of each
+python -m tests.interpreters --others   # without the one that runs this
+"""
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
+
+MINORS = (11, 12, 13, 14)
+UNPACKED = Path(__file__).parents[1] / ".venv" / "pythons"
+"""Where `.ci/pythons` unpacks those that the machine lacks."""
 
 
 @cache
 def pythons() -> dict[str, str]:
     """Return version -> interpreter."""
     found = {}
-    for minor in (11, 12, 13, 14):
+    for minor in MINORS:
         name = f"python3.{minor}"
-        places = [*sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")), shutil.which(name)]
+        places = [
+            *sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")),
+            shutil.which(name),
+            *UNPACKED.glob(f"3.{minor}/usr/bin/{name}"),
+        ]
         for place in filter(None, map(str, filter(None, places))):
             asked = subprocess.run([place, "-c", "import venv, ensurepip"], capture_output=True, check=False)
             if asked.returncode == 0:
                 found[f"3.{minor}"] = place
                 break
     return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.interpreters", description="Prints the Pythons of this machine."
+    )
+    parser.add_argument("--others", action="store_true", help="without the version that runs this")
+    others = parser.parse_args().others
+    for version, path in pythons().items():
+        if not others or version != f"3.{sys.version_info.minor}":
+            print(version, path)
+    missing = [f"3.{minor}" for minor in MINORS if f"3.{minor}" not in pythons()]
+    if missing:
+        print("not on this machine: Python", ", ".join(missing), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

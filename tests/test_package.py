@@ -221,7 +221,8 @@ CHECKS = (
     the_wheel_runs_alone,
     the_source_distribution_has_what_the_readme_speaks_of,
     on_a_package_index_no_link_of_the_readme_leads_nowhere,
-    the_metadata_names_commands_extras_and_dependencies, the_metadata_names_the_authors_and_where_the_project_is,
+    the_metadata_names_commands_extras_and_dependencies,
+    the_metadata_names_the_authors_and_where_the_project_is,
 )
 
 
