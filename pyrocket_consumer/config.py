@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, Self, SupportsIndex, TypedDict
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import ClaimedOffsets, ConsumerEvent, MessageModel, MessageQueue, OffsetStore
-from pyrocket_consumer.text import shown, shown_unless_secret
+from pyrocket_consumer.text import safe_repr, safe_repr_unless_secret
 
 DEFAULT_MAX_RECONSUME_TIMES = 16
 MAX_TOPIC_CHARACTERS = 127
@@ -69,7 +69,7 @@ def _is_part_of_client_id(value: object) -> bool:
 
 def _check_name(name: object, what: str, longest: int) -> str:
     if not isinstance(name, str):
-        raise ConfigError(f"{what} must be text, not {type(name).__name__} ({shown(name)})")
+        raise ConfigError(f"{what} must be text, not {type(name).__name__} ({safe_repr(name)})")
     if not name:
         raise ConfigError(f"{what} is empty; give it a name")
     if len(name) > longest:
@@ -92,7 +92,7 @@ def parse_name_servers(text: NameServers | None) -> tuple[str, ...]:
     parts = [text] if isinstance(text, str) else list(text) if isinstance(text, Iterable) else [text]
     if not all(isinstance(part, str) for part in parts):
         raise ConfigError(
-            f"name_server={shown(text, 200)} is not allowed; it must be 'host:9876', or a list of such texts"
+            f"name_server={safe_repr(text, 200)} is not allowed; it must be 'host:9876', or a list of such texts"
         )
     if isinstance(text, str):
         parts = text.replace(",", ";").split(";")
@@ -113,7 +113,7 @@ def parse_address(address: str, what: str = "address") -> tuple[str, int]:
     found = _ADDRESS.fullmatch(address)
     if not found or not 0 < int(found["port"]) < 65536:
         raise ConfigError(
-            f"{what} {shown(address, 200)} is not host:port with a port from 1 to 65535 (for example 127.0.0.1:9876)"
+            f"{what} {safe_repr(address, 200)} is not host:port with a port from 1 to 65535 (for example 127.0.0.1:9876)"
         )
     return found["host"].strip("[]"), int(found["port"])
 
@@ -144,7 +144,7 @@ def _allowed_address(text: str) -> str:
         parse_address(text, "allowed_addresses:")
         return text
     raise ConfigError(
-        f"allowed_addresses: {shown(text, 200)} is not allowed{reason}; give a host (broker-a, 10.0.0.5), host:port, "
+        f"allowed_addresses: {safe_repr(text, 200)} is not allowed{reason}; give a host (broker-a, 10.0.0.5), host:port, "
         "or a network (10.0.0.0/8)"
     )
 
@@ -167,19 +167,19 @@ def trusting(ca_file: str, what: str, where: str = "") -> SSLContext:
 def check_range(name: str, value: object, low: float, high: float) -> None:
     """Raise ConfigError unless `value` is a number within [low, high]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be a number from {low:g} to {high:g}")
+        raise ConfigError(f"{name}={safe_repr(value)} is not allowed; it must be a number from {low:g} to {high:g}")
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:
     """Raise ConfigError unless `value` is a whole number within [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be a whole number from {low} to {high}")
+        raise ConfigError(f"{name}={safe_repr(value)} is not allowed; it must be a whole number from {low} to {high}")
 
 
 def check_bool(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is True or False; any other one has a truth, too, and rarely the one meant."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be True or False")
+        raise ConfigError(f"{name}={safe_repr(value)} is not allowed; it must be True or False")
 
 
 def check_names(name: str, value: object) -> list[str]:
@@ -190,14 +190,14 @@ def check_names(name: str, value: object) -> list[str]:
     """
     names = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
     if not all(isinstance(each, str) and each for each in names):
-        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be a name, or a list of names")
+        raise ConfigError(f"{name}={safe_repr(value)} is not allowed; it must be a name, or a list of names")
     return [str(each) for each in names]
 
 
 def check_text(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is None or a text that is not empty."""
     if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be a text, or left out")
+        raise ConfigError(f"{name}={safe_repr(value)} is not allowed; it must be a text, or left out")
 
 
 class Secret(str):
@@ -250,7 +250,7 @@ def check_queues(name: str, value: object) -> list[MessageQueue]:
     for queue in queues:
         if not isinstance(queue, MessageQueue) or [type(part) for part in astuple(queue)] != [str, str, int]:
             raise ConfigError(
-                f"{name}={shown(value)} is not allowed; pass a list of MessageQueues, for example of some in progress()"
+                f"{name}={safe_repr(value)} is not allowed; pass a list of MessageQueues, for example of some in progress()"
             )
     return queues
 
@@ -258,7 +258,7 @@ def check_queues(name: str, value: object) -> list[MessageQueue]:
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise ConfigError(f"{name}={shown(value)} is not allowed; choose one of {', '.join(map(repr, allowed))}")
+        raise ConfigError(f"{name}={safe_repr(value)} is not allowed; choose one of {', '.join(map(repr, allowed))}")
 
 
 Place = Literal["first", "last"] | datetime
@@ -290,14 +290,14 @@ def check_place(name: str, value: object, or_else: str = "") -> Place:
             at = None
     if not isinstance(at, datetime):
         raise ConfigError(
-            f"{name}={shown(value)} is not allowed; use 'first' or 'earliest', 'last' or 'latest', "
+            f"{name}={safe_repr(value)} is not allowed; use 'first' or 'earliest', 'last' or 'latest', "
             f"a time with its zone (an aware datetime, or text: 2026-11-21T08:00:00Z){or_else}"
         )
     if at.tzinfo is None:
         remedy = f"write {value}Z, or {value}+01:00" if isinstance(value, str) else "give it one: tzinfo=timezone.utc"
-        raise ConfigError(f"{name}={shown(value)} has no time zone; {remedy}")
+        raise ConfigError(f"{name}={safe_repr(value)} has no time zone; {remedy}")
     if at.timestamp() < 0:
-        raise ConfigError(f"{name}={shown(value)} is before 1970; use 'first'")
+        raise ConfigError(f"{name}={safe_repr(value)} is before 1970; use 'first'")
     return at
 
 
@@ -327,7 +327,7 @@ class ClientConfig:
             value = getattr(self, name)
             if (value is not None or name == "instance_name") and not _is_part_of_client_id(value):
                 raise ConfigError(
-                    f"{name}={shown(value)} is not allowed; it must be a text of 1 to {MAX_PART_CHARACTERS} printable "
+                    f"{name}={safe_repr(value)} is not allowed; it must be a text of 1 to {MAX_PART_CHARACTERS} printable "
                     "characters, or left out: it is in the client id, which brokers and tools show"
                 )
         if self.namespace is not None:
@@ -336,7 +336,7 @@ class ClientConfig:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, check_secret(name, value))
         if not isinstance(self.tls, bool | SSLContext):
-            raise ConfigError(f"tls={shown(self.tls)} is not allowed; it must be True, False or an ssl.SSLContext")
+            raise ConfigError(f"tls={safe_repr(self.tls)} is not allowed; it must be True, False or an ssl.SSLContext")
         if self.allowed_addresses is not None:
             object.__setattr__(self, "allowed_addresses", parse_allowed_addresses(self.allowed_addresses))
         if (self.access_key is None) != (self.secret_key is None):
@@ -486,22 +486,24 @@ class ConsumerConfig(ClientConfig):
             self._check_claimed_offsets()
         elif self.offset_store is not None and lacking:
             raise ConfigError(
-                f"offset_store={shown_unless_secret(self.offset_store)} is not allowed: it has no "
+                f"offset_store={safe_repr_unless_secret(self.offset_store)} is not allowed: it has no "
                 f"{', '.join(lacking)}; see OffsetStore"
             )
         where = self.offset_store_dir
         if not isinstance(where, str | Path | None) or where == "" or "\0" in str(where):
             raise ConfigError(
-                f"offset_store_dir={shown(where, 200)} is not allowed; it must be the path of a directory"
+                f"offset_store_dir={safe_repr(where, 200)} is not allowed; it must be the path of a directory"
             )
         if self.on_event is not None and not callable(self.on_event):
-            raise ConfigError(f"on_event={shown(self.on_event)} is not callable; pass a function of one ConsumerEvent")
+            raise ConfigError(
+                f"on_event={safe_repr(self.on_event)} is not callable; pass a function of one ConsumerEvent"
+            )
 
     def _check_order_by(self) -> None:
         key_of = self.order_by
         if key_of is None:
             return
-        shown_by = f"order_by={shown(key_of)}"
+        shown_by = f"order_by={safe_repr(key_of)}"
         call = getattr(key_of, "__call__", None)  # noqa: B004 - of an object it may be async
         if inspect.iscoroutinefunction(key_of) or inspect.iscoroutinefunction(call):
             raise ConfigError(f"{shown_by} is an async def; pass a plain function: a message's key is not waited for")
@@ -530,10 +532,10 @@ class ConsumerConfig(ClientConfig):
             )
 
     def _check_claimed_offsets(self) -> None:
-        store = shown(self.offset_store)
+        store = safe_repr(self.offset_store)
         if self.order_by is not None:
             raise ConfigError(
-                f"order_by={shown(self.order_by)} does not work with offset_store={store}: its order is the queue's; "
+                f"order_by={safe_repr(self.order_by)} does not work with offset_store={store}: its order is the queue's; "
                 "leave order_by out, or keep offsets at the broker"
             )
         if self.broadcasting:
@@ -554,7 +556,7 @@ class ConsumerConfig(ClientConfig):
         for topic in value if isinstance(value, Mapping) else ():
             if not isinstance(topic, str):
                 raise ConfigError(
-                    f"{name}={shown(value)} is not allowed; it must be one number, or a number by topic name"
+                    f"{name}={safe_repr(value)} is not allowed; it must be one number, or a number by topic name"
                 )
 
     def for_topic(self, name: str, topic: str) -> int:

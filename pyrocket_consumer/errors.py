@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pyrocket_consumer.text import cut, printable
+from pyrocket_consumer.text import escape_controls, truncate
 
 MOST_OF_A_REMARK = 500
 """How many characters of a server's remark an error keeps; the longest of real ones have half of that."""
@@ -15,7 +15,7 @@ class RocketError(Exception):
     """Base of all errors raised by this package. Its text is one line that can be printed, whoever wrote it."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return escape_controls(super().__str__())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self)!r})"
@@ -25,7 +25,7 @@ class ConfigError(RocketError, ValueError):
     """A setting or argument is wrong: the text names the value, what is allowed and the remedy."""
 
     def __init__(self, text: str = "") -> None:
-        super().__init__(cut(text, MOST_OF_A_CONFIG_ERROR))
+        super().__init__(truncate(text, MOST_OF_A_CONFIG_ERROR))
 
 
 class ConnectError(RocketError):
@@ -36,7 +36,7 @@ class ConnectError(RocketError):
         self.address, self.reason = address, reason
 
     def __str__(self) -> str:
-        return printable(
+        return escape_controls(
             f"cannot connect to {self.address}: {self.reason}; check the address and that a server listens there"
         )
 
@@ -45,7 +45,7 @@ class AddressRefused(ConnectError):
     """An address that a route names is not connected to: it is none, or not one of `allowed_addresses`."""
 
     def __str__(self) -> str:
-        return printable(f"broker address {self.address!r} is not connected to: {self.reason}")
+        return escape_controls(f"broker address {self.address!r} is not connected to: {self.reason}")
 
 
 class ConnectionLost(RocketError):
@@ -56,7 +56,7 @@ class ConnectionLost(RocketError):
         self.address, self.reason = address, reason
 
     def __str__(self) -> str:
-        return printable(f"connection to {self.address} was lost: {self.reason}")
+        return escape_controls(f"connection to {self.address} was lost: {self.reason}")
 
 
 class RequestTimeout(RocketError):
@@ -67,7 +67,7 @@ class RequestTimeout(RocketError):
         self.what, self.address, self.timeout_s = what, address, timeout_s
 
     def __str__(self) -> str:
-        return printable(f"{self.what} was not answered by {self.address} within {self.timeout_s:.3g} s")
+        return escape_controls(f"{self.what} was not answered by {self.address} within {self.timeout_s:.3g} s")
 
 
 class ProtocolError(RocketError):
@@ -91,7 +91,7 @@ class BrokerError(RocketError):
 
     def __str__(self) -> str:
         remark = " ".join(self.remark.split()) or "no remark"  # servers break theirs into lines
-        return printable(f"{self.address} answered {self.name or 'code'} ({self.code}): {remark}")
+        return escape_controls(f"{self.address} answered {self.name or 'code'} ({self.code}): {remark}")
 
 
 class PermissionDenied(BrokerError):
@@ -114,7 +114,7 @@ class RouteNotFound(RocketError):
         self.topic, self.name_servers = topic, name_servers
 
     def __str__(self) -> str:
-        return printable(
+        return escape_controls(
             f"no route for topic {self.topic!r} at name server {self.name_servers}; "
             "create the topic, or check its name and that a broker that has it is running"
         )
@@ -147,7 +147,7 @@ class DatabaseError(RocketError):
         self.database, self.what, self.reason = database, what, reason
 
     def __str__(self) -> str:
-        return printable(f"{self.what}: {self.database} failed: {self.reason}")
+        return escape_controls(f"{self.what}: {self.database} failed: {self.reason}")
 
 
 class Fenced(RocketError):
@@ -161,7 +161,7 @@ class Fenced(RocketError):
         self.queue = queue
 
     def __str__(self) -> str:
-        return printable(
+        return escape_controls(
             f"{self.queue} was claimed by another member, or these messages were consumed before; roll back"
         )
 
@@ -182,4 +182,4 @@ class SendError(RocketError):
 
     def __str__(self) -> str:
         kept = f" after the first {self.stored}, which are stored" if self.stored else ""
-        return printable(f"message to topic {self.topic!r} was not sent{kept}: " + "; ".join(self.attempts))
+        return escape_controls(f"message to topic {self.topic!r} was not sent{kept}: " + "; ".join(self.attempts))

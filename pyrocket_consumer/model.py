@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any, Protocol, runtime_checkable
 
-from pyrocket_consumer.text import cut, printable
+from pyrocket_consumer.text import escape_controls, truncate
 
 RETRY_PREFIX = "%RETRY%"
 DLQ_PREFIX = "%DLQ%"
@@ -149,10 +149,10 @@ class PullAnswer:
     offset_reset: bool = False
 
 
-MOST_OF_A_TEXT = 3000
+MAX_EVENT_CHARS = 3000
 """How many characters an event's sentence has at most: what servers, listeners and files say is quoted in it."""
 
-MOST_OF_A_FACT = 500
+MAX_FACT_CHARS = 500
 
 
 class EventKind(StrEnum):
@@ -210,12 +210,12 @@ class ConsumerEvent:
     facts: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "text", printable(cut(self.text, MOST_OF_A_TEXT)))
+        object.__setattr__(self, "text", escape_controls(truncate(self.text, MAX_EVENT_CHARS)))
 
     def __str__(self) -> str:
-        facts = " ".join(f"{name}={cut(str(value), MOST_OF_A_FACT)}" for name, value in self.facts.items())
+        facts = " ".join(f"{name}={truncate(str(value), MAX_FACT_CHARS)}" for name, value in self.facts.items())
         where = f" queue={self.queue}" if self.queue else ""
-        return printable(f"event={self.kind}{where} {self.text}" + (f" {facts}" if facts else ""))
+        return escape_controls(f"event={self.kind}{where} {self.text}" + (f" {facts}" if facts else ""))
 
 
 class ReadOffsetType(Enum):

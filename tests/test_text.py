@@ -15,7 +15,7 @@ from pyrocket_consumer.errors import BrokerError, ConnectError
 from pyrocket_consumer.model import EventKind
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer
-from pyrocket_consumer.text import as_json_strings, printable, shown
+from pyrocket_consumer.text import escape_controls, escape_json_controls, safe_repr
 from tests.consuming import Events, consuming
 
 FORGED = "no\r\n2026-11-23 06:00:00 ERROR root: all offsets are lost\x1b[2J\x9b2J\x7f\u202etxt\u2028next\x00"
@@ -95,21 +95,21 @@ def test_a_value_is_shown_as_one_short_line_whatever_it_does(error):
         def __repr__(self) -> str:
             raise error("not shown")
 
-    assert_fit(shown(Odd()), shown(type(FORGED[:-1], (Unshown,), {})()), shown(10**5000))
-    assert shown(Odd()).endswith(f"… ({len(HUGE) - 80} more characters)")
-    assert shown(Unshown()) == "<Unshown, whose repr raises>"
-    assert shown("as short as this") == "'as short as this'"
+    assert_fit(safe_repr(Odd()), safe_repr(type(FORGED[:-1], (Unshown,), {})()), safe_repr(10**5000))
+    assert safe_repr(Odd()).endswith(f"… ({len(HUGE) - 80} more characters)")
+    assert safe_repr(Unshown()) == "<Unshown, whose repr raises>"
+    assert safe_repr("as short as this") == "'as short as this'"
 
 
 def test_words_of_all_languages_stay_as_they_are():
     for text in ("订单　已付", "ناقص", "naïve – 10 €", "👩‍🚀", "a\\b"):
-        assert printable(text) == text
+        assert escape_controls(text) == text
         assert str(RocketError(text)) == text
 
 
 def test_json_stays_the_same_value():
     value = {"body": FORGED, "lone": "\ud800", "all": "".join(map(chr, range(0xA0)))}
-    text = as_json_strings(json.dumps(value, ensure_ascii=False, indent=2))
+    text = escape_json_controls(json.dumps(value, ensure_ascii=False, indent=2))
     assert json.loads(text) == value
     assert text.replace("\n", "").isprintable()
 

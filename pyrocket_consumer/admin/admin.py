@@ -40,7 +40,7 @@ from pyrocket_consumer.config import (
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageModel, MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.text import shown_unless_secret
+from pyrocket_consumer.text import safe_repr_unless_secret
 from pyrocket_consumer.transport.forks import renew_locks_in_children
 
 _SLOW_TIMEOUT_S = 180.0  # members are asked, a few at a time, and a silent one costs 10 s
@@ -397,6 +397,6 @@ class Admin:
 def _check_store(store: object) -> None:
     if store is not None and not isinstance(store, DatabaseOffsets):
         raise ConfigError(
-            f"store={shown_unless_secret(store)} is not allowed; it must be a DatabaseOffsets, or left out: brokers "
+            f"store={safe_repr_unless_secret(store)} is not allowed; it must be a DatabaseOffsets, or left out: brokers "
             "and members tell of all other groups"
         )

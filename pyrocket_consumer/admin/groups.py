@@ -34,7 +34,7 @@ from pyrocket_consumer.protocol.command import (
     DeleteSubscriptionGroupHeader,
     GetAllSubscriptionGroupsHeader,
 )
-from pyrocket_consumer.text import some_of
+from pyrocket_consumer.text import join_truncated
 
 # Source: MixAll; every broker has them.
 _SYSTEM_GROUPS = frozenset(
@@ -148,7 +148,7 @@ async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str,
     if silent:
         raise silent[0]
     nearest = await asyncio.get_running_loop().run_in_executor(None, _nearest_first, group, known)
-    raise ConfigError(f"no broker knows group {group!r}; check its name (known: {some_of(nearest)})")
+    raise ConfigError(f"no broker knows group {group!r}; check its name (known: {join_truncated(nearest)})")
 
 
 def _nearest_first(group: str, known: Iterable[str]) -> list[str]:

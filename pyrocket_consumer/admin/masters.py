@@ -12,7 +12,7 @@ from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
 from pyrocket_consumer.model import MASTER_ID
 from pyrocket_consumer.protocol.bodies import ClusterInfo, decode_cluster_info
 from pyrocket_consumer.protocol.command import GetClusterInfoHeader
-from pyrocket_consumer.text import some_of
+from pyrocket_consumer.text import join_truncated
 
 T = TypeVar("T")
 
@@ -49,16 +49,18 @@ async def masters(
     info = await cluster_info(cluster)
     if cluster_name is not None:
         if cluster_name not in info.clusters:
-            raise ConfigError(f"there is no cluster {cluster_name!r}; there are {some_of(sorted(info.clusters))}")
+            raise ConfigError(
+                f"there is no cluster {cluster_name!r}; there are {join_truncated(sorted(info.clusters))}"
+            )
         named = list(info.clusters[cluster_name])
     names = sorted(info.brokers) if named is None else sorted(named)
     unknown = [name for name in names if name not in info.brokers]
     if unknown:
-        raise ConfigError(f"there is no broker {unknown[0]!r}; there are {some_of(sorted(info.brokers))}")
+        raise ConfigError(f"there is no broker {unknown[0]!r}; there are {join_truncated(sorted(info.brokers))}")
     found = {name: info.brokers[name].addresses.get(MASTER_ID) for name in names}
     without = [name for name, address in found.items() if address is None]
     if without or not found:
-        what = f"broker {some_of(without)}" if without else "the cluster"
+        what = f"broker {join_truncated(without)}" if without else "the cluster"
         raise ConnectError(what, "the name server knows no master of it")
     return {name: address for name, address in found.items() if address is not None}
 
@@ -80,6 +82,6 @@ async def at_each(brokers: Mapping[str, str], call: Callable[[str], Awaitable[T]
     if failures:
         error = next((each for each in failures if not isinstance(each, RocketError)), failures[0])
         if done:
-            error.add_note(f"done at {some_of(list(done))}; it is safe to repeat")
+            error.add_note(f"done at {join_truncated(list(done))}; it is safe to repeat")
         raise error
     return done

@@ -26,7 +26,7 @@ from pyrocket_consumer.protocol.command import (
     GetTopicStatsInfoHeader,
 )
 from pyrocket_consumer.protocol.reset_format import MAX_OFFSET
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 MAX_QUEUES = 10_000
 
@@ -81,12 +81,12 @@ async def create_topic(
 
     def is_there(route: TopicRoute | None) -> bool:
         # A broker with a narrower permission of its own shows less than was asked for.
-        shown = {
+        named = {
             data.broker_name
             for data in (route.queues if route else ())
             if (data.read_queues, data.write_queues) == (queues, queues) and not data.perm & ~bits
         }
-        return shown.issuperset(targets)
+        return named.issuperset(targets)
 
     async def check_ours() -> None:
         for broker, address in targets.items():
@@ -112,17 +112,19 @@ async def _queue_count(cluster: Cluster, topic: str, address: str) -> int | None
 def check_perm(perm: object) -> None:
     """Raise ConfigError unless `perm` is a permission that topics can have."""
     if not isinstance(perm, str) or perm not in _PERMISSIONS:
-        raise ConfigError(f"perm={shown(perm)} is not allowed; choose one of {', '.join(map(repr, _PERMISSIONS))}")
+        raise ConfigError(f"perm={safe_repr(perm)} is not allowed; choose one of {', '.join(map(repr, _PERMISSIONS))}")
 
 
 def check_attributes(attributes: object) -> None:
     """Raise ConfigError unless `attributes` are what brokers can read as attributes of a topic, or None."""
     if not isinstance(attributes, Mapping | None):
-        raise ConfigError(f'attributes={shown(attributes)} is not allowed; it must be like {{"message.type": "FIFO"}}')
+        raise ConfigError(
+            f'attributes={safe_repr(attributes)} is not allowed; it must be like {{"message.type": "FIFO"}}'
+        )
     for name, value in (attributes or {}).items():
         for part in (name, value):
             if not isinstance(part, str) or not part or any(sign in part for sign in "+=,"):
-                raise ConfigError(f"attribute {name!r}={shown(value)} must be texts without '+', '=' and ','")
+                raise ConfigError(f"attribute {name!r}={safe_repr(value)} must be texts without '+', '=' and ','")
 
 
 async def _check_attributes_known(cluster: Cluster, address: str) -> None:

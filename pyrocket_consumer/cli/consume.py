@@ -32,7 +32,7 @@ from pyrocket_consumer.cli.streams import (
 from pyrocket_consumer.config import check_topic
 from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.protocol.properties import PropertyName
-from pyrocket_consumer.text import printable
+from pyrocket_consumer.text import escape_controls
 
 if TYPE_CHECKING:
     from pyrocket_consumer.cli.topic_tail import Look
@@ -128,7 +128,7 @@ class Printer:
         if self._as_json:
             say_json(_as_json(message))
         elif self._raw:
-            print(printable(_head(message)) + _body(message), flush=True)
+            print(escape_controls(_head(message)) + _body(message), flush=True)
         else:
             say(_head(message) + _body(message))
 

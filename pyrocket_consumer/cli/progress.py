@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from pyrocket_consumer.text import printable
+from pyrocket_consumer.text import escape_controls
 
 
 class Progress:
@@ -19,7 +19,7 @@ class Progress:
         """Print a line. One that is `passing` is replaced by the next; without a terminal few of those are printed."""
         if self._quiet:
             return
-        line = f"{time.monotonic() - self._began:5.1f} s  {printable(text)}"
+        line = f"{time.monotonic() - self._began:5.1f} s  {escape_controls(text)}"
         if sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[K{line}" + ("" if passing else "\n"))
         elif not passing or int(time.monotonic() * 4) % 8 == 0:

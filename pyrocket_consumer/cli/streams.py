@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
-from pyrocket_consumer.text import as_json_strings, printable
+from pyrocket_consumer.text import escape_controls, escape_json_controls
 
 
 def write_anywhere() -> None:
@@ -28,19 +28,19 @@ def write_anywhere() -> None:
 
 def say(text: str = "") -> None:
     """Print a line at once. Whoever wrote parts of it, it moves no cursor and makes no second line."""
-    print(printable(text), flush=True)
+    print(escape_controls(text), flush=True)
 
 
 def tell(text: str) -> None:
     """Print such a line on standard error."""
-    print(printable(text), file=sys.stderr, flush=True)
+    print(escape_controls(text), file=sys.stderr, flush=True)
 
 
 def say_json(value: object, indent: int | None = None) -> None:
     """Print JSON that comes out whole: an escape of the console's, instead of JSON's, would make it none."""
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
     text = json.dumps(value, ensure_ascii=codecs.lookup(encoding).name != "utf-8", indent=indent)
-    print(as_json_strings(text), flush=True)
+    print(escape_json_controls(text), flush=True)
 
 
 def reader_has_left() -> bool:

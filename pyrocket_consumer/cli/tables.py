@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from pyrocket_consumer.cli.streams import say
-from pyrocket_consumer.text import printable
+from pyrocket_consumer.text import escape_controls
 
 
 def print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table; columns of numbers are aligned to the right."""
-    texts = [[printable(str(cell)) for cell in row] for row in rows]
+    texts = [[escape_controls(str(cell)) for cell in row] for row in rows]
     numeric = [all(isinstance(row[place], (int, float)) for row in rows) for place in range(len(heads))]
     if sys.stdout.isatty():
         try:
@@ -20,7 +20,7 @@ def print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object
         except ImportError:
             pass
         else:
-            table = Table(title=printable(title), title_justify="left")
+            table = Table(title=escape_controls(title), title_justify="left")
             for head, right in zip(heads, numeric, strict=True):
                 table.add_column(head, justify="right" if right else "left")
             for row in texts:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from pyrocket_consumer.errors import MOST_OF_A_REMARK, BrokerError, FlowControl, PermissionDenied
 from pyrocket_consumer.protocol.codes import ResponseCode, response_name
 from pyrocket_consumer.protocol.frame import RemotingCommand
-from pyrocket_consumer.text import cut
+from pyrocket_consumer.text import truncate
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def refusal(answer: RemotingCommand, address: str) -> BrokerError:
         kind = PermissionDenied
     elif code in _BUSY:
         kind = FlowControl
-    return kind(code, cut(remark, MOST_OF_A_REMARK), address, response_name(code))
+    return kind(code, truncate(remark, MOST_OF_A_REMARK), address, response_name(code))
 
 
 async def read_body(decode: Callable[[bytes], T], body: bytes) -> T:

@@ -12,7 +12,7 @@ from pyrocket_consumer.config import check_range
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.message import Message
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 
 class ConsumeResult(Enum):
@@ -41,7 +41,9 @@ class Retry:
 
     def __post_init__(self) -> None:
         if isinstance(self.delay_level, bool) or not isinstance(self.delay_level, int) or self.delay_level > 18:
-            raise ConfigError(f"delay_level={shown(self.delay_level)} is not allowed; use -1 (give up), 0, or 1 to 18")
+            raise ConfigError(
+                f"delay_level={safe_repr(self.delay_level)} is not allowed; use -1 (give up), 0, or 1 to 18"
+            )
         object.__setattr__(self, "messages", tuple(self.messages))
 
 
@@ -107,7 +109,7 @@ class Listener:
         """
         if isinstance(function, type) or not callable(function):
             raise ConfigError(
-                f"the listener must be a function of one message, not {shown(function)}; "
+                f"the listener must be a function of one message, not {safe_repr(function)}; "
                 "for example: def handle(message): ..."
             )
         takes = _positional_parameters(function)

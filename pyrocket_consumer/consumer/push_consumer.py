@@ -29,7 +29,7 @@ from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.protocol.subscription import parse_subscription
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 from pyrocket_consumer.transport.latch import End, Terminated, terminate, told_of_sigterm
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def sql(expression: str) -> Sql:
 def _subscription(topic: str, selector: str) -> Subscription:
     check_topic(topic)
     if not isinstance(selector, str):
-        raise ConfigError(f"selector={shown(selector)} is not allowed; use '*', 'tagA || tagB' or sql('price > 5')")
+        raise ConfigError(f"selector={safe_repr(selector)} is not allowed; use '*', 'tagA || tagB' or sql('price > 5')")
     if isinstance(selector, Sql):
         if not selector.strip():
             raise ConfigError("the SQL92 expression is empty")
@@ -582,8 +582,8 @@ async def _reset(member: GroupMember, topic: str, to: To, queues: list[MessageQu
     exact = where if isinstance(where, dict) else {}
     strangers = {*(queues or ()), *exact} - held
     if strangers:
-        shown = min(map(str, strangers))
-        raise ConfigError(f"{shown} is not held by this member; it holds {', '.join(map(str, sorted(held)))}")
+        stranger = min(map(str, strangers))
+        raise ConfigError(f"{stranger} is not held by this member; it holds {', '.join(map(str, sorted(held)))}")
     chosen = held if queues is None else set(queues)
     if isinstance(where, dict):
         ends = await first_and_last(member.group.cluster, chosen & where.keys())

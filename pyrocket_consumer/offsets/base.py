@@ -12,7 +12,7 @@ from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, OffsetStore, ReadOffsetType
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 MAX_OFFSET = 2**63 - 1
 MAX_QUEUE_ID = 2**31 - 1
@@ -88,7 +88,9 @@ class OffsetTable(ABC, Generic[Entry]):
             ConfigError: `offset` is not a whole number from 0 to 2**63 - 1.
         """
         if type(offset) is not int or not 0 <= offset <= MAX_OFFSET:
-            raise ConfigError(f"offset {shown(offset)} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1")
+            raise ConfigError(
+                f"offset {safe_repr(offset)} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1"
+            )
         lock = self._table_lock
         lock.acquire()  # a quarter quicker than `with`: it is called for each chunk of messages
         try:
@@ -139,36 +141,38 @@ class OffsetTable(ABC, Generic[Entry]):
 def check_offset(mq: MessageQueue, offset: int) -> None:
     """Raise ConfigError unless `offset` is one."""
     if type(offset) is not int or not 0 <= offset <= MAX_OFFSET:
-        raise ConfigError(f"offset {shown(offset)} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1")
+        raise ConfigError(f"offset {safe_repr(offset)} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1")
 
 
 def check_epoch(mq: MessageQueue, epoch: int) -> None:
     """Raise ConfigError unless `epoch` is one."""
     if type(epoch) is not int or not 0 <= epoch <= MAX_OFFSET:
-        raise ConfigError(f"epoch {shown(epoch)} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1")
+        raise ConfigError(f"epoch {safe_repr(epoch)} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1")
 
 
 def check_read_type(read_type: object) -> None:
     """Raise ConfigError unless `read_type` is one."""
     if not isinstance(read_type, ReadOffsetType):
         names = ", ".join(map(str, ReadOffsetType))
-        raise ConfigError(f"read_type={shown(read_type)} is not allowed; choose one of {names}")
+        raise ConfigError(f"read_type={safe_repr(read_type)} is not allowed; choose one of {names}")
 
 
 def check_queue(mq: MessageQueue) -> None:
     """Raise ConfigError unless `mq` can be written to every kind of store."""
     if not isinstance(mq, MessageQueue):
-        raise ConfigError(f"{shown(mq)} is a {type(mq).__name__}; pass a MessageQueue(topic, broker_name, queue_id)")
+        raise ConfigError(
+            f"{safe_repr(mq)} is a {type(mq).__name__}; pass a MessageQueue(topic, broker_name, queue_id)"
+        )
     for name, text in (("topic", mq.topic), ("broker_name", mq.broker_name)):
         try:
             fits = len(text.encode()) <= MAX_NAME_BYTES
         except (AttributeError, UnicodeEncodeError):
             fits = False
         if not fits:
-            raise ConfigError(f"{name}={shown(text)} is not allowed; it must be Unicode text of at most 4096 bytes")
+            raise ConfigError(f"{name}={safe_repr(text)} is not allowed; it must be Unicode text of at most 4096 bytes")
     if type(mq.queue_id) is not int or not -1 <= mq.queue_id <= MAX_QUEUE_ID:
         raise ConfigError(
-            f"queue_id={shown(mq.queue_id)} is not allowed; it must be a whole number from -1 to 2**31 - 1"
+            f"queue_id={safe_repr(mq.queue_id)} is not allowed; it must be a whole number from -1 to 2**31 - 1"
         )
 
 

@@ -10,7 +10,7 @@ from typing import TypeGuard
 from pyrocket_consumer.config import check_int, check_topic
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.protocol.properties import MAX_PROPERTIES_BYTES, PropertyName
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 MAX_DELAY_LEVEL = 18
 """The last level of a broker's default table (2 h)."""
@@ -232,13 +232,13 @@ def _is_plain_word(text: object) -> TypeGuard[str]:
 
 def _check_text(what: str, value: object) -> None:
     if not isinstance(value, str):
-        raise ConfigError(f"{what} must be text, not {type(value).__name__} ({shown(value)})")
+        raise ConfigError(f"{what} must be text, not {type(value).__name__} ({safe_repr(value)})")
     if not value:
         raise ConfigError(f"{what} is empty, and would be lost on the way; leave it out")
     if "\x01" in value or "\x02" in value:
-        raise ConfigError(f"{what} holds \\x01 or \\x02, which separate properties on the way: {shown(value)}")
+        raise ConfigError(f"{what} holds \\x01 or \\x02, which separate properties on the way: {safe_repr(value)}")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{what} is not text that UTF-8 can carry: {shown(value)}") from error
+            raise ConfigError(f"{what} is not text that UTF-8 can carry: {safe_repr(value)}") from error

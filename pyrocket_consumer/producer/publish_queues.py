@@ -8,11 +8,11 @@ from functools import cached_property
 
 from pyrocket_consumer.model import MASTER_ID, PERM_WRITE, MessageQueue, QueueData, TopicRoute
 from pyrocket_consumer.protocol.subscription import java_string_hash
-from pyrocket_consumer.text import cut
+from pyrocket_consumer.text import truncate
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-_MOST_DESCRIBED, _MOST_OF_A_NAME = 10, 127
+_MOST_DESCRIBED, _MAX_NAME_CHARS = 10, 127
 
 
 class PublishQueues:
@@ -45,7 +45,7 @@ class PublishQueues:
     def described(self) -> str:
         """What the route has, for people: made once, for thousands of messages may have to tell it."""
         told = [
-            f"{cut(data.broker_name, _MOST_OF_A_NAME)} with {data.write_queues} write queues, "
+            f"{truncate(data.broker_name, _MAX_NAME_CHARS)} with {data.write_queues} write queues, "
             f"{'' if data.perm & PERM_WRITE else 'no '}write permission (perm {data.perm}) and "
             f"{'a' if data.broker_name in self._with_master else 'no'} master"
             for data in self.route.queues[:_MOST_DESCRIBED]

@@ -11,7 +11,7 @@ from concurrent.futures._base import FINISHED, RUNNING
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from pyrocket_consumer.text import logger, shown
+from pyrocket_consumer.text import logger, safe_repr
 from pyrocket_consumer.transport.thread_future import Outcome
 
 log = logger("producer")
@@ -296,7 +296,7 @@ class SendFuture(Future[T]):
             TypeError: `fn` cannot be called.
         """
         if not callable(fn):
-            raise TypeError(f"fn={shown(fn)} is not callable; pass a function of the future, not what it returns")
+            raise TypeError(f"fn={safe_repr(fn)} is not callable; pass a function of the future, not what it returns")
         call = partial(fn, self)
         self._to_tell[call] = None
         if self._is_told:

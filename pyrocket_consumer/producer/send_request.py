@@ -11,7 +11,7 @@ from pyrocket_consumer.producer.send_future import Waiting
 from pyrocket_consumer.protocol.command import SendMessageResponseHeader
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.send_template import SendTemplate
-from pyrocket_consumer.text import cut
+from pyrocket_consumer.text import truncate
 from pyrocket_consumer.transport.connection import Connection
 
 LaneKey = tuple[str, MessageQueue | str]
@@ -58,7 +58,7 @@ class Sending:
         """Remember why an attempt failed: what happens again and again is told once, and of much the latest."""
         if self._failures is None:
             self._failures = {}
-        failure = cut(failure, _MOST_OF_A_FAILURE)  # names in a route can be of any length
+        failure = truncate(failure, _MOST_OF_A_FAILURE)  # names in a route can be of any length
         times = self._failures.pop(failure, 0)
         self._failures[failure] = times + 1
         if len(self._failures) > _MOST_TOLD:

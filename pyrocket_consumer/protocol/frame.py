@@ -13,7 +13,7 @@ from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.protocol import fastjson
 from pyrocket_consumer.protocol.acl import SIGNED
 from pyrocket_consumer.protocol.codes import CLIENT_VERSION, LANGUAGE_NAMES, LanguageCode, RequestCode
-from pyrocket_consumer.text import cut
+from pyrocket_consumer.text import truncate
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 """The largest frame either side sends, its length field included, unless `max_frame_bytes` says otherwise."""
@@ -59,8 +59,10 @@ class RemotingCommand:
     """The bytes of a body that is too large for its request, and was not kept."""
 
     def __repr__(self) -> str:
-        fields = {name: "***" if name in SIGNED else cut(value, _MOST_SHOWN) for name, value in self.fields.items()}
-        remark = f", remark={cut(self.remark, _MOST_SHOWN)!r}" if self.remark else ""
+        fields = {
+            name: "***" if name in SIGNED else truncate(value, _MOST_SHOWN) for name, value in self.fields.items()
+        }
+        remark = f", remark={truncate(self.remark, _MOST_SHOWN)!r}" if self.remark else ""
         return (
             f"RemotingCommand(code={self.code}, opaque={self.opaque}, flag={self.flag}, fields={fields!r}, "
             f"body=<{len(self.body)} bytes>{remark})"

@@ -31,7 +31,7 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.subscription import ALL, SQL92, parse_subscription
 from pyrocket_consumer.spark.retry_policy import Patience
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
@@ -512,13 +512,13 @@ def _selection(given: _Given, namespace: str | None) -> tuple[tuple[str, ...], s
         try:
             re.compile(text)
         except re.error as error:
-            raise ConfigError(f"option subscribePattern={shown(text)} is no regular expression: {error}") from error
+            raise ConfigError(f"option subscribePattern={safe_repr(text)} is no regular expression: {error}") from error
         return (), text, ()
     if name == "assign":
         return (), None, _assigned(text, namespace)
     topics = [wrap(namespace, _named(check_topic, name, part.strip())) for part in text.split(",") if part.strip()]
     if not topics:
-        raise ConfigError(f"option {name}={shown(text)} names no topic; give one, or several joined by ','")
+        raise ConfigError(f"option {name}={safe_repr(text)} names no topic; give one, or several joined by ','")
     return tuple(dict.fromkeys(topics)), None, ()
 
 
@@ -528,13 +528,13 @@ def _assigned(text: str, namespace: str | None) -> tuple[MessageQueue, ...]:
     for topic, brokers in _json_object("assign", text, allowed).items():
         name = wrap(namespace, _named(check_topic, "assign", topic))
         if not isinstance(brokers, dict):
-            raise ConfigError(f"option assign: {shown(brokers)} of topic {topic!r} is not allowed; {allowed}")
+            raise ConfigError(f"option assign: {safe_repr(brokers)} of topic {topic!r} is not allowed; {allowed}")
         for broker, ids in brokers.items():
             if not isinstance(ids, list) or not ids or not all(_is_whole(each) and each >= 0 for each in ids):
-                raise ConfigError(f"option assign: {shown(ids)} of broker {broker!r} is not allowed; {allowed}")
+                raise ConfigError(f"option assign: {safe_repr(ids)} of broker {broker!r} is not allowed; {allowed}")
             queues += [MessageQueue(name, broker, each) for each in ids]
     if not queues:
-        raise ConfigError(f"option assign={shown(text)} names no queue; {allowed}")
+        raise ConfigError(f"option assign={safe_repr(text)} names no queue; {allowed}")
     return tuple(sorted(set(queues)))
 
 
@@ -567,7 +567,9 @@ def _bound(
         elif word.startswith("{"):
             bound = _given_offsets(option, offsets, namespace, EARLIEST if Named.EARLIEST in allowed else LATEST)
         else:
-            raise ConfigError(f"option {option}={shown(offsets)} is not allowed; choose {names} or JSON with offsets")
+            raise ConfigError(
+                f"option {option}={safe_repr(offsets)} is not allowed; choose {names} or JSON with offsets"
+            )
         if bound is Named.GROUP and group is None:
             raise ConfigError(f"option {option}='group' needs consumerGroup; give the group to follow")
     option, at = f"{edge}Timestamp", given.text(f"{edge}Timestamp")
@@ -586,7 +588,7 @@ def _given_offsets(option: str, text: str, namespace: str | None, lowest: int) -
     def put(place: tuple[str, str | None, int | None], offset: object, whole: bool) -> None:
         if not _is_whole(offset) or offset < lowest or (whole and offset >= 0) or offset > _MOST:
             where = "/".join(str(part) for part in place if part is not None)
-            raise ConfigError(f"option {option}: {shown(offset)} for {where} is not allowed; {allowed}")
+            raise ConfigError(f"option {option}: {safe_repr(offset)} for {where} is not allowed; {allowed}")
         places[place] = offset
 
     for topic, brokers in _json_object(option, text, allowed).items():
@@ -600,7 +602,7 @@ def _given_offsets(option: str, text: str, namespace: str | None, lowest: int) -
                 continue
             for queue_id, offset in queues.items():
                 if not re.fullmatch("0|[1-9][0-9]{0,9}", queue_id):
-                    wrong = shown(queue_id)
+                    wrong = safe_repr(queue_id)
                     raise ConfigError(f"option {option}: {wrong} of {topic}/{broker} is no queue id; {allowed}")
                 put((name, broker, int(queue_id)), offset, False)
     return GivenOffsets(option, places)
@@ -612,10 +614,10 @@ def _timestamps_ms(option: str, text: str, namespace: str | None) -> dict[str, i
     for topic, at in _json_object(option, text, allowed).items():
         name = wrap(namespace, _named(check_topic, option, topic))
         if not isinstance(at, str) and not _is_whole(at):
-            raise ConfigError(f"option {option}: {shown(at)} for {topic} is not allowed; {allowed}")
+            raise ConfigError(f"option {option}: {safe_repr(at)} for {topic} is not allowed; {allowed}")
         found[name] = _timestamp_ms(option, str(at), f" for {topic}")
     if not found:
-        raise ConfigError(f"option {option}={shown(text)} names no topic; {allowed}")
+        raise ConfigError(f"option {option}={safe_repr(text)} names no topic; {allowed}")
     return found
 
 
@@ -627,12 +629,12 @@ def _timestamp_ms(option: str, text: str, where: str = "") -> int:
         try:
             at = datetime.fromisoformat(text.strip())
         except ValueError as error:
-            raise ConfigError(f"option {option}={shown(text)}{where} is no time; {allowed}") from error
+            raise ConfigError(f"option {option}={safe_repr(text)}{where} is no time; {allowed}") from error
         if at.tzinfo is None:
-            raise ConfigError(f"option {option}={shown(text)}{where} has no time zone; {allowed}")
+            raise ConfigError(f"option {option}={safe_repr(text)}{where} has no time zone; {allowed}")
         at_ms = -((datetime(1970, 1, 1, tzinfo=UTC) - at) // timedelta(milliseconds=1))  # up: at this time or later
     if not 0 <= at_ms <= _MOST:
-        raise ConfigError(f"option {option}={shown(text)}{where} is out of range; {allowed}")
+        raise ConfigError(f"option {option}={safe_repr(text)}{where} is out of range; {allowed}")
     return at_ms
 
 
@@ -648,9 +650,9 @@ def _json_object(option: str, text: str, allowed: str) -> dict[str, Any]:
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:  # a number with thousands of digits is a ValueError of its own
-        raise ConfigError(f"option {option}={shown(text)} is no JSON: {error}; {allowed}") from error
+        raise ConfigError(f"option {option}={safe_repr(text)} is no JSON: {error}; {allowed}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"option {option}={shown(text)} is no JSON object; {allowed}")
+        raise ConfigError(f"option {option}={safe_repr(text)} is no JSON object; {allowed}")
     return value
 
 
@@ -663,7 +665,7 @@ def _named(check: Callable[[str], T], option: str, value: str) -> T:
     try:
         return check(value)
     except ConfigError as error:
-        raise ConfigError(f"option {option}={shown(value)} is not allowed: {as_written(str(error))}") from error
+        raise ConfigError(f"option {option}={safe_repr(value)} is not allowed: {as_written(str(error))}") from error
 
 
 def as_written(text: str) -> str:
@@ -705,7 +707,7 @@ class _Given:
         value = int(text) if _WHOLE.fullmatch(text) else None
         if value is None or not low <= value <= high:
             span = f"of at least {low}" if high >= _MOST_INT else f"from {low} to {high}"
-            raise ConfigError(f"option {name}={shown(text)} is not allowed; give a whole number {span}")
+            raise ConfigError(f"option {name}={safe_repr(text)} is not allowed; give a whole number {span}")
         return value
 
     def optional(self, name: str, high: int = _MOST) -> int | None:
@@ -717,7 +719,7 @@ class _Given:
             return default
         word = text.strip().lower()
         if word not in ("true", "false"):
-            raise ConfigError(f"option {name}={shown(text)} is not allowed; give true or false")
+            raise ConfigError(f"option {name}={safe_repr(text)} is not allowed; give true or false")
         return word == "true"
 
     def choice(self, name: str, default: E) -> E:
@@ -725,7 +727,7 @@ class _Given:
         try:
             return default if text is None else kind(text.strip().lower())
         except ValueError:
-            raise ConfigError(f"option {name}={shown(text)} is not allowed; give {', '.join(kind)}") from None
+            raise ConfigError(f"option {name}={safe_repr(text)} is not allowed; give {', '.join(kind)}") from None
 
     def duration_s(self, name: str, default: float) -> float:
         text = self.text(name)
@@ -733,5 +735,5 @@ class _Given:
             return default
         found = _DURATION.fullmatch(text.strip().lower())
         if found is None or found[2] not in _UNITS_S or len(found[1]) > 15:
-            raise ConfigError(f"option {name}={shown(text)} is not allowed; give a time like 500ms, 30s, 15m or 1h")
+            raise ConfigError(f"option {name}={safe_repr(text)} is not allowed; give a time like 500ms, 30s, 15m or 1h")
         return int(found[1]) * _UNITS_S[found[2]]

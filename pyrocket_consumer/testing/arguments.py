@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.testing.release import DEFAULT_RELEASE, Release
 from pyrocket_consumer.testing.topics import LONGEST_TOPIC, name_defect
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 _RELEASE = Release(DEFAULT_RELEASE)
 
@@ -33,13 +33,13 @@ def _check_name(kind: str, name: object, longest: int) -> None:
 def check_int(name: str, value: object, low: int, high: int) -> None:
     """Raise ConfigError unless `value` is a whole number within [low, high]."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be a whole number from {low} to {high}")
+        raise ConfigError(f"{name}={safe_repr(value)} is not allowed; it must be a whole number from {low} to {high}")
 
 
 def check_bool(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be True or False")
+        raise ConfigError(f"{name}={safe_repr(value)} is not allowed; it must be True or False")
 
 
 def check_account(value: object) -> tuple[str, str]:
@@ -56,7 +56,7 @@ def check_tls(value: object) -> ssl.SSLContext:
     """Return the context of a server."""
     if not isinstance(value, ssl.SSLContext):
         raise ConfigError(
-            f"tls={shown(value)} is not allowed; it must be an ssl.SSLContext with a certificate, or left out"
+            f"tls={safe_repr(value)} is not allowed; it must be an ssl.SSLContext with a certificate, or left out"
         )
     return value
 
@@ -65,5 +65,5 @@ def check_names(name: str, value: object) -> list[str]:
     """Return the names in `value`: one, or an iterable of them."""
     names = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
     if not all(isinstance(each, str) and each for each in names):
-        raise ConfigError(f"{name}={shown(value)} is not allowed; it must be a name, or a list of names")
+        raise ConfigError(f"{name}={safe_repr(value)} is not allowed; it must be a name, or a list of names")
     return [str(each) for each in names]

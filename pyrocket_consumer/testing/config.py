@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.testing.release import Release
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 DEFAULT_TOPIC = "TBW102"
 DELAY_LEVELS = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
@@ -84,7 +84,7 @@ class BrokerConfig:
         for name, value in settings.items():
             if not self.update(name, _text(value)):
                 raise ConfigError(
-                    f"broker setting {name}={shown(value)} is unknown or of the wrong type; "
+                    f"broker setting {name}={safe_repr(value)} is unknown or of the wrong type; "
                     f"there are {', '.join(_camel(each.name) for each in fields(self))}"
                 )
 
@@ -110,7 +110,7 @@ class Timing:
         for each in fields(self):
             value = getattr(self, each.name)
             if not 0 <= value < math.inf or (value == 0 and each.name != "delay_scale"):
-                raise ConfigError(f"{each.name} is {shown(value)}; give a number above 0 (delay_scale may be 0)")
+                raise ConfigError(f"{each.name} is {safe_repr(value)}; give a number above 0 (delay_scale may be 0)")
 
 
 def _camel(name: str) -> str:

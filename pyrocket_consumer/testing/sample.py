@@ -11,7 +11,7 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
 from pyrocket_consumer.protocol.ids import UniqueIds
 from pyrocket_consumer.protocol.message import Message, PropertyName, StoredMessage, decode_messages, encode_message
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ def _written(
 
 def _check(name: str, value: object, kind: type[T]) -> T:
     if not isinstance(value, kind):
-        raise ConfigError(f"{name} must be {kind.__name__}, not {type(value).__name__} ({shown(value)})")
+        raise ConfigError(f"{name} must be {kind.__name__}, not {type(value).__name__} ({safe_repr(value)})")
     return value
 
 

@@ -7,7 +7,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 
 from pyrocket_consumer.config import parse_address
 from pyrocket_consumer.errors import AddressRefused, ConfigError
-from pyrocket_consumer.text import cut
+from pyrocket_consumer.text import truncate
 
 OnAddressRefused = Callable[[str, str], None]
 """Told of an address that is not connected to, once for each of the first hundred: the address, and why."""
@@ -66,7 +66,7 @@ class Addresses:
         return any(ip in network for network in self._networks)
 
     def _refusal(self, address: str, why: str) -> AddressRefused:
-        error = AddressRefused(cut(address, _MOST_OF_AN_ADDRESS), why)
+        error = AddressRefused(truncate(address, _MOST_OF_AN_ADDRESS), why)
         if error.address not in self._told and len(self._told) < _MOST_TOLD:
             self._told.add(error.address)
             self._on_refused(error.address, str(error))

@@ -16,7 +16,7 @@ from pyrocket_consumer import AddressRefused, Admin, AsyncProducer, ConnectError
 from pyrocket_consumer.protocol.bodies import decode_cluster_info, decode_route, encode_cluster_info, encode_route
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, rewrite
-from pyrocket_consumer.text import MOST_OF_A_LINE
+from pyrocket_consumer.text import MAX_LINE_CHARS
 from pyrocket_consumer.transport.addresses import Addresses
 from tests.consuming import Events, consuming
 from tests.for_each import for_each
@@ -145,7 +145,7 @@ def test_an_invalid_address_affects_that_broker_alone(cluster, address, caplog):
         events.wait_for("address-refused" if address not in REAL else "broker-unreachable")
         assert consumer.state.value == "running"
     for record in caplog.records:
-        assert record.name.startswith("asyncio") or len(record.getMessage()) < 2 * MOST_OF_A_LINE
+        assert record.name.startswith("asyncio") or len(record.getMessage()) < 2 * MAX_LINE_CHARS
 
 
 @pytest.mark.slow("waits for a start that is not allowed")

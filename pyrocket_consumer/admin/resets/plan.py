@@ -14,7 +14,7 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageModel, MessageQueue, retry_topic
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.protocol.codes import version_name
-from pyrocket_consumer.text import printable
+from pyrocket_consumer.text import escape_controls
 
 
 class ResetWay(StrEnum):
@@ -274,7 +274,7 @@ class ResetPlan:
             lines.append(f"  {each.client_id} ({each.client}): {each.how}")
         if self.broadcasting and self.member is None:
             lines.append("Members that are offline will follow at their next start.")
-        return "\n".join(map(printable, lines))
+        return "\n".join(map(escape_controls, lines))
 
     @property
     def broadcasting(self) -> bool:

@@ -65,7 +65,7 @@ from pyrocket_consumer.protocol.bodies import decode_java_properties
 from pyrocket_consumer.protocol.codes import version_ordinal
 from pyrocket_consumer.protocol.command import GetBrokerConfigHeader
 from pyrocket_consumer.protocol.reset_format import MAX_QUEUE_ID, encode_status_question
-from pyrocket_consumer.text import some_of
+from pyrocket_consumer.text import join_truncated
 
 _SERVER_SIDE_SETTING = "useServerSideResetOffset"
 _SERVER_SIDE_SINCE = version_ordinal(5, 2, 0)
@@ -224,7 +224,7 @@ def _unsubscribed(found: GroupMembers, wire_topic: str, group: str, namespace: s
     topics = sorted(unwrap(namespace, name) for name in found.topics if not name.startswith(RETRY_PREFIX))
     return (
         f"no member of {group} that is online subscribes to {unwrap(namespace, wire_topic)} "
-        f"(they subscribe to {some_of(topics) if topics else 'nothing'})"
+        f"(they subscribe to {join_truncated(topics) if topics else 'nothing'})"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.text import printable
+from pyrocket_consumer.text import escape_controls
 
 
 class ResetState(StrEnum):
@@ -36,7 +36,7 @@ class ResetOutcome:
     text: str = ""
 
     def __str__(self) -> str:
-        return printable(f"{self.subject}: {self.state}" + (f" ({self.text})" if self.text else ""))
+        return escape_controls(f"{self.subject}: {self.state}" + (f" ({self.text})" if self.text else ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ResetProgress:
     text: str
 
     def __str__(self) -> str:
-        return printable(f"{self.step} {self.subject}: {self.text}")
+        return escape_controls(f"{self.step} {self.subject}: {self.text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ResetResult:
         if self.raced:
             names = ", ".join(map(queue_name, self.raced))
             lines.append(f"  Somebody else has reset {names} at the same time; theirs was later, and counts.")
-        return "\n".join(map(printable, lines))
+        return "\n".join(map(escape_controls, lines))
 
 
 def queue_name(queue: MessageQueue) -> str:

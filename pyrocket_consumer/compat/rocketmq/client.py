@@ -44,7 +44,7 @@ from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RocketError
 from pyrocket_consumer.producer import OutgoingMessage, TransactionState
 from pyrocket_consumer.protocol import message as wire
 from pyrocket_consumer.protocol.properties import PropertyName
-from pyrocket_consumer.text import logger, shown
+from pyrocket_consumer.text import logger, safe_repr
 from pyrocket_consumer.transport.forks import renew_locks_in_children
 
 __all__ = [
@@ -137,14 +137,14 @@ class Message:
     def set_property(self, key: str | bytes, value: str | bytes) -> None:
         """Give the message a property of the application's own, or its KEYS, TAGS or DELAY."""
         name = to_text("property name", key)
-        self._properties[name] = to_text(f"property {shown(name)}", value)
+        self._properties[name] = to_text(f"property {safe_repr(name)}", value)
 
     def set_delay_time_level(self, delay_time_level: int) -> None:
         """Deliver later: level 1 to 18 is 1 s to 2 h, unless the broker is told otherwise; 0 is at once."""
         self._properties[PropertyName.DELAY] = str(to_number("delay_time_level", delay_time_level))
 
     def __repr__(self) -> str:
-        return f"<Message topic={self._topic!r} body={shown(self._body)}>"
+        return f"<Message topic={self._topic!r} body={safe_repr(self._body)}>"
 
     def _outgoing(self) -> OutgoingMessage:
         """Return what is sent.
@@ -165,7 +165,9 @@ class Message:
         try:
             return int(level)
         except ValueError:
-            raise ConfigError(f"property DELAY={shown(level)} is not allowed; it must be a level, 0 to 18") from None
+            raise ConfigError(
+                f"property DELAY={safe_repr(level)} is not allowed; it must be a level, 0 to 18"
+            ) from None
 
 
 class ReceivedMessage:
@@ -266,7 +268,7 @@ class ReceivedMessage:
         return self.body
 
     def __repr__(self) -> str:
-        return f"<ReceivedMessage topic={self.topic!r} id={self.id!r} body={shown(self.body)}>"
+        return f"<ReceivedMessage topic={self.topic!r} id={self.id!r} body={safe_repr(self.body)}>"
 
 
 _C = TypeVar("_C", ConsumerConfig, ProducerConfig)
@@ -565,7 +567,7 @@ class TransactionMQProducer(Producer):
         """
         super().__init__(group_id, False, timeout, compress_level, max_message_size)
         if not callable(checker_callback):
-            raise ArgumentError(f"checker_callback must be a function of a message, not {shown(checker_callback)}")
+            raise ArgumentError(f"checker_callback must be a function of a message, not {safe_repr(checker_callback)}")
         self._checker = checker_callback
 
     def _make(self, config: ProducerConfig) -> producer.Producer:
@@ -591,7 +593,7 @@ class TransactionMQProducer(Producer):
             NullPointerException, ctypes.ArgumentError: `message` is None, or no Message.
         """
         if not callable(local_execute):
-            raise ArgumentError(f"local_execute must be a function of two arguments, not {shown(local_execute)}")
+            raise ArgumentError(f"local_execute must be a function of two arguments, not {safe_repr(local_execute)}")
 
         def run(sent: producer.SendResult) -> TransactionState:
             try:
@@ -614,7 +616,7 @@ _STATES = {status: TransactionState[status.name] for status in TransactionStatus
 def _state(status: object, who: str) -> TransactionState:
     if isinstance(status, int) and not isinstance(status, bool) and status in _STATES:
         return _STATES[TransactionStatus(status)]
-    log.error("%s returned %s, which is no TransactionStatus, and counts as UNKNOWN", who, shown(status))
+    log.error("%s returned %s, which is no TransactionStatus, and counts as UNKNOWN", who, safe_repr(status))
     return TransactionState.UNKNOWN
 
 
@@ -642,7 +644,7 @@ def _of_user(msg: object) -> Message:
         return msg
     if msg is None:
         raise NullPointerException("the message is None; pass a Message")
-    raise ArgumentError(f"the message must be a Message, not {type(msg).__name__} ({shown(msg)})")
+    raise ArgumentError(f"the message must be a Message, not {type(msg).__name__} ({safe_repr(msg)})")
 
 
 _SEND_STATUS = {status.name: status for status in SendStatus}
@@ -690,7 +692,7 @@ class PushConsumer(_Client[ConsumerConfig]):
             chosen = MessageModel(MessageModel.from_param(model))
         except (TypeError, ValueError) as error:
             allowed = "MessageModel.CLUSTERING or MessageModel.BROADCASTING"
-            raise ArgumentError(f"message_model={shown(model)} is not allowed; use {allowed}") from error
+            raise ArgumentError(f"message_model={safe_repr(model)} is not allowed; use {allowed}") from error
         self._set("set_message_model", message_model=chosen.name.lower())
 
     def set_thread_count(self, thread_count: int) -> None:
@@ -798,10 +800,10 @@ def _listener(callback: Callback, subscriber: PushConsumer) -> Callable[[wire.Me
         ConsumerException: it cannot be called with a message, or is a coroutine function.
     """
     if not callable(callback):
-        raise ConsumerException(f"callback must be a function of a message, not {shown(callback)}")
+        raise ConsumerException(f"callback must be a function of a message, not {safe_repr(callback)}")
     if inspect.iscoroutinefunction(callback):
         raise ConsumerException(
-            f"callback {shown(callback)} is an `async def`, which is never awaited here; "
+            f"callback {safe_repr(callback)} is an `async def`, which is never awaited here; "
             "subscribe it with pyrocket_consumer.PushConsumer"
         )
     try:
@@ -809,7 +811,7 @@ def _listener(callback: Callback, subscriber: PushConsumer) -> Callable[[wire.Me
     except ValueError:
         pass  # some built-ins tell nothing of themselves
     except TypeError as error:
-        raise ConsumerException(f"callback {shown(callback)} cannot be called with one message: {error}") from error
+        raise ConsumerException(f"callback {safe_repr(callback)} cannot be called with one message: {error}") from error
     success, new = ConsumeStatus.CONSUME_SUCCESS, ReceivedMessage.__new__
 
     def listen(message: wire.Message) -> object:

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Any, SupportsInt
 
 from pyrocket_consumer.compat.rocketmq.warn_once import say_once
-from pyrocket_consumer.text import PACKAGE_LOG, shown
+from pyrocket_consumer.text import PACKAGE_LOG, safe_repr
 
 __all__ = ["CtypesEnum", "MessageModel", "TraceModel", "dll"]
 
@@ -84,7 +84,7 @@ class _NoLibrary:
 
     def SetPushConsumerLogLevel(self, handle: object, level: int) -> int:  # noqa: N802
         if not isinstance(level, int) or level not in _LEVELS:
-            raise ArgumentError(f"level={shown(level)} is not allowed; use 1, FATAL, to 6, TRACE")
+            raise ArgumentError(f"level={safe_repr(level)} is not allowed; use 1, FATAL, to 6, TRACE")
         PACKAGE_LOG.setLevel(_LEVELS[level])
         return _CStatus.OK
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from pyrocket_consumer.config import parse_name_servers
 from pyrocket_consumer.errors import ConfigError, ConnectError
-from pyrocket_consumer.text import cut, printable, shown
+from pyrocket_consumer.text import escape_controls, safe_repr, truncate
 
 _PREFIX = "http://"
 _INSTANCE = re.compile(r"MQ_INST_[^.%]+")
@@ -51,14 +51,14 @@ def of_domain(domain: str) -> str:
     question.start()
     answer = question.wait(_DOMAIN_TIMEOUT_S)
     if not isinstance(answer, str):
-        why = cut(printable(str(answer)), 200)
+        why = truncate(escape_controls(str(answer)), 200)
         raise ConnectError(url, f"it does not tell where the name servers are: {why}") from answer
     servers = answer.split()[0] if answer.split() else ""
     try:
         parse_name_servers(servers)
     except ConfigError as error:
         raise ConfigError(
-            f"{url} names no name servers; it must answer host:port, several joined by ;, not {shown(servers)}"
+            f"{url} names no name servers; it must answer host:port, several joined by ;, not {safe_repr(servers)}"
         ) from error
     return servers
 
@@ -81,7 +81,7 @@ class _Question(threading.Thread):
             raise ConfigError("a name server domain with an account in it is not allowed; use http://host:8080/nsaddr")
         if not host or parts.scheme not in ("http", "https"):
             raise ConfigError(
-                f"name server domain {shown(url)} is not allowed; use for example http://host:8080/nsaddr"
+                f"name server domain {safe_repr(url)} is not allowed; use for example http://host:8080/nsaddr"
             )
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connection = kind(host, port, timeout=_DOMAIN_TIMEOUT_S)

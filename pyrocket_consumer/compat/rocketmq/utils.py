@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import ArgumentError
 
 from pyrocket_consumer.compat.rocketmq.exceptions import NullPointerException, RocketMQException
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 __all__ = ["maybe_decode", "to_bytes", "to_number", "to_text"]
 
@@ -37,10 +37,10 @@ def to_bytes(what: str, value: object) -> bytes:
         try:
             return value.encode()
         except UnicodeEncodeError as error:
-            raise RocketMQException(f"{what} is not text that UTF-8 can carry: {shown(value)}") from error
+            raise RocketMQException(f"{what} is not text that UTF-8 can carry: {safe_repr(value)}") from error
     if value is None:
         raise NullPointerException(f"{what} is None; pass a text, or bytes")
-    raise ArgumentError(f"{what} must be a text or bytes, not {type(value).__name__} ({shown(value)})")
+    raise ArgumentError(f"{what} must be a text or bytes, not {type(value).__name__} ({safe_repr(value)})")
 
 
 def to_text(what: str, value: object) -> str:
@@ -57,7 +57,7 @@ def to_text(what: str, value: object) -> str:
     try:
         return whole.decode()
     except UnicodeDecodeError as error:
-        raise RocketMQException(f"{what} is not UTF-8: {shown(value)}; encode it as UTF-8") from error
+        raise RocketMQException(f"{what} is not UTF-8: {safe_repr(value)}; encode it as UTF-8") from error
 
 
 def to_number(what: str, value: object) -> int:
@@ -68,4 +68,4 @@ def to_number(what: str, value: object) -> int:
     """
     if isinstance(value, int):
         return int(value)
-    raise ArgumentError(f"{what} must be a whole number, not {type(value).__name__} ({shown(value)})")
+    raise ArgumentError(f"{what} must be a whole number, not {type(value).__name__} ({safe_repr(value)})")

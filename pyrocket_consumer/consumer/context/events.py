@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from pyrocket_consumer.errors import MOST_OF_A_REMARK, ProtocolError
 from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
 from pyrocket_consumer.protocol.message import Message
-from pyrocket_consumer.text import cut, logger, printable, shown
+from pyrocket_consumer.text import escape_controls, logger, safe_repr, truncate
 
 log = logger("consumer")
 
@@ -157,21 +157,21 @@ class Events:
         except BaseException as error:
             trace = None if self._raised else error  # the first one shows where; a thousand show no more
             self._raised = True
-            log.error("group=%s on_event raised %s for %s", self._group, shown(error), event, exc_info=trace)
+            log.error("group=%s on_event raised %s for %s", self._group, safe_repr(error), event, exc_info=trace)
 
 
 def said(error: BaseException) -> str:
     """Return an error of a user's as tools show it, one line of it; some cannot be shown."""
     try:
-        return printable(cut(f"{type(error).__name__}: {error}", MOST_OF_A_REMARK))
+        return escape_controls(truncate(f"{type(error).__name__}: {error}", MOST_OF_A_REMARK))
     except BaseException:  # SystemExit of a user's must end nothing of ours
-        return printable(f"{cut(type(error).__name__, MOST_OF_A_REMARK)}, whose str raises")
+        return escape_controls(f"{truncate(type(error).__name__, MOST_OF_A_REMARK)}, whose str raises")
 
 
 def shown_key(message: Message) -> str | None:
     """Return the key of a message as it is told; None without `order_by`, and until the key was asked for."""
     line = getattr(message, "_key_line", None)
-    return None if line is None else line.shown
+    return None if line is None else line.text
 
 
 def key_facts(message: Message) -> dict[str, object]:

@@ -37,7 +37,7 @@ from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.protocol.properties import PropertyName
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 LEAST_KNOWN = 64
 """So many keys of a queue are remembered without looking which of them have no messages any more."""
@@ -69,9 +69,9 @@ class KeyLine:
         self.out = 0  # how many messages its turn has, and has not said what became of
 
     @property
-    def shown(self) -> str:
+    def text(self) -> str:
         """The key as it is told."""
-        return shown(self._key) if self._text is None else self._text
+        return safe_repr(self._key) if self._text is None else self._text
 
     @property
     def is_idle(self) -> bool:
@@ -107,7 +107,7 @@ class KeylessLine(KeyLine):
     __slots__ = ()
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(None, f"<no key: {shown(error)}>")
+        super().__init__(None, f"<no key: {safe_repr(error)}>")
 
 
 def _offset(entry: tuple[Listener, Message]) -> int:
@@ -174,7 +174,7 @@ class QueueLines:
                 text = f"{key[:SHOWN_OF_LONG_KEYS]!r}… ({len(key) - SHOWN_OF_LONG_KEYS} more characters)"
                 line = known[digest] = KeyLine(None, text)
             return line
-        line = known[key] = KeyLine(key) if type(key) in _PLAIN else KeyLine(None, shown(key))
+        line = known[key] = KeyLine(key) if type(key) in _PLAIN else KeyLine(None, safe_repr(key))
         return line
 
     def add(self, line: KeyLine, listener: Listener, message: Message) -> None:
@@ -411,7 +411,7 @@ class KeyedService(Service):
             lines.told = oldest.queue_offset
             self._held_up(
                 window,
-                f"the key {line.shown} {'fails' if oldest._extra_attempts else 'hangs'} at offset "
+                f"the key {line.text} {'fails' if oldest._extra_attempts else 'hangs'} at offset "
                 f"{oldest.queue_offset}, which holds the offset to commit, and there is room for no more (max_span, "
                 "max_cached_messages): other keys wait for it, too, now",
             )
@@ -456,9 +456,9 @@ class KeyedService(Service):
             line.holder = turn  # first: a line without a holder and without messages may be forgotten
             taken = line.take(room * listener.batch_size)
             line.out = len(taken)
-            cut = units_of(listener, taken)
-            units.extend(cut)
-            room -= len(cut)
+            new = units_of(listener, taken)
+            units.extend(new)
+            room -= len(new)
             turn.key_lines.append(line)
         self._turns.setdefault(window.queue, set()).add(turn)
         is_long = len(units) > 1

@@ -12,7 +12,7 @@ from pyrocket_consumer.consumer.listener import ConsumeResult, Failed
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.model import EventKind
 from pyrocket_consumer.protocol.message import Message
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 
 class Outcomes:
@@ -32,7 +32,7 @@ class Outcomes:
             self._retries.add(window, failed)
 
     def listener_raised(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
-        facts = {"offset": message.queue_offset, "error": shown(error), **key_facts(message)}
+        facts = {"offset": message.queue_offset, "error": safe_repr(error), **key_facts(message)}
         self._group.event(
             EventKind.LISTENER_FAILED,
             "the listener raised; the message has failed",
@@ -51,7 +51,7 @@ class Outcomes:
             remedy = "have it return nothing (None) when a message is consumed, else ConsumeResult or Retry"
         self._group.event(
             EventKind.LISTENER_RESULT_UNKNOWN,
-            f"the listener returned {shown(result)}, so its messages come again (told once): {remedy}",
+            f"the listener returned {safe_repr(result)}, so its messages come again (told once): {remedy}",
             window.queue,
             {"offset": message.queue_offset},
             level=logging.WARNING,
@@ -66,7 +66,7 @@ class Outcomes:
 
     def no_key(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
         """The key of a message cannot be told. Called by workers: what the error says of itself is a user's code."""
-        facts = {"offset": message.queue_offset, "message_id": shown_id(message), "error": shown(error)}
+        facts = {"offset": message.queue_offset, "message_id": shown_id(message), "error": safe_repr(error)}
         self._group.event(
             EventKind.LISTENER_FAILED,
             "order_by raised, or returned what cannot be a key; the message has failed, and is tried again by itself "

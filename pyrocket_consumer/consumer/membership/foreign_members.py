@@ -14,7 +14,7 @@ from pyrocket_consumer.consumer.context.member_context import Group
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MASTER_ID, EventKind
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.text import cut, logger, printable, some_of
+from pyrocket_consumer.text import escape_controls, join_truncated, logger, truncate
 
 ANSWER_WITHIN_S = 3.0
 """How long brokers have to say who is there, and then members to answer that they are ours."""
@@ -29,7 +29,7 @@ MOST_ASKED = 200
 """Members that are asked in one look: brokers say how many there are."""
 
 _MOST_NAMED = 10
-_MOST_OF_A_NAME = 127
+_MAX_NAME_CHARS = 127
 
 log = logger("consumer")
 
@@ -69,7 +69,7 @@ class ForeignMembers:
                 f"group {self._group.name!r} has {len(foreign)} members of another client, or without this database, "
                 f"which go by other offsets than those in {self._store!r}; stop them, or use a group of your own; "
                 "allow_foreign_members=True lets them be, and what they consume has its effect by their rules: "
-                f"{some_of(foreign, _MOST_NAMED)}"
+                f"{join_truncated(foreign, _MOST_NAMED)}"
             )
         if topics:  # who is silent was told, or is by the watch
             return
@@ -79,7 +79,7 @@ class ForeignMembers:
             log.warning(
                 "group=%s whether members have their offsets in a database is not known, they are asked again: %s",
                 self._group.name,
-                some_of(silent, _MOST_NAMED),
+                join_truncated(silent, _MOST_NAMED),
             )
 
     async def watch(self) -> None:
@@ -91,9 +91,9 @@ class ForeignMembers:
                     EventKind.FOREIGN_MEMBER,
                     f"{len(foreign)} members go by other offsets than those in this database, stop them: what they "
                     "consume is consumed here, too, and what was consumed here may be there: "
-                    f"{some_of(foreign, _MOST_NAMED)}",
+                    f"{join_truncated(foreign, _MOST_NAMED)}",
                     facts={
-                        "members": [printable(cut(name, _MOST_OF_A_NAME)) for name in foreign[:_MOST_NAMED]],
+                        "members": [escape_controls(truncate(name, _MAX_NAME_CHARS)) for name in foreign[:_MOST_NAMED]],
                         "count": len(foreign),
                     },
                     level=logging.ERROR,

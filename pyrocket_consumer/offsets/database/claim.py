@@ -12,7 +12,7 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.protocol.reset_format import is_epoch
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class RolledBack:
         self.postponed_s = postponed_s
 
     def __repr__(self) -> str:
-        return shown(self.result)
+        return safe_repr(self.result)
 
 
 class ClaimStore(Protocol):

@@ -19,7 +19,7 @@ from pyrocket_consumer.offsets.database.sqlalchemy_access import (
     was_ended,
 )
 from pyrocket_consumer.offsets.database.statements import DIALECTS, Answer, Execute, Statement, Values
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class DjangoDatabase(Database):
             vendor = connections[alias].vendor
         except (ConnectionDoesNotExist, ImproperlyConfigured) as error:
             raise ConfigError(
-                f"alias={shown(alias)} is no database of Django's settings ({error}); it must be one in DATABASES, "
+                f"alias={safe_repr(alias)} is no database of Django's settings ({error}); it must be one in DATABASES, "
                 "and django.setup() must have been called"
             ) from error
         if vendor not in DIALECTS:
@@ -57,7 +57,7 @@ class DjangoDatabase(Database):
         self._users = 0
         self._lent: dict[Any, threading.Thread] = {}  # connections of threads that listeners run on
         self._busy: set[Any] = set()  # those of them that a listener call has in hand
-        self.shown = f"django:{alias}"
+        self.label = f"django:{alias}"
         self.dialect = DIALECTS[vendor](paramstyle="format")
 
     @contextmanager
@@ -123,7 +123,9 @@ class DjangoDatabase(Database):
         from django.db import connections
 
         if given is not None:
-            raise ConfigError(f"advance() takes None and the messages here, not {shown(given)}: the alias says where")
+            raise ConfigError(
+                f"advance() takes None and the messages here, not {safe_repr(given)}: the alias says where"
+            )
         connection = connections[self._alias]
         if not connection.in_atomic_block:
             raise ConfigError("advance() must be called within transaction.atomic(), with the effects it counts")

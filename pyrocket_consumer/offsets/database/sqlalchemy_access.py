@@ -34,7 +34,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.offsets.database.errors import Verdict, driver_verdict
 from pyrocket_consumer.offsets.database.statements import DIALECTS, Answer, Execute, Statement, Statements, Values
-from pyrocket_consumer.text import shown, shown_unless_secret
+from pyrocket_consumer.text import safe_repr, safe_repr_unless_secret
 from pyrocket_consumer.transport.forks import renew_locks_in_children
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def was_ended() -> NoReturn:
 class Database:
     """What `DatabaseOffsets` needs of a database."""
 
-    shown: str
+    label: str
     dialect: Dialect
     is_async = False
     arguments = 1
@@ -219,7 +219,7 @@ class SqlDatabase(Database):
 
     def __init__(self, engine: Engine, sessions: sessionmaker[Any] | None) -> None:
         _check_engine(engine, is_async=self.is_async)
-        self.shown = _address(engine.url)
+        self.label = _address(engine.url)
         self.dialect = engine.dialect
         self.engine = engine
         self._sessions = sessions
@@ -286,7 +286,7 @@ class SqlDatabase(Database):
             return _executor(given.connection())
         if not isinstance(given, Connection):
             raise ConfigError(
-                f"advance() needs the Connection or Session of your transaction, not {shown_unless_secret(given)}"
+                f"advance() needs the Connection or Session of your transaction, not {safe_repr_unless_secret(given)}"
             )
         return _executor(given)
 
@@ -346,7 +346,7 @@ class AsyncDatabase(SqlDatabase):
         if not isinstance(given, AsyncConnection):
             raise ConfigError(
                 "advance() needs the AsyncConnection or AsyncSession of your transaction, not "
-                f"{shown_unless_secret(given)}"
+                f"{safe_repr_unless_secret(given)}"
             )
         return super().executor(given.sync_connection)
 
@@ -495,7 +495,7 @@ def of(given: object) -> Database:
             return AsyncDatabase(bind, given)
         raise ConfigError(f"engine is a {type(given).__name__} without one; make it with one: sessionmaker(engine)")
     raise ConfigError(
-        f"engine={shown_unless_secret(given)} is not allowed; it must be a SQLAlchemy Engine, AsyncEngine, "
+        f"engine={safe_repr_unless_secret(given)} is not allowed; it must be a SQLAlchemy Engine, AsyncEngine, "
         "sessionmaker or async_sessionmaker (create_engine(url) makes an Engine)"
     )
 
@@ -542,7 +542,7 @@ def check_listener(listener: Any, database: Database) -> None:
         ConfigError: it cannot be called as it will be.
     """
     if not callable(listener) or isinstance(listener, type):
-        raise ConfigError(f"the listener must be a function, not {shown(listener)}")
+        raise ConfigError(f"the listener must be a function, not {safe_repr(listener)}")
     wanted = ("messages", "connection")[: 1 + database.arguments]
     try:
         inspect.signature(listener).bind(*wanted)
@@ -554,12 +554,12 @@ def check_listener(listener: Any, database: Database) -> None:
         ) from error
     if _is_coroutine_function(listener) and not database.is_async:
         raise ConfigError(
-            f"the listener {_name(listener)} is async def, and {database.shown} is not asynchronous; use "
+            f"the listener {_name(listener)} is async def, and {database.label} is not asynchronous; use "
             "create_async_engine, or a plain function"
         )
     if database.is_async and not _is_coroutine_function(listener):
         raise ConfigError(
-            f"the listener {_name(listener)} is a plain function, and {database.shown} is asynchronous; use "
+            f"the listener {_name(listener)} is a plain function, and {database.label} is asynchronous; use "
             "create_engine, or an async def function"
         )
 
@@ -571,7 +571,7 @@ def _is_coroutine_function(listener: Any) -> bool:
 
 
 def _name(listener: Any) -> str:
-    return getattr(listener, "__qualname__", shown(listener))
+    return getattr(listener, "__qualname__", safe_repr(listener))
 
 
 def as_listener(database: Database, listener: Callable[..., Any], consume: Callable[..., Any]) -> Callable[[Any], Any]:

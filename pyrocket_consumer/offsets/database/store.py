@@ -33,7 +33,7 @@ from pyrocket_consumer.offsets.database.claim import (
 )
 from pyrocket_consumer.offsets.database.message_ids import LONGEST_KEY, id_of, inbox_id_of
 from pyrocket_consumer.protocol.message import Message
-from pyrocket_consumer.text import shown
+from pyrocket_consumer.text import safe_repr
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -177,7 +177,7 @@ class DatabaseOffsets:
     @property
     def address(self) -> str:
         """The database's address, without its password."""
-        return self._database.shown
+        return self._database.label
 
     def _init(
         self, database: Database, table: str, inbox_days: float | None, on_divergence: str, allow_foreign_members: bool
@@ -197,7 +197,7 @@ class DatabaseOffsets:
         """What tells this table from all others, once it is loaded: members of a group must have the same one."""
 
     def __repr__(self) -> str:
-        return f"DatabaseOffsets({self._database.shown!r}, table={self._sql.table!r})"
+        return f"DatabaseOffsets({self._database.label!r}, table={self._sql.table!r})"
 
     # --- what users call
 
@@ -341,7 +341,7 @@ class DatabaseOffsets:
                     raise
                 if verdict != "again" or pause_s is None:
                     met = "transactions meet again and again; have them lock rows in one order: "
-                    why = f"{met if verdict == 'again' else ''}{self._database.shown}: {_said(error)}"
+                    why = f"{met if verdict == 'again' else ''}{self._database.label}: {_said(error)}"
                     claim.holder.waits(claim, why)
                     return RolledBack(postponed_s=AWAY_PAUSE_S)
             except BaseException:
@@ -805,10 +805,10 @@ class DatabaseOffsets:
         names = {"topic": topic, "broker_name": broker_name}
         wrong |= {name: each for name, each in names.items() if type(each) is not str}
         if wrong:
-            where = f"the row of topic {shown(topic)}, broker {shown(broker_name)}, queue {shown(queue_id)}"
-            what = ", ".join(f"{name}={shown(value)}" for name, value in wrong.items())
+            where = f"the row of topic {safe_repr(topic)}, broker {safe_repr(broker_name)}, queue {safe_repr(queue_id)}"
+            what = ", ".join(f"{name}={safe_repr(value)}" for name, value in wrong.items())
             raise DatabaseError(
-                self._database.shown,
+                self._database.label,
                 f"reading {self._sql.table}",
                 f"{where} has {what}; numbers must be whole, from 0 to {LARGEST - 1}, and names text. Set the row "
                 "right, or delete it if it is nobody's",
@@ -824,7 +824,7 @@ class DatabaseOffsets:
             raise
         except Exception as error:
             kind = RowLocked if self._database.verdict(error) == "locked" else DatabaseError
-            raise kind(self._database.shown, what, _said(error)) from error
+            raise kind(self._database.label, what, _said(error)) from error
 
     def _patiently(self, work: Callable[[Execute], T]) -> T:
         """Do some statements in a transaction; one that met another's is tried again."""
@@ -875,7 +875,7 @@ def ddl(dialect: str, table: str = "pyrocket_offsets", *, with_inbox: bool = Fal
 def _check_table(table: object) -> None:
     if not isinstance(table, str) or not _TABLE_NAME.fullmatch(table):
         raise ConfigError(
-            f"table={shown(table)} is not allowed; it must be a name of up to 54 characters, or schema.name"
+            f"table={safe_repr(table)} is not allowed; it must be a name of up to 54 characters, or schema.name"
         )
 
 

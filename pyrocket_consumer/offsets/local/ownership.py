@@ -12,7 +12,7 @@ from typing import Self
 from pyrocket_consumer.errors import OffsetStoreLocked, ProtocolError
 from pyrocket_consumer.offsets.local.disk import Disk, DiskLock
 from pyrocket_consumer.protocol.fastjson import loads
-from pyrocket_consumer.text import printable
+from pyrocket_consumer.text import escape_controls
 
 LOCK_FILE = "offsets.lock"
 OWNER_FILE = "offsets.owner"
@@ -152,7 +152,7 @@ def read_owner(disk: Disk, directory: str) -> Owner | None:
             and 0 <= float(since) < LAST_TIME
             and (closes_by is None or 0 <= float(closes_by) < LAST_TIME)
         ):
-            return Owner(pid, printable(host), float(since), None if closes_by is None else float(closes_by))
+            return Owner(pid, escape_controls(host), float(since), None if closes_by is None else float(closes_by))
     except (OSError, ProtocolError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         pass
     return None
