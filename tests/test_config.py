@@ -13,7 +13,7 @@ import pytest
 
 from pyrocket_consumer import Admin, ConfigError, Producer, PushConsumer
 from pyrocket_consumer.config import ClientConfig, ConsumerConfig, ProducerConfig
-from pyrocket_consumer.offsets.local.adoption import adopt
+from pyrocket_consumer.offsets.local.adoption import adopt_store
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
 
@@ -140,7 +140,7 @@ def test_no_word_is_taken_for_a_truth(word, tmp_path):
         partial(ConsumerConfig, group="g", **PLACE): ("orderly", "auto_commit", "server_messages"),
         EmbeddedCluster: ("auto_create_topics", "auto_create_groups"),
         partial(ClientConfig, **PLACE): ("tls",),
-        partial(adopt, tmp_path / "a", tmp_path / "b"): ("replace",),
+        partial(adopt_store, tmp_path / "a", tmp_path / "b"): ("replace",),
     }
     for taker, names in places.items():
         for name in names:

@@ -46,7 +46,7 @@ class ResetEpochs(Protocol):
 
 
 @runtime_checkable
-class HandsOver(OffsetStore, Protocol):
+class Transferable(OffsetStore, Protocol):
     """A store that passes from a process that ends to the one that takes its place."""
 
     def closes_within(self, seconds: float) -> None:
@@ -96,7 +96,7 @@ class OffsetTable(ABC, Generic[Entry]):
         try:
             entry = self._entries.get(mq)
             if entry is None:
-                entry = self._add(mq)
+                entry = self._add_entry(mq)
             if not increase_only or entry.offset is None or offset > entry.offset:
                 entry.offset = offset
         finally:
@@ -112,11 +112,11 @@ class OffsetTable(ABC, Generic[Entry]):
             if (offset := entry.offset) is not None and (not topic or entry.queue.topic == topic)
         }
 
-    def _entry(self, mq: MessageQueue) -> Entry | None:
+    def _find_entry(self, mq: MessageQueue) -> Entry | None:
         with self._table_lock:
             return self._entries.get(mq)
 
-    def _chosen(self, mqs: Iterable[MessageQueue] | None) -> list[Entry]:
+    def _entries_of(self, mqs: Iterable[MessageQueue] | None) -> list[Entry]:
         """Return the entries of `mqs` that memory knows, or all."""
         wanted = None if mqs is None else list(mqs)
         with self._table_lock:
@@ -127,7 +127,7 @@ class OffsetTable(ABC, Generic[Entry]):
                 return list(entries.values())
             return [entry for mq in wanted if (entry := entries.get(mq)) is not None]
 
-    def _add(self, mq: MessageQueue) -> Entry:
+    def _add_entry(self, mq: MessageQueue) -> Entry:
         """Make the entry of a queue met for the first time. The table lock is held."""
         check_queue(mq)
         entry = self._entries[mq] = self._new_entry(mq)
@@ -205,7 +205,7 @@ class MemoryOffsetStore(OffsetTable[QueueOffset]):
 
     def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
         """Remember the offsets of `mqs`, or of all queues, past `remove_offset`."""
-        entries = self._chosen(mqs)
+        entries = self._entries_of(mqs)
         with self._table_lock:
             for entry in entries:
                 if entry.offset is not None:

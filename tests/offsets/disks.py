@@ -69,12 +69,12 @@ class _MemoryFile:
 
 
 class _MemoryLock:
-    def __init__(self, disk: MemoryDisk, path: str, made_its_file: bool) -> None:
-        self._disk, self._path, self.made_its_file = disk, path, made_its_file
+    def __init__(self, disk: MemoryDisk, path: str, created_file: bool) -> None:
+        self._disk, self._path, self.created_file = disk, path, created_file
         self._inode = disk._names[path]
         disk._taken.add(self._inode)
 
-    def is_there(self) -> bool:
+    def is_in_place(self) -> bool:
         return self._inode in self._disk._taken and self._disk._names.get(self._path) is self._inode
 
     def release(self) -> None:
@@ -135,10 +135,10 @@ class MemoryDisk:
             self._unsynced.clear()
 
     def lock(self, path: str) -> DiskLock | None:
-        made_its_file = path not in self._names
-        if made_its_file:
+        created_file = path not in self._names
+        if created_file:
             self._change({path: _Inode()})
-        return None if self._names[path] in self._taken else _MemoryLock(self, path, made_its_file)
+        return None if self._names[path] in self._taken else _MemoryLock(self, path, created_file)
 
     def exists(self, path: str) -> bool:
         return path in self._names

@@ -6,7 +6,7 @@ import pytest
 
 from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.local.adoption import adopt
+from pyrocket_consumer.offsets.local.adoption import adopt_store
 from pyrocket_consumer.offsets.local.directories import find_orphans, read_store
 from tests.offsets.driving import ORDERS, left
 
@@ -21,7 +21,7 @@ def fill(directory, offset):
 def test_a_store_left_behind_is_adopted(tmp_path):
     old, new = tmp_path / "10.0.0.5@DEFAULT" / "g", tmp_path / "10.0.0.9@DEFAULT" / "g"
     fill(old, 70)
-    kept = adopt(old, new)
+    kept = adopt_store(old, new)
     assert read_store(new).offsets == dict.fromkeys(QUEUES[:2], 70)
     assert read_store(kept).offsets == dict.fromkeys(QUEUES[:2], 70)
     assert not old.exists()
@@ -33,9 +33,9 @@ def test_existing_offsets_are_not_overwritten_unasked(tmp_path):
     fill(tmp_path / "new", 5)
     left(tmp_path / "new", QUEUES[2:], 6)
     with pytest.raises(OffsetStoreError, match="holds offsets of 3 queues already"):
-        adopt(tmp_path / "old", tmp_path / "new")
+        adopt_store(tmp_path / "old", tmp_path / "new")
     assert set(read_store(tmp_path / "new").offsets.values()) == {5, 6}
-    adopt(tmp_path / "old", tmp_path / "new", replace=True)
+    adopt_store(tmp_path / "old", tmp_path / "new", replace=True)
     assert read_store(tmp_path / "new").offsets == {QUEUES[0]: 70, QUEUES[1]: 70, QUEUES[2]: 6}
 
 
@@ -43,7 +43,7 @@ def test_a_store_in_use_is_not_adopted(tmp_path):
     fill(tmp_path / "old", 70)
     for used in ("old", "new"):
         with LocalFileOffsetStore(tmp_path / used), pytest.raises(OffsetStoreLocked):
-            adopt(tmp_path / "old", tmp_path / "new")
+            adopt_store(tmp_path / "old", tmp_path / "new")
     assert read_store(tmp_path / "old").offsets == dict.fromkeys(QUEUES[:2], 70)
 
 
@@ -52,7 +52,7 @@ def test_what_is_no_store_is_not_adopted(tmp_path):
     (tmp_path / "empty").mkdir()
     for source in ("nowhere", "empty", "store"):
         with pytest.raises(OffsetStoreError):
-            adopt(tmp_path / source, tmp_path / "store")
+            adopt_store(tmp_path / source, tmp_path / "store")
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -61,6 +61,6 @@ def test_offsets_do_not_go_where_nobody_of_their_group_looks(tmp_path, target):
     old = tmp_path / "10.0.0.5@DEFAULT" / "g"
     fill(old, 70)
     with pytest.raises(OffsetStoreError, match="no consumer of group 'g' looks for its offsets in .*CLIENT-ID/g"):
-        adopt(old, tmp_path / target)
+        adopt_store(old, tmp_path / target)
     assert not (tmp_path / target).exists()
     assert read_store(old).offsets == dict.fromkeys(QUEUES[:2], 70)

@@ -220,18 +220,23 @@ def test_a_lock_is_of_the_file_that_is_there(tmp_path):
     """Also when it has been removed, or replaced by another of the same name, more than once."""
     disk, path = LocalDisk(), str(tmp_path / "offsets.lock")
     first = disk.lock(path)
-    assert (first.made_its_file, first.is_there(), disk.lock(path)) == (True, True, None)
+    assert (first.created_file, first.is_in_place(), disk.lock(path)) == (True, True, None)
     os.remove(path)
-    assert not first.is_there()
+    assert not first.is_in_place()
     second = disk.lock(path)
-    assert (second.made_its_file, second.is_there(), first.is_there(), disk.lock(path)) == (True, True, False, None)
+    assert (second.created_file, second.is_in_place(), first.is_in_place(), disk.lock(path)) == (
+        True,
+        True,
+        False,
+        None,
+    )
     os.replace(path, path + ".old")
     os.link(path + ".old", path)  # the same file: it is the file that counts
-    assert second.is_there()
+    assert second.is_in_place()
     first.release()
     assert disk.lock(path) is None
     second.release()
     second.release()
     third = disk.lock(path)
-    assert (third.made_its_file, third.is_there(), second.is_there()) == (False, True, False)
+    assert (third.created_file, third.is_in_place(), second.is_in_place()) == (False, True, False)
     third.release()

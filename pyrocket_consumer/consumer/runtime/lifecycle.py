@@ -21,7 +21,7 @@ from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, OffsetStoreError
 from pyrocket_consumer.model import ConsumerEvent, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets, OffsetStore
-from pyrocket_consumer.offsets.base import HandsOver
+from pyrocket_consumer.offsets.base import Transferable
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.io_thread import IoThread
 from pyrocket_consumer.transport.latch import End
@@ -200,7 +200,7 @@ class Life:
 
     def _open_store(self, store: OffsetStore | DatabaseOffsets, is_patient: bool) -> bool:
         """Load the store, unless its owner is about to give it up, and we are patient."""
-        if is_patient and isinstance(store, HandsOver):
+        if is_patient and isinstance(store, Transferable):
             self._store_is_open = store.try_load()
         else:
             store.load()
@@ -299,7 +299,7 @@ class Life:
 
     def _tell_closing(self, within_s: float) -> None:
         store = self._store
-        if self._store_is_open and isinstance(store, HandsOver):
+        if self._store_is_open and isinstance(store, Transferable):
             store.closes_within(within_s)
 
     def _close_store(self, store: OffsetStore | DatabaseOffsets) -> None:

@@ -12,7 +12,7 @@ from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, JOURNAL_FILE, 
 from pyrocket_consumer.offsets.local.store import LocalFileOffsetStore
 
 
-def adopt(orphan: str | os.PathLike[str], directory: str | os.PathLike[str], *, replace: bool = False) -> Path:
+def adopt_store(orphan: str | os.PathLike[str], directory: str | os.PathLike[str], *, replace: bool = False) -> Path:
     """Move the offsets of the store `orphan` into the store `directory`; return where the orphan's files are kept.
 
     Both are taken meanwhile, so neither may be in use. The offsets are durable in their new place before the old one is

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from pyrocket_consumer.offsets.local.disk import Disk, SyncedNames
+from pyrocket_consumer.offsets.local.disk import Disk, SyncedDirectory
 from pyrocket_consumer.offsets.local.journal import FileIdentity, identity
 from pyrocket_consumer.offsets.local.journal_file import write_file
 from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, MAIN_FILE
@@ -18,9 +18,9 @@ log = logger("offsets")
 class CheckpointFile:
     """Replaces offsets.json so that at each instant the old one or the new one is there, whole."""
 
-    def __init__(self, disk: Disk, names: SyncedNames) -> None:
+    def __init__(self, disk: Disk, names: SyncedDirectory) -> None:
         self._disk = disk
-        self._names = names
+        self._synced_directory = names
         self._directory = names.directory
         self._main = os.path.join(names.directory, MAIN_FILE)
         self._backup = os.path.join(names.directory, BACKUP_FILE)
@@ -35,7 +35,7 @@ class CheckpointFile:
         self._unreadable = list(unreadable)
         self._main_is_good = main is not None and MAIN_FILE not in unreadable
 
-    def is_there(self) -> bool:
+    def is_in_place(self) -> bool:
         """Tell whether the file is, if there is to be one; if not, the next one replaces none."""
         if self._main_is_good and not self._disk.exists(self._main):
             self._main_is_good = False
@@ -55,7 +55,7 @@ class CheckpointFile:
             self._rotate(main)
         disk.replace(new, main)
         self.main, self._main_is_good = written, True
-        self._names.sync()
+        self._synced_directory.sync()
 
     def _rotate(self, main: str) -> None:
         """Make the present file the backup, without a moment in which there is neither."""

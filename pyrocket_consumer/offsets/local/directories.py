@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError
 from pyrocket_consumer.offsets.local.disk import LocalDisk
-from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, Recovered, recover
+from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, RecoveredStore, recover
 
 BASE_VARIABLE = "ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR"
 
@@ -41,7 +41,7 @@ def slot_ids(client_id: str) -> Iterator[str]:
         yield "@".join([address, f"{instance}-{slot}", *rest])
 
 
-def read_store(directory: str | os.PathLike[str]) -> Recovered:
+def read_store(directory: str | os.PathLike[str]) -> RecoveredStore:
     """Return what the store in `directory` holds, without taking it: its owner may be writing meanwhile.
 
     Raises:
@@ -60,7 +60,7 @@ def read_store(directory: str | os.PathLike[str]) -> Recovered:
     return recover(read(MAIN_FILE), read(BACKUP_FILE), journal)
 
 
-def last_written(directory: str | os.PathLike[str]) -> float | None:
+def last_write_time(directory: str | os.PathLike[str]) -> float | None:
     """Return when the store in `directory` was last written to, None if there is none."""
     times = []
     for name in (MAIN_FILE, BACKUP_FILE, JOURNAL_FILE):

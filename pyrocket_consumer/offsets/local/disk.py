@@ -16,9 +16,9 @@ from filelock import lock_descriptor, unlock_descriptor
 
 _ON_WINDOWS = sys.platform == "win32"
 _LOCK_ATTEMPTS = 10
-_NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
+_O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
-MOST_BYTES = 1 << 30
+MAX_FILE_BYTES = 1 << 30
 """No larger file is read into memory: it is not one of ours, whose journal has at most so much."""
 
 
@@ -41,10 +41,10 @@ class DiskFile(Protocol):
 class DiskLock(Protocol):
     """An exclusive lock; it also ends when the process ends, in whatever way."""
 
-    made_its_file: bool
+    created_file: bool
     """There was no file of that name before."""
 
-    def is_there(self) -> bool:
+    def is_in_place(self) -> bool:
         """Tell whether the file that is locked still has its name, so that others find it locked."""
 
     def release(self) -> None:
@@ -88,17 +88,17 @@ class Disk(Protocol):
         """Take the exclusive lock of the file, made if missing, without waiting; None when someone else has it."""
 
 
-_CANNOT_SYNC_NAMES = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_CANNOT_SYNC_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 """What network and FUSE file systems that cannot sync directories say. The sync of a file still counts there."""
 
 
-class SyncedNames:
+class SyncedDirectory:
     """The names in a directory, synced where the file system can do so."""
 
     def __init__(self, disk: Disk, directory: str) -> None:
         self._disk = disk
         self.directory = directory
-        self.sync_refused: OSError | None = None
+        self.sync_error: OSError | None = None
         """What the file system says that syncs no directories."""
 
     def sync(self) -> None:
@@ -106,9 +106,9 @@ class SyncedNames:
         try:
             self._disk.sync_directory(self.directory)
         except OSError as error:
-            if error.errno not in _CANNOT_SYNC_NAMES:
+            if error.errno not in _CANNOT_SYNC_DIRECTORIES:
                 raise
-            self.sync_refused = error
+            self.sync_error = error
 
 
 class _LocalFile:
@@ -161,14 +161,14 @@ class _LocalFile:
 class _LocalLock:
     """A locked file, open. A fork leaves it with the parent: the child closes its copy, and never unlocks."""
 
-    def __init__(self, path: str, fd: int, made_its_file: bool) -> None:
+    def __init__(self, path: str, fd: int, created_file: bool) -> None:
         self._path = path
         self._fd: int | None = fd
         self._identity = _identity(os.fstat(fd))
-        self.made_its_file = made_its_file
+        self.created_file = created_file
         _locks.add(self)
 
-    def is_there(self) -> bool:
+    def is_in_place(self) -> bool:
         return self._fd is not None and _is_at(self._identity, self._path)
 
     def release(self) -> None:
@@ -244,7 +244,7 @@ class LocalDisk:
 
     def read(self, path: str) -> bytes | None:
         try:
-            fd = os.open(path, os.O_RDONLY | _NO_LINKS | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
+            fd = os.open(path, os.O_RDONLY | _O_NOFOLLOW | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -255,14 +255,16 @@ class LocalDisk:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 raise OSError(errno.EISDIR, "it is not a regular file", path)
-            if found.st_size > MOST_BYTES:
+            if found.st_size > MAX_FILE_BYTES:
                 raise OSError(
-                    errno.EFBIG, f"it has {found.st_size} bytes; no file of a store has more than {MOST_BYTES}", path
+                    errno.EFBIG,
+                    f"it has {found.st_size} bytes; no file of a store has more than {MAX_FILE_BYTES}",
+                    path,
                 )
-            return file.read(MOST_BYTES)
+            return file.read(MAX_FILE_BYTES)
 
     def open(self, path: str, *, create: bool) -> DiskFile:
-        flags = os.O_RDWR | _NO_LINKS | getattr(os, "O_BINARY", 0)
+        flags = os.O_RDWR | _O_NOFOLLOW | getattr(os, "O_BINARY", 0)
         if not create:
             return _LocalFile(os.open(path, flags))
         flags |= os.O_CREAT | os.O_EXCL
@@ -303,7 +305,7 @@ class LocalDisk:
             os.close(fd)
 
     def lock(self, path: str) -> DiskLock | None:
-        flags = os.O_RDWR | _NO_LINKS | getattr(os, "O_NONBLOCK", 0)
+        flags = os.O_RDWR | _O_NOFOLLOW | getattr(os, "O_NONBLOCK", 0)
         for _ in range(_LOCK_ATTEMPTS):
             try:
                 fd, is_new = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
@@ -317,7 +319,7 @@ class LocalDisk:
             try:
                 if not lock_descriptor(fd, blocking=False):
                     return None
-                is_ours = lock.is_there()  # or its file was removed in between, or replaced
+                is_ours = lock.is_in_place()  # or its file was removed in between, or replaced
                 if is_ours:
                     return lock
             finally:

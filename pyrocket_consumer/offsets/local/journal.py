@@ -33,11 +33,11 @@ OFFSETS = 1
 NAMES = 2
 RESETS = 3
 
-MAX_PAIRS = 0x10000
+MAX_NAMES = 0x10000
 MAX_RECORDS = 0x3FFF  # kind and count share 16 bits
 
 _MAGIC = b"PyRktOff"
-_IDENTITY = struct.Struct("<8sHHI")  # these 16 bytes stay as they are in every version to come
+_PREAMBLE = struct.Struct("<8sHHI")  # these 16 bytes stay as they are in every version to come
 _FIELDS = struct.Struct("<QIIIII")
 _CRC = struct.Struct("<I")
 _FRAME = struct.Struct("<IHH")
@@ -74,7 +74,7 @@ class JournalHeader:
         """Tell whether the frames were written after `checkpoint`, and not after an older or another one."""
         return self.checkpoint == identity(checkpoint)
 
-    def denies(self, checkpoint: bytes, backup: bytes | None) -> bool:
+    def contradicts(self, checkpoint: bytes, backup: bytes | None) -> bool:
         """Tell whether nobody can have written `checkpoint`, as it is.
 
         Whoever replaces one makes it the backup, Java clients too. While the backup is what it was, so must it be.
@@ -103,7 +103,7 @@ class Replay:
 
 def encode_header(header: JournalHeader) -> bytes:
     """Return the first bytes of a journal."""
-    beginning = _IDENTITY.pack(_MAGIC, VERSION, 0, crc32(_MAGIC + struct.pack("<HH", VERSION, 0)))
+    beginning = _PREAMBLE.pack(_MAGIC, VERSION, 0, crc32(_MAGIC + struct.pack("<HH", VERSION, 0)))
     fields = _FIELDS.pack(header.generation, header.journal_bytes, *header.checkpoint, *header.backup)
     return beginning + fields + _CRC.pack(crc32(beginning + fields))
 
@@ -115,11 +115,11 @@ def decode_header(journal: bytes) -> JournalHeader:
         ProtocolError: the bytes are damaged, or no journal.
         OffsetStoreError: a newer version of this package wrote it; upgrade this one.
     """
-    size = _IDENTITY.size + _FIELDS.size
+    size = _PREAMBLE.size + _FIELDS.size
     if len(journal) < HEADER_BYTES:
         raise ProtocolError(f"it is cut short to {len(journal)} bytes")
-    magic, version, _, crc = _IDENTITY.unpack_from(journal)
-    if magic != _MAGIC or crc != crc32(journal[: _IDENTITY.size - _CRC.size]):
+    magic, version, _, crc = _PREAMBLE.unpack_from(journal)
+    if magic != _MAGIC or crc != crc32(journal[: _PREAMBLE.size - _CRC.size]):
         raise ProtocolError("it does not begin like a journal of offsets")
     if version > VERSION:
         raise OffsetStoreError(
@@ -128,13 +128,13 @@ def decode_header(journal: bytes) -> JournalHeader:
         )
     if _CRC.unpack_from(journal, size)[0] != crc32(journal[:size]):
         raise ProtocolError("its header is damaged")
-    generation, journal_bytes, *files = _FIELDS.unpack_from(journal, _IDENTITY.size)
+    generation, journal_bytes, *files = _FIELDS.unpack_from(journal, _PREAMBLE.size)
     return JournalHeader(generation, journal_bytes, (files[0], files[1]), (files[2], files[3]))
 
 
-def encode_offset(generation: int, pair: int, queue_id: int, offset: int) -> bytes:
+def encode_offset(generation: int, name_index: int, queue_id: int, offset: int) -> bytes:
     """Return the frame that sets one queue's offset."""
-    frame = _SINGLE.pack(_marker(generation), _ONE_OFFSET, pair, queue_id, offset)
+    frame = _SINGLE.pack(_marker(generation), _ONE_OFFSET, name_index, queue_id, offset)
     return _CRC.pack(crc32(frame, generation & 0xFFFFFFFF)) + frame
 
 
@@ -155,16 +155,16 @@ def encode_resets(generation: int, records: Sequence[tuple[int, int, int | None,
     """
     head = _HEAD.pack(_marker(generation), RESETS << 14 | len(records))
     frame = head + b"".join(
-        _RESET.pack(pair, queue_id, _NO_OFFSET if offset is None else offset, epoch)
-        for pair, queue_id, offset, epoch in records
+        _RESET.pack(name_index, queue_id, _NO_OFFSET if offset is None else offset, epoch)
+        for name_index, queue_id, offset, epoch in records
     )
     return _CRC.pack(crc32(frame, generation & 0xFFFFFFFF)) + frame
 
 
-def encode_names(generation: int, pair: int, topic: str, broker_name: str) -> bytes:
-    """Return the frame that defines `pair`; it must come before the first record that uses it."""
+def encode_names(generation: int, name_index: int, topic: str, broker_name: str) -> bytes:
+    """Return the frame that defines `name_index`; it must come before the first record that uses it."""
     topic_bytes, broker_bytes = topic.encode(), broker_name.encode()
-    payload = _NAMES.pack(pair, len(topic_bytes), len(broker_bytes)) + topic_bytes + broker_bytes
+    payload = _NAMES.pack(name_index, len(topic_bytes), len(broker_bytes)) + topic_bytes + broker_bytes
     frame = _HEAD.pack(_marker(generation), NAMES << 14 | len(payload)) + payload
     return _CRC.pack(crc32(frame, generation & 0xFFFFFFFF)) + frame
 
@@ -177,7 +177,7 @@ def replay(journal: bytes, header: JournalHeader) -> Replay:
     they are newer, and `damaged_bytes` tells that something was skipped.
     """
     seed, marker = header.generation & 0xFFFFFFFF, _marker(header.generation)
-    sought = struct.pack("<H", marker)
+    marker_bytes = struct.pack("<H", marker)
     view, size = memoryview(journal), len(journal)
     unpack, record = _FRAME.unpack_from, _RECORD.unpack_from
     names: dict[int, tuple[str, str]] = {}
@@ -188,13 +188,13 @@ def replay(journal: bytes, header: JournalHeader) -> Replay:
     while True:
         valid = False
         if at + _FRAME.size <= size:
-            crc, found, word = unpack(journal, at)
-            kind, count = word >> 14, word & MAX_RECORDS
+            crc, found, kind_and_count = unpack(journal, at)
+            kind, count = kind_and_count >> 14, kind_and_count & MAX_RECORDS
             end = at + _FRAME.size + count * _SIZES.get(kind, 1)
             valid = found == marker and end <= size and crc32(view[at + _CRC.size : end], seed) == crc
         if not valid:
             # `searching`: `at` is where a marker stands by chance, or a frame that is damaged itself.
-            at = journal.find(sought, at + _CRC.size + 1) - _CRC.size
+            at = journal.find(marker_bytes, at + _CRC.size + 1) - _CRC.size
             if at < result.end:
                 break
             searching = True
@@ -204,22 +204,22 @@ def replay(journal: bytes, header: JournalHeader) -> Replay:
             searching = False
         if kind == OFFSETS:
             for start in range(at + _FRAME.size, end, _RECORD.size):
-                pair, queue_id, offset = record(journal, start)
-                if pair in names:
-                    latest[pair, queue_id] = offset
+                name_index, queue_id, offset = record(journal, start)
+                if name_index in names:
+                    latest[name_index, queue_id] = offset
                 else:  # its definition is among what is damaged
                     result.damaged_bytes += _RECORD.size
         elif kind == NAMES:
-            pair, topic_size, broker_size = _NAMES.unpack_from(journal, at + _FRAME.size)
+            name_index, topic_size, broker_size = _NAMES.unpack_from(journal, at + _FRAME.size)
             text = at + _FRAME.size + _NAMES.size
             topic, broker = view[text : text + topic_size], view[text + topic_size : text + topic_size + broker_size]
-            names[pair] = str(topic, "utf-8"), str(broker, "utf-8")
+            names[name_index] = str(topic, "utf-8"), str(broker, "utf-8")
         elif kind == RESETS:
-            for pair, queue_id, offset, epoch in _RESET.iter_unpack(view[at + _FRAME.size : end]):
-                if pair in names:
-                    epochs[pair, queue_id] = epoch
+            for name_index, queue_id, offset, epoch in _RESET.iter_unpack(view[at + _FRAME.size : end]):
+                if name_index in names:
+                    epochs[name_index, queue_id] = epoch
                     if offset != _NO_OFFSET:
-                        latest[pair, queue_id] = offset
+                        latest[name_index, queue_id] = offset
                 else:
                     result.damaged_bytes += _RESET.size
         else:
@@ -228,8 +228,12 @@ def replay(journal: bytes, header: JournalHeader) -> Replay:
             )
         result.frames += 1
         result.end = at = end
-    result.offsets = {MessageQueue(*names[pair], queue_id): offset for (pair, queue_id), offset in latest.items()}
-    result.epochs = {MessageQueue(*names[pair], queue_id): epoch for (pair, queue_id), epoch in epochs.items()}
+    result.offsets = {
+        MessageQueue(*names[name_index], queue_id): offset for (name_index, queue_id), offset in latest.items()
+    }
+    result.epochs = {
+        MessageQueue(*names[name_index], queue_id): epoch for (name_index, queue_id), epoch in epochs.items()
+    }
     return result
 
 

@@ -10,10 +10,10 @@ from threading import Lock
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.base import QueueOffset
-from pyrocket_consumer.offsets.local.disk import Disk, DiskFile, SyncedNames
+from pyrocket_consumer.offsets.local.disk import Disk, DiskFile, SyncedDirectory
 from pyrocket_consumer.offsets.local.journal import (
     HEADER_BYTES,
-    MAX_PAIRS,
+    MAX_NAMES,
     MAX_RECORDS,
     RECORD_BYTES,
     FileIdentity,
@@ -33,24 +33,24 @@ log = logger("offsets")
 WARN_INTERVAL_S = 60.0
 
 
-class PairedOffset(QueueOffset):
+class JournaledOffset(QueueOffset):
     """A queue's offset with the number that the journal gives to its topic and broker name."""
 
-    __slots__ = ("pair",)
+    __slots__ = ("name_index",)
 
-    def __init__(self, queue: MessageQueue, pair: int) -> None:
+    def __init__(self, queue: MessageQueue, name_index: int) -> None:
         super().__init__(queue)
-        self.pair = pair
+        self.name_index = name_index
 
 
-class _Turn:
+class FlushWaiter:
     """A caller of `flush` that waits until a flush of another one reaches its write, or it has to flush itself."""
 
-    __slots__ = ("count", "flushes", "gate")
+    __slots__ = ("count", "must_flush", "gate")
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.flushes = False
+        self.must_flush = False
         self.gate = Lock()
         self.gate.acquire()
 
@@ -67,9 +67,9 @@ class JournalFile:
     leaf, guards the counts, what is not written yet, and who waits.
     """
 
-    def __init__(self, disk: Disk, names: SyncedNames, size: int) -> None:
+    def __init__(self, disk: Disk, names: SyncedDirectory, size: int) -> None:
         self._disk = disk
-        self._names = names
+        self._synced_directory = names
         self._size = size
         self._path = os.path.join(names.directory, JOURNAL_FILE)
         self._sync_lock = Lock()
@@ -78,15 +78,15 @@ class JournalFile:
         self._generation = 0
         self._position = 0
         self._warned_at = float("-inf")
-        self._named: set[int] = set()  # the pairs that frames of this generation have defined
+        self._defined: set[int] = set()  # the pairs that frames of this generation have defined
 
-        self._turn_lock = Lock()
+        self._counts_lock = Lock()
         self._unwritten: list[bytes] = []
-        self._unwritten_at = 0
+        self._unwritten_position = 0
         self._flushing = False
-        self._waiting: list[_Turn] = []
+        self._waiters: list[FlushWaiter] = []
 
-        self.appendable = False
+        self.is_appendable = False
         """The header on disk names the checkpoint on disk, so that a frame appended now will be found again, and all
         that is counted as written is here or there: the store clears it while it writes.
         """
@@ -99,7 +99,7 @@ class JournalFile:
         with self._sync_lock:
             self._file, self._flush_failed = file, False
 
-    def is_there(self) -> bool:
+    def is_in_place(self) -> bool:
         """Tell whether what is appended can be found again: False when another file, or none, has the name."""
         return self._file is None or self._file.is_at(self._path)
 
@@ -118,64 +118,67 @@ class JournalFile:
             new = self._path + ".new"
             write_file(self._disk, new, header.ljust(self._size, b"\0"))
             self._disk.replace(new, self._path)
-            self._names.sync()
+            self._synced_directory.sync()
             self.open()
         else:
             with self._sync_lock:  # no flush is under way that could write frames of before, or fail, from here on
-                with self._turn_lock:
+                with self._counts_lock:
                     self._unwritten = []
                 self._flush_failed = False
                 self._file.write_at(header, 0)
         self._generation = generation
         self._position = HEADER_BYTES
-        self._named.clear()
-        self.appendable = True
+        self._defined.clear()
+        self.is_appendable = True
 
-    def frames(self, changed: Sequence[PairedOffset]) -> bytes:
+    def frames(self, changed: Sequence[JournaledOffset]) -> bytes:
         """Return the frames that set the offset of each entry to what is stored, in one step; b"" if a checkpoint is
         called for.
         """
         generation = self._generation
         if len(changed) == 1:
             entry = changed[0]
-            frames = encode_offset(generation, entry.pair, entry.queue.queue_id, entry.stored or 0)
-            unnamed = {} if entry.pair in self._named else {entry.pair: entry.queue}
+            frames = encode_offset(generation, entry.name_index, entry.queue.queue_id, entry.stored or 0)
+            undefined = {} if entry.name_index in self._defined else {entry.name_index: entry.queue}
         elif len(changed) <= min(MAX_RECORDS, self._size // 4 // RECORD_BYTES):
-            record, named = encode_record, self._named
+            record, named = encode_record, self._defined
             frames = encode_offsets(
-                generation, [record(entry.pair, entry.queue.queue_id, entry.stored) for entry in changed]
+                generation, [record(entry.name_index, entry.queue.queue_id, entry.stored) for entry in changed]
             )
-            unnamed = {entry.pair: entry.queue for entry in changed if entry.pair not in named}
+            undefined = {entry.name_index: entry.queue for entry in changed if entry.name_index not in named}
         else:
             return b""
-        return self._with_names(frames, unnamed)
+        return self._with_definitions(frames, undefined)
 
-    def reset_frames(self, resets: Sequence[tuple[int, MessageQueue, int | None, int]]) -> bytes:
+    def encode_reset_frames(self, resets: Sequence[tuple[int, MessageQueue, int | None, int]]) -> bytes:
         """Return the frames that reset (pair, queue, offset, epoch) each, in one step; b"" as `frames` does."""
         if len(resets) > MAX_RECORDS:
             return b""
-        records = [(pair, queue.queue_id, offset, epoch) for pair, queue, offset, epoch in resets]
-        unnamed = {pair: queue for pair, queue, _, _ in resets if pair not in self._named}
-        return self._with_names(encode_resets(self._generation, records), unnamed)
+        records = [(name_index, queue.queue_id, offset, epoch) for name_index, queue, offset, epoch in resets]
+        undefined = {name_index: queue for name_index, queue, _, _ in resets if name_index not in self._defined}
+        return self._with_definitions(encode_resets(self._generation, records), undefined)
 
-    def _with_names(self, frames: bytes, unnamed: Mapping[int, MessageQueue]) -> bytes:
+    def _with_definitions(self, frames: bytes, undefined: Mapping[int, MessageQueue]) -> bytes:
         """Return `frames` after the definitions they need; b"" when they do not fit."""
         generation = self._generation
-        if unnamed:
-            if max(unnamed) >= MAX_PAIRS:
+        if undefined:
+            if max(undefined) >= MAX_NAMES:
                 return b""
-            names = [encode_names(generation, pair, queue.topic, queue.broker_name) for pair, queue in unnamed.items()]
+            names = [
+                encode_names(generation, name_index, queue.topic, queue.broker_name)
+                for name_index, queue in undefined.items()
+            ]
             frames = b"".join(names) + frames
         if self._position + len(frames) > self._size:
             return b""
-        self._named.update(unnamed)
+        self._defined.update(undefined)
         return frames
 
     def append(self, frames: bytes, count: int) -> None:
         """Append `frames`, which complete the first `count` writes, to what the next flush writes."""
-        with self._turn_lock:
+        with self._counts_lock:
             if not self._unwritten:
-                self._unwritten_at = self._position
+                self._unwritten_position = self._position
             self._unwritten.append(frames)
             self.appended = count
         self._position += len(frames)
@@ -188,10 +191,10 @@ class JournalFile:
         try:
             self._file.write_at(frames, self._position)
         except OSError as error:
-            self._warn(error)
+            self._warn_unwritable(error)
             raise
         self._position += len(frames)
-        self.reach(count)
+        self.mark_durable(count)
 
     def flush(self, count: int) -> bool:
         """Return True when the first `count` writes are durable, False when only a checkpoint can make them so.
@@ -200,45 +203,45 @@ class JournalFile:
         descriptor succeeds: what was appended is lost for all we know. So a failure is noted before the next flush
         begins, and nothing counts as flushed until a checkpoint, in new blocks, has made everything durable.
         """
-        turn = None
-        with self._turn_lock:
+        waiter = None
+        with self._counts_lock:
             if self.durable >= count or self._flush_failed:
                 return self.durable >= count
             if self._flushing:
-                turn = _Turn(count)
-                self._waiting.append(turn)
+                waiter = FlushWaiter(count)
+                self._waiters.append(waiter)
             else:
                 self._flushing = True
-        if turn is None or self._waited(turn):
+        if waiter is None or self._wait_for_flush(waiter):
             reached = 0
             try:
                 reached = self._flush()
             finally:
-                self._end_turn(reached)
+                self._finish_flush(reached)
         return self.durable >= count
 
-    def _waited(self, turn: _Turn) -> bool:
+    def _wait_for_flush(self, waiter: FlushWaiter) -> bool:
         """Wait for a flush by others. Returns whether the flush that is wanted has to be done here."""
         try:
-            turn.gate.acquire()
+            waiter.gate.acquire()
         except BaseException:  # from a signal's handler: nobody may wait for a flush that we do not do
-            with self._turn_lock:
-                waits = turn in self._waiting
-                if waits:
-                    self._waiting.remove(turn)
-            if turn.flushes:
-                self._end_turn(0)
+            with self._counts_lock:
+                is_waiting = waiter in self._waiters
+                if is_waiting:
+                    self._waiters.remove(waiter)
+            if waiter.must_flush:
+                self._finish_flush(0)
             raise
-        return turn.flushes
+        return waiter.must_flush
 
     def _flush(self) -> int:
         """Write and flush what was appended by now; return how many writes are durable by that."""
         with self._sync_lock:
             if self._file is None or self._flush_failed:
                 return 0
-            with self._turn_lock:
+            with self._counts_lock:
                 frames, self._unwritten = self._unwritten, []
-                position, appended = self._unwritten_at, self.appended
+                position, appended = self._unwritten_position, self.appended
             try:
                 if frames:
                     self._file.write_at(b"".join(frames), position)
@@ -247,34 +250,34 @@ class JournalFile:
                 self._flush_failed = True
                 if not isinstance(error, OSError):
                     raise
-                self._warn(error)
+                self._warn_unwritable(error)
                 return 0
             return appended
 
-    def _end_turn(self, reached: int) -> None:
+    def _finish_flush(self, reached: int) -> None:
         """Wake those whose writes are durable, now that the first `reached` are, and the one that flushes next."""
-        with self._turn_lock:
+        with self._counts_lock:
             if self.durable < reached:
                 self.durable = reached
-            turns, durable = self._waiting, self.durable
-            if not turns:
+            waiters, durable = self._waiters, self.durable
+            if not waiters:
                 self._flushing = False
             elif self._flush_failed:
-                self._waiting, self._flushing = [], False  # a checkpoint has to help them all
+                self._waiters, self._flushing = [], False  # a checkpoint has to help them all
             else:
-                self._waiting = [turn for turn in turns if turn.count > durable]
-                if self._waiting:
-                    turns = [turn for turn in turns if turn.count <= durable]
-                    turns.append(self._waiting.pop(0))
-                    turns[-1].flushes = True
+                self._waiters = [waiter for waiter in waiters if waiter.count > durable]
+                if self._waiters:
+                    waiters = [waiter for waiter in waiters if waiter.count <= durable]
+                    waiters.append(self._waiters.pop(0))
+                    waiters[-1].must_flush = True
                 else:
                     self._flushing = False
-        for turn in turns:
-            turn.gate.release()
+        for waiter in waiters:
+            waiter.gate.release()
 
-    def reach(self, count: int) -> None:
+    def mark_durable(self, count: int) -> None:
         """Count the first `count` writes as appended and durable."""
-        with self._turn_lock:
+        with self._counts_lock:
             if self.appended < count:
                 self.appended = count
             if self.durable < count:
@@ -284,13 +287,13 @@ class JournalFile:
         """Give the file up; `begin` makes a new one."""
         with self._sync_lock:
             file, self._file = self._file, None
-            with self._turn_lock:
+            with self._counts_lock:
                 self._unwritten = []
             if file is not None:
                 file.close()
-        self.appendable = False
+        self.is_appendable = False
 
-    def _warn(self, error: OSError) -> None:
+    def _warn_unwritable(self, error: OSError) -> None:
         now = time.monotonic()
         if now - self._warned_at >= WARN_INTERVAL_S:
             self._warned_at = now

@@ -19,7 +19,7 @@ from pyrocket_consumer.offsets.base import MAX_NAME_BYTES, MAX_OFFSET, MAX_QUEUE
 from pyrocket_consumer.protocol.fastjson import loads
 
 _EPOCHS = "resetEpochs"
-_PIECE = 256  # entries
+_CHUNK_ENTRIES = 256  # entries
 _BEFORE_EPOCHS = f',\n\t"{_EPOCHS}":'
 
 # One entry as every Java client writes it, in any white space. No string in it holds a quote or a backslash, so an
@@ -31,7 +31,7 @@ _ENTRY = (
 )
 _ENTRIES = re.compile(_ENTRY)
 _UNCAPTURED = re.sub(r"\((?!\?)", "(?:", _ENTRY)
-_WHOLE = re.compile(
+_DOCUMENT = re.compile(
     rf'\s*+\{{\s*+"offsetTable"\s*+:\s*+\{{\s*+(?:(?>{_UNCAPTURED})(?:\s*+,\s*+(?>{_UNCAPTURED}))*+)?\s*+\}}\s*+\}}\s*+'
 )
 
@@ -46,7 +46,9 @@ def encode_offsets(offsets: Mapping[MessageQueue, int], epochs: Mapping[MessageQ
         if template is None:
             template = templates[names] = entry_template(*names)
         entries.append(template)
-    return fill_in(entries, [queue.queue_id for queue in offsets], list(offsets.values()), epochs_text(epochs or {}))
+    return fill_templates(
+        entries, [queue.queue_id for queue in offsets], list(offsets.values()), encode_epochs(epochs or {})
+    )
 
 
 def entry_template(topic: str, broker_name: str) -> bytes:
@@ -56,8 +58,10 @@ def entry_template(topic: str, broker_name: str) -> bytes:
     return text.encode("ascii")
 
 
-def fill_in(templates: Sequence[bytes], queue_ids: Sequence[int], offsets: Sequence[int], epochs: bytes) -> bytes:
-    """Return the whole text: one template, queue id and offset for each entry, and `epochs_text`."""
+def fill_templates(
+    templates: Sequence[bytes], queue_ids: Sequence[int], offsets: Sequence[int], epochs: bytes
+) -> bytes:
+    """Return the whole text: one template, queue id and offset for each entry, and `encode_epochs`."""
     begin, end = b'{\n\t"offsetTable":{', b"}" + epochs + b"\n}"
     if not offsets:
         return begin + end
@@ -65,15 +69,15 @@ def fill_in(templates: Sequence[bytes], queue_ids: Sequence[int], offsets: Seque
     numbers[::2], numbers[1::2] = queue_ids, offsets
     # Piece by piece, joined once: each copy of a large text costs as much as the filling in.
     pieces = [
-        b",".join(templates[at : at + _PIECE]) % tuple(numbers[2 * at : 2 * (at + _PIECE)])
-        for at in range(0, len(offsets), _PIECE)
+        b",".join(templates[at : at + _CHUNK_ENTRIES]) % tuple(numbers[2 * at : 2 * (at + _CHUNK_ENTRIES)])
+        for at in range(0, len(offsets), _CHUNK_ENTRIES)
     ]
     pieces[0] = begin + pieces[0]
     pieces[-1] += b"\n\t" + end
     return b",".join(pieces)
 
 
-def epochs_text(epochs: Mapping[MessageQueue, int]) -> bytes:
+def encode_epochs(epochs: Mapping[MessageQueue, int]) -> bytes:
     """Return the second table as it follows the first one, nothing when no queue was reset."""
     if not epochs:
         return b""
@@ -97,16 +101,16 @@ def decode_checkpoint(text: bytes) -> tuple[dict[MessageQueue, int], dict[Messag
     except UnicodeDecodeError as error:
         raise ProtocolError(f"offsets.json is not UTF-8 at byte {error.start}") from None
     epochs: dict[MessageQueue, int] = {}
-    own = _read_own(text, decoded)
+    own = _read_own_layout(text, decoded)
     if own is not None:
         found, epochs = own
-    elif _WHOLE.fullmatch(decoded):
+    elif _DOCUMENT.fullmatch(decoded):
         found = {
             MessageQueue(topic, broker_name, int(queue_id)): int(offset)
             for broker_name, queue_id, topic, offset in _ENTRIES.findall(decoded)
         }
     else:
-        found, epochs = _read_unusual(decoded)
+        found, epochs = _read_any_layout(decoded)
     if not found:
         return found, epochs
     queue_ids = {queue.queue_id for queue in found}
@@ -120,7 +124,7 @@ def decode_checkpoint(text: bytes) -> tuple[dict[MessageQueue, int], dict[Messag
     return found, epochs
 
 
-def _read_own(text: bytes, decoded: str) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]] | None:
+def _read_own_layout(text: bytes, decoded: str) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]] | None:
     """Read what `encode_offsets` could have written, None for any other text: the quickest way, for large stores.
 
     The text is taken apart at its quotes, and what is between the values is not looked at. That all was understood is
@@ -142,7 +146,7 @@ def _read_own(text: bytes, decoded: str) -> tuple[dict[MessageQueue, int], dict[
     return (found, epochs) if encode_offsets(found, epochs) == text else None
 
 
-def _read_unusual(text: str) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]]:
+def _read_any_layout(text: str) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]]:
     document = loads(text)
     table = document.get("offsetTable") if isinstance(document, dict) else None
     if not isinstance(table, dict):

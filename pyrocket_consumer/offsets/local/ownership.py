@@ -17,7 +17,7 @@ from pyrocket_consumer.text import escape_controls
 LOCK_FILE = "offsets.lock"
 OWNER_FILE = "offsets.owner"
 MAX_HOST_CHARACTERS = 255
-LAST_TIME = 4_102_444_800.0
+MAX_TIMESTAMP = 4_102_444_800.0
 """The end of the year 2099: what is later is no time of a process."""
 
 
@@ -55,7 +55,7 @@ class Owner:
         return f"{who} on host {self.host} (since {since})"
 
 
-class StoreCloses(OffsetStoreLocked):
+class StoreClosing(OffsetStoreLocked):
     """The owner of the store has said that it is about to give it up."""
 
 
@@ -67,7 +67,7 @@ class Ownership:
         self._disk = disk
         self._directory = directory
         self._owner = Owner(os.getpid(), socket.gethostname(), time.time())
-        self._tell(self._owner)
+        self._write_owner(self._owner)
 
     @classmethod
     def take(cls, disk: Disk, directory: str) -> Self:
@@ -80,20 +80,20 @@ class Ownership:
         lock = disk.lock(os.path.join(directory, LOCK_FILE))
         if lock is None:
             owner = read_owner(disk, directory)
-            raise (StoreCloses if owner is not None and owner.is_closing else OffsetStoreLocked)(
+            raise (StoreClosing if owner is not None and owner.is_closing else OffsetStoreLocked)(
                 f"offset store {directory} is in use by {owner or 'another process'}; stop it, "
                 "or give this one an instance_name or a directory of its own"
             )
         return cls(lock, disk, directory)
 
     @property
-    def made_its_lock(self) -> bool:
+    def created_lock_file(self) -> bool:
         """Whether there was no lock file: the store is new, or somebody removed it, maybe under an owner."""
-        return self._lock.made_its_file
+        return self._lock.created_file
 
     def is_held(self) -> bool:
         """Whether others find the store locked by us: its lock file may have been removed, or be another one now."""
-        return self._lock.is_there()
+        return self._lock.is_in_place()
 
     def lock_again(self) -> None:
         """Lock the file that is there now, once it is not held any more.
@@ -108,7 +108,7 @@ class Ownership:
         if lock is not None:
             if owner is None or (owner.pid, owner.host, owner.since) == astuple(self._owner)[:3]:
                 self._lock = lock
-                self._tell(self._owner)
+                self._write_owner(self._owner)
                 return
             lock.release()
         raise OffsetStoreLocked(
@@ -120,9 +120,9 @@ class Ownership:
     def closes_within(self, seconds: float) -> None:
         """Tell others who want the store that it is theirs soon."""
         if self.is_held():
-            self._tell(replace(self._owner, closes_by=time.time() + seconds))
+            self._write_owner(replace(self._owner, closes_by=time.time() + seconds))
 
-    def _tell(self, owner: Owner) -> None:
+    def _write_owner(self, owner: Owner) -> None:
         path = os.path.join(self._directory, OWNER_FILE)
         try:
             file = self._disk.open(path + ".new", create=True)
@@ -149,8 +149,8 @@ def read_owner(disk: Disk, directory: str) -> Owner | None:
             and 0 < pid < 2**31
             and isinstance(host, str)
             and len(host) <= MAX_HOST_CHARACTERS
-            and 0 <= float(since) < LAST_TIME
-            and (closes_by is None or 0 <= float(closes_by) < LAST_TIME)
+            and 0 <= float(since) < MAX_TIMESTAMP
+            and (closes_by is None or 0 <= float(closes_by) < MAX_TIMESTAMP)
         ):
             return Owner(pid, escape_controls(host), float(since), None if closes_by is None else float(closes_by))
     except (OSError, ProtocolError, ValueError, KeyError, TypeError, AttributeError, OverflowError):

@@ -20,7 +20,7 @@ Source = Literal["new", "file", "backup", "started-over"]
 
 
 @dataclass(slots=True)
-class Recovered:
+class RecoveredStore:
     """What the files hold, where it is from, and what was wrong with them.
 
     Offsets of the queues in `from_journal` are from there, all others from `source`.
@@ -36,20 +36,20 @@ class Recovered:
     unreadable: list[str] = field(default_factory=list)
     notes: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)  # a sentence, and facts
 
-    def note(self, text: str, **facts: object) -> None:
+    def add_note(self, text: str, **facts: object) -> None:
         self.notes.append((text, facts))
 
 
 def recover(
     main: bytes | None, backup: bytes | None, journal: bytes | None, on_unreadable: OnUnreadable = "backup"
-) -> Recovered:
+) -> RecoveredStore:
     """Return what a store with these files holds; None is a file that is not there.
 
     Raises:
         OffsetStoreCorrupt: the files do not say, and `on_unreadable` says to stop.
         OffsetStoreError: a newer version of this package wrote the journal.
     """
-    result = Recovered()
+    result = RecoveredStore()
     frames = _read_journal(result, journal, on_unreadable)
     _read_checkpoint(result, main, backup, journal is not None, on_unreadable)
     header = result.header
@@ -61,7 +61,7 @@ def recover(
         # Either way it is newer than the frames.
         differing = sum(result.offsets.get(mq) != offset for mq, offset in frames.offsets.items())
         if differing or not frames.offsets:
-            result.note(
+            result.add_note(
                 f"{MAIN_FILE if result.source == 'file' else BACKUP_FILE} is newer than {JOURNAL_FILE}: another "
                 "program wrote it, or a crash came between the two; its offsets are used",
                 ignored_queues=differing,
@@ -74,16 +74,16 @@ def recover(
     return result
 
 
-def _read_journal(result: Recovered, journal: bytes | None, on_unreadable: OnUnreadable) -> Replay:
+def _read_journal(result: RecoveredStore, journal: bytes | None, on_unreadable: OnUnreadable) -> Replay:
     if journal is None:
         return Replay()
     try:
         result.header = decode_header(journal)
     except ProtocolError as error:
         if on_unreadable == "raise":
-            raise _corrupt(f"{JOURNAL_FILE} is unreadable: {error}") from error
+            raise _corrupt_error(f"{JOURNAL_FILE} is unreadable: {error}") from error
         result.unreadable.append(JOURNAL_FILE)
-        result.note(
+        result.add_note(
             f"{JOURNAL_FILE} is unreadable: {error}; offsets persisted since the last checkpoint are lost, their "
             "messages come again"
         )
@@ -92,7 +92,7 @@ def _read_journal(result: Recovered, journal: bytes | None, on_unreadable: OnUnr
     damaged_bytes = frames.damaged_bytes + max(0, result.header.journal_bytes - len(journal))
     if damaged_bytes:
         result.unreadable.append(JOURNAL_FILE)
-        result.note(
+        result.add_note(
             f"{JOURNAL_FILE} has unreadable places; the rest is used, some messages may come again",
             damaged_bytes=damaged_bytes,
         )
@@ -100,7 +100,7 @@ def _read_journal(result: Recovered, journal: bytes | None, on_unreadable: OnUnr
 
 
 def _read_checkpoint(
-    result: Recovered, main: bytes | None, backup: bytes | None, has_journal: bool, on_unreadable: OnUnreadable
+    result: RecoveredStore, main: bytes | None, backup: bytes | None, has_journal: bool, on_unreadable: OnUnreadable
 ) -> None:
     if main is None:
         if backup is None and not has_journal:
@@ -110,7 +110,7 @@ def _read_checkpoint(
         header = result.header
         try:
             result.offsets, result.epochs = decode_checkpoint(main)
-            if header is not None and header.denies(main, backup):
+            if header is not None and header.contradicts(main, backup):
                 result.offsets, result.epochs = {}, {}
                 raise ProtocolError(
                     "it is not what was written, by its checksum: damaged, or edited by hand (to have it used as it "
@@ -123,7 +123,7 @@ def _read_checkpoint(
             result.source = "file"
             return
     if on_unreadable == "raise":
-        raise _corrupt(reason)
+        raise _corrupt_error(reason)
     if backup is None:
         reason += f"; there is no {BACKUP_FILE}"
     else:
@@ -134,16 +134,16 @@ def _read_checkpoint(
             reason += f"; {BACKUP_FILE} is unreadable, too: {error}"
         else:
             result.source = "backup"
-            result.note(
+            result.add_note(
                 f"{reason}; {BACKUP_FILE} and the journal are used, some messages may come again",
                 queues=len(result.offsets),
             )
             return
     if on_unreadable == "backup":
-        raise _corrupt(reason)
+        raise _corrupt_error(reason)
     result.source = "started-over"
-    result.note(f"{reason}; starting over with what the journal has")
+    result.add_note(f"{reason}; starting over with what the journal has")
 
 
-def _corrupt(reason: str) -> OffsetStoreCorrupt:
+def _corrupt_error(reason: str) -> OffsetStoreCorrupt:
     return OffsetStoreCorrupt(f"{reason}. Restore the file from a copy")

@@ -44,15 +44,15 @@ from pyrocket_consumer.offsets.local.checkpoint import CheckpointFile
 from pyrocket_consumer.offsets.local.directories import (
     base_directory,
     find_orphans,
-    last_written,
+    last_write_time,
     slot_ids,
     store_directory,
 )
-from pyrocket_consumer.offsets.local.disk import Disk, LocalDisk, SyncedNames
+from pyrocket_consumer.offsets.local.disk import Disk, LocalDisk, SyncedDirectory
 from pyrocket_consumer.offsets.local.journal import MIN_JOURNAL_BYTES
-from pyrocket_consumer.offsets.local.journal_file import JournalFile, PairedOffset
-from pyrocket_consumer.offsets.local.offsets_json import entry_template, epochs_text, fill_in
-from pyrocket_consumer.offsets.local.ownership import Ownership, StoreCloses, read_owner
+from pyrocket_consumer.offsets.local.journal_file import JournaledOffset, JournalFile
+from pyrocket_consumer.offsets.local.offsets_json import encode_epochs, entry_template, fill_templates
+from pyrocket_consumer.offsets.local.ownership import Ownership, StoreClosing, read_owner
 from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, OnUnreadable, Source, recover
 from pyrocket_consumer.text import logger
 
@@ -60,12 +60,12 @@ log = logger("offsets")
 
 Durability = Literal["fsync", "process", "checkpoint"]
 
-_REMIND_S = 60.0
-_LOOK_S = 1.0
-_SLOTS_LOOKED_AT = 16
-_SLOT_IS_BEHIND_S = 10.0
-_NO_LOCKS = "this file system lacks what a store needs, locks above all: use a local one, or mount it with locks"
-_NO_FILE = "something else is where a file should be: move it away"
+_REMIND_INTERVAL_S = 60.0
+_CHECK_INTERVAL_S = 1.0
+_MAX_SLOTS_CHECKED = 16
+_SLOT_LAG_S = 10.0
+_LOCKS_REMEDY = "this file system lacks what a store needs, locks above all: use a local one, or mount it with locks"
+_FILE_REMEDY = "something else is where a file should be: move it away"
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "raise the quota",
@@ -74,16 +74,16 @@ _REMEDIES = {
     errno.EACCES: "let this user write to it",
     errno.EPERM: "let this user write to it",
     errno.EIO: "check the disk",
-    errno.ENOLCK: _NO_LOCKS,
-    errno.ENOTSUP: _NO_LOCKS,
-    errno.EOPNOTSUPP: _NO_LOCKS,
-    errno.ENOSYS: _NO_LOCKS,
+    errno.ENOLCK: _LOCKS_REMEDY,
+    errno.ENOTSUP: _LOCKS_REMEDY,
+    errno.EOPNOTSUPP: _LOCKS_REMEDY,
+    errno.ENOSYS: _LOCKS_REMEDY,
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit on open files",
     errno.ENAMETOOLONG: "use shorter names",
     errno.ESTALE: "mount it again",
-    errno.EISDIR: _NO_FILE,
-    errno.ELOOP: _NO_FILE,
+    errno.EISDIR: _FILE_REMEDY,
+    errno.ELOOP: _FILE_REMEDY,
     errno.ENOTDIR: "a file is where a directory should be: move it away",
     errno.EEXIST: "a file is where a directory should be: move it away",
 }
@@ -98,14 +98,14 @@ class FoundOffsets:
     journal_frames: int
 
 
-class _FileOffset(PairedOffset):
+class _FileOffset(JournaledOffset):
     """`stored` is what was last handed to the disk, `origin` where it was found."""
 
     __slots__ = ("origin",)
 
-    def __init__(self, queue: MessageQueue, pair: int) -> None:
+    def __init__(self, queue: MessageQueue, name_index: int) -> None:
         # Not through super(): a store may have to make tens of thousands of them before it is open.
-        self.queue, self.pair = queue, pair
+        self.queue, self.name_index = queue, name_index
         self.offset: int | None = None
         self.stored: int | None = None
         self.origin: str | None = None
@@ -161,25 +161,29 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._ownership: Ownership | None = None
         self._forked = False
         self._found: FoundOffsets | None = None
-        self._pairs: dict[tuple[str, str], int] = {}  # under the table lock
+        self._name_indexes: dict[tuple[str, str], int] = {}  # under the table lock
         self._epochs: dict[MessageQueue, int] = {}  # changed under both locks
-        self._waiting: dict[_FileOffset, None] = {}  # under the table lock; only for durability "checkpoint"
+        self._awaiting_checkpoint: dict[
+            _FileOffset, None
+        ] = {}  # under the table lock; only for durability "checkpoint"
         self._events: deque[ConsumerEvent] = deque()
         self._unwritable_since: float | None = None
-        self._unsynced_is_told = False
-        self._taken: str | None = None  # by whom, when another owns the store while it is open here
-        self._looked_at = self._removal_told_at = float("-inf")
+        self._unsynced_reported = False
+        self._taken_reason: str | None = None  # by whom, when another owns the store while it is open here
+        self._checked_at = self._removal_reported_at = float("-inf")
         self._reminded_at = 0.0
 
         # Under the write lock. `_written` counts what was handed over; the journal counts how far it got.
-        self._use(_absolute(directory))
-        self._order: list[_FileOffset] = []  # the queues of offsets.json
+        self._set_directory(_absolute_path(directory))
+        self._stored_entries: list[_FileOffset] = []  # the queues of offsets.json
         self._templates: list[bytes] = []  # by pair: what an entry of offsets.json is made from
         self._epochs_text: bytes | None = None
-        self._unsure = False  # what was found may be in the system's cache only: a killed process did not sync it
-        self._journal_is_left = False  # there is one, of a mode that has journals
-        self._behind = False  # offsets.json lacks something that the journal, or a backup, holds
-        self._checkpoint_at = 0.0
+        self._durability_unknown = (
+            False  # what was found may be in the system's cache only: a killed process did not sync it
+        )
+        self._has_old_journal = False  # there is one, of a mode that has journals
+        self._checkpoint_is_stale = False  # offsets.json lacks something that the journal, or a backup, holds
+        self._checkpointed_at = 0.0
         _stores.add(self)
 
     @classmethod
@@ -189,7 +193,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         Processes of one host share a client id while nobody gave them an instance name. The first to load its store
         gets it, the next one `…@DEFAULT-1`, and so on: `client_id` and `directory` tell, once loaded.
         """
-        base = Path(_absolute(base_directory(config.offset_store_dir)))
+        base = Path(_absolute_path(base_directory(config.offset_store_dir)))
         store = cls(
             store_directory(base, client_id, config.group),
             config.durability,
@@ -222,7 +226,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
     def origin(self, mq: MessageQueue) -> str | None:
         """Return where `load` found the offset of `mq`: "file", "backup" or "journal"; None when it did not."""
-        entry = self._entry(mq)
+        entry = self._find_entry(mq)
         return entry.origin if entry else None
 
     def load(self) -> None:
@@ -237,7 +241,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             OffsetStoreUnwritable: the directory cannot be made, or not be written at all.
             OffsetStoreError: it does not exist (`existing_only`), or a newer version wrote it.
         """
-        self._load(waiting=False)
+        self._load(wait_for_closing=False)
 
     def try_load(self) -> bool:
         """Do what `load` does, unless the process that has the store is about to give it up: then return False.
@@ -246,8 +250,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         ends, and not in another store.
         """
         try:
-            self._load(waiting=True)
-        except StoreCloses:
+            self._load(wait_for_closing=True)
+        except StoreClosing:
             return False
         return True
 
@@ -257,22 +261,22 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             if self._ownership is not None and not self._forked:
                 self._ownership.closes_within(seconds)
 
-    def _load(self, waiting: bool) -> None:
+    def _load(self, wait_for_closing: bool) -> None:
         try:
             with self._write_lock:
                 self._check_not_forked()
                 if self._ownership is not None:
                     return self._check_open()
-                self._take(waiting)
+                self._take_ownership(wait_for_closing)
                 try:
                     self._recover()
                 except BaseException:
-                    self._give_up()
+                    self._release()
                     raise
-                self._look_for_orphans()
-                self._look_at_slots()
+                self._report_orphans()
+                self._report_slot_change()
         finally:
-            self._tell_events()
+            self._emit_events()
         log.info(
             "offset store loaded: directory=%s found=%s queues=%d journal_frames=%d durability=%s",
             self._directory,
@@ -330,7 +334,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         Raises:
             OffsetStoreUnwritable: they are not durable. Memory keeps them, and a later call tries again.
         """
-        self._persist(self._chosen(mqs))
+        self._persist(self._entries_of(mqs))
 
     def reset_epoch(self, mq: MessageQueue) -> int:
         """Return the epoch of the newest reset `mq` has followed, 0 if none."""
@@ -352,11 +356,11 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         try:
             with self._write_lock:
                 self._check_open()
-                self._hand_over_resets(resets)
+                self._write_resets(resets)
                 journal, target = self._journal, self._written
             self._make_durable(journal, target)
         finally:
-            self._tell_events()
+            self._emit_events()
 
     def remove_offset(self, mq: MessageQueue) -> None:
         """Persist the offset of `mq` if it is not, and take it out of memory; the store keeps it.
@@ -364,7 +368,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         Raises:
             OffsetStoreUnwritable: it is not durable, and still in memory.
         """
-        entry = self._entry(mq)
+        entry = self._find_entry(mq)
         if entry is None:
             return
         try:
@@ -372,7 +376,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             with self._write_lock:
                 self._check_open()
                 while True:
-                    self._hand_over(self._changed((entry,)))
+                    self._write_changes(self._unstored((entry,)))
                     self._checkpoint_if_due()
                     if not self._journal.flush(self._written):
                         self._checkpoint()
@@ -381,7 +385,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                             entry.offset = None
                             return
         finally:
-            self._tell_events()
+            self._emit_events()
 
     def close(self) -> None:
         """Persist what memory holds, write the checkpoint, and let others have the store. Safe to call twice.
@@ -401,25 +405,25 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                     return
                 try:
                     self._check_open()
-                    self._look()
-                    self._hand_over(self._changed(self._chosen(None)))
+                    self._check_files()
+                    self._write_changes(self._unstored(self._entries_of(None)))
                     if not self._journal.flush(self._written):
                         self._checkpoint()
-                    elif self._behind:
+                    elif self._checkpoint_is_stale:
                         self._try_checkpoint()
-                    if self._unsure:  # files are gone since then, and could not be written anew
+                    if self._durability_unknown:  # files are gone since then, and could not be written anew
                         self._checkpoint()
-                    is_behind = self._behind
+                    is_stale = self._checkpoint_is_stale
                 except OffsetStoreUnwritable as error:
                     raise OffsetStoreUnwritable(
                         f"not all offsets could be written to {self._directory} before it was closed: "
                         f"{_reason_and_remedy(error.__cause__)}. Messages consumed since the last persist come again"
                     ) from error.__cause__
                 finally:
-                    self._give_up()
+                    self._release()
         finally:
-            self._tell_events()
-        if is_behind:
+            self._emit_events()
+        if is_stale:
             log.warning("offset store closed, its journal has what offsets.json lacks: directory=%s", self._directory)
         else:
             log.info("offset store closed: directory=%s", self._directory)
@@ -438,21 +442,21 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
     def _persist(self, entries: Sequence[_FileOffset]) -> None:
         if self._durability == "checkpoint":
             with self._table_lock:
-                self._waiting.update(dict.fromkeys(entries))
+                self._awaiting_checkpoint.update(dict.fromkeys(entries))
         try:
             with self._write_lock:
                 self._check_open()
                 if self._durability == "checkpoint":
                     # One checkpoint for all who wait for the lock: the next to get it find their work done.
                     with self._table_lock:
-                        entries, self._waiting = list(self._waiting), {}
-                self._hand_over(self._changed(entries))
+                        entries, self._awaiting_checkpoint = list(self._awaiting_checkpoint), {}
+                self._write_changes(self._unstored(entries))
                 self._checkpoint_if_due()
                 journal, target = self._journal, self._written
             self._make_durable(journal, target)
         finally:
             if self._events:
-                self._tell_events()
+                self._emit_events()
 
     def _make_durable(self, journal: JournalFile, target: int) -> None:
         """Return when the first `target` writes, counted by `journal`, are durable. No lock is held."""
@@ -465,32 +469,32 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 self._check_open()
                 self._checkpoint()
 
-    def _changed(self, entries: Iterable[_FileOffset]) -> list[_FileOffset]:
+    def _unstored(self, entries: Iterable[_FileOffset]) -> list[_FileOffset]:
         """Return the entries to write. Reading one attribute needs no lock."""
         return [entry for entry in entries if (offset := entry.offset) is not None and offset != entry.stored]
 
-    def _hand_over(self, changed: Sequence[_FileOffset]) -> None:
+    def _write_changes(self, changed: Sequence[_FileOffset]) -> None:
         """Write `changed` to the journal, or with a checkpoint. The write lock is held.
 
         Returns with `_written` counting it; it is durable once the journal has come as far.
         """
-        if self._clock() - self._looked_at >= _LOOK_S:
-            self._look()
-        if changed or self._unsure:
+        if self._clock() - self._checked_at >= _CHECK_INTERVAL_S:
+            self._check_files()
+        if changed or self._durability_unknown:
             self._written += 1
-            self._unsure = False
+            self._durability_unknown = False
         if changed:
             journal = self._journal
-            fits = journal.appendable
-            journal.appendable = False  # until `_write` has put there what is noted as stored from here on
+            fits = journal.is_appendable
+            journal.is_appendable = False  # until `_write_frames` has put there what is noted as stored from here on
             for entry in changed:
                 if entry.stored is None:
-                    self._order.append(entry)
+                    self._stored_entries.append(entry)
                 entry.stored = entry.offset
-            self._write(journal.frames(changed) if fits else b"")
+            self._write_frames(journal.frames(changed) if fits else b"")
 
     def _checkpoint_if_due(self) -> None:
-        if self._behind and self._clock() - self._checkpoint_at >= self._checkpoint_interval_s:
+        if self._checkpoint_is_stale and self._clock() - self._checkpointed_at >= self._checkpoint_interval_s:
             self._try_checkpoint()
 
     def _try_checkpoint(self) -> None:
@@ -501,9 +505,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         try:
             self._checkpoint()
         except OffsetStoreUnwritable:
-            self._checkpoint_at = self._clock()
+            self._checkpointed_at = self._clock()
 
-    def _look(self) -> None:
+    def _check_files(self) -> None:
         """See that the files are there, and the lock on them ours: somebody may have removed them. If so, all is
         written anew, unless another owns the store. The write lock is held.
 
@@ -511,7 +515,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             OffsetStoreLocked: another owns the store, or has owned it since.
             OffsetStoreUnwritable: it cannot be locked.
         """
-        self._looked_at = self._clock()
+        self._checked_at = self._clock()
         if self._ownership is None:
             return
         is_held = self._ownership.is_held()
@@ -520,59 +524,59 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 self._disk.make_directories(self._directory)
                 self._ownership.lock_again()
             except OffsetStoreLocked as error:
-                self._taken = str(error)
-                self._event(EventKind.STORE_TAKEN, self._taken, directory=self._directory)
+                self._taken_reason = str(error)
+                self._add_event(EventKind.STORE_TAKEN, self._taken_reason, directory=self._directory)
                 raise
             except OSError as error:
-                self._unsure = True
+                self._durability_unknown = True
                 self._note_unwritable(error)
                 raise self._unwritable_error(error) from error
-        files_are_there = self._checkpoint_file.is_there() and self._journal.is_there()
+        files_are_there = self._checkpoint_file.is_in_place() and self._journal.is_in_place()
         if is_held and files_are_there:
             return
         self._journal.close()
-        self._unsure = True
-        if self._looked_at - self._removal_told_at >= _REMIND_S:
-            self._removal_told_at = self._looked_at
-            self._event(
+        self._durability_unknown = True
+        if self._checked_at - self._removal_reported_at >= _REMIND_INTERVAL_S:
+            self._removal_reported_at = self._checked_at
+            self._add_event(
                 EventKind.STORE_REMOVED,
                 "files of the store were removed or replaced while it was in use; nobody else had taken it, and all "
                 "offsets are written anew. Keep whoever cleans up there away from it",
                 directory=self._directory,
             )
 
-    def _hand_over_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
-        """Set memory and write, as `_hand_over` does. The write lock is held: nobody else persists one half of it."""
-        if self._clock() - self._looked_at >= _LOOK_S:
-            self._look()
+    def _write_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
+        """Set memory and write, as `_write_changes` does. The write lock is held: nobody else persists one half of it."""
+        if self._clock() - self._checked_at >= _CHECK_INTERVAL_S:
+            self._check_files()
         with self._table_lock:
-            entries = [(self._entries.get(mq) or self._add(mq), reset) for mq, reset in resets.items()]
+            entries = [(self._entries.get(mq) or self._add_entry(mq), reset) for mq, reset in resets.items()]
             for entry, reset in entries:
                 self._epochs[entry.queue] = reset.epoch
                 if reset.offset is not None:
                     entry.offset = reset.offset
         self._epochs_text = None
         journal, frames = self._journal, b""
-        if journal.appendable:
-            frames = journal.reset_frames(
-                [(entry.pair, entry.queue, reset.offset, reset.epoch) for entry, reset in entries]
+        if journal.is_appendable:
+            frames = journal.encode_reset_frames(
+                [(entry.name_index, entry.queue, reset.offset, reset.epoch) for entry, reset in entries]
             )
-        journal.appendable = False  # until `_write` has put them there
+        journal.is_appendable = False  # until `_write_frames` has put them there
         for entry, reset in entries:
             if reset.offset is not None:
                 if entry.stored is None:
-                    self._order.append(entry)
+                    self._stored_entries.append(entry)
                 entry.stored = reset.offset
         self._written += 1
-        self._unsure = False
-        self._write(frames)
+        self._durability_unknown = False
+        self._write_frames(frames)
 
-    def _write(self, frames: bytes) -> None:
+    def _write_frames(self, frames: bytes) -> None:
         """Append `frames`, or write a checkpoint when there are none because none fit. The write lock is held.
 
         Where neither works, the journal stays closed to frames: later ones would count what is in none as durable.
         """
-        self._behind = True
+        self._checkpoint_is_stale = True
         journal = self._journal
         if not frames:
             self._checkpoint()
@@ -582,10 +586,10 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             except OSError:
                 self._checkpoint()
             else:
-                journal.appendable = True
+                journal.is_appendable = True
         else:
             journal.append(frames, self._written)
-            journal.appendable = True
+            journal.is_appendable = True
 
     def _checkpoint(self) -> None:
         """Make everything written durable in offsets.json, and begin a new generation of the journal.
@@ -596,15 +600,15 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             OffsetStoreUnwritable: it could not be done.
             OffsetStoreLocked: another owns the store.
         """
-        self._look()
-        order, templates = self._order, self._templates
+        self._check_files()
+        order, templates = self._stored_entries, self._templates
         with self._table_lock:
-            new_pairs = list(islice(self._pairs, len(templates), None))
-        templates += [entry_template(*pair) for pair in new_pairs]
+            new_names = list(islice(self._name_indexes, len(templates), None))
+        templates += [entry_template(*name_index) for name_index in new_names]
         if self._epochs_text is None:
-            self._epochs_text = epochs_text(self._epochs)
-        text = fill_in(
-            [templates[entry.pair] for entry in order],
+            self._epochs_text = encode_epochs(self._epochs)
+        text = fill_templates(
+            [templates[entry.name_index] for entry in order],
             [entry.queue.queue_id for entry in order],
             [entry.stored or 0 for entry in order],
             self._epochs_text,
@@ -615,26 +619,26 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         except OSError as error:
             self._note_unwritable(error)
             raise self._unwritable_error(error) from error
-        journal.reach(self._written)
+        journal.mark_durable(self._written)
         self._note_unsynced()
-        self._behind = self._unsure = False
-        self._checkpoint_at = self._clock()
+        self._checkpoint_is_stale = self._durability_unknown = False
+        self._checkpointed_at = self._clock()
         try:
             if self._durability != "checkpoint":
                 journal.begin(self._checkpoint_file.main, self._checkpoint_file.backup)
-            elif self._journal_is_left:
+            elif self._has_old_journal:
                 self._disk.remove(os.path.join(self._directory, JOURNAL_FILE))  # its frames are in
-                self._journal_is_left = False
+                self._has_old_journal = False
         except OSError as error:
             self._note_unwritable(error)  # durable all the same: until it works, every persist is a checkpoint
         else:
             self._note_writable()
 
     def _note_unsynced(self) -> None:
-        refusal = self._names.sync_refused
-        if refusal is not None and not self._unsynced_is_told:
-            self._unsynced_is_told = True
-            self._event(
+        refusal = self._synced_directory.sync_error
+        if refusal is not None and not self._unsynced_reported:
+            self._unsynced_reported = True
+            self._add_event(
                 EventKind.STORE_UNSYNCED,
                 "this file system cannot sync directories: offsets survive the end of the process, and power loss as "
                 "far as it keeps the names of files by itself; use a local file system if that matters",
@@ -645,27 +649,27 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
     def _stop_appending(self) -> None:
         # From the first rename on, the checkpoint on disk may be one that the journal's header does not name. Frames
         # appended now would not be applied at the next load: none until the header is rewritten.
-        self._journal.appendable = False
-        if self._clock() - self._looked_at >= _LOOK_S:  # writing has taken long
-            self._look()
+        self._journal.is_appendable = False
+        if self._clock() - self._checked_at >= _CHECK_INTERVAL_S:  # writing has taken long
+            self._check_files()
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def _take(self, waiting: bool) -> None:
-        """Become the owner of the directory, or of the first one that is free, or (`waiting`) is about to be."""
+    def _take_ownership(self, wait_for_closing: bool) -> None:
+        """Become the owner of the directory, or of the first one that is free, or (`wait_for_closing`) is about to be."""
         if self._member is None or not self._member[-1]:
-            return self._take_directory(self._directory)
+            return self._lock_directory(self._directory)
         base, client_id, group, _ = self._member
         for slot in slot_ids(client_id):
             try:
-                return self._take_directory(os.fspath(store_directory(base, slot, group)))
+                return self._lock_directory(os.fspath(store_directory(base, slot, group)))
             except OffsetStoreLocked as error:
-                if waiting and isinstance(error, StoreCloses):
+                if wait_for_closing and isinstance(error, StoreClosing):
                     raise
                 locked = error
         raise locked
 
-    def _take_directory(self, directory: str) -> None:
+    def _lock_directory(self, directory: str) -> None:
         try:
             self._disk.make_directories(directory)
             self._ownership = Ownership.take(self._disk, directory)
@@ -675,14 +679,14 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 f"offset store {directory} cannot be opened: {_reason_and_remedy(error)}, or choose another "
                 f"directory{option}. Nothing was started"
             ) from error
-        self._use(directory)
+        self._set_directory(directory)
 
-    def _use(self, directory: str) -> None:
+    def _set_directory(self, directory: str) -> None:
         """Begin to count what is written to the files of `directory`."""
         self._directory = directory
-        self._names = SyncedNames(self._disk, directory)
-        self._checkpoint_file = CheckpointFile(self._disk, self._names)
-        self._journal = JournalFile(self._disk, self._names, self._journal_bytes)
+        self._synced_directory = SyncedDirectory(self._disk, directory)
+        self._checkpoint_file = CheckpointFile(self._disk, self._synced_directory)
+        self._journal = JournalFile(self._disk, self._synced_directory, self._journal_bytes)
         self._written = 0
 
     def _recover(self) -> None:
@@ -710,23 +714,23 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 "and the client id (address@instance), or start without existing_only"
             )
         for text, facts in found.notes:
-            self._event(EventKind.STORE_FALLBACK, text, directory=self._directory, **facts)
+            self._add_event(EventKind.STORE_FALLBACK, text, directory=self._directory, **facts)
         with self._table_lock:
             self._epochs = dict(found.epochs)
-            self._waiting = {}
+            self._awaiting_checkpoint = {}
             unused = 0
             for known in self._entries.values():  # kept, not made anew: another thread may be about to persist one
                 known.stored = known.origin = None
                 if self._found is not None:
                     unused += known.offset is not None and known.offset != found.offsets.get(known.queue)
                     known.offset = None
-            self._order = []
+            self._stored_entries = []
             for mq, offset in found.offsets.items():
                 entry = self._entries.setdefault(mq, self._new_entry(mq))
                 entry.stored, entry.origin = offset, found.source
                 if entry.offset is None:
                     entry.offset = offset
-                self._order.append(entry)
+                self._stored_entries.append(entry)
             for mq in found.from_journal:
                 self._entries[mq].origin = "journal"
         if unused:
@@ -738,26 +742,26 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._epochs_text = None
         self._found = FoundOffsets(found.source, len(found.offsets), found.journal_frames)
         self._checkpoint_file.found(main, backup, found.unreadable)
-        self._journal_is_left = journal is not None
-        self._unsure = found.source != "new"
-        self._behind = bool(found.journal_frames) or found.source == "backup"
-        self._checkpoint_at = self._clock()
+        self._has_old_journal = journal is not None
+        self._durability_unknown = found.source != "new"
+        self._checkpoint_is_stale = bool(found.journal_frames) or found.source == "backup"
+        self._checkpointed_at = self._clock()
         usable = journal is not None and len(journal) == self._journal_bytes and JOURNAL_FILE not in found.unreadable
         # Where the lock had been removed a former owner may not have noticed, and be writing to that very file.
-        is_ours = self._ownership is not None and not self._ownership.made_its_lock
+        is_ours = self._ownership is not None and not self._ownership.created_lock_file
         if usable and is_ours and found.header and self._durability != "checkpoint":
             try:
                 self._journal.open()
             except OSError as error:
                 self._note_unwritable(error)
 
-    def _look_for_orphans(self) -> None:
+    def _report_orphans(self) -> None:
         if self._member is None or self.found.source != "new":
             return
         base, client_id, group, _ = self._member
         orphans = find_orphans(base, client_id, group)
         if orphans:
-            self._event(
+            self._add_event(
                 EventKind.STORE_ORPHANED,
                 f"this store is new, but group {group} has one under another client id: {orphans[0]}; "
                 f"if its offsets are wanted, stop, and adopt it: pyrocket offsets adopt {orphans[0]} {self._directory}",
@@ -765,28 +769,28 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 orphans=len(orphans),
             )
 
-    def _look_at_slots(self) -> None:
+    def _report_slot_change(self) -> None:
         """Tell when processes of this host that all are called DEFAULT may have changed places."""
         if self._member is None or not self._member[-1]:
             return
         base, first_id, group, _ = self._member
-        written = last_written(self._directory)
-        store = "this store is new" if written is None else f"this store was last written {_ago(written)}"
+        written = last_write_time(self._directory)
+        store = "this store is new" if written is None else f"this store was last written {_format_age(written)}"
         remedy = "if they are to keep their places, give each an instance_name of its own"
         facts = {"directory": self._directory, "client_id": self.client_id}
         if self.client_id != first_id:
             text = f"another process of this host has {first_id}, this one has {self.client_id}; {store}; {remedy}"
-            self._event(EventKind.STORE_SLOT, text, **facts)
+            self._add_event(EventKind.STORE_SLOT, text, **facts)
             return
-        for slot in islice(slot_ids(first_id), 1, _SLOTS_LOOKED_AT):
+        for slot in islice(slot_ids(first_id), 1, _MAX_SLOTS_CHECKED):
             directory = os.fspath(store_directory(base, slot, group))
-            newer = last_written(directory)
+            newer = last_write_time(directory)
             if newer is None:
                 return
             owner = read_owner(self._disk, directory)
-            if owner is not None and owner.is_alive and newer > (written or 0.0) + _SLOT_IS_BEHIND_S:
+            if owner is not None and owner.is_alive and newer > (written or 0.0) + _SLOT_LAG_S:
                 text = f"{store}, and what came since comes here, too; {owner} has gone on with {slot}; {remedy}"
-                self._event(EventKind.STORE_SLOT, text, **facts)
+                self._add_event(EventKind.STORE_SLOT, text, **facts)
                 return
 
     def _read(self, name: str) -> bytes | None:
@@ -801,21 +805,21 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
     # -- the rest ------------------------------------------------------------------------------------------------
 
     def _new_entry(self, mq: MessageQueue) -> _FileOffset:
-        return _FileOffset(mq, self._pairs.setdefault((mq.topic, mq.broker_name), len(self._pairs)))
+        return _FileOffset(mq, self._name_indexes.setdefault((mq.topic, mq.broker_name), len(self._name_indexes)))
 
-    def _give_up(self) -> None:
+    def _release(self) -> None:
         """Close the files and release the store. The write lock is held."""
         self._journal.close()
         if self._ownership is not None:
             self._ownership.release()
-            self._ownership = self._taken = None
+            self._ownership = self._taken_reason = None
 
     def _check_open(self) -> None:
         if self._forked or self._ownership is None:  # not through _is_open: each persist comes by here
             self._check_not_forked()
             raise self._not_open()
-        if self._taken is not None:
-            raise OffsetStoreLocked(self._taken)
+        if self._taken_reason is not None:
+            raise OffsetStoreLocked(self._taken_reason)
 
     @property
     def _is_open(self) -> bool:
@@ -846,16 +850,16 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         now = self._clock()
         if self._unwritable_since is None:
             self._unwritable_since = now
-        elif now - self._reminded_at < _REMIND_S:
+        elif now - self._reminded_at < _REMIND_INTERVAL_S:
             return
         self._reminded_at = now
         text = str(self._unwritable_error(error))
-        if self._written <= self._journal.durable and not self._unsure:
+        if self._written <= self._journal.durable and not self._durability_unknown:
             text = (
                 f"not every file in {self._directory} can be written: {_reason_and_remedy(error)}. Nothing is lost: "
                 f"what {MAIN_FILE} lacks is in {JOURNAL_FILE}, and the next persist tries again"
             )
-        self._event(
+        self._add_event(
             EventKind.STORE_UNWRITABLE,
             text,
             directory=self._directory,
@@ -866,15 +870,15 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         if self._unwritable_since is not None:
             lasted_s = round(self._clock() - self._unwritable_since, 3)
             self._unwritable_since = None
-            self._event(
+            self._add_event(
                 EventKind.STORE_RECOVERED, "offsets are written again", directory=self._directory, after_s=lasted_s
             )
 
-    def _event(self, kind: EventKind, text: str, **facts: object) -> None:
+    def _add_event(self, kind: EventKind, text: str, **facts: object) -> None:
         """Keep an event until no lock is held: whoever hears of it may call the store."""
         self._events.append(ConsumerEvent(kind, text, facts=facts))
 
-    def _tell_events(self) -> None:
+    def _emit_events(self) -> None:
         while True:
             try:
                 event = self._events.popleft()
@@ -889,7 +893,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                     log.exception("on_event failed for %s", event.kind)
 
 
-def _absolute(directory: str | os.PathLike[str]) -> str:
+def _absolute_path(directory: str | os.PathLike[str]) -> str:
     """Return where `directory` is now, wherever the process goes later."""
     try:
         path = os.fspath(directory)
@@ -905,7 +909,7 @@ def _reason_and_remedy(error: BaseException | None, remedy: str = "check the dir
     return f"{reason or error}; {_REMEDIES.get(number or 0, remedy)}"
 
 
-def _ago(then: float) -> str:
+def _format_age(then: float) -> str:
     return f"{max(0.0, time.time() - then):.0f} s ago"
 
 
