@@ -563,9 +563,9 @@ def run_forget(options: argparse.Namespace) -> int:
 
 
 def run_adopt(options: argparse.Namespace) -> int:
-    from pyrocket_consumer.offsets.local.adoption import adopt
+    from pyrocket_consumer.offsets.local.adoption import adopt_store
 
-    kept = adopt(options.orphan, options.directory, replace=options.replace)
+    kept = adopt_store(options.orphan, options.directory, replace=options.replace)
     if options.output == "json":
         _print_json({"directory": options.directory, "kept": str(kept)})
     else:
