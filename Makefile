@@ -86,14 +86,14 @@ hooks: .venv/.dev  ## makes git check each commit: ruff, mypy, plain English, wh
 changelog: .venv/.dev  ## the next section of CHANGELOG.md; make changelog VERSION=0.2.0 writes it and removes the fragments
 	@$(RUN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--draft --version next)
 
-docs: .venv/.docs  ## the documentation as a site, in site/; fails on a warning, or on a link that leads nowhere
+docs: .venv/.docs  ## build the documentation in site/; fails on a warning or a broken link
 	@NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --quiet --strict $(ARGS)
 	@$(RUN)/python -m tests.site site
 
-docs-serve: .venv/.docs  ## the same on http://127.0.0.1:8000, made anew with each change (ARGS='--dev-addr 127.0.0.1:8080')
+docs-serve: .venv/.docs  ## serve the documentation on http://127.0.0.1:8000 and rebuild it after each change (ARGS='--dev-addr 127.0.0.1:8080')
 	NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs serve $(ARGS)
 
-pictures: .venv/.test  ## the pictures of docs/design.md, made anew: needs Graphviz (apt-get install graphviz)
+pictures: .venv/.test  ## redraw the pictures of docs/design.md; needs Graphviz (apt-get install graphviz)
 	$(RUN)/python -m tests.pictures
 
 audit: .venv/.test .venv/audit/bin/pip-audit  ## known weaknesses of what CI installs, from PyPI's database if it can be asked

@@ -1,4 +1,4 @@
-"""What the site does with the pages: files from outside of docs/ become pages, and links hold there, too.
+"""Adapts pages to the site: files outside of docs/ become pages, and links hold on the site, too.
 
 Pages are written for the repository, where a link names a file, such as `../tests/conformance`. On the site the link
 leads to the page of that file. If the file has no page, the link leads to the repository that setup.cfg names. If
@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """In a cell of a table `\\|` stands for a bar, in code too; Python-Markdown leaves the backslash there."""
+    """In a cell of a table `\\|` represents a bar, in code too; Python-Markdown leaves the backslash there."""
     return CODE_IN_HTML.sub(lambda code: code[0].replace("\\|", "|"), html)
 
 

@@ -66,7 +66,7 @@ def edge(begin: str, end: str, label: str = "", more: str = "") -> str:
 
 
 def group(name: str, title: str, *lines: str, side: str = "l") -> str:
-    """Return boxes that belong together: what one thread does, or one server has. The title is left or right."""
+    """Return boxes of one thread or server. The title is on the left or on the right side."""
     inner = "\n".join("  " + line for line in lines)
     return (
         f'  subgraph cluster_{name} {{\n    label="{title}"; labeljust={side}; style=rounded; margin=14;\n{inner}\n  }}'
@@ -89,7 +89,7 @@ def path_of_a_message() -> str:
             "broker", "Broker",
             node("topic", "Queue of a topic", "messages by offset", "kept"),
             node("retry", "%RETRY% topic", "waits: 10 s, 30 s, 1 min …", "kept"),
-            node("dead", "%DLQ% topic", "not delivered any more", "kept"),
+            node("dead", "%DLQ% topic", "no longer delivered", "kept"),
             row("topic", "retry", "dead"),
         ),
         group(
@@ -107,7 +107,7 @@ def path_of_a_message() -> str:
         edge("chunk", "listener", "handed over"),
         edge("window", "listener", "it returns:|the message|is finished", "dir=back, weight=5"),
         edge("retry", "listener", "it raises:|the message|is sent back", 'class="failed", dir=back, weight=0'),
-        edge("retry", "pull", "comes again"),
+        edge("retry", "pull", "redelivered"),
         edge("retry", "dead", "failed 16 times", 'class="failed"'),
         more="nodesep=0.6; ranksep=0.6;",
     )  # fmt: skip
@@ -138,7 +138,7 @@ STATES = {
     "DROPPED": "begins no more calls;<br/>acks still count",
     "FENCED": "has ended;<br/>nothing counts",
 }
-"""What a queue does in each state."""
+"""The meaning of each state."""
 
 
 def states_of_a_queue() -> str:
@@ -165,13 +165,13 @@ def drawn(source: str) -> str:
     """Return a picture as SVG, with its source in it."""
     answer = subprocess.run(["dot", "-Tsvg"], input=source, capture_output=True, text=True, check=True)
     svg = re.sub(r"<!--.*?-->\n?", "", answer.stdout[answer.stdout.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r' (font-family|fill|stroke)="(?!none)[^"]*"', "", svg)  # the style says it
+    svg = re.sub(r' (font-family|fill|stroke)="(?!none)[^"]*"', "", svg)  # the style has them
     head, rest = svg.split(">", 1)
     return f"{head}>\n<metadata>{escape(source, quote=False)}</metadata>\n<style>{STYLE}</style>{rest}"
 
 
 def source_of(svg: str) -> str:
-    """Return what a picture was drawn from."""
+    """Return the source of a picture."""
     found = re.search(r"<metadata>(.*?)</metadata>", svg, re.DOTALL)
     return unescape(found[1]) if found else ""
 
