@@ -9,7 +9,7 @@ from typing import Any
 from pyrocket_consumer import Admin, MessageQueue, PushConsumer
 from pyrocket_consumer.protocol.codes import CLIENT_VERSION, RequestCode
 from pyrocket_consumer.protocol.frame import ONEWAY_FLAG, RemotingCommand
-from pyrocket_consumer.protocol.reset_format import name_of, record_areas
+from pyrocket_consumer.protocol.reset_format import record_areas, topic_digest
 from pyrocket_consumer.testing import EmbeddedBroker
 from tests.consuming import Seen, consuming, numbered, until
 
@@ -104,7 +104,7 @@ def reset(admin: Admin, group: str, topic: str, to: Any, **options: Any) -> Any:
 def record(broker: EmbeddedBroker, epoch: int, targets: dict[int, int]) -> None:
     """Write a record of a reset of T for the group G, as an admin does."""
     area = next(record_areas("T"))
-    slots = {area.name: name_of("T"), area.head: epoch}
+    slots = {area.name: topic_digest("T"), area.head: epoch}
     for queue_id, target in targets.items():
         slots |= {area.target(queue_id): target + 1, area.epoch(queue_id): epoch}
     broker.commit("G", "%RETRY%G", slots)

@@ -11,7 +11,7 @@ from typing import Any
 from pyrocket_consumer.admin.masters import at_each, cluster_info, masters
 from pyrocket_consumer.admin.topics import MAX_QUEUES, delete_topic
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.cluster.gather import for_each
+from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.config import check_bool, check_int
@@ -142,7 +142,7 @@ async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str,
         except (ConnectError, ConnectionLost, RequestTimeout) as error:
             silent.append(error)
 
-    await for_each(sorted(asked), ask)
+    await gather_limited(sorted(asked), ask)
     if forbidden or wrap(cluster.config.namespace, group) in known:
         return
     if silent:

@@ -12,10 +12,10 @@ from pyrocket_consumer.admin.groups import check_group_exists
 from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.admin.topics import list_topics, time_of
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.cluster.admin_relay import GroupMembers, Member, group_members, member_offsets
-from pyrocket_consumer.cluster.gather import for_each
+from pyrocket_consumer.cluster.admin_relay import GroupMembers, RemoteMember, fetch_group_members, fetch_member_offsets
+from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
-from pyrocket_consumer.cluster.offset_lookup import committed_offsets, first_and_last
+from pyrocket_consumer.cluster.offset_lookup import fetch_committed_offsets, fetch_first_and_last
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import ConnectError, ConsumerClosed, PermissionDenied, RocketError, RouteNotFound
@@ -126,7 +126,7 @@ class _Survey:
                 failures[name] = ConnectError(f"broker {name}", f"the name server {what}")
             else:
                 self.brokers[name] = address
-        found = await group_members(cluster, group, self.brokers, failures)
+        found = await fetch_group_members(cluster, group, self.brokers, failures)
         self.lose(failures)
         return found
 
@@ -146,7 +146,7 @@ class _Survey:
 
     async def queues(self, cluster: Cluster, topics: Collection[str]) -> dict[str, list[MessageQueue]]:
         """Return the queues of each topic that can be asked about; of one that does not exist none."""
-        routed = await for_each(topics, lambda topic: _queues(cluster, topic), at_once=_ROUTES_AT_ONCE)
+        routed = await gather_limited(topics, lambda topic: _queues(cluster, topic), limit=_ROUTES_AT_ONCE)
         for topic, queues in routed.items():
             gone = {queue for queue in self._seen.get(topic, frozenset()) if queue.broker_name not in self._registered}
             if queues or gone:
@@ -265,7 +265,7 @@ async def _of_brokers(
         except RocketError as error:
             failures[name] = error
 
-    await for_each(sorted(survey.brokers), ask)
+    await gather_limited(sorted(survey.brokers), ask)
     survey.lose(failures)
     known = {queue.topic for queue in chain(stats, stored)}
     topics = {topic} if topic else known | {*subscribed, retry_topic(group)}
@@ -275,10 +275,10 @@ async def _of_brokers(
     }
     # Brokers report 0 for what was never committed, too.
     unsure = [queue for queue in {*offsets, *chain.from_iterable(there.values())} if not offsets.get(queue)]
-    offsets |= await committed_offsets(cluster, group, unsure, failures)
+    offsets |= await fetch_committed_offsets(cluster, group, unsure, failures)
     survey.lose(failures)
     asked = [queue for queue in offsets if queue.broker_name in survey.brokers]
-    ends = await first_and_last(cluster, asked, failures)  # asked after what is committed, which moves on
+    ends = await fetch_first_and_last(cluster, asked, failures)  # asked after what is committed, which moves on
     survey.lose(failures)
     rows = [
         QueueLag(
@@ -327,7 +327,9 @@ async def _recorded(
         targets |= found
         without += [queue for queue in queues if found and queue not in found]
     survey.lose(failures)
-    ends = await first_and_last(cluster, [queue for queue in targets if queue.broker_name in survey.brokers], failures)
+    ends = await fetch_first_and_last(
+        cluster, [queue for queue in targets if queue.broker_name in survey.brokers], failures
+    )
     survey.lose(failures)
     rows = [QueueLag(queue, targets[queue], *its_ends, OFFLINE) for queue, its_ends in ends.items()]
     return rows, [queue for queue in without if queue.broker_name in survey.brokers]
@@ -343,13 +345,13 @@ async def _of_members(
 ) -> list[QueueLag]:
     tables: dict[str, dict[MessageQueue, int]] = {}
 
-    async def ask(member: Member) -> None:
+    async def ask(member: RemoteMember) -> None:
         try:
-            tables[member.client_id] = await member_offsets(cluster, group, member, topic or "")
+            tables[member.client_id] = await fetch_member_offsets(cluster, group, member, topic or "")
         except RocketError as error:
             unreached[member.client_id] = str(error)
 
-    await for_each(found.members, ask, at_once=8)
+    await gather_limited(found.members, ask, limit=8)
     ends = await _ends(cluster, {queue for table in tables.values() for queue in table}, survey)
     return [
         QueueLag(queue, offset, *ends[queue], client_id)
@@ -366,7 +368,7 @@ async def _ends(
     asked = list(queues)
     there = await survey.queues(cluster, {queue.topic for queue in asked})
     failures: dict[str, RocketError] = {}
-    ends = await first_and_last(
+    ends = await fetch_first_and_last(
         cluster, [queue for queue in asked if there[queue.topic] and queue.broker_name in survey.brokers], failures
     )
     survey.lose(failures)

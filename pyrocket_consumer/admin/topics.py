@@ -25,7 +25,7 @@ from pyrocket_consumer.protocol.command import (
     GetRouteInfoHeader,
     GetTopicStatsInfoHeader,
 )
-from pyrocket_consumer.protocol.reset_format import MAX_OFFSET
+from pyrocket_consumer.protocol.reset_format import MAX_RECORDED_OFFSET
 from pyrocket_consumer.text import safe_repr
 
 MAX_QUEUES = 10_000
@@ -208,7 +208,7 @@ async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, Offse
             if (queue.topic, queue.broker_name) != (topic, broker):
                 continue  # of what is not its own it knows nothing
             low, high = stats.min_offset, stats.max_offset
-            if not 0 <= low <= high <= MAX_OFFSET:
+            if not 0 <= low <= high <= MAX_RECORDED_OFFSET:
                 raise ProtocolError(f"{broker} says that {queue} begins at {low} and ends at {high}")
             ranges[MessageQueue(name, queue.broker_name, queue.queue_id)] = OffsetRange(
                 low, high, time_of(stats.last_update_timestamp)

@@ -286,12 +286,12 @@ def _consume(options: argparse.Namespace, printer: Printer) -> None:
 
 async def _check_model(cluster: Cluster, options: argparse.Namespace) -> None:
     """Raise ConfigError if members of the group that are online keep their offsets themselves."""
-    from pyrocket_consumer.cluster.admin_relay import group_members
+    from pyrocket_consumer.cluster.admin_relay import fetch_group_members
     from pyrocket_consumer.model import MessageModel
 
     names = {data.broker_name for data in (await cluster.route(options.topic, refresh=True)).queues}
     addresses = {name: address for name in names if (address := cluster.address(name, only_this=True)) is not None}
-    if (await group_members(cluster, options.group, addresses)).model is MessageModel.BROADCASTING:
+    if (await fetch_group_members(cluster, options.group, addresses)).model is MessageModel.BROADCASTING:
         raise ConfigError(
             f"{options.group} is a broadcasting group: each of its members gets every message, and keeps its own "
             "offsets; look at the topic without --group"
@@ -354,15 +354,15 @@ def _subscription(options: argparse.Namespace) -> Subscription:
 async def _begin(cluster: Cluster, options: argparse.Namespace, subscription: Subscription) -> Look:
     """Find the queues, and where to begin and end."""
     from pyrocket_consumer.cli.topic_tail import Look
-    from pyrocket_consumer.cluster.offset_lookup import TOOLS_GROUP, first_and_last, offsets_at
+    from pyrocket_consumer.cluster.offset_lookup import TOOLS_GROUP, fetch_first_and_last, fetch_offsets_at
 
     queues = await _queues(cluster, options)
-    ends = await offsets_at(cluster, "last", queues, groups=(TOOLS_GROUP,))
+    ends = await fetch_offsets_at(cluster, "last", queues, groups=(TOOLS_GROUP,))
     if options.offset is None:
-        begins = await offsets_at(cluster, options.start or "first", queues, groups=(TOOLS_GROUP,))
+        begins = await fetch_offsets_at(cluster, options.start or "first", queues, groups=(TOOLS_GROUP,))
     else:
         begins = dict.fromkeys(queues, options.offset)
-        for queue, (low, high) in (await first_and_last(cluster, queues)).items():
+        for queue, (low, high) in (await fetch_first_and_last(cluster, queues)).items():
             if not low <= options.offset <= high:
                 raise ConfigError(f"offset {options.offset} is not in {queue}, which holds {low} to {high}")
     return Look(cluster, subscription, begins, ends, tell)

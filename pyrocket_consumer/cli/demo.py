@@ -46,7 +46,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument("--rate", type=positive, default=600, help="messages per second (default: 600)")
 
 
-class Member:
+class RemoteMember:
     """A consumer in a process of its own."""
 
     def __init__(self, name: str, kind: str, topic: str, name_server: str, directory: Path) -> None:
@@ -160,7 +160,7 @@ class Demo:
         self._topic = f"pyrocket-demo-{os.getpid()}-{int(time.time())}"
         self._sent = 0
         self._ending = threading.Event()
-        self._members: list[Member] = []
+        self._members: list[RemoteMember] = []
         self._ledger: Ledger | None = None
 
     def run(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Demo:
             self._say("starting members: " + ", ".join(f"{size} {kind}" for kind, size in sizes.items()))
             for kind, size in sizes.items():
                 for number in range(1, size + 1):
-                    member = Member(f"{kind}-{number}", kind, self._topic, self._name_server, self._directory)
+                    member = RemoteMember(f"{kind}-{number}", kind, self._topic, self._name_server, self._directory)
                     self._members.append(member)
             for member in self._members:
                 member.wait_until_ready()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.cluster.gather import for_each
+from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.offset_lookup import TOOLS_GROUP
 from pyrocket_consumer.errors import BrokerError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MessageQueue, PullAnswer, PullStatus, Subscription, TopicRoute
@@ -69,7 +69,7 @@ class Look:
             RocketError: a broker did not answer, or refused, several times.
         """
         while True:
-            await for_each([each for each in self._readings if each.more and not each.pulled], self._fill)
+            await gather_limited([each for each in self._readings if each.more and not each.pulled], self._fill)
             found = self._oldest()
             if found or not any(each.more for each in self._readings):
                 return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pyrocket_consumer.cluster.cluster import Cluster
-from pyrocket_consumer.cluster.gather import for_each
+from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import BrokerError, PermissionDenied, ProtocolError, RocketError
 from pyrocket_consumer.model import MessageModel, MessageQueue
@@ -25,21 +25,21 @@ from pyrocket_consumer.protocol.command import (
     GetConsumerStatusHeader,
 )
 from pyrocket_consumer.protocol.reset_format import (
-    RelayAnswerHeader,
     RelayHeader,
+    RelayResponseHeader,
     ReportBody,
     decode_report,
-    is_acknowledged,
+    is_relay_response,
 )
 
 RELAY_TIMEOUT_S = 12.0  # a broker waits 10 s for a member
-RELAYS_AT_ONCE = 8  # each silent member takes one of the broker's 16 threads for such calls
+MAX_CONCURRENT_RELAYS = 8  # each silent member takes one of the broker's 16 threads for such calls
 STATUS_TIMEOUT_S = 8.0  # here it waits 5 s
-LEAST_WAIT_S = 1.0  # for one answer, however little time is left for all
+MIN_WAIT_S = 1.0  # for one answer, however little time is left for all
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RemoteMember:
     """One client that is online in a group, and the addresses of the brokers that know it.
 
     `language` is empty, and `version` 0, where the brokers do not tell. `connections` above 1: several processes use
@@ -69,12 +69,12 @@ class GroupMembers:
     `topics` are what they subscribe to, where brokers tell.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[RemoteMember, ...]
     model: MessageModel | None
     topics: frozenset[str] = frozenset()
 
 
-async def group_members(
+async def fetch_group_members(
     cluster: Cluster,
     group: str,
     brokers: Mapping[str, str],
@@ -92,11 +92,11 @@ async def group_members(
     models: set[str] = set()
     topics: set[str] = set()
 
-    async def ask(broker_name: str) -> None:
-        left_s = max(LEAST_WAIT_S, deadline - cluster.loop.time())
+    async def fetch_from(broker_name: str) -> None:
+        left_s = max(MIN_WAIT_S, deadline - cluster.loop.time())
         try:
             async with asyncio.timeout(left_s if left_s < math.inf else None):
-                return await take(broker_name)
+                return await read_from(broker_name)
         except TimeoutError:
             error = RocketError(f"{broker_name} did not tell the members of {group} within {left_s:.2g} s")
         except RocketError as failure:
@@ -105,7 +105,7 @@ async def group_members(
             raise error
         failures[broker_name] = error
 
-    async def take(broker_name: str) -> None:
+    async def read_from(broker_name: str) -> None:
         accept = (ResponseCode.SUCCESS, ResponseCode.CONSUMER_NOT_ONLINE)
         try:
             answer = await cluster.call(brokers[broker_name], GetConsumerConnectionListHeader(group), accept=accept)
@@ -127,22 +127,22 @@ async def group_members(
         for client_id, count in here.items():
             counts[client_id] = max(count, counts.get(client_id, 1))
 
-    await for_each(sorted(brokers), ask)
+    await gather_limited(sorted(brokers), fetch_from)
     members = tuple(
-        Member(
+        RemoteMember(
             client_id,
-            tuple(address for address, _, _ in sorted(places)),
-            max(language for _, language, _ in places),
-            max(version for _, _, version in places),
+            tuple(address for address, _, _ in sorted(known_at)),
+            max(language for _, language, _ in known_at),
+            max(version for _, _, version in known_at),
             counts.get(client_id, 1),
         )
-        for client_id, places in sorted(connections.items())
+        for client_id, known_at in sorted(connections.items())
     )
     known = [model for model in MessageModel if model.value in models]
     return GroupMembers(members, known[0] if len(known) == 1 else None, frozenset(topics))
 
 
-class Reply(StrEnum):
+class RelayStatus(StrEnum):
     """What came of a word to a member."""
 
     OURS = "ours"  # it understood
@@ -154,20 +154,26 @@ class Reply(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class MemberReply:
+class RelayResult:
     """A member's answer: its state and report if it is one of ours, else why not."""
 
-    kind: Reply
+    kind: RelayStatus
     state: str = ""
     reason: str = ""
     report: ReportBody = field(default_factory=lambda: ReportBody("", ""))
 
 
-async def speak_to(
-    cluster: Cluster, group: str, member: Member, operation: str, rid: str, body: bytes, timeout_s: float | None = None
-) -> MemberReply:
+async def relay_request(
+    cluster: Cluster,
+    group: str,
+    member: RemoteMember,
+    operation: str,
+    rid: str,
+    body: bytes,
+    timeout_s: float | None = None,
+) -> RelayResult:
     """Pass a word to a member through the first of its brokers that can, and return its reply. Never raises."""
-    reply = MemberReply(Reply.GONE, reason="no broker knows it any more")
+    reply = RelayResult(RelayStatus.GONE, reason="no broker knows it any more")
     for address in member.addresses:
         try:
             answer = await cluster.call(
@@ -176,36 +182,36 @@ async def speak_to(
                 body,
                 timeout_s=timeout_s or RELAY_TIMEOUT_S,
             )
-            if not is_acknowledged(answer.fields):
-                return MemberReply(Reply.FOREIGN)
-            header = RelayAnswerHeader.from_fields(answer.fields)
+            if not is_relay_response(answer.fields):
+                return RelayResult(RelayStatus.FOREIGN)
+            header = RelayResponseHeader.from_fields(answer.fields)
             report = await read_body(decode_report, answer.body)
-            return MemberReply(Reply.OURS, header.state, header.reason or "", report)
+            return RelayResult(RelayStatus.OURS, header.state, header.reason or "", report)
         except PermissionDenied as error:
-            return MemberReply(Reply.FORBIDDEN, reason=str(error))
+            return RelayResult(RelayStatus.FORBIDDEN, reason=str(error))
         except ProtocolError as error:
-            return MemberReply(Reply.FAILED, reason=f"its answer cannot be read: {error}")
+            return RelayResult(RelayStatus.FAILED, reason=f"its answer cannot be read: {error}")
         except BrokerError as error:
             if error.code == ResponseCode.CONSUME_MSG_TIMEOUT:
-                return MemberReply(Reply.SILENT, reason="it did not answer within 10 s")
+                return RelayResult(RelayStatus.SILENT, reason="it did not answer within 10 s")
             if error.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
-                return MemberReply(Reply.FOREIGN)
-            kind = Reply.GONE if "not online" in error.remark else Reply.FAILED
-            reply = MemberReply(kind, reason=str(error))
+                return RelayResult(RelayStatus.FOREIGN)
+            kind = RelayStatus.GONE if "not online" in error.remark else RelayStatus.FAILED
+            reply = RelayResult(kind, reason=str(error))
         except RocketError as error:
-            reply = MemberReply(Reply.FAILED, reason=str(error))
+            reply = RelayResult(RelayStatus.FAILED, reason=str(error))
     return reply
 
 
-async def speak_to_all(
+async def relay_to_all(
     cluster: Cluster,
     group: str,
-    members: Iterable[Member],
+    members: Iterable[RemoteMember],
     operation: str,
     rid: str,
     body: bytes,
     within_s: float = math.inf,
-) -> dict[str, MemberReply]:
+) -> dict[str, RelayResult]:
     """Pass a word to members at the same time: one that is silent must not hold up the others.
 
     All have `within_s` seconds together to answer; but each a second, though others before it were silent.
@@ -213,34 +219,36 @@ async def speak_to_all(
     by_id = {member.client_id: member for member in members}
     deadline = cluster.loop.time() + within_s
 
-    async def word(client_id: str) -> MemberReply:
-        left_s = max(LEAST_WAIT_S, deadline - cluster.loop.time())
+    async def relay_one(client_id: str) -> RelayResult:
+        left_s = max(MIN_WAIT_S, deadline - cluster.loop.time())
         try:
             async with asyncio.timeout(left_s if left_s < math.inf else None):
-                return await speak_to(cluster, group, by_id[client_id], operation, rid, body)
+                return await relay_request(cluster, group, by_id[client_id], operation, rid, body)
         except TimeoutError:
-            return MemberReply(Reply.SILENT, reason=f"it did not answer within {left_s:.2g} s")
+            return RelayResult(RelayStatus.SILENT, reason=f"it did not answer within {left_s:.2g} s")
 
-    return await for_each(by_id, word, at_once=RELAYS_AT_ONCE)
+    return await gather_limited(by_id, relay_one, limit=MAX_CONCURRENT_RELAYS)
 
 
-async def member_offsets(
-    cluster: Cluster, group: str, member: Member, topic: str = "", within_s: float = math.inf
+async def fetch_member_offsets(
+    cluster: Cluster, group: str, member: RemoteMember, topic: str = "", within_s: float = math.inf
 ) -> dict[MessageQueue, int]:
     """Return where a member stands, as it says itself, in `topic` or in all; any client answers.
 
     Raises:
         RocketError: it did not answer, within `within_s` seconds or as long as its brokers wait; or may not be asked.
     """
-    left_s = max(LEAST_WAIT_S, within_s)
+    left_s = max(MIN_WAIT_S, within_s)
     try:
         async with asyncio.timeout(left_s if left_s < math.inf else None):
-            return await _told_offsets(cluster, group, member, topic)
+            return await _fetch_status_offsets(cluster, group, member, topic)
     except TimeoutError as error:
         raise RocketError(f"{member.client_id} did not answer within {left_s:.2g} s") from error
 
 
-async def _told_offsets(cluster: Cluster, group: str, member: Member, topic: str) -> dict[MessageQueue, int]:
+async def _fetch_status_offsets(
+    cluster: Cluster, group: str, member: RemoteMember, topic: str
+) -> dict[MessageQueue, int]:
     failure: RocketError | None = None
     for address in member.addresses:
         try:
@@ -249,7 +257,7 @@ async def _told_offsets(cluster: Cluster, group: str, member: Member, topic: str
             )
             table = await read_body(decode_consumer_status_table, answer.body)
         except PermissionDenied:  # it wants a right on the topic; what follows is content with one on the group
-            return await _shown_offsets(cluster, address, group, member, topic)
+            return await _fetch_running_info_offsets(cluster, address, group, member, topic)
         except RocketError as error:
             failure = error
             continue
@@ -259,8 +267,8 @@ async def _told_offsets(cluster: Cluster, group: str, member: Member, topic: str
     raise failure or RocketError(f"{member.client_id} is not online any more")
 
 
-async def _shown_offsets(
-    cluster: Cluster, address: str, group: str, member: Member, topic: str
+async def _fetch_running_info_offsets(
+    cluster: Cluster, address: str, group: str, member: RemoteMember, topic: str
 ) -> dict[MessageQueue, int]:
     """Return where a member stands in the queues it holds, as its running info shows."""
     header = GetConsumerRunningInfoHeader(group, member.client_id)

@@ -35,7 +35,7 @@ from pyrocket_consumer.protocol.command import (
 )
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import MOST_RECORDS, Message, decode_messages, inner_messages, refuse_batch
-from pyrocket_consumer.protocol.reset_format import MAX_OFFSET
+from pyrocket_consumer.protocol.reset_format import MAX_RECORDED_OFFSET
 from pyrocket_consumer.protocol.subscription import matches
 from pyrocket_consumer.transport.connection import OnLate
 
@@ -402,7 +402,7 @@ def _offset_in(answer: RemotingCommand | RocketError) -> int | RocketError:
         return answer
     try:
         offset = int(answer.fields["offset"])
-        if offset <= MAX_OFFSET:
+        if offset <= MAX_RECORDED_OFFSET:
             return max(0, offset)
     except (KeyError, ValueError):
         pass
@@ -419,8 +419,8 @@ def _offset_of(answer: RemotingCommand) -> int:
         ProtocolError: it is missing, no number, or none that a queue can have.
     """
     offset = OffsetResponseHeader.from_fields(answer.fields).offset
-    if offset > MAX_OFFSET:
-        raise ProtocolError(f"a broker tells the offset {offset}; no queue goes beyond {MAX_OFFSET}")
+    if offset > MAX_RECORDED_OFFSET:
+        raise ProtocolError(f"a broker tells the offset {offset}; no queue goes beyond {MAX_RECORDED_OFFSET}")
     return offset
 
 
@@ -440,7 +440,7 @@ def read_pull_answer(answer: RemotingCommand, asked: int) -> PullAnswer:
         next_offset = int(fields["nextBeginOffset"])
         min_offset, max_offset = int(fields["minOffset"]), int(fields["maxOffset"])
         is_reset = answer.code == ResponseCode.PULL_OFFSET_MOVED and answer.remark == RESET_REMARK
-        if not 0 <= next_offset <= _LAST or not -1 <= min_offset <= max_offset <= MAX_OFFSET:
+        if not 0 <= next_offset <= _LAST or not -1 <= min_offset <= max_offset <= MAX_RECORDED_OFFSET:
             raise ValueError("offsets that a queue can have")
         if next_offset > max_offset and next_offset > _furthest(answer.code, asked, max_offset, is_reset):
             raise ProtocolError(f"answer to a pull leads to {next_offset}, beyond the queue's end, {max_offset}")
@@ -464,7 +464,7 @@ def _furthest(code: int, asked: int, end: int, is_reset: bool) -> int:
     Source: DefaultMessageStore.getMessage, which looks at its end first, and reads on only if that lies ahead.
     """
     if is_reset and end == 0:  # that hands over, and knows no end
-        return MAX_OFFSET
+        return MAX_RECORDED_OFFSET
     if code == ResponseCode.PULL_OFFSET_MOVED:
         return end
     return end + NEWER if asked < end else asked

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.heartbeat import Heartbeats
 from pyrocket_consumer.cluster.name_servers import NameServers
-from pyrocket_consumer.cluster.responses import check_answer, refusal
+from pyrocket_consumer.cluster.responses import check_response, read_error
 from pyrocket_consumer.cluster.routes import AddressTable, Routes
 from pyrocket_consumer.cluster.server_requests import OnRefused, RequestHandler, ServerRequests
 from pyrocket_consumer.config import ClientConfig
@@ -139,7 +139,7 @@ class Cluster:
             self.loop,
             connect_timeout_s=self.config.connect_timeout_s,
             resolve=self._addresses.resolve,
-            on_request=self._requests.take,
+            on_request=self._requests.handle,
             on_lost=self._connection_lost,
             tls=self._tls,
             sign=self._signer,
@@ -311,7 +311,7 @@ class Cluster:
     ) -> RemotingCommand:
         connection, timeout_s = await self._connected(address, timeout_s)
         ask = connection.call if self._is_member(address) else partial(self._ask, connection)
-        return check_answer(await ask(command, timeout_s, on_late), address, accept)
+        return check_response(await ask(command, timeout_s, on_late), address, accept)
 
     async def _connected(self, address: str, timeout_s: float) -> tuple[Connection, float]:
         """Return an open connection, and what it has left of `timeout_s`."""
@@ -599,7 +599,7 @@ class Cluster:
         return await self._open().get(address)
 
     async def _ask_member(self, connection: Connection, command: RemotingCommand) -> RemotingCommand:
-        return check_answer(await self._ask(connection, command, self.config.call_timeout_s), connection.address)
+        return check_response(await self._ask(connection, command, self.config.call_timeout_s), connection.address)
 
     async def _keep_membership(self) -> None:
         while True:
@@ -720,7 +720,7 @@ class Cluster:
 
 def _judged(answer: RemotingCommand | Exception, address: str) -> RemotingCommand | RocketError:
     if isinstance(answer, RemotingCommand):
-        return answer if answer.code == ResponseCode.SUCCESS else refusal(answer, address)
+        return answer if answer.code == ResponseCode.SUCCESS else read_error(answer, address)
     if isinstance(answer, RocketError):
         return answer
     raise answer

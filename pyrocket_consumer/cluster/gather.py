@@ -9,29 +9,29 @@ from typing import Any, TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 
-AT_ONCE = 16
+MAX_CONCURRENT_CALLS = 16
 """Most calls under way at the same time to one broker."""
 
 
-async def for_each(
-    keys: Iterable[K], work: Callable[[K], Coroutine[Any, Any, V]], at_once: int = AT_ONCE
+async def gather_limited(
+    keys: Iterable[K], work: Callable[[K], Coroutine[Any, Any, V]], limit: int = MAX_CONCURRENT_CALLS
 ) -> dict[K, V]:
     """Return key -> what `work(key)` gives, so many at the same time.
 
     Raises:
         RocketError: the first failure, when none is under way any more.
     """
-    places = asyncio.Semaphore(at_once)
-    wanted: Collection[K] = list(keys)
+    slots = asyncio.Semaphore(limit)
+    pending: Collection[K] = list(keys)
 
-    async def placed(key: K) -> V:
-        async with places:
+    async def run_one(key: K) -> V:
+        async with slots:
             return await work(key)
 
-    outcomes = await asyncio.gather(*(placed(key) for key in wanted), return_exceptions=True)
-    done: dict[K, V] = {}
-    for key, outcome in zip(wanted, outcomes, strict=True):
+    outcomes = await asyncio.gather(*(run_one(key) for key in pending), return_exceptions=True)
+    results: dict[K, V] = {}
+    for key, outcome in zip(pending, outcomes, strict=True):
         if isinstance(outcome, BaseException):
             raise outcome
-        done[key] = outcome
-    return done
+        results[key] = outcome
+    return results

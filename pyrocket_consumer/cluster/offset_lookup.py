@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.cluster import Cluster
-from pyrocket_consumer.cluster.gather import for_each
+from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.config import Place, check_place, check_queues
 from pyrocket_consumer.errors import ConfigError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.protocol.reset_format import MAX_OFFSET
+from pyrocket_consumer.protocol.reset_format import MAX_RECORDED_OFFSET
 
 To = str | datetime | Mapping[MessageQueue, int]
 """`"first"` or `"earliest"`, `"last"` or `"latest"`, an aware datetime, or `{queue: offset}`."""
@@ -23,7 +23,7 @@ TOOLS_GROUP = "TOOLS_CONSUMER"
 
 _FIRST, _LAST = "the first offsets are", "the last offsets are"
 
-_QUEUES_AT_ONCE = 200
+_MAX_QUEUES_PER_ROUND = 200
 """Of one broker; so many answers are waited for together."""
 
 V = TypeVar("V", int, int | None)
@@ -43,14 +43,14 @@ def check_to(to: object) -> Place | dict[MessageQueue, int]:
         if not isinstance(queue, MessageQueue):
             raise ConfigError(f"to={{{queue!r}: …}} is not allowed; the keys must be MessageQueues")
         check_queues("to", [queue])
-        if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= MAX_OFFSET:
+        if isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= MAX_RECORDED_OFFSET:
             raise ConfigError(
                 f"offset {offset!r} of {queue} is not allowed; it must be a whole number from 0 to 2**63 - 2"
             )
     return dict(to)
 
 
-async def offsets_at(
+async def fetch_offsets_at(
     cluster: Cluster, place: Place, queues: Iterable[MessageQueue], *, groups: Sequence[str]
 ) -> dict[MessageQueue, int]:
     """Return where `place` is in each of `queues`; all brokers are asked at the same time.
@@ -61,9 +61,9 @@ async def offsets_at(
         RocketError: brokers did not answer; the text names each, and why.
     """
     if place == "first":
-        return await _asked(cluster, queues, Broker.min_offsets, _FIRST)
+        return await _fetch_by_broker(cluster, queues, Broker.min_offsets, _FIRST)
     if place == "last":
-        return await _asked(cluster, queues, Broker.max_offsets, _LAST)
+        return await _fetch_by_broker(cluster, queues, Broker.max_offsets, _LAST)
     at_ms = int(place.timestamp() * 1000)
 
     async def search(broker: Broker, queue: MessageQueue) -> int | RocketError:
@@ -78,13 +78,13 @@ async def offsets_at(
         assert denied is not None, "a group to look with"
         return denied
 
-    async def ask(broker: Broker, some: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError]:
-        return await for_each(some, lambda queue: search(broker, queue))
+    async def fetch(broker: Broker, batch: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError]:
+        return await gather_limited(batch, lambda queue: search(broker, queue))
 
-    return await _asked(cluster, queues, ask, f"the offsets at {place.isoformat()} are")
+    return await _fetch_by_broker(cluster, queues, fetch, f"the offsets at {place.isoformat()} are")
 
 
-async def first_and_last(
+async def fetch_first_and_last(
     cluster: Cluster, queues: Collection[MessageQueue], failures: dict[str, RocketError] | None = None
 ) -> dict[MessageQueue, tuple[int, int]]:
     """Return the offsets of the oldest and of the next message of each queue.
@@ -92,16 +92,16 @@ async def first_and_last(
     With `failures` a broker that does not tell is no error: they get the reason, by broker name.
 
     Raises:
-        RocketError: as `offsets_at`.
+        RocketError: as `fetch_offsets_at`.
     """
     first, last = await asyncio.gather(
-        _asked(cluster, queues, Broker.min_offsets, _FIRST, failures),
-        _asked(cluster, queues, Broker.max_offsets, _LAST, failures),
+        _fetch_by_broker(cluster, queues, Broker.min_offsets, _FIRST, failures),
+        _fetch_by_broker(cluster, queues, Broker.max_offsets, _LAST, failures),
     )
     return {queue: (first[queue], last[queue]) for queue in queues if queue in first and queue in last}
 
 
-async def committed_offsets(
+async def fetch_committed_offsets(
     cluster: Cluster, group: str, queues: Iterable[MessageQueue], failures: dict[str, RocketError] | None = None
 ) -> dict[MessageQueue, int | None]:
     """Return what `group` has committed for each queue, None for nothing, as far as brokers tell that from 0.
@@ -109,39 +109,39 @@ async def committed_offsets(
     With `failures` a broker that does not tell is no error: they get the reason, by broker name.
 
     Raises:
-        RocketError: as `offsets_at`.
+        RocketError: as `fetch_offsets_at`.
     """
 
-    async def ask(broker: Broker, some: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError | None]:
-        return await broker.query_offsets(group, some)
+    async def fetch(broker: Broker, batch: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError | None]:
+        return await broker.query_offsets(group, batch)
 
-    return await _asked(cluster, queues, ask, "the committed offsets are", failures)
+    return await _fetch_by_broker(cluster, queues, fetch, "the committed offsets are", failures)
 
 
-def nearest_held(offset: int, first: int, last: int) -> int:
+def nearest_available(offset: int, first: int, last: int) -> int:
     """Return the offset nearest to `offset` at which a queue that holds `first` to `last` can be read."""
     return min(max(offset, first), max(first, last))
 
 
-async def _asked(
+async def _fetch_by_broker(
     cluster: Cluster,
     queues: Iterable[MessageQueue],
-    ask: Callable[[Broker, Collection[MessageQueue]], Awaitable[Mapping[MessageQueue, V | RocketError]]],
+    fetch: Callable[[Broker, Collection[MessageQueue]], Awaitable[Mapping[MessageQueue, V | RocketError]]],
     what: str,
     failures: dict[str, RocketError] | None = None,
 ) -> dict[MessageQueue, V]:
-    """Return what `ask` gives for the queues of each broker; `what` is not known where it gives an error."""
+    """Return what `fetch` gives for the queues of each broker; `what` is not known where it gives an error."""
     by_broker: dict[str, list[MessageQueue]] = {}
     for queue in queues:
         by_broker.setdefault(queue.broker_name, []).append(queue)
     failed: dict[str, RocketError] = {}
 
-    async def of(name: str) -> dict[MessageQueue, V]:
+    async def fetch_all_from(name: str) -> dict[MessageQueue, V]:
         found: dict[MessageQueue, V] = {}
         try:
-            for begin in range(0, len(by_broker[name]), _QUEUES_AT_ONCE):
-                some = by_broker[name][begin : begin + _QUEUES_AT_ONCE]
-                for queue, offset in (await ask(cluster.broker(name), some)).items():
+            for begin in range(0, len(by_broker[name]), _MAX_QUEUES_PER_ROUND):
+                batch = by_broker[name][begin : begin + _MAX_QUEUES_PER_ROUND]
+                for queue, offset in (await fetch(cluster.broker(name), batch)).items():
                     if isinstance(offset, RocketError):
                         raise offset
                     # A broker says -1 of a queue it does not have yet.
@@ -150,7 +150,7 @@ async def _asked(
             failed[name] = error
         return found
 
-    answers = await asyncio.gather(*map(of, by_broker))
+    answers = await asyncio.gather(*map(fetch_all_from, by_broker))
     if failures is not None:
         failures.update(failed)
     elif failed:

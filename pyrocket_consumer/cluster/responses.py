@@ -18,10 +18,10 @@ LARGE_BODY_BYTES = 16 * 1024
 
 _ACL_REMARK = "AclException"  # ACL 1.0 refuses with SYSTEM_ERROR; only the text tells
 
-_BUSY = frozenset({ResponseCode.SYSTEM_BUSY, ResponseCode.FLOW_CONTROL})
+_BUSY_CODES = frozenset({ResponseCode.SYSTEM_BUSY, ResponseCode.FLOW_CONTROL})
 
 
-def check_answer(answer: RemotingCommand, address: str, accept: Container[int] = (0,)) -> RemotingCommand:
+def check_response(answer: RemotingCommand, address: str, accept: Container[int] = (0,)) -> RemotingCommand:
     """Return `answer` if its code is one of `accept`.
 
     Raises:
@@ -29,16 +29,16 @@ def check_answer(answer: RemotingCommand, address: str, accept: Container[int] =
     """
     if answer.code in accept:
         return answer
-    raise refusal(answer, address)
+    raise read_error(answer, address)
 
 
-def refusal(answer: RemotingCommand, address: str) -> BrokerError:
+def read_error(answer: RemotingCommand, address: str) -> BrokerError:
     """Return the error that an answer with an unwelcome code stands for."""
     code, remark = answer.code, answer.remark or ""
     kind = BrokerError
     if code == ResponseCode.NO_PERMISSION or (code == ResponseCode.SYSTEM_ERROR and _ACL_REMARK in remark):
         kind = PermissionDenied
-    elif code in _BUSY:
+    elif code in _BUSY_CODES:
         kind = FlowControl
     return kind(code, truncate(remark, MOST_OF_A_REMARK), address, response_name(code))
 

@@ -23,17 +23,17 @@ does not do it raises as a RocketError, and the broker is answered with its text
 OnRefused = Callable[[int, str, str], None]
 """Told of a request that was not obeyed: its code, the address it came from, and why."""
 
-MOST_AT_ONCE = 64
+MAX_IN_FLIGHT = 64
 """How many requests with one code a broker may have under way here. Its threads wait for 16 answers at most."""
 
-MOST_BYTES = 16 * 1024 * 1024
+MAX_IN_FLIGHT_BYTES = 16 * 1024 * 1024
 """How much a broker's requests that are under way here may hold; one alone may be as large as any request."""
 
-_MOST_LOGGED = 100
+_MAX_LOGGED = 100
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _InFlight:
     """What is being handled of one broker's requests."""
 
     body_bytes: int = 0
@@ -50,8 +50,8 @@ class ServerRequests:
         """`is_broker` tells whether an address is that of a broker whose topics or queues are in use."""
         self._is_broker = is_broker
         self._handlers: dict[int, RequestHandler] = {}
-        self._hooks: list[OnRefused] = []
-        self._under_way: dict[str, _UnderWay] = {}  # by address
+        self._refused_hooks: list[OnRefused] = []
+        self._in_flight: dict[str, _InFlight] = {}  # by address
         self._logged: set[tuple[int, str]] = set()
 
     def on_request(self, code: RequestCode, handler: RequestHandler) -> None:
@@ -60,13 +60,13 @@ class ServerRequests:
 
     def on_refused(self, hook: OnRefused) -> None:
         """Have `hook` told of every request that is not obeyed. Without any the first of each kind is logged."""
-        self._hooks.append(hook)
+        self._refused_hooks.append(hook)
 
-    def take(self, command: RemotingCommand, connection: Connection) -> Awaitable[RemotingCommand | None] | None:
+    def handle(self, command: RemotingCommand, connection: Connection) -> Awaitable[RemotingCommand | None] | None:
         """Judge a request. Returns what leads to its answer, None when there is nothing left to do."""
         code, address = command.code, connection.address
-        under_way = self._under_way.setdefault(address, _UnderWay())
-        if (refusal := self._refusal(command, connection, under_way)) is not None:
+        in_flight = self._in_flight.setdefault(address, _InFlight())
+        if (refusal := self._check_refused(command, connection, in_flight)) is not None:
             connection.answer(command, refusal)
             return None
         handler = self._handlers.get(code)
@@ -77,64 +77,64 @@ class ServerRequests:
         try:
             handling = handler(command, address)
         except Exception as error:
-            connection.answer(command, self._failed(command, address, error))
+            connection.answer(command, self._failure_response(command, address, error))
             return None
         if handling is None:
             return None
-        under_way.body_bytes += len(command.body)
-        under_way.by_code[code] = under_way.by_code.get(code, 0) + 1
-        return self._handled(handling, command, address, under_way)
+        in_flight.body_bytes += len(command.body)
+        in_flight.by_code[code] = in_flight.by_code.get(code, 0) + 1
+        return self._run_handler(handling, command, address, in_flight)
 
-    def _refusal(
-        self, command: RemotingCommand, connection: Connection, under_way: _UnderWay
+    def _check_refused(
+        self, command: RemotingCommand, connection: Connection, in_flight: _InFlight
     ) -> RemotingCommand | None:
         answer_code = ResponseCode.SYSTEM_BUSY
         if not self._is_broker(connection.address):
             answer_code, why = ResponseCode.SYSTEM_ERROR, "only brokers of the topics in use may ask"
         elif command.left_out:
             answer_code, why = ResponseCode.SYSTEM_ERROR, f"{command.left_out} bytes are too many"
-        elif under_way.by_code.get(command.code, 0) >= MOST_AT_ONCE:
-            why = f"{MOST_AT_ONCE} of them are under way"
-        elif under_way.body_bytes and under_way.body_bytes + len(command.body) > MOST_BYTES:
-            why = f"requests under way hold {under_way.body_bytes} bytes"
+        elif in_flight.by_code.get(command.code, 0) >= MAX_IN_FLIGHT:
+            why = f"{MAX_IN_FLIGHT} of them are under way"
+        elif in_flight.body_bytes and in_flight.body_bytes + len(command.body) > MAX_IN_FLIGHT_BYTES:
+            why = f"requests under way hold {in_flight.body_bytes} bytes"
         elif connection.is_unread and not command.is_oneway:
             why = "it does not read the answers"
         else:
             return None
-        self._tell(command.code, connection.address, why)
+        self._notify_refused(command.code, connection.address, why)
         return command.answer(answer_code, f"{request_name(command.code)} is not obeyed: {why}")
 
-    async def _handled(
+    async def _run_handler(
         self,
         handling: Awaitable[RemotingCommand | None],
         command: RemotingCommand,
         address: str,
-        under_way: _UnderWay,
+        in_flight: _InFlight,
     ) -> RemotingCommand | None:
         try:
             return await handling
         except Exception as error:
-            return self._failed(command, address, error)
+            return self._failure_response(command, address, error)
         finally:
-            under_way.body_bytes -= len(command.body)
-            under_way.by_code[command.code] -= 1
+            in_flight.body_bytes -= len(command.body)
+            in_flight.by_code[command.code] -= 1
 
-    def _failed(self, command: RemotingCommand, address: str, error: Exception) -> RemotingCommand:
+    def _failure_response(self, command: RemotingCommand, address: str, error: Exception) -> RemotingCommand:
         if isinstance(error, RocketError):
-            self._tell(command.code, address, str(error))
+            self._notify_refused(command.code, address, str(error))
             return command.answer(ResponseCode.SYSTEM_ERROR, str(error))
-        if self._is_first(command.code, type(error).__name__):
+        if self._is_first_of_kind(command.code, type(error).__name__):
             log.error("request=%s broker=%s failed", request_name(command.code), address, exc_info=error)
         return command.answer(ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
 
-    def _tell(self, code: int, address: str, why: str) -> None:
-        for hook in self._hooks:
+    def _notify_refused(self, code: int, address: str, why: str) -> None:
+        for hook in self._refused_hooks:
             hook(code, address, why)
-        if not self._hooks and self._is_first(code, address):
+        if not self._refused_hooks and self._is_first_of_kind(code, address):
             log.warning("request=%s from=%s not obeyed: %s", request_name(code), address, why)
 
-    def _is_first(self, code: int, of: str) -> bool:
-        if (code, of) in self._logged or len(self._logged) >= _MOST_LOGGED:
+    def _is_first_of_kind(self, code: int, of: str) -> bool:
+        if (code, of) in self._logged or len(self._logged) >= _MAX_LOGGED:
             return False
         self._logged.add((code, of))
         return True

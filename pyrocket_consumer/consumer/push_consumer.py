@@ -11,7 +11,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.cluster.offset_lookup import To, check_to, first_and_last, nearest_held, offsets_at
+from pyrocket_consumer.cluster.offset_lookup import (
+    To,
+    check_to,
+    fetch_first_and_last,
+    fetch_offsets_at,
+    nearest_available,
+)
 from pyrocket_consumer.config import (
     ConsumerConfig,
     ConsumerOptions,
@@ -586,8 +592,8 @@ async def _reset(member: GroupMember, topic: str, to: To, queues: list[MessageQu
         raise ConfigError(f"{stranger} is not held by this member; it holds {', '.join(map(str, sorted(held)))}")
     chosen = held if queues is None else set(queues)
     if isinstance(where, dict):
-        ends = await first_and_last(member.group.cluster, chosen & where.keys())
-        targets = {queue: nearest_held(where[queue], *its_ends) for queue, its_ends in ends.items()}
+        ends = await fetch_first_and_last(member.group.cluster, chosen & where.keys())
+        targets = {queue: nearest_available(where[queue], *its_ends) for queue, its_ends in ends.items()}
     else:
-        targets = await offsets_at(member.group.cluster, where, chosen, groups=(member.group.name,))
+        targets = await fetch_offsets_at(member.group.cluster, where, chosen, groups=(member.group.name,))
     return await member.reset(topic, targets)

@@ -11,7 +11,7 @@ from functools import partial
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.broker import DEGRADED_CODES, STORED_CODES
-from pyrocket_consumer.cluster.responses import refusal
+from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.config import ProducerConfig
 from pyrocket_consumer.errors import (
     ConnectError,
@@ -420,7 +420,7 @@ class Sender:
                     sending.handed += 1
                     self._finish(sending, sending.results(queue, answer))
                     return
-                answer = refusal(answer, connection.address)
+                answer = read_error(answer, connection.address)
             if isinstance(answer, RequestTimeout) and sending.lane_key is None:
                 self._suspect(connection, heard_bytes)
             if not isinstance(answer, RocketError):

@@ -22,10 +22,10 @@ from pyrocket_consumer.protocol.json_object import read_number, read_object
 RELAY_VERSION = 1
 MAX_QUEUE_ID = 32_000
 MAX_PLAN_BYTES = 512 * 1024  # 19,000 queues; the largest request may have twice that
-MAX_QUESTION_BYTES = 4096
-MAX_OFFSET = 2**63 - 2  # one is added to it in the record
+MAX_STATUS_REQUEST_BYTES = 4096
+MAX_RECORDED_OFFSET = 2**63 - 2  # one is added to it in the record
 
-FARTHEST_AHEAD_MS = 24 * 3600 * 1000
+MAX_EPOCH_AHEAD_MS = 24 * 3600 * 1000
 """How far an epoch may be ahead of a clock. No clock is that wrong; of a higher one no later reset would count."""
 
 _FIRST_SLOT = 0x40000000
@@ -35,9 +35,9 @@ _PROBES = 8
 PlanOffsets = Mapping[MessageQueue, int]
 
 
-def is_epoch(number: int, now_ms: int) -> bool:
+def is_valid_epoch(number: int, now_ms: int) -> bool:
     """Tell whether a number can be the epoch of a reset: milliseconds since 1970, up to a day from now."""
-    return 0 < number <= now_ms + FARTHEST_AHEAD_MS
+    return 0 < number <= now_ms + MAX_EPOCH_AHEAD_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class RecordArea:
 
     @property
     def name(self) -> int:
-        """Holds `name_of(topic)`: tells whose area this is."""
+        """Holds `topic_digest(topic)`: tells whose area this is."""
         return self.base + 65534
 
     @property
@@ -72,7 +72,7 @@ def record_areas(topic: str) -> Iterator[RecordArea]:
         yield RecordArea(_FIRST_SLOT + (((first + probe) % _AREAS) << 16))
 
 
-def name_of(topic: str) -> int:
+def topic_digest(topic: str) -> int:
     """Return the number that stands for `topic` in its area; never 0."""
     return int.from_bytes(sha256(topic.encode()).digest()[:8], "big") >> 1 or 1
 
@@ -95,7 +95,7 @@ class RelayHeader(Header):
 
 
 @dataclass(frozen=True, slots=True)
-class RelayAnswerHeader(Header):
+class RelayResponseHeader(Header):
     """The member's answer; one without `acknowledged` comes from a client that knows nothing of this."""
 
     state: str = wire("pyrocketState")
@@ -104,17 +104,17 @@ class RelayAnswerHeader(Header):
     relay_version: int = wire("pyrocketV", default=RELAY_VERSION)
 
 
-def is_relayed(fields: Mapping[str, str]) -> bool:
+def is_relay_request(fields: Mapping[str, str]) -> bool:
     """Tell whether a request for running info carries a word to a member of ours."""
     return "pyrocketOp" in fields
 
 
-def is_order(fields: Mapping[str, str]) -> bool:
+def is_reset_order(fields: Mapping[str, str]) -> bool:
     """Tell whether a request for running info orders a member of ours to move."""
     return fields.get("pyrocketOp") == "reset"
 
 
-def is_acknowledged(fields: Mapping[str, str]) -> bool:
+def is_relay_response(fields: Mapping[str, str]) -> bool:
     """Tell whether an answer comes from a member of ours."""
     return "pyrocketAck" in fields
 
@@ -176,19 +176,21 @@ def decode_plan(body: bytes) -> PlanBody:
     return PlanBody(topic, epoch, _flat(topic, found.table("targets"), "targets"))
 
 
-def encode_status_question(topic: str) -> bytes:
+def encode_status_request(topic: str) -> bytes:
     """Return the body of a question for a topic's status."""
     return fastjson.dumps({"topic": topic})
 
 
-def decode_status_question(body: bytes) -> str:
+def decode_status_request(body: bytes) -> str:
     """Return the topic asked about.
 
     Raises:
         ProtocolError: it is no such question, or one that is far too long.
     """
-    if len(body) > MAX_QUESTION_BYTES:
-        raise ProtocolError(f"the status question has {len(body)} bytes; at most {MAX_QUESTION_BYTES} are allowed")
+    if len(body) > MAX_STATUS_REQUEST_BYTES:
+        raise ProtocolError(
+            f"the status question has {len(body)} bytes; at most {MAX_STATUS_REQUEST_BYTES} are allowed"
+        )
     return read_object(body, "status question").text("topic")
 
 
@@ -247,7 +249,7 @@ def _flat(topic: str, table: Mapping[Any, Any], what: str) -> dict[MessageQueue,
         for key, value in queues.items():
             queue_id = read_number(key, "a queue id", what)
             offset = read_number(value, f"the value of queue {queue_id}", what)
-            if not 0 <= queue_id <= MAX_QUEUE_ID or not 0 <= offset <= MAX_OFFSET:
+            if not 0 <= queue_id <= MAX_QUEUE_ID or not 0 <= offset <= MAX_RECORDED_OFFSET:
                 raise ProtocolError(f"{what}: queue {queue_id} with {offset} is out of range")
             offsets[MessageQueue(topic, broker_name, queue_id)] = offset
     return offsets

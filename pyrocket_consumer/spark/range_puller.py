@@ -19,7 +19,7 @@ from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.broker import read_pull_answer
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
-from pyrocket_consumer.cluster.responses import refusal
+from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.cluster.routes import choose_address
 from pyrocket_consumer.errors import (
     BrokerError,
@@ -299,7 +299,7 @@ class RangePuller:
             self._failed(answer)
             return
         if answer.code not in _PULL_CODES:
-            self._failed(refusal(answer, self._where()))
+            self._failed(read_error(answer, self._where()))
             return
         try:
             header = read_pull_answer(answer, pull.offset)

@@ -10,7 +10,7 @@ import pytest
 from pyrocket_consumer import BrokerError, ConfigError, ConnectionLost, RocketError, RouteNotFound
 from pyrocket_consumer.admin import Admin, ResetState
 from pyrocket_consumer.protocol.codes import RequestCode
-from pyrocket_consumer.protocol.reset_format import RecordArea, name_of, record_areas
+from pyrocket_consumer.protocol.reset_format import RecordArea, record_areas, topic_digest
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection
 from tests.admin.conftest import administered
 from tests.admin.foreign import ForeignMember
@@ -115,7 +115,7 @@ def test_two_topics_that_meet_in_one_area_both_have_room(embedded, admin, stores
         assert reset(admin, "G", "T", "earliest").verified
         wait_until_seen(seen, 2, 10)
     slots = embedded.committed("G", RETRY)
-    assert (slots[second.name], slots[first.target(0)]) == (name_of("T"), 77)
+    assert (slots[second.name], slots[first.target(0)]) == (topic_digest("T"), 77)
 
 
 def when_the_head_is_written(embedded, write) -> None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pyrocket_consumer.cluster.offset_lookup import TOOLS_GROUP, check_to, first_and_last, offsets_at
+from pyrocket_consumer.cluster.offset_lookup import TOOLS_GROUP, check_to, fetch_first_and_last, fetch_offsets_at
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.codes import RequestCode
@@ -33,7 +33,7 @@ QUEUES = [MessageQueue("T", broker, number) for broker in ("broker-a", "broker-b
 
 
 def ask(client, place, queues=QUEUES):
-    return client.run(offsets_at(client, place, queues, groups=(TOOLS_GROUP,)), 30)
+    return client.run(fetch_offsets_at(client, place, queues, groups=(TOOLS_GROUP,)), 30)
 
 
 @for_each(
@@ -83,7 +83,7 @@ def test_every_broker_says_where_its_queues_begin_and_end(two_brokers, connect):
     assert list(ask(client, "last").values()) == [2, 2, 2, 2]
     assert list(ask(client, AT).values()) == [1, 0, 0, 0]
     assert list(ask(client, datetime.fromtimestamp(time.time() + 3600, UTC)).values()) == [2, 2, 2, 2]
-    found = client.run(first_and_last(client, QUEUES), 30)
+    found = client.run(fetch_first_and_last(client, QUEUES), 30)
     assert [found[queue] for queue in QUEUES] == [(1, 2), (0, 2), (0, 2), (0, 2)]
     assert ask(client, "last", []) == {}
 
@@ -114,6 +114,6 @@ def test_old_brokers_are_searched_with_the_first_group_that_may(cluster_of, conn
         when=lambda command: command.fields["consumerGroup"] == TOOLS_GROUP,
     )
     queue = MessageQueue("orders", "broker-a", 0)
-    assert client.run(offsets_at(client, AT, [queue], groups=(TOOLS_GROUP, "G")), 30) == {queue: 0}
+    assert client.run(fetch_offsets_at(client, AT, [queue], groups=(TOOLS_GROUP, "G")), 30) == {queue: 0}
     with pytest.raises(RocketError, match="no permission"):
         ask(client, AT, [queue])

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from pyrocket_consumer.cluster.responses import LARGE_BODY_BYTES, check_answer, read_body
+from pyrocket_consumer.cluster.responses import LARGE_BODY_BYTES, check_response, read_body
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.protocol.bodies import decode_lock_answer
 from pyrocket_consumer.protocol.frame import RemotingCommand
@@ -14,7 +14,7 @@ from tests.for_each import for_each
 
 def test_an_accepted_code_is_no_error():
     answer = RemotingCommand(22)
-    assert check_answer(answer, "10.0.0.1:10911", accept=(0, 22)) is answer
+    assert check_response(answer, "10.0.0.1:10911", accept=(0, 22)) is answer
 
 
 @for_each("size", [0, 1, LARGE_BODY_BYTES, LARGE_BODY_BYTES + 1])

@@ -489,7 +489,7 @@ def _made() -> list[Target]:
         *(Target(f"body-{name}", bearing(decoder), json_bodies) for name, decoder in sorted(BODY_DECODERS.items())),
         Target("reset-plan", bearing(reset_format.decode_plan), lambda: plans),
         Target("reset-report", bearing(reset_format.decode_report), lambda: plans),
-        Target("reset-question", bearing(reset_format.decode_status_question), lambda: plans),
+        Target("reset-question", bearing(reset_format.decode_status_request), lambda: plans),
         Target("message", bearing(read_message), records),
         Target("record", bearing(read_record), records),
         Target("packed", bearing(read_packed), packed_bodies),

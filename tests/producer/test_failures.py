@@ -18,7 +18,7 @@ from pyrocket_consumer import (
     RouteNotFound,
     SendError,
 )
-from pyrocket_consumer.cluster.responses import refusal
+from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.producer import SendStatus
 from pyrocket_consumer.producer.failures import Verdict, asks_for_route, verdict
 from pyrocket_consumer.protocol.codes import RequestCode
@@ -95,7 +95,7 @@ def with_code(code):
     ],
 )
 def test_what_brokers_answer_means(code, remark, meant, new_route):
-    error = refusal(RemotingCommand(code, {}, b"", 1, flag=1, remark=remark), "127.0.0.1:10911")
+    error = read_error(RemotingCommand(code, {}, b"", 1, flag=1, remark=remark), "127.0.0.1:10911")
     assert (verdict(error), asks_for_route(error)) == (meant, new_route)
 
 

@@ -21,7 +21,7 @@ topics = st.text(min_size=1, max_size=30)
 queues = st.builds(
     MessageQueue, st.just("T"), st.text(min_size=1, max_size=9), st.integers(0, reset_format.MAX_QUEUE_ID)
 )
-tables = st.dictionaries(queues, st.integers(0, reset_format.MAX_OFFSET), max_size=20)
+tables = st.dictionaries(queues, st.integers(0, reset_format.MAX_RECORDED_OFFSET), max_size=20)
 
 
 def test_where_things_are():
@@ -40,7 +40,7 @@ def test_no_two_things_share_a_slot_and_none_is_a_real_queue(topic):
         assert area.base >= 2**30
         assert area.head < 2**31
         assert area.epoch(reset_format.MAX_QUEUE_ID) < area.name < area.head
-    assert 0 < reset_format.name_of(topic) < 2**63
+    assert 0 < reset_format.topic_digest(topic) < 2**63
 
 
 @given(st.integers(1, 2**63 - 1), tables, tables)
@@ -53,21 +53,21 @@ def test_plans_and_reports_come_back(epoch, first, second):
 
 
 def test_a_question_comes_back():
-    assert reset_format.decode_status_question(reset_format.encode_status_question("T")) == "T"
+    assert reset_format.decode_status_request(reset_format.encode_status_request("T")) == "T"
     with pytest.raises(ProtocolError, match="the status question has 4097 bytes; at most 4096 are allowed"):
-        reset_format.decode_status_question(reset_format.encode_status_question("T").ljust(4097))
+        reset_format.decode_status_request(reset_format.encode_status_request("T").ljust(4097))
 
 
 def test_what_the_scheme_s_first_program_sent_is_read():
     request = decode_command(golden.frame("reset", "307reset_admin_request.bin"))
-    assert reset_format.is_relayed(request.fields)
+    assert reset_format.is_relay_request(request.fields)
     header = reset_format.RelayHeader.from_fields(request.fields)
     assert (header.operation, header.relay_version, header.client_id) == ("reset", 1, "10.0.0.3@DEFAULT")
     plan = reset_format.decode_plan(request.body)
     assert plan == reset_format.PlanBody("B_pr_16489", 1795216524784, {MessageQueue("B_pr_16489", "broker-a", 1): 33})
     answer = decode_command(golden.frame("reset", "307reset_admin_answer.bin"))
-    assert reset_format.is_acknowledged(answer.fields)
-    assert reset_format.RelayAnswerHeader.from_fields(answer.fields).state == "applied"
+    assert reset_format.is_relay_response(answer.fields)
+    assert reset_format.RelayResponseHeader.from_fields(answer.fields).state == "applied"
     report = reset_format.decode_report(answer.body)
     assert {queue.queue_id: offset for queue, offset in report.offsets.items()} == {0: 25, 1: 30}
     assert {queue.queue_id for queue in report.epochs} == {0}

@@ -15,16 +15,16 @@ from pyrocket_consumer.admin.resets.plan import BrokerPlan, MemberPlan, ResetPla
 from pyrocket_consumer.admin.resets.result import ResetOutcome, ResetProgress, ResetResult, ResetState, queue_name
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.admin_relay import (
-    Member,
-    MemberReply,
-    Reply,
-    group_members,
-    member_offsets,
-    speak_to_all,
+    RelayResult,
+    RelayStatus,
+    RemoteMember,
+    fetch_group_members,
+    fetch_member_offsets,
+    relay_to_all,
 )
-from pyrocket_consumer.cluster.gather import for_each
+from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.cluster.reset_record import MOST_TIMES_TAKEN, EpochTaken, NobodyWasHere, ResetRecord
+from pyrocket_consumer.cluster.reset_record import MAX_EPOCH_ATTEMPTS, EpochTaken, GroupUnknown, ResetRecord
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
@@ -32,7 +32,7 @@ from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.offsets.database.claim import StoredOffset
 from pyrocket_consumer.protocol.bodies import decode_offset_table
 from pyrocket_consumer.protocol.command import ResetOffsetHeader, UpdateConsumerOffsetHeader
-from pyrocket_consumer.protocol.reset_format import PlanBody, encode_plan, encode_status_question, is_epoch
+from pyrocket_consumer.protocol.reset_format import PlanBody, encode_plan, encode_status_request, is_valid_epoch
 
 ASK_AGAIN_AFTER_S = (2.0, 3.0, 5.0)
 """A member that had no answer ready is asked for its state after 2, 5 and 10 s, and every 5 s from then on."""
@@ -42,7 +42,7 @@ LOOK_EVERY_S = 0.5
 
 TABLE_TRIES = 5
 
-_WORTH_ASKING_AGAIN = frozenset({Reply.SILENT, Reply.FAILED})
+_WORTH_ASKING_AGAIN = frozenset({RelayStatus.SILENT, RelayStatus.FAILED})
 
 
 Tell = Callable[[ResetProgress], None]
@@ -104,10 +104,10 @@ class _Execution:
     def _at(self, broker_name: str) -> dict[int, int]:
         return {queue.queue_id: to for queue, to in self._targets.items() if queue.broker_name == broker_name}
 
-    async def _online(self) -> tuple[Member, ...]:
+    async def _online(self) -> tuple[RemoteMember, ...]:
         """Return who is online now, as the brokers know that are not left out."""
         brokers = {name: broker.address for name, broker in self._brokers.items() if name not in self._notes}
-        return (await group_members(self._cluster, self._group, brokers)).members
+        return (await fetch_group_members(self._cluster, self._group, brokers)).members
 
     # --- broadcasting: record, tell, verify
 
@@ -115,13 +115,13 @@ class _Execution:
         """Record the reset at every master, tell every member, ask until each has confirmed."""
         records = {
             name: ResetRecord(
-                self._cluster, self._group, self._topic, name, on_nonsense=functools.partial(self._tell, "record", name)
+                self._cluster, self._group, self._topic, name, on_invalid=functools.partial(self._tell, "record", name)
             )
             for name in sorted(self._brokers)
             if self._at(name)
         }
         epoch = await self._epoch(records, partial)
-        for times_left in reversed(range(MOST_TIMES_TAKEN)):
+        for times_left in reversed(range(MAX_EPOCH_ATTEMPTS)):
             try:
                 raced = await self._write(records, epoch, partial) if self._plan.member is None else []
                 break
@@ -137,7 +137,7 @@ class _Execution:
             member.client_id: member for member in await self._online() if self._plan.member in (None, member.client_id)
         }
         outcomes = {client_id: self._gone(client_id) for client_id in planned.keys() - online.keys()}
-        foreign = [each for each in planned.values() if each.reply.kind is Reply.FOREIGN]
+        foreign = [each for each in planned.values() if each.reply.kind is RelayStatus.FOREIGN]
         spoken = [
             member for client_id, member in online.items() if client_id not in {each.client_id for each in foreign}
         ]
@@ -164,7 +164,7 @@ class _Execution:
         now_ms = int(time.time() * 1000)
         for member in self._plan.members:
             told = member.reply.report.epochs.values()
-            highest = max(highest, *(epoch for epoch in told if is_epoch(epoch, now_ms)), 0)
+            highest = max(highest, *(epoch for epoch in told if is_valid_epoch(epoch, now_ms)), 0)
         return max(now_ms, highest + 1)
 
     def _failed_at(self, broker_name: str, error: RocketError, partial: bool) -> None:
@@ -185,7 +185,7 @@ class _Execution:
                 lost = await record.write(epoch, self._at(name))
             except EpochTaken:
                 raise
-            except NobodyWasHere as error:
+            except GroupUnknown as error:
                 self._tell("record", name, f"nothing to record: {error}")
             except RocketError as error:
                 self._failed_at(name, error, partial)
@@ -194,13 +194,13 @@ class _Execution:
                 self._tell("record", name, f"recorded for {len(self._at(name))} queues")
         return raced
 
-    async def _tell_members(self, members: Sequence[Member], plan: PlanBody) -> dict[str, ResetOutcome]:
+    async def _tell_members(self, members: Sequence[RemoteMember], plan: PlanBody) -> dict[str, ResetOutcome]:
         """Tell members at the same time, then ask those that have not confirmed for their state."""
         outcomes: dict[str, ResetOutcome] = {}
         processes = {member.client_id: member.connections for member in members}
         waiting = {member.client_id: member for member in members}
 
-        def judge(replies: Mapping[str, MemberReply], last: bool) -> None:
+        def judge(replies: Mapping[str, RelayResult], last: bool) -> None:
             for client_id, reply in replies.items():
                 outcome = self._judge(client_id, reply, plan)
                 if outcome.state.is_done and processes[client_id] > 1:
@@ -215,17 +215,17 @@ class _Execution:
         word, body = "reset", encode_plan(plan)
         for pause_s in chain(ASK_AGAIN_AFTER_S, repeat(ASK_AGAIN_AFTER_S[-1])):
             asked = list(waiting.values())
-            replies = await speak_to_all(self._cluster, self._group, asked, word, self._id, body, self._left_s)
+            replies = await relay_to_all(self._cluster, self._group, asked, word, self._id, body, self._left_s)
             judge(replies, last=self._left_s < pause_s)
             if not waiting:
                 break
             await asyncio.sleep(pause_s)
-            word, body = "status", encode_status_question(self._topic)
+            word, body = "status", encode_status_request(self._topic)
         return outcomes
 
-    def _judge(self, client_id: str, reply: MemberReply, plan: PlanBody) -> ResetOutcome:
+    def _judge(self, client_id: str, reply: RelayResult, plan: PlanBody) -> ResetOutcome:
         """What a reply means; the epochs a member reports are exact, while offsets move on."""
-        if reply.kind is Reply.OURS:
+        if reply.kind is RelayStatus.OURS:
             epochs = reply.report.epochs
             if reply.state == "refused":
                 return ResetOutcome(client_id, ResetState.REFUSED, reply.reason)
@@ -234,12 +234,12 @@ class _Execution:
                 return ResetOutcome(client_id, state)
             return ResetOutcome(client_id, ResetState.PENDING, reply.reason or "not stored yet")
         recorded = "recorded, " if self._plan.member is None else ""
-        if reply.kind is Reply.GONE:
+        if reply.kind is RelayStatus.GONE:
             return self._gone(client_id)
-        if reply.kind is Reply.FORBIDDEN:
+        if reply.kind is RelayStatus.FORBIDDEN:
             text = f"{recorded}unconfirmed: this account may not speak to members"
             return ResetOutcome(client_id, ResetState.UNCONFIRMED, text)
-        if reply.kind is Reply.FOREIGN:
+        if reply.kind is RelayStatus.FOREIGN:
             return ResetOutcome(client_id, ResetState.UNREACHED, "it is no client of ours")
         but = "recorded, but " if recorded else ""
         return ResetOutcome(client_id, ResetState.UNREACHED, f"{but}it does not answer: {reply.reason}")
@@ -267,7 +267,7 @@ class _Execution:
                 self._told(ResetOutcome(each.client_id, ResetState.UNREACHED, "a broker was left out"))
                 for each in reachable
             ]
-        offsets = await for_each([each.member for each in reachable], self._offsets_of)
+        offsets = await gather_limited([each.member for each in reachable], self._offsets_of)
         before = {member.client_id: table for member, table in offsets.items()}
         try:
             for broker in self._brokers.values():
@@ -281,7 +281,7 @@ class _Execution:
         unmoved = {client_id: set(targets) for client_id in waiting}
         while waiting and self._left_s:
             await asyncio.sleep(LOOK_EVERY_S)
-            for member, now in (await for_each(list(waiting.values()), self._offsets_of)).items():
+            for member, now in (await gather_limited(list(waiting.values()), self._offsets_of)).items():
                 client_id = member.client_id
                 unmoved[client_id] -= _seen_moved(before[client_id], now, targets)
                 if not unmoved[client_id]:
@@ -292,9 +292,9 @@ class _Execution:
             for client_id in waiting
         ]
 
-    async def _offsets_of(self, member: Member) -> dict[MessageQueue, int]:
+    async def _offsets_of(self, member: RemoteMember) -> dict[MessageQueue, int]:
         try:
-            return await member_offsets(self._cluster, self._group, member, self._topic, self._left_s)
+            return await fetch_member_offsets(self._cluster, self._group, member, self._topic, self._left_s)
         except RocketError:
             return {}
 
@@ -311,7 +311,7 @@ class _Execution:
                 header = UpdateConsumerOffsetHeader(self._group, self._topic, queue.queue_id, -1, broker.name)
                 await cluster.call(broker.address, header)
 
-            await for_each(here, take_back)
+            await gather_limited(here, take_back)
 
     # --- a group whose offsets are in a database
 
@@ -322,7 +322,7 @@ class _Execution:
         """
         plan, before = self._plan, await asyncio.to_thread(store.offsets, self._group)
         now_ms = int(time.time() * 1000)
-        epoch = max(now_ms, *(row.reset_epoch + 1 for row in before if is_epoch(row.reset_epoch, now_ms)), 1)
+        epoch = max(now_ms, *(row.reset_epoch + 1 for row in before if is_valid_epoch(row.reset_epoch, now_ms)), 1)
         targets = {queue: to for queue, to in self._targets.items() if queue.broker_name not in self._notes}
         begun = {row.queue for row in before}  # maybe since it was planned
         retries = {queue: each for queue, each in plan.wire_retries.items() if queue not in begun}
@@ -361,8 +361,8 @@ class _Execution:
         planned = {each.client_id: each for each in plan.members}
         unknown = [member for member in online if member.client_id not in planned]
         if unknown:
-            question = encode_status_question(self._topic)
-            replies = await speak_to_all(
+            question = encode_status_request(self._topic)
+            replies = await relay_to_all(
                 self._cluster, self._group, unknown, "status", self._id, question, self._left_s
             )
             planned |= {member.client_id: MemberPlan(member, replies[member.client_id], True, "") for member in unknown}
@@ -388,12 +388,12 @@ class _Execution:
             if not online:
                 break
             body = encode_plan(PlanBody(self._topic, max(1, int(time.time() * 1000)), left))
-            replies = await speak_to_all(self._cluster, self._group, online, "reset", self._id, body, self._left_s)
+            replies = await relay_to_all(self._cluster, self._group, online, "reset", self._id, body, self._left_s)
             refusals, silent = {}, {}
             for client_id, reply in sorted(replies.items()):
-                if reply.kind in (Reply.FOREIGN, Reply.FORBIDDEN) or reply.state == "refused":
+                if reply.kind in (RelayStatus.FOREIGN, RelayStatus.FORBIDDEN) or reply.state == "refused":
                     refusals[client_id] = reply.reason or reply.kind
-                elif reply.kind is not Reply.OURS:
+                elif reply.kind is not RelayStatus.OURS:
                     silent[client_id] = reply.reason or reply.kind
                 for queue, target in reply.report.moved.items():
                     if left.get(queue) == target:
@@ -431,7 +431,7 @@ class _Execution:
             text = f"committed for the group, and its holder did not confirm it ({why})"
             return self._told(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, text))
 
-        return list((await for_each(sorted(targets), leave)).values())
+        return list((await gather_limited(sorted(targets), leave)).values())
 
     async def _commit(self, targets: Mapping[MessageQueue, int] | None = None) -> list[ResetOutcome]:
         """Commit the targets for a group of which nobody is online."""
@@ -448,7 +448,7 @@ class _Execution:
                 return self._told(ResetOutcome(queue_name(queue), ResetState.MOVED, "committed"))
             return self._told(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, f"the broker has {now}"))
 
-        return list((await for_each(sorted(wanted), confirm)).values())
+        return list((await gather_limited(sorted(wanted), confirm)).values())
 
     async def _commit_all(self, offsets: Mapping[MessageQueue, int]) -> dict[MessageQueue, bool]:
         """Commit offsets for the group; returns whether the broker has taken each.
@@ -461,7 +461,7 @@ class _Execution:
 
         first = {queue.broker_name: queue for queue in sorted(offsets, reverse=True)}.values()
         others = [queue for queue in sorted(offsets) if queue not in first]
-        return await for_each(first, commit) | await for_each(others, commit)
+        return await gather_limited(first, commit) | await gather_limited(others, commit)
 
     async def _reset_at_broker(self, queue: MessageQueue, target: int) -> None:
         """Have a broker that keeps resets mark one queue."""
@@ -481,7 +481,7 @@ class _Execution:
         for broker in self._brokers.values():
             queues = [queue for queue in self._targets if queue.broker_name == broker.name]
             if broker.server_side:
-                await for_each(queues, lambda queue: self._reset_at_broker(queue, self._targets[queue]))
+                await gather_limited(queues, lambda queue: self._reset_at_broker(queue, self._targets[queue]))
             elif queues:
                 await self._send_table(broker, queues)
             self._tell("broker", broker.name, f"{len(queues)} queues are to be reset")
@@ -499,13 +499,16 @@ class _Execution:
             outcomes[queue] = self._told(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, _not_seen([queue])))
         return [outcomes[queue] for queue in sorted(outcomes)]
 
-    async def _reset_counts(self, members: Sequence[Member]) -> dict[str, MemberReply]:
+    async def _reset_counts(self, members: Sequence[RemoteMember]) -> dict[str, RelayResult]:
         """Ask members of ours how often their queues were reset, and where to."""
-        question = encode_status_question(self._topic)
-        return await speak_to_all(self._cluster, self._group, members, "status", self._id, question, self._left_s)
+        question = encode_status_request(self._topic)
+        return await relay_to_all(self._cluster, self._group, members, "status", self._id, question, self._left_s)
 
     async def _seen_by(
-        self, members: Sequence[Member], resets_before: Mapping[str, MemberReply], before: Mapping[MessageQueue, int]
+        self,
+        members: Sequence[RemoteMember],
+        resets_before: Mapping[str, RelayResult],
+        before: Mapping[MessageQueue, int],
     ) -> dict[MessageQueue, str]:
         """Return the queues that somebody has moved, and how that was seen.
 
@@ -513,7 +516,7 @@ class _Execution:
         nothing, for they have the target from us.
         """
         moved: dict[MessageQueue, str] = {}
-        ours = [member for member in members if resets_before[member.client_id].kind is Reply.OURS]
+        ours = [member for member in members if resets_before[member.client_id].kind is RelayStatus.OURS]
         for client_id, reply in (await self._reset_counts(ours)).items():
             counts, counts_before = reply.report.reset_counts, resets_before[client_id].report.reset_counts
             for queue, target in self._targets.items():
@@ -521,7 +524,7 @@ class _Execution:
                 if again and reply.report.resets.get(queue) == target:
                     moved[queue] = f"by {client_id}"
         others = [member for member in members if member not in ours]
-        for member, table in (await for_each(others, self._offsets_of)).items():
+        for member, table in (await gather_limited(others, self._offsets_of)).items():
             for queue in _seen_moved(before, table, self._targets):
                 moved[queue] = f"{member.client_id} is at {table[queue]}"
         return moved

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pyrocket_consumer.admin.resets.result import ResetProgress, ResetResult, columns, queue_name
-from pyrocket_consumer.cluster.admin_relay import Member, MemberReply, Reply
+from pyrocket_consumer.cluster.admin_relay import RelayResult, RelayStatus, RemoteMember
 from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import check_bool, check_range
 from pyrocket_consumer.errors import ConfigError
@@ -122,8 +122,8 @@ class BrokerPlan:
 class MemberPlan:
     """A member that is online. `reachable` tells whether the reset will get to it, `how` the way, or why not."""
 
-    member: Member
-    reply: MemberReply
+    member: RemoteMember
+    reply: RelayResult
     reachable: bool
     how: str
 
@@ -134,7 +134,7 @@ class MemberPlan:
     @property
     def client(self) -> str:
         """Which client it is, for people."""
-        return "pyrocket_consumer" if self.reply.kind is Reply.OURS else self.member.client
+        return "pyrocket_consumer" if self.reply.kind is RelayStatus.OURS else self.member.client
 
 
 Execute = Callable[["ResetPlan", Callable[[ResetProgress], None] | None, bool, float], ResetResult]
@@ -291,5 +291,5 @@ def way_for(model: MessageModel, members: Sequence[MemberPlan]) -> ResetWay:
         return ResetWay.MEMBERS
     if not members:
         return ResetWay.COMMITS
-    cannot_be_told = any(each.reply.kind in (Reply.FOREIGN, Reply.FORBIDDEN) for each in members)
+    cannot_be_told = any(each.reply.kind in (RelayStatus.FOREIGN, RelayStatus.FORBIDDEN) for each in members)
     return ResetWay.BROKERS if cannot_be_told else ResetWay.MEMBERS

@@ -21,23 +21,23 @@ from pyrocket_consumer.admin.resets.plan import (
 from pyrocket_consumer.admin.resets.result import queue_name
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.admin_relay import (
-    RELAYS_AT_ONCE,
+    MAX_CONCURRENT_RELAYS,
     GroupMembers,
-    Member,
-    MemberReply,
-    Reply,
-    group_members,
-    member_offsets,
-    speak_to_all,
+    RelayResult,
+    RelayStatus,
+    RemoteMember,
+    fetch_group_members,
+    fetch_member_offsets,
+    relay_to_all,
 )
-from pyrocket_consumer.cluster.gather import for_each
+from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.cluster.offset_lookup import (
     TOOLS_GROUP,
-    committed_offsets,
-    first_and_last,
-    nearest_held,
-    offsets_at,
+    fetch_committed_offsets,
+    fetch_first_and_last,
+    fetch_offsets_at,
+    nearest_available,
 )
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.cluster.responses import read_body
@@ -64,7 +64,7 @@ from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.protocol.bodies import decode_java_properties
 from pyrocket_consumer.protocol.codes import version_ordinal
 from pyrocket_consumer.protocol.command import GetBrokerConfigHeader
-from pyrocket_consumer.protocol.reset_format import MAX_QUEUE_ID, encode_status_question
+from pyrocket_consumer.protocol.reset_format import MAX_QUEUE_ID, encode_status_request
 from pyrocket_consumer.text import join_truncated
 
 _SERVER_SIDE_SETTING = "useServerSideResetOffset"
@@ -102,12 +102,12 @@ async def plan_reset(
         retry_route = await _retry_route(cluster, wire_group, wire_topic, stored)
     brokers = await _brokers(cluster, [route] if retry_route is None else [route, retry_route])
     usable = {broker.name: broker.address for broker in brokers if not broker.problem}
-    found = await group_members(cluster, wire_group, usable)
+    found = await fetch_group_members(cluster, wire_group, usable)
     decided = MessageModel(model) if model is not None else None
-    replies: dict[str, MemberReply] = {}
+    replies: dict[str, RelayResult] = {}
     if found.members:
-        question = encode_status_question(wire_topic)
-        replies = await speak_to_all(cluster, wire_group, found.members, "status", str(uuid4()), question, wait_s)
+        question = encode_status_request(wire_topic)
+        replies = await relay_to_all(cluster, wire_group, found.members, "status", str(uuid4()), question, wait_s)
         online = found.model or _reported_model(replies)
         if online is not None and decided not in (None, online):
             raise ConfigError(
@@ -194,12 +194,12 @@ async def _retry_starts(cluster: Cluster, wire_group: str, queues: Sequence[Mess
 
     So what was consumed does not come again, and what was not is not lost.
     """
-    committed = await committed_offsets(cluster, wire_group, queues)
-    ends = await first_and_last(cluster, queues)
+    committed = await fetch_committed_offsets(cluster, wire_group, queues)
+    ends = await fetch_first_and_last(cluster, queues)
 
     def start(queue: MessageQueue) -> RetryStart:
         offset, (low, high) = committed[queue], ends[queue]
-        return RetryStart(queue, offset, low if offset is None else nearest_held(offset, low, high))
+        return RetryStart(queue, offset, low if offset is None else nearest_available(offset, low, high))
 
     return [start(queue) for queue in sorted(queues)]
 
@@ -209,8 +209,8 @@ def _check_claimed(group: str, model: MessageModel | None) -> None:
         raise ConfigError(f"group {group!r} is broadcasting, and a database keeps no offsets of such; leave store out")
 
 
-def _claims_anew(reply: MemberReply, has_row: bool) -> tuple[bool, str]:
-    if reply.kind is Reply.FOREIGN or (reply.kind is Reply.OURS and not reply.report.in_database):
+def _claims_anew(reply: RelayResult, has_row: bool) -> tuple[bool, str]:
+    if reply.kind is RelayStatus.FOREIGN or (reply.kind is RelayStatus.OURS and not reply.report.in_database):
         return False, "goes by the broker's offsets, and not by the database's"
     if not has_row:
         return False, "consumes the topic, and the database has no row of it: is this its database, and table?"
@@ -317,10 +317,10 @@ async def _brokers(cluster: Cluster, routes: Sequence[TopicRoute]) -> list[Broke
         return BrokerPlan(name, address, server_side, answer.version)
 
     names = {data.broker_name for route in routes for data in route.queues}
-    return list((await for_each(sorted(names), ask)).values())
+    return list((await gather_limited(sorted(names), ask)).values())
 
 
-def _reported_model(replies: Mapping[str, MemberReply]) -> MessageModel | None:
+def _reported_model(replies: Mapping[str, RelayResult]) -> MessageModel | None:
     told = {reply.report.message_model for reply in replies.values() if reply.report.message_model}
     return MessageModel(told.pop()) if len(told) == 1 and told <= {model.value for model in MessageModel} else None
 
@@ -356,28 +356,28 @@ async def _recalled_model(
 async def _targets(
     cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue], to: Place | Mapping[MessageQueue, int]
 ) -> list[QueueTarget]:
-    ends = await first_and_last(cluster, queues)
+    ends = await fetch_first_and_last(cluster, queues)
     if isinstance(to, Mapping):
         exact = {(queue.broker_name, queue.queue_id): offset for queue, offset in to.items()}
         wanted = {queue: exact[queue.broker_name, queue.queue_id] for queue in queues}
     else:
-        wanted = await offsets_at(cluster, to, queues, groups=(TOOLS_GROUP, wire_group))
+        wanted = await fetch_offsets_at(cluster, to, queues, groups=(TOOLS_GROUP, wire_group))
     return [
-        QueueTarget(queue, wanted[queue], nearest_held(wanted[queue], low, high), low, high)
+        QueueTarget(queue, wanted[queue], nearest_available(wanted[queue], low, high), low, high)
         for queue, (low, high) in ends.items()
     ]
 
 
 def _member_plan(
-    member: Member,
-    reply: MemberReply,
+    member: RemoteMember,
+    reply: RelayResult,
     model: MessageModel,
     brokers: Sequence[BrokerPlan],
     all_queues: bool,
     alone: bool,
 ) -> MemberPlan:
     reachable, how = _reach(member, reply, model, brokers, all_queues)
-    if alone and reply.kind is Reply.FOREIGN:
+    if alone and reply.kind is RelayStatus.FOREIGN:
         reachable, how = False, f"{member.client} cannot be reset alone by any call; {_BY_HAND}"
     if member.connections > 1:
         how += f"; {member.connections} processes share this client id, and only one of them can be spoken to"
@@ -385,25 +385,27 @@ def _member_plan(
 
 
 def _reach(
-    member: Member, reply: MemberReply, model: MessageModel, brokers: Sequence[BrokerPlan], all_queues: bool
+    member: RemoteMember, reply: RelayResult, model: MessageModel, brokers: Sequence[BrokerPlan], all_queues: bool
 ) -> tuple[bool, str]:
     broadcasting = model is MessageModel.BROADCASTING
-    if reply.kind is Reply.OURS:
+    if reply.kind is RelayStatus.OURS:
         if reply.state == "refused":
             return False, f"refuses: {reply.reason}"
         return True, "will be told, and verified"
-    if reply.kind is Reply.FOREIGN:
+    if reply.kind is RelayStatus.FOREIGN:
         if broadcasting:
             return _reach_foreign_broadcasting(member, brokers, all_queues)
         return True, "will be reset by its broker, and verified where it can be seen"
-    if reply.kind is Reply.FORBIDDEN:
+    if reply.kind is RelayStatus.FORBIDDEN:
         text = "this account may not speak to members (RocketMQ wants Get on the group)"
         return False, f"{text}; it will follow the record within a minute, unconfirmed" if broadcasting else text
     follows = "it will follow the record" if broadcasting else "it will be told again, and may move its queues"
     return False, f"{reply.reason or reply.kind}; if it is one of ours, {follows} when it is well again"
 
 
-def _reach_foreign_broadcasting(member: Member, brokers: Sequence[BrokerPlan], all_queues: bool) -> tuple[bool, str]:
+def _reach_foreign_broadcasting(
+    member: RemoteMember, brokers: Sequence[BrokerPlan], all_queues: bool
+) -> tuple[bool, str]:
     if any(broker.server_side is not False for broker in brokers):
         return False, (
             f"{member.client} cannot be reset in broadcasting while the broker keeps resets "
@@ -423,7 +425,9 @@ def _check_brokers_can(brokers: Sequence[BrokerPlan], all_queues: bool, members:
         return
     cannot = [broker.name for broker in brokers if broker.server_side is not True and not broker.problem]
     if cannot:
-        foreign = next(each.client_id for each in members if each.reply.kind in (Reply.FOREIGN, Reply.FORBIDDEN))
+        foreign = next(
+            each.client_id for each in members if each.reply.kind in (RelayStatus.FOREIGN, RelayStatus.FORBIDDEN)
+        )
         raise ConfigError(
             f"{', '.join(cannot)} can reset only all queues of a topic at once, and member {foreign} cannot be told "
             "single ones; name all queues"
@@ -445,23 +449,23 @@ async def _moves(
             broker = cluster.broker(target.queue.broker_name)
             return await broker.query_offset(wire_group, target.queue, set_zero_if_not_found=False)
 
-        found = await for_each(targets, committed)
+        found = await gather_limited(targets, committed)
         return [QueueMove(target.queue, None, found[target], target.target) for target in targets]
     if not members:
         return [QueueMove(target.queue, None, None, target.target) for target in targets]
 
     async def offsets(number: int) -> Mapping[MessageQueue, int]:
         member = members[number]
-        if member.reply.kind is Reply.OURS:
+        if member.reply.kind is RelayStatus.OURS:
             return member.reply.report.offsets
-        if member.reply.kind is Reply.FOREIGN:
+        if member.reply.kind is RelayStatus.FOREIGN:
             try:
-                return await member_offsets(cluster, wire_group, member.member, wire_topic, wait_s)
+                return await fetch_member_offsets(cluster, wire_group, member.member, wire_topic, wait_s)
             except RocketError:
                 return {}
         return {}
 
-    tables = await for_each(range(len(members)), offsets, at_once=RELAYS_AT_ONCE)
+    tables = await gather_limited(range(len(members)), offsets, limit=MAX_CONCURRENT_RELAYS)
     return [
         QueueMove(target.queue, member.client_id, table.get(target.queue), target.target)
         for member, table in zip(members, tables.values(), strict=True)

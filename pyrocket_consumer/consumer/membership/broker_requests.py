@@ -38,7 +38,7 @@ from pyrocket_consumer.protocol.command import (
 )
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import Bodies, Message, decode_message
-from pyrocket_consumer.protocol.reset_format import is_order, is_relayed
+from pyrocket_consumer.protocol.reset_format import is_relay_request, is_reset_order
 from pyrocket_consumer.protocol.subscription import matches
 from pyrocket_consumer.text import logger
 
@@ -154,10 +154,10 @@ class BrokerRequests:
         refusal = self._not_ours(command, header.consumer_group)
         if refusal is not None:
             return refusal
-        if is_order(command.fields):
+        if is_reset_order(command.fields):
             return await self._resets.answer_relayed(command)
         async with self._turns:
-            if is_relayed(command.fields):
+            if is_relay_request(command.fields):
                 return await self._resets.answer_relayed(command)
             stacks = await asyncio.to_thread(_stacks) if header.jstack_enable else None
             info = self.running_info(stacks)

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from operator import itemgetter
 from uuid import UUID
 
-from pyrocket_consumer.cluster.admin_relay import RELAYS_AT_ONCE, Member, Reply, group_members, speak_to_all
+from pyrocket_consumer.cluster.admin_relay import (
+    MAX_CONCURRENT_RELAYS,
+    RelayStatus,
+    RemoteMember,
+    fetch_group_members,
+    relay_to_all,
+)
 from pyrocket_consumer.consumer.context.member_context import Group
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MASTER_ID, EventKind
@@ -107,7 +113,7 @@ class ForeignMembers:
     async def _look_now(self, topics: Iterable[str]) -> list[str]:
         new = [member for member in await self._members(topics) if member.client_id not in self._known]
         foreign = {member.client_id: member.client for member in new if member.language not in ("", "PYTHON")}
-        now, due = self._group.loop.time(), list[tuple[float, Member]]()
+        now, due = self._group.loop.time(), list[tuple[float, RemoteMember]]()
         for member in new:
             if member.client_id not in foreign:
                 unheard = self._unheard.setdefault(member.client_id, _Unheard(now))
@@ -118,7 +124,7 @@ class ForeignMembers:
             self._is_known(client_id)
         return sorted(f"{client_id} ({what})" for client_id, what in foreign.items())
 
-    async def _members(self, topics: Iterable[str]) -> Iterable[Member]:
+    async def _members(self, topics: Iterable[str]) -> Iterable[RemoteMember]:
         """Return who else is in the group, as far as brokers tell, and forget who is not there any more."""
         group, cluster = self._group, self._group.cluster
         brokers: dict[str, str] = {}
@@ -128,14 +134,14 @@ class ForeignMembers:
                 if (address := broker.addresses.get(MASTER_ID)) is not None:
                     brokers[broker.broker_name] = address
         self._untold = {}
-        found = await group_members(cluster, group.name, brokers, self._untold, ANSWER_WITHIN_S)
+        found = await fetch_group_members(cluster, group.name, brokers, self._untold, ANSWER_WITHIN_S)
         members = {member.client_id: member for member in found.members if member.client_id != group.client_id}
         if not self._untold:
             self._known &= members.keys()
             self._unheard = {client_id: each for client_id, each in self._unheard.items() if client_id in members}
         return members.values()
 
-    async def _ask(self, members: list[Member]) -> dict[str, str]:
+    async def _ask(self, members: list[RemoteMember]) -> dict[str, str]:
         """Return which of these say that they are foreign, and what they are; as many are asked as there is time for.
 
         Who does not say whose it is is asked again at the next look, and then after growing pauses.
@@ -143,20 +149,20 @@ class ForeignMembers:
         group, foreign = self._group, dict[str, str]()
         rid = str(UUID(int=group.rng.getrandbits(128), version=4))
         deadline = group.loop.time() + ANSWER_WITHIN_S
-        for start in range(0, len(members), RELAYS_AT_ONCE):
+        for start in range(0, len(members), MAX_CONCURRENT_RELAYS):
             if (left_s := deadline - group.loop.time()) <= 0:
                 break
-            some = members[start : start + RELAYS_AT_ONCE]
+            some = members[start : start + MAX_CONCURRENT_RELAYS]
             for client_id, reply in (
-                await speak_to_all(group.cluster, group.name, some, "status", rid, b"", left_s)
+                await relay_to_all(group.cluster, group.name, some, "status", rid, b"", left_s)
             ).items():
-                if reply.kind is Reply.OURS and reply.report.database == self._store.identity:
+                if reply.kind is RelayStatus.OURS and reply.report.database == self._store.identity:
                     self._is_known(client_id)
-                elif reply.kind is Reply.OURS and reply.report.in_database:
+                elif reply.kind is RelayStatus.OURS and reply.report.in_database:
                     foreign[client_id] = "its offsets are in another database, or table"
-                elif reply.kind is Reply.OURS:
+                elif reply.kind is RelayStatus.OURS:
                     foreign[client_id] = "its offsets are not in a database"
-                elif reply.kind is Reply.FOREIGN:
+                elif reply.kind is RelayStatus.FOREIGN:
                     foreign[client_id] = "another client"
                 else:
                     unheard = self._unheard[client_id]

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from pyrocket_consumer.cluster.broker import HOLD_TICK_S, RESET_REMARK, read_pull_answer
-from pyrocket_consumer.cluster.responses import refusal
+from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.consumer.commits.store_thread import UserThread
 from pyrocket_consumer.consumer.window.process_queue import LEAST_EXPECTED, ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ProtocolError, RocketError
@@ -545,7 +545,7 @@ class Puller:
     # --- trouble
 
     def _refused(self, answer: RemotingCommand) -> None:
-        error = refusal(answer, self.queue.broker_name)
+        error = read_error(answer, self.queue.broker_name)
         self._tell(error)
         self._abandon()
         if answer.code in _NEEDS_HEARTBEAT:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 from uuid import UUID
 
-from pyrocket_consumer.cluster.admin_relay import Member, Reply, speak_to_all
-from pyrocket_consumer.cluster.reset_record import MOST_TIMES_TAKEN, EpochTaken, NobodyWasHere, ResetRecord
+from pyrocket_consumer.cluster.admin_relay import RelayStatus, RemoteMember, relay_to_all
+from pyrocket_consumer.cluster.reset_record import MAX_EPOCH_ATTEMPTS, EpochTaken, GroupUnknown, ResetRecord
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.commits.commits import Commits
@@ -26,17 +26,17 @@ from pyrocket_consumer.offsets import DatabaseOffsets, QueueReset
 from pyrocket_consumer.protocol.command import ResetOffsetHeader
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.reset_format import (
-    MAX_OFFSET,
+    MAX_RECORDED_OFFSET,
     RELAY_VERSION,
     PlanBody,
-    RelayAnswerHeader,
     RelayHeader,
+    RelayResponseHeader,
     ReportBody,
     decode_plan,
-    decode_status_question,
+    decode_status_request,
     encode_plan,
     encode_report,
-    is_epoch,
+    is_valid_epoch,
 )
 from pyrocket_consumer.text import logger
 
@@ -110,7 +110,7 @@ class Resets:
             header = RelayHeader.from_fields(fields)
             refuses = self._group.config.remote_reset == "refuse"
             if header.operation == "status":
-                topic = decode_status_question(command.body) if command.body else ""
+                topic = decode_status_request(command.body) if command.body else ""
                 state, reason = ("refused", _REFUSES) if refuses else ("ok", None)
                 return self._answer(command, rid, state, self.report(topic, rid), reason)
             if header.operation == "reset" and refuses:
@@ -160,7 +160,7 @@ class Resets:
         """Return why a plan cannot be for us, "" if it can: brokers pass on what anybody asks them to."""
         group = self._group
         now_ms = group.now_ms()
-        if not is_epoch(plan.epoch, now_ms):
+        if not is_valid_epoch(plan.epoch, now_ms):
             return f"its epoch {plan.epoch} is more than a day ahead of this consumer's clock, {now_ms}"
         if not group.config.broadcasting:
             return ""  # nothing is kept of what is not ours
@@ -194,7 +194,7 @@ class Resets:
     def _epoch(self, queue: MessageQueue) -> int:
         """Return the epoch of the newest reset the queue has followed; one that is none does not count."""
         epoch = self._commits.reset_epoch(queue)
-        if not epoch or is_epoch(epoch, self._group.now_ms()):
+        if not epoch or is_valid_epoch(epoch, self._group.now_ms()):
             return epoch
         self._nonsense(
             f"the stored epoch {epoch} of {queue} is more than a day ahead of our clock: it does not count; "
@@ -205,7 +205,7 @@ class Resets:
     def _answer(
         self, command: RemotingCommand, rid: str, state: str, report: ReportBody | None, reason: str | None = None
     ) -> RemotingCommand:
-        header = RelayAnswerHeader(state, rid, reason[:_REASON_CHARACTERS] if reason else None)
+        header = RelayResponseHeader(state, rid, reason[:_REASON_CHARACTERS] if reason else None)
         return command.answer(fields=header.to_fields(), body=encode_report(report) if report is not None else b"")
 
     def _refused(self, command: RemotingCommand, rid: str, reason: str) -> RemotingCommand:
@@ -221,7 +221,7 @@ class Resets:
             topic,
             rid,
             {queue: epoch for queue, epoch in epochs.items() if epoch},
-            {queue: offset for queue, offset in commits.table(topic).items() if offset <= MAX_OFFSET},
+            {queue: offset for queue, offset in commits.table(topic).items() if offset <= MAX_RECORDED_OFFSET},
             dict(self._plans.get(rid, {})),
             {queue: target for queue, (_, target) in self._resets.items() if queue.topic == topic},
             {queue: count for queue, (count, _) in self._resets.items() if queue.topic == topic},
@@ -348,7 +348,7 @@ class Resets:
         if key not in self._records:
             group = self._group
             self._records[key] = ResetRecord(
-                group.cluster, group.name, topic, broker_name, now_ms=group.now_ms, on_nonsense=self._nonsense
+                group.cluster, group.name, topic, broker_name, now_ms=group.now_ms, on_invalid=self._nonsense
             )
         return self._records[key]
 
@@ -416,7 +416,7 @@ class Resets:
         for queue, target in targets.items():
             if queue.topic != topic:
                 return f"it names {queue}"
-            if not 0 <= target <= MAX_OFFSET:
+            if not 0 <= target <= MAX_RECORDED_OFFSET:
                 return f"{target} is no offset of {queue}"
         if self._group.cluster.known_route(topic) is None:
             return ""  # it was subscribed to just now
@@ -509,12 +509,12 @@ class Resets:
                     break
                 except EpochTaken as error:
                     failure, times_taken = str(error), times_taken + 1
-                    if times_taken == MOST_TIMES_TAKEN:
+                    if times_taken == MAX_EPOCH_ATTEMPTS:
                         break
                     epoch = await self._date(targets, error.head + 1)
                 except RocketError as error:
                     failure = str(error)
-                    if not pauses or group.closing or isinstance(error, (PermissionDenied, NobodyWasHere)):
+                    if not pauses or group.closing or isinstance(error, (PermissionDenied, GroupUnknown)):
                         break
                     await asyncio.sleep(pauses.pop(0))
             told, _ = await self._tell_others(broker_name, PlanBody(topic, epoch, targets))
@@ -561,11 +561,11 @@ class Resets:
         address = group.cluster.address(broker_name, only_this=True)
         if address is None:
             return "nobody else, for the broker has no master now", set()
-        others = [Member(each, (address,)) for each in ids if each != group.client_id]
+        others = [RemoteMember(each, (address,)) for each in ids if each != group.client_id]
         rid = str(UUID(int=group.rng.getrandbits(128), version=4))
-        replies = await speak_to_all(group.cluster, group.name, others, "reset", rid, encode_plan(plan))
+        replies = await relay_to_all(group.cluster, group.name, others, "reset", rid, encode_plan(plan))
         told = ", ".join(
-            client_id if reply.kind is Reply.OURS else f"{client_id} (in vain: {reply.reason or reply.kind})"
+            client_id if reply.kind is RelayStatus.OURS else f"{client_id} (in vain: {reply.reason or reply.kind})"
             for client_id, reply in sorted(replies.items())
         )
         return told, {queue for reply in replies.values() for queue in reply.report.moved}

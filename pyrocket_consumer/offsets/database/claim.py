@@ -11,7 +11,7 @@ from typing import Protocol
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.message import Message
-from pyrocket_consumer.protocol.reset_format import is_epoch
+from pyrocket_consumer.protocol.reset_format import is_valid_epoch
 from pyrocket_consumer.text import safe_repr
 
 
@@ -123,7 +123,7 @@ class Claim:
         self.queue = row.queue
         self.owner = row.owner
         self.epoch = row.epoch
-        self.reset_epoch = row.reset_epoch if is_epoch(row.reset_epoch, int(time.time() * 1000)) else 0
+        self.reset_epoch = row.reset_epoch if is_valid_epoch(row.reset_epoch, int(time.time() * 1000)) else 0
         self.stored = row.next_offset  # what is known to be committed
         self.promised = row.next_offset  # what is, if listeners have committed their own transactions
         self.tried = row.next_offset  # the highest that any call of `advance` has named, committed or not

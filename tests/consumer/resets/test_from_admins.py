@@ -21,8 +21,8 @@ from pyrocket_consumer.protocol.reset_format import (
     PlanBody,
     decode_report,
     encode_plan,
-    name_of,
     record_areas,
+    topic_digest,
 )
 from pyrocket_consumer.testing import answer
 from tests.consuming import Events, consuming, until
@@ -222,7 +222,7 @@ def test_any_number_in_a_record_stops_no_reset(embedded, broker, admin, stores):
     with consuming(embedded, "T", "G", reset_record_interval_s=0.05, **stores) as (consumer, seen):
         wait_until_seen(seen, 1, 20)
         for _ in range(20):
-            broker.commit("G", RETRY, {area.name: name_of("T")})
+            broker.commit("G", RETRY, {area.name: topic_digest("T")})
             broker.commit("G", RETRY, {place: chance.choice(numbers) for place in places})
             assert reset(admin, "G", "T", "latest").verified
         assert consumer.state is ConsumerState.RUNNING
