@@ -113,7 +113,8 @@ def parse_address(address: str, what: str = "address") -> tuple[str, int]:
     found = _ADDRESS.fullmatch(address)
     if not found or not 0 < int(found["port"]) < 65536:
         raise ConfigError(
-            f"{what} {safe_repr(address, 200)} is not host:port with a port from 1 to 65535 (for example 127.0.0.1:9876)"
+            f"{what} {safe_repr(address, 200)} is not host:port with a port from 1 to 65535 "
+            "(for example 127.0.0.1:9876)"
         )
     return found["host"].strip("[]"), int(found["port"])
 
@@ -144,8 +145,8 @@ def _allowed_address(text: str) -> str:
         parse_address(text, "allowed_addresses:")
         return text
     raise ConfigError(
-        f"allowed_addresses: {safe_repr(text, 200)} is not allowed{reason}; give a host (broker-a, 10.0.0.5), host:port, "
-        "or a network (10.0.0.0/8)"
+        f"allowed_addresses: {safe_repr(text, 200)} is not allowed{reason}; give a host (broker-a, 10.0.0.5), "
+        "host:port, or a network (10.0.0.0/8)"
     )
 
 
@@ -250,7 +251,8 @@ def check_queues(name: str, value: object) -> list[MessageQueue]:
     for queue in queues:
         if not isinstance(queue, MessageQueue) or [type(part) for part in astuple(queue)] != [str, str, int]:
             raise ConfigError(
-                f"{name}={safe_repr(value)} is not allowed; pass a list of MessageQueues, for example of some in progress()"
+                f"{name}={safe_repr(value)} is not allowed; pass a list of MessageQueues, for example of some in "
+                "progress()"
             )
     return queues
 
@@ -327,8 +329,8 @@ class ClientConfig:
             value = getattr(self, name)
             if (value is not None or name == "instance_name") and not _is_part_of_client_id(value):
                 raise ConfigError(
-                    f"{name}={safe_repr(value)} is not allowed; it must be a text of 1 to {MAX_PART_CHARACTERS} printable "
-                    "characters, or left out: it is in the client id, which brokers and tools show"
+                    f"{name}={safe_repr(value)} is not allowed; it must be a text of 1 to {MAX_PART_CHARACTERS} "
+                    "printable characters, or left out: it is in the client id, which brokers and tools show"
                 )
         if self.namespace is not None:
             _check_name(self.namespace, "namespace", MAX_TOPIC_CHARACTERS)
@@ -535,8 +537,8 @@ class ConsumerConfig(ClientConfig):
         store = safe_repr(self.offset_store)
         if self.order_by is not None:
             raise ConfigError(
-                f"order_by={safe_repr(self.order_by)} does not work with offset_store={store}: its order is the queue's; "
-                "leave order_by out, or keep offsets at the broker"
+                f"order_by={safe_repr(self.order_by)} does not work with offset_store={store}: its order is the "
+                "queue's; leave order_by out, or keep offsets at the broker"
             )
         if self.broadcasting:
             raise ConfigError(

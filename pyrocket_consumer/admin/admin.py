@@ -397,6 +397,6 @@ class Admin:
 def _check_store(store: object) -> None:
     if store is not None and not isinstance(store, DatabaseOffsets):
         raise ConfigError(
-            f"store={safe_repr_unless_secret(store)} is not allowed; it must be a DatabaseOffsets, or left out: brokers "
-            "and members tell of all other groups"
+            f"store={safe_repr_unless_secret(store)} is not allowed; it must be a DatabaseOffsets, or left out: "
+            "brokers and members tell of all other groups"
         )

@@ -257,8 +257,8 @@ class GroupMember:
         """Wait a moment until all queues that are ours have begun, and tell which have not."""
         group, wait_s = self.group, self.config.start_wait_s
         if waiting := await self._rebalance.in_place(wait_s):
-            shown = ", ".join(waiting[:SHOWN]) + (f" and {len(waiting) - SHOWN} more" if len(waiting) > SHOWN else "")
-            text = f"not begun after {wait_s:g} s, and tried again until they are: {shown}"
+            names = ", ".join(waiting[:SHOWN]) + (f" and {len(waiting) - SHOWN} more" if len(waiting) > SHOWN else "")
+            text = f"not begun after {wait_s:g} s, and tried again until they are: {names}"
             group.event(EventKind.BROKER_UNREACHABLE, text, facts={"waiting": len(waiting)}, level=logging.WARNING)
 
     async def _find_route(self, topic: str) -> None:
