@@ -23,7 +23,8 @@ from pyrocket_consumer.consumer.context.statistics import Counts, Totals
 from pyrocket_consumer.consumer.dispatch.concurrent import Workers
 from pyrocket_consumer.consumer.pulling.pull_host import Pulling
 from pyrocket_consumer.consumer.pulling.pull_loop import Puller
-from pyrocket_consumer.consumer.window.process_queue import Budget, Limits, ProcessQueue
+from pyrocket_consumer.consumer.window.memory_budget import Budget
+from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.errors import DatabaseError, Fenced, OffsetStoreError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets, QueueReset

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from pyrocket_consumer.cluster.broker import HOLD_TICK_S, RESET_REMARK, read_pull_answer
 from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.consumer.commits.store_thread import UserThread
-from pyrocket_consumer.consumer.window.process_queue import LEAST_EXPECTED, ProcessQueue
+from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus, Subscription
 from pyrocket_consumer.protocol.accelerator import rising
@@ -26,6 +26,9 @@ from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import MOST_RECORDS, Message, decode_messages, inner_messages, refuse_batch
 from pyrocket_consumer.protocol.subscription import matches
 from pyrocket_consumer.transport.connection import Connection
+
+LEAST_EXPECTED = 1024
+"""Bytes that a pull counts with as long as nothing is known of its queue's answers."""
 
 UNPACKED_AT_ONCE_BYTES = 128 * 1024
 """Inner batches of one answer that hold no more are unpacked where they come in; larger ones beside the I/O thread."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import deque
@@ -10,11 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from pyrocket_consumer.consumer.window.decompression_budget import DecompressionBudget
+from pyrocket_consumer.consumer.window.memory_budget import Budget, PullWaiter, wake_all
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.database.claim import Claim
 from pyrocket_consumer.protocol.accelerator import finish
-from pyrocket_consumer.protocol.compression import MAX_BODY_BYTES
 from pyrocket_consumer.protocol.message import Message
 
 
@@ -52,171 +50,6 @@ class Limits:
 
     messages: int = 1000
     span: int = 2000
-
-
-LEAST_EXPECTED = 1024
-"""Bytes that a pull counts with as long as nothing is known of its queue's answers."""
-
-LOOK_EVERY_S = 0.02
-"""How often windows that wait for their turn, or for more room than they had, are looked after."""
-
-BEYOND_EVERY_S = 0.1
-"""How long a pull beyond the limit is waited for before the next one: brokers may be silent, or hold it for long."""
-
-
-class Budget:
-    """The bytes that all windows of a consumer (of a topic) may hold together, and whose turn it is to pull for more.
-
-    A window that holds something may pull while it holds less than what is left, so that one queue that is stuck
-    leaves room for others. When nothing is left, windows that hold nothing take turns as room is made, and those that
-    hold something come after them. Pulls under way count with what is expected of them, and an answer that comes when
-    there is no room is not taken.
-
-    What is held may be stuck: then the next window goes beyond the limit, one after the other, as long as `idle()`
-    tells that workers have nothing to do.
-
-    Any thread may use it, `expect` the one of `loop` only. Its lock is a leaf, and may be taken within a window's.
-    Methods that make room return the windows whose turn it is; the caller wakes them when it holds no lock.
-    """
-
-    def __init__(
-        self,
-        limit: int = 100 * 1024 * 1024,
-        loop: asyncio.AbstractEventLoop | None = None,
-        idle: Callable[[], bool] = lambda: False,
-        max_body_bytes: int = MAX_BODY_BYTES,
-    ) -> None:
-        self.bodies = DecompressionBudget(limit, max_body_bytes)
-        """As much again is for what listener calls unpack."""
-        self._limit = limit
-        self._loop = loop
-        self._idle = idle
-        self._lock = threading.Lock()
-        self._held = 0
-        self._expected = 0
-        self._arrived = 0  # of what is expected, what is there and not yet in a window
-        self._waiting: dict[ProcessQueue, int] = {}  # windows that hold nothing, in turn, and what they expect
-        self._turns: dict[ProcessQueue, int] = {}  # those that were woken and have not pulled yet
-        self._crowded: dict[ProcessQueue, int] = {}  # windows that were to pull, and held so much: more than was left
-        self._beyond: set[ProcessQueue] = set()  # these pull although as much as may be is held
-        self._next_beyond_at = 0.0
-        self._next_look: asyncio.TimerHandle | None = None
-
-    def __repr__(self) -> str:
-        return f"Budget({self._held} of {self._limit} held, {self._expected} expected, {len(self._waiting)} waiting)"
-
-    @property
-    def held(self) -> int:
-        """How many bytes the windows hold."""
-        return self._held
-
-    def _left(self) -> int:
-        return self._limit - self._held - self._expected
-
-    def leaves_room(self, held: int) -> bool:
-        """Tell whether a window that holds `held` bytes may pull, or wait for its turn to do so."""
-        with self._lock:
-            return not held or (held < self._left() and not self._waiting)
-
-    def expect(self, window: ProcessQueue, held: int, expected: int, *, ahead: bool = False) -> bool:
-        """Tell whether `window`, which holds `held` bytes, may pull; `expected` bytes count until they are settled.
-
-        If not, it is woken when its turn comes, or when there is more room; it may pull then, or must `pass_on`.
-        `ahead`: it has other pulls under way, and need not be woken.
-        """
-        with self._lock:
-            self._crowded.pop(window, None)
-            turn = self._turns.pop(window, None)
-            if turn is not None:
-                self._expected -= turn
-            elif self._waiting or held >= self._left():
-                if not ahead:
-                    (self._crowded if held else self._waiting).setdefault(window, held or expected)
-                    self._look_later()
-                return False
-            self._expected += expected
-            return True
-
-    def may_unpack(self, held: int) -> bool:
-        """Tell whether a window that holds `held` bytes may unpack an inner batch, whose size nobody knows before."""
-        return self._held < self._limit or (not held and self._idle())
-
-    def take(self, window: ProcessQueue, expected: int, size: int) -> bool:
-        """Tell whether an answer of `size` bytes is taken; they then count as what was expected, until it is settled.
-
-        If there is no room it has to be asked for again.
-        """
-        with self._lock:
-            if self._held + self._arrived >= self._limit and window not in self._beyond:
-                return False
-            self._expected += size - expected
-            self._arrived += size
-            return True
-
-    def add(self, size: int) -> None:
-        """Count bytes that a window has begun to hold."""
-        with self._lock:
-            self._held += size
-
-    def free(self, size: int) -> list[ProcessQueue]:
-        """Count bytes that a window holds no longer."""
-        with self._lock:
-            self._held -= size
-            return self._woken()
-
-    def settle(self, window: ProcessQueue, expected: int, arrived: int) -> list[ProcessQueue]:
-        """What was expected of a pull is in the window by now, or will not come; so many bytes had `arrived`."""
-        with self._lock:
-            self._expected -= expected
-            self._arrived -= arrived
-            self._beyond.discard(window)
-            return self._woken()
-
-    def pass_on(self, window: ProcessQueue) -> list[ProcessQueue]:
-        """`window` does not pull, although it waits for its turn or has it: the next one may."""
-        with self._lock:
-            self._waiting.pop(window, None)
-            self._crowded.pop(window, None)
-            if (turn := self._turns.pop(window, None)) is not None:
-                self._expected -= turn
-                self._beyond.discard(window)
-            return self._woken()
-
-    def _woken(self) -> list[ProcessQueue]:
-        woken: list[ProcessQueue] = []
-        while self._waiting and self._left() > 0:
-            woken.append(self._give_turn())
-        return woken
-
-    def _give_turn(self) -> ProcessQueue:
-        window = next(iter(self._waiting))
-        self._turns[window] = expected = self._waiting.pop(window)
-        self._expected += expected
-        return window
-
-    def _look_later(self) -> None:
-        if self._next_look is None and self._loop is not None:
-            self._next_look = self._loop.call_later(LOOK_EVERY_S, self._look)
-
-    def _look(self) -> None:
-        assert self._loop is not None
-        is_idle, now = self._idle(), self._loop.time()
-        with self._lock:
-            self._next_look = None
-            woken: list[ProcessQueue] = []
-            if not self._waiting:
-                left = self._left()
-                woken = [window for window, held in self._crowded.items() if held < left] if left > 0 else []
-                for window in woken:
-                    del self._crowded[window]
-            elif is_idle and (not self._beyond or now >= self._next_beyond_at):
-                woken = [window := self._give_turn()]
-                if self._held >= self._limit:
-                    self._beyond.add(window)
-                    self._next_beyond_at = now + BEYOND_EVERY_S
-            if self._waiting or self._crowded:
-                self._look_later()
-        _wake(woken)
 
 
 FIRST_GUESS_S = 0.001
@@ -298,7 +131,7 @@ class ProcessQueue:
             final = self._edge()
             woken = self.budget.free(self._bytes)
             self._bytes = 0
-        _wake(woken)
+        wake_all(woken)
         return final
 
     def may_consume(self) -> bool:
@@ -331,7 +164,7 @@ class ProcessQueue:
 
         `elapsed_s` for `units` listener calls feeds the estimate by which work is handed over.
         """
-        wake: list[ProcessQueue] = []
+        wake: list[PullWaiter] = []
         with self._lock:
             if self._state is QueueState.FENCED:
                 return
@@ -364,7 +197,7 @@ class ProcessQueue:
                 self._waiting_for = 0
                 wake.append(self)
         if wake:
-            _wake(wake)
+            wake_all(wake)
 
     # --- what others ask
 
@@ -424,11 +257,11 @@ class ProcessQueue:
 
     def settle(self, expected: int, arrived: int = 0) -> None:
         """What was `expected` of a pull was put, or will not come; so many bytes had `arrived`."""
-        _wake(self.budget.settle(self, expected, arrived))
+        wake_all(self.budget.settle(self, expected, arrived))
 
     def pass_on(self) -> None:
         """Nothing is asked for now, although there may be room: others may use it."""
-        _wake(self.budget.pass_on(self))
+        wake_all(self.budget.pass_on(self))
 
     def wake(self) -> None:
         """Have more asked for."""
@@ -448,8 +281,3 @@ class ProcessQueue:
         """Return the lowest and highest offset held, 0 and 0 when empty."""
         with self._lock:
             return (self._window[0].queue_offset, self._window[-1].queue_offset) if self._window else (0, 0)
-
-
-def _wake(windows: list[ProcessQueue]) -> None:
-    for window in windows:
-        window.wake()

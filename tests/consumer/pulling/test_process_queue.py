@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrocket_consumer.consumer.window import process_queue
-from pyrocket_consumer.consumer.window.process_queue import Budget, Limits, ProcessQueue, QueueEvent, QueueState
+from pyrocket_consumer.consumer.window import memory_budget
+from pyrocket_consumer.consumer.window.memory_budget import Budget
+from pyrocket_consumer.consumer.window.process_queue import TRANSITIONS, Limits, ProcessQueue, QueueEvent, QueueState
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.message import Message, StoredMessage, decode_messages, encode_message
 from tests.trials import trials
@@ -68,9 +69,9 @@ def test_moves_outside_the_table_are_refused(state, event):
     for step in path:
         act[QueueEvent[step]]()
     assert window.state is state
-    if (state, event) in process_queue.TRANSITIONS:
+    if (state, event) in TRANSITIONS:
         act[event]()
-        assert window.state is process_queue.TRANSITIONS[state, event]
+        assert window.state is TRANSITIONS[state, event]
     else:
         with pytest.raises(AssertionError, match=event.value):
             act[event]()
@@ -198,16 +199,16 @@ async def test_while_workers_are_idle_one_window_goes_beyond_the_limit():
     await asyncio.sleep(1)
     assert sharing.woken == [], "the workers are busy"
     is_idle = True
-    await asyncio.sleep(process_queue.BEYOND_EVERY_S / 2)
+    await asyncio.sleep(memory_budget.BEYOND_EVERY_S / 2)
     assert sharing.woken == [1], "one at a time"
     assert sharing.asks(1)
     assert not sharing.takes(2, 70)
     assert sharing.takes(1, 70, 100)
     sharing.gets(1, 70, 0)
-    await asyncio.sleep(process_queue.BEYOND_EVERY_S / 2)
+    await asyncio.sleep(memory_budget.BEYOND_EVERY_S / 2)
     assert sharing.woken == [1, 2]
     sharing.windows[2].pass_on()
-    await asyncio.sleep(process_queue.BEYOND_EVERY_S / 2)
+    await asyncio.sleep(memory_budget.BEYOND_EVERY_S / 2)
     assert sharing.woken == [1, 2, 3]
     assert not sharing.asks(0)
     assert sharing.acks(0, stuck) == [0]
@@ -219,9 +220,9 @@ async def test_an_unanswered_pull_beyond_the_limit_holds_up_none():
     assert sharing.asks(0)
     sharing.gets(0, 500)
     assert sharing.all_ask(1, 2, 3) == [False, False, False]
-    await asyncio.sleep(process_queue.LOOK_EVERY_S * 1.5)
+    await asyncio.sleep(memory_budget.LOOK_EVERY_S * 1.5)
     assert sharing.asks(1)
-    await asyncio.sleep(process_queue.BEYOND_EVERY_S * 1.5)
+    await asyncio.sleep(memory_budget.BEYOND_EVERY_S * 1.5)
     assert sharing.woken == [1, 2]
     assert sharing.asks(2)
     assert sharing.takes(1, 70, 100)
