@@ -15,7 +15,7 @@ from sqlalchemy.pool import NullPool
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.offsets.database.errors import Verdict
+from pyrocket_consumer.offsets.database.errors import ErrorKind
 from pyrocket_consumer.offsets.database.sqlalchemy_access import Scope, SqlDatabase
 from tests.simulation.world import CURRENT, Process, World
 
@@ -121,12 +121,12 @@ class _WorldDatabase(SqlDatabase):
         if self._ledger.is_answer_lost():
             raise ConnectionError("the answer to a commit was lost")
 
-    def verdict(self, error: BaseException) -> Verdict:
+    def classify_error(self, error: BaseException) -> ErrorKind:
         code = getattr(getattr(error, "orig", error), "sqlite_errorcode", 0)  # of SQLAlchemy, or of the driver
         if code & 0xFF == sqlite3.SQLITE_BUSY:
             self._ledger.busy += 1
-            return "away"  # nobody sleeps in this world: come again later
-        return "away" if isinstance(error, ConnectionError) else super().verdict(error)
+            return "unavailable"  # nobody sleeps in this world: come again later
+        return "unavailable" if isinstance(error, ConnectionError) else super().classify_error(error)
 
 
 def effect_of(queue: MessageQueue, offset: int, owner: str) -> tuple[Any, dict[str, Any]]:

@@ -41,7 +41,7 @@ class Divergence:
         found, is_sure = await self._found(claim)
         if not found:
             self._looks.pop(queue, None)
-            claim.looked_at = group.loop.time()
+            claim.log_checked_at = group.loop.time()
             return True
         looks = self._looks.get(queue, (0, 0.0))[0] + 1
         pause_s = FIRST_PAUSE_S if looks < SHORT_LOOKS else min(2.0 ** (looks - SHORT_LOOKS), LONGEST_PAUSE_S)
@@ -72,7 +72,7 @@ class Divergence:
         """
         found, _ = await self._found(claim)
         if not found:
-            claim.looked_at = self._group.loop.time()
+            claim.log_checked_at = self._group.loop.time()
         return not found
 
     async def _found(self, claim: Claim) -> tuple[str, bool]:

@@ -74,22 +74,22 @@ class DatabaseCommits:
     # --- the holder of claims; any thread
 
     @property
-    def failure(self) -> object:
+    def failed_result(self) -> object:
         return ConsumeResult.RETRY
 
     def is_success(self, result: object) -> bool:
         return result is None or result is ConsumeResult.SUCCESS or result is ConsumeResult.COMMIT
 
-    def fenced(self, claim: Claim) -> None:
+    def on_claim_fenced(self, claim: Claim) -> None:
         self._soon(self._fenced, claim)
 
-    def waits(self, claim: Claim, why: str) -> None:
+    def on_store_wait(self, claim: Claim, why: str) -> None:
         self._soon(self.on_waiting, claim.queue, why)
 
-    def left_out(self, claim: Claim, messages: Sequence[Message]) -> None:
+    def on_duplicates(self, claim: Claim, messages: Sequence[Message]) -> None:
         self._soon(self.on_left_out, claim.queue, messages)
 
-    def uncommitted(self, claim: Claim, row: StoredOffset) -> None:
+    def on_uncommitted(self, claim: Claim, row: StoredOffset) -> None:
         self._soon(
             self.on_apart,
             claim.queue,
@@ -99,7 +99,7 @@ class DatabaseCommits:
         )
         self._soon(self._fenced, claim, "a listener has not committed its transaction; what was not committed")
 
-    def apart(self, claim: Claim, offset: int) -> None:
+    def on_outside_transaction(self, claim: Claim, offset: int) -> None:
         if claim.queue.topic not in self._told_apart:
             self._told_apart.add(claim.queue.topic)
             self._soon(
@@ -331,7 +331,7 @@ class DatabaseCommits:
         Raises:
             DatabaseError: the database could not be asked.
         """
-        if offset >= max(claim.tried, claim.stored):
+        if offset >= max(claim.highest_advance, claim.stored):
             return False
         return await self._do(f"looking at {claim.queue}", self._store.is_consumed, claim, offset)
 

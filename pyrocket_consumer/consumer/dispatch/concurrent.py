@@ -249,7 +249,7 @@ class _Runner:
         messages = messages_of(unit)
         goes_on = True
         if (claim := chunk.window.claim) is not None:
-            claim.call_raised()
+            claim.end_failed_call()
         if chunk.turn is not None:
             goes_on, _ = chunk.turn.judge(unit, ConsumeResult.RETRY)
         else:
@@ -457,7 +457,7 @@ class ThreadWorkers(_Runner):
                 try:
                     result = call(given, self.context(chunk, unit)) if context else call(given)
                     if claim is not None:
-                        result = claim.result_of(result)
+                        result = claim.final_result(result)
                 except BaseException as error:  # SystemExit of a listener must not end a worker
                     if self.raised(chunk, unit, error):
                         continue
@@ -663,7 +663,7 @@ class AsyncWorkers(_Runner):
                     )
                     result = await call
                     if claim is not None:
-                        result = claim.result_of(result)
+                        result = claim.final_result(result)
                 except asyncio.CancelledError:
                     if self._abandoned:
                         raise  # the message stays unfinished

@@ -115,8 +115,8 @@ class LineTurn:
             return False, True
         if type(result) is RolledBack:
             left, known = list(messages), True
-            if (postponed_s := result.postponed_s) is not None:
-                self.left, self.suspend_s = [(listener, left)], postponed_s
+            if (retry_after_s := result.retry_after_s) is not None:
+                self.left, self.suspend_s = [(listener, left)], retry_after_s
                 return False, True
             _, self.suspend_s, known = suspension(result.result, messages)
         else:

@@ -91,11 +91,11 @@ class Corrections:
     def _is_to_be_looked_at(self, window: ProcessQueue, answer: PullAnswer) -> bool:
         """Tell whether the log may be another one; if it was looked at just now, it only ends sooner."""
         claim = window.claim
-        if claim is None or not claim.is_witnessed or claim.store.on_divergence != "stop":
+        if claim is None or not claim.has_last_message or claim.store.on_divergence != "stop":
             return False
         if claim.last is not None and answer.max_offset <= claim.last.offset:
             return True
-        return claim.has_advanced or self._group.loop.time() - claim.looked_at > LOOK_HOLDS_S
+        return claim.has_advanced or self._group.loop.time() - claim.log_checked_at > LOOK_HOLDS_S
 
     async def _rest(self, puller: Puller) -> None:
         """Wait before a broker is followed that sends us from place to place: each costs a durable write."""

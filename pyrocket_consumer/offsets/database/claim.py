@@ -39,12 +39,12 @@ class StoredOffset:
 class RolledBack:
     """What a listener's transaction came to when it was rolled back: all its messages come again."""
 
-    __slots__ = ("result", "postponed_s")
+    __slots__ = ("result", "retry_after_s")
 
-    def __init__(self, result: object = None, postponed_s: float | None = None) -> None:
-        """`result` is the listener's. `postponed_s`: it is no failure of theirs; they come again after so long."""
+    def __init__(self, result: object = None, retry_after_s: float | None = None) -> None:
+        """`result` is the listener's. `retry_after_s`: it is no failure of theirs; they come again after so long."""
         self.result = result
-        self.postponed_s = postponed_s
+        self.retry_after_s = retry_after_s
 
     def __repr__(self) -> str:
         return safe_repr(self.result)
@@ -59,26 +59,26 @@ class ClaimStore(Protocol):
 class ClaimHolder(Protocol):
     """Who has a claim, and hears what becomes of it. Any thread."""
 
-    def apart(self, claim: Claim, offset: int) -> None:
+    def on_outside_transaction(self, claim: Claim, offset: int) -> None:
         """A listener has returned, or raised, and nothing of its call counts the messages from `offset` on."""
 
-    def left_out(self, claim: Claim, messages: Sequence[Message]) -> None:
+    def on_duplicates(self, claim: Claim, messages: Sequence[Message]) -> None:
         """Messages that had their effect before, as the inbox says, are not given to the listener."""
 
     @property
-    def failure(self) -> object:
+    def failed_result(self) -> object:
         """What a listener returns that has failed."""
 
     def is_success(self, result: object) -> bool:
         """Tell whether a listener that returned this has consumed its messages."""
 
-    def fenced(self, claim: Claim) -> None:
+    def on_claim_fenced(self, claim: Claim) -> None:
         """Another member has claimed the queue since, or somebody has reset it."""
 
-    def uncommitted(self, claim: Claim, row: StoredOffset) -> None:
+    def on_uncommitted(self, claim: Claim, row: StoredOffset) -> None:
         """A listener has called `advance`, and has not committed that: what it named comes again, from the row on."""
 
-    def waits(self, claim: Claim, why: str) -> None:
+    def on_store_wait(self, claim: Claim, why: str) -> None:
         """The queue's messages wait for the database."""
 
 
@@ -99,21 +99,21 @@ class Claim:
         "reset_epoch",
         "stored",
         "promised",
-        "tried",
+        "highest_advance",
         "last",
-        "unsure",
+        "may_be_committed",
         "lost",
         "in_transaction",
-        "_unit",
-        "_place",
+        "_call_messages",
+        "_counted",
         "_rolled_back",
         "_is_used",
-        "_is_own",
+        "_uses_own_transaction",
         "has_advanced",
-        "looked_at",
-        "next_last",
-        "_owed",
-        "_owed_why",
+        "log_checked_at",
+        "pending_last",
+        "_refused_until",
+        "_refused_because",
     )
 
     def __init__(self, store: ClaimStore, holder: ClaimHolder, group: str, row: StoredOffset) -> None:
@@ -126,27 +126,27 @@ class Claim:
         self.reset_epoch = row.reset_epoch if is_valid_epoch(row.reset_epoch, int(time.time() * 1000)) else 0
         self.stored = row.next_offset  # what is known to be committed
         self.promised = row.next_offset  # what is, if listeners have committed their own transactions
-        self.tried = row.next_offset  # the highest that any call of `advance` has named, committed or not
+        self.highest_advance = row.next_offset  # the highest that any call of `advance` has named, committed or not
         self.last = row.last
-        self.next_last: LastMessage | None = None  # once the transaction is committed that names it
-        self.unsure = False  # a transaction has failed: it may have been committed all the same
+        self.pending_last: LastMessage | None = None  # once the transaction is committed that names it
+        self.may_be_committed = False  # a transaction has failed: it may have been committed all the same
         self.lost = False
         self.in_transaction = False  # of `exactly_once`
-        self._unit: Sequence[Message] = ()  # the messages of the call
-        self._place = 0  # so many of them are counted, by transactions that are committed or are to be
+        self._call_messages: Sequence[Message] = ()  # the messages of the call
+        self._counted = 0  # so many of them are counted, by transactions that are committed or are to be
         self._rolled_back: RolledBack | None = None  # what the call has come to, whatever its listener says
-        self._owed = 0  # up to this place messages were refused, because of some before them
-        self._owed_why: RolledBack | None = None
+        self._refused_until = 0  # up to this place messages were refused, because of some before them
+        self._refused_because: RolledBack | None = None
         self._is_used = False  # the call has used the store
-        self._is_own = False  # and in transactions of its own
+        self._uses_own_transaction = False  # and in transactions of its own
         self.has_advanced = False
-        self.looked_at = float("-inf")  # when the log was seen to have the last message consumed
+        self.log_checked_at = float("-inf")  # when the log was seen to have the last message consumed
 
     def __repr__(self) -> str:
         return f"Claim({self.queue}, epoch={self.epoch}, stored={self.stored}{', lost' if self.lost else ''})"
 
     @property
-    def is_witnessed(self) -> bool:
+    def has_last_message(self) -> bool:
         """Whether the row has a message that was consumed, to compare the log with."""
         return self.last is not None or self.has_advanced
 
@@ -154,28 +154,28 @@ class Claim:
 
     def begin_call(self, messages: Sequence[Message]) -> None:
         """A listener is about to be called with these."""
-        self._unit, self._place, self._rolled_back, self._owed = messages, 0, None, 0
-        self._is_used = self._is_own = self.in_transaction = False
+        self._call_messages, self._counted, self._rolled_back, self._refused_until = messages, 0, None, 0
+        self._is_used = self._uses_own_transaction = self.in_transaction = False
 
-    def result_of(self, result: object) -> object:
+    def final_result(self, result: object) -> object:
         """Return what the call has come to, when its listener has returned this."""
         if self._rolled_back is not None:
             return self._rolled_back
-        if self._owed > self._place:
-            return self._owed_why
-        if self._is_own and self._place:
-            self.promised = max(self.promised, self._unit[self._place - 1].queue_offset + 1)
-            self.last = self.next_last
-        if self._place < len(self._unit) and self.holder.is_success(result):
-            self.holder.apart(self, self._unit[self._place].queue_offset)
+        if self._refused_until > self._counted:
+            return self._refused_because
+        if self._uses_own_transaction and self._counted:
+            self.promised = max(self.promised, self._call_messages[self._counted - 1].queue_offset + 1)
+            self.last = self.pending_last
+        if self._counted < len(self._call_messages) and self.holder.is_success(result):
+            self.holder.on_outside_transaction(self, self._call_messages[self._counted].queue_offset)
         return result
 
-    def call_raised(self) -> None:
+    def end_failed_call(self) -> None:
         """The listener has raised."""
         if not self._is_used and not self.has_advanced:
-            self.holder.apart(self, self._unit[0].queue_offset)
+            self.holder.on_outside_transaction(self, self._call_messages[0].queue_offset)
 
-    def use(self, messages: Sequence[Message], what: str, *, behind: bool = False) -> int:
+    def find_messages(self, messages: Sequence[Message], what: str, *, behind: bool = False) -> int:
         """Return which of the call's messages the first one is, for `exactly_once` or `advance`.
 
         `behind`: it may also be behind some that were rolled back.
@@ -183,7 +183,7 @@ class Claim:
         Raises:
             ConfigError: they are not the next ones of the call, or a transaction of `exactly_once` runs.
         """
-        self._is_used, unit = True, self._unit
+        self._is_used, unit = True, self._call_messages
         if self.in_transaction:
             raise ConfigError(
                 f"{what} was called within a listener of exactly_once, whose transaction counts its messages by "
@@ -192,41 +192,41 @@ class Claim:
         if messages == unit:
             return 0
         wanted = (messages[0].queue, messages[0].queue_offset)
-        places = [place for place, each in enumerate(unit) if (each.queue, each.queue_offset) == wanted]
-        if places and (places[0] <= self._place or (behind and self._rolled_back is not None)):
-            part = unit[places[0] : places[0] + len(messages)]
+        indexes = [index for index, each in enumerate(unit) if (each.queue, each.queue_offset) == wanted]
+        if indexes and (indexes[0] <= self._counted or (behind and self._rolled_back is not None)):
+            part = unit[indexes[0] : indexes[0] + len(messages)]
             if len(part) == len(messages) and all(
                 (ours.queue, ours.queue_offset) == (given.queue, given.queue_offset)
                 for ours, given in zip(part, messages, strict=True)
             ):
-                return places[0]
-        left = unit[self._place] if self._place < len(unit) else None
+                return indexes[0]
+        left = unit[self._counted] if self._counted < len(unit) else None
         raise ConfigError(
             f"{what} was given {len(messages)} messages, the first at {wanted[0]} offset {wanted[1]}; it must be given "
             "those of the listener call, in order and without gaps"
             + (f", from offset {left.queue_offset} of {left.queue} on" if left else ", which are all counted")
         )
 
-    def count(self, place: int, messages: int, *, is_own: bool) -> None:
-        """So many messages are counted, from that place on; `is_own`: in a transaction that is yet to be committed."""
-        self._place = max(self._place, place + messages)
+    def count_messages(self, index: int, messages: int, *, in_own_transaction: bool) -> None:
+        """So many messages are counted, from that place on; `in_own_transaction`: in a transaction that is yet to be committed."""
+        self._counted = max(self._counted, index + messages)
         self.has_advanced = True
-        if is_own:
-            self._is_own = True
-            self.tried = max(self.tried, self._unit[self._place - 1].queue_offset + 1)
+        if in_own_transaction:
+            self._uses_own_transaction = True
+            self.highest_advance = max(self.highest_advance, self._call_messages[self._counted - 1].queue_offset + 1)
 
-    def rolled_back(self, place: int, messages: int) -> RolledBack | None:
-        """Return what a transaction of this call has come to, if it was before `place`: so many behind it come again.
+    def check_rolled_back(self, index: int, messages: int) -> RolledBack | None:
+        """Return what a transaction of this call has come to, if it was before `index`: so many behind it come again.
 
         What was rolled back itself may be tried once more.
         """
-        if place > self._place and self._rolled_back is not None:
-            self._owed, self._owed_why = max(self._owed, place + messages), self._rolled_back
+        if index > self._counted and self._rolled_back is not None:
+            self._refused_until, self._refused_because = max(self._refused_until, index + messages), self._rolled_back
             return self._rolled_back
         self._rolled_back = None
         return None
 
-    def roll_back(self, why: RolledBack) -> RolledBack:
+    def note_rollback(self, why: RolledBack) -> RolledBack:
         """Note that a transaction of this call was rolled back."""
         self._rolled_back = why
         return why

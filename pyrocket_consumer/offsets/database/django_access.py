@@ -9,26 +9,26 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.offsets.database.errors import Verdict, driver_verdict
+from pyrocket_consumer.offsets.database.errors import ErrorKind, classify_driver_error
 from pyrocket_consumer.offsets.database.sqlalchemy_access import (
     IDLE,
-    LOCK_WAIT_S,
+    LOCK_TIMEOUT_S,
     SUPPORTED,
     Database,
     Scope,
-    was_ended,
+    raise_transaction_ended,
 )
-from pyrocket_consumer.offsets.database.statements import DIALECTS, Answer, Execute, Statement, Values
+from pyrocket_consumer.offsets.database.statements import DIALECTS, Execute, Statement, StatementResult, Values
 from pyrocket_consumer.text import safe_repr
 
 T = TypeVar("T")
 
-_WAIT = Statement(f"SET SESSION innodb_lock_wait_timeout = {LOCK_WAIT_S}")
-_WAIT_NO_MORE = Statement("SET SESSION innodb_lock_wait_timeout = DEFAULT")
+_SET_LOCK_TIMEOUT = Statement(f"SET SESSION innodb_lock_wait_timeout = {LOCK_TIMEOUT_S}")
+_RESET_LOCK_TIMEOUT = Statement("SET SESSION innodb_lock_wait_timeout = DEFAULT")
 
-_LOCK_WAITS: dict[str, tuple[Statement, Statement | None]] = {
-    "postgresql": (Statement(f"SET LOCAL lock_timeout = '{LOCK_WAIT_S}s'"), None),
-    "mysql": (_WAIT, _WAIT_NO_MORE),
+_LOCK_TIMEOUTS: dict[str, tuple[Statement, Statement | None]] = {
+    "postgresql": (Statement(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'"), None),
+    "mysql": (_SET_LOCK_TIMEOUT, _RESET_LOCK_TIMEOUT),
 }
 """What has bookkeeping wait for locked rows, and what ends that."""
 
@@ -55,9 +55,9 @@ class DjangoDatabase(Database):
         self._alias = alias
         self._lock = threading.Lock()
         self._users = 0
-        self._lent: dict[Any, threading.Thread] = {}  # connections of threads that listeners run on
+        self._shared: dict[Any, threading.Thread] = {}  # connections of threads that listeners run on
         self._busy: set[Any] = set()  # those of them that a listener call has in hand
-        self.label = f"django:{alias}"
+        self.address = f"django:{alias}"
         self.dialect = DIALECTS[vendor](paramstyle="format")
 
     @contextmanager
@@ -72,16 +72,16 @@ class DjangoDatabase(Database):
             yield _DjangoScope(connection)
 
     def run(self, work: Callable[[Execute], T]) -> T:
-        wait, wait_no_more = _LOCK_WAITS.get(self.dialect.name, (None, None))
+        set_timeout, reset_timeout = _LOCK_TIMEOUTS.get(self.dialect.name, (None, None))
         with self._scope() as scope:
-            if wait is not None:
-                scope.execute(wait)
+            if set_timeout is not None:
+                scope.execute(set_timeout)
             result = work(scope.execute)
-            if wait_no_more is not None:
-                scope.execute(wait_no_more)
+            if reset_timeout is not None:
+                scope.execute(reset_timeout)
             return result
 
-    def run_apart(self, work: Callable[[Execute], T]) -> T:
+    def run_separately(self, work: Callable[[Execute], T]) -> T:
         def run_here() -> T:
             from django.db import connections
 
@@ -99,9 +99,9 @@ class DjangoDatabase(Database):
 
         connection = connections[self._alias]
         with self._lock:
-            if connection not in self._lent:
+            if connection not in self._shared:
                 connection.inc_thread_sharing()  # they are closed by whoever closes this
-                self._lent[connection] = threading.current_thread()
+                self._shared[connection] = threading.current_thread()
             self._busy.add(connection)
         try:
             with self._scope() as scope:
@@ -111,7 +111,7 @@ class DjangoDatabase(Database):
                 self._busy.discard(connection)
                 is_last = self._users == 0
                 if is_last:
-                    self._lent.pop(connection, None)
+                    self._shared.pop(connection, None)
             if is_last:  # the consumer has not waited for its listener
                 connection.close()
 
@@ -131,13 +131,13 @@ class DjangoDatabase(Database):
             raise ConfigError("advance() must be called within transaction.atomic(), with the effects it counts")
         return _DjangoScope(connection).execute
 
-    def verdict(self, error: BaseException) -> Verdict:
+    def classify_error(self, error: BaseException) -> ErrorKind:
         from django.db import Error, InterfaceError
 
         if not isinstance(error, Error):
-            return "theirs"
-        return driver_verdict(error.__cause__, self.dialect.name) or (
-            "gone" if isinstance(error, InterfaceError) else "theirs"
+            return "listener"
+        return classify_driver_error(error.__cause__, self.dialect.name) or (
+            "disconnected" if isinstance(error, InterfaceError) else "listener"
         )
 
     def close(self) -> None:
@@ -147,11 +147,11 @@ class DjangoDatabase(Database):
             self._users = max(0, self._users - 1)
             idle = [
                 connection
-                for connection, thread in self._lent.items()
+                for connection, thread in self._shared.items()
                 if connection not in self._busy and (self._users == 0 or not thread.is_alive())
             ]
             for connection in idle:
-                del self._lent[connection]
+                del self._shared[connection]
         for connection in (connections[self._alias], *idle):
             connection.close()
 
@@ -164,31 +164,31 @@ class _DjangoScope:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
 
-    def execute(self, statement: Statement, values: Values | Sequence[Values] = ()) -> Answer:
+    def execute(self, statement: Statement, values: Values | Sequence[Values] = ()) -> StatementResult:
         with self._connection.cursor() as cursor:
             if isinstance(values, Mapping):
-                cursor.execute(statement.text, statement.bound(values))
+                cursor.execute(statement.text, statement.bind(values))
             elif values:
-                cursor.executemany(statement.text, [statement.bound(each) for each in values])
+                cursor.executemany(statement.text, [statement.bind(each) for each in values])
             else:
                 cursor.execute(statement.text)
-            return Answer(cursor.fetchall() if cursor.description else (), cursor.rowcount)
+            return StatementResult(cursor.fetchall() if cursor.description else (), cursor.rowcount)
 
     def begin(self) -> None:
         pass
 
-    def ready(self) -> None:
+    def flush_and_check(self) -> None:
         if not self._connection.in_atomic_block or self._connection.needs_rollback:
-            was_ended()
+            raise_transaction_ended()
         info = getattr(self._connection.connection, "info", None)
         if getattr(info, "transaction_status", None) == IDLE:
-            was_ended()
+            raise_transaction_ended()
 
     def is_lost(self) -> bool:
         return self._connection.connection is None or self._connection.errors_occurred
 
 
-def django(alias: str) -> Database:
+def database_for_alias(alias: str) -> Database:
     """Return the database of an alias of Django's.
 
     Raises:

@@ -5,35 +5,35 @@ from __future__ import annotations
 import sqlite3
 from typing import Literal
 
-Verdict = Literal["again", "locked", "gone", "away", "broken", "theirs"]
+ErrorKind = Literal["retry", "locked", "disconnected", "unavailable", "aborted", "listener"]
 """What an error says: this transaction met another; one that lasts; there is no connection; the database cannot be used
 now; an error of before has ended the transaction; it is the listener's own."""
 
-_SQLSTATES: dict[str, Verdict] = {
-    "40001": "again",
-    "40P01": "again",  # serialization failure, deadlock
-    "08": "gone",
-    "53300": "gone",
-    "57P": "gone",  # connection, too many of them, shutdown
-    "53": "away",  # resources
-    "40003": "away",
-    "25006": "away",
-    "25P03": "away",  # read-only: a standby after a fail-over
+_SQLSTATES: dict[str, ErrorKind] = {
+    "40001": "retry",
+    "40P01": "retry",  # serialization failure, deadlock
+    "08": "disconnected",
+    "53300": "disconnected",
+    "57P": "disconnected",  # connection, too many of them, shutdown
+    "53": "unavailable",  # resources
+    "40003": "unavailable",
+    "25006": "unavailable",
+    "25P03": "unavailable",  # read-only: a standby after a fail-over
     "55P03": "locked",
-    "25P02": "broken",
+    "25P02": "aborted",
 }
 
-_MYSQL_CODES: dict[int, Verdict] = {
-    **dict.fromkeys((1213, 1020), "again"),
+_MYSQL_CODES: dict[int, ErrorKind] = {
+    **dict.fromkeys((1213, 1020), "retry"),
     **dict.fromkeys((1205, 3572), "locked"),
     **dict.fromkeys(
-        (0, 1040, 1053, 1077, 1079, 1129, 1152, 1158, 1159, 1160, 1161, 1203, 1290, 1792, 1836, 1927), "away"
+        (0, 1040, 1053, 1077, 1079, 1129, 1152, 1158, 1159, 1160, 1161, 1203, 1290, 1792, 1836, 1927), "unavailable"
     ),
-    **dict.fromkeys((2002, 2003, 2006, 2012, 2013, 2055, 3159, 4031), "gone"),
+    **dict.fromkeys((2002, 2003, 2006, 2012, 2013, 2055, 3159, 4031), "disconnected"),
 }
 
-_SQLITE_CODES: dict[int, Verdict] = {
-    **dict.fromkeys((sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED), "again"),
+_SQLITE_CODES: dict[int, ErrorKind] = {
+    **dict.fromkeys((sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED), "retry"),
     **dict.fromkeys(
         (
             sqlite3.SQLITE_IOERR,
@@ -42,13 +42,13 @@ _SQLITE_CODES: dict[int, Verdict] = {
             sqlite3.SQLITE_CORRUPT,
             sqlite3.SQLITE_NOTADB,
         ),
-        "away",
+        "unavailable",
     ),
-    sqlite3.SQLITE_CANTOPEN: "gone",
+    sqlite3.SQLITE_CANTOPEN: "disconnected",
 }
 
 
-def driver_verdict(error: BaseException | None, dialect: str) -> Verdict | None:
+def classify_driver_error(error: BaseException | None, dialect: str) -> ErrorKind | None:
     """Return what the driver's own error says, by its code."""
     if isinstance(error, sqlite3.Error):
         return _SQLITE_CODES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
@@ -59,8 +59,8 @@ def driver_verdict(error: BaseException | None, dialect: str) -> Verdict | None:
     if isinstance(code, dict):
         state = code.get("C")  # pg8000
     if isinstance(state, str):
-        return next((_SQLSTATES[state[:size]] for size in (5, 3, 2) if state[:size] in _SQLSTATES), "theirs")
-    return "gone" if _is_disconnected(error) else None
+        return next((_SQLSTATES[state[:size]] for size in (5, 3, 2) if state[:size] in _SQLSTATES), "listener")
+    return "disconnected" if _is_disconnected(error) else None
 
 
 def _is_disconnected(error: BaseException | None) -> bool:

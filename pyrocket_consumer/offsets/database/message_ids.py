@@ -7,15 +7,15 @@ from hashlib import blake2b, sha256
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.protocol.message import Message
 
-LONGEST_KEY = 255
+MAX_KEY_CHARACTERS = 255
 
 
 def id_of(message: Message) -> str:
     """Return the id of a message as the tables have it: what any producer or damage has made of it fits in there."""
     try:
-        return _fitting(message.message_id)
+        return _shorten_id(message.message_id)
     except ProtocolError:
-        return _fitting(f"damaged:{message.queue}:{message.queue_offset}")
+        return _shorten_id(f"damaged:{message.queue}:{message.queue_offset}")
 
 
 def inbox_id_of(message: Message) -> str | None:
@@ -31,11 +31,11 @@ def inbox_id_of(message: Message) -> str | None:
     if name is None:
         return None
     proof = blake2b(f"{message.topic}\0{name}\0".encode(errors="surrogatepass") + body, digest_size=12).hexdigest()
-    return _fitting(f"{name}/{proof}")
+    return _shorten_id(f"{name}/{proof}")
 
 
-def _fitting(name: str) -> str:
+def _shorten_id(name: str) -> str:
     """Return an id in a form that every database has a place for, and tells from all others."""
-    if len(name) <= LONGEST_KEY and name.isascii() and name.isprintable() and name == name.strip():
+    if len(name) <= MAX_KEY_CHARACTERS and name.isascii() and name.isprintable() and name == name.strip():
         return name
     return "sha256:" + sha256(name.encode(errors="surrogatepass")).hexdigest()

@@ -32,22 +32,29 @@ from sqlalchemy.pool import NullPool, StaticPool
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.offsets.database.errors import Verdict, driver_verdict
-from pyrocket_consumer.offsets.database.statements import DIALECTS, Answer, Execute, Statement, Statements, Values
+from pyrocket_consumer.offsets.database.errors import ErrorKind, classify_driver_error
+from pyrocket_consumer.offsets.database.statements import (
+    DIALECTS,
+    Execute,
+    Statement,
+    StatementResult,
+    Statements,
+    Values,
+)
 from pyrocket_consumer.text import safe_repr, safe_repr_unless_secret
 from pyrocket_consumer.transport.forks import renew_locks_in_children
 
 T = TypeVar("T")
 
-LOCK_WAIT_S = 1
+LOCK_TIMEOUT_S = 1
 """How long bookkeeping waits for a row that another session has locked: all queues wait for it."""
 
-ANSWER_WITHIN_S = 60.0
+DRIVER_TIMEOUT_S = 60.0
 """How long bookkeeping waits for an asynchronous driver; others have time-outs of their own."""
 
-DISPOSE_WITHIN_S = 5.0
+DISPOSE_TIMEOUT_S = 5.0
 
-CONNECT_WITHIN_S = 10
+CONNECT_TIMEOUT_S = 10
 """How long tools wait for a server that says nothing."""
 
 IDLE = 0
@@ -68,7 +75,7 @@ class Scope(Protocol):
     def begin(self) -> None:
         """The listener is about to be called: what it reads is of the transaction, too."""
 
-    def ready(self) -> None:
+    def flush_and_check(self) -> None:
         """Have everything executed that was asked for; the transaction must still be there.
 
         Raises:
@@ -79,7 +86,7 @@ class Scope(Protocol):
         """Tell whether its connection is."""
 
 
-def _refuse_to_end(*_: object, **__: object) -> NoReturn:
+def _raise_must_not_end(*_: object, **__: object) -> NoReturn:
     raise ConfigError(
         "the listener has called commit, rollback or close on the connection it was given: the transaction is ended by "
         "exactly_once, together with the offset. Raise (or return Retry()) to roll back; for a transaction of your own "
@@ -87,7 +94,7 @@ def _refuse_to_end(*_: object, **__: object) -> NoReturn:
     )
 
 
-def was_ended() -> NoReturn:
+def raise_transaction_ended() -> NoReturn:
     """Raise what says so.
 
     Raises:
@@ -105,7 +112,7 @@ def was_ended() -> NoReturn:
 class Database:
     """What `DatabaseOffsets` needs of a database."""
 
-    label: str
+    address: str
     dialect: Dialect
     is_async = False
     arguments = 1
@@ -122,7 +129,7 @@ class Database:
         """Do some statements in a transaction of their own. Any thread."""
         raise NotImplementedError
 
-    def run_apart(self, work: Callable[[Execute], T]) -> T:
+    def run_separately(self, work: Callable[[Execute], T]) -> T:
         """Do the same while the caller has a transaction of its own open."""
         return self.run(work)
 
@@ -134,7 +141,7 @@ class Database:
         """Return what executes in a user's own transaction."""
         raise NotImplementedError
 
-    def verdict(self, error: BaseException) -> Verdict:
+    def classify_error(self, error: BaseException) -> ErrorKind:
         """Return what an error says."""
         raise NotImplementedError
 
@@ -145,23 +152,23 @@ class Database:
 class _SqlScope:
     """A transaction of SQLAlchemy's."""
 
-    def __init__(self, connection: Connection, handle: Any, held: Any) -> None:
-        """`held` is what the user's code holds, or what that goes by: its ends are not the user's to call."""
+    def __init__(self, connection: Connection, handle: Any, sync_handle: Any) -> None:
+        """`sync_handle` is what the user's code holds, or what that goes by: its ends are not the user's to call."""
         self.execute = _executor(connection)
         self.arguments = (handle,)
         self._connection = connection
-        self._held = held
-        self._transaction = held.get_transaction()
-        held.commit = held.rollback = held.close = _refuse_to_end
+        self._sync_handle = sync_handle
+        self._transaction = sync_handle.get_transaction()
+        sync_handle.commit = sync_handle.rollback = sync_handle.close = _raise_must_not_end
 
-    def ready(self) -> None:
-        if self._held.get_transaction() is not self._transaction or not self._transaction.is_active:
-            was_ended()
-        if isinstance(self._held, Session):
-            self._held.flush()
+    def flush_and_check(self) -> None:
+        if self._sync_handle.get_transaction() is not self._transaction or not self._transaction.is_active:
+            raise_transaction_ended()
+        if isinstance(self._sync_handle, Session):
+            self._sync_handle.flush()
         info = getattr(self._connection.connection.driver_connection, "info", None)
         if getattr(info, "transaction_status", None) == IDLE:  # of psycopg: ended by a statement, or beneath SQLAlchemy
-            was_ended()
+            raise_transaction_ended()
 
     def begin(self) -> None:
         driver = self._connection.connection.driver_connection
@@ -174,22 +181,22 @@ class _SqlScope:
         driver = self._connection.connection.driver_connection
         return bool(getattr(driver, "closed", False)) or getattr(driver, "open", True) is False
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """The transaction has ended: whoever keeps the connection may end it."""
-        del self._held.commit, self._held.rollback, self._held.close
+        del self._sync_handle.commit, self._sync_handle.rollback, self._sync_handle.close
 
 
 def _sqlite_executor(driver: sqlite3.Connection) -> Execute:
     """Return what executes without SQLAlchemy's layers: they would cost more than what a file does with a statement."""
 
-    def execute(statement: Statement, values: Values | Sequence[Values] = ()) -> Answer:
+    def execute(statement: Statement, values: Values | Sequence[Values] = ()) -> StatementResult:
         if isinstance(values, Mapping):
-            cursor = driver.execute(statement.text, statement.bound(values))
+            cursor = driver.execute(statement.text, statement.bind(values))
         elif values:
-            cursor = driver.executemany(statement.text, [statement.bound(each) for each in values])
+            cursor = driver.executemany(statement.text, [statement.bind(each) for each in values])
         else:
             cursor = driver.execute(statement.text)
-        return Answer(cursor.fetchall(), cursor.rowcount)
+        return StatementResult(cursor.fetchall(), cursor.rowcount)
 
     return execute
 
@@ -199,14 +206,14 @@ def _executor(connection: Connection) -> Execute:
     if isinstance(driver, sqlite3.Connection):
         return _sqlite_executor(driver)
 
-    def execute(statement: Statement, values: Values | Sequence[Values] = ()) -> Answer:
+    def execute(statement: Statement, values: Values | Sequence[Values] = ()) -> StatementResult:
         if isinstance(values, Mapping):
-            result = connection.exec_driver_sql(statement.text, statement.bound(values))
+            result = connection.exec_driver_sql(statement.text, statement.bind(values))
         elif values:
-            result = connection.exec_driver_sql(statement.text, [statement.bound(each) for each in values])
+            result = connection.exec_driver_sql(statement.text, [statement.bind(each) for each in values])
         else:
             result = connection.exec_driver_sql(statement.text)
-        return Answer(result.fetchall() if result.returns_rows else (), result.rowcount)
+        return StatementResult(result.fetchall() if result.returns_rows else (), result.rowcount)
 
     return execute
 
@@ -219,7 +226,7 @@ class SqlDatabase(Database):
 
     def __init__(self, engine: Engine, sessions: sessionmaker[Any] | None) -> None:
         _check_engine(engine, is_async=self.is_async)
-        self.label = _address(engine.url)
+        self.address = _format_address(engine.url)
         self.dialect = engine.dialect
         self.engine = engine
         self._sessions = sessions
@@ -230,38 +237,40 @@ class SqlDatabase(Database):
     def renew_locks(self) -> None:
         """Have a lock that nobody holds, and no connections: in a forked child they are its parent's."""
         self._lock = threading.Lock()
-        self._own: _OwnConnections | _OwnLoop | None = None
+        self._bookkeeping: _BookkeepingEngine | _BookkeepingLoop | None = None
         self._users = 0
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self.engine.dispose(close=False)
 
-    def _new_own(self) -> _OwnConnections | _OwnLoop:
-        return _OwnConnections(self.engine)
+    def _new_bookkeeping(self) -> _BookkeepingEngine | _BookkeepingLoop:
+        return _BookkeepingEngine(self.engine)
 
     def open(self) -> None:
         with self._lock:
             self._users += 1
-            if self._own is None:
-                self._own = self._new_own()
+            if self._bookkeeping is None:
+                self._bookkeeping = self._new_bookkeeping()
 
     def close(self) -> None:
         with self._lock:
             self._users = max(0, self._users - 1)
-            own, self._own = (self._own, None) if self._users == 0 else (None, self._own)
-        if own is not None:
-            own.close()
+            bookkeeping, self._bookkeeping = (
+                (self._bookkeeping, None) if self._users == 0 else (None, self._bookkeeping)
+            )
+        if bookkeeping is not None:
+            bookkeeping.close()
 
     def run(self, work: Callable[[Execute], T]) -> T:
         with self._lock:
-            own = self._own
-        if own is not None:
-            return own.run(work)
-        own = self._new_own()
+            bookkeeping = self._bookkeeping
+        if bookkeeping is not None:
+            return bookkeeping.run(work)
+        bookkeeping = self._new_bookkeeping()
         try:
-            return own.run(work)
+            return bookkeeping.run(work)
         finally:
-            own.close()
+            bookkeeping.close()
 
     @contextmanager
     def transaction(self) -> Generator[Scope]:
@@ -271,14 +280,14 @@ class SqlDatabase(Database):
                 try:
                     yield scope
                 finally:
-                    scope.give_back()
+                    scope.restore()
         else:
             with self._sessions() as session, session.begin():
                 scope = _SqlScope(session.connection(), session, session)
                 try:
                     yield scope
                 finally:
-                    scope.give_back()
+                    scope.restore()
 
     def executor(self, given: Any) -> Execute:
         if isinstance(given, Session):
@@ -290,14 +299,18 @@ class SqlDatabase(Database):
             )
         return _executor(given)
 
-    def verdict(self, error: BaseException) -> Verdict:
+    def classify_error(self, error: BaseException) -> ErrorKind:
         if isinstance(error, sqlite3.Error):
-            return driver_verdict(error, self.dialect.name) or "theirs"
+            return classify_driver_error(error, self.dialect.name) or "listener"
         if isinstance(error, PoolTimeout):
-            return "gone"
+            return "disconnected"
         if not isinstance(error, DBAPIError):
-            return "theirs"
-        return "gone" if error.connection_invalidated else driver_verdict(error.orig, self.dialect.name) or "theirs"
+            return "listener"
+        return (
+            "disconnected"
+            if error.connection_invalidated
+            else classify_driver_error(error.orig, self.dialect.name) or "listener"
+        )
 
 
 class AsyncDatabase(SqlDatabase):
@@ -314,29 +327,29 @@ class AsyncDatabase(SqlDatabase):
         self._async_engine = engine
         self._async_sessions = sessions
 
-    def _new_own(self) -> _OwnConnections | _OwnLoop:
-        return _OwnLoop(self.engine)
+    def _new_bookkeeping(self) -> _BookkeepingEngine | _BookkeepingLoop:
+        return _BookkeepingLoop(self.engine)
 
     @contextmanager
     def transaction(self) -> Generator[Scope]:
         """To be entered within a greenlet of SQLAlchemy's."""
         handle: Any
-        held: Any
+        sync_handle: Any
         if self._async_sessions is None:
             handle = self._async_engine.connect()
             await_only(handle.start())
-            held = handle.sync_connection
+            sync_handle = handle.sync_connection
         else:
             handle = self._async_sessions()
-            held = handle.sync_session
+            sync_handle = handle.sync_session
         try:
-            with held.begin():
-                connection = held if isinstance(held, Connection) else held.connection()
-                scope = _SqlScope(connection, handle, held)
+            with sync_handle.begin():
+                connection = sync_handle if isinstance(sync_handle, Connection) else sync_handle.connection()
+                scope = _SqlScope(connection, handle, sync_handle)
                 try:
                     yield scope
                 finally:
-                    scope.give_back()
+                    scope.restore()
         finally:
             await_only(handle.close())
 
@@ -351,11 +364,11 @@ class AsyncDatabase(SqlDatabase):
         return super().executor(given.sync_connection)
 
 
-class _OwnConnections:
+class _BookkeepingEngine:
     """Connections for bookkeeping, as the engine would make them."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = _as_if(engine)
+        self._engine = _copy_engine(engine)
 
     def run(self, work: Callable[[Execute], T]) -> T:
         return _run_on(self._engine, work)
@@ -364,11 +377,11 @@ class _OwnConnections:
         self._engine.dispose()
 
 
-class _OwnLoop:
+class _BookkeepingLoop:
     """A loop on a thread of its own, and connections that belong to it."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = _as_if(engine)
+        self._engine = _copy_engine(engine)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="pyrocket-database", daemon=True).start()
 
@@ -381,43 +394,43 @@ class _OwnLoop:
     def run(self, work: Callable[[Execute], T]) -> T:
         running = asyncio.run_coroutine_threadsafe(greenlet_spawn(_run_on, self._engine, work), self._loop)
         try:
-            result: T = running.result(ANSWER_WITHIN_S)
+            result: T = running.result(DRIVER_TIMEOUT_S)
         except TimeoutError:
             running.cancel()
-            raise TimeoutError(f"no answer within {ANSWER_WITHIN_S:g} s") from None
+            raise TimeoutError(f"no answer within {DRIVER_TIMEOUT_S:g} s") from None
         return result
 
     def close(self) -> None:
         disposing = asyncio.run_coroutine_threadsafe(greenlet_spawn(self._engine.dispose), self._loop)
         try:
-            disposing.result(DISPOSE_WITHIN_S)
+            disposing.result(DISPOSE_TIMEOUT_S)
         except TimeoutError:
             pass  # what it still waits for goes with it
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-def _as_if(engine: Engine) -> Engine:
+def _copy_engine(engine: Engine) -> Engine:
     """Return an engine with the same settings and events, and connections of its own."""
-    own = Engine(
+    bookkeeping = Engine(
         engine.pool.recreate(),
         engine.dialect,
         engine.url,
         execution_options=engine.get_execution_options(),
         hide_parameters=engine.hide_parameters,
     )
-    own.dispatch = own.dispatch._join(engine.dispatch)
-    own._has_events = engine._has_events
-    return own
+    bookkeeping.dispatch = bookkeeping.dispatch._join(engine.dispatch)
+    bookkeeping._has_events = engine._has_events
+    return bookkeeping
 
 
 def _run_on(engine: Engine, work: Callable[[Execute], T]) -> T:
     """Do `work` on an engine of our own."""
     with engine.connect() as connection, connection.begin():
         if engine.dialect.name == "postgresql":
-            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_WAIT_S}s'")
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
         elif engine.dialect.name in ("mysql", "mariadb"):
-            connection.exec_driver_sql(f"SET SESSION innodb_lock_wait_timeout = {LOCK_WAIT_S}")
+            connection.exec_driver_sql(f"SET SESSION innodb_lock_wait_timeout = {LOCK_TIMEOUT_S}")
         return work(_executor(connection))
 
 
@@ -431,7 +444,7 @@ _DRIVERS = {
 }
 
 
-_SHOWN = {
+_NOT_SECRET = {
     "application_name",
     "charset",
     "connect_timeout",
@@ -447,9 +460,9 @@ _SHOWN = {
 """Parts of an address's query that are shown: any other may be a secret."""
 
 
-def _address(url: URL) -> str:
+def _format_address(url: URL) -> str:
     """Return the address of a database without passwords, wherever they are in it."""
-    query = {name: value if name in _SHOWN else "***" for name, value in url.query.items()}
+    query = {name: value if name in _NOT_SECRET else "***" for name, value in url.query.items()}
     return url.set(query=query).render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
 
 
@@ -460,7 +473,7 @@ def _check_host(url: URL, what: str) -> None:
 
 def _check_engine(engine: Engine, *, is_async: bool) -> None:
     _check_host(engine.url, "the address of engine")
-    address, dialect = _address(engine.url), engine.dialect.name
+    address, dialect = _format_address(engine.url), engine.dialect.name
     if dialect not in DIALECTS:
         raise ConfigError(f"engine={address!r} is a database of {dialect}; {SUPPORTED}")
     if engine.dialect.is_async and not is_async:
@@ -477,7 +490,7 @@ def _check_engine(engine: Engine, *, is_async: bool) -> None:
         )
 
 
-def of(given: object) -> Database:
+def database_for(given: object) -> Database:
     """Return the database of an engine or of a maker of sessions.
 
     Raises:
@@ -500,7 +513,7 @@ def of(given: object) -> Database:
     )
 
 
-def engine_at(url: str) -> Engine | AsyncEngine:
+def engine_for_url(url: str) -> Engine | AsyncEngine:
     """Return an engine that keeps no connection open.
 
     Raises:
@@ -515,21 +528,23 @@ def engine_at(url: str) -> Engine | AsyncEngine:
     _check_host(parsed, "the database's address")
     kind = parsed.get_backend_name()
     if kind not in _DRIVERS:
-        raise ConfigError(f"{_address(parsed)} is a database of {kind}; {SUPPORTED}: {', '.join(_DRIVERS.values())}")
+        raise ConfigError(
+            f"{_format_address(parsed)} is a database of {kind}; {SUPPORTED}: {', '.join(_DRIVERS.values())}"
+        )
     if kind == "sqlite" and parsed.database and not parsed.query and not os.path.exists(parsed.database):
-        raise ConfigError(f"{_address(parsed)}: there is no such file; a member makes it, with create_tables()")
+        raise ConfigError(f"{_format_address(parsed)}: there is no such file; a member makes it, with create_tables()")
     try:
         dialect = parsed.get_dialect()
         options: dict[str, Any] = {"poolclass": NullPool}
         if dialect.driver in ("psycopg", "psycopg2") and "connect_timeout" not in parsed.query:
-            options["connect_args"] = {"connect_timeout": CONNECT_WITHIN_S}  # others have one without being asked
+            options["connect_args"] = {"connect_timeout": CONNECT_TIMEOUT_S}  # others have one without being asked
         return (create_async_engine if dialect.is_async else create_engine)(parsed, **options)
     except (ImportError, NoSuchModuleError) as error:
         raise ConfigError(
-            f"{_address(parsed)} needs a driver that is not installed ({error}); for example {_DRIVERS[kind]}"
+            f"{_format_address(parsed)} needs a driver that is not installed ({error}); for example {_DRIVERS[kind]}"
         ) from error
     except (ArgumentError, TypeError, ValueError):
-        raise ConfigError(f"{_address(parsed)} has something in it that its driver does not take") from None
+        raise ConfigError(f"{_format_address(parsed)} has something in it that its driver does not take") from None
 
 
 # --- listeners
@@ -554,12 +569,12 @@ def check_listener(listener: Any, database: Database) -> None:
         ) from error
     if _is_coroutine_function(listener) and not database.is_async:
         raise ConfigError(
-            f"the listener {_name(listener)} is async def, and {database.label} is not asynchronous; use "
+            f"the listener {_name(listener)} is async def, and {database.address} is not asynchronous; use "
             "create_async_engine, or a plain function"
         )
     if database.is_async and not _is_coroutine_function(listener):
         raise ConfigError(
-            f"the listener {_name(listener)} is a plain function, and {database.label} is asynchronous; use "
+            f"the listener {_name(listener)} is a plain function, and {database.address} is asynchronous; use "
             "create_engine, or an async def function"
         )
 
@@ -574,7 +589,9 @@ def _name(listener: Any) -> str:
     return getattr(listener, "__qualname__", safe_repr(listener))
 
 
-def as_listener(database: Database, listener: Callable[..., Any], consume: Callable[..., Any]) -> Callable[[Any], Any]:
+def wrap_listener(
+    database: Database, listener: Callable[..., Any], consume: Callable[..., Any]
+) -> Callable[[Any], Any]:
     """Return a listener of messages alone, plain or `async def`, for `consume`, which calls the user's.
 
     `consume` gets the messages, what calls the user's listener, and what sleeps.
@@ -584,11 +601,11 @@ def as_listener(database: Database, listener: Callable[..., Any], consume: Calla
         def call_and_await(*arguments: Any) -> Any:
             return await_only(listener(*arguments))
 
-        def rest(pause_s: float) -> None:
+        def sleep(pause_s: float) -> None:
             await_only(asyncio.sleep(pause_s))
 
         async def consume_async(messages: Any) -> Any:
-            return await greenlet_spawn(consume, messages, call_and_await, rest)
+            return await greenlet_spawn(consume, messages, call_and_await, sleep)
 
         wrapped: Callable[[Any], Any] = consume_async
     else:
@@ -603,6 +620,6 @@ def as_listener(database: Database, listener: Callable[..., Any], consume: Calla
     return wrapped
 
 
-def spawned(work: Callable[..., T], *arguments: Any) -> Coroutine[Any, Any, T]:
+def run_in_greenlet(work: Callable[..., T], *arguments: Any) -> Coroutine[Any, Any, T]:
     """Return what does `work` where asynchronous connections can be used as if they were not."""
     return greenlet_spawn(work, *arguments)

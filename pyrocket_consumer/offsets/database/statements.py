@@ -32,13 +32,13 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.schema import CreateTable
 from sqlalchemy.sql import ClauseElement
 
-from pyrocket_consumer.offsets.database.message_ids import LONGEST_KEY
+from pyrocket_consumer.offsets.database.message_ids import MAX_KEY_CHARACTERS
 
-INBOX_STEP = 500
+INBOX_DELETE_BATCH = 500
 """How many old rows of the inbox are deleted at a time."""
 
 
-class Answer(NamedTuple):
+class StatementResult(NamedTuple):
     """What a statement came to."""
 
     rows: Sequence[Sequence[Any]]
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 class Execute(Protocol):
     """Executes a statement, once for each of several sets of values."""
 
-    def __call__(self, statement: Statement, values: Values | Sequence[Values] = ()) -> Answer: ...
+    def __call__(self, statement: Statement, values: Values | Sequence[Values] = ()) -> StatementResult: ...
 
 
 Values = Mapping[str, object]
@@ -71,7 +71,7 @@ class Statement:
         order = getattr(compiled, "positiontup", None) if dialect.positional else None
         return cls(str(compiled), None if order is None else [name.removesuffix("_") for name in order])
 
-    def bound(self, values: Values) -> Any:
+    def bind(self, values: Values) -> Any:
         """Return `values` as the driver takes them."""
         if self._order is None:
             return {f"{name}_": value for name, value in values.items()}
@@ -89,8 +89,8 @@ class Statements:
         self.table = table
         self._dialect = dialect
         schema, _, name = table.rpartition(".")
-        exact = mysql.VARCHAR(LONGEST_KEY, collation="utf8mb4_bin")  # names differ by case
-        key_text = String(LONGEST_KEY).with_variant(exact, "mysql", "mariadb")
+        exact = mysql.VARCHAR(MAX_KEY_CHARACTERS, collation="utf8mb4_bin")  # names differ by case
+        key_text = String(MAX_KEY_CHARACTERS).with_variant(exact, "mysql", "mariadb")
         options: dict[str, Any] = {"schema": schema or None, "mysql_engine": "InnoDB", "mysql_charset": "utf8mb4"}
         options |= {"mariadb_engine": "InnoDB", "mariadb_charset": "utf8mb4"}
         self._offsets = offsets = Table(
@@ -103,9 +103,9 @@ class Statements:
             Column("next_offset", BigInteger, nullable=False),
             Column("epoch", BigInteger, nullable=False),
             Column("reset_epoch", BigInteger, nullable=False),
-            Column("owner", String(LONGEST_KEY)),
+            Column("owner", String(MAX_KEY_CHARACTERS)),
             Column("last_offset", BigInteger),
-            Column("last_message_id", String(LONGEST_KEY)),
+            Column("last_message_id", String(MAX_KEY_CHARACTERS)),
             Column("last_store_time", BigInteger),
             Column("updated_at", DateTime, nullable=False),
             **options,
@@ -143,13 +143,15 @@ class Statements:
         one: Any = literal_column("1")
         never = text("1 = 0")
         now = {"updated_at": func.current_timestamp()}
-        unwitnessed = {"last_offset": null(), "last_message_id": null(), "last_store_time": null()}
+        no_last_message = {"last_offset": null(), "last_message_id": null(), "last_store_time": null()}
         ours = (*key, row.epoch == _value("epoch"))
-        self._look = self._made(select(*row).where(never))
-        self.row = self._made(select(*shown_columns).where(*key))
-        self.of_group = self._made(select(*shown_columns).where(row.consumer_group == _value("group")))
-        self.claim = self._made(update(offsets).where(*key).values(epoch=row.epoch + one, owner=_value("owner"), **now))
-        self.begin = self._made(
+        self._check_offsets = self._compile(select(*row).where(never))
+        self.select_row = self._compile(select(*shown_columns).where(*key))
+        self.select_group = self._compile(select(*shown_columns).where(row.consumer_group == _value("group")))
+        self.claim = self._compile(
+            update(offsets).where(*key).values(epoch=row.epoch + one, owner=_value("owner"), **now)
+        )
+        self.begin = self._compile(
             insert(offsets).values(
                 consumer_group=_value("group"),
                 topic=_value("topic"),
@@ -162,7 +164,7 @@ class Statements:
                 **now,
             )
         )
-        self.advance = self._made(
+        self.advance = self._compile(
             update(offsets)
             .where(*ours, row.next_offset <= _value("first"), row.next_offset >= _value("known"))
             .values(
@@ -173,45 +175,48 @@ class Statements:
                 **now,
             )
         )
-        self.persist = self._made(
+        self.persist = self._compile(
             update(offsets).where(*ours, row.next_offset < _value("next")).values(next_offset=_value("next"), **now)
         )
         moved = {"next_offset": _value("next"), "reset_epoch": _value("reset_epoch"), "epoch": row.epoch + one}
-        self.move = self._made(update(offsets).where(*ours).values(**moved, **unwitnessed, **now))
-        self.reset = self._made(update(offsets).where(*key).values(**moved, **unwitnessed, **now))
-        self.forget = self._made(delete(offsets).where(*key))
-        self.marks = dialect.name != "postgresql"  # there it would cost two answers, and its driver tells
-        self.mark, self.unmark = Statement("SAVEPOINT pyrocket_begun"), Statement("RELEASE SAVEPOINT pyrocket_begun")
-        seen = inbox.c
-        self.to_inbox = self._made(
+        self.move = self._compile(update(offsets).where(*ours).values(**moved, **no_last_message, **now))
+        self.reset = self._compile(update(offsets).where(*key).values(**moved, **no_last_message, **now))
+        self.delete_row = self._compile(delete(offsets).where(*key))
+        self.uses_savepoint = dialect.name != "postgresql"  # there it would cost two answers, and its driver tells
+        self.savepoint, self.release_savepoint = (
+            Statement("SAVEPOINT pyrocket_begun"),
+            Statement("RELEASE SAVEPOINT pyrocket_begun"),
+        )
+        notes = inbox.c
+        self.insert_inbox = self._compile(
             insert(inbox).values(consumer_group=_value("group"), message_id=_value("message_id"), at=_value("at"))
         )
-        self.old_in_inbox = self._made(
-            select(seen.message_id)
-            .where(seen.consumer_group == _value("group"), seen.at < _value("before"))
-            .order_by(seen.at)
-            .suffix_with(f"LIMIT {INBOX_STEP}")
+        self.select_old_inbox = self._compile(
+            select(notes.message_id)
+            .where(notes.consumer_group == _value("group"), notes.at < _value("before"))
+            .order_by(notes.at)
+            .suffix_with(f"LIMIT {INBOX_DELETE_BATCH}")
         )
-        self.again_in_inbox = self._made(
+        self.update_inbox = self._compile(
             update(inbox)
-            .where(seen.consumer_group == _value("group"), seen.message_id == _value("message_id"))
+            .where(notes.consumer_group == _value("group"), notes.message_id == _value("message_id"))
             .values(at=_value("at"))
         )
-        self.from_inbox = self._made(
-            delete(inbox).where(seen.consumer_group == _value("group"), seen.message_id == _value("message_id"))
+        self.delete_inbox = self._compile(
+            delete(inbox).where(notes.consumer_group == _value("group"), notes.message_id == _value("message_id"))
         )
-        self._look_at_inbox = self._made(select(*seen).where(never))
+        self._check_inbox = self._compile(select(*notes).where(never))
 
-    def _made(self, clause: ClauseElement) -> Statement:
+    def _compile(self, clause: ClauseElement) -> Statement:
         return Statement.of(clause, self._dialect)
 
-    def in_inbox(self, count: int) -> Statement:
+    def select_inbox(self, count: int) -> Statement:
         """Return what looks for so many ids, `id0` and on, and for when they were noted."""
         if count not in self._lookups:
-            seen = self._inbox.c
-            wanted = seen.message_id.in_([_value(f"id{number}") for number in range(count)])
-            self._lookups[count] = self._made(
-                select(seen.message_id, seen.at).where(seen.consumer_group == _value("group"), wanted)
+            notes = self._inbox.c
+            wanted = notes.message_id.in_([_value(f"id{number}") for number in range(count)])
+            self._lookups[count] = self._compile(
+                select(notes.message_id, notes.at).where(notes.consumer_group == _value("group"), wanted)
             )
         return self._lookups[count]
 
@@ -221,15 +226,15 @@ class Statements:
         makers = [CreateTable(table, if_not_exists=True) for table in tables]
         return [str(maker.compile(dialect=self._dialect)).strip() for maker in makers]
 
-    def creations(self) -> list[Statement]:
+    def creation_statements(self) -> list[Statement]:
         """Return the same to be executed."""
         return [Statement(text) for text in self.ddl()]
 
-    def look(self, execute: Execute) -> None:
+    def check_tables(self, execute: Execute) -> None:
         """See that the tables are there, with all their columns."""
-        execute(self._look)
+        execute(self._check_offsets)
         if self._with_inbox:
-            execute(self._look_at_inbox)
+            execute(self._check_inbox)
 
 
 def ddl(dialect: str, table: str, *, with_inbox: bool) -> list[str]:
