@@ -1,4 +1,4 @@
-"""Every code block of the README runs, as a reader would run it."""
+"""Every code block of the README and of the everyday tasks runs, as a reader would run it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tests.pages import ROOT, blocks, orders_arriving, run_pyrocket, run_python, title
 
 pytestmark = pytest.mark.live
-README = ROOT / "README.md"
-PYTHON = blocks(README, "python")
+README, USAGE = ROOT / "README.md", ROOT / "docs" / "usage.md"
+PYTHON = [block for page in (README, USAGE, ROOT / "docs" / "events.md") for block in blocks(page, "python")]
 SHELL = blocks(README, "sh")
 
 
@@ -38,6 +38,6 @@ def test_the_shell_blocks_name_targets_that_exist():
 
 
 def test_the_pyrocket_commands_run(orders, tmp_path):
-    (block,) = [block for block in SHELL if "pyrocket " in block]
+    (block,) = blocks(USAGE, "sh")
     for printed in run_pyrocket(block, orders, tmp_path):
         assert "orders" in printed
