@@ -13,7 +13,7 @@ import pytest
 
 from pyrocket_consumer import Admin, ConfigError, Producer, PushConsumer
 from pyrocket_consumer.config import ClientConfig, ConsumerConfig, ProducerConfig
-from pyrocket_consumer.offsets.local.adoption import adopt_store
+from pyrocket_consumer.offsets.local.adopt import adopt_store
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
 

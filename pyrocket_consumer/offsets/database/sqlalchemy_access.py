@@ -412,16 +412,16 @@ class _BookkeepingLoop:
 
 def _copy_engine(engine: Engine) -> Engine:
     """Return an engine with the same settings and events, and connections of its own."""
-    bookkeeping = Engine(
+    copy = Engine(
         engine.pool.recreate(),
         engine.dialect,
         engine.url,
         execution_options=engine.get_execution_options(),
         hide_parameters=engine.hide_parameters,
     )
-    bookkeeping.dispatch = bookkeeping.dispatch._join(engine.dispatch)
-    bookkeeping._has_events = engine._has_events
-    return bookkeeping
+    copy.dispatch = copy.dispatch._join(engine.dispatch)
+    copy._has_events = engine._has_events
+    return copy
 
 
 def _run_on(engine: Engine, work: Callable[[Execute], T]) -> T:

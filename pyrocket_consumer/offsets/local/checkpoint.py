@@ -29,7 +29,7 @@ class CheckpointFile:
         self.main: FileIdentity = (0, 0)
         self.backup: FileIdentity = (0, 0)
 
-    def found(self, main: bytes | None, backup: bytes | None, unreadable: Sequence[str]) -> None:
+    def set_loaded(self, main: bytes | None, backup: bytes | None, unreadable: Sequence[str]) -> None:
         """Say what loading has found: a good file becomes the backup next time, unreadable ones are set aside."""
         self.main, self.backup = identity(main or b""), identity(backup or b"")
         self._unreadable = list(unreadable)

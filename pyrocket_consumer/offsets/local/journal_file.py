@@ -94,7 +94,7 @@ class JournalFile:
         self.durable = 0
 
     def open(self) -> None:
-        """Use the file that is there from the next `begin` on."""
+        """Use the file that is there from the next `start_generation` on."""
         file = self._disk.open(self._path, create=False)
         with self._sync_lock:
             self._file, self._flush_failed = file, False
@@ -103,7 +103,7 @@ class JournalFile:
         """Tell whether what is appended can be found again: False when another file, or none, has the name."""
         return self._file is None or self._file.is_at(self._path)
 
-    def begin(self, checkpoint: FileIdentity, backup: FileIdentity) -> None:
+    def start_generation(self, checkpoint: FileIdentity, backup: FileIdentity) -> None:
         """Let a new generation follow `checkpoint`, which is durable and holds everything.
 
         The header is not flushed: it reaches the disk with the first frame that does. If it does not, the old one names
@@ -131,7 +131,7 @@ class JournalFile:
         self._defined.clear()
         self.is_appendable = True
 
-    def frames(self, changed: Sequence[JournaledOffset]) -> bytes:
+    def encode_frames(self, changed: Sequence[JournaledOffset]) -> bytes:
         """Return the frames that set the offset of each entry to what is stored, in one step; b"" if a checkpoint is
         called for.
         """
@@ -151,7 +151,7 @@ class JournalFile:
         return self._with_definitions(frames, undefined)
 
     def encode_reset_frames(self, resets: Sequence[tuple[int, MessageQueue, int | None, int]]) -> bytes:
-        """Return the frames that reset (pair, queue, offset, epoch) each, in one step; b"" as `frames` does."""
+        """Return the frames that reset (pair, queue, offset, epoch) each, in one step; b"" as `encode_frames` does."""
         if len(resets) > MAX_RECORDS:
             return b""
         records = [(name_index, queue.queue_id, offset, epoch) for name_index, queue, offset, epoch in resets]
@@ -284,7 +284,7 @@ class JournalFile:
                 self.durable = count
 
     def close(self) -> None:
-        """Give the file up; `begin` makes a new one."""
+        """Give the file up; `start_generation` makes a new one."""
         with self._sync_lock:
             file, self._file = self._file, None
             with self._counts_lock:

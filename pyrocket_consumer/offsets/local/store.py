@@ -491,7 +491,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 if entry.stored is None:
                     self._stored_entries.append(entry)
                 entry.stored = entry.offset
-            self._write_frames(journal.frames(changed) if fits else b"")
+            self._write_frames(journal.encode_frames(changed) if fits else b"")
 
     def _checkpoint_if_due(self) -> None:
         if self._checkpoint_is_stale and self._clock() - self._checkpointed_at >= self._checkpoint_interval_s:
@@ -625,7 +625,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._checkpointed_at = self._clock()
         try:
             if self._durability != "checkpoint":
-                journal.begin(self._checkpoint_file.main, self._checkpoint_file.backup)
+                journal.start_generation(self._checkpoint_file.main, self._checkpoint_file.backup)
             elif self._has_old_journal:
                 self._disk.remove(os.path.join(self._directory, JOURNAL_FILE))  # its frames are in
                 self._has_old_journal = False
@@ -741,7 +741,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             )
         self._epochs_text = None
         self._found = FoundOffsets(found.source, len(found.offsets), found.journal_frames)
-        self._checkpoint_file.found(main, backup, found.unreadable)
+        self._checkpoint_file.set_loaded(main, backup, found.unreadable)
         self._has_old_journal = journal is not None
         self._durability_unknown = found.source != "new"
         self._checkpoint_is_stale = bool(found.journal_frames) or found.source == "backup"
