@@ -18,12 +18,12 @@ from pyrocket_consumer.consumer.assignment.divergence import Divergence
 from pyrocket_consumer.consumer.assignment.locks import QueueLocks
 from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.context.events import shown_id, shown_key
-from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts, Totals
 from pyrocket_consumer.consumer.dispatch.concurrent import Workers
 from pyrocket_consumer.consumer.pulling.pull_host import Pulling
 from pyrocket_consumer.consumer.pulling.pull_loop import Puller
-from pyrocket_consumer.consumer.window.memory_budget import Budget
+from pyrocket_consumer.consumer.window.memory_budget import MemoryBudget
 from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.errors import DatabaseError, Fenced, OffsetStoreError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue
@@ -109,14 +109,14 @@ class Assignments:
 
     def __init__(
         self,
-        group: Group,
+        group: MemberContext,
         commits: Commits,
         pulling: Pulling,
         calls: Calls,
         locks: QueueLocks | None,
         counts: Counts,
     ) -> None:
-        self._group = group
+        self._context = group
         self._commits = commits
         self._pulling = pulling
         self._calls = calls
@@ -128,7 +128,7 @@ class Assignments:
         self._leaving: set[MessageQueue] = set()
         self._doubts: dict[MessageQueue, object] = {}  # the newest of each queue
         self._first_starts: dict[MessageQueue, tuple[int, str]] = {}  # found out, and not known to be stored yet
-        self._budgets: dict[str, Budget] = {}  # by topic, or one for all
+        self._budgets: dict[str, MemoryBudget] = {}  # by topic, or one for all
         self._woken: deque[ProcessQueue] = deque()
         self._wake_due = False
         self._divergence = Divergence(group, lambda queue, answer: pulling.on_late_reset(queue, answer))
@@ -220,7 +220,7 @@ class Assignments:
         self._woken.append(window)
         if not self._wake_due:  # one wake-up serves all that come before it; two now and then do no harm
             self._wake_due = True
-            self._group.soon(self._pull_woken)
+            self._context.soon(self._pull_woken)
 
     def _pull_woken(self) -> None:
         self._wake_due = False
@@ -248,7 +248,7 @@ class Assignments:
         `is_new`: it was added to its topic while we consume. `is_ours` is asked again before each thing that could
         not be taken back. `recorded`: a reset that was made while nobody had claimed the queue.
         """
-        group = self._group
+        group = self._context
 
         def is_wanted() -> bool:
             return is_ours() and not group.closing and group.subscriptions.get(queue.topic) is not None
@@ -306,7 +306,7 @@ class Assignments:
         await self._commits.follow({queue: recorded})
         facts = {"to": recorded.offset, "epoch": recorded.epoch}
         text = f"-> {recorded.offset} (recorded while nobody had the queue)"
-        self._group.event(EventKind.OFFSET_RESET, text, queue, facts, level=logging.WARNING)
+        self._context.event(EventKind.OFFSET_RESET, text, queue, facts, level=logging.WARNING)
         return recorded.offset
 
     async def _store_start(self, queue: MessageQueue, offset: int) -> None:
@@ -319,14 +319,14 @@ class Assignments:
             await self._commits.begin_at(queue, offset)
         except OffsetStoreError as error:
             text = f"going on from memory: {error}"
-            self._group.event(EventKind.STORE_UNWRITABLE, text, queue, level=logging.ERROR)
+            self._context.event(EventKind.STORE_UNWRITABLE, text, queue, level=logging.ERROR)
 
     async def _unlock(self, queue: MessageQueue) -> None:
         if self._locks is not None:
             await self._locks.release([queue])
 
     def _open(self, queue: MessageQueue, offset: int, origin: str, locked_until: float | None = None) -> Assignment:
-        config = self._group.config
+        config = self._context.config
         limits = Limits(
             self._of_topic("max_cached_messages", queue.topic),
             MAX_OFFSET if config.orderly and config.order_by is None else config.max_span,
@@ -337,12 +337,12 @@ class Assignments:
             limits,
             self._commits.update,
             self.wake,
-            self._group.loop.time,
+            self._context.loop.time,
             budget=self._budget(queue.topic),
         )
         window.claim = self._commits.claim_of(queue)
         if locked_until is not None:
-            window.locked_until, window.lock_clock = locked_until, self._group.lock_clock
+            window.locked_until, window.lock_clock = locked_until, self._context.lock_clock
         window.start(offset)
         puller = Puller(
             self._pulling,
@@ -358,18 +358,18 @@ class Assignments:
 
     def _of_topic(self, option: str, topic: str) -> int:
         """Return a per-topic option for a topic as brokers know it; users name it with its namespace, or without."""
-        config = self._group.config
+        config = self._context.config
         given = getattr(config, option)
         is_named = isinstance(given, Mapping) and topic in given
         return config.for_topic(option, topic if is_named else unwrap(config.namespace, topic))
 
-    def _budget(self, topic: str) -> Budget:
+    def _budget(self, topic: str) -> MemoryBudget:
         """Return what bounds the bytes of all queues held, or of those of `topic`."""
-        config = self._group.config
+        config = self._context.config
         scope = "" if isinstance(config.max_cached_bytes, int) else topic
         if scope not in self._budgets:
             limit = self._of_topic("max_cached_bytes", topic)
-            self._budgets[scope] = Budget(limit, self._group.loop, self._is_idle, config.max_body_bytes)
+            self._budgets[scope] = MemoryBudget(limit, self._context.loop, self._is_idle, config.max_body_bytes)
         return self._budgets[scope]
 
     def _is_idle(self) -> bool:
@@ -383,10 +383,10 @@ class Assignments:
         """Give `queue` up: let what runs finish for a moment, store the final offset, forget it."""
         if queue in self._held and queue not in self._leaving:
             self._leaving.add(queue)
-            await self._group.tasks.finish(self._end(queue, why), f"giving up {queue}")
+            await self._context.tasks.finish(self._end(queue, why), f"giving up {queue}")
 
     async def _end(self, queue: MessageQueue, why: str) -> None:
-        group = self._group
+        group = self._context
         try:
             async with self._lock(queue):
                 assignment = self._held.get(queue)
@@ -422,7 +422,7 @@ class Assignments:
                 self._doubts[queue] = doubt = object()
                 if self._locks is None:
                     window.locked_until = float("-inf")
-                self._group.tasks.begin(self._look_again(window, window.claim, doubt), f"looking at {queue}")
+                self._context.tasks.begin(self._look_again(window, window.claim, doubt), f"looking at {queue}")
 
     async def _look_again(self, window: ProcessQueue, claim: Claim, doubt: object) -> None:
         """Have a queue go on whose log is the one that was consumed; another one is taken on as if it was new."""
@@ -432,7 +432,7 @@ class Assignments:
                 is_same = await self._divergence.is_same(claim)
             except RocketError as error:
                 text = f"whether its log is still the one that was consumed is not known: {error}"
-                self._group.trouble(EventKind.BROKER_UNREACHABLE, text, queue)
+                self._context.trouble(EventKind.BROKER_UNREACHABLE, text, queue)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 2.0)
                 continue
@@ -448,7 +448,7 @@ class Assignments:
     async def begin_again(self, queue: MessageQueue, why: str) -> None:
         """Give `queue` up, and take it on as if it was new to us: its last message is looked at before the next one."""
         await self.end(queue, why)
-        self._group.rebalance_wanted.set()
+        self._context.rebalance_wanted.set()
 
     async def lose(self, window: ProcessQueue) -> None:
         """The broker has given the queue's lock to another member: nothing more is consumed, and nothing committed."""
@@ -461,20 +461,20 @@ class Assignments:
             final = self._fence(assignment)
             del self._held[queue]
             self._commits.forget(queue)
-        self._group.event(
+        self._context.event(
             EventKind.LOCK_LOST,
             f"another member has the lock; what was consumed up to {final} may come again",
             queue,
             level=logging.WARNING,
         )
-        self._group.rebalance_wanted.set()
+        self._context.rebalance_wanted.set()
 
     def _fenced(self, queue: MessageQueue, why: str) -> None:
         """Another member has claimed `queue`, or it was reset in the database: nothing we do for it counts any more."""
         assignment = self._held.get(queue)
         if assignment is not None and queue not in self._leaving:
             work = self._give_way(queue, assignment.window, why)
-            self._group.tasks.begin(work, f"giving way at {queue}")
+            self._context.tasks.begin(work, f"giving way at {queue}")
 
     async def _give_way(self, queue: MessageQueue, window: ProcessQueue, why: str) -> None:
         async with self._lock(queue):
@@ -488,13 +488,13 @@ class Assignments:
         """Forget a queue that was claimed by another, after its period has ended. The queue is kept still."""
         del self._held[queue]
         self._commits.forget(queue)
-        self._group.event(
+        self._context.event(
             EventKind.QUEUE_FENCED,
             f"{why} by then never will be",
             queue,
             level=logging.WARNING,
         )
-        self._group.rebalance_wanted.set()
+        self._context.rebalance_wanted.set()
 
     def _fence(self, assignment: Assignment) -> int | None:
         final = assignment.window.fence()
@@ -510,7 +510,7 @@ class Assignments:
         assignment.window.drop()
 
     async def _grace(self, assignment: Assignment) -> None:
-        group, window = self._group, assignment.window
+        group, window = self._context, assignment.window
         deadline = group.loop.time() + (ORDERLY_GRACE_S if group.config.orderly else GRACE_S)
         while self._calls.running(window) and group.loop.time() < deadline and not assignment.ended:  # noqa: ASYNC110 - workers keep no count: it would cost each call
             await asyncio.sleep(0.005)
@@ -525,7 +525,7 @@ class Assignments:
     # --- where to start
 
     async def _start_offset(self, queue: MessageQueue, is_new: bool) -> tuple[int, str]:
-        group, commits = self._group, self._commits
+        group, commits = self._context, self._commits
         # What is sent while a database does not answer comes after the start, too.
         if isinstance(group.config.offset_store, DatabaseOffsets) and queue not in self._first_starts:
             self._first_starts[queue] = await self._first_start(queue, is_new)
@@ -551,12 +551,12 @@ class Assignments:
 
     async def _first_start(self, queue: MessageQueue, is_new: bool) -> tuple[int, str]:
         """Return where a queue begins that the group has never consumed."""
-        broker = self._group.cluster.broker(queue.broker_name)
+        broker = self._context.cluster.broker(queue.broker_name)
         if queue.topic.startswith(RETRY_PREFIX):
             return await broker.min_offset(queue), "retry topic"
         if is_new:
             return await broker.min_offset(queue), "queue added while we consume"
-        where = self._group.config.consume_from
+        where = self._context.config.consume_from
         if isinstance(where, datetime):
             return await self.offset_at(queue, int(where.timestamp() * 1000)), f"first start from {where.isoformat()}"
         if where == "first":
@@ -569,7 +569,7 @@ class Assignments:
         A broker writes offsets to its disk every 5 s, and a slave copies them every 10 s: one that was away, or is new
         as master, may have lost ours. If it was not, somebody has moved the group.
         """
-        group, facts = self._group, {"stored": stored, "known": known}
+        group, facts = self._context, {"stored": stored, "known": known}
         may_be_lost = self._commits.may_have_lost(queue)
         if may_be_lost and known <= await group.cluster.broker(queue.broker_name).max_offset(queue):
             text = f"the broker was away and has lost {stored} -> {known}; going on at {known}, where this member was"
@@ -582,7 +582,7 @@ class Assignments:
 
     async def offset_at(self, queue: MessageQueue, timestamp_ms: int) -> int:
         """Return the offset of the first message of `queue` stored at or after the time."""
-        group = self._group
+        group = self._context
         return await group.cluster.broker(queue.broker_name).search_offset(queue, timestamp_ms, group=group.name)
 
     # --- moving
@@ -600,7 +600,7 @@ class Assignments:
         `expected`: do nothing if the queue has another window by now. `unless`: nor if this holds when its turn comes.
         """
         work = self._move(queue, target, expected, why, unless)
-        return await self._group.tasks.finish(work, f"moving {queue} to {target}")
+        return await self._context.tasks.finish(work, f"moving {queue} to {target}")
 
     async def _move(
         self, queue: MessageQueue, target: int, expected: ProcessQueue | None, why: str, unless: Callable[[], bool]
@@ -637,7 +637,7 @@ class Assignments:
     def begin_anew(self, fenced: Assignment, target: int, why: str) -> None:
         """Begin the next period of a queue that was fenced, and is kept still since then."""
         queue = fenced.window.queue
-        if self._held.get(queue) is fenced and not self._group.closing:
+        if self._held.get(queue) is fenced and not self._context.closing:
             locked_until = fenced.window.locked_until if self._locks is not None else None
             puller = self._open(queue, target, why, locked_until).puller
             puller.moves = fenced.puller.moves
@@ -651,7 +651,7 @@ class Assignments:
         Raises:
             Fenced: another member has claimed the queue.
         """
-        group, pause_s = self._group, 0.1
+        group, pause_s = self._context, 0.1
         while True:
             try:
                 await self._commits.replace(queue, target)

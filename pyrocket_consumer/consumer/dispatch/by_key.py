@@ -406,7 +406,7 @@ class KeyedService(Service):
         if oldest is None:
             return
         line = getattr(oldest, "_key_line", None)
-        stands = oldest is former and window.finished == finished and window.waits_for_room and not lines.ready
+        stands = oldest is former and window.finished == finished and window.is_waiting_for_space and not lines.ready
         if stands and line is not None and lines.told != oldest.queue_offset:
             lines.told = oldest.queue_offset
             self._held_up(

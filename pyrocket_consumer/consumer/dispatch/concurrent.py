@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Failed, Listener, failed_messages
-from pyrocket_consumer.consumer.window.decompression_budget import Entry
+from pyrocket_consumer.consumer.window.decompression_budget import Reservation
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConsumerClosed
 from pyrocket_consumer.offsets.database.claim import RolledBack, claim_of_call
@@ -213,11 +213,11 @@ class _Runner:
         deadline = time.monotonic() + self.consume_timeout_s
         return ConsumeContext(chunk.window.queue, first.reconsume_times + 1, deadline)
 
-    def fitting(self, chunk: Chunk, unit: Any, entry: Entry) -> Any:
+    def fitting(self, chunk: Chunk, unit: Any, reservation: Reservation) -> Any:
         """Return what of `unit` may be given to the listener at once; the rest is the chunk's next unit."""
-        if entry.count < len(messages_of(unit)):
-            chunk.todo.appendleft(unit[entry.count :])
-            return unit[: entry.count]
+        if reservation.count < len(messages_of(unit)):
+            chunk.todo.appendleft(unit[reservation.count :])
+            return unit[: reservation.count]
         return unit
 
     def judge(self, chunk: Chunk, unit: Any, result: object) -> bool:
@@ -435,20 +435,22 @@ class ThreadWorkers(_Runner):
                     unit = take()
                 except IndexError:
                     break
-                entry = bodies.entry(messages_of(unit)) if bodies.met else None
-                if entry is not None and not entry.is_in:
-                    if turn is None and not bodies.turn_or(window, partial(self._put_again, window, listener, unit)):
+                reservation = bodies.reserve(messages_of(unit)) if bodies.met else None
+                if reservation is not None and not reservation.is_granted:
+                    if turn is None and not bodies.acquire_or_defer(
+                        window, partial(self._put_again, window, listener, unit)
+                    ):
                         continue
                     try:
-                        bodies.measure(entry, messages_of(unit))
-                        unit = self.fitting(chunk, unit, entry)
-                        if not entry.wait(may_begin, self.consume_timeout_s):
-                            entry.leave()
+                        bodies.measure(reservation, messages_of(unit))
+                        unit = self.fitting(chunk, unit, reservation)
+                        if not reservation.wait(may_begin, self.consume_timeout_s):
+                            reservation.release()
                             chunk.todo.appendleft(unit)
                             break
                     finally:
                         if turn is None:
-                            bodies.pass_turn()
+                            bodies.release_measuring()
                 chunk.current = unit
                 calls += 1
                 given = unit[:] if is_list else unit  # the list is the listener's to empty or sort
@@ -463,8 +465,8 @@ class ThreadWorkers(_Runner):
                         continue
                     break
                 finally:
-                    if entry is not None:
-                        entry.leave()
+                    if reservation is not None:
+                        reservation.release()
                 if result is None or result is ConsumeResult.SUCCESS:
                     add(unit)
                     if chunk.is_long:
@@ -472,7 +474,7 @@ class ThreadWorkers(_Runner):
                 elif not self.judge(chunk, unit, result):
                     break
         finally:
-            bodies.offer_turn()
+            bodies.retry_deferred()
             self.finish(chunk, calls)
 
 
@@ -637,19 +639,19 @@ class AsyncWorkers(_Runner):
                     unit = chunk.todo.popleft()
                 except IndexError:
                     break
-                entry = bodies.entry(messages_of(unit)) if bodies.met else None
-                if entry is not None and not entry.is_in:
+                reservation = bodies.reserve(messages_of(unit)) if bodies.met else None
+                if reservation is not None and not reservation.is_granted:
                     again = partial(self._put_again, Chunk(chunk.window, listener, deque((unit,))))
-                    if turn is None and not bodies.turn_or(chunk.window, again):
+                    if turn is None and not bodies.acquire_or_defer(chunk.window, again):
                         continue
                     try:
-                        bodies.measure(entry, messages_of(unit))
-                        unit = self.fitting(chunk, unit, entry)
-                        if not await self._entered(chunk, unit, entry):
+                        bodies.measure(reservation, messages_of(unit))
+                        unit = self.fitting(chunk, unit, reservation)
+                        if not await self._entered(chunk, unit, reservation):
                             break
                     finally:
                         if turn is None:
-                            bodies.pass_turn()
+                            bodies.release_measuring()
                 chunk.current = unit
                 calls += 1
                 given = unit[:] if is_list else unit  # the list is the listener's to empty or sort
@@ -683,13 +685,13 @@ class AsyncWorkers(_Runner):
                     else:
                         goes_on = self.judge(chunk, unit, result)
                 finally:
-                    if entry is not None:
-                        entry.leave()
+                    if reservation is not None:
+                        reservation.release()
                 if cancelling():  # this task: the next listener shall not pay for it
                     self._hand_on(chunk)
                     raise asyncio.CancelledError
         finally:
-            bodies.offer_turn()
+            bodies.retry_deferred()
             self.finish(chunk, calls)
 
     def _put_again(self, chunk: Chunk) -> None:
@@ -699,24 +701,24 @@ class AsyncWorkers(_Runner):
         except RuntimeError:
             pass  # the loop has ended
 
-    async def _entered(self, chunk: Chunk, unit: Any, entry: Entry) -> bool:
+    async def _entered(self, chunk: Chunk, unit: Any, reservation: Reservation) -> bool:
         """Wait until there is room for what the call may unpack. Tells whether it may begin; else its unit is left."""
         until, turn = time.monotonic() + self.consume_timeout_s, chunk.turn
-        is_in = False
+        is_granted = False
         try:
-            while not (is_in := entry.look(time.monotonic() >= until)):
+            while not (is_granted := reservation.try_acquire(time.monotonic() >= until)):
                 if self._stopping or chunk.window.dropped or not (turn is None or turn.may_go_on()):
                     break
                 await asyncio.sleep(ROOM_LOOK_EVERY_S)
         except BaseException:  # cancelled, by whoever ends the loop or by a task of a listener's
             chunk.todo.appendleft(unit)
-            entry.leave()
+            reservation.release()
             self._hand_on(chunk)
             raise
-        if not is_in:
+        if not is_granted:
             chunk.todo.appendleft(unit)
-            entry.leave()
-        return is_in
+            reservation.release()
+        return is_granted
 
     def _hand_on(self, chunk: Chunk) -> None:
         """Leave to another worker what is not begun; the line of an orderly queue sees to that itself."""

@@ -188,7 +188,7 @@ class OrderlyService(Service):
     def _tell_if_uncommitted(self, line: Line) -> None:
         line.look = None
         is_idle = line.uncommitted and not line.waiting and line.window.queue not in self._in_turn
-        if is_idle and self._line(line.window) is line and line.window.waits_for_room and not self.stopped:
+        if is_idle and self._line(line.window) is line and line.window.is_waiting_for_space and not self.stopped:
             count = sum(len(messages) for _, messages in line.uncommitted)
             self._held_up(
                 line.window,

@@ -27,7 +27,7 @@ from pyrocket_consumer.protocol.message import MOST_RECORDS, Message, decode_mes
 from pyrocket_consumer.protocol.subscription import matches
 from pyrocket_consumer.transport.connection import Connection
 
-LEAST_EXPECTED = 1024
+DEFAULT_RESPONSE_BYTES = 1024
 """Bytes that a pull counts with as long as nothing is known of its queue's answers."""
 
 UNPACKED_AT_ONCE_BYTES = 128 * 1024
@@ -212,7 +212,7 @@ class Puller:
         self._master_next = False
         self._under_way: deque[_Pull] = deque()
         self._undelivered = 0
-        self._usual_size = LEAST_EXPECTED  # in bytes, of an answer
+        self._usual_size = DEFAULT_RESPONSE_BYTES  # in bytes, of an answer
         self._end_known = False
         self._undecodable = 0  # answers that could not be decoded; what was decoded after one is not put
         self._step = 0  # how far each of the last answers went, 0 while they differ
@@ -235,7 +235,7 @@ class Puller:
     def pull(self) -> None:
         """Ask for as much as there is room for. Called at the start, after answers, and when room was made."""
         if self._is_busy() or self._host.paused(self.queue):
-            self.window.pass_on()
+            self.window.withdraw()
             return
         while True:
             under_way = self._under_way
@@ -245,9 +245,9 @@ class Puller:
                 if self._end_known and self.max_offset <= offset:
                     expected = 0
                 if self._undelivered:  # what they leave room for is known once they are put: _deliver asks again
-                    if not self.window.room_ahead(self._batch + self._undelivered, offset, expected):
+                    if not self.window.may_pull_ahead(self._batch + self._undelivered, offset, expected):
                         return
-                elif not self.window.room_for(self._batch, expected):
+                elif not self.window.may_pull(self._batch, expected):
                     return
             else:
                 if len(under_way) >= self._read_ahead or not self._step:
@@ -256,7 +256,7 @@ class Puller:
                 if self.max_offset - offset < 2 * self._step:
                     return
                 wanted = self._batch * (len(under_way) + 1) + self._undelivered
-                if not self.window.room_ahead(wanted, offset, expected):
+                if not self.window.may_pull_ahead(wanted, offset, expected):
                     return
             subscription = self._host.subscription(self.queue.topic)
             if subscription is None:
@@ -389,7 +389,7 @@ class Puller:
             return None
         if is_found:
             self._usual_size = len(answer.body)
-            if not self.window.budget.take(self.window, pull.expected, self._usual_size):
+            if not self.window.budget.accept(self.window, pull.expected, self._usual_size):
                 self._abandon()  # it was not foreseen that there is so much: ask again when there is room
                 return None
             pull.expected = pull.arrived = self._usual_size
@@ -518,7 +518,7 @@ class Puller:
         """Unpack a large inner batch on a thread of its own, no two at a time, and put what is in it."""
         window, loop = self.window, self._host.loop
         while not self._stopped:
-            async with window.budget.bodies.unpacking:
+            async with window.budget.bodies.unpack_lock:
                 if window.may_unpack(self._batch):
                     subscription = self._host.subscription(self.queue.topic)
                     thread = UserThread("pyrocket-unpack")

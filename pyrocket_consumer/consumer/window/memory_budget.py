@@ -10,10 +10,10 @@ from typing import Protocol
 from pyrocket_consumer.consumer.window.decompression_budget import DecompressionBudget
 from pyrocket_consumer.protocol.compression import MAX_BODY_BYTES
 
-LOOK_EVERY_S = 0.02
+WAITING_CHECK_S = 0.02
 """How often windows that wait for their turn, or for more room than they had, are looked after."""
 
-BEYOND_EVERY_S = 0.1
+OVER_LIMIT_EVERY_S = 0.1
 """How long a pull beyond the limit is waited for before the next one: brokers may be silent, or hold it for long."""
 
 
@@ -24,7 +24,7 @@ class PullWaiter(Protocol):
         """Pull, or withdraw."""
 
 
-class Budget:
+class MemoryBudget:
     """The bytes that all windows of a consumer (of a topic) may hold together, and whose turn it is to pull for more.
 
     A window that holds something may pull while it holds less than what is left, so that one queue that is stuck
@@ -35,7 +35,7 @@ class Budget:
     What is held may be stuck: then the next window goes beyond the limit, one after the other, as long as `idle()`
     tells that workers have nothing to do.
 
-    Any thread may use it, `expect` the one of `loop` only. Its lock is a leaf, and may be taken within a window's.
+    Any thread may use it, `reserve` the one of `loop` only. Its lock is a leaf, and may be taken within a window's.
     Methods that make room return the windows whose turn it is; the caller wakes them when it holds no lock.
     """
 
@@ -56,14 +56,18 @@ class Budget:
         self._expected = 0
         self._arrived = 0  # of what is expected, what is there and not yet in a window
         self._waiting: dict[PullWaiter, int] = {}  # windows that hold nothing, in turn, and what they expect
-        self._turns: dict[PullWaiter, int] = {}  # those that were woken and have not pulled yet
-        self._crowded: dict[PullWaiter, int] = {}  # windows that were to pull, and held so much: more than was left
-        self._beyond: set[PullWaiter] = set()  # these pull although as much as may be is held
-        self._next_beyond_at = 0.0
-        self._next_look: asyncio.TimerHandle | None = None
+        self._granted: dict[PullWaiter, int] = {}  # those that were woken and have not pulled yet
+        self._short_of_memory: dict[
+            PullWaiter, int
+        ] = {}  # windows that were to pull, and held so much: more than was left
+        self._over_limit: set[PullWaiter] = set()  # these pull although as much as may be is held
+        self._next_over_limit_at = 0.0
+        self._next_check: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"Budget({self._held} of {self._limit} held, {self._expected} expected, {len(self._waiting)} waiting)"
+        return (
+            f"MemoryBudget({self._held} of {self._limit} held, {self._expected} expected, {len(self._waiting)} waiting)"
+        )
 
     @property
     def held(self) -> int:
@@ -73,26 +77,26 @@ class Budget:
     def _left(self) -> int:
         return self._limit - self._held - self._expected
 
-    def leaves_room(self, held: int) -> bool:
+    def may_pull(self, held: int) -> bool:
         """Tell whether a window that holds `held` bytes may pull, or wait for its turn to do so."""
         with self._lock:
             return not held or (held < self._left() and not self._waiting)
 
-    def expect(self, window: PullWaiter, held: int, expected: int, *, ahead: bool = False) -> bool:
+    def reserve(self, window: PullWaiter, held: int, expected: int, *, ahead: bool = False) -> bool:
         """Tell whether `window`, which holds `held` bytes, may pull; `expected` bytes count until they are settled.
 
-        If not, it is woken when its turn comes, or when there is more room; it may pull then, or must `pass_on`.
+        If not, it is woken when its turn comes, or when there is more room; it may pull then, or must `withdraw`.
         `ahead`: it has other pulls under way, and need not be woken.
         """
         with self._lock:
-            self._crowded.pop(window, None)
-            turn = self._turns.pop(window, None)
-            if turn is not None:
-                self._expected -= turn
+            self._short_of_memory.pop(window, None)
+            granted = self._granted.pop(window, None)
+            if granted is not None:
+                self._expected -= granted
             elif self._waiting or held >= self._left():
                 if not ahead:
-                    (self._crowded if held else self._waiting).setdefault(window, held or expected)
-                    self._look_later()
+                    (self._short_of_memory if held else self._waiting).setdefault(window, held or expected)
+                    self._check_later()
                 return False
             self._expected += expected
             return True
@@ -101,13 +105,13 @@ class Budget:
         """Tell whether a window that holds `held` bytes may unpack an inner batch, whose size nobody knows before."""
         return self._held < self._limit or (not held and self._idle())
 
-    def take(self, window: PullWaiter, expected: int, size: int) -> bool:
+    def accept(self, window: PullWaiter, expected: int, size: int) -> bool:
         """Tell whether an answer of `size` bytes is taken; they then count as what was expected, until it is settled.
 
         If there is no room it has to be asked for again.
         """
         with self._lock:
-            if self._held + self._arrived >= self._limit and window not in self._beyond:
+            if self._held + self._arrived >= self._limit and window not in self._over_limit:
                 return False
             self._expected += size - expected
             self._arrived += size
@@ -122,60 +126,60 @@ class Budget:
         """Count bytes that a window holds no longer."""
         with self._lock:
             self._held -= size
-            return self._woken()
+            return self._grant_waiting()
 
     def settle(self, window: PullWaiter, expected: int, arrived: int) -> list[PullWaiter]:
         """What was expected of a pull is in the window by now, or will not come; so many bytes had `arrived`."""
         with self._lock:
             self._expected -= expected
             self._arrived -= arrived
-            self._beyond.discard(window)
-            return self._woken()
+            self._over_limit.discard(window)
+            return self._grant_waiting()
 
-    def pass_on(self, window: PullWaiter) -> list[PullWaiter]:
+    def withdraw(self, window: PullWaiter) -> list[PullWaiter]:
         """`window` does not pull, although it waits for its turn or has it: the next one may."""
         with self._lock:
             self._waiting.pop(window, None)
-            self._crowded.pop(window, None)
-            if (turn := self._turns.pop(window, None)) is not None:
-                self._expected -= turn
-                self._beyond.discard(window)
-            return self._woken()
+            self._short_of_memory.pop(window, None)
+            if (granted := self._granted.pop(window, None)) is not None:
+                self._expected -= granted
+                self._over_limit.discard(window)
+            return self._grant_waiting()
 
-    def _woken(self) -> list[PullWaiter]:
+    def _grant_waiting(self) -> list[PullWaiter]:
         woken: list[PullWaiter] = []
         while self._waiting and self._left() > 0:
-            woken.append(self._give_turn())
+            woken.append(self._grant_next())
         return woken
 
-    def _give_turn(self) -> PullWaiter:
+    def _grant_next(self) -> PullWaiter:
         window = next(iter(self._waiting))
-        self._turns[window] = expected = self._waiting.pop(window)
+        self._granted[window] = expected = self._waiting.pop(window)
         self._expected += expected
         return window
 
-    def _look_later(self) -> None:
-        if self._next_look is None and self._loop is not None:
-            self._next_look = self._loop.call_later(LOOK_EVERY_S, self._look)
+    def _check_later(self) -> None:
+        if self._next_check is None and self._loop is not None:
+            self._next_check = self._loop.call_later(WAITING_CHECK_S, self._check_waiting)
 
-    def _look(self) -> None:
+    def _check_waiting(self) -> None:
         assert self._loop is not None
         is_idle, now = self._idle(), self._loop.time()
         with self._lock:
-            self._next_look = None
+            self._next_check = None
             woken: list[PullWaiter] = []
             if not self._waiting:
                 left = self._left()
-                woken = [window for window, held in self._crowded.items() if held < left] if left > 0 else []
+                woken = [window for window, held in self._short_of_memory.items() if held < left] if left > 0 else []
                 for window in woken:
-                    del self._crowded[window]
-            elif is_idle and (not self._beyond or now >= self._next_beyond_at):
-                woken = [window := self._give_turn()]
+                    del self._short_of_memory[window]
+            elif is_idle and (not self._over_limit or now >= self._next_over_limit_at):
+                woken = [window := self._grant_next()]
                 if self._held >= self._limit:
-                    self._beyond.add(window)
-                    self._next_beyond_at = now + BEYOND_EVERY_S
-            if self._waiting or self._crowded:
-                self._look_later()
+                    self._over_limit.add(window)
+                    self._next_over_limit_at = now + OVER_LIMIT_EVERY_S
+            if self._waiting or self._short_of_memory:
+                self._check_later()
         wake_all(woken)
 
 

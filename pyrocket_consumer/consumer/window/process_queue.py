@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from pyrocket_consumer.consumer.window.memory_budget import Budget, PullWaiter, wake_all
+from pyrocket_consumer.consumer.window.memory_budget import MemoryBudget, PullWaiter, wake_all
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.database.claim import Claim
 from pyrocket_consumer.protocol.accelerator import finish
@@ -46,13 +46,13 @@ TRANSITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much one queue may hold before pulling pauses; bytes are bounded by a `Budget`."""
+    """How much one queue may hold before pulling pauses; bytes are bounded by a `MemoryBudget`."""
 
     messages: int = 1000
     span: int = 2000
 
 
-FIRST_GUESS_S = 0.001
+INITIAL_LISTENER_TIME_S = 0.001
 """How long a listener is believed to take before it was measured."""
 
 
@@ -72,15 +72,15 @@ class ProcessQueue:
         wake: Callable[[ProcessQueue], None] = lambda window: None,
         clock: Callable[[], float] = time.monotonic,
         *,
-        budget: Budget | None = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
         self.queue = queue
         self.epoch = epoch
         self.limits = limits
-        self.budget = budget or Budget()
+        self.budget = budget or MemoryBudget()
         self.dropped = False
         self.claim: Claim | None = None  # of a queue whose offset is in a database
-        self.listener_time_s = FIRST_GUESS_S
+        self.listener_time_s = INITIAL_LISTENER_TIME_S
         self.last_consumed_at = 0.0
         self.locked_until = float("inf")  # only orderly clustering queues are locked
         self.clock = self.lock_clock = clock  # that of the lock may go on while the machine sleeps
@@ -93,7 +93,7 @@ class ProcessQueue:
         self._count = 0
         self._bytes = 0
         self._waiting_for = 0
-        self._is_crowded = False  # waits for bytes, which others may free
+        self._is_short_of_memory = False  # waits for bytes, which others may free
         self._finished = 0
 
     def __repr__(self) -> str:
@@ -122,7 +122,7 @@ class ProcessQueue:
         with self._lock:
             self._move(QueueEvent.DROP)
             self.dropped = True
-        self.pass_on()
+        self.withdraw()
 
     def fence(self) -> int | None:
         """End the queue's life and return its final commit offset, None if it never started."""
@@ -191,8 +191,8 @@ class ProcessQueue:
                 self._update_offset(self.queue, edge)
             if (
                 self._waiting_for
-                and self._room(self._waiting_for)
-                and (not self._is_crowded or self.budget.leaves_room(self._bytes))
+                and self._has_space(self._waiting_for)
+                and (not self._is_short_of_memory or self.budget.may_pull(self._bytes))
             ):
                 self._waiting_for = 0
                 wake.append(self)
@@ -211,57 +211,57 @@ class ProcessQueue:
 
     # --- room
 
-    def _room(self, wanted: int) -> bool:
+    def _has_space(self, wanted: int) -> bool:
         limits, window = self.limits, self._window
         return not window or (
             self._count + wanted <= limits.messages and window[-1].queue_offset - window[0].queue_offset < limits.span
         )
 
-    def room_for(self, wanted: int, expected: int = 0) -> bool:
+    def may_pull(self, wanted: int, expected: int = 0) -> bool:
         """Tell whether `wanted` more messages may be asked for. If not, `wake` is called once when they may.
 
         An empty window always has room for them: a limit below one pull slows a queue down, but never stops it.
         `expected` bytes count from then on, until they are `settle`d; 0 when nothing is known to be there.
         """
         with self._lock:
-            has_room = self._room(wanted)
-            if has_room and (not expected or self.budget.expect(self, self._bytes, expected)):
+            has_space = self._has_space(wanted)
+            if has_space and (not expected or self.budget.reserve(self, self._bytes, expected)):
                 self._waiting_for = 0
                 return True
             self._waiting_for = wanted
-            self._is_crowded = has_room
+            self._is_short_of_memory = has_space
             return False
 
     def may_unpack(self, wanted: int) -> bool:
         """Tell whether messages may be added whose number is not known: there is room for `wanted`, and for bytes."""
         with self._lock:
-            return self._room(wanted) and self.budget.may_unpack(self._bytes)
+            return self._has_space(wanted) and self.budget.may_unpack(self._bytes)
 
     @property
-    def waits_for_room(self) -> bool:
+    def is_waiting_for_space(self) -> bool:
         """Whether nothing is asked for because there is no room."""
         return self._waiting_for > 0
 
-    def room_ahead(self, wanted: int, offset: int, expected: int = 0) -> bool:
+    def may_pull_ahead(self, wanted: int, offset: int, expected: int = 0) -> bool:
         """Tell whether `wanted` messages asked for ahead, the last of them from `offset` on, stay within the limits.
 
-        `expected` is as for `room_for`.
+        `expected` is as for `may_pull`.
         """
         with self._lock:
             return (
-                self._room(wanted)
+                self._has_space(wanted)
                 and (not self._window or offset - self._window[0].queue_offset < self.limits.span)
                 and self._count + wanted <= self.limits.messages
-                and (not expected or self.budget.expect(self, max(1, self._bytes), expected, ahead=True))
+                and (not expected or self.budget.reserve(self, max(1, self._bytes), expected, ahead=True))
             )
 
     def settle(self, expected: int, arrived: int = 0) -> None:
         """What was `expected` of a pull was put, or will not come; so many bytes had `arrived`."""
         wake_all(self.budget.settle(self, expected, arrived))
 
-    def pass_on(self) -> None:
+    def withdraw(self) -> None:
         """Nothing is asked for now, although there may be room: others may use it."""
-        wake_all(self.budget.pass_on(self))
+        wake_all(self.budget.withdraw(self))
 
     def wake(self) -> None:
         """Have more asked for."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrocket_consumer.consumer.window import memory_budget
-from pyrocket_consumer.consumer.window.memory_budget import Budget
+from pyrocket_consumer.consumer.window.memory_budget import MemoryBudget
 from pyrocket_consumer.consumer.window.process_queue import TRANSITIONS, Limits, ProcessQueue, QueueEvent, QueueState
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.message import Message, StoredMessage, decode_messages, encode_message
@@ -31,7 +31,9 @@ class Told(list):
         self.append(offset)
 
 
-def started_window(offset: int, told: Told | None = None, budget: Budget | None = None, **limits: int) -> ProcessQueue:
+def started_window(
+    offset: int, told: Told | None = None, budget: MemoryBudget | None = None, **limits: int
+) -> ProcessQueue:
     window = ProcessQueue(QUEUE, 1, Limits(**limits), told or Told(), budget=budget)
     window.start(offset)
     return window
@@ -78,15 +80,15 @@ def test_moves_outside_the_table_are_refused(state, event):
 
 
 def test_room_by_count_bytes_and_span():
-    assert not filled(messages=2).room_for(1)
-    assert not filled(budget=Budget(400)).room_for(1, 100), "it holds as much as is left"
-    assert filled(budget=Budget(401)).room_for(1, 100)
-    assert not filled(span=1).room_for(1)
-    assert filled().room_for(1)
-    assert started_window(0, messages=1).room_for(32), "an empty window always has room"
+    assert not filled(messages=2).may_pull(1)
+    assert not filled(budget=MemoryBudget(400)).may_pull(1, 100), "it holds as much as is left"
+    assert filled(budget=MemoryBudget(401)).may_pull(1, 100)
+    assert not filled(span=1).may_pull(1)
+    assert filled().may_pull(1)
+    assert started_window(0, messages=1).may_pull(32), "an empty window always has room"
 
 
-def filled(budget: Budget | None = None, **limits: int) -> ProcessQueue:
+def filled(budget: MemoryBudget | None = None, **limits: int) -> ProcessQueue:
     window = started_window(0, budget=budget, **limits)
     put(window, 0, 1)
     return window
@@ -97,19 +99,19 @@ def test_room_made_is_told_once():
     window = ProcessQueue(QUEUE, 1, Limits(messages=2), Told(), woken.append)
     window.start(0)
     first, second = put(window, 0, 1)
-    assert not window.room_for(1)
+    assert not window.may_pull(1)
     window.ack([first])
     window.ack([second])
     assert woken == [window]
 
 
 def test_what_is_done_behind_a_stuck_message_counts_as_memory():
-    window = started_window(0, budget=Budget(600))
+    window = started_window(0, budget=MemoryBudget(600))
     made = put(window, 0, 1, 2)
     window.ack(made[1:])
-    assert not window.room_for(1, 100), "their bytes stay alive until the first is done"
+    assert not window.may_pull(1, 100), "their bytes stay alive until the first is done"
     window.ack(made[:1])
-    assert window.room_for(1, 100)
+    assert window.may_pull(1, 100)
 
 
 # --- the bytes that windows share
@@ -118,8 +120,8 @@ def test_what_is_done_behind_a_stuck_message_counts_as_memory():
 class Sharing:
     """Windows that share a budget, and whom it woke."""
 
-    def __init__(self, limit: int, count: int, budget: Budget | None = None) -> None:
-        self.budget = budget or Budget(limit)
+    def __init__(self, limit: int, count: int, budget: MemoryBudget | None = None) -> None:
+        self.budget = budget or MemoryBudget(limit)
         self.woken: list[int] = []
         queues = (MessageQueue("orders", "a", number) for number in range(count))
         self.windows = [ProcessQueue(each, 1, Limits(), Told(), self.wake, budget=self.budget) for each in queues]
@@ -130,7 +132,7 @@ class Sharing:
         self.woken.append(window.queue.queue_id)
 
     def asks(self, number: int, expected: int = 100) -> bool:
-        return self.windows[number].room_for(1, expected)
+        return self.windows[number].may_pull(1, expected)
 
     def all_ask(self, *numbers: int) -> list[bool]:
         return [self.asks(number) for number in numbers]
@@ -145,7 +147,7 @@ class Sharing:
     def takes(self, number: int, size: int, expected: int = 0) -> bool:
         """Tell whether an answer is taken; it is not put, though."""
         window = self.windows[number]
-        if taken := self.budget.take(window, expected, size):
+        if taken := self.budget.accept(window, expected, size):
             window.settle(size, size)
         return taken
 
@@ -173,7 +175,7 @@ def test_a_turn_that_is_not_used_is_passed_on():
     sharing.windows[2].drop()  # it is not waited for
     sharing.windows[0].settle(100)
     assert sharing.woken == [1]
-    sharing.windows[1].pass_on()
+    sharing.windows[1].withdraw()
     assert sharing.woken == [1, 3]
     sharing.windows[3].drop()
     assert sharing.asks(0)
@@ -192,23 +194,23 @@ def test_what_a_window_holds_is_free_when_it_ends():
 
 async def test_while_workers_are_idle_one_window_goes_beyond_the_limit():
     is_idle = False
-    sharing = Sharing(100, 4, Budget(100, asyncio.get_running_loop(), lambda: is_idle))
+    sharing = Sharing(100, 4, MemoryBudget(100, asyncio.get_running_loop(), lambda: is_idle))
     assert sharing.asks(0)
     stuck = sharing.gets(0, 500)
     assert sharing.all_ask(1, 2, 3) == [False, False, False]
     await asyncio.sleep(1)
     assert sharing.woken == [], "the workers are busy"
     is_idle = True
-    await asyncio.sleep(memory_budget.BEYOND_EVERY_S / 2)
+    await asyncio.sleep(memory_budget.OVER_LIMIT_EVERY_S / 2)
     assert sharing.woken == [1], "one at a time"
     assert sharing.asks(1)
     assert not sharing.takes(2, 70)
     assert sharing.takes(1, 70, 100)
     sharing.gets(1, 70, 0)
-    await asyncio.sleep(memory_budget.BEYOND_EVERY_S / 2)
+    await asyncio.sleep(memory_budget.OVER_LIMIT_EVERY_S / 2)
     assert sharing.woken == [1, 2]
-    sharing.windows[2].pass_on()
-    await asyncio.sleep(memory_budget.BEYOND_EVERY_S / 2)
+    sharing.windows[2].withdraw()
+    await asyncio.sleep(memory_budget.OVER_LIMIT_EVERY_S / 2)
     assert sharing.woken == [1, 2, 3]
     assert not sharing.asks(0)
     assert sharing.acks(0, stuck) == [0]
@@ -216,13 +218,13 @@ async def test_while_workers_are_idle_one_window_goes_beyond_the_limit():
 
 async def test_an_unanswered_pull_beyond_the_limit_holds_up_none():
     """Its broker is silent, or holds it because its queue is empty."""
-    sharing = Sharing(100, 4, Budget(100, asyncio.get_running_loop(), lambda: True))
+    sharing = Sharing(100, 4, MemoryBudget(100, asyncio.get_running_loop(), lambda: True))
     assert sharing.asks(0)
     sharing.gets(0, 500)
     assert sharing.all_ask(1, 2, 3) == [False, False, False]
-    await asyncio.sleep(memory_budget.LOOK_EVERY_S * 1.5)
+    await asyncio.sleep(memory_budget.WAITING_CHECK_S * 1.5)
     assert sharing.asks(1)
-    await asyncio.sleep(memory_budget.BEYOND_EVERY_S * 1.5)
+    await asyncio.sleep(memory_budget.OVER_LIMIT_EVERY_S * 1.5)
     assert sharing.woken == [1, 2]
     assert sharing.asks(2)
     assert sharing.takes(1, 70, 100)
@@ -233,7 +235,7 @@ async def test_an_unanswered_pull_beyond_the_limit_holds_up_none():
 
 async def test_a_window_goes_on_when_others_have_made_room():
     """Its own message may be stuck: no acknowledgement of its own tells it."""
-    sharing = Sharing(1000, 3, Budget(1000, asyncio.get_running_loop()))
+    sharing = Sharing(1000, 3, MemoryBudget(1000, asyncio.get_running_loop()))
     assert sharing.asks(0)
     sharing.gets(0, 100)
     assert sharing.asks(1)
@@ -249,15 +251,15 @@ async def test_a_window_goes_on_when_others_have_made_room():
 
 async def test_room_by_count_without_bytes_is_not_forgotten():
     woken: list[ProcessQueue] = []
-    budget = Budget(1000, asyncio.get_running_loop())
+    budget = MemoryBudget(1000, asyncio.get_running_loop())
     window = ProcessQueue(QUEUE, 1, Limits(messages=2), Told(), woken.append, budget=budget)
     window.start(0)
     _, second = put(window, 0, 1)
-    assert not window.room_for(1, 100), "two are there"
+    assert not window.may_pull(1, 100), "two are there"
     budget.add(900)
     window.ack([second])
     assert woken == [window], "it asks, and waits for bytes from now on"
-    assert not window.room_for(1, 100)
+    assert not window.may_pull(1, 100)
     budget.free(900)
     await asyncio.sleep(1)
     assert woken == [window, window]
@@ -284,7 +286,7 @@ def test_an_answer_that_was_not_foreseen_needs_room():
     message = sharing.gets(0, 100)
     assert not sharing.takes(1, 70)
     sharing.acks(0, message)
-    assert sharing.budget.take(sharing.windows[0], 0, 100)
+    assert sharing.budget.accept(sharing.windows[0], 0, 100)
     assert not sharing.takes(1, 70), "what has arrived counts before it is put"
 
 
@@ -303,7 +305,7 @@ def test_all_is_consumed_and_never_much_more_is_held(limit, sizes, random):
         elif number in asked:
             expected = asked.pop(number)
             window, size = sharing.windows[number], sizes[number]
-            if sharing.budget.take(window, expected, size):
+            if sharing.budget.accept(window, expected, size):
                 held.append((number, sharing.gets(number, size, 0)))
                 window.settle(size, size)
                 left[number] -= 1
@@ -314,14 +316,14 @@ def test_all_is_consumed_and_never_much_more_is_held(limit, sizes, random):
             awake.discard(number)
             if not left.get(number):
                 left.pop(number, None)
-                sharing.windows[number].pass_on()
+                sharing.windows[number].withdraw()
             elif sharing.asks(number, expected := random.randint(1, 400)):
                 asked[number] = expected
         awake.update(sharing.woken)
         sharing.woken.clear()
         assert sharing.budget.held <= limit + max(sizes)
         assert awake or asked or held or not left, "somebody can go on"
-    assert (sharing.budget.held, sharing.budget.expect(sharing.windows[0], 0, 1)) == (0, True)
+    assert (sharing.budget.held, sharing.budget.reserve(sharing.windows[0], 0, 1)) == (0, True)
 
 
 def test_the_estimate_of_listener_time_falls_slowly():
