@@ -18,7 +18,7 @@ from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.columns import PulledRecords, record_batches
 from pyrocket_consumer.protocol.frame import Extent
 from pyrocket_consumer.protocol.message import MOST_RECORDS, Message
-from pyrocket_consumer.spark.schema import arrow_schema, projected
+from pyrocket_consumer.spark.schema import arrow_schema, project_schema
 
 _ready: dict[str, pa.RecordBatch] = {}
 
@@ -31,7 +31,7 @@ class ReadySource(DataSource):
         return "ready"
 
     def schema(self) -> StructType:
-        return projected(None)
+        return project_schema(None)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         return _ReadyReader(self.options, schema)
@@ -77,7 +77,7 @@ class PlainSource(DataSource):
         return "plain"
 
     def schema(self) -> StructType:
-        return projected(None)
+        return project_schema(None)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         return _PlainReader(self.options, schema)

@@ -39,18 +39,18 @@ from pyrocket_consumer.protocol.subscription import TAG
 from pyrocket_consumer.spark.options import (
     EARLIEST,
     LATEST,
-    STORED,
+    TIME_BOUNDS,
     Bound,
     GivenOffsets,
-    Named,
+    NamedOffset,
     SourceOptions,
     StoredAtByTopic,
     listed,
 )
 from pyrocket_consumer.spark.pushed_filters import Span
 from pyrocket_consumer.spark.ranges import QueueRange, in_order
-from pyrocket_consumer.spark.retry_policy import WORTH_A_WARNING, Patience
-from pyrocket_consumer.spark.straggler_poll import Beside
+from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES, RetryPolicy
+from pyrocket_consumer.spark.straggler_poll import StragglerPoll
 from pyrocket_consumer.text import logger
 
 log = logger("spark")
@@ -58,21 +58,21 @@ log = logger("spark")
 T = TypeVar("T")
 Q = TypeVar("Q")
 
-AskOffsets = Callable[[Broker, Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int | RocketError]]]
+FetchOffsets = Callable[[Broker, Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int | RocketError]]]
 
-CALLS_AT_ONCE = 64
+MAX_CONCURRENT_CALLS = 64
 """Calls under way to one broker."""
 
 CLOCK_SKEW_MS = 10_000
 """By so much the clocks of brokers that were masters of one queue may differ."""
 
-_CALLS_TOGETHER = 32  # so many are sent and awaited as one: that takes less than half the time of as many single ones
+_GROUP_SIZE = 32  # so many are sent and awaited as one: that takes less than half the time of as many single ones
 
-_FIRST_AWAY_S = 0.1
-_LONGEST_AWAY_S = 5.0  # between two attempts to reach a broker that is away
-_MADE_LIKE = "TBW102"  # what brokers that make topics on demand make them like
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0  # between two attempts to reach a broker that is away
+_AUTO_CREATE_TOPIC = "TBW102"  # what brokers that make topics on demand make them like
 _DISCOVERY = ""  # among the names of brokers
-_PASSING = (ConnectError, ConnectionLost, RequestTimeout, RouteNotFound)
+_TRANSIENT = (ConnectError, ConnectionLost, RequestTimeout, RouteNotFound)
 
 
 class _NoSuchTopic(RouteNotFound):
@@ -80,33 +80,33 @@ class _NoSuchTopic(RouteNotFound):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class BrokerSnapshot:
     """What the brokers said at one moment.
 
-    `ends` has the end of each queue that answered, `begins` the oldest offset of those with something to read. `away`
+    `ends` has the end of each queue that answered, `begins` the oldest offset of those with something to read. `unreachable`
     are queues, known before, that cannot be asked now, and why; `gone` those of them whose broker is up and has them
-    no more. `silent` are the servers that should have answered, and did not. `asked_ms` is when each broker was asked.
+    no more. `unresponsive` are the servers that should have answered, and did not. `requested_ms` is when each broker was asked.
     """
 
     begins: Mapping[MessageQueue, int]
     ends: Mapping[MessageQueue, int]
-    away: Mapping[MessageQueue, str]
+    unreachable: Mapping[MessageQueue, str]
     gone: frozenset[MessageQueue]
-    silent: frozenset[str]
-    asked_ms: Mapping[str, int]
+    unresponsive: frozenset[str]
+    requested_ms: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Spans:
+class _QueueBounds:
     """Where the queues of one broker begin and end, and when it was asked."""
 
-    asked_ms: int
+    requested_ms: int
     begins: Mapping[MessageQueue, int]
     ends: Mapping[MessageQueue, int]
 
 
 @dataclass(slots=True)
-class _Away:
+class _UnreachableBroker:
     """A broker that did not answer: when to try again, and how long to wait if that fails, too."""
 
     until: float
@@ -114,7 +114,7 @@ class _Away:
     reason: str
 
 
-class Positions:
+class BrokerOffsets:
     """Asks the brokers. Blocking, for one thread; it connects with the first call.
 
     New queues are looked for at most every `discovery_interval_s` seconds.
@@ -128,11 +128,11 @@ class Positions:
         self._discovered_at: float | None = None
         self._knows_queues = True
         self._gone: frozenset[MessageQueue] = frozenset()
-        self._beside = Beside[_Spans | None]()
-        self._last: dict[str, _Spans | None] = {}  # answers, by broker
-        self._away: dict[str, _Away] = {}
-        self._accepted: set[str] = set()  # brokers that accept the SQL filter
-        self._told_of_waiting: set[str] = set()
+        self._poll = StragglerPoll[_QueueBounds | None]()
+        self._last_bounds: dict[str, _QueueBounds | None] = {}  # answers, by broker
+        self._unreachable: dict[str, _UnreachableBroker] = {}
+        self._filter_checked: set[str] = set()  # brokers that accept the SQL filter
+        self._warned_of: set[str] = set()
 
     # --- life
 
@@ -149,23 +149,23 @@ class Positions:
 
     def _connect(self) -> Cluster:
         config = self._options.client.config()
-        patience = self._options.read.patience()
+        retry_policy = self._options.read.retry_policy()
         while True:
             cluster = Cluster(config, make_client_id(config))
             try:
                 cluster.start()
                 return cluster
-            except _PASSING as error:
-                if (pause_s := patience.failed()) is None:
+            except _TRANSIENT as error:
+                if (pause_s := retry_policy.failed()) is None:
                     raise
-                self._tell_of_waiting(error, patience)
+                self._warn_retrying(error, retry_policy)
             time.sleep(pause_s)
 
     def close(self) -> None:
         """Disconnect; the next call connects again."""
         if self._cluster is not None:
             with suppress(RocketError):
-                self._cluster.run(self._beside.stop(), self._options.client.request_timeout_s)
+                self._cluster.run(self._poll.stop(), self._options.client.request_timeout_s)
             self._cluster.close()
             self._cluster = None
 
@@ -181,47 +181,47 @@ class Positions:
             RouteNotFound: a topic of `subscribe` does not exist.
             RocketError: nobody answers, however long asked.
         """
-        doubt = self._options.read.doubt()
-        return self.cluster.run(self._again(lambda: self._discover(doubt, follows)), None)
+        startup_grace = self._options.read.startup_grace()
+        return self.cluster.run(self._retry(lambda: self._discover(startup_grace, follows)), None)
 
-    async def _discover(self, doubt: Patience, follows: bool) -> frozenset[MessageQueue]:
-        named = list(await self._topics_named())
+    async def _discover(self, startup_grace: RetryPolicy, follows: bool) -> frozenset[MessageQueue]:
+        named = list(await self._named_topics())
         outcomes = await asyncio.gather(
             *(self.cluster.route(topic, refresh=True) for topic in named), return_exceptions=True
         )
-        there = list[MessageQueue]()
+        existing = list[MessageQueue]()
         for topic, outcome in zip(named, outcomes, strict=True):
             if isinstance(outcome, RouteNotFound):
                 if not await self._brokers_up():
-                    doubt.renew()  # one that starts may have no topics for a moment, however long it was away
+                    startup_grace.reset()  # one that starts may have no topics for a moment, however long it was away
                     raise outcome
-                if doubt.failed() is not None:
+                if startup_grace.failed() is not None:
                     raise outcome
-                if not (follows and topic in self._options.topics and await self._makes_topics()):
+                if not (follows and topic in self._options.topics and await self._creates_topics()):
                     raise _NoSuchTopic(topic, outcome.name_servers)
                 log.warning("topic=%s is not there yet; when it is made, it is read from its first message", topic)
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
-                there += outcome.consume_queues()
-        if unknown := set(self._options.assigned).difference(there):
+                existing += outcome.consume_queues()
+        if unknown := set(self._options.assigned).difference(existing):
             topics = {queue.topic for queue in unknown}
-            others = [queue for queue in there if queue.topic in topics]
+            others = [queue for queue in existing if queue.topic in topics]
             raise ConfigError(f"option assign names {listed(sorted(unknown))}; there are {listed(sorted(others))}")
-        queues = frozenset(filter(self.selects, there))
+        queues = frozenset(filter(self.selects, existing))
         await self._check_filter(queues)
         self._queues, self._discovered_at = queues, time.monotonic()
         return queues
 
-    async def _makes_topics(self) -> bool:
+    async def _creates_topics(self) -> bool:
         """Tell whether some broker makes topics on demand."""
         try:
-            await self.cluster.route(_MADE_LIKE, refresh=True)
+            await self.cluster.route(_AUTO_CREATE_TOPIC, refresh=True)
         except RouteNotFound:
             return False
         return True
 
-    async def _topics_named(self) -> Collection[str]:
+    async def _named_topics(self) -> Collection[str]:
         options = self._options
         if options.pattern is None:
             return options.topics or {queue.topic for queue in options.assigned}
@@ -243,13 +243,13 @@ class Positions:
         topics = {queue.topic for queue in known}
         found, gone = frozenset[MessageQueue](), frozenset[MessageQueue]()
         try:
-            found = await self._find_what_is_there(topics)
+            found = await self._find_queues(topics)
             if missing := frozenset(known) - found:
-                gone = await self._on_brokers_up(missing)
+                gone = await self._whose_broker_is_up(missing)
             if gone:  # or their broker has only just come back
-                found = await self._find_what_is_there(topics)
+                found = await self._find_queues(topics)
             self._knows_queues = True
-        except _PASSING as error:
+        except _TRANSIENT as error:
             log.log(
                 logging.WARNING if self._knows_queues else logging.DEBUG, "queues stay as they are known: %s", error
             )
@@ -258,8 +258,8 @@ class Positions:
         await self._check_filter(found)
         self._queues, self._gone, self._discovered_at = found, gone - found, time.monotonic()
 
-    async def _find_what_is_there(self, known_topics: Iterable[str]) -> frozenset[MessageQueue]:
-        topics = {*await self._topics_named(), *known_topics}
+    async def _find_queues(self, known_topics: Iterable[str]) -> frozenset[MessageQueue]:
+        topics = {*await self._named_topics(), *known_topics}
         outcomes = await asyncio.gather(
             *(self.cluster.route(topic, refresh=True) for topic in topics), return_exceptions=True
         )
@@ -279,7 +279,7 @@ class Positions:
             return
         for broker, topic in {queue.broker_name: queue.topic for queue in sorted(queues)}.items():
             address = self.cluster.address(broker)
-            if broker in self._accepted or address is None:
+            if broker in self._filter_checked or address is None:
                 continue
             subscription = replace(selector, topic=topic)
             body = encode_check_client_config(
@@ -292,31 +292,31 @@ class Positions:
                     f"option sqlFilter={selector.expression!r} is refused by broker {broker}: {error.remark}; correct "
                     "it, or have the broker filter with enablePropertyFilter=true in its configuration"
                 ) from error
-            except _PASSING as error:
+            except _TRANSIENT as error:
                 log.debug("broker=%s could not check the filter reason=%s", broker, error)
                 continue
-            self._accepted.add(broker)
+            self._filter_checked.add(broker)
 
     # --- offsets, of a query that begins: all queues answer, or it is an error
 
     def begins(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int]:
         """Return the offset of the oldest message of each queue."""
-        return self.cluster.run(self._offsets(queues, Broker.min_offsets), None) if queues else {}
+        return self.cluster.run(self._fetch_offsets(queues, Broker.min_offsets), None) if queues else {}
 
     def ends(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int]:
         """Return the offset that the next message of each queue will have."""
-        return self.cluster.run(self._offsets(queues, Broker.max_offsets), None) if queues else {}
+        return self.cluster.run(self._fetch_offsets(queues, Broker.max_offsets), None) if queues else {}
 
-    async def _offsets(self, queues: Collection[MessageQueue], ask: AskOffsets) -> dict[MessageQueue, int]:
-        """Return what `ask` gives for each queue, asking again what failed."""
+    async def _fetch_offsets(self, queues: Collection[MessageQueue], fetch: FetchOffsets) -> dict[MessageQueue, int]:
+        """Return what `fetch` gives for each queue, asking again what failed."""
 
         async def at(name: str, queues: Sequence[MessageQueue]) -> dict[MessageQueue, int]:
             broker = self.cluster.broker(name)
-            return await _together(queues, lambda some: _answers(some, partial(ask, broker), self._again))
+            return await _fetch_in_groups(queues, lambda some: _fetch_all(some, partial(fetch, broker), self._retry))
 
         found: dict[MessageQueue, int] = {}
-        for answers in await asyncio.gather(*(at(name, each) for name, each in _by_broker(queues).items())):
-            found |= answers
+        for responses in await asyncio.gather(*(at(name, each) for name, each in _by_broker(queues).items())):
+            found |= responses
         return found
 
     def resolve(
@@ -332,36 +332,38 @@ class Positions:
         chosen = queues if chosen is None else chosen
         if isinstance(bound, StoredAtByTopic):
             bound.check({queue.topic for queue in chosen})
-        if isinstance(bound, STORED):
+        if isinstance(bound, TIME_BOUNDS):
             times_ms = {queue: at_ms for queue in queues if (at_ms := bound.of(queue.topic)) is not None}
-            return self._each(queues, lambda queue: self._again(lambda: self._search(queue, times_ms[queue])))
+            return self._fetch_each(
+                queues, lambda queue: self._retry(lambda: self._search_offset(queue, times_ms[queue]))
+            )
         if isinstance(bound, GivenOffsets):
             bound.check(chosen)
             given = {queue: offset for queue in queues if (offset := bound.offset(queue)) is not None}
             oldest = self.begins([queue for queue, offset in given.items() if offset == EARLIEST])
             latest = self.ends([queue for queue, offset in given.items() if offset == LATEST])
             return {**given, **oldest, **latest}
-        if bound is Named.EARLIEST:
+        if bound is NamedOffset.EARLIEST:
             return self.begins(queues)
-        if bound is Named.LATEST:
+        if bound is NamedOffset.LATEST:
             return self.ends(queues)
-        committed = self._each(queues, lambda queue: self._again(lambda: self._committed(queue)))
+        committed = self._fetch_each(queues, lambda queue: self._retry(lambda: self._fetch_committed(queue)))
         found = {queue: offset for queue, offset in committed.items() if offset is not None}
         return {**found, **self.begins([queue for queue in queues if queue not in found])}
 
-    async def _search(self, queue: MessageQueue, at_ms: int) -> int:
+    async def _search_offset(self, queue: MessageQueue, at_ms: int) -> int:
         broker = self.cluster.broker(queue.broker_name)
         return await broker.search_offset(queue, at_ms, group=self._options.read.group)
 
-    def cut_by_time(self, ranges: Collection[QueueRange], stored_ms: Span) -> dict[MessageQueue, QueueRange]:
+    def narrow_by_time(self, ranges: Collection[QueueRange], stored_ms: Span) -> dict[MessageQueue, QueueRange]:
         """Return of each range, one per queue, what has all its messages stored in `stored_ms`, and maybe more.
 
         Store times need not be in order where a queue's masters change; by `CLOCK_SKEW_MS` they may differ.
         """
         by_queue = {each.queue: each for each in ranges}
-        return self._each(by_queue.keys(), lambda queue: self._cut_by_time(by_queue[queue], stored_ms))
+        return self._fetch_each(by_queue.keys(), lambda queue: self._narrow_by_time(by_queue[queue], stored_ms))
 
-    async def _cut_by_time(self, whole: QueueRange, stored_ms: Span) -> QueueRange:
+    async def _narrow_by_time(self, whole: QueueRange, stored_ms: Span) -> QueueRange:
         """Search the edges, and believe a broker only when messages show it: a wrong edge would lose some.
 
         It looks for a time beyond the skew: brokers stop at a message of just that time, and by the whole skew may
@@ -371,28 +373,28 @@ class Positions:
         queue, begin, end = whole.queue, whole.begin, whole.end
 
         async def search(at_ms: int) -> int:
-            return await self._again(lambda: self._search(queue, max(0, at_ms)))
+            return await self._retry(lambda: self._search_offset(queue, max(0, at_ms)))
 
-        async def show(offsets: Sequence[int], left_out: Callable[[int], bool]) -> bool:
-            times_ms = [await self._again(partial(self._stored_ms, queue, offset)) for offset in offsets]
-            if times_ms[0] is None or not left_out(times_ms[0]):
+        async def confirm(offsets: Sequence[int], is_outside: Callable[[int], bool]) -> bool:
+            times_ms = [await self._retry(partial(self._fetch_stored_ms, queue, offset)) for offset in offsets]
+            if times_ms[0] is None or not is_outside(times_ms[0]):
                 return False
-            agree = all(left_out(each) for each in times_ms if each is not None)
+            agree = all(is_outside(each) for each in times_ms if each is not None)
             if not agree:
                 log.warning("queue=%s is read whole on one side, its store times are out of order", queue)
             return agree
 
         try:
             if stored_ms.low is not None:
-                low, place = stored_ms.low, await search(stored_ms.low - CLOCK_SKEW_MS - 1)
-                before = sorted({begin, max(begin, place - 2), place - 1}, reverse=True)
-                if place > begin and await show(before, lambda at_ms: at_ms < low):
-                    begin = min(place, end)
+                low, offset = stored_ms.low, await search(stored_ms.low - CLOCK_SKEW_MS - 1)
+                before = sorted({begin, max(begin, offset - 2), offset - 1}, reverse=True)
+                if offset > begin and await confirm(before, lambda at_ms: at_ms < low):
+                    begin = min(offset, end)
             if stored_ms.high is not None and begin < end:
-                high, place = stored_ms.high, await search(stored_ms.high + CLOCK_SKEW_MS + 1)
-                behind = sorted({place, min(place + 1, end - 1), end - 1})
-                if 0 <= place < end and await show(behind, lambda at_ms: at_ms > high):
-                    end = max(place, begin)
+                high, offset = stored_ms.high, await search(stored_ms.high + CLOCK_SKEW_MS + 1)
+                behind = sorted({offset, min(offset + 1, end - 1), end - 1})
+                if 0 <= offset < end and await confirm(behind, lambda at_ms: at_ms > high):
+                    end = max(offset, begin)
         except (BrokerError, ProtocolError) as error:
             if isinstance(error, BrokerError) and error.retryable:
                 raise
@@ -400,28 +402,28 @@ class Positions:
             return whole
         return QueueRange(queue, begin, end)
 
-    async def _stored_ms(self, queue: MessageQueue, offset: int) -> int | None:
+    async def _fetch_stored_ms(self, queue: MessageQueue, offset: int) -> int | None:
         """Return when the message at `offset` was stored; None if there is none just there."""
         broker, subscription = self.cluster.broker(queue.broker_name), Subscription(queue.topic)
         group = self._options.read.group
         _, found = await broker.pull(queue, offset, group=group, subscription=subscription, max_messages=1)
         return found[0].stored_at_ms if found and found[0].queue_offset == offset else None
 
-    async def _committed(self, queue: MessageQueue) -> int | None:
+    async def _fetch_committed(self, queue: MessageQueue) -> int | None:
         broker = self.cluster.broker(queue.broker_name)
         return await broker.query_offset(self._options.read.group, queue, set_zero_if_not_found=False)
 
-    def _each(
-        self, queues: Collection[MessageQueue], ask: Callable[[MessageQueue], Awaitable[T]]
+    def _fetch_each(
+        self, queues: Collection[MessageQueue], fetch: Callable[[MessageQueue], Awaitable[T]]
     ) -> dict[MessageQueue, T]:
-        """Return what `ask` gives for each queue; some at a time at each broker."""
-        return self.cluster.run(self._ask_each(queues, ask), None) if queues else {}
+        """Return what `fetch` gives for each queue; some at a time at each broker."""
+        return self.cluster.run(self._fetch_each_async(queues, fetch), None) if queues else {}
 
-    async def _ask_each(
-        self, queues: Collection[MessageQueue], ask: Callable[[MessageQueue], Awaitable[T]]
+    async def _fetch_each_async(
+        self, queues: Collection[MessageQueue], fetch: Callable[[MessageQueue], Awaitable[T]]
     ) -> dict[MessageQueue, T]:
-        by_broker = (_some_at_a_time(each, ask, CALLS_AT_ONCE) for each in _by_broker(queues).values())
-        return {queue: answer for answers in await asyncio.gather(*by_broker) for queue, answer in answers}
+        by_broker = (_gather_limited(each, fetch, MAX_CONCURRENT_CALLS) for each in _by_broker(queues).values())
+        return {queue: response for responses in await asyncio.gather(*by_broker) for queue, response in responses}
 
     # --- offsets, of a query that runs: brokers may be away
 
@@ -436,15 +438,15 @@ class Positions:
             try:
                 if at_ms is None:
                     return await broker.min_offset(queue)
-                return await self._search(queue, at_ms)
-            except (*_PASSING, BrokerError) as error:
+                return await self._search_offset(queue, at_ms)
+            except (*_TRANSIENT, BrokerError) as error:
                 log.debug("queue=%s time=%s could not be searched for reason=%s", queue, at_ms, error)
                 return None
 
-        places = self._each(times_ms.keys(), first_since)
-        return {queue: place for queue, place in places.items() if place is not None}
+        offsets = self._fetch_each(times_ms.keys(), first_since)
+        return {queue: offset for queue, offset in offsets.items() if offset is not None}
 
-    def look(self, known: Mapping[MessageQueue, int]) -> Look:
+    def snapshot(self, known: Mapping[MessageQueue, int]) -> BrokerSnapshot:
         """Return where queues begin and end: those known, with the offset to read next, and new ones.
 
         Servers that do not answer do not hold up the others: they are asked beside, and so are name servers.
@@ -452,74 +454,76 @@ class Positions:
         Raises:
             RocketError: a broker refuses to say.
         """
-        return self.cluster.run(self._look(known), None)
+        return self.cluster.run(self._snapshot(known), None)
 
-    async def _look(self, known: Mapping[MessageQueue, int]) -> Look:
-        questions: dict[str, Callable[[], Coroutine[Any, Any, _Spans | None]]] = {}
+    async def _snapshot(self, known: Mapping[MessageQueue, int]) -> BrokerSnapshot:
+        requests: dict[str, Callable[[], Coroutine[Any, Any, _QueueBounds | None]]] = {}
         now = time.monotonic()
         if self._discovered_at is None:
             await self._rediscover(known)
         elif now - self._discovered_at >= self._discovery_interval_s:
-            questions[_DISCOVERY] = partial(self._rediscover, known)
+            requests[_DISCOVERY] = partial(self._rediscover, known)
         queues = self._queues
         for broker, each in _by_broker(queues).items():
-            if broker not in self._away or now >= self._away[broker].until:
-                questions[broker] = partial(self._spans, broker, each, known)
-        answers = await self._beside.answers(questions)
-        self._last |= answers
-        found = {broker: spans for broker in questions if (spans := self._last.get(broker)) is not None}
+            if broker not in self._unreachable or now >= self._unreachable[broker].until:
+                requests[broker] = partial(self._fetch_bounds, broker, each, known)
+        responses = await self._poll.poll(requests)
+        self._last_bounds |= responses
+        found = {broker: bounds for broker in requests if (bounds := self._last_bounds.get(broker)) is not None}
         begins: dict[MessageQueue, int] = {}
         ends: dict[MessageQueue, int] = {}
-        for broker, spans in found.items():
-            begins.update(spans.begins)
-            for queue, end in spans.ends.items():  # of one that is late, the last answer: more may be known since
-                ends[queue] = end if broker in answers else max(end, known.get(queue, 0))
-        return Look(
+        for broker, bounds in found.items():
+            begins.update(bounds.begins)
+            for queue, end in bounds.ends.items():  # of one that is late, the last answer: more may be known since
+                ends[queue] = end if broker in responses else max(end, known.get(queue, 0))
+        return BrokerSnapshot(
             begins=begins,
             ends=ends,
-            away={queue: self._reason(queue) for queue in known if queue not in ends},
+            unreachable={queue: self._why_unreachable(queue) for queue in known if queue not in ends},
             gone=self._gone.intersection(known) - queues,
-            silent=frozenset(queue.broker_name for queue in queues if queue not in ends)
+            unresponsive=frozenset(queue.broker_name for queue in queues if queue not in ends)
             | frozenset(() if self._knows_queues else self.cluster.name_servers),
-            asked_ms={broker: spans.asked_ms for broker, spans in found.items()},
+            requested_ms={broker: bounds.requested_ms for broker, bounds in found.items()},
         )
 
-    def _reason(self, queue: MessageQueue) -> str:
+    def _why_unreachable(self, queue: MessageQueue) -> str:
         if not self.selects(queue):
             return "the options do not choose it any more"
-        away = self._away.get(queue.broker_name)
-        if away is not None:
-            return away.reason
+        unreachable = self._unreachable.get(queue.broker_name)
+        if unreachable is not None:
+            return unreachable.reason
         return "its broker has not answered yet" if queue in self._queues else "no route names it"
 
-    async def _spans(self, name: str, queues: list[MessageQueue], known: Mapping[MessageQueue, int]) -> _Spans | None:
+    async def _fetch_bounds(
+        self, name: str, queues: list[MessageQueue], known: Mapping[MessageQueue, int]
+    ) -> _QueueBounds | None:
         """Return begins and ends of queues of one broker, None if it is away: the first queue finds out.
 
         Where nothing is to be read the begin does not matter, and is not asked for.
         """
-        asked_ms, broker = now_ms(), self.cluster.broker(name)
+        requested_ms, broker = now_ms(), self.cluster.broker(name)
         begins: dict[MessageQueue, int] = {}
 
         async def some_ends(some: Sequence[MessageQueue]) -> dict[MessageQueue, int]:
-            ends = await _answers(some, broker.max_offsets, _once_more)
+            ends = await _fetch_all(some, broker.max_offsets, _retry_once)
             unread = [queue for queue, end in ends.items() if queue not in known or end > known[queue]]
-            begins.update(await _answers(unread, broker.min_offsets, _once_more))
+            begins.update(await _fetch_all(unread, broker.min_offsets, _retry_once))
             return ends
 
         try:
             ends = await some_ends(queues[:1])
-            ends |= await _together(queues[1:], some_ends)
-        except (*_PASSING, BrokerError) as error:
+            ends |= await _fetch_in_groups(queues[1:], some_ends)
+        except (*_TRANSIENT, BrokerError) as error:
             if isinstance(error, BrokerError) and not (error.retryable or error.code == ResponseCode.TOPIC_NOT_EXIST):
                 raise
-            away = self._away.get(name)
-            pause_s = _FIRST_AWAY_S if away is None else min(2 * away.pause_s, _LONGEST_AWAY_S)
-            self._away[name] = _Away(time.monotonic() + pause_s, pause_s, str(error))
+            unreachable = self._unreachable.get(name)
+            pause_s = _FIRST_PAUSE_S if unreachable is None else min(2 * unreachable.pause_s, _LONGEST_PAUSE_S)
+            self._unreachable[name] = _UnreachableBroker(time.monotonic() + pause_s, pause_s, str(error))
             return None
-        self._away.pop(name, None)
-        return _Spans(asked_ms, begins, ends)
+        self._unreachable.pop(name, None)
+        return _QueueBounds(requested_ms, begins, ends)
 
-    async def _on_brokers_up(self, missing: Iterable[MessageQueue]) -> frozenset[MessageQueue]:
+    async def _whose_broker_is_up(self, missing: Iterable[MessageQueue]) -> frozenset[MessageQueue]:
         """Return those of `missing` whose broker is up: it would have them if they were there."""
         up = await self._brokers_up()
         return frozenset(queue for queue in missing if queue.broker_name in up)
@@ -531,31 +535,33 @@ class Positions:
             log.debug("brokers could not be listed reason=%s", error)
             return ()
 
-    def forget_discovery(self) -> None:
+    def expire_discovery(self) -> None:
         """Have the next look find queues anew, and try every broker."""
         self._discovered_at = None
-        for away in self._away.values():
-            away.until = 0.0
+        for unreachable in self._unreachable.values():
+            unreachable.until = 0.0
 
     # --- asking again
 
-    async def _again(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """Return what `call()` gives; repeat it, with growing pauses, while it fails for a reason that may pass."""
-        patience = self._options.read.patience()
+        retry_policy = self._options.read.retry_policy()
         while True:
             try:
                 return await call()
-            except (*_PASSING, BrokerError) as error:
-                lasts = isinstance(error, _NoSuchTopic) or (isinstance(error, BrokerError) and not error.retryable)
-                if lasts or (pause_s := patience.failed()) is None:
+            except (*_TRANSIENT, BrokerError) as error:
+                is_permanent = isinstance(error, _NoSuchTopic) or (
+                    isinstance(error, BrokerError) and not error.retryable
+                )
+                if is_permanent or (pause_s := retry_policy.failed()) is None:
                     raise
-                self._tell_of_waiting(error, patience)
+                self._warn_retrying(error, retry_policy)
             await asyncio.sleep(pause_s)
 
-    def _tell_of_waiting(self, error: RocketError, patience: Patience) -> None:
+    def _warn_retrying(self, error: RocketError, retry_policy: RetryPolicy) -> None:
         """Warn once of each reason to wait that does not pass at once."""
-        if patience.failures == WORTH_A_WARNING and (text := str(error)) not in self._told_of_waiting:
-            self._told_of_waiting.add(text)
+        if retry_policy.failures == WARN_AFTER_FAILURES and (text := str(error)) not in self._warned_of:
+            self._warned_of.add(text)
             log.warning("asking again, for %g s at most: %s", self._options.read.read_timeout_s, text)
 
 
@@ -571,58 +577,58 @@ def _by_broker(queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
     return found
 
 
-async def _answers(
+async def _fetch_all(
     queues: Sequence[MessageQueue],
-    ask: Callable[[Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int | RocketError]]],
-    again: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]],
+    fetch: Callable[[Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int | RocketError]]],
+    retry: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]],
 ) -> dict[MessageQueue, int]:
-    """Return what `ask` gives for each queue; only those that failed are asked again, as often as `again` calls."""
+    """Return what `fetch` gives for each queue; only those that failed are asked again, as often as `retry` calls."""
     found: dict[MessageQueue, int] = {}
 
-    async def ask_the_rest() -> None:
+    async def fetch_rest() -> None:
         failed = list[RocketError]()
-        for queue, answer in (await ask([queue for queue in queues if queue not in found])).items():
-            if isinstance(answer, RocketError):
-                failed.append(answer)
+        for queue, response in (await fetch([queue for queue in queues if queue not in found])).items():
+            if isinstance(response, RocketError):
+                failed.append(response)
             else:
-                found[queue] = answer
+                found[queue] = response
         if failed:  # one that will not pass is told first
             raise next((error for error in failed if isinstance(error, BrokerError) and not error.retryable), failed[0])
 
-    await again(ask_the_rest)
+    await retry(fetch_rest)
     return found
 
 
-async def _once_more(call: Callable[[], Awaitable[None]]) -> None:
+async def _retry_once(call: Callable[[], Awaitable[None]]) -> None:
     try:
         await call()
     except (ConnectError, ConnectionLost):
         await call()  # the connection had ended since the last look
 
 
-async def _together(
-    queues: Sequence[MessageQueue], ask: Callable[[Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int]]]
+async def _fetch_in_groups(
+    queues: Sequence[MessageQueue], fetch: Callable[[Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int]]]
 ) -> dict[MessageQueue, int]:
-    """Return what `ask` gives for each queue of one broker, asking for several at once."""
-    parts = [queues[first : first + _CALLS_TOGETHER] for first in range(0, len(queues), _CALLS_TOGETHER)]
+    """Return what `fetch` gives for each queue of one broker, asking for several at once."""
+    parts = [queues[first : first + _GROUP_SIZE] for first in range(0, len(queues), _GROUP_SIZE)]
     found: dict[MessageQueue, int] = {}
-    for _, answers in await _some_at_a_time(parts, ask, CALLS_AT_ONCE // _CALLS_TOGETHER):
-        found |= answers
+    for _, responses in await _gather_limited(parts, fetch, MAX_CONCURRENT_CALLS // _GROUP_SIZE):
+        found |= responses
     return found
 
 
-async def _some_at_a_time(questions: Iterable[Q], ask: Callable[[Q], Awaitable[T]], at_once: int) -> list[tuple[Q, T]]:
-    """Return each question with what `ask` gives, with so many under way that a broker bears it."""
-    rest, answers = iter(questions), list[tuple[Q, T]]()
+async def _gather_limited(requests: Iterable[Q], fetch: Callable[[Q], Awaitable[T]], limit: int) -> list[tuple[Q, T]]:
+    """Return each question with what `fetch` gives, with so many under way that a broker bears it."""
+    rest, responses = iter(requests), list[tuple[Q, T]]()
 
     async def work() -> None:
-        for question in rest:
-            answers.append((question, await ask(question)))
+        for request in rest:
+            responses.append((request, await fetch(request)))
 
-    workers = [asyncio.create_task(work()) for _ in range(at_once)]
+    workers = [asyncio.create_task(work()) for _ in range(limit)]
     try:
         await asyncio.gather(*workers)
     finally:
         for worker in workers:
             worker.cancel()
-    return answers
+    return responses

@@ -17,7 +17,7 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.spark import sink
 from pyrocket_consumer.spark.options import check_options, parse_sink, parse_source
 from pyrocket_consumer.spark.pyspark_names import PUSHES_FILTERS
-from pyrocket_consumer.spark.schema import projected
+from pyrocket_consumer.spark.schema import project_schema
 from pyrocket_consumer.spark.source import BatchReader, FilteredBatchReader, RefusedStreamReader, StreamReader
 
 
@@ -50,7 +50,7 @@ class RocketMQDataSource(DataSource):
             ConfigError: the options do not say what to read.
         """
         parse_source(self.options, streaming=None)
-        return projected(None)
+        return project_schema(None)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch.
@@ -60,15 +60,15 @@ class RocketMQDataSource(DataSource):
         """
         options = parse_source(self.options, streaming=False)
         if not options.push_filters:
-            return BatchReader(options, projected(schema))
+            return BatchReader(options, project_schema(schema))
         if not PUSHES_FILTERS:
             raise ConfigError("option pushFilters=true needs PySpark 4.1 or newer; leave it out, or install that")
-        return FilteredBatchReader(options, projected(schema))
+        return FilteredBatchReader(options, project_schema(schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """Return the reader of a stream; what is wrong with the options it says itself."""
         try:
-            return StreamReader(parse_source(self.options, streaming=True), projected(schema))
+            return StreamReader(parse_source(self.options, streaming=True), project_schema(schema))
         except ConfigError as error:
             return RefusedStreamReader(error)
 

@@ -43,9 +43,9 @@ Examples:
 """
 
 TAGS = ("paid", "open", "refunded")
-END = "end"  # tag of the messages that close the last window
+END_TAG = "end"  # tag of the messages that close the last window
 WINDOW_S = 2
-LATEST_S = 3  # how much later than others a message may come and still be counted
+MAX_LATENESS_S = 3  # how much later than others a message may come and still be counted
 QUEUES = 4
 WAIT_S = 120.0
 
@@ -56,7 +56,7 @@ class Demo:
     def __init__(self, spark: SparkSession, name_server: str, options: argparse.Namespace, checkpoint: Path) -> None:
         self._spark, self._name_server, self._checkpoint = spark, name_server, checkpoint
         self._seconds, self._rate = options.seconds, options.rate
-        self._say = Progress(quiet=options.output == "json").say
+        self._print_progress = Progress(quiet=options.output == "json").say
         run = f"{os.getpid()}-{int(time.time())}"
         self._orders, self._counts = f"pyrocket-demo-orders-{run}", f"pyrocket-demo-counts-{run}"
         self._sent: Counter[str] = Counter()
@@ -75,7 +75,7 @@ class Demo:
                     admin.delete_topic(topic)
 
     def _run(self) -> dict[str, Any]:
-        self._say("starting the query; its first batch takes some seconds")
+        self._print_progress("starting the query; its first batch takes some seconds")
         query = (
             self._windows()
             .writeStream.format("rocketmq")
@@ -110,7 +110,7 @@ class Demo:
             .load()
         )
         counted = (
-            orders.withWatermark("bornTimestamp", f"{LATEST_S} seconds")
+            orders.withWatermark("bornTimestamp", f"{MAX_LATENESS_S} seconds")
             .groupBy(f.window("bornTimestamp", f"{WINDOW_S} seconds").alias("window"), "tags")
             .count()
         )
@@ -131,8 +131,8 @@ class Demo:
                     number += 1
                 time.sleep(0.01)
             self._all_sent.set()
-            while not self._stop.wait(WINDOW_S + LATEST_S):
-                producer.send(self._orders, b"-", tags=END)  # of a later time: the windows before it are over
+            while not self._stop.wait(WINDOW_S + MAX_LATENESS_S):
+                producer.send(self._orders, b"-", tags=END_TAG)  # of a later time: the windows before it are over
 
     def _watch(self, query: Any) -> None:
         """Show progress until every message is counted, or until nothing has changed for two minutes."""
@@ -146,10 +146,10 @@ class Demo:
             if now != state:
                 state, since = now, time.monotonic()
             elif time.monotonic() - since > WAIT_S:
-                self._say(f"nothing has moved for {WAIT_S:g} s")
+                self._print_progress(f"nothing has moved for {WAIT_S:g} s")
                 return
             stage = f"batch {now[2]}" if progress else query.status["message"].lower()
-            self._say(
+            self._print_progress(
                 f"sent {now[0]:>6}   counted in closed windows {now[1]:>6}   "
                 f"behind {behind.total if behind else '-':>5}   {stage}",
                 passing=True,
@@ -176,7 +176,7 @@ class Table:
         self.repeated = 0
 
     def __call__(self, message: Message) -> None:
-        if message.tags == END:
+        if message.tags == END_TAG:
             return
         row = json.loads(message.body)
         key = tuple(message.properties[name] for name in (QUERY_ID, BATCH_ID, PARTITION, ROW))

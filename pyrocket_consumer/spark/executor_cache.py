@@ -22,13 +22,15 @@ class Closable(Protocol):
 T = TypeVar("T", bound=Closable)
 
 _lock = threading.Lock()
-_kept: dict[Hashable, Closable] = {}
-_asked_at: dict[Hashable, float] = {}
-_said: set[str] = set()
+_cache: dict[Hashable, Closable] = {}
+_used_at: dict[Hashable, float] = {}
+_seen: set[str] = set()
 _pid = os.getpid()
 
 
-def kept(kind: type[T], key: Hashable, make: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> T:
+def get_or_create(
+    kind: type[T], key: Hashable, make: Callable[[], T], clock: Callable[[], float] = time.monotonic
+) -> T:
     """Return this process's `kind` for `key`, made by the first task that asks.
 
     A worker has one task at a time. Workers are forked from a daemon; what its parent kept is not ours. At the end
@@ -37,36 +39,36 @@ def kept(kind: type[T], key: Hashable, make: Callable[[], T], clock: Callable[[]
     global _pid
     with _lock:
         if _pid != os.getpid():
-            _kept.clear()
+            _cache.clear()
             _pid = os.getpid()
-        now = _asked_at[kind, key] = clock()
-        for each in [each for each in _kept if now - _asked_at[each] > IDLE_S]:
-            threading.Thread(target=_kept.pop(each).close, name="pyrocket-close", daemon=True).start()
-        found = _kept.get((kind, key))
+        now = _used_at[kind, key] = clock()
+        for each in [each for each in _cache if now - _used_at[each] > IDLE_S]:
+            threading.Thread(target=_cache.pop(each).close, name="pyrocket-close", daemon=True).start()
+        found = _cache.get((kind, key))
         if not isinstance(found, kind):
-            found = _kept[kind, key] = make()
+            found = _cache[kind, key] = make()
         return found
 
 
-def forget(kind: type[Closable], key: Hashable) -> None:
+def discard(kind: type[Closable], key: Hashable) -> None:
     """Make the next task start afresh, after what is kept proved broken."""
     with _lock:
-        _kept.pop((kind, key), None)
+        _cache.pop((kind, key), None)
 
 
 def close_all() -> None:
     """Disconnect everything, for instance at the end of a notebook that has read without Spark."""
     with _lock:
-        for each in _kept.values():
+        for each in _cache.values():
             each.close()
-        _kept.clear()
-        _said.clear()
+        _cache.clear()
+        _seen.clear()
 
 
-def first_time(what: str) -> bool:
+def is_first_time(what: str) -> bool:
     """Tell whether no task of this process has asked about `what` before: of what is worth one line, not thousands."""
     with _lock:
-        if what in _said:
+        if what in _seen:
             return False
-        _said.add(what)
+        _seen.add(what)
         return True

@@ -39,9 +39,9 @@ class SourceOffset:
 
 def encode_offset(offset: SourceOffset) -> dict[str, Any]:
     """Return `offset` as Spark writes it down; equal ones give the same text."""
-    encoded: dict[str, Any] = {"version": VERSION, "queues": _nested(offset.queues)}
+    encoded: dict[str, Any] = {"version": VERSION, "queues": _nest(offset.queues)}
     if offset.begins:
-        encoded["from"] = _nested(offset.begins)
+        encoded["from"] = _nest(offset.begins)
     if offset.initial:
         encoded["initial"] = True
     for (topic, broker), at_ms in sorted(offset.seen_ms.items()):
@@ -65,7 +65,7 @@ def decode_offset(encoded: Mapping[str, Any]) -> SourceOffset:
     if version != VERSION:
         raise ConfigError(f"{encoded!r:.200} in the checkpoint is no offset of this source; use another checkpoint")
     return SourceOffset(
-        _flat(encoded, "queues"), _flat(encoded, "from"), encoded.get("initial") is True, _seen(encoded)
+        _flatten(encoded, "queues"), _flatten(encoded, "from"), encoded.get("initial") is True, _read_seen(encoded)
     )
 
 
@@ -90,17 +90,17 @@ def ranges_between(start: SourceOffset, end: SourceOffset) -> list[QueueRange]:
     return ranges
 
 
-def _nested(offsets: Mapping[MessageQueue, int]) -> dict[str, dict[str, dict[str, int]]]:
+def _nest(offsets: Mapping[MessageQueue, int]) -> dict[str, dict[str, dict[str, int]]]:
     nested: dict[str, dict[str, dict[str, int]]] = {}
     for queue in sorted(offsets, key=in_order):
         nested.setdefault(queue.topic, {}).setdefault(queue.broker_name, {})[str(queue.queue_id)] = offsets[queue]
     return nested
 
 
-def _seen(encoded: Mapping[str, Any]) -> dict[tuple[str, str], int]:
+def _read_seen(encoded: Mapping[str, Any]) -> dict[tuple[str, str], int]:
     try:
         return {
-            (topic, broker): _whole(at_ms)
+            (topic, broker): _check_number(at_ms)
             for topic, brokers in encoded.get("seen", {}).items()
             for broker, at_ms in brokers.items()
         }
@@ -108,10 +108,10 @@ def _seen(encoded: Mapping[str, Any]) -> dict[tuple[str, str], int]:
         raise _unreadable("seen", error) from None
 
 
-def _flat(encoded: Mapping[str, Any], name: str) -> dict[MessageQueue, int]:
+def _flatten(encoded: Mapping[str, Any], name: str) -> dict[MessageQueue, int]:
     try:
         return {
-            MessageQueue(topic, broker, _queue_id(queue_id)): _whole(offset)
+            MessageQueue(topic, broker, _check_queue_id(queue_id)): _check_number(offset)
             for topic, brokers in encoded.get(name, {}).items()
             for broker, queues in brokers.items()
             for queue_id, offset in queues.items()
@@ -120,13 +120,13 @@ def _flat(encoded: Mapping[str, Any], name: str) -> dict[MessageQueue, int]:
         raise _unreadable(name, error) from None
 
 
-def _whole(value: object) -> int:
+def _check_number(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError("a number that is no offset and no time, which are whole, from 0 to 2^63-1")
     return value
 
 
-def _queue_id(text: str) -> int:
+def _check_queue_id(text: str) -> int:
     if len(text) > 10 or not 0 <= (queue_id := int(text)) < 2**31:
         raise ValueError(f"{text!r:.50} is no queue, which have numbers from 0 to 2^31-1")
     return queue_id

@@ -30,7 +30,7 @@ from pyrocket_consumer.config import (
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.subscription import ALL, SQL92, parse_subscription
-from pyrocket_consumer.spark.retry_policy import Patience
+from pyrocket_consumer.spark.retry_policy import RetryPolicy
 from pyrocket_consumer.text import safe_repr
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ NAMES = (
 )
 """Every option there is, as the documentation writes it; Spark hands them over in lower case."""
 
-_AS_WRITTEN = {
+_OPTION_NAMES = {
     "name_server": "nameServer",
     "allowed_addresses": "allowedAddresses",
     "sharding_key": "shardingKey",
@@ -102,12 +102,12 @@ _AS_WRITTEN = {
     "max_message_bytes": "maxMessageBytes",
     "auto_create_topic": "autoCreateTopic",
 }  # what Python's arguments are called in options and columns
-_ARGUMENT = re.compile(rf"(?<![\w'\"])({'|'.join(_AS_WRITTEN)})(?![\w'\"])")  # in quotes it is a value
+_ARGUMENT = re.compile(rf"(?<![\w'\"])({'|'.join(_OPTION_NAMES)})(?![\w'\"])")  # in quotes it is a value
 
-_OF_SPARK = frozenset({"path", "paths", "checkpointlocation", "queryname", "outputmode", "numpartitions"})
-_MOST = 2**63 - 1
-_MOST_INT = 2**31 - 1
-_WHOLE = re.compile(r"\s*[+-]?[0-9]{1,30}\s*")
+_SPARK_OPTIONS = frozenset({"path", "paths", "checkpointlocation", "queryname", "outputmode", "numpartitions"})
+_MAX_OFFSET = 2**63 - 1
+_MAX_INT = 2**31 - 1
+_INTEGER = re.compile(r"\s*[+-]?[0-9]{1,30}\s*")
 _DURATION = re.compile(r"(\d+)\s*([a-z]*)")
 _UNITS_S = {
     **dict.fromkeys(("", "ms", "millisecond", "milliseconds"), 0.001),
@@ -180,13 +180,13 @@ class ReadOptions:
     damaged_bodies: DamagedBodies = DamagedBodies.FAIL
     max_body_bytes: int = 64 << 20
 
-    def patience(self, clock: Callable[[], float] = time.monotonic) -> Patience:
+    def retry_policy(self, clock: Callable[[], float] = time.monotonic) -> RetryPolicy:
         """Return how long to try again what heals: nobody answers, or says that it cannot just now."""
-        return Patience(self.read_timeout_s, self.client.retries, clock)
+        return RetryPolicy(self.read_timeout_s, self.client.retries, clock)
 
-    def doubt(self, clock: Callable[[], float] = time.monotonic) -> Patience:
+    def startup_grace(self, clock: Callable[[], float] = time.monotonic) -> RetryPolicy:
         """Return how long to ask again a broker that says it lacks what should be there: one that starts does that."""
-        return Patience(min(self.client.request_timeout_s, self.read_timeout_s), None, clock)
+        return RetryPolicy(min(self.client.request_timeout_s, self.read_timeout_s), None, clock)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,12 +203,12 @@ class SinkOptions:
     auto_create_topic: bool = False
     dedup_properties: bool = True
 
-    def patience(self, clock: Callable[[], float] = time.monotonic) -> Patience:
+    def retry_policy(self, clock: Callable[[], float] = time.monotonic) -> RetryPolicy:
         """Return how long to try again what heals and no send waits for: nobody answers who knows a way."""
-        return Patience(self.send_timeout_s, self.client.retries, clock)
+        return RetryPolicy(self.send_timeout_s, self.client.retries, clock)
 
 
-class Named(StrEnum):
+class NamedOffset(StrEnum):
     """Places in a queue that have a name."""
 
     EARLIEST = "earliest"
@@ -221,13 +221,13 @@ class GivenOffsets:
     """Offsets given as JSON: by (topic, broker, queue id), where None stands for all that there are."""
 
     option: str
-    places: Mapping[tuple[str, str | None, int | None], int]
+    offsets: Mapping[tuple[str, str | None, int | None], int]
 
     def offset(self, queue: MessageQueue) -> int | None:
         """Return what is given for `queue`: an offset, EARLIEST, LATEST; None if nothing is."""
         topic, broker, queue_id = queue.topic, queue.broker_name, queue.queue_id
-        for place in ((topic, broker, queue_id), (topic, broker, None), (topic, None, None)):
-            if (offset := self.places.get(place)) is not None:
+        for key in ((topic, broker, queue_id), (topic, broker, None), (topic, None, None)):
+            if (offset := self.offsets.get(key)) is not None:
                 return offset
         return None
 
@@ -237,16 +237,16 @@ class GivenOffsets:
         if lacking := [queue for queue in queues if self.offset(queue) is None]:
             raise ConfigError(f"option {self.option} covers all queues to read or none; it lacks {listed(lacking)}")
         there = {
-            place
+            key
             for queue in queues
-            for place in (
+            for key in (
                 (queue.topic, queue.broker_name, queue.queue_id),
                 (queue.topic, queue.broker_name, None),
                 (queue.topic, None, None),
             )
         }
         if unknown := [
-            "/".join(str(part) for part in place if part is not None) for place in self.places if place not in there
+            "/".join(str(part) for part in key if part is not None) for key in self.offsets if key not in there
         ]:
             raise ConfigError(
                 f"option {self.option} names {listed(sorted(unknown))}, of which there is nothing to read; "
@@ -293,10 +293,10 @@ class StoredAtByTopic:
             )
 
 
-Bound = Named | GivenOffsets | StoredAt | StoredAtByTopic
+Bound = NamedOffset | GivenOffsets | StoredAt | StoredAtByTopic
 """Where reading begins or ends."""
 
-STORED = (StoredAt, StoredAtByTopic)
+TIME_BOUNDS = (StoredAt, StoredAtByTopic)
 """The bounds that are times."""
 
 
@@ -322,7 +322,7 @@ class SourceOptions:
     pattern: str | None = None
     assigned: tuple[MessageQueue, ...] = ()
     start: Bound | None = None
-    end: Bound = Named.LATEST
+    end: Bound = NamedOffset.LATEST
     commit_offsets: bool = False
     max_offsets: int | None = None
     min_offsets: int | None = None
@@ -349,7 +349,7 @@ def parse_source(options: Mapping[str, str], streaming: bool | None) -> SourceOp
     Raises:
         ConfigError: an option is missing, unknown or wrong; the text names it, its value, and what is allowed.
     """
-    given = _Given(options)
+    given = _RawOptions(options)
     parsed = _source(given)
     chosen = [name for name in ("subscribe", "topic", "subscribePattern", "assign") if given.text(name) is not None]
     if not chosen:
@@ -365,9 +365,9 @@ def parse_source(options: Mapping[str, str], streaming: bool | None) -> SourceOp
         if parsed.push_filters:
             raise ConfigError("option pushFilters=true is for batch reads; streams get no filters, so leave it out")
     if streaming is False:
-        if parsed.start is Named.LATEST:
+        if parsed.start is NamedOffset.LATEST:
             raise ConfigError("option startingOffsets='latest' is for streams; a batch read would be empty")
-        if isinstance(parsed.start, GivenOffsets) and LATEST in parsed.start.places.values():
+        if isinstance(parsed.start, GivenOffsets) and LATEST in parsed.start.offsets.values():
             raise ConfigError("option startingOffsets has -1 (latest), which is for streams; give -2 (earliest)")
         _check_times(parsed.start, parsed.end)
     return parsed
@@ -375,7 +375,7 @@ def parse_source(options: Mapping[str, str], streaming: bool | None) -> SourceOp
 
 def _check_times(start: Bound | None, end: Bound) -> None:
     """Raise ConfigError if reading would end, in some topic, at a time before it starts."""
-    if not isinstance(start, STORED) or not isinstance(end, STORED):
+    if not isinstance(start, TIME_BOUNDS) or not isinstance(end, TIME_BOUNDS):
         return
     by_topic = [bound.timestamps_ms for bound in (start, end) if isinstance(bound, StoredAtByTopic)]
     for topic in by_topic[0] if by_topic else ("",):
@@ -391,83 +391,85 @@ def parse_sink(options: Mapping[str, str]) -> SinkOptions:
     Raises:
         ConfigError: an option is missing, unknown or wrong; the text names it, its value, and what is allowed.
     """
-    given = _Given(options)
+    given = _RawOptions(options)
     topic = given.text("topic")
     return SinkOptions(
         client=_client(given),
-        topic=None if topic is None else _named(check_topic, "topic", topic.strip()),
-        send_timeout_s=given.whole("sendTimeoutMs", 120_000, 10, 600_000) / 1000,
-        send_retries=given.whole("sendRetries", 5, 1, 99),
-        max_in_flight=given.whole("maxInFlight", 256, 1, 1_000_000),
-        max_message_bytes=given.whole("maxMessageBytes", 4 << 20, 1, MAX_MESSAGE_BYTES),
-        accept_degraded=given.flag("acceptDegraded", False),
-        auto_create_topic=given.flag("autoCreateTopic", False),
-        dedup_properties=given.flag("dedupProperties", True),
+        topic=None if topic is None else _check_option(check_topic, "topic", topic.strip()),
+        send_timeout_s=given.integer("sendTimeoutMs", 120_000, 10, 600_000) / 1000,
+        send_retries=given.integer("sendRetries", 5, 1, 99),
+        max_in_flight=given.integer("maxInFlight", 256, 1, 1_000_000),
+        max_message_bytes=given.integer("maxMessageBytes", 4 << 20, 1, MAX_MESSAGE_BYTES),
+        accept_degraded=given.boolean("acceptDegraded", False),
+        auto_create_topic=given.boolean("autoCreateTopic", False),
+        dedup_properties=given.boolean("dedupProperties", True),
     )
 
 
 def check_options(options: Mapping[str, str]) -> None:
     """Raise ConfigError if an option is wrong whatever the data source is going to be used for."""
-    given = _Given(options)
+    given = _RawOptions(options)
     _source(given)
     parse_sink({name: value for name, value in options.items() if name.lower() != "topic"})
 
 
-def _source(given: _Given) -> SourceOptions:
+def _source(given: _RawOptions) -> SourceOptions:
     """Return what is given about reading, be it enough or not."""
     client = _client(given)
     topics, pattern, assigned = _selection(given, client.namespace)
     group = given.text("consumerGroup")
     if group is not None:
-        group = wrap(client.namespace, _named(check_group, "consumerGroup", group))
-    commit = given.flag("commitOffsets", group is not None)
+        group = wrap(client.namespace, _check_option(check_group, "consumerGroup", group))
+    commit = given.boolean("commitOffsets", group is not None)
     if commit and group is None:
         raise ConfigError("option commitOffsets=true needs a group to commit for; give consumerGroup")
-    low, high = given.optional("minOffsetsPerTrigger"), given.optional("maxOffsetsPerTrigger")
+    low, high = given.optional_integer("minOffsetsPerTrigger"), given.optional_integer("maxOffsetsPerTrigger")
     if low is not None and high is not None and low > high:
         raise ConfigError(f"option minOffsetsPerTrigger={low} is above maxOffsetsPerTrigger={high}; exchange them")
-    fewest, most = given.optional("minPartitions", _MOST_INT), given.optional("maxPartitions", _MOST_INT)
+    fewest, most = given.optional_integer("minPartitions", _MAX_INT), given.optional_integer("maxPartitions", _MAX_INT)
     if fewest is not None and most is not None and most < fewest:
         raise ConfigError(f"option maxPartitions={most} is below minPartitions={fewest}; exchange them")
     tasks = TaskSizes(
         min_partitions=fewest,
         max_partitions=most,
-        min_records=given.whole("minRecordsPerPartition", 1000, 0, _MOST),
-        max_records=given.optional("maxRecordsPerPartition"),
+        min_records=given.integer("minRecordsPerPartition", 1000, 0, _MAX_OFFSET),
+        max_records=given.optional_integer("maxRecordsPerPartition"),
     )
     return SourceOptions(
         read=ReadOptions(
             client=client,
             group=wrap(client.namespace, DEFAULT_GROUP) if group is None else group,
             selector=_selector(given),
-            pull_batch_size=given.whole("pullBatchSize", 32, 1, 1024),
-            pulls_in_flight=given.whole("pullsInFlight", 16, 1, 1024),
-            fail_on_data_loss=given.flag("failOnDataLoss", True),
+            pull_batch_size=given.integer("pullBatchSize", 32, 1, 1024),
+            pulls_in_flight=given.integer("pullsInFlight", 16, 1, 1024),
+            fail_on_data_loss=given.boolean("failOnDataLoss", True),
             damaged_bodies=given.choice("damagedBodies", DamagedBodies.FAIL),
-            max_body_bytes=given.whole("maxBodyBytes", 64 << 20, 1024, 1 << 30),
-            read_timeout_s=given.whole("readTimeoutMs", 120_000, 10, 86_400_000) / 1000,
+            max_body_bytes=given.integer("maxBodyBytes", 64 << 20, 1024, 1 << 30),
+            read_timeout_s=given.integer("readTimeoutMs", 120_000, 10, 86_400_000) / 1000,
         ),
         topics=topics,
         pattern=pattern,
         assigned=assigned,
-        start=_bound(given, "starting", client.namespace, (Named.EARLIEST, Named.LATEST, Named.GROUP), group),
-        end=_bound(given, "ending", client.namespace, (Named.LATEST,), group) or Named.LATEST,
+        start=_bound(
+            given, "starting", client.namespace, (NamedOffset.EARLIEST, NamedOffset.LATEST, NamedOffset.GROUP), group
+        ),
+        end=_bound(given, "ending", client.namespace, (NamedOffset.LATEST,), group) or NamedOffset.LATEST,
         commit_offsets=commit,
         max_offsets=high,
         min_offsets=low,
         max_delay_s=given.duration_s("maxTriggerDelay", 900.0),
         tasks=tasks,
-        planning_interval_s=given.whole("planningIntervalMs", 100, 0, 86_400_000) / 1000,
-        fail_on_unreachable=given.flag("failOnUnreachable", True),
-        push_filters=given.flag("pushFilters", False),
+        planning_interval_s=given.integer("planningIntervalMs", 100, 0, 86_400_000) / 1000,
+        fail_on_unreachable=given.boolean("failOnUnreachable", True),
+        push_filters=given.boolean("pushFilters", False),
     )
 
 
-def _client(given: _Given) -> ClientOptions:
+def _client(given: _RawOptions) -> ClientOptions:
     name_server = given.text("nameServer")
     if name_server is None:
         raise ConfigError("option nameServer is missing; give host:port, several joined by ';'")
-    addresses = _named(lambda text: ";".join(parse_name_servers(text)), "nameServer", name_server)
+    addresses = _check_option(lambda text: ";".join(parse_name_servers(text)), "nameServer", name_server)
     access_key, secret_key = given.text("accessKey"), given.text("secretKey")
     for name in ("accessKey", "secretKey", "securityToken"):
         if (text := given.text(name)) is not None:
@@ -475,7 +477,7 @@ def _client(given: _Given) -> ClientOptions:
     if (access_key is None) != (secret_key is None):
         missing = "accessKey" if access_key is None else "secretKey"
         raise ConfigError(f"option {missing} is missing; accessKey and secretKey go together")
-    tls, ca_file = given.flag("tls", False), given.text("tlsCaFile")
+    tls, ca_file = given.boolean("tls", False), given.text("tlsCaFile")
     if ca_file is not None and not tls:
         raise ConfigError("option tlsCaFile has no effect without tls=true; give both")
     allowed = given.text("allowedAddresses")
@@ -487,10 +489,10 @@ def _client(given: _Given) -> ClientOptions:
         security_token=given.text("securityToken"),
         tls=tls,
         tls_ca_file=ca_file,
-        allowed_addresses=None if allowed is None else _named(_allowed_addresses, "allowedAddresses", allowed),
-        request_timeout_s=given.whole("requestTimeoutMs", 10_000, 10, 600_000) / 1000,
-        max_frame_bytes=given.whole("maxFrameBytes", 16 << 20, 64 << 10, 1 << 30),
-        retries=given.optional("retries", 1000),
+        allowed_addresses=None if allowed is None else _check_option(_allowed_addresses, "allowedAddresses", allowed),
+        request_timeout_s=given.integer("requestTimeoutMs", 10_000, 10, 600_000) / 1000,
+        max_frame_bytes=given.integer("maxFrameBytes", 16 << 20, 64 << 10, 1 << 30),
+        retries=given.optional_integer("retries", 1000),
     )
 
 
@@ -498,7 +500,9 @@ def _allowed_addresses(text: str) -> tuple[str, ...]:
     return parse_allowed_addresses(text.split(","))
 
 
-def _selection(given: _Given, namespace: str | None) -> tuple[tuple[str, ...], str | None, tuple[MessageQueue, ...]]:
+def _selection(
+    given: _RawOptions, namespace: str | None
+) -> tuple[tuple[str, ...], str | None, tuple[MessageQueue, ...]]:
     """Return the topics, the pattern or the queues to read; at most one of the three is there."""
     names = ("subscribe", "topic", "subscribePattern", "assign")
     chosen = [name for name in names if given.text(name) is not None]
@@ -516,7 +520,9 @@ def _selection(given: _Given, namespace: str | None) -> tuple[tuple[str, ...], s
         return (), text, ()
     if name == "assign":
         return (), None, _assigned(text, namespace)
-    topics = [wrap(namespace, _named(check_topic, name, part.strip())) for part in text.split(",") if part.strip()]
+    topics = [
+        wrap(namespace, _check_option(check_topic, name, part.strip())) for part in text.split(",") if part.strip()
+    ]
     if not topics:
         raise ConfigError(f"option {name}={safe_repr(text)} names no topic; give one, or several joined by ','")
     return tuple(dict.fromkeys(topics)), None, ()
@@ -526,11 +532,11 @@ def _assigned(text: str, namespace: str | None) -> tuple[MessageQueue, ...]:
     allowed = 'give JSON like {"orders": {"broker-a": [0, 1]}}'
     queues = []
     for topic, brokers in _json_object("assign", text, allowed).items():
-        name = wrap(namespace, _named(check_topic, "assign", topic))
+        name = wrap(namespace, _check_option(check_topic, "assign", topic))
         if not isinstance(brokers, dict):
             raise ConfigError(f"option assign: {safe_repr(brokers)} of topic {topic!r} is not allowed; {allowed}")
         for broker, ids in brokers.items():
-            if not isinstance(ids, list) or not ids or not all(_is_whole(each) and each >= 0 for each in ids):
+            if not isinstance(ids, list) or not ids or not all(_is_integer(each) and each >= 0 for each in ids):
                 raise ConfigError(f"option assign: {safe_repr(ids)} of broker {broker!r} is not allowed; {allowed}")
             queues += [MessageQueue(name, broker, each) for each in ids]
     if not queues:
@@ -538,13 +544,13 @@ def _assigned(text: str, namespace: str | None) -> tuple[MessageQueue, ...]:
     return tuple(sorted(set(queues)))
 
 
-def _selector(given: _Given) -> Subscription:
+def _selector(given: _RawOptions) -> Subscription:
     if given.text("tags") is not None and given.text("subExpression") is not None:
         raise ConfigError("options tags and subExpression are the same; give one of them")
     name = "tags" if given.text("subExpression") is None else "subExpression"
     tags, sql = given.text(name), given.text("sqlFilter")
     if sql is None:
-        return _named(lambda text: parse_subscription("", text), name, ALL if tags is None else tags)
+        return _check_option(lambda text: parse_subscription("", text), name, ALL if tags is None else tags)
     if tags is not None:
         raise ConfigError(f"options {name} and sqlFilter exclude each other; give one of them")
     if not sql.strip():
@@ -553,7 +559,7 @@ def _selector(given: _Given) -> Subscription:
 
 
 def _bound(
-    given: _Given, edge: str, namespace: str | None, allowed: tuple[Named, ...], group: str | None
+    given: _RawOptions, edge: str, namespace: str | None, allowed: tuple[NamedOffset, ...], group: str | None
 ) -> Bound | None:
     """Return where reading begins or ends; a time wins over offsets."""
     option, offsets = f"{edge}Offsets", given.text(f"{edge}Offsets")
@@ -563,14 +569,14 @@ def _bound(
         word = {"first": "earliest", "last": "latest"}.get(word, word)  # as consumers and the shell say
         names = ", ".join(repr(each.value) for each in allowed)
         if word in [each.value for each in allowed]:
-            bound = Named(word)
+            bound = NamedOffset(word)
         elif word.startswith("{"):
-            bound = _given_offsets(option, offsets, namespace, EARLIEST if Named.EARLIEST in allowed else LATEST)
+            bound = _given_offsets(option, offsets, namespace, EARLIEST if NamedOffset.EARLIEST in allowed else LATEST)
         else:
             raise ConfigError(
                 f"option {option}={safe_repr(offsets)} is not allowed; choose {names} or JSON with offsets"
             )
-        if bound is Named.GROUP and group is None:
+        if bound is NamedOffset.GROUP and group is None:
             raise ConfigError(f"option {option}='group' needs consumerGroup; give the group to follow")
     option, at = f"{edge}Timestamp", given.text(f"{edge}Timestamp")
     if at is None:
@@ -583,37 +589,37 @@ def _bound(
 def _given_offsets(option: str, text: str, namespace: str | None, lowest: int) -> GivenOffsets:
     words = "-1 (latest) and -2 (earliest)" if lowest == EARLIEST else "-1 (latest)"
     allowed = f'give JSON like {{"orders": {{"broker-a": {{"0": 23}}}}}}, where {words} may stand for an offset'
-    places: dict[tuple[str, str | None, int | None], int] = {}
+    offsets: dict[tuple[str, str | None, int | None], int] = {}
 
-    def put(place: tuple[str, str | None, int | None], offset: object, whole: bool) -> None:
-        if not _is_whole(offset) or offset < lowest or (whole and offset >= 0) or offset > _MOST:
-            where = "/".join(str(part) for part in place if part is not None)
+    def add(key: tuple[str, str | None, int | None], offset: object, integer: bool) -> None:
+        if not _is_integer(offset) or offset < lowest or (integer and offset >= 0) or offset > _MAX_OFFSET:
+            where = "/".join(str(part) for part in key if part is not None)
             raise ConfigError(f"option {option}: {safe_repr(offset)} for {where} is not allowed; {allowed}")
-        places[place] = offset
+        offsets[key] = offset
 
     for topic, brokers in _json_object(option, text, allowed).items():
-        name = wrap(namespace, _named(check_topic, option, topic))
+        name = wrap(namespace, _check_option(check_topic, option, topic))
         if not isinstance(brokers, dict):
-            put((name, None, None), brokers, True)
+            add((name, None, None), brokers, True)
             continue
         for broker, queues in brokers.items():
             if not isinstance(queues, dict):
-                put((name, broker, None), queues, True)
+                add((name, broker, None), queues, True)
                 continue
             for queue_id, offset in queues.items():
                 if not re.fullmatch("0|[1-9][0-9]{0,9}", queue_id):
                     wrong = safe_repr(queue_id)
                     raise ConfigError(f"option {option}: {wrong} of {topic}/{broker} is no queue id; {allowed}")
-                put((name, broker, int(queue_id)), offset, False)
-    return GivenOffsets(option, places)
+                add((name, broker, int(queue_id)), offset, False)
+    return GivenOffsets(option, offsets)
 
 
 def _timestamps_ms(option: str, text: str, namespace: str | None) -> dict[str, int]:
     allowed = 'give one time, or JSON like {"orders": "2024-05-01T12:00:00+02:00", "payments": 1714557600000}'
     found = {}
     for topic, at in _json_object(option, text, allowed).items():
-        name = wrap(namespace, _named(check_topic, option, topic))
-        if not isinstance(at, str) and not _is_whole(at):
+        name = wrap(namespace, _check_option(check_topic, option, topic))
+        if not isinstance(at, str) and not _is_integer(at):
             raise ConfigError(f"option {option}: {safe_repr(at)} for {topic} is not allowed; {allowed}")
         found[name] = _timestamp_ms(option, str(at), f" for {topic}")
     if not found:
@@ -623,7 +629,7 @@ def _timestamps_ms(option: str, text: str, namespace: str | None) -> dict[str, i
 
 def _timestamp_ms(option: str, text: str, where: str = "") -> int:
     allowed = "give ISO 8601 with a zone, like 2024-05-01T12:00:00+02:00, or milliseconds since 1970"
-    if _WHOLE.fullmatch(text):
+    if _INTEGER.fullmatch(text):
         at_ms = int(text)
     else:
         try:
@@ -633,20 +639,20 @@ def _timestamp_ms(option: str, text: str, where: str = "") -> int:
         if at.tzinfo is None:
             raise ConfigError(f"option {option}={safe_repr(text)}{where} has no time zone; {allowed}")
         at_ms = -((datetime(1970, 1, 1, tzinfo=UTC) - at) // timedelta(milliseconds=1))  # up: at this time or later
-    if not 0 <= at_ms <= _MOST:
+    if not 0 <= at_ms <= _MAX_OFFSET:
         raise ConfigError(f"option {option}={safe_repr(text)}{where} is out of range; {allowed}")
     return at_ms
 
 
 def _json_object(option: str, text: str, allowed: str) -> dict[str, Any]:
-    def without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             raise ConfigError(f"option {option} names {[name for name, _ in pairs]}, one of them twice; {allowed}")
         return found
 
     try:
-        value = json.loads(text, object_pairs_hook=without_twins)
+        value = json.loads(text, object_pairs_hook=without_duplicates)
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:  # a number with thousands of digits is a ValueError of its own
@@ -656,21 +662,23 @@ def _json_object(option: str, text: str, allowed: str) -> dict[str, Any]:
     return value
 
 
-def _is_whole(value: object) -> TypeGuard[int]:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _named(check: Callable[[str], T], option: str, value: str) -> T:
+def _check_option(check: Callable[[str], T], option: str, value: str) -> T:
     """Return `check(value)`; its complaint names the option."""
     try:
         return check(value)
     except ConfigError as error:
-        raise ConfigError(f"option {option}={safe_repr(value)} is not allowed: {as_written(str(error))}") from error
+        raise ConfigError(
+            f"option {option}={safe_repr(value)} is not allowed: {with_option_names(str(error))}"
+        ) from error
 
 
-def as_written(text: str) -> str:
+def with_option_names(text: str) -> str:
     """Return an error's text with arguments called as the options and columns are: `sharding_key` is `shardingKey`."""
-    return _ARGUMENT.sub(lambda found: _AS_WRITTEN[found[0]], text)
+    return _ARGUMENT.sub(lambda found: _OPTION_NAMES[found[0]], text)
 
 
 def listed(items: Iterable[object], most: int = 5) -> str:
@@ -680,7 +688,7 @@ def listed(items: Iterable[object], most: int = 5) -> str:
     return (", ".join(map(str, items[:most])) or "none") + more
 
 
-class _Given:
+class _RawOptions:
     """The options as they came, by any case of their names."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
@@ -688,7 +696,7 @@ class _Given:
         known = {name.lower(): name for name in NAMES}
         for name in sorted(options):
             lower = name.lower()
-            if lower not in known and lower not in _OF_SPARK and not lower.startswith("spark."):
+            if lower not in known and lower not in _SPARK_OPTIONS and not lower.startswith("spark."):
                 near = get_close_matches(lower, known, n=1)
                 hint = f"did you mean {known[near[0]]}?" if near else f"there are {', '.join(NAMES)}"
                 raise ConfigError(f"option {name!r} is unknown; {hint}")
@@ -700,20 +708,20 @@ class _Given:
             raise ConfigError(f"option {name} is empty; give a value, or leave it out")
         return value
 
-    def whole(self, name: str, default: int, low: int, high: int) -> int:
+    def integer(self, name: str, default: int, low: int, high: int) -> int:
         text = self.text(name)
         if text is None:
             return default
-        value = int(text) if _WHOLE.fullmatch(text) else None
+        value = int(text) if _INTEGER.fullmatch(text) else None
         if value is None or not low <= value <= high:
-            span = f"of at least {low}" if high >= _MOST_INT else f"from {low} to {high}"
+            span = f"of at least {low}" if high >= _MAX_INT else f"from {low} to {high}"
             raise ConfigError(f"option {name}={safe_repr(text)} is not allowed; give a whole number {span}")
         return value
 
-    def optional(self, name: str, high: int = _MOST) -> int | None:
-        return None if self.text(name) is None else self.whole(name, 1, 1, high)
+    def optional_integer(self, name: str, high: int = _MAX_OFFSET) -> int | None:
+        return None if self.text(name) is None else self.integer(name, 1, 1, high)
 
-    def flag(self, name: str, default: bool) -> bool:
+    def boolean(self, name: str, default: bool) -> bool:
         text = self.text(name)
         if text is None:
             return default

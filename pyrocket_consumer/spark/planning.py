@@ -49,7 +49,7 @@ def plan_tasks(ranges: Iterable[QueueRange], sizes: TaskSizes) -> list[tuple[Que
             parts = [max(pair) for pair in zip(parts, fair, strict=True)]
         smallest = min(smallest, total // (2 * fewest))
     pieces = [piece for each, count in zip(wanted, parts, strict=True) for piece in _split(each, count)]
-    return _merged(_packed(pieces, smallest), sizes.max_partitions)
+    return _merge(_pack(pieces, smallest), sizes.max_partitions)
 
 
 def _parts(whole: QueueRange, sizes: TaskSizes) -> int:
@@ -63,7 +63,7 @@ def _split(whole: QueueRange, parts: int) -> list[QueueRange]:
     return [QueueRange(whole.queue, begin, end) for begin, end in pairwise(edges)]
 
 
-def _packed(pieces: Iterable[QueueRange], smallest: int) -> list[tuple[QueueRange, ...]]:
+def _pack(pieces: Iterable[QueueRange], smallest: int) -> list[tuple[QueueRange, ...]]:
     """Let neighbours that have fewer than `smallest` offsets share a task until it has as many."""
     tasks = list[tuple[QueueRange, ...]]()
     shared, size = list[QueueRange](), 0
@@ -81,7 +81,7 @@ def _packed(pieces: Iterable[QueueRange], smallest: int) -> list[tuple[QueueRang
     return tasks
 
 
-def _merged(tasks: list[tuple[QueueRange, ...]], most: int | None) -> list[tuple[QueueRange, ...]]:
+def _merge(tasks: list[tuple[QueueRange, ...]], most: int | None) -> list[tuple[QueueRange, ...]]:
     """Join tasks until there are at most `most`: the largest first, each to whichever has least."""
     if most is None or len(tasks) <= most:
         return tasks

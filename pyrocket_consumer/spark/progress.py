@@ -34,7 +34,7 @@ class GroupProgress:
         self._refused: frozenset[MessageQueue] = frozenset()
         self._checked_at = 0.0
         self._warned_at: dict[str, float] = {}
-        self._under_way: dict[str, concurrent.futures.Future[None]] = {}  # by broker: none waits for another
+        self._running: dict[str, concurrent.futures.Future[None]] = {}  # by broker: none waits for another
 
     def publish(self, positions: Mapping[MessageQueue, int]) -> None:
         """Have `positions` published; returns at once. Those given later replace these.
@@ -54,17 +54,17 @@ class GroupProgress:
             if check_all or positions[queue] != self._published.get(queue):
                 by_broker.setdefault(queue.broker_name, {})[queue] = positions[queue]
         for name, some in by_broker.items():
-            if name not in self._under_way or self._under_way[name].done():
-                self._under_way[name] = self._cluster.submit(self._publish_at(name, some))
+            if name not in self._running or self._running[name].done():
+                self._running[name] = self._cluster.submit(self._publish_at(name, some))
 
     def flush(self, timeout_s: float) -> None:
         """Wait until what is wanted is published, at most `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
-        while self._under_way:
-            concurrent.futures.wait(self._under_way.values(), max(0.0, deadline - time.monotonic()))
+        while self._running:
+            concurrent.futures.wait(self._running.values(), max(0.0, deadline - time.monotonic()))
             if self._published == self._wanted or time.monotonic() >= deadline:
                 return
-            self._under_way = {name: each for name, each in self._under_way.items() if not each.done()}
+            self._running = {name: each for name, each in self._running.items() if not each.done()}
             self.publish(self._wanted)
 
     async def _publish_at(self, name: str, positions: Mapping[MessageQueue, int]) -> None:

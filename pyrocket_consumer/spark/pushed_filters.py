@@ -17,10 +17,10 @@ from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.subscription import TAG
 from pyrocket_consumer.spark.ranges import QueueRange
 
-MOST_TAGS = 100
+MAX_TAGS = 100
 """Of so many tags at most a broker is told: they travel with every pull."""
 
-MOST_TAGS_LENGTH = 4096
+MAX_TAGS_LENGTH = 4096
 """So many characters they may have, all together."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -29,7 +29,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _PLAIN_TAG = re.compile(r"[^\s\x00-\x20|*\ufffd]+")
 
 # Filters are known by the names of their classes, which PySpark 4.0 does not have.
-_COMPARED: dict[str, Callable[[Any, Any], bool]] = {
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "EqualTo": operator.eq,
     "EqualNullSafe": operator.eq,
     "GreaterThan": operator.gt,
@@ -37,7 +37,7 @@ _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "LessThan": operator.lt,
     "LessThanOrEqual": operator.le,
 }
-_OF_QUEUES: dict[str, Callable[[MessageQueue], int | str]] = {
+_QUEUE_COLUMNS: dict[str, Callable[[MessageQueue], int | str]] = {
     "topic": lambda queue: queue.topic,
     "brokerName": lambda queue: queue.broker_name,
     "queueId": lambda queue: queue.queue_id,
@@ -74,19 +74,19 @@ class PushedFilters:
 
     offsets: Span = Span()
     stored_ms: Span = Span()
-    of_queues: tuple[Any, ...] = field(default=())
+    queue_filters: tuple[Any, ...] = field(default=())
     tags: frozenset[str] | None = None
 
     @property
-    def leave_nothing(self) -> bool:
+    def match_nothing(self) -> bool:
         """Whether no message can be like that."""
         return self.offsets.is_empty or self.stored_ms.is_empty or self.tags == frozenset()
 
     def select(self, queue: MessageQueue) -> bool:
         """Tell whether `queue`, with its topic named as in rows, may have such messages."""
-        return not self.leave_nothing and all(_says(each, queue) is not False for each in self.of_queues)
+        return not self.match_nothing and all(_evaluate(each, queue) is not False for each in self.queue_filters)
 
-    def cut(self, whole: QueueRange) -> QueueRange:
+    def narrow(self, whole: QueueRange) -> QueueRange:
         """Return the part of `whole` that the offsets allow; it may end before it begins."""
         low, high = self.offsets.low, self.offsets.high
         begin = whole.begin if low is None else max(whole.begin, low)
@@ -98,7 +98,7 @@ class PushedFilters:
             for name, span in (("queueOffset", self.offsets), ("storeTimestampMs", self.stored_ms))
             if span != Span()
         ]
-        parts += [str(each) for each in self.of_queues]
+        parts += [str(each) for each in self.queue_filters]
         if self.tags is not None:
             parts.append(f"tags={' || '.join(sorted(self.tags)) or 'none'}")
         return " ".join(parts) or "nothing"
@@ -106,11 +106,11 @@ class PushedFilters:
 
 def push_filters(filters: Iterable[object], selector: Subscription) -> tuple[PushedFilters, Subscription]:
     """Return what `filters` leave, all of them together, and what of it brokers are asked for instead of `selector`."""
-    offsets, stored_us, of_queues, tags = Span(), Span(), list[object](), None
+    offsets, stored_us, queue_filters, tags = Span(), Span(), list[object](), None
     for each in filters:
         column, kind = _column(each), type(each).__name__
-        if column in _OF_QUEUES:
-            of_queues.append(each)
+        if column in _QUEUE_COLUMNS:
+            queue_filters.append(each)
         elif column == "queueOffset" and (span := _span(kind, _values(each), _whole)) is not None:
             offsets = offsets.within(span)
         elif column == "storeTimestamp" and (span := _span(kind, _values(each), _microseconds)) is not None:
@@ -123,7 +123,7 @@ def push_filters(filters: Iterable[object], selector: Subscription) -> tuple[Pus
             selector = replace(selector, expression=" || ".join(sorted(tags)), tags=tags)
     low_us, high_us = stored_us.low, stored_us.high
     stored_ms = Span(None if low_us is None else -(-low_us // 1000), None if high_us is None else high_us // 1000)
-    return PushedFilters(offsets, stored_ms, tuple(of_queues), tags), selector
+    return PushedFilters(offsets, stored_ms, tuple(queue_filters), tags), selector
 
 
 def _column(each: Any) -> str | None:
@@ -138,19 +138,19 @@ def _values(each: Any) -> Sequence[object]:
     return [one for one in (value if type(each).__name__ == "In" else (value,)) if one is not None]
 
 
-def _says(each: Any, queue: MessageQueue) -> bool | None:
+def _evaluate(each: Any, queue: MessageQueue) -> bool | None:
     """Return what a filter says of all messages of `queue`, None if that is not known here."""
     kind, column = type(each).__name__, _column(each)
     if kind == "Not":
-        says = _says(each.child, queue)
-        return None if says is None else not says
-    ours, values = _OF_QUEUES[column](queue) if column is not None else None, _values(each)
-    if not values or any(type(value) is not type(ours) for value in values):
+        result = _evaluate(each.child, queue)
+        return None if result is None else not result
+    actual, values = _QUEUE_COLUMNS[column](queue) if column is not None else None, _values(each)
+    if not values or any(type(value) is not type(actual) for value in values):
         return None
     if kind == "In":
-        return ours in values
-    compared = _COMPARED.get(kind)
-    return None if compared is None else compared(ours, values[0])
+        return actual in values
+    compared = _COMPARISONS.get(kind)
+    return None if compared is None else compared(actual, values[0])
 
 
 def _span(kind: str, values: Sequence[object], number: Callable[[object], int | None]) -> Span | None:
@@ -186,7 +186,7 @@ def _microseconds(value: object) -> int | None:
 
 def _tags(kind: str, values: Sequence[object]) -> frozenset[str] | None:
     """Return the tags that a filter asks for, None if a broker cannot be asked for just these."""
-    if kind not in ("EqualTo", "EqualNullSafe", "In") or not 0 < len(values) <= MOST_TAGS:
+    if kind not in ("EqualTo", "EqualNullSafe", "In") or not 0 < len(values) <= MAX_TAGS:
         return None
     plain = frozenset(value for value in values if isinstance(value, str) and _PLAIN_TAG.fullmatch(value))
-    return plain if len(plain) == len(set(values)) and sum(map(len, plain)) <= MOST_TAGS_LENGTH else None
+    return plain if len(plain) == len(set(values)) and sum(map(len, plain)) <= MAX_TAGS_LENGTH else None

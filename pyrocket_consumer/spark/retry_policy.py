@@ -9,11 +9,11 @@ from collections.abc import Callable
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 
-WORTH_A_WARNING = 3
+WARN_AFTER_FAILURES = 3
 """After so many failures in a row it is no trifle."""
 
 
-class Patience:
+class RetryPolicy:
     """Says after each failure of one thing how long to wait before the next try, with pauses that grow.
 
     It lasts for `time_s` seconds from the first failure in a row, and for `retries` failures, if that is a number.
@@ -37,6 +37,6 @@ class Patience:
         pause_s: float = min(_FIRST_PAUSE_S * 2 ** min(self.failures - 1, 10), _LONGEST_PAUSE_S)
         return min(pause_s * (0.75 + random.random() / 4), self._ends_at - now)
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Forget the failures."""
         self._ends_at, self.failures = None, 0

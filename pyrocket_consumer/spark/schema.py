@@ -47,7 +47,7 @@ READ_SCHEMA = StructType([StructField(name, kind) for name, kind in _TYPES.items
 """Every column, as `docs/spark.md` describes them."""
 
 
-def projected(schema: StructType | None) -> StructType:
+def project_schema(schema: StructType | None) -> StructType:
     """Return the columns to read: those of `schema`, which the user gave, or all when it is None.
 
     Spark cannot tell a Python source which columns a query uses; `.schema("queueOffset long, body binary")` can, and

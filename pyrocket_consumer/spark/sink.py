@@ -32,7 +32,7 @@ from pyrocket_consumer.producer.send_future import Told
 from pyrocket_consumer.spark import executor_cache
 from pyrocket_consumer.spark.options import DEFAULT_GROUP, SinkOptions
 from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
-from pyrocket_consumer.spark.retry_policy import Patience
+from pyrocket_consumer.spark.retry_policy import RetryPolicy
 from pyrocket_consumer.spark.sink_rows import BATCH_ID, PARTITION, QUERY_ID, RowReader, SinkRow, check_schema
 from pyrocket_consumer.text import logger
 
@@ -52,7 +52,7 @@ class Sent(WriterCommitMessage):
     """What a task tells the driver: so many messages were acknowledged, and of so many there may be copies."""
 
     rows: int
-    perhaps_copied: int = 0
+    possible_duplicates: int = 0
 
 
 def check_overwrite(overwrite: bool) -> None:
@@ -111,7 +111,7 @@ class BatchWriter(_Sink, DataSourceArrowWriter):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Take note: every message is stored already."""
-        _tell_written("a write", messages)
+        _log_written("a write", messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Take note; what was sent stays, and this never raises, or Spark would not show why."""
@@ -123,7 +123,7 @@ class _StreamSink(_Sink):
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
         """Take note: every message is stored already."""
-        _tell_written(f"batch={batchId}", messages)
+        _log_written(f"batch={batchId}", messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
         """Take note; what was sent stays, and this never raises, or Spark would not show why."""
@@ -148,14 +148,14 @@ class StreamArrowWriter(_StreamSink, DataSourceStreamArrowWriter or DataSourceSt
         return send_all(reader.of_batches(iterator), reader, self._options)
 
 
-def _tell_written(what: str, messages: Sequence[WriterCommitMessage | None]) -> None:
+def _log_written(what: str, messages: Sequence[WriterCommitMessage | None]) -> None:
     log.debug("%s wrote rows=%d", what, _rows(messages))
-    if copied := sum(message.perhaps_copied for message in messages or () if isinstance(message, Sent)):
+    if duplicates := sum(message.possible_duplicates for message in messages or () if isinstance(message, Sent)):
         log.warning(
             "%s sent rows=%d again after no answer came, or a degraded one: of each there may be copies in the topic, "
             "with the same spark_* properties if dedupProperties is true",
             what,
-            copied,
+            duplicates,
         )
 
 
@@ -181,10 +181,10 @@ def send_all(rows: Iterator[SinkRow], reader: RowReader, options: SinkOptions) -
         sends.finish()
     except BaseException:
         # The task is run again, on another worker or on this one: nothing of this attempt may still be sent then.
-        executor_cache.forget(Producer, options)
+        executor_cache.discard(Producer, options)
         producer.close(0)
         raise
-    return Sent(sends.acknowledged, sends.perhaps_copied)
+    return Sent(sends.acknowledged, sends.possible_duplicates)
 
 
 def _producer(options: SinkOptions) -> Producer:
@@ -193,23 +193,23 @@ def _producer(options: SinkOptions) -> Producer:
     Raises:
         RocketError: no name server answered in all the time there is, or one refuses us.
     """
-    producer = executor_cache.kept(Producer, options, lambda: Producer(config=_config(options)))
-    patience = options.patience()
+    producer = executor_cache.get_or_create(Producer, options, lambda: Producer(config=_config(options)))
+    retry_policy = options.retry_policy()
     while True:
         try:
             producer.start()
             return producer
         except RocketError as error:
-            heals = not isinstance(error, (ConfigError, PermissionDenied))
-            if not heals or (pause_s := patience.failed()) is None:
-                executor_cache.forget(Producer, options)
+            is_transient = not isinstance(error, (ConfigError, PermissionDenied))
+            if not is_transient or (pause_s := retry_policy.failed()) is None:
+                executor_cache.discard(Producer, options)
                 raise
-            if patience.failures == 1:
-                _tell(options, error)
+            if retry_policy.failures == 1:
+                _warn_waiting(options, error)
         time.sleep(pause_s)
 
 
-def _tell(options: SinkOptions, error: BaseException) -> None:
+def _warn_waiting(options: SinkOptions, error: BaseException) -> None:
     log.warning("writing waits, for up to %g s reason=%s", options.send_timeout_s, error)
 
 
@@ -240,7 +240,7 @@ def _config(options: SinkOptions) -> ProducerConfig:
     )
 
 
-_Place = tuple[str, MessageQueue | None]  # a topic, and the queue in it if a row names one
+_Target = tuple[str, MessageQueue | None]  # a topic, and the queue in it if a row names one
 
 
 class _Sends:
@@ -259,16 +259,16 @@ class _Sends:
         self._done: queue.SimpleQueue[tuple[SinkRow, SendResult | BaseException]] = queue.SimpleQueue()
         self._lanes: dict[tuple[str, object], deque[SinkRow]] = {}
         self._rows = self._bytes = 0
-        self._no_route: dict[_Place, tuple[float, Patience]] = {}  # since when, and how much longer
-        self._routeless: dict[_Place, list[SinkRow]] = {}  # to be handed over again
+        self._route_waits: dict[_Target, tuple[float, RetryPolicy]] = {}  # since when, and how much longer
+        self._waiting_for_route: dict[_Target, list[SinkRow]] = {}  # to be handed over again
         self._retry_at = 0.0
-        self.acknowledged = self.perhaps_copied = 0
+        self.acknowledged = self.possible_duplicates = 0
 
     def add(self, row: SinkRow) -> None:
         """Send a row, now or when the one before it in its lane is stored; wait for room first."""
         size = len(row.message.body)
         while self._rows >= self._max_rows or (self._rows and self._bytes + size > MAX_BYTES_IN_FLIGHT):
-            self._wait_for_one()
+            self._wait_for_result()
         self._rows += 1
         self._bytes += size
         if (lane := row.lane) is not None:
@@ -276,9 +276,9 @@ class _Sends:
                 waiting.append(row)
                 return
             self._lanes[lane] = deque()
-        self._hand_over(row)
+        self._send(row)
 
-    def _hand_over(self, row: SinkRow) -> None:
+    def _send(self, row: SinkRow) -> None:
         try:
             self._producer.hand_over(
                 row.topic,
@@ -290,35 +290,35 @@ class _Sends:
                 deliver_at=row.deliver_at,
             )
         except ConfigError as error:
-            raise ConfigError(self._reader.said_of(row.number, error)) from None
+            raise ConfigError(self._reader.describe_error(row.number, error)) from None
 
-    def _wait_for_one(self) -> None:
-        row, outcome = self._outcome()
-        if isinstance(outcome, BaseException):
-            if not isinstance(outcome, RouteNotFound) and not isinstance(outcome.__cause__, NoQueue):
-                raise self._failure(row, outcome) from outcome
-            self._wait_for_route(row, outcome)
+    def _wait_for_result(self) -> None:
+        row, result = self._next_result()
+        if isinstance(result, BaseException):
+            if not isinstance(result, RouteNotFound) and not isinstance(result.__cause__, NoQueue):
+                raise self._failure(row, result) from result
+            self._wait_for_route(row, result)
             return
-        self.perhaps_copied += outcome.attempts > 1
+        self.possible_duplicates += result.attempts > 1
         self._rows -= 1
         self._bytes -= len(row.message.body)
         self.acknowledged += 1
-        if self._no_route:
-            self._no_route.pop((row.topic, row.queue), None)
+        if self._route_waits:
+            self._route_waits.pop((row.topic, row.queue), None)
         if (lane := row.lane) is not None:
             if waiting := self._lanes[lane]:
-                self._hand_over(waiting.popleft())
+                self._send(waiting.popleft())
             else:
                 del self._lanes[lane]
 
-    def _outcome(self) -> tuple[SinkRow, SendResult | BaseException]:
+    def _next_result(self) -> tuple[SinkRow, SendResult | BaseException]:
         """Return what became of a row; rows without a route are handed over again when it is time."""
-        while self._routeless:
+        while self._waiting_for_route:
             left_s = self._retry_at - time.monotonic()
             if left_s <= 0:
-                again, self._routeless = self._routeless, {}
+                again, self._waiting_for_route = self._waiting_for_route, {}
                 for row in itertools.chain(*again.values()):
-                    self._hand_over(row)
+                    self._send(row)
                 break
             with contextlib.suppress(queue.Empty):
                 return self._done.get(timeout=left_s)
@@ -336,23 +336,23 @@ class _Sends:
         Raises:
             RocketError: it was waited for long enough.
         """
-        place = row.topic, row.queue
-        if place not in self._routeless:
+        target = row.topic, row.queue
+        if target not in self._waiting_for_route:
             now = time.monotonic()
-            if place not in self._no_route:
-                self._no_route[place] = now, self._options.patience()
-                _tell(self._options, error)
-            since, patience = self._no_route[place]
-            pause_s = patience.failed()
+            if target not in self._route_waits:
+                self._route_waits[target] = now, self._options.retry_policy()
+                _warn_waiting(self._options, error)
+            since, retry_policy = self._route_waits[target]
+            pause_s = retry_policy.failed()
             is_late = now - since >= self._options.client.request_timeout_s
             if pause_s is None or (is_late and _any_broker_is_up(self._options)):
                 raise self._failure(row, error) from error
-            self._retry_at = min(now + pause_s, self._retry_at if self._routeless else math.inf)
-            self._routeless[place] = []
-        self._routeless[place].append(row)
+            self._retry_at = min(now + pause_s, self._retry_at if self._waiting_for_route else math.inf)
+            self._waiting_for_route[target] = []
+        self._waiting_for_route[target].append(row)
 
     def _failure(self, row: SinkRow, error: BaseException) -> RocketError:
-        text = self._reader.said_of(row.number, error)
+        text = self._reader.describe_error(row.number, error)
         if isinstance(error, RouteNotFound):
             text += "; where brokers make topics on demand, set the option autoCreateTopic=true"
         return ConfigError(text) if isinstance(error, ConfigError) else RocketError(text)
@@ -360,4 +360,4 @@ class _Sends:
     def finish(self) -> None:
         """Wait until every row is acknowledged."""
         while self._rows:
-            self._wait_for_one()
+            self._wait_for_result()

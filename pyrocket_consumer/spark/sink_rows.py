@@ -32,7 +32,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer import RESERVED_PROPERTIES, OutgoingMessage
 from pyrocket_consumer.producer.outgoing_message import TRANSIENT_PREFIX
 from pyrocket_consumer.spark import executor_cache
-from pyrocket_consumer.spark.options import SinkOptions, as_written
+from pyrocket_consumer.spark.options import SinkOptions, with_option_names
 from pyrocket_consumer.text import logger
 
 log = logger("spark")
@@ -152,7 +152,7 @@ class RowReader:
         self._columns = {name: names.index(name) for name in WRITE_COLUMNS if name in names and name not in unused}
         self._partition = partition
         self._marks = dict(marks)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._number = 0
 
     def of_batches(self, batches: Iterable[pa.RecordBatch]) -> Iterator[SinkRow]:
@@ -188,7 +188,7 @@ class RowReader:
                     what = f"is not a time in the years 1 to 9999 ({error}); filter such rows out before writing"
                 else:
                     continue
-                raise ConfigError(f"{self.place(self._number + index)}: column {name!r} {what}") from None
+                raise ConfigError(f"{self.describe_row(self._number + index)}: column {name!r} {what}") from None
             raise
 
     def _rows(self, columns: Mapping[str, Sequence[Any]], count: int) -> Iterator[SinkRow]:
@@ -214,17 +214,17 @@ class RowReader:
             self._number = number + 1
             if body is None or topic is None:
                 what = "topic" if topic is None else "body"
-                raise ConfigError(f"{self.place(number)}: {what} is null; filter such rows out before writing")
+                raise ConfigError(f"{self.describe_row(number)}: {what} is null; filter such rows out before writing")
             queue = None
             if broker_name is not None or queue_id is not None:
                 if broker_name is None or queue_id is None:
                     raise ConfigError(
-                        f"{self.place(number)}: brokerName is {broker_name!r} and queueId is {queue_id!r}; "
+                        f"{self.describe_row(number)}: brokerName is {broker_name!r} and queueId is {queue_id!r}; "
                         "give both for a queue of your choice, or neither"
                     )
                 if sharding_key:
                     raise ConfigError(
-                        f"{self.place(number)}: brokerName with queueId, and shardingKey={sharding_key!r}, both choose "
+                        f"{self.describe_row(number)}: brokerName with queueId, and shardingKey={sharding_key!r}, both choose "
                         "the queue; have one of them null, or drop its columns"
                     )
                 queue = MessageQueue(topic, broker_name, queue_id)
@@ -237,7 +237,7 @@ class RowReader:
                     flag or 0,
                 )
             except ConfigError as error:
-                raise ConfigError(self.said_of(number, error)) from None
+                raise ConfigError(self.describe_error(number, error)) from None
             pin = queue or sharding_key or None
             yield SinkRow(
                 number,
@@ -250,13 +250,13 @@ class RowReader:
                 None if pin is None else (topic, pin),
             )
 
-    def place(self, number: int) -> str:
+    def describe_row(self, number: int) -> str:
         """Name a row for an error's text."""
         return f"row {number} of partition {self._partition}"
 
-    def said_of(self, number: int, error: BaseException) -> str:
+    def describe_error(self, number: int, error: BaseException) -> str:
         """Return an error's text with the row it is about; columns and options have the names that Spark users know."""
-        return f"{self.place(number)}: {as_written(str(error))}"
+        return f"{self.describe_row(number)}: {with_option_names(str(error))}"
 
     def _properties(self, given: Any, number: int) -> Mapping[str, str] | None:
         """Return a row's properties: without what RocketMQ writes itself, and what would be lost on the way."""
@@ -267,18 +267,18 @@ class RowReader:
                     reserved.append(name)
                 elif value is not None and value != "":
                     properties[name] = value
-        if reserved and not self._told.issuperset(reserved):
-            self._tell_once(reserved)
+        if reserved and not self._warned.issuperset(reserved):
+            self._warn_once(reserved)
         if self._marks:
             properties.update(self._marks)
             properties[ROW] = str(number)
         return properties
 
-    def _tell_once(self, reserved: Sequence[str]) -> None:
+    def _warn_once(self, reserved: Sequence[str]) -> None:
         """Log that these properties are left out, unless a task of this worker has done so."""
         kinds = {TRANSIENT_PREFIX + "…" if name.startswith(TRANSIENT_PREFIX) else name for name in reserved}
-        self._told |= kinds
-        if new := [name for name in sorted(kinds) if executor_cache.first_time(name)]:
+        self._warned |= kinds
+        if new := [name for name in sorted(kinds) if executor_cache.is_first_time(name)]:
             log.warning(
                 "properties %s belong to RocketMQ and are left out of what is written; tags, keys and the sharding key "
                 "have columns of their own, and other names are kept",

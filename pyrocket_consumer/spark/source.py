@@ -18,10 +18,10 @@ from pyspark.sql.types import StructType
 from pyrocket_consumer.cluster.namespace import unwrap
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.broker_offsets import Look, Positions, now_ms
+from pyrocket_consumer.spark.broker_offsets import BrokerOffsets, BrokerSnapshot, now_ms
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.offsets import SourceOffset, decode_offset, encode_offset, ranges_between
-from pyrocket_consumer.spark.options import STORED, GivenOffsets, Named, SourceOptions, listed
+from pyrocket_consumer.spark.options import TIME_BOUNDS, GivenOffsets, NamedOffset, SourceOptions, listed
 from pyrocket_consumer.spark.planning import plan_tasks, spread
 from pyrocket_consumer.spark.progress import GroupProgress
 from pyrocket_consumer.spark.pushed_filters import PushedFilters, Span, push_filters
@@ -100,72 +100,74 @@ class BatchReader(DataSourceReader):
         """
         if self._options.max_offsets is not None or self._options.min_offsets is not None:
             log.warning("maxOffsetsPerTrigger and minOffsetsPerTrigger are for streams; a batch reads all there is")
-        positions = Positions(self._options)
+        broker_offsets = BrokerOffsets(self._options)
         try:
-            ranges = self._ranges(positions)
+            ranges = self._ranges(broker_offsets)
         finally:
-            positions.close()
+            broker_offsets.close()
         return _partitions(ranges, self._options) or [RangesPartition(())]
 
-    def _ranges(self, positions: Positions) -> list[QueueRange]:
-        chosen = positions.discover()
+    def _ranges(self, broker_offsets: BrokerOffsets) -> list[QueueRange]:
+        chosen = broker_offsets.discover()
         if not chosen:
             log.warning("there is no queue to read: no topic matches subscribePattern=%r", self._options.pattern)
         brokers = sorted({queue.broker_name for queue in chosen})  # one that has left is in no route, and is not missed
         log.info("found queues=%d of brokers=%s", len(chosen), ", ".join(brokers) or "none")
         queues = chosen
         if self._pushed != PushedFilters():
-            queues = frozenset(queue for queue in chosen if self._pushed.select(self._shown(queue)))
-        start, end = self._options.start or Named.EARLIEST, self._options.end
-        oldest = positions.begins(queues)  # before the rest: it only grows
-        starts = oldest if start is Named.EARLIEST else positions.resolve(start, queues, chosen)
-        given = None if end is Named.LATEST else positions.resolve(end, queues, chosen)
-        ends = positions.ends(queues)
-        asked = [queue for queue in queues if max(starts[queue], given[queue] if given else 0) > ends[queue]]
-        ends |= _after_patience(self._options, asked, starts, positions)
-        stops = ends if given is None else given  # the latest, too, is where the queues end after patience
+            queues = frozenset(queue for queue in chosen if self._pushed.select(self._as_in_rows(queue)))
+        start, end = self._options.start or NamedOffset.EARLIEST, self._options.end
+        oldest = broker_offsets.begins(queues)  # before the rest: it only grows
+        starts = oldest if start is NamedOffset.EARLIEST else broker_offsets.resolve(start, queues, chosen)
+        chosen_ends = None if end is NamedOffset.LATEST else broker_offsets.resolve(end, queues, chosen)
+        ends = broker_offsets.ends(queues)
+        too_short = [
+            queue for queue in queues if max(starts[queue], chosen_ends[queue] if chosen_ends else 0) > ends[queue]
+        ]
+        ends |= _ends_after_retries(self._options, too_short, starts, broker_offsets)
+        stops = ends if chosen_ends is None else chosen_ends  # the latest, too, is where the queues end after patience
         wanted = [QueueRange(queue, starts[queue], stops[queue]) for queue in sorted(queues, key=in_order)]
-        if end is not Named.LATEST:
-            wanted = [self._in_order(each) for each in wanted]
-        wanted = self._cut(wanted, oldest, ends, positions)
-        return [self._what_is_there(each, oldest[each.queue], ends[each.queue]) for each in wanted]
+        if end is not NamedOffset.LATEST:
+            wanted = [self._check_order(each) for each in wanted]
+        wanted = self._apply_filters(wanted, oldest, ends, broker_offsets)
+        return [self._clip(each, oldest[each.queue], ends[each.queue]) for each in wanted]
 
-    def _in_order(self, wanted: QueueRange) -> QueueRange:
+    def _check_order(self, wanted: QueueRange) -> QueueRange:
         queue, begin, stop = wanted.queue, wanted.begin, wanted.end
         if stop >= begin:
             return wanted
-        if isinstance(self._options.start, STORED) and isinstance(self._options.end, STORED):
+        if isinstance(self._options.start, TIME_BOUNDS) and isinstance(self._options.end, TIME_BOUNDS):
             return QueueRange(queue, begin, begin)  # nothing was stored in between
         raise ConfigError(f"{queue} would end at offset {stop}, before it starts at {begin}; see endingOffsets")
 
-    def _cut(
+    def _apply_filters(
         self,
         wanted: list[QueueRange],
         oldest: Mapping[MessageQueue, int],
         ends: Mapping[MessageQueue, int],
-        positions: Positions,
+        broker_offsets: BrokerOffsets,
     ) -> list[QueueRange]:
         """Return what the pushed filters leave of `wanted`; what they leave nothing of is not there to be missed."""
         pushed = self._pushed
         if pushed == PushedFilters():
             return wanted
-        left = [cut for each in wanted if len(cut := pushed.cut(each)) or cut == each]
+        left = [narrow for each in wanted if len(narrow := pushed.narrow(each)) or narrow == each]
         if pushed.stored_ms != Span():
-            there = {
+            available = {
                 each.queue: QueueRange(each.queue, max(each.begin, oldest[each.queue]), min(each.end, ends[each.queue]))
                 for each in left
             }
-            found = positions.cut_by_time([each for each in there.values() if len(each)], pushed.stored_ms)
-            edged = {each.queue: _with_edges(each, there[each.queue], found.get(each.queue)) for each in left}
-            left = [each for queue, each in edged.items() if len(each) or not len(there[queue])]
+            found = broker_offsets.narrow_by_time([each for each in available.values() if len(each)], pushed.stored_ms)
+            edged = {each.queue: _keep_open_edges(each, available[each.queue], found.get(each.queue)) for each in left}
+            left = [each for queue, each in edged.items() if len(each) or not len(available[queue])]
         log.info("filters=%s leave offsets=%d of=%d", pushed, sum(map(len, left)), sum(map(len, wanted)))
         return left
 
-    def _shown(self, queue: MessageQueue) -> MessageQueue:
+    def _as_in_rows(self, queue: MessageQueue) -> MessageQueue:
         """Return `queue` as rows name it."""
         return replace(queue, topic=unwrap(self._options.client.namespace, queue.topic))
 
-    def _what_is_there(self, wanted: QueueRange, oldest: int, end: int) -> QueueRange:
+    def _clip(self, wanted: QueueRange, oldest: int, end: int) -> QueueRange:
         queue, begin, stop = wanted.queue, wanted.begin, wanted.end
         if begin < min(oldest, stop) or begin > end or stop > end:
             reason = "messages have expired" if begin < oldest else "the broker has no more"
@@ -196,27 +198,27 @@ class FilteredBatchReader(BatchReader):
         return filters
 
 
-def _with_edges(wanted: QueueRange, there: QueueRange, cut: QueueRange | None) -> QueueRange:
-    """Return `wanted`, of which only `there` can be read, without what was cut off that."""
-    if cut is None:
+def _keep_open_edges(wanted: QueueRange, available: QueueRange, narrow: QueueRange | None) -> QueueRange:
+    """Return `wanted`, of which only `available` can be read, without what was cut off that."""
+    if narrow is None:
         return wanted
-    begin = cut.begin if cut.begin > there.begin else wanted.begin
-    return QueueRange(wanted.queue, begin, cut.end if cut.end < there.end else wanted.end)
+    begin = narrow.begin if narrow.begin > available.begin else wanted.begin
+    return QueueRange(wanted.queue, begin, narrow.end if narrow.end < available.end else wanted.end)
 
 
-def _after_patience(
+def _ends_after_retries(
     options: SourceOptions,
     queues: Sequence[MessageQueue],
     wanted: Mapping[MessageQueue, int],
-    positions: Positions,
+    broker_offsets: BrokerOffsets,
 ) -> dict[MessageQueue, int]:
     """Return where queues end that ended too early, asked again: a broker that starts answers 0 for a while."""
     ends: dict[MessageQueue, int] = {}
-    doubt = options.read.doubt()
+    startup_grace = options.read.startup_grace()
     while queues:
-        ends |= positions.ends(queues)
+        ends |= broker_offsets.ends(queues)
         queues = [queue for queue in queues if ends[queue] < wanted[queue]]
-        if not queues or (pause_s := doubt.failed()) is None:
+        if not queues or (pause_s := startup_grace.failed()) is None:
             break
         time.sleep(pause_s)
     return ends
@@ -235,17 +237,19 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
-        self._positions: Positions | None = None
+        self._broker_offsets: BrokerOffsets | None = None
         self._progress: GroupProgress | None = None
         self._initial: dict[str, Any] | None = None
-        self._position: dict[str, Any] | None = None
+        self._planned_end: dict[str, Any] | None = None
         self._ends: dict[MessageQueue, int] = {}  # as last seen
-        self._noted: dict[MessageQueue, int] | None = None  # where an AvailableNow run ends
-        self._not_noted: set[MessageQueue] | None = None  # known before the run, and not there when that was noted
-        self._patience = options.read.patience()  # of such a run
-        self._looked_at: float | None = None
+        self._run_ends: dict[MessageQueue, int] | None = None  # where an AvailableNow run ends
+        self._missing_from_run: set[MessageQueue] | None = (
+            None  # known before the run, and not there when that was noted
+        )
+        self._retry_policy = options.read.retry_policy()  # of such a run
+        self._planned_at: float | None = None
         self._waiting_since: float | None = None
-        self._told: dict[str, object] = {}
+        self._warned: dict[str, object] = {}
 
     # --- what Spark asks, in this order
 
@@ -264,14 +268,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             NotReached: a server does not answer, however long asked, and the run is to fail then.
         """
         while True:
-            self._asking.forget_discovery()
-            look = self._asking.look({})
-            self._noted = dict(look.ends)
-            if not look.silent:
-                self._patience.renew()
+            self._offsets.expire_discovery()
+            snapshot = self._offsets.snapshot({})
+            self._run_ends = dict(snapshot.ends)
+            if not snapshot.unresponsive:
+                self._retry_policy.reset()
                 return
-            if (pause_s := self._patience.failed()) is None:
-                self._leave_out(listed(sorted(look.silent)))
+            if (pause_s := self._retry_policy.failed()) is None:
+                self._skip_or_fail(listed(sorted(snapshot.unresponsive)))
                 return
             time.sleep(pause_s)
 
@@ -283,16 +287,18 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             RocketError: nobody answers, however long asked.
         """
         if self._initial is None:
-            queues = self._asking.discover(follows=True)
+            queues = self._offsets.discover(follows=True)
             if not queues and self._options.pattern is not None:
                 log.warning("there is no queue yet: no topic matches subscribePattern=%r", self._options.pattern)
-            start, at_ms = self._options.start or Named.LATEST, now_ms()
-            offsets = self._asking.resolve(start, queues)
-            told = start is Named.GROUP or isinstance(start, GivenOffsets)  # of when those are nothing is known
-            seen_ms = {} if told else {(queue.topic, queue.broker_name): at_ms for queue in queues}
+            start, at_ms = self._options.start or NamedOffset.LATEST, now_ms()
+            offsets = self._offsets.resolve(start, queues)
+            times_unknown = start is NamedOffset.GROUP or isinstance(
+                start, GivenOffsets
+            )  # of when those are nothing is known
+            seen_ms = {} if times_unknown else {(queue.topic, queue.broker_name): at_ms for queue in queues}
             self._initial = encode_offset(SourceOffset(offsets, initial=True, seen_ms=seen_ms))
-        if self._position is None:
-            self._position = self._initial
+        if self._planned_end is None:
+            self._planned_end = self._initial
         return self._initial
 
     def latestOffset(self, start: dict[str, Any] | None = None, limit: ReadLimit | None = None) -> dict[str, Any]:
@@ -305,38 +311,38 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """
         remembers = start is None
         if start is None:
-            start = self._position if self._position is not None else self.initialOffset()
+            start = self._planned_end if self._planned_end is not None else self.initialOffset()
         at = decode_offset(start)
         self._publish(at.queues)
-        self._wait_for_turn()
-        first = self._looked_at is None
+        self._throttle()
+        first = self._planned_at is None
         limited = not isinstance(limit, ReadAllAvailable)
         # Before 4.2 a run of a single batch looks like any other: so that it reads, the first batch waits for nothing.
-        waits = limited and self._noted is None and not (remembers and first)
+        may_wait = limited and self._run_ends is None and not (remembers and first)
         while True:
-            look, elsewhere = self._look(at)
-            self._looked_at = time.monotonic()
-            end = self._next(at, look, elsewhere, limited, waits)
-            if end is not None or self._noted is None:
-                self._patience.renew()
+            snapshot, restarts = self._check_losses(at)
+            self._planned_at = time.monotonic()
+            end = self._plan_end(at, snapshot, restarts, limited, may_wait)
+            if end is not None or self._run_ends is None:
+                self._retry_policy.reset()
                 break
-            awaited = self._awaited(at, look)
-            if not awaited or (pause_s := self._patience.failed()) is None:
+            awaited = self._unfinished(at, snapshot)
+            if not awaited or (pause_s := self._retry_policy.failed()) is None:
                 if self._progress is not None:
                     self._progress.flush(_FLUSH_S)  # the run is over, and with it this process
                 if awaited:
-                    self._leave_out(listed(awaited))
+                    self._skip_or_fail(listed(awaited))
                 break
             time.sleep(pause_s)
-            self._asking.forget_discovery()
-        self._position = start if end is None else encode_offset(end)
-        return self._position
+            self._offsets.expire_discovery()
+        self._planned_end = start if end is None else encode_offset(end)
+        return self._planned_end
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         """Return where the queues ended at the last look, whatever the limit: what lag is measured against."""
-        if self._position is None:
+        if self._planned_end is None:
             return None
-        position = decode_offset(self._position).queues
+        position = decode_offset(self._planned_end).queues
         return encode_offset(
             SourceOffset(
                 {queue: max(end, self._ends.get(queue, 0)) for queue, end in {**self._ends, **position}.items()}
@@ -345,7 +351,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Return what the tasks of a batch read; no broker is asked, so a batch is repeated exactly."""
-        self._position = end
+        self._planned_end = end
         return _partitions(ranges_between(decode_offset(start), decode_offset(end)), self._options)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -361,90 +367,97 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def stop(self) -> None:
         """Disconnect. Spark calls it at errors only; otherwise the process just ends."""
-        if self._positions is not None:
-            self._positions.close()
-            self._positions = self._progress = None
+        if self._broker_offsets is not None:
+            self._broker_offsets.close()
+            self._broker_offsets = self._progress = None
 
     # --- how
 
     @property
-    def _asking(self) -> Positions:
-        if self._positions is None:
-            self._positions = Positions(self._options)
-        return self._positions
+    def _offsets(self) -> BrokerOffsets:
+        if self._broker_offsets is None:
+            self._broker_offsets = BrokerOffsets(self._options)
+        return self._broker_offsets
 
-    def _publish(self, positions: Mapping[MessageQueue, int]) -> None:
+    def _publish(self, broker_offsets: Mapping[MessageQueue, int]) -> None:
         if self._options.commit_offsets:
             if self._progress is None:
-                self._progress = GroupProgress(self._asking.cluster, self._options.read.group)
-            self._progress.publish(positions)
+                self._progress = GroupProgress(self._offsets.cluster, self._options.read.group)
+            self._progress.publish(broker_offsets)
 
-    def _wait_for_turn(self) -> None:
+    def _throttle(self) -> None:
         """An idle query asks a hundred times a second; the brokers need not hear of it."""
-        if self._looked_at is not None:
-            time.sleep(max(0.0, self._looked_at + self._options.planning_interval_s - time.monotonic()))
+        if self._planned_at is not None:
+            time.sleep(max(0.0, self._planned_at + self._options.planning_interval_s - time.monotonic()))
 
-    def _next(
-        self, at: SourceOffset, look: Look, elsewhere: Mapping[MessageQueue, int], limited: bool, waits: bool
+    def _plan_end(
+        self,
+        at: SourceOffset,
+        snapshot: BrokerSnapshot,
+        restarts: Mapping[MessageQueue, int],
+        limited: bool,
+        may_wait: bool,
     ) -> SourceOffset | None:
         """Return where the next batch ends; None when there is nothing to read, or not enough.
 
-        Queues that go on `elsewhere` are worth a batch by themselves.
+        Queues that go on `restarts` are worth a batch by themselves.
         """
-        at = replace(at, queues={**at.queues, **elsewhere})
-        ends = {queue: max(end, at.queues.get(queue, 0)) for queue, end in look.ends.items()}
-        if self._noted is not None:
-            if self._not_noted is None:
-                known = () if at.initial else filter(self._asking.selects, at.queues)
-                self._not_noted = set(known) - self._noted.keys()
-            for queue in self._not_noted & look.ends.keys():
-                self._noted[queue] = look.ends[queue]
-                self._not_noted.remove(queue)
-            for queue in self._noted.keys() & look.ends.keys():
-                self._noted[queue] = min(self._noted[queue], look.ends[queue])
+        at = replace(at, queues={**at.queues, **restarts})
+        ends = {queue: max(end, at.queues.get(queue, 0)) for queue, end in snapshot.ends.items()}
+        if self._run_ends is not None:
+            if self._missing_from_run is None:
+                known = () if at.initial else filter(self._offsets.selects, at.queues)
+                self._missing_from_run = set(known) - self._run_ends.keys()
+            for queue in self._missing_from_run & snapshot.ends.keys():
+                self._run_ends[queue] = snapshot.ends[queue]
+                self._missing_from_run.remove(queue)
+            for queue in self._run_ends.keys() & snapshot.ends.keys():
+                self._run_ends[queue] = min(self._run_ends[queue], snapshot.ends[queue])
             ends = {
-                queue: min(end, max(self._noted[queue], at.queues.get(queue, 0)))
+                queue: min(end, max(self._run_ends[queue], at.queues.get(queue, 0)))
                 for queue, end in ends.items()
-                if queue in self._noted
+                if queue in self._run_ends
             }
-        begins = {queue: max(at.queues.get(queue, 0), look.begins.get(queue, 0)) for queue in ends}
+        begins = {queue: max(at.queues.get(queue, 0), snapshot.begins.get(queue, 0)) for queue in ends}
         ends = {queue: max(end, begins[queue]) for queue, end in ends.items()}
-        news = {queue: begins[queue] for queue in ends if queue not in at.queues or queue in elsewhere}
+        news = {queue: begins[queue] for queue in ends if queue not in at.queues or queue in restarts}
         unread = {queue: end - at.queues.get(queue, begins[queue]) for queue, end in ends.items()}
-        if not any(unread.values()) and not elsewhere:
+        if not any(unread.values()) and not restarts:
             self._waiting_since = None
             return None
-        if waits and not elsewhere and self._too_little(sum(unread.values())):
+        if may_wait and not restarts and self._is_below_minimum(sum(unread.values())):
             return None
         self._waiting_since = None
         if limited and self._options.max_offsets is not None:
             shares = spread({queue: end - begins[queue] for queue, end in ends.items()}, self._options.max_offsets)
             ends = {queue: begins[queue] + shares.get(queue, 0) for queue in ends}
         return SourceOffset(
-            {**at.queues, **ends}, {**at.queues, **news} if at.initial else news, seen_ms=self._seen_ms(at, look)
+            {**at.queues, **ends}, {**at.queues, **news} if at.initial else news, seen_ms=self._seen_ms(at, snapshot)
         )
 
-    def _seen_ms(self, at: SourceOffset, look: Look) -> dict[tuple[str, str], int]:
+    def _seen_ms(self, at: SourceOffset, snapshot: BrokerSnapshot) -> dict[tuple[str, str], int]:
         """Return since when nothing was read: since brokers were asked, but where one of the queues did not answer."""
-        found = {(queue.topic, queue.broker_name): look.asked_ms[queue.broker_name] for queue in look.ends}
-        for queue in look.away:
+        found = {(queue.topic, queue.broker_name): snapshot.requested_ms[queue.broker_name] for queue in snapshot.ends}
+        for queue in snapshot.unreachable:
             found.pop((queue.topic, queue.broker_name), None)
         return {**at.seen_ms, **found}
 
-    def _awaited(self, at: SourceOffset, look: Look) -> list[str]:
+    def _unfinished(self, at: SourceOffset, snapshot: BrokerSnapshot) -> list[str]:
         """Return the queues that a run to the end must still hear of, and why it cannot."""
-        assert self._noted is not None and self._not_noted is not None
-        unread = {queue for queue, end in self._noted.items() if end > at.queues.get(queue, 0)}
-        queues = (unread | self._not_noted) - look.ends.keys() - look.gone
-        return [f"{queue} ({look.away.get(queue, 'its broker does not answer')})" for queue in sorted(queues)]
+        assert self._run_ends is not None and self._missing_from_run is not None
+        unread = {queue for queue, end in self._run_ends.items() if end > at.queues.get(queue, 0)}
+        queues = (unread | self._missing_from_run) - snapshot.ends.keys() - snapshot.gone
+        return [
+            f"{queue} ({snapshot.unreachable.get(queue, 'its broker does not answer')})" for queue in sorted(queues)
+        ]
 
-    def _leave_out(self, what: str) -> None:
+    def _skip_or_fail(self, what: str) -> None:
         error = NotReached(what, self._options.read.read_timeout_s)
         if self._options.fail_on_unreachable:
             raise error
-        self._tell("left out", True, f"{error}; this one does")
+        self._warn_once("left out", True, f"{error}; this one does")
 
-    def _too_little(self, unread: int) -> bool:
+    def _is_below_minimum(self, unread: int) -> bool:
         """Tell whether to wait for more, and note since when we do."""
         if self._options.min_offsets is None or unread >= self._options.min_offsets:
             return False
@@ -453,98 +466,106 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._waiting_since = now
         return now - self._waiting_since < self._options.max_delay_s
 
-    def _look(self, at: SourceOffset) -> tuple[Look, dict[MessageQueue, int]]:
+    def _check_losses(self, at: SourceOffset) -> tuple[BrokerSnapshot, dict[MessageQueue, int]]:
         """Return where the queues are, once what looks like loss has lasted for some time; and which go on elsewhere.
 
         Raises:
             DataLoss: it is one, and the query is to fail then.
         """
-        doubt = self._options.read.doubt()
+        startup_grace = self._options.read.startup_grace()
         shorter_ms: dict[MessageQueue, int] = {}  # than it was, and when that was seen first
         while True:
-            look = self._asking.look(at.queues)
-            losses = self._losses(at, look)
-            for queue, end in look.ends.items():
+            snapshot = self._offsets.snapshot(at.queues)
+            losses = self._find_losses(at, snapshot)
+            for queue, end in snapshot.ends.items():
                 if 0 < end < at.queues.get(queue, 0):
                     shorter_ms.setdefault(queue, now_ms())
-            if not losses.keys() - self._told.keys() or (pause_s := doubt.failed()) is None:
+            if not losses.keys() - self._warned.keys() or (pause_s := startup_grace.failed()) is None:
                 break
             time.sleep(pause_s)
-            self._asking.forget_discovery()
-        losses |= self._overtaken(at, look, shorter_ms) | self._expired(at, look)
+            self._offsets.expire_discovery()
+        losses |= self._regrown(at, snapshot, shorter_ms) | self._find_expired(at, snapshot)
         if self._options.read.fail_on_data_loss:
             for loss in losses.values():
                 raise loss
-        elsewhere = self._elsewhere(at, look, losses)
+        restarts = self._restart_offsets(at, snapshot, losses)
         for key, loss in losses.items():
-            place = elsewhere.get(loss.wanted.queue)
-            there = "" if place is None else f", and goes on at offset {place}"
-            self._tell(key, (loss.wanted.begin, place), f"{loss}; this one does{there}")
-        for key in [key for key in self._told if key.startswith("lost") and key not in losses]:
-            del self._told[key]
-        away = sorted(look.away)
-        self._tell("away", tuple(away), away and f"{_away(look)}; they stay where they are, the others go on")
-        self._ends |= look.ends
-        return look, elsewhere
+            offset = restarts.get(loss.wanted.queue)
+            available = "" if offset is None else f", and goes on at offset {offset}"
+            self._warn_once(key, (loss.wanted.begin, offset), f"{loss}; this one does{available}")
+        for key in [key for key in self._warned if key.startswith("lost") and key not in losses]:
+            del self._warned[key]
+        unreachable = sorted(snapshot.unreachable)
+        self._warn_once(
+            "away",
+            tuple(unreachable),
+            unreachable and f"{_describe_unreachable(snapshot)}; they stay where they are, the others go on",
+        )
+        self._ends |= snapshot.ends
+        return snapshot, restarts
 
-    def _elsewhere(self, at: SourceOffset, look: Look, losses: Mapping[str, DataLoss]) -> dict[MessageQueue, int]:
+    def _restart_offsets(
+        self, at: SourceOffset, snapshot: BrokerSnapshot, losses: Mapping[str, DataLoss]
+    ) -> dict[MessageQueue, int]:
         """Return where queues go on that are shorter than they were: at the first message stored since they were seen.
 
         That is the begin of a queue that was made anew, and the end of one whose last messages are lost, or what was
         stored behind that end already.
         """
-        shorter = {f"lost {queue}": queue for queue in at.queues.keys() & look.ends.keys()}
+        shorter = {f"lost {queue}": queue for queue in at.queues.keys() & snapshot.ends.keys()}
         lost = [shorter[key] for key in losses if key in shorter]
         times_ms = {queue: at.seen_ms.get((queue.topic, queue.broker_name)) for queue in lost}
-        return {queue: min(place, at.queues[queue]) for queue, place in self._asking.stored_since(times_ms).items()}
+        return {queue: min(offset, at.queues[queue]) for queue, offset in self._offsets.stored_since(times_ms).items()}
 
-    def _overtaken(self, at: SourceOffset, look: Look, shorter_ms: Mapping[MessageQueue, int]) -> dict[str, DataLoss]:
+    def _regrown(
+        self, at: SourceOffset, snapshot: BrokerSnapshot, shorter_ms: Mapping[MessageQueue, int]
+    ) -> dict[str, DataLoss]:
         """Return what is lost of queues that were shorter a moment ago: unless the old messages came back."""
-        grown = {queue: at_ms for queue, at_ms in shorter_ms.items() if look.ends.get(queue, 0) >= at.queues[queue]}
+        grown = {queue: at_ms for queue, at_ms in shorter_ms.items() if snapshot.ends.get(queue, 0) >= at.queues[queue]}
         return {
             f"lost {queue}": DataLoss(
-                QueueRange(queue, at.queues[queue], look.ends[queue]),
-                f"from {place} up to {look.ends[queue]}, stored since",
+                QueueRange(queue, at.queues[queue], snapshot.ends[queue]),
+                f"from {offset} up to {snapshot.ends[queue]}, stored since",
                 "the queue ended before that: it was made anew, or its broker lost messages",
             )
-            for queue, place in self._asking.stored_since(grown).items()
-            if place < at.queues[queue]
+            for queue, offset in self._offsets.stored_since(grown).items()
+            if offset < at.queues[queue]
         }
 
-    def _losses(self, at: SourceOffset, look: Look) -> dict[str, DataLoss]:
+    def _find_losses(self, at: SourceOffset, snapshot: BrokerSnapshot) -> dict[str, DataLoss]:
         """Return what is lost if it stays as it is: queues that end before our place, or are gone with unread data."""
         found = {}
         for queue, position in at.queues.items():
             seen = QueueRange(queue, position, max(position, self._ends.get(queue, 0)))
-            end = look.ends.get(queue)
+            end = snapshot.ends.get(queue)
             if end is not None and end < position:
                 reason = "the queue ends before that: it was made anew, or its broker lost messages"
                 found[f"lost {queue}"] = DataLoss(seen, f"up to {end}", reason)
-            elif queue in look.gone and seen.end > position:
+            elif queue in snapshot.gone and seen.end > position:
                 found[f"lost {queue}"] = DataLoss(seen, "nothing", "its broker is up and has no such queue any more")
         return found
 
-    def _expired(self, at: SourceOffset, look: Look) -> dict[str, DataLoss]:
+    def _find_expired(self, at: SourceOffset, snapshot: BrokerSnapshot) -> dict[str, DataLoss]:
         return {
             f"lost expired {queue}": DataLoss(
-                QueueRange(queue, position, look.ends[queue]), f"from {begin} on", "older messages have expired"
+                QueueRange(queue, position, snapshot.ends[queue]), f"from {begin} on", "older messages have expired"
             )
-            for queue, begin in look.begins.items()
+            for queue, begin in snapshot.begins.items()
             if (position := at.queues.get(queue, begin)) < begin
         }
 
-    def _tell(self, key: str, fact: object, text: object) -> None:
+    def _warn_once(self, key: str, fact: object, text: object) -> None:
         """Warn once of each fact."""
-        if self._told.get(key) != fact and text:
+        if self._warned.get(key) != fact and text:
             log.warning("%s", text)
         if text:
-            self._told[key] = fact
+            self._warned[key] = fact
         else:
-            self._told.pop(key, None)
+            self._warned.pop(key, None)
 
 
-def _away(look: Look) -> str:
-    queues = [f"{queue} ({reason})" for queue, reason in sorted(look.away.items())]
+def _describe_unreachable(snapshot: BrokerSnapshot) -> str:
+    queues = [f"{queue} ({reason})" for queue, reason in sorted(snapshot.unreachable.items())]
     return f"queues cannot be asked now: {listed(queues)}"
 
 

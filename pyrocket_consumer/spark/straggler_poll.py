@@ -13,7 +13,7 @@ GRACE_S = 1.0
 """So long after the first answer the others are waited for."""
 
 
-class Beside(Generic[T]):
+class StragglerPoll(Generic[T]):
     """Asks the same servers again and again; who was late once is asked beside, until it answers in time.
 
     All are waited for the first time. Confined to one loop.
@@ -21,53 +21,53 @@ class Beside(Generic[T]):
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
-        self._under_way: dict[str, asyncio.Task[tuple[T, float]]] = {}
+        self._running: dict[str, asyncio.Task[tuple[T, float]]] = {}
         self._late: set[str] = set()
-        self._began = False
+        self._has_polled = False
 
-    async def answers(self, questions: Mapping[str, Callable[[], Coroutine[Any, Any, T]]]) -> dict[str, T]:
-        """Return the answers that have come, by name: to `questions`, or late ones to the same questions before.
+    async def poll(self, requests: Mapping[str, Callable[[], Coroutine[Any, Any, T]]]) -> dict[str, T]:
+        """Return the answers that have come, by name: to `requests`, or late ones to the same questions before.
 
         An error that a question raises is raised here, when its turn comes.
         """
-        fresh = []
-        for name, ask in questions.items():
-            if name not in self._under_way:
-                self._under_way[name] = asyncio.create_task(_timed(ask))
+        started = []
+        for name, fetch in requests.items():
+            if name not in self._running:
+                self._running[name] = asyncio.create_task(_timed(fetch))
                 if name not in self._late:
-                    fresh.append(self._under_way[name])
-        await self._wait(fresh)
-        answers: dict[str, T] = {}
-        for name, task in list(self._under_way.items()):
+                    started.append(self._running[name])
+        await self._wait(started)
+        responses: dict[str, T] = {}
+        for name, task in list(self._running.items()):
             if not task.done():
                 self._late.add(name)
                 continue
-            del self._under_way[name]
-            answers[name], took_s = task.result()
+            del self._running[name]
+            responses[name], took_s = task.result()
             if took_s <= self._grace_s:
                 self._late.discard(name)
-        return answers
+        return responses
 
-    async def _wait(self, fresh: list[asyncio.Task[tuple[T, float]]]) -> None:
-        if fresh and not self._began:
-            self._began = True
-            await asyncio.wait(fresh)
-        elif fresh:
-            _, rest = await asyncio.wait(fresh, return_when=asyncio.FIRST_COMPLETED)
+    async def _wait(self, started: list[asyncio.Task[tuple[T, float]]]) -> None:
+        if started and not self._has_polled:
+            self._has_polled = True
+            await asyncio.wait(started)
+        elif started:
+            _, rest = await asyncio.wait(started, return_when=asyncio.FIRST_COMPLETED)
             if rest:
                 await asyncio.wait(rest, timeout=self._grace_s)
-        elif self._under_way:
-            await asyncio.wait(self._under_way.values(), timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+        elif self._running:
+            await asyncio.wait(self._running.values(), timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def stop(self) -> None:
         """Wait for nobody any more."""
-        tasks = list(self._under_way.values())
-        self._under_way.clear()
+        tasks = list(self._running.values())
+        self._running.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _timed(ask: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, float]:
+async def _timed(fetch: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, float]:
     began = time.monotonic()
-    return await ask(), time.monotonic() - began
+    return await fetch(), time.monotonic() - began

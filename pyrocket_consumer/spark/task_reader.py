@@ -21,11 +21,11 @@ from pyrocket_consumer.errors import ConfigError, ConsumerClosed, ProtocolError,
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.columns import PulledRecords, record_batches
 from pyrocket_consumer.protocol.compression import BodyTooLarge
-from pyrocket_consumer.spark.executor_cache import forget, kept
+from pyrocket_consumer.spark.executor_cache import discard, get_or_create
 from pyrocket_consumer.spark.options import DamagedBodies, ReadOptions
 from pyrocket_consumer.spark.range_puller import RangePuller, ReadFailed
 from pyrocket_consumer.spark.ranges import QueueRange
-from pyrocket_consumer.spark.retry_policy import WORTH_A_WARNING
+from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.blocking_connection import DirectConnection, IdleConnections
 
@@ -35,17 +35,17 @@ BATCH_ROWS = 2048
 BATCH_BYTES = 4 * 1024 * 1024
 """Of records as they are stored. A batch has more only if a single answer has."""
 
-MOST_AHEAD_BYTES = 32 * 1024 * 1024
+MAX_AHEAD_BYTES = 32 * 1024 * 1024
 """Most that is asked for beyond what must come next, by the size of the last answer."""
 
-QUEUES_AT_ONCE = 16
+MAX_CONCURRENT_QUEUES = 16
 """So many queues of a task are pulled from at once; the others follow when these are done."""
 
-_FIRST_ANSWER_BYTES = 1024 * 1024  # what a first answer is taken for, until one has come
-_MOST_NAMED = 5  # damaged bodies, in the log
-_LOOK_EVERY_S = 0.02  # whether a broker was found, while answers may come as well
+_FIRST_RESPONSE_BYTES = 1024 * 1024  # what a first answer is taken for, until one has come
+_MAX_LOGGED = 5  # damaged bodies, in the log
+_CHECK_INTERVAL_S = 0.02  # whether a broker was found, while answers may come as well
 _LONGEST_WAIT_S = 5.0
-_BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
+_READ_WRITE = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 
 def read_ranges(ranges: Sequence[QueueRange], columns: pa.Schema, options: ReadOptions) -> Iterator[pa.RecordBatch]:
@@ -63,23 +63,23 @@ def read_ranges(ranges: Sequence[QueueRange], columns: pa.Schema, options: ReadO
     wanted = [each for each in ranges if len(each)]
     if not wanted:
         return
-    reading = _Reading(_cluster(options), wanted, options)
-    damaged = _Damaged(options.damaged_bodies)
+    task_reader = _TaskReader(_cluster(options), wanted, options)
+    damaged = _DamagedBodies(options.damaged_bodies)
     try:
-        for pulled in reading.portions():
+        for pulled in task_reader.portions():
             try:
                 yield from record_batches(
-                    pulled, columns, options.selector.tags, damaged.instead, options.max_body_bytes
+                    pulled, columns, options.selector.tags, damaged.replace_body, options.max_body_bytes
                 )
             except ProtocolError as error:
-                places = ", ".join(str(QueueRange(each.queue, each.begin, each.end)) for each in pulled)
-                raise ReadFailed(places, 1, f"a record is damaged: {error}") from error
+                where = ", ".join(str(QueueRange(each.queue, each.begin, each.end)) for each in pulled)
+                raise ReadFailed(where, 1, f"a record is damaged: {error}") from error
     finally:
-        reading.stop()
-        damaged.tell()
+        task_reader.stop()
+        damaged.log_total()
 
 
-class _Damaged:
+class _DamagedBodies:
     """What becomes of bodies that cannot be unpacked; a task tells of all of them in one line."""
 
     def __init__(self, what: DamagedBodies) -> None:
@@ -87,19 +87,19 @@ class _Damaged:
         self._count = 0
         self._first = list[str]()
 
-    def instead(self, queue: MessageQueue, offset: int, stored: bytes, error: ProtocolError) -> bytes | None:
-        place = f"{queue} at offset {offset}"
+    def replace_body(self, queue: MessageQueue, offset: int, stored: bytes, error: ProtocolError) -> bytes | None:
+        where = f"{queue} at offset {offset}"
         if self._what is DamagedBodies.FAIL:
             remedy = "with the option damagedBodies=skip such messages are left out, with raw they are given as stored"
             if isinstance(error, BodyTooLarge):
                 remedy = f"maxBodyBytes allows more, or {remedy}"
-            raise ReadFailed(place, 1, f"its body cannot be unpacked: {error}; {remedy}") from error
+            raise ReadFailed(where, 1, f"its body cannot be unpacked: {error}; {remedy}") from error
         self._count += 1
-        if len(self._first) < _MOST_NAMED:
-            self._first.append(f"{place} ({error})")
+        if len(self._first) < _MAX_LOGGED:
+            self._first.append(f"{where} ({error})")
         return stored if self._what is DamagedBodies.RAW else None
 
-    def tell(self) -> None:
+    def log_total(self) -> None:
         if self._count:
             done = "given as stored" if self._what is DamagedBodies.RAW else "left out"
             more = f" and {self._count - len(self._first)} more" if self._count > len(self._first) else ""
@@ -108,7 +108,7 @@ class _Damaged:
 
 def _cluster(options: ReadOptions) -> Cluster:
     """Return this worker's view of the cluster, made if there is none that works."""
-    client, patience = options.client, options.patience()
+    client, retry_policy = options.client, options.retry_policy()
 
     def make() -> Cluster:
         config = client.config()
@@ -118,54 +118,54 @@ def _cluster(options: ReadOptions) -> Cluster:
 
     while True:
         try:
-            cluster = kept(Cluster, client, make)
+            cluster = get_or_create(Cluster, client, make)
             cluster.check_usable()
             return cluster
         except ConfigError:
             raise
         except RocketError as error:
-            forget(Cluster, client)
-            if (pause_s := patience.failed()) is None:
-                raise ReadFailed(f"from {client.name_server}", patience.failures, str(error)) from error
-            if patience.failures == WORTH_A_WARNING:
+            discard(Cluster, client)
+            if (pause_s := retry_policy.failed()) is None:
+                raise ReadFailed(f"from {client.name_server}", retry_policy.failures, str(error)) from error
+            if retry_policy.failures == WARN_AFTER_FAILURES:
                 log.warning("name servers not reached, will try again reason=%s", error)
             time.sleep(pause_s)
 
 
-class _Reading:
+class _TaskReader:
     """The reading of one task's ranges."""
 
     def __init__(self, cluster: Cluster, ranges: Sequence[QueueRange], options: ReadOptions) -> None:
         self.cluster = cluster
         self.options = options
-        self.under_way = 0
-        self._idle = kept(IdleConnections, options.client, IdleConnections)
+        self.in_flight = 0
+        self._idle = get_or_create(IdleConnections, options.client, IdleConnections)
         self._attempts: dict[str, asyncio.Task[DirectConnection]] = {}  # the I/O thread's
         self._connections: dict[DirectConnection, None] = {}
         self._selector = selectors.DefaultSelector()
-        self._waiting = deque(ranges)
+        self._pending = deque(ranges)
         self._pullers: dict[RangePuller, None] = {}
-        self._resting: dict[RangePuller, None] = {}
+        self._waiting_pullers: dict[RangePuller, None] = {}
         self._ready: deque[tuple[PulledRecords, int]] = deque()  # delivered, with most rows
         self._ready_rows = self._ready_bytes = 0
-        self._answer_bytes = _FIRST_ANSWER_BYTES  # of the last answer
+        self._response_bytes = _FIRST_RESPONSE_BYTES  # of the last answer
         self._error: RocketError | None = None
-        self._elsewhere_s = 0.0
+        self._suspended_s = 0.0
 
     # --- the task's loop
 
     def portions(self) -> Iterator[list[PulledRecords]]:
         """Yield what each batch is to be made of, as soon as there is enough. It is gone when the next is asked for."""
-        self._begin_ranges()
+        self._start_ranges()
         while self._pullers or self._ready:
             while self._pullers and self._ready_rows < BATCH_ROWS and self._ready_bytes < BATCH_BYTES:
-                self._go_round()
-            left_at = time.monotonic()
+                self._poll_connections()
+            suspended_at = time.monotonic()
             yield self._portion()
-            self._elsewhere_s += time.monotonic() - left_at
+            self._suspended_s += time.monotonic() - suspended_at
             wanted = [pulled.records for pulled, _ in self._ready]
             for puller in self._pullers:
-                wanted += puller.held()
+                wanted += puller.pending_bodies()
             for connection in self._connections:
                 connection.reuse(wanted)
             self._expire()
@@ -183,22 +183,22 @@ class _Reading:
             self._ready_bytes -= len(pulled.records)
         return portion
 
-    def _go_round(self) -> None:
+    def _poll_connections(self) -> None:
         """Send what is to be sent and take what has come; wait a moment if that is nothing."""
-        came = False
+        has_received = False
         for connection in list(self._connections):
             connection.flush()
-            came |= connection.receive()
+            has_received |= connection.receive()
             connection.flush()  # the broker works while columns are made
         self._drop_closed()
-        if not came:
+        if not has_received:
             self._wait()
-        if self._resting:
-            resting, self._resting = self._resting, {}
-            for puller in resting:
+        if self._waiting_pullers:
+            waiting, self._waiting_pullers = self._waiting_pullers, {}
+            for puller in waiting:
                 puller.wake()
-                if puller.rests:
-                    self._resting[puller] = None
+                if puller.is_waiting:
+                    self._waiting_pullers[puller] = None
         if self._error is not None:
             raise self._error
 
@@ -207,16 +207,16 @@ class _Reading:
         if self._expire():
             return
         now = self.now()
-        times = [puller.due for puller in self._resting if puller.due is not None]
+        times = [puller.due for puller in self._waiting_pullers if puller.due is not None]
         times += [each.next_deadline for each in self._connections if each.next_deadline is not None]
         timeout_s = max(0.0, min([*(each - now for each in times), _LONGEST_WAIT_S]))
-        finding = [puller.finding for puller in self._resting if puller.finding is not None]
+        connecting = [puller.connecting for puller in self._waiting_pullers if puller.connecting is not None]
         if any(connection.waiting for connection in self._connections):
             for connection in self._connections:
-                self._selector.modify(connection.socket, _BOTH if connection.unsent else selectors.EVENT_READ)
-            self._selector.select(min(timeout_s, _LOOK_EVERY_S) if finding else timeout_s)
-        elif finding:
-            concurrent.futures.wait(finding, timeout_s, concurrent.futures.FIRST_COMPLETED)
+                self._selector.modify(connection.socket, _READ_WRITE if connection.unsent else selectors.EVENT_READ)
+            self._selector.select(min(timeout_s, _CHECK_INTERVAL_S) if connecting else timeout_s)
+        elif connecting:
+            concurrent.futures.wait(connecting, timeout_s, concurrent.futures.FIRST_COMPLETED)
         else:
             time.sleep(timeout_s)
 
@@ -238,26 +238,26 @@ class _Reading:
         for connection in mine:
             self._idle.give(connection)
         try:
-            self.cluster.loop.call_soon_threadsafe(self._end_attempts, mine)
+            self.cluster.loop.call_soon_threadsafe(self._stop_attempts, mine)
         except (RuntimeError, ConsumerClosed):
             pass  # the I/O thread has ended
 
     # --- what its ranges want of it
 
-    def _begin_ranges(self) -> None:
-        while self._waiting and len(self._pullers) < QUEUES_AT_ONCE and self._error is None:
-            puller = RangePuller(self, self._waiting.popleft())
+    def _start_ranges(self) -> None:
+        while self._pending and len(self._pullers) < MAX_CONCURRENT_QUEUES and self._error is None:
+            puller = RangePuller(self, self._pending.popleft())
             self._pullers[puller] = None
             puller.pull()
 
     def now(self) -> float:
-        return time.monotonic() - self._elsewhere_s
+        return time.monotonic() - self._suspended_s
 
-    def has_room_ahead(self) -> bool:
-        return self.under_way * self._answer_bytes < MOST_AHEAD_BYTES
+    def may_pull_ahead(self) -> bool:
+        return self.in_flight * self._response_bytes < MAX_AHEAD_BYTES
 
     def deliver(self, pulled: PulledRecords, rows: int) -> None:
-        self._answer_bytes = len(pulled.records)
+        self._response_bytes = len(pulled.records)
         self._ready.append((pulled, rows))
         self._ready_rows += rows
         self._ready_bytes += len(pulled.records)
@@ -273,12 +273,12 @@ class _Reading:
             del self._connections[connection]
             self._selector.unregister(connection.socket)
 
-    def rest(self, puller: RangePuller) -> None:
-        self._resting[puller] = None
+    def wake_later(self, puller: RangePuller) -> None:
+        self._waiting_pullers[puller] = None
 
     def finished(self, puller: RangePuller) -> None:
         self._pullers.pop(puller, None)
-        self._begin_ranges()
+        self._start_ranges()
 
     def fail(self, error: RocketError) -> None:
         if self._error is None:
@@ -297,7 +297,7 @@ class _Reading:
     async def _open(self, address: str) -> DirectConnection:
         return self._idle.take(address) or await self.cluster.open_direct(address)
 
-    def _end_attempts(self, known: Sequence[DirectConnection]) -> None:
+    def _stop_attempts(self, known: Sequence[DirectConnection]) -> None:
         for attempt in self._attempts.values():
             if not attempt.done():
                 attempt.cancel()

@@ -12,7 +12,7 @@ from typing import Any
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.data_source import RocketMQDataSource
 from pyrocket_consumer.spark.pyspark_names import ReadAllAvailable
-from pyrocket_consumer.spark.schema import projected
+from pyrocket_consumer.spark.schema import project_schema
 from pyrocket_consumer.spark.source import StreamReader
 from pyrocket_consumer.testing import EmbeddedCluster, Fault
 
@@ -74,7 +74,7 @@ def rows(reader: Any, partitions: Any) -> list[Row]:
 @contextmanager
 def planning(cluster: EmbeddedCluster, **options: object) -> Iterator[Any]:
     """The reader of a stream, to be asked for offsets only."""
-    reader = data_source(cluster, **options).streamReader(projected(None))
+    reader = data_source(cluster, **options).streamReader(project_schema(None))
     try:
         yield reader
     finally:
@@ -89,7 +89,7 @@ def begin(cluster: EmbeddedCluster, **options: object) -> dict[str, int]:
 
 def read_batch(cluster: EmbeddedCluster, **options: object) -> list[Row]:
     """Return what a batch reads."""
-    reader = data_source(cluster, **options).reader(projected(None))
+    reader = data_source(cluster, **options).reader(project_schema(None))
     return rows(reader, reader.partitions())
 
 

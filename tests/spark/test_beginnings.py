@@ -79,7 +79,7 @@ def test_a_topic_that_is_made_on_demand_may_come_later(embedded, caplog):
         assert run.batch() == []
         assert "topic=later is not there yet" in caplog.text
         embedded.send("later", count=4)
-        run.reader._asking.forget_discovery()
+        run.reader._offsets.expire_discovery()
         assert {(queue.topic, offset) for queue, offset in run.batch()} == {("later", 0)}
 
 

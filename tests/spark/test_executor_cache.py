@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pyrocket_consumer.spark.executor_cache import IDLE_S, forget, kept
+from pyrocket_consumer.spark.executor_cache import IDLE_S, discard, get_or_create
 from tests.spark.conftest import NOT_BEGUN
 
 
@@ -20,34 +20,34 @@ class Line:
 
 
 def test_what_is_asked_for_again_is_the_same():
-    first = kept(Line, "a", Line)
-    assert kept(Line, "a", Line) is first
-    assert kept(Line, "b", Line) is not first
-    forget(Line, "a")
-    assert kept(Line, "a", Line) is not first
+    first = get_or_create(Line, "a", Line)
+    assert get_or_create(Line, "a", Line) is first
+    assert get_or_create(Line, "b", Line) is not first
+    discard(Line, "a")
+    assert get_or_create(Line, "a", Line) is not first
 
 
 def test_what_nobody_asks_for_is_closed_at_the_next_question():
     now = [1000.0]
-    old, used = (kept(Line, name, Line, lambda: now[0]) for name in ("old", "used"))
+    old, used = (get_or_create(Line, name, Line, lambda: now[0]) for name in ("old", "used"))
     now[0] += IDLE_S / 2
-    assert kept(Line, "used", Line, lambda: now[0]) is used
+    assert get_or_create(Line, "used", Line, lambda: now[0]) is used
     now[0] += IDLE_S / 2 + 1
-    kept(Line, "new", Line, lambda: now[0])
+    get_or_create(Line, "new", Line, lambda: now[0])
     assert old.closed.wait(30)
     assert not used.closed.is_set()
-    assert kept(Line, "used", Line, lambda: now[0]) is used
-    assert kept(Line, "old", Line, lambda: now[0]) is not old
+    assert get_or_create(Line, "used", Line, lambda: now[0]) is used
+    assert get_or_create(Line, "old", Line, lambda: now[0]) is not old
 
 
 @pytest.mark.live
 def test_a_forked_worker_has_nothing_of_its_parent():
-    mine = kept(Line, "forked", Line)
+    mine = get_or_create(Line, "forked", Line)
     child = os.fork()
     if child == 0:
-        os._exit(kept(Line, "forked", Line) is mine)
+        os._exit(get_or_create(Line, "forked", Line) is mine)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert kept(Line, "forked", Line) is mine
+    assert get_or_create(Line, "forked", Line) is mine
 
 
 runs = []

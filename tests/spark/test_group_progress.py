@@ -11,7 +11,7 @@ import pytest
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.codes import RequestCode
-from pyrocket_consumer.spark.broker_offsets import Positions
+from pyrocket_consumer.spark.broker_offsets import BrokerOffsets
 from pyrocket_consumer.spark.options import parse_source
 from pyrocket_consumer.spark.progress import GroupProgress
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
@@ -36,7 +36,7 @@ def embedded() -> Iterator[EmbeddedCluster]:
 def progress_of(cluster: EmbeddedCluster) -> Iterator[Callable[[dict[MessageQueue, int]], None]]:
     """Yield what publishes positions, and waits until that is done; it looks at the group each time."""
     options = parse_source({"nameServer": cluster.name_server, "subscribe": "orders"}, streaming=True)
-    with closing(Positions(options)) as positions:
+    with closing(BrokerOffsets(options)) as positions:
         progress = GroupProgress(positions.cluster, "app", check_interval_s=0)
 
         def publish(places: dict[MessageQueue, int]) -> None:

@@ -16,7 +16,7 @@ from pyrocket_consumer.spark.options import (
     LATEST,
     NAMES,
     GivenOffsets,
-    Named,
+    NamedOffset,
     StoredAt,
     StoredAtByTopic,
     check_options,
@@ -34,7 +34,12 @@ def given(base: dict[str, str] = ORDERS, **options: str) -> dict[str, str]:
     return {**base, **{name.lower(): value for name, value in options.items()}}
 
 
-NAMED = {"first": Named.EARLIEST, "Earliest": Named.EARLIEST, "LATEST": Named.LATEST, "last": Named.LATEST}
+NAMED = {
+    "first": NamedOffset.EARLIEST,
+    "Earliest": NamedOffset.EARLIEST,
+    "LATEST": NamedOffset.LATEST,
+    "last": NamedOffset.LATEST,
+}
 TIME_MS = 1714557600000
 TIMES = ["2024-05-01T12:00:00+02:00", "2024-05-01T10:00:00Z", str(TIME_MS)]
 BY_TOPIC = '{"orders": "2024-05-01T12:00:00+02:00", "payments": 1714557600001}'
@@ -46,7 +51,7 @@ DURATIONS = {"500ms": 0.5, "90": 0.09, "30s": 30, "15m": 900, "2 hours": 7200, "
 @for_each(
     "options, names, values",
     [
-        ({}, "topics pattern assigned start end", (("orders",), None, (), None, Named.LATEST)),
+        ({}, "topics pattern assigned start end", (("orders",), None, (), None, NamedOffset.LATEST)),
         ({}, "read.group read.selector.expression read.pull_batch_size", (DEFAULT_GROUP, "*", 32)),
         ({}, "read.pulls_in_flight read.fail_on_data_loss read.read_timeout_s", (16, True, 120)),
         ({}, "commit_offsets max_offsets min_offsets max_delay_s", (False, None, None, 900)),
@@ -58,15 +63,15 @@ DURATIONS = {"500ms": 0.5, "90": 0.09, "30s": 30, "15m": 900, "2 hours": 7200, "
         ({"subscribe": "orders", "tags": "a || b"}, "read.selector.tags", {"a", "b"}),
         ({"subscribe": "orders", "subExpression": "a || b"}, "read.selector.tags", {"a", "b"}),
         ({"sqlFilter": "a > 1"}, "read.selector.expression read.selector.expression_type", ("a > 1", "SQL92")),
-        ({"startingOffsets": "earliest"}, "start", Named.EARLIEST),
-        ({"startingOffsets": "group", "consumerGroup": "app"}, "start", Named.GROUP),
+        ({"startingOffsets": "earliest"}, "start", NamedOffset.EARLIEST),
+        ({"startingOffsets": "group", "consumerGroup": "app"}, "start", NamedOffset.GROUP),
         *[({"startingOffsets": name}, "start", bound) for name, bound in NAMED.items()],
         *[({"startingTimestamp": text, "startingOffsets": "latest"}, "start", StoredAt(TIME_MS)) for text in TIMES],
         ({"startingTimestamp": "2024-05-01T10:00:00.000001Z"}, "start", StoredAt(TIME_MS + 1)),
         ({"startingTimestamp": "0"}, "start", StoredAt(0)),
         ({"subscribe": "orders,payments", "startingTimestamp": BY_TOPIC, "namespace": "ns"}, "start", OF_TOPICS),
         ({"subscribePattern": "pay.*", "endingTimestamp": '{"payments": "5"}'}, "end", OF_PAYMENTS),
-        ({"endingOffsets": "latest"}, "end", Named.LATEST),
+        ({"endingOffsets": "latest"}, "end", NamedOffset.LATEST),
         ({"endingTimestamp": "5"}, "end", StoredAt(5)),
         *[({"maxTriggerDelay": text}, "max_delay_s", pytest.approx(delay_s)) for text, delay_s in DURATIONS.items()],
         ({"consumerGroup": "app"}, "commit_offsets read.group", (True, "app")),

@@ -17,10 +17,10 @@ from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.spark.broker_offsets import CLOCK_SKEW_MS
 from pyrocket_consumer.spark.data_loss import DataLoss
-from pyrocket_consumer.spark.pushed_filters import MOST_TAGS, MOST_TAGS_LENGTH, PushedFilters, Span, push_filters
+from pyrocket_consumer.spark.pushed_filters import MAX_TAGS, MAX_TAGS_LENGTH, PushedFilters, Span, push_filters
 from pyrocket_consumer.spark.pyspark_names import PUSHES_FILTERS
 from pyrocket_consumer.spark.ranges import QueueRange
-from pyrocket_consumer.spark.schema import projected
+from pyrocket_consumer.spark.schema import project_schema
 from pyrocket_consumer.testing import EmbeddedCluster, answer, rewrite
 from tests.for_each import for_each
 from tests.spark.asking import data_source, rows, stored_at, through
@@ -150,10 +150,10 @@ def test_queues(each, may_be_there):
             for tag in ("", "*", "a*", "a|b", "a b", " a", "a\t", "a\x02", "a\x00", "a\u2003b", "\ufffd", None)
         ],
         ([where("In", "tags", ["paid", "a b"])], "*", "*"),
-        ([where("In", "tags", [str(number) for number in range(MOST_TAGS + 1)])], "*", "*"),
-        ([where("EqualTo", "tags", "x" * MOST_TAGS_LENGTH)], "*", "x" * MOST_TAGS_LENGTH),
-        ([where("EqualTo", "tags", "x" * (MOST_TAGS_LENGTH + 1))], "*", "*"),
-        ([where("In", "tags", ["x" * MOST_TAGS_LENGTH, "y"])], "*", "*"),
+        ([where("In", "tags", [str(number) for number in range(MAX_TAGS + 1)])], "*", "*"),
+        ([where("EqualTo", "tags", "x" * MAX_TAGS_LENGTH)], "*", "x" * MAX_TAGS_LENGTH),
+        ([where("EqualTo", "tags", "x" * (MAX_TAGS_LENGTH + 1))], "*", "*"),
+        ([where("In", "tags", ["x" * MAX_TAGS_LENGTH, "y"])], "*", "*"),
         ([where("GreaterThan", "tags", "paid")], "*", "*"),
         ([where("StringStartsWith", "tags", "paid")], "*", "*"),
         ([datasource.Not(where("EqualTo", "tags", "paid"))], "*", "*"),
@@ -163,12 +163,12 @@ def test_queues(each, may_be_there):
 def test_tags(filters, given, expression):
     found, selector = push_filters(filters, parse_subscription("", given))
     assert selector.expression == expression
-    assert not found.leave_nothing
+    assert not found.match_nothing
 
 
 def test_what_cannot_be_leaves_nothing():
-    assert pushed(where("EqualTo", "storeTimestamp", at(7, 500))).leave_nothing
-    assert pushed(where("EqualTo", "tags", "paid"), tags="open || lost").leave_nothing
+    assert pushed(where("EqualTo", "storeTimestamp", at(7, 500))).match_nothing
+    assert pushed(where("EqualTo", "tags", "paid"), tags="open || lost").match_nothing
 
 
 def test_with_sql_brokers_are_asked_for_no_tags():
@@ -196,7 +196,7 @@ def cluster():
 
 def reader_of(cluster, *filters, **options):
     """Return a reader to which filters were pushed; it hands all of them back."""
-    reader = data_source(cluster, pushFilters=True, **options).reader(projected(None))
+    reader = data_source(cluster, pushFilters=True, **options).reader(project_schema(None))
     assert list(reader.pushFilters(iter(filters))) == list(filters)
     return reader
 
@@ -502,4 +502,4 @@ def test_without_the_option_spark_is_as_it_was(spark, cluster):
 
 
 def test_queue_ranges_are_cut():
-    assert pushed(where("LessThan", "queueOffset", 5)).cut(QueueRange(QUEUE, 0, 9)) == QueueRange(QUEUE, 0, 5)
+    assert pushed(where("LessThan", "queueOffset", 5)).narrow(QueueRange(QUEUE, 0, 9)) == QueueRange(QUEUE, 0, 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyrocket_consumer.spark.retry_policy import Patience
+from pyrocket_consumer.spark.retry_policy import RetryPolicy
 
 
 class Clock:
@@ -19,31 +19,31 @@ def clock() -> Clock:
     return Clock()
 
 
-def pauses(patience: Patience, clock: Clock) -> list[float]:
+def pauses(retry_policy: RetryPolicy, clock: Clock) -> list[float]:
     found = []
-    while (pause_s := patience.failed()) is not None:
+    while (pause_s := retry_policy.failed()) is not None:
         found.append(pause_s)
         clock.now += pause_s
     return found
 
 
 def test_pauses_grow_and_fill_the_time(clock):
-    found = pauses(Patience(20, None, clock), clock)
+    found = pauses(RetryPolicy(20, None, clock), clock)
     assert 0.05 < found[0] < found[2] < found[4] <= 2
     assert abs(sum(found) - 20) < 0.001
 
 
 def test_the_time_begins_with_the_first_failure(clock):
-    patience = Patience(1, None, clock)
+    retry_policy = RetryPolicy(1, None, clock)
     clock.now += 50
-    assert patience.failed() is not None
+    assert retry_policy.failed() is not None
     clock.now += 1
-    assert patience.failed() is None
+    assert retry_policy.failed() is None
 
 
 def test_tries_may_be_fewer_and_are_counted_anew(clock):
-    patience = Patience(100, 3, clock)
-    assert len(pauses(patience, clock)) == 3
-    patience.renew()
-    assert patience.failures == 0
-    assert len(pauses(patience, clock)) == 3
+    retry_policy = RetryPolicy(100, 3, clock)
+    assert len(pauses(retry_policy, clock)) == 3
+    retry_policy.reset()
+    assert retry_policy.failures == 0
+    assert len(pauses(retry_policy, clock)) == 3

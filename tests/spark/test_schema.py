@@ -8,7 +8,7 @@ from pyspark.sql.types import IntegerType, MapType, StringType, StructField, Str
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.protocol.columns import COLUMNS
-from pyrocket_consumer.spark.schema import READ_SCHEMA, arrow_schema, projected
+from pyrocket_consumer.spark.schema import READ_SCHEMA, arrow_schema, project_schema
 from tests.for_each import for_each
 
 
@@ -19,20 +19,22 @@ def test_the_schema_is_what_the_documentation_says():
         "bornTimestamp:timestamp,storeTimestamp:timestamp,bornHost:string,storeHost:string>"
     )
     assert tuple(READ_SCHEMA.names) == COLUMNS
-    assert projected(None) == projected(READ_SCHEMA) == READ_SCHEMA, "all columns are read when none are asked for"
+    assert project_schema(None) == project_schema(READ_SCHEMA) == READ_SCHEMA, (
+        "all columns are read when none are asked for"
+    )
 
 
 def test_columns_asked_for_are_read_in_the_order_asked_for():
     asked = StructType([READ_SCHEMA["body"], READ_SCHEMA["queueOffset"]])
-    assert projected(asked) == asked
+    assert project_schema(asked) == asked
     assert arrow_schema(asked) == pa.schema([("body", pa.binary()), ("queueOffset", pa.int64())])
 
 
 def test_what_is_never_null_may_be_declared_so():
     asked = StructType([StructField("topic", StringType(), False)])
-    assert arrow_schema(projected(asked)) == pa.schema([pa.field("topic", pa.string(), nullable=False)])
+    assert arrow_schema(project_schema(asked)) == pa.schema([pa.field("topic", pa.string(), nullable=False)])
     values = StructType([StructField("properties", MapType(StringType(), StringType(), False), False)])
-    assert projected(values) == values
+    assert project_schema(values) == values
 
 
 @for_each(
@@ -50,5 +52,5 @@ def test_what_is_never_null_may_be_declared_so():
 )
 def test_anything_else_is_an_error_that_names_the_columns(fields, said):
     with pytest.raises(ConfigError) as raised:
-        projected(StructType(fields))
+        project_schema(StructType(fields))
     assert said in str(raised.value)

@@ -15,7 +15,7 @@ import pytest
 from pyrocket_consumer.errors import ConfigError, ConnectError, FlowControl, PermissionDenied, RequestTimeout
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, SysFlag
 from pyrocket_consumer.protocol.message import StoredMessage, encode_message
-from pyrocket_consumer.spark.broker_offsets import CALLS_AT_ONCE, Positions
+from pyrocket_consumer.spark.broker_offsets import MAX_CONCURRENT_CALLS, BrokerOffsets
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import parse_source
 from pyrocket_consumer.spark.source import NotReached
@@ -91,7 +91,7 @@ def test_a_restart_while_a_broker_is_away_keeps_its_queues(embedded):
         assert places(checkpoint) == [14, 10]
         embedded.broker("broker-b").start()
         embedded.send("orders", count=2, broker_name="broker-b")
-        run.reader._asking.forget_discovery()
+        run.reader._offsets.expire_discovery()
         assert len(until_a_batch(run, 2)) == 2
 
 
@@ -142,14 +142,14 @@ def test_progress_is_published_where_brokers_answer(embedded, begun):
 def test_silent_name_servers_hold_up_nobody(embedded):
     (name_server,) = embedded.name_server_nodes
     options = parse_source({"nameServer": embedded.name_server, "subscribe": "orders"}, streaming=True)
-    with closing(Positions(options, discovery_interval_s=0)) as positions:
-        known = positions.look({}).ends
+    with closing(BrokerOffsets(options, discovery_interval_s=0)) as broker_offsets:
+        known = broker_offsets.snapshot({}).ends
         name_server.on(None, drop, times=None)
         name_server.forget_requests()
         ends_at = time.monotonic() + 9  # a request has 10 s
         for number in range(1, 6):
             embedded.send("orders", count=1, broker_name="broker-a")
-            assert sum(positions.look(known).ends.values()) == 20 + number
+            assert sum(broker_offsets.snapshot(known).ends.values()) == 20 + number
             name_server.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC)
         assert time.monotonic() < ends_at
 
@@ -157,7 +157,7 @@ def test_silent_name_servers_hold_up_nobody(embedded):
 def test_no_name_server_leaves_what_is_known(embedded, begun):
     run = begun()
     embedded.stop_name_server()
-    run.reader._asking.forget_discovery()
+    run.reader._offsets.expire_discovery()
     embedded.send("orders", count=4)
     assert len(run.batch()) == 4
     embedded.start_name_server()
@@ -208,7 +208,7 @@ def make_anew(cluster: EmbeddedCluster, count: int = 2) -> None:
 def test_a_queue_that_ends_too_early_is_data_loss(embedded, begun, lose, cap, said):
     run = begun(requestTimeoutMs=1000, maxOffsetsPerTrigger=cap)
     lose(embedded)
-    run.reader._asking.forget_discovery()
+    run.reader._offsets.expire_discovery()
     with pytest.raises(DataLoss, match=said):
         run.batch()
 
@@ -243,7 +243,7 @@ def test_a_topic_made_anew_may_be_read_from_its_begin(embedded, begun, caplog, r
     make_anew(embedded, 12)
     with running(embedded, run.checkpoint, release, **FROM_FIRST, **SHRUNK) as again:
         run = again if restarts else run
-        run.reader._asking.forget_discovery()
+        run.reader._offsets.expire_discovery()
         assert offsets_of(run.batch()) == [*range(6)] * 2
         embedded.send("orders", count=12)
         assert offsets_of(run.batch()) == [*range(6, 12)] * 2
@@ -268,7 +268,7 @@ def test_a_crash_after_a_loss_repeats_the_same_batch(embedded):
     with running(embedded, checkpoint, **FROM_FIRST, **SHRUNK) as run:
         run.batch()
         make_anew(embedded, 8)
-        run.reader._asking.forget_discovery()
+        run.reader._offsets.expire_discovery()
         with pytest.raises(CrashError):
             run.batch(crash=True)
     embedded.send("orders", count=2)
@@ -287,7 +287,7 @@ def test_a_queue_made_anew_while_its_broker_was_away_is_read(embedded, begun):
     embedded.send("orders", count=2, broker_name="broker-b")
     assert len(run.batch()) == 2
     broker.start()
-    run.reader._asking.forget_discovery()
+    run.reader._offsets.expire_discovery()
     assert offsets_of(until_a_batch(run, 5)) == list(range(5))
 
 
@@ -305,7 +305,7 @@ def test_a_checkpoint_without_a_time_goes_on_at_the_begin(embedded):
 def test_a_queue_made_anew_may_grow_beyond_the_old_place(embedded, begun):
     run, broker = begun(**SHRUNK | {"requestTimeoutMs": 20_000}), embedded.broker("broker-a")
     make_anew(embedded, 8)
-    run.reader._asking.forget_discovery()
+    run.reader._offsets.expire_discovery()
     broker.forget_requests()
     with ThreadPoolExecutor() as pool:
         batch = pool.submit(run.batch)
@@ -320,7 +320,7 @@ def test_a_topic_deleted_after_it_was_read_keeps_its_place(embedded, begun, capl
     run = begun(subscribe="orders,others")
     embedded.delete_topic("others")
     embedded.delete_topic("orders")
-    run.reader._asking.forget_discovery()
+    run.reader._offsets.expire_discovery()
     assert run.batch() is None
     assert run.batch() is None
     assert places(run.checkpoint) == [10, 10, 0, 0]
@@ -589,4 +589,4 @@ def test_a_silent_broker_is_not_asked_for_all_of_its_queues(embedded):
     broker.on(MIN, drop, times=None)
     with pytest.raises(RequestTimeout):
         read_batch(embedded, subscribe="many", requestTimeoutMs=200, retries=1)
-    assert len(broker.requests(MIN)) <= 2 * CALLS_AT_ONCE
+    assert len(broker.requests(MIN)) <= 2 * MAX_CONCURRENT_CALLS

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pyrocket_consumer.spark.straggler_poll import Beside
+from pyrocket_consumer.spark.straggler_poll import StragglerPoll
 
 GRACE_S = 0.05
 
@@ -28,8 +28,8 @@ class Server:
 
 
 @asynccontextmanager
-async def asking() -> AsyncIterator[tuple[Beside[int], Server, Server]]:
-    beside = Beside[int](GRACE_S)
+async def asking() -> AsyncIterator[tuple[StragglerPoll[int], Server, Server]]:
+    beside = StragglerPoll[int](GRACE_S)
     try:
         async with asyncio.timeout(30):
             yield beside, Server(), Server()
@@ -41,29 +41,29 @@ async def test_all_are_waited_for_the_first_time():
     async with asking() as (beside, quick, slow):
         slow.may_answer.clear()
         asyncio.get_running_loop().call_later(3 * GRACE_S, slow.may_answer.set)
-        assert await beside.answers({"quick": quick.ask, "slow": slow.ask}) == {"quick": 1, "slow": 1}
+        assert await beside.poll({"quick": quick.ask, "slow": slow.ask}) == {"quick": 1, "slow": 1}
 
 
 async def test_one_that_is_late_is_asked_once():
     async with asking() as (beside, quick, silent):
         both = {"quick": quick.ask, "silent": silent.ask}
-        await beside.answers(both)
+        await beside.poll(both)
         silent.may_answer.clear()
         for number in range(2, 50):
-            assert await beside.answers(both) == {"quick": number}
+            assert await beside.poll(both) == {"quick": number}
         assert silent.asked == 2  # one question is under way
-        assert await beside.answers({"silent": silent.ask}) == {}, "nobody else is a reason to wait for long"
+        assert await beside.poll({"silent": silent.ask}) == {}, "nobody else is a reason to wait for long"
         silent.may_answer.set()
-        while "silent" not in (found := await beside.answers(both)):
+        while "silent" not in (found := await beside.poll(both)):
             pass
         assert found["silent"] == 2
 
 
 async def test_one_that_is_new_and_silent_has_no_answer():
     async with asking() as (beside, quick, silent):
-        await beside.answers({"quick": quick.ask})
+        await beside.poll({"quick": quick.ask})
         silent.may_answer.clear()
-        assert await beside.answers({"quick": quick.ask, "silent": silent.ask}) == {"quick": 2}
+        assert await beside.poll({"quick": quick.ask, "silent": silent.ask}) == {"quick": 2}
 
 
 async def test_an_error_is_raised_where_the_answer_would_be():
@@ -72,5 +72,5 @@ async def test_an_error_is_raised_where_the_answer_would_be():
 
     async with asking() as (beside, quick, _):
         with pytest.raises(ValueError, match="no"):
-            await beside.answers({"quick": quick.ask, "bad": fail})
-        assert await beside.answers({"quick": quick.ask}) == {"quick": 2}
+            await beside.poll({"quick": quick.ask, "bad": fail})
+        assert await beside.poll({"quick": quick.ask}) == {"quick": 2}

@@ -111,7 +111,7 @@ def test_a_new_queue_is_read_from_its_first_message(embedded):
         run.batch()
         embedded.create_topic("orders-2", queues=1)
         embedded.send("orders-2", count=7)
-        run.reader._asking.forget_discovery()  # which comes every few seconds
+        run.reader._offsets.expire_discovery()  # which comes every few seconds
         with pytest.raises(CrashError):
             run.batch(crash=True)
         begins = run.place("from")
@@ -124,7 +124,7 @@ def test_a_new_queue_is_read_from_its_first_message(embedded):
 def test_a_new_queue_without_messages_makes_no_batch(embedded, begun):
     run = begun(subscribe=None, subscribePattern="orders.*")
     embedded.create_topic("orders-2", queues=1)
-    run.reader._asking.forget_discovery()
+    run.reader._offsets.expire_discovery()
     assert run.batch() is None
 
 
@@ -216,7 +216,7 @@ def test_a_run_to_the_end_leaves_later_queues_to_the_next(embedded):
         embedded.create_topic("orders-2", queues=1)
         embedded.send("orders-2", count=3)
         run.reader.initialOffset()
-        run.reader._asking.forget_discovery()
+        run.reader._offsets.expire_discovery()
         found = run.batch()
     assert {queue.topic for queue, _ in found} == {"orders"}
 

@@ -167,7 +167,7 @@ def test_rows_come_in_order_and_in_batches(embedded, names, body, count, queues,
 
 
 def test_more_ranges_are_read_than_are_pulled_at_once(embedded):
-    queues = 3 * task_reader.QUEUES_AT_ONCE
+    queues = 3 * task_reader.MAX_CONCURRENT_QUEUES
     embedded.create_topic("many", queues=queues)
     embedded.send("many", count=2 * queues)
     found = rows(embedded, *(wanted(0, 2, queue_id, "many") for queue_id in range(queues)))
@@ -584,7 +584,7 @@ def test_no_more_is_asked_for_than_the_system_can_hold(embedded, broker):
     embedded.send("orders", b"x" * 1_000_000, count=100, queue_id=0)
     found = batches(embedded, wanted(0, 100), columns=("queueOffset", "body"), pulls_in_flight=200)
     taken = [offset for batch in islice(found, 5) for offset in batch["queueOffset"].to_pylist()]
-    most = len(taken) + (task_reader.MOST_AHEAD_BYTES + task_reader.BATCH_BYTES) // 1_000_000 + 4
+    most = len(taken) + (task_reader.MAX_AHEAD_BYTES + task_reader.BATCH_BYTES) // 1_000_000 + 4
     broker.wait_for(PULL, len(taken) + 20, WAIT_S)
     time.sleep(0.3)  # nothing is to happen, so there is nothing to wait for
     assert len(taken) + 20 <= len(pulls(broker)) <= most

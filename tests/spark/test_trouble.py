@@ -28,7 +28,7 @@ SEND = RequestCode.SEND_MESSAGE_V2
 TROUBLES = int(os.environ.get("PYROCKET_SPARK_TROUBLES", "3"))
 MESSAGES = int(os.environ.get("PYROCKET_SPARK_MESSAGES", max(1500, trials(3000))))
 SEED = int(os.environ.get("PYROCKET_SPARK_SEED", "0")) or random.randrange(1, 1 << 32)
-PATIENCE_S = 120.0  # in which a query goes on after a trouble, on a slow machine
+CONTINUES_WITHIN_S = 120.0  # in which a query goes on after a trouble, on a slow machine
 MARKS = ("spark_query_id", "spark_batch_id", "spark_partition", "spark_row")
 
 
@@ -80,7 +80,7 @@ def test_nothing_is_lost_on_the_way_from_a_topic_to_a_topic(spark: Any, tmp_path
                 assert query.isActive, f"the query ended by itself: {query.exception()}"
                 return stored() > count
 
-            until(goes_on, f"more than {count} messages written", PATIENCE_S)
+            until(goes_on, f"more than {count} messages written", CONTINUES_WITHIN_S)
 
         try:
             for number in range(TROUBLES):

@@ -55,8 +55,8 @@ class Sink:
         def none() -> Producer:
             return Producer(name_server="127.0.0.1:1")
 
-        executor_cache.kept(Producer, self.options, none).close()
-        executor_cache.forget(Producer, self.options)
+        executor_cache.get_or_create(Producer, self.options, none).close()
+        executor_cache.discard(Producer, self.options)
 
 
 def batches(schema: types.StructType, rows: Any, most: int = 10_000) -> list[pa.RecordBatch]:
