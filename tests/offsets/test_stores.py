@@ -8,8 +8,8 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, OffsetStore, ReadOffsetType
 from tests.for_each import for_each
-from tests.offsets.disks import MemoryDisk
-from tests.offsets.driving import MEMORY, QUEUE, STORE, put
+from tests.offsets.local.disks import MemoryDisk
+from tests.offsets.local.driving import MEMORY, QUEUE, STORE, put
 
 OTHER = MessageQueue("bills", "broker-a", 0)
 

@@ -21,7 +21,7 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.offsets.disks import MemoryDisk
+from tests.offsets.local.disks import MemoryDisk
 from tests.simulation.history import Consumed, Course, History, Reset
 from tests.simulation.ledger import Ledger, effect_of
 from tests.simulation.plans import EPOCH, Plan

@@ -24,7 +24,7 @@ from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.members import Held, broadcasting, committed_values, faulty, full_disk, ours, pulled_offsets, settle
 from tests.hazards.naive import NaiveMember, Window
-from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
+from tests.offsets.local.disks import WRITES, Failing, MemoryDisk, WatchedDisk
 from tests.resetting import fill, queue
 
 PULL, MAX_OFFSET = RequestCode.PULL_MESSAGE, RequestCode.GET_MAX_OFFSET

@@ -27,7 +27,7 @@ from pyrocket_consumer.protocol.reset_format import (
 from pyrocket_consumer.testing import answer
 from tests.consuming import Events, consuming, until
 from tests.hazards.members import of
-from tests.offsets.disks import Failing, MemoryDisk, WatchedDisk
+from tests.offsets.local.disks import Failing, MemoryDisk, WatchedDisk
 from tests.resetting import caught_up, fill, queue, record, reset, tell_members, wait_until_seen, wait_until_stored
 from tests.testing.raw_client import RawClient
 

@@ -13,7 +13,7 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
 from pyrocket_consumer.offsets.local.directories import read_store
 from pyrocket_consumer.offsets.local.disk import LocalDisk
 from pyrocket_consumer.offsets.local.ownership import read_owner
-from tests.offsets.driving import DURABILITIES, ORDERS, QUEUE, left, opened, put, update
+from tests.offsets.local.driving import DURABILITIES, ORDERS, QUEUE, left, opened, put, update
 from tests.offsets.test_ownership import owner, persist
 
 QUEUES = ORDERS[:3]

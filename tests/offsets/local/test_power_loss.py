@@ -22,8 +22,8 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local import journal as journal_format
 from pyrocket_consumer.offsets.local.journal import HEADER_BYTES, JournalHeader, decode_header
 from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
-from tests.offsets.disks import MemoryDisk, PowerCut, WatchedDisk
-from tests.offsets.driving import History, step
+from tests.offsets.local.disks import MemoryDisk, PowerCut, WatchedDisk
+from tests.offsets.local.driving import History, step
 from tests.trials import crash_points, trials
 
 Read = Callable[[MemoryDisk], dict[MessageQueue, int]]

@@ -23,8 +23,8 @@ from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, enco
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import consuming, numbered, until
 from tests.hazards.members import faulty
-from tests.offsets.disks import MemoryDisk, PowerCut, WatchedDisk
-from tests.offsets.driving import ORDERS, put
+from tests.offsets.local.disks import MemoryDisk, PowerCut, WatchedDisk
+from tests.offsets.local.driving import ORDERS, put
 
 QUEUE, OTHER = ORDERS[:2]
 MAIN, BACKUP = "/s/offsets.json", "/s/offsets.json.bak"

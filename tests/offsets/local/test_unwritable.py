@@ -20,8 +20,8 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local.directories import read_store
 from pyrocket_consumer.offsets.local.offsets_json import encode_offsets
 from tests.for_each import for_each
-from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
-from tests.offsets.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, in_a_fork, opened, put, update
+from tests.offsets.local.disks import WRITES, Failing, MemoryDisk, WatchedDisk
+from tests.offsets.local.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, in_a_fork, opened, put, update
 
 QUEUES = ORDERS[:4]
 TABLE = [MessageQueue("orders", "broker-a", number) for number in range(200)]  # too many for the journal

@@ -25,7 +25,7 @@ from pyrocket_consumer.offsets.local.journal import (
     replay,
 )
 from tests.consuming import quick
-from tests.offsets.driving import ORDERS, flipped
+from tests.offsets.local.driving import ORDERS, flipped
 
 SIZE = 8192
 HEADER = JournalHeader(7, SIZE, identity(b"checkpoint!"), identity(b"before it"))

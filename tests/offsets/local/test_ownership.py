@@ -19,7 +19,7 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local.directories import read_store
 from pyrocket_consumer.offsets.local.disk import LocalDisk
 from pyrocket_consumer.offsets.local.ownership import read_owner
-from tests.offsets.driving import QUEUE, in_a_fork, put
+from tests.offsets.local.driving import QUEUE, in_a_fork, put
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,8 +13,8 @@ import pytest
 
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local.disk import LocalDisk
-from tests.offsets.disks import WatchedDisk
-from tests.offsets.driving import DURABILITIES, History, in_a_fork, opened, step
+from tests.offsets.local.disks import WatchedDisk
+from tests.offsets.local.driving import DURABILITIES, History, in_a_fork, opened, step
 from tests.trials import crash_points, trials
 
 

@@ -16,8 +16,8 @@ from pyrocket_consumer.offsets.local.journal import HEADER_BYTES, decode_header,
 from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
-from tests.offsets.disks import MemoryDisk, WatchedDisk
-from tests.offsets.driving import ORDERS, flipped, left, opened, put, update
+from tests.offsets.local.disks import MemoryDisk, WatchedDisk
+from tests.offsets.local.driving import ORDERS, flipped, left, opened, put, update
 from tests.trials import trials
 
 QUEUES = ORDERS[:3]

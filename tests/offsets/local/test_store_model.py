@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pyrocket_consumer.errors import OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.local.directories import read_store
-from tests.offsets.disks import WRITES, Failing, MemoryDisk, WatchedDisk
-from tests.offsets.driving import DURABILITIES, MEMORY, STORE, opened, update
+from tests.offsets.local.disks import WRITES, Failing, MemoryDisk, WatchedDisk
+from tests.offsets.local.driving import DURABILITIES, MEMORY, STORE, opened, update
 from tests.trials import trials
 
 QUEUES = [MessageQueue(topic, broker, n) for topic in ("orders", "%RETRY%g") for broker in ("a", "b") for n in range(2)]

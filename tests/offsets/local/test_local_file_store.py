@@ -20,8 +20,8 @@ from pyrocket_consumer.offsets.local.directories import base_directory, find_orp
 from pyrocket_consumer.offsets.local.journal import decode_header, replay
 from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
 from tests.for_each import for_each
-from tests.offsets.disks import MemoryDisk, WatchedDisk
-from tests.offsets.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, STORE, left, opened, put, update
+from tests.offsets.local.disks import MemoryDisk, WatchedDisk
+from tests.offsets.local.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, STORE, left, opened, put, update
 
 
 def main_file(directory):

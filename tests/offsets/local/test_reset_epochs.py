@@ -12,8 +12,8 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset, ResetEpochs
 from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
 from tests.for_each import for_each
-from tests.offsets.disks import Failing, MemoryDisk, PowerCut, WatchedDisk
-from tests.offsets.driving import DURABILITIES, opened, put
+from tests.offsets.local.disks import Failing, MemoryDisk, PowerCut, WatchedDisk
+from tests.offsets.local.driving import DURABILITIES, opened, put
 from tests.trials import crash_points, trials
 
 QUEUES = [MessageQueue("orders%", "broker-a", number) for number in range(3)]

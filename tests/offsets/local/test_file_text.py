@@ -23,7 +23,7 @@ from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, enco
 from tests.consuming import consuming, until
 from tests.for_each import for_each
 from tests.hazards.members import faulty
-from tests.offsets.driving import put
+from tests.offsets.local.driving import put
 from tests.real_brokers import JavaOffsetStore
 
 TOPIC, BROKER = "broadcast-test-topic", "broker-a"

@@ -8,7 +8,7 @@ from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local.adopt import adopt_store
 from pyrocket_consumer.offsets.local.directories import find_orphans, read_store
-from tests.offsets.driving import ORDERS, left
+from tests.offsets.local.driving import ORDERS, left
 
 QUEUES = ORDERS[:3]
 
