@@ -21,7 +21,7 @@ from pyrocket_consumer.offsets.local.disk import LocalDisk
 from pyrocket_consumer.offsets.local.ownership import read_owner
 from tests.offsets.local.driving import QUEUE, in_a_fork, put
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 OWNER = """
 import sys
