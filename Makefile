@@ -87,7 +87,7 @@ changelog: .venv/.dev  ## the next section of CHANGELOG.md; make changelog VERSI
 	@$(RUN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--draft --version next)
 
 docs: .venv/.docs  ## build the documentation in site/; fails on a warning or a broken link
-	@NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --quiet --strict $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --strict $(ARGS)  # with --quiet no warning counts
 	@$(RUN)/python -m tests.site site
 
 docs-serve: .venv/.docs  ## serve the documentation on http://127.0.0.1:8000 and rebuild it after each change (ARGS='--dev-addr 127.0.0.1:8080')
