@@ -14,7 +14,7 @@ from pyrocket_consumer.offsets.local.directories import read_store
 from pyrocket_consumer.offsets.local.disk import LocalDisk
 from pyrocket_consumer.offsets.local.ownership import read_owner
 from tests.offsets.local.driving import DURABILITIES, ORDERS, QUEUE, left, opened, put, update
-from tests.offsets.test_ownership import owner, persist
+from tests.offsets.local.test_ownership import owner, persist
 
 QUEUES = ORDERS[:3]
 FILES = ["offsets.lock", "offsets.owner", "offsets.json", "offsets.json.bak", "offsets.journal"]
