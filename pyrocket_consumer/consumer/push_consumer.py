@@ -29,14 +29,14 @@ from pyrocket_consumer.config import (
 from pyrocket_consumer.consumer.assignment.assignments import QueueProgress
 from pyrocket_consumer.consumer.dispatch.concurrent import AsyncWorkers, Outcome, ThreadWorkers, Workers
 from pyrocket_consumer.consumer.listener import Listener, MessageListener
-from pyrocket_consumer.consumer.runtime.lifecycle import LAST_CALLS_S, Life
+from pyrocket_consumer.consumer.runtime.lifecycle import CLOSE_MARGIN_S, ConsumerLifecycle
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.text import safe_repr
-from pyrocket_consumer.transport.latch import End, Terminated, terminate, told_of_sigterm
+from pyrocket_consumer.transport.latch import Latch, Terminated, on_sigterm, terminate
 
 T = TypeVar("T")
 
@@ -86,68 +86,78 @@ class _Face:
         Args:
             group (–; 1–120 of a-zA-Z0-9_-%|): the consumer group
             config (–; a ConsumerConfig): all options in one, instead of single ones
-            name_server (NAMESRV_ADDR; host:port, several joined by ;, or a list): where to ask for routes; one that
-                answers is enough
-            message_model ("clustering"; "broadcasting"): each message to one member, or to every member
-            orderly (False): one listener call of a queue at a time, in order of offset
-            order_by (–; "sharding_key", a callable; orderly only): order by key instead: messages of one key one at a
-                time and in order of offset, those of other keys beside them. A callable gets a message and returns a
-                hashable key; see docs/order.md
-            auto_commit (True; orderly only): False: only ConsumeResult.COMMIT commits, well before
-                max_cached_messages wait for it; ROLLBACK brings back what came since
-            consume_from ("last"; "first", an aware datetime or its text): where a group begins that has no offset
-            consume_threads (20; 1–1000): workers for plain listeners; calls at once for async def ones
-            listener_batch_size (1; 1–1024): above 1 the listener takes a list of at most so many, of one pull; orderly
-                queues fill it from all that wait
-            pull_batch_size (32; 1–1024, or {topic: n}): most messages of one pull; brokers answer 32 and 256 KiB unless
-                told otherwise
-            max_cached_messages (1000; 1–1 000 000, or {topic: n}): unfinished messages of one queue at which pulling
-                pauses
-            max_cached_bytes (100 MiB; bytes, or {topic: n}): memory for unfinished messages of the whole consumer (of a
-                topic); a queue is pulled while it holds less than is left, or nothing and its turn comes. Listener
-                calls that run unpack as much again at most, or the body of one
-            max_body_bytes (64 MiB; 1024–1073741824, bytes): a body that holds more when it is unpacked is not read: its
-                message goes to %DLQ% at once
-            max_span (2000; 1–65535): distance between the oldest unfinished offset and the newest pulled (not when
-                orderly, but with order_by)
-            commit_interval_s (5; 0.01–3600 s): how often offsets are stored
-            rebalance_interval_s (20; 0.05–3600 s): how often the assignment is looked at without cause
-            max_reconsume_times (16; orderly: no limit; 0–2³¹−1): failures after which a message goes to %DLQ%
-            consume_timeout_s (900; 0.05–604800 s): a listener call that takes longer is told, and its message sent back
-                (orderly and broadcasting: told only)
-            start_wait_s (5; 0–600 s): how long start() waits for queues whose brokers are slow; they begin all the
-                same, later
+            name_server (NAMESRV_ADDR; host:port, several joined by ;, or a list): the name servers to ask for routes;
+                one that responds is enough
+            message_model ("clustering"; "broadcasting"): give each message to one member, or to every member
+            orderly (False): run one listener call of a queue at a time, in the order of offsets
+            order_by (–; "sharding_key", a callable; orderly only): order by key instead: messages of one key run one at
+                a time and in the order of offsets, and other keys run at the same time. A callable takes a message and
+                returns a hashable key; see docs/order.md
+            consume_from ("last"; "first", an aware datetime or its text): where a group begins that has no offset for a
+                queue
+            consume_threads (20; 1–1000): the number of workers for plain listeners, and of concurrent calls for async
+                def ones
+            listener_batch_size (1; 1–1024): above 1 the listener takes a list of at most so many messages of one pull.
+                An orderly queue fills the list from all its waiting messages
+            pull_batch_size (32; 1–1024, or {topic: n}): the most messages of one pull. Brokers return at most 32, and
+                256 KiB, by default
+            max_cached_messages (1000; 1–1 000 000, or {topic: n}): the number of unfinished messages of a queue at
+                which pulling pauses
+            max_cached_bytes (100 MiB; bytes, or {topic: n}): the memory for unfinished messages of the whole consumer,
+                or of a topic. A queue is pulled while it holds less than the rest of that memory, or while it holds no
+                message and its turn is next. Running listener calls decompress at most as much again, or one body
+            max_body_bytes (64 MiB; 1024–2³⁰, bytes): the largest body after decompression. A message with a larger one
+                moves to %DLQ% at once
+            max_span (2000; 1–65535): the largest distance between the oldest unfinished offset and the newest pulled
+                one. It does not apply to orderly consumption, except with order_by
+            commit_interval_s (5; 0.01–3600 s): the time between two commits of offsets
+            rebalance_interval_s (20; 0.05–3600 s): the time between two checks of the assignment, if no member comes or
+                goes
+            max_reconsume_times (16; orderly: no limit; 0–2³¹−1): the number of failures after which a message moves to
+                %DLQ%
+            auto_commit (True; orderly only): with False only ConsumeResult.COMMIT commits, and ROLLBACK redelivers the
+                messages since then. Commit well before max_cached_messages wait for it
+            consume_timeout_s (900; 0.05–604 800 s): the time after which a running listener call is reported as stuck.
+                Its message is sent back, unless the consumer is orderly or broadcasting
+            start_wait_s (5; 0–600 s): how long start() waits for queues with slow brokers. Such queues begin later
             shutdown_timeout_s (20; 0–86400 s): how long close() waits for listener calls
-            pull_hold_s (15; 0.05–300 s): how long a broker may hold a pull that finds nothing
-            pull_retry_delay_s (1; 0.001–300 s): pause after a pull that failed
-            allocation ("average"; "circle", "hash", in_machine_rooms(…), a callable): which queues are whose; all
-                members of a group must use the same
-            offset_store (by model; an OffsetStore, a DatabaseOffsets): brokers for clustering, the local file for
-                broadcasting
-            offset_store_dir (ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR, ~/.rocketmq_offsets; a directory): where the local
-                file is: <dir>/<client id>/<group>/offsets.json
-            durability ("fsync"; "process", "checkpoint"): a stored offset survives power loss; the end of the process;
-                as the first, and Java can read every one
-            on_unreadable_store ("backup"; "raise", "start_over"): what to do when the file is damaged
-            remote_reset ("accept"; "refuse"): whether brokers, admins and other members may move this member's offsets;
-                see docs/resets.md
-            reset_record_interval_s (60; 0.05–86400 s): broadcasting: how often to look for a reset that was recorded
-                while we could not be reached
-            server_messages (True; False): whether a broker may have a listener called with a message it passes on for
-                an admin who wants to see what happens
+            pull_hold_s (15; 0.05–300 s): how long a broker may hold a pull that finds no message
+            pull_retry_delay_s (1; 0.001–300 s): the pause after a failed pull
+            allocation ("average"; "circle", "hash", in_machine_rooms(…), a callable): the strategy that divides the
+                queues. All members of a group must use the same one
+            offset_store (by model; an OffsetStore, a DatabaseOffsets): where offsets are kept. The default is brokers
+                for clustering, and the local file for broadcasting
+            offset_store_dir (ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR, ~/.rocketmq_offsets; a directory): the parent
+                directory of the local file, which is <dir>/<client id>/<group>/offsets.json
+            durability ("fsync"; "fsync", "process", "checkpoint"): what a stored offset of the local file survives:
+                "fsync" a power failure, "process" the end of the process. "checkpoint" survives a power failure, and
+                Java clients can read every stored offset
+            on_unreadable_store ("backup"; "raise", "backup", "start_over"): what to do when the local file is damaged
+            remote_reset ("accept"; "accept", "refuse"): whether brokers, admins and other members may move the offsets
+                of this member; see docs/resets.md
+            reset_record_interval_s (60; 0.05–86400 s): broadcasting: the time between two checks for a recorded reset
+                that did not reach this member
+            server_messages (True): whether an admin may have a message consumed by a listener of this member, through a
+                broker
+            on_event (–; a callable): receives every ConsumerEvent, on a thread of its own; see docs/events.md
             client_ip (detected; printable text): the first part of the client id
-            instance_name ("DEFAULT"; printable text): the second; of a name of your own every process needs another one
-            unit_name, namespace (–; printable text): as in Java
-            access_key, secret_key, security_token (–): sign every request; never shown, and not pickled
-            tls (False; True, an ssl.SSLContext): encrypt; True verifies against the system's authorities
-            allowed_addresses (–; host, host:port, network, or a list): where brokers may be: whatever routes name,
-                nothing else is connected to, or gets signed requests
-            call_timeout_s, connect_timeout_s (3; 0.01–600 s): deadlines of calls
-            heartbeat_interval_s, route_refresh_interval_s (30; 0.05–3600 s): how often brokers are told that we are
-                there, and routes are asked for
-            max_frame_bytes (16 MiB; 65536–1073741824, bytes): the largest frame that is sent, and taken; a server that
-                sends more loses its connection. Servers take 16 MiB, unless told otherwise
-            on_event (–; a callable): called with every ConsumerEvent, on a thread of its own
+            instance_name ("DEFAULT"; printable text): the second part of the client id; if you set it, give each
+                process its own
+            unit_name (–; printable text): the unit name, as in the Java client
+            namespace (–; 1–127 of a-zA-Z0-9_-%|): the prefix of all topics and groups, as in the Java client
+            access_key (–; text): the account that signs every request
+            secret_key (–; text): the secret of the account; never shown, and not pickled
+            security_token (–; text): the token of a temporary account
+            tls (False; True, an ssl.SSLContext): encrypt connections; True verifies certificates with the authorities
+                of the system
+            allowed_addresses (–; host, host:port, network, or a list): the only brokers that the client connects to,
+                and sends signed requests to; the default allows all
+            call_timeout_s (3; 0.01–600 s): the deadline of a request
+            connect_timeout_s (3; 0.01–600 s): the deadline of a connection attempt
+            heartbeat_interval_s (30; 0.05–3600 s): the time between two heartbeats to a broker
+            route_refresh_interval_s (30; 0.05–3600 s): the time between two requests for the routes of topics
+            max_frame_bytes (16 MiB; 65536–2³⁰, bytes): the largest frame to send or receive. A server that sends a
+                larger one loses its connection. Servers accept 16 MiB by default
 
         Raises:
             ConfigError: an option is unknown, or its value is not allowed; the text says what is.
@@ -162,7 +172,7 @@ class _Face:
         assert isinstance(config, ConsumerConfig)
         self.config = config
         self._subscriptions: dict[str, tuple[Subscription, Listener]] = {}
-        self._life = Life(config, self._workers_for)
+        self._lifecycle = ConsumerLifecycle(config, self._workers_for)
         self._own_loop: asyncio.AbstractEventLoop | None = None  # where `async def` listeners run, if not on a thread
         self._async_workers: AsyncWorkers | None = None
         self._missed_subscription = False
@@ -173,12 +183,12 @@ class _Face:
     @property
     def state(self) -> ConsumerState:
         """Where in its life the consumer is; FAILED means `join` and `close` raise why."""
-        return self._life.state
+        return self._lifecycle.state
 
     @property
     def client_id(self) -> str | None:
         """The id under which the group knows this member, once started."""
-        return self._life.cluster.client_id if self._life.cluster is not None else None
+        return self._lifecycle.cluster.client_id if self._lifecycle.cluster is not None else None
 
     def _checked(self, topic: str, listener: MessageListener, selector: str) -> tuple[Subscription, Listener]:
         store = getattr(listener, "offset_store", None)
@@ -192,39 +202,39 @@ class _Face:
 
     @property
     def _is_used(self) -> bool:
-        return self._life.began and not self._life.over
+        return self._lifecycle.has_begun and not self._lifecycle.closed.is_set()
 
-    def _start_failed(self, life: Life, error: BaseException) -> None:
+    def _start_failed(self, lifecycle: ConsumerLifecycle, error: BaseException) -> None:
         """Let a start be tried again of which nothing is left; not one that somebody has closed."""
-        if life.over and self._life is life and not isinstance(error, ConsumerClosed):
-            self._life = Life(self.config, self._workers_for)
+        if lifecycle.closed.is_set() and self._lifecycle is lifecycle and not isinstance(error, ConsumerClosed):
+            self._lifecycle = ConsumerLifecycle(self.config, self._workers_for)
 
     def _check_unstarted(self) -> None:
-        if self._life.began:
+        if self._lifecycle.has_begun:
             raise ConsumerClosed(f"{self!r} cannot be started again; make a new one")
 
     def _check_started(self) -> None:
-        if self._life.forked:
+        if self._lifecycle.is_forked:
             raise ConsumerClosed("this consumer was started before a fork; make a new one in the child process")
-        if not self._life.began:
+        if not self._lifecycle.has_begun:
             raise ConsumerClosed(f"{self!r} is not started; call start() before join(), or use `with`")
-        if not self._subscriptions and not self._missed_subscription and self._life.member is not None:
+        if not self._subscriptions and not self._missed_subscription and self._lifecycle.member is not None:
             self._missed_subscription = True
             text = "no topic is subscribed to, so nothing will come; call subscribe() first"
-            self._life.member.group.event(EventKind.NOTHING_SUBSCRIBED, text, level=logging.WARNING)
+            self._lifecycle.member.group.event(EventKind.NOTHING_SUBSCRIBED, text, level=logging.WARNING)
 
     def _running(self) -> GroupMember:
-        life = self._life
-        if life.forked:
+        lifecycle = self._lifecycle
+        if lifecycle.is_forked:
             raise ConsumerClosed("this consumer was started before a fork; make a new one in the child process")
-        if life.member is None or life.member.state is not ConsumerState.RUNNING:
+        if lifecycle.member is None or lifecycle.member.state is not ConsumerState.RUNNING:
             raise ConsumerClosed(f"{self!r} is not running")
-        return life.member
+        return lifecycle.member
 
     def _subscribing(self) -> GroupMember:
         """Return the member, also while it starts: what is subscribed to meanwhile is consumed, too."""
-        member = self._life.member
-        if member is not None and member.state is ConsumerState.CREATED and not self._life.is_ending:
+        member = self._lifecycle.member
+        if member is not None and member.state is ConsumerState.CREATED and not self._lifecycle.is_ending:
             return member
         return self._running()
 
@@ -234,31 +244,31 @@ class _Face:
             workers = AsyncWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._own_loop)
             self._async_workers = workers
             return workers
-        return ThreadWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._life.loop)
+        return ThreadWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._lifecycle.loop)
 
     def _begin_to_close(self, timeout_s: float | None) -> float | None:
         """Begin to close; returns how long to wait for the end, None where that would be to wait for oneself."""
         wait_s = self.config.shutdown_timeout_s if timeout_s is None else timeout_s
         check_range("timeout_s", wait_s, 0, 86400)
-        if self._life.forked or sys.is_finalizing():  # all of it is the parent's; or no thread runs any more
+        if self._lifecycle.is_forked or sys.is_finalizing():  # all of it is the parent's; or no thread runs any more
             return None
-        self._life.close(wait_s)
-        return None if self._life.waits_for_caller else wait_s + LAST_CALLS_S
+        self._lifecycle.close(wait_s)
+        return None if self._lifecycle.needs_caller else wait_s + CLOSE_MARGIN_S
 
     def _not_in_time(self, timeout_s: float) -> RequestTimeout:
-        self._life.abandon()
+        self._lifecycle.abandon()
         return RequestTimeout("closing", "the I/O thread", timeout_s)
 
     def _raise_failure(self) -> None:
-        member = self._life.member
+        member = self._lifecycle.member
         if member is not None and member.failure is not None:
             raise RocketError(f"consumer {self.config.group!r} failed: {member.failure!r}") from member.failure
 
     def _raise_end(self) -> None:
         """Raise, once, what was wrong with the consumer or went wrong at its end."""
-        if self._life.take_failure():
+        if self._lifecycle.take_failure():
             self._raise_failure()
-        if (error := self._life.take_error()) is not None:
+        if (error := self._lifecycle.take_error()) is not None:
             raise error
 
 
@@ -282,29 +292,29 @@ class PushConsumer(_Face):
             ConsumerClosed: started before, or closed.
         """
         self._check_unstarted()
-        life = self._life
+        lifecycle = self._lifecycle
         try:
-            starting = life.start(self._subscriptions)
+            starting = lifecycle.start(self._subscriptions)
             try:
-                starting.result(life.start_timeout_s)
+                starting.result(lifecycle.start_timeout_s)
             except concurrent.futures.TimeoutError as error:
                 if starting.done():
                     raise  # of its own
-                raise RequestTimeout("starting", "the I/O thread", life.start_timeout_s) from error
+                raise RequestTimeout("starting", "the I/O thread", lifecycle.start_timeout_s) from error
             except concurrent.futures.CancelledError:
                 raise ConsumerClosed("the consumer was closed while it started") from None
         except BaseException as error:
-            if isinstance(error, ConsumerClosed) and life.is_ending:
+            if isinstance(error, ConsumerClosed) and lifecycle.is_ending:
                 raise  # whoever closed it has said how long the end may take
-            life.close(0)
-            life.over.wait(CUT_SHORT_S)
-            self._start_failed(life, error)
+            lifecycle.close(0)
+            lifecycle.closed.wait(CUT_SHORT_S)
+            self._start_failed(lifecycle, error)
             raise
         return self
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
-        assert self._life.cluster is not None
-        return self._life.cluster.run(work, timeout_s)
+        assert self._lifecycle.cluster is not None
+        return self._lifecycle.cluster.run(work, timeout_s)
 
     def subscribe(self, topic: str, listener: MessageListener, selector: str = "*") -> None:
         """Have `listener` called with the messages of `topic`; before or after `start()`.
@@ -321,7 +331,7 @@ class PushConsumer(_Face):
         """
         checked = self._checked(topic, listener, selector)
         self._subscriptions[checked[0].topic] = checked
-        if self._life.member is not None:
+        if self._lifecycle.member is not None:
             self._run(self._subscribing().subscribe(*checked), CALL_TIMEOUT_S)
 
     def unsubscribe(self, topic: str) -> None:
@@ -332,8 +342,8 @@ class PushConsumer(_Face):
         """
         name = wrap(self.config.namespace, check_topic(topic))
         self._subscriptions.pop(name, None)
-        if self._life.member is not None:
-            wait = not self._life.waits_for_caller
+        if self._lifecycle.member is not None:
+            wait = not self._lifecycle.needs_caller
             self._run(self._subscribing().unsubscribe(name, wait=wait), CALL_TIMEOUT_S)
 
     def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
@@ -391,13 +401,13 @@ class PushConsumer(_Face):
         if timeout_s is not None:
             check_range("timeout_s", timeout_s, 0, 86400)
         try:
-            with told_of_sigterm(terminate):
-                self._life.ended.wait(timeout_s)
+            with on_sigterm(terminate):
+                self._lifecycle.ended.wait(timeout_s)
         except (KeyboardInterrupt, Terminated):
             if timeout_s is not None:
                 raise
         self._raise_failure()
-        return bool(self._life.ended)
+        return self._lifecycle.ended.is_set()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Stop pulling, store offsets, let listeners finish for up to `timeout_s`, store again, leave the group.
@@ -414,11 +424,11 @@ class PushConsumer(_Face):
         if wait_s is None:
             return
         try:
-            is_over = self._life.over.wait(wait_s)
+            is_closed = self._lifecycle.closed.wait(wait_s)
         except BaseException:
-            self._life.stored.wait(CUT_SHORT_S)
+            self._lifecycle.stored.wait(CUT_SHORT_S)
             raise
-        if not is_over:
+        if not is_closed:
             raise self._not_in_time(wait_s)
         self._raise_end()
 
@@ -444,38 +454,38 @@ class AsyncPushConsumer(_Face):
     async def start(self) -> Self:
         """Start consuming; see `PushConsumer.start`."""
         self._check_unstarted()
-        life, self._own_loop = self._life, asyncio.get_running_loop()
+        lifecycle, self._own_loop = self._lifecycle, asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(life.start_timeout_s) as limit:
-                await _of_other_loop(life.start(self._subscriptions))
+            async with asyncio.timeout(lifecycle.start_timeout_s) as limit:
+                await _of_other_loop(lifecycle.start(self._subscriptions))
         except BaseException as error:
-            if isinstance(error, ConsumerClosed) and life.is_ending:
+            if isinstance(error, ConsumerClosed) and lifecycle.is_ending:
                 raise
-            life.close(0)
-            await _at_least(life.over.awaited(CUT_SHORT_S))
-            self._start_failed(life, error)
+            lifecycle.close(0)
+            await _at_least(lifecycle.closed.wait_async(CUT_SHORT_S))
+            self._start_failed(lifecycle, error)
             if limit.expired():
-                raise RequestTimeout("starting", "the I/O thread", life.start_timeout_s) from error
+                raise RequestTimeout("starting", "the I/O thread", lifecycle.start_timeout_s) from error
             raise
         return self
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        assert self._life.cluster is not None
-        return await _of_other_loop(self._life.cluster.submit(work))
+        assert self._lifecycle.cluster is not None
+        return await _of_other_loop(self._lifecycle.cluster.submit(work))
 
     async def subscribe(self, topic: str, listener: MessageListener, selector: str = "*") -> None:
         """Have `listener` called with the messages of `topic`; see `PushConsumer.subscribe`."""
         checked = self._checked(topic, listener, selector)
         self._subscriptions[checked[0].topic] = checked
-        if self._life.member is not None:
+        if self._lifecycle.member is not None:
             await self._run(self._subscribing().subscribe(*checked))
 
     async def unsubscribe(self, topic: str) -> None:
         """Stop receiving `topic`; see `PushConsumer.unsubscribe`."""
         name = wrap(self.config.namespace, check_topic(topic))
         self._subscriptions.pop(name, None)
-        if self._life.member is not None:
-            await self._run(self._subscribing().unsubscribe(name, wait=not self._life.waits_for_caller))
+        if self._lifecycle.member is not None:
+            await self._run(self._subscribing().unsubscribe(name, wait=not self._lifecycle.needs_caller))
 
     async def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull no more from `queues`, or from all; see `PushConsumer.pause`."""
@@ -507,18 +517,18 @@ class AsyncPushConsumer(_Face):
         self._check_started()
         if timeout_s is not None:
             check_range("timeout_s", timeout_s, 0, 86400)
-        ended, terminated = self._life.ended, End()
-        with told_of_sigterm(terminated.come):
-            waits = [asyncio.ensure_future(end.awaited(timeout_s)) for end in (ended, terminated)]
+        ended, terminated = self._lifecycle.ended, Latch()
+        with on_sigterm(terminated.set):
+            waits = [asyncio.ensure_future(end.wait_async(timeout_s)) for end in (ended, terminated)]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for wait in waits:
                     wait.cancel()
-        if terminated and timeout_s is not None:
+        if terminated.is_set() and timeout_s is not None:
             terminate()
         self._raise_failure()
-        return bool(ended)
+        return ended.is_set()
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Stop in the order that loses nothing; see `PushConsumer.close`."""
@@ -526,11 +536,11 @@ class AsyncPushConsumer(_Face):
         if wait_s is None:
             return
         try:
-            is_over = await self._life.over.awaited(wait_s)
+            is_closed = await self._lifecycle.closed.wait_async(wait_s)
         except BaseException:
-            await _at_least(self._life.stored.awaited(CUT_SHORT_S))
+            await _at_least(self._lifecycle.stored.wait_async(CUT_SHORT_S))
             raise
-        if not is_over:
+        if not is_closed:
             raise self._not_in_time(wait_s)
         if self._async_workers is not None:
             await self._async_workers.ended()

@@ -16,7 +16,7 @@ _LONGEST_WAIT_S = 1.0
 """A signal that comes just before a thread begins to sleep does not wake it: Python looks at it after that."""
 
 
-class End:
+class Latch:
     """Something that comes once, and can be waited for before and after.
 
     The handler of a signal runs between any two steps of the main thread, and may raise there. `threading.Event` takes
@@ -26,58 +26,58 @@ class End:
     """
 
     def __init__(self) -> None:
-        self._has_come = False
+        self._is_set = False
         self._waiting: list[Callable[[], None]] = []
 
-    def __bool__(self) -> bool:
+    def is_set(self) -> bool:
         """Whether it has come."""
-        return self._has_come
+        return self._is_set
 
-    def come(self) -> None:
+    def set(self) -> None:
         """Say that it has come. Any thread, and handlers of signals."""
-        self._has_come = True
-        for tell in list(self._waiting):  # whoever adds itself after this sees that it has come
-            tell()
+        self._is_set = True
+        for notify in list(self._waiting):  # whoever adds itself after this sees that it has come
+            notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for at most `timeout_s`. Returns whether it has come."""
-        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        tell = partial(bell.put, None)
-        self._waiting.append(tell)
+        notify = partial(wakes.put, None)
+        self._waiting.append(notify)
         try:
-            while not self._has_come:
+            while not self._is_set:
                 left = _LONGEST_WAIT_S if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     break
                 try:
-                    bell.get(timeout=min(left, _LONGEST_WAIT_S))
+                    wakes.get(timeout=min(left, _LONGEST_WAIT_S))
                 except queue.Empty:
                     pass
         finally:
-            self._waiting.remove(tell)
-        return self._has_come
+            self._waiting.remove(notify)
+        return self._is_set
 
-    async def awaited(self, timeout_s: float | None = None) -> bool:
+    async def wait_async(self, timeout_s: float | None = None) -> bool:
         """Do what `wait` does, on an asyncio loop."""
-        loop, has_come = asyncio.get_running_loop(), asyncio.Event()
+        loop, is_set_event = asyncio.get_running_loop(), asyncio.Event()
 
-        def tell() -> None:
+        def notify() -> None:
             try:
-                loop.call_soon_threadsafe(has_come.set)
+                loop.call_soon_threadsafe(is_set_event.set)
             except RuntimeError:
                 pass  # the loop has ended, and with it whoever waited
 
-        self._waiting.append(tell)
+        self._waiting.append(notify)
         try:
-            if not self._has_come:
+            if not self._is_set:
                 async with asyncio.timeout(timeout_s):
-                    await has_come.wait()
+                    await is_set_event.wait()
         except TimeoutError:
             pass
         finally:
-            self._waiting.remove(tell)
-        return self._has_come
+            self._waiting.remove(notify)
+        return self._is_set
 
 
 class Terminated(SystemExit):
@@ -92,26 +92,26 @@ def terminate() -> None:
     raise Terminated
 
 
-_told_of_sigterm: list[Callable[[], None]] = []
+_sigterm_callbacks: list[Callable[[], None]] = []
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    for tell in list(_told_of_sigterm):
-        tell()
+    for notify in list(_sigterm_callbacks):
+        notify()
 
 
 @contextmanager
-def told_of_sigterm(tell: Callable[[], None]) -> Iterator[None]:
-    """Within this, SIGTERM calls `tell` in the main thread, unless the program has a handler of its own."""
+def on_sigterm(notify: Callable[[], None]) -> Iterator[None]:
+    """Within this, SIGTERM calls `notify` in the main thread, unless the program has a handler of its own."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not (_told_of_sigterm or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
+    if not is_main or not (_sigterm_callbacks or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
         yield
         return
-    _told_of_sigterm.append(tell)
+    _sigterm_callbacks.append(notify)
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         yield
     finally:
-        _told_of_sigterm.remove(tell)
-        if not _told_of_sigterm:
+        _sigterm_callbacks.remove(notify)
+        if not _sigterm_callbacks:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -120,7 +120,7 @@ def commit_after_the_grace():
     replace(BrokerCommits, "persist", persist_late)
 
 
-@mistake(GroupMember, "_surprised")
+@mistake(GroupMember, "_on_unexpected_error")
 def failed_member_stays(right, self, what, error):
     """A member that has failed consumes nothing, and goes on telling brokers that it is there."""
     self.state, self.failure = ConsumerState.FAILED, error

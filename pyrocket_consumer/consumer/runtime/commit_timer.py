@@ -6,43 +6,43 @@ import asyncio
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.commits.commits import Commits
-from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.resets.resets import Resets
 from pyrocket_consumer.model import EventKind, MessageQueue
 
-COMMIT_EVERYTHING_S = 60.0
+FULL_COMMIT_EVERY_S = 60.0
 """How often offsets are committed that have not changed."""
 
-SILENT_S = 10.0
+SLOW_STORE_S = 10.0
 """How long storing may take before it is told: brokers have a deadline, a disk or a store of the user's may hang."""
 
 
 class CommitTimer:
     """Persists what was consumed of the queues held, every `commit_interval_s`. Confined to the I/O thread."""
 
-    def __init__(self, group: Group, assignments: Assignments, commits: Commits, resets: Resets) -> None:
-        self._group = group
+    def __init__(self, group: MemberContext, assignments: Assignments, commits: Commits, resets: Resets) -> None:
+        self._context = group
         self._assignments = assignments
         self._commits = commits
         self._resets = resets
 
     async def run(self) -> None:
         """Persist until cancelled."""
-        group = self._group
-        everything_at = group.loop.time() + COMMIT_EVERYTHING_S
+        group = self._context
+        full_commit_at = group.loop.time() + FULL_COMMIT_EVERY_S
         rounds: dict[str, tuple[asyncio.Task[None], float]] = {}  # what is under way at each place, and since when
         while True:
             await asyncio.sleep(group.config.commit_interval_s)
-            if group.loop.time() >= everything_at:
+            if group.loop.time() >= full_commit_at:
                 # a former owner of a queue, cut off meanwhile, may have stored its old offset over ours
                 self._commits.doubt()
-                everything_at = group.loop.time() + COMMIT_EVERYTHING_S
+                full_commit_at = group.loop.time() + FULL_COMMIT_EVERY_S
             for place, queues in self._commits.places(self._assignments.all()).items():
                 name, now = place or "the store", group.loop.time()
                 if place not in rounds or rounds[place][0].done():  # a broker that is slow to answer delays no other
                     rounds[place] = group.tasks.begin(self._persist(queues), f"committing to {name}"), now
-                elif queues and (silent_s := now - rounds[place][1]) >= SILENT_S:
-                    text = f"{name} has not stored offsets for {silent_s:.0f} s; the messages since then come again"
+                elif queues and (pending_s := now - rounds[place][1]) >= SLOW_STORE_S:
+                    text = f"{name} has not stored offsets for {pending_s:.0f} s; the messages since then come again"
                     group.trouble(EventKind.COMMIT_FAILED, f"{text} should this process end now", queues[0])
             await group.tasks.finish(self._resets.persist(), "storing resets")
 
@@ -50,5 +50,5 @@ class CommitTimer:
         """Store what was consumed of `queues` since the last time."""
         failed = await self._commits.persist(queues)
         for queue, error in failed.items():
-            text = f"not stored, tried again in {self._group.config.commit_interval_s:g} s: {error}"
-            self._group.trouble(EventKind.COMMIT_FAILED, text, queue)
+            text = f"not stored, tried again in {self._context.config.commit_interval_s:g} s: {error}"
+            self._context.trouble(EventKind.COMMIT_FAILED, text, queue)

@@ -24,29 +24,29 @@ from pyrocket_consumer.offsets import DatabaseOffsets, OffsetStore
 from pyrocket_consumer.offsets.base import Transferable
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.io_thread import IoThread
-from pyrocket_consumer.transport.latch import End
+from pyrocket_consumer.transport.latch import Latch
 
 log = logger("consumer")
 
-LAST_CALLS_S = 10.0
+CLOSE_MARGIN_S = 10.0
 """How much longer than its time-out a close may take: brokers are told, and what does not answer is given up."""
 
 START_TIMEOUT_S = 60.0
 """The longest a start takes, besides what name servers are given: another process may be closing the same store."""
 
-CLOSING_OWNER_S = 30.0
+OWNER_CLOSE_S = 30.0
 """How long a start waits for a process that is closing the store: on a host where one takes the other's place."""
 
-CLOSING_OWNER_LOOK_S = 0.1
+OWNER_CHECK_EVERY_S = 0.1
 
-STORE_TIMEOUT_S = 5.0
+STORE_CLOSE_TIMEOUT_S = 5.0
 """How long what was opened by a start that fails is given to close."""
 
 DATABASE_TIMEOUT_S = 30.0
 """How long a start waits for a database to answer."""
 
 
-class Life:
+class ConsumerLifecycle:
     """What one consumer opens, and the two tasks on its I/O thread that open and close it.
 
     Callers wait for these tasks and may stop waiting; a start that fails, or is not waited for any more, is ended like
@@ -55,11 +55,11 @@ class Life:
 
     def __init__(self, config: ConsumerConfig, workers_for: Callable[[bool, Outcome], Workers]) -> None:
         self.config = config
-        self.ended = End()
+        self.ended = Latch()
         """The consumer has failed, or is closed: what `join` waits for."""
-        self.stored = End()
+        self.stored = Latch()
         """What was consumed when the end began is stored, as far as it could be."""
-        self.over = End()
+        self.closed = Latch()
         """Nothing is left: what `close` waits for."""
         self.cluster: Cluster | None = None
         self.member: GroupMember | None = None
@@ -72,9 +72,9 @@ class Life:
         self._early_events: list[ConsumerEvent] = []
         self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._shortening: set[asyncio.Task[None]] = set()
+        self._shorten_tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
-        self._failure_is_told = False
+        self._is_failure_taken = False
 
     @property
     def state(self) -> ConsumerState:
@@ -85,15 +85,15 @@ class Life:
     @property
     def is_ending(self) -> bool:
         """Whether the end has begun, or has come."""
-        return self._ending is not None or bool(self.over)
+        return self._ending is not None or self.closed.is_set()
 
     @property
-    def began(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether it was started, or closed without."""
-        return self._io is not None or bool(self.over)
+        return self._io is not None or self.closed.is_set()
 
     @property
-    def forked(self) -> bool:
+    def is_forked(self) -> bool:
         """Whether it was started by the process this one was forked from."""
         return self._pid is not None and self._pid != os.getpid()
 
@@ -118,7 +118,7 @@ class Life:
         self._pid = os.getpid()
         opening = self._start(subscriptions)
         try:
-            io = self._io = IoThread(on_end=self._io_ended)
+            io = self._io = IoThread(on_end=self._on_io_ended)
             starting = asyncio.run_coroutine_threadsafe(opening, io.loop)
             io.start()  # only now: whoever closes meanwhile finds something to cancel
         except BaseException:  # Ctrl-C
@@ -126,7 +126,7 @@ class Life:
                 opening.close()
                 if self._io is not None:
                     self._io.stop()
-                self._io_ended()
+                self._on_io_ended()
             raise
         return starting
 
@@ -146,7 +146,7 @@ class Life:
         elif config.broadcasting:
             from pyrocket_consumer.offsets import LocalFileOffsetStore  # only here are its modules needed
 
-            store = file_store = LocalFileOffsetStore.for_group(replace(config, on_event=self._tell), client_id)
+            store = file_store = LocalFileOffsetStore.for_group(replace(config, on_event=self._emit), client_id)
             await self._open(file_store)
             client_id = file_store.client_id
         cluster = self.cluster = Cluster(config, client_id, io=self._io)
@@ -160,10 +160,10 @@ class Life:
         else:
             commits = StoreCommits(store, self._store_thread, memory_first=config.broadcasting)
         member = GroupMember(config, cluster, commits, self._workers_for, lock_clock=since_boot)
-        member.on_ended, member.on_stored = self._member_ended, self.stored.come
+        member.on_ended, member.on_stored = self._on_member_ended, self.stored.set
         self.member = member
         for event in self._early_events:
-            member.tell(event)
+            member.emit(event)
         for topic in list(subscriptions):
             if (found := subscriptions.get(topic)) is not None:  # another thread may change them meanwhile
                 await member.subscribe(*found)
@@ -171,20 +171,20 @@ class Life:
 
     async def _open(self, store: OffsetStore | DatabaseOffsets) -> None:
         self._store = store
-        patient_until, is_told = self.loop.time() + CLOSING_OWNER_S, False
+        owner_deadline, is_logged = self.loop.time() + OWNER_CLOSE_S, False
         while True:
-            is_patient = self.loop.time() < patient_until
-            opening = self.loop.run_in_executor(self._store_thread, self._open_store, store, is_patient)
+            waits_for_owner = self.loop.time() < owner_deadline
+            opening = self.loop.run_in_executor(self._store_thread, self._open_store, store, waits_for_owner)
             if isinstance(store, DatabaseOffsets):
-                await self._in_time(opening, store)
+                await self._wait_for_database(opening, store)
             if await opening:
                 return
-            if not is_told:
-                is_told = True
+            if not is_logged:
+                is_logged = True
                 log.info("group=%s waits for the process that is closing its offset store", self.config.group)
-            await asyncio.sleep(CLOSING_OWNER_LOOK_S)
+            await asyncio.sleep(OWNER_CHECK_EVERY_S)
 
-    async def _in_time(self, opening: asyncio.Future[bool], store: DatabaseOffsets) -> None:
+    async def _wait_for_database(self, opening: asyncio.Future[bool], store: DatabaseOffsets) -> None:
         """Wait for a database to answer.
 
         Raises:
@@ -198,36 +198,36 @@ class Life:
                 "is up; a time-out of its driver (connect_timeout, say) ends such an attempt sooner"
             )
 
-    def _open_store(self, store: OffsetStore | DatabaseOffsets, is_patient: bool) -> bool:
+    def _open_store(self, store: OffsetStore | DatabaseOffsets, waits_for_owner: bool) -> bool:
         """Load the store, unless its owner is about to give it up, and we are patient."""
-        if is_patient and isinstance(store, Transferable):
+        if waits_for_owner and isinstance(store, Transferable):
             self._store_is_open = store.try_load()
         else:
             store.load()
             self._store_is_open = True
         return self._store_is_open
 
-    def _tell(self, event: ConsumerEvent) -> None:
+    def _emit(self, event: ConsumerEvent) -> None:
         """Pass on what the store tells, which begins before there is a member."""
         if self.member is None:
             self._early_events.append(event)
         else:
-            self.member.tell(event)
+            self.member.emit(event)
 
     # --- the end
 
     def close(self, timeout_s: float) -> None:
         """Begin to end everything, or shorten the end that has begun. Any thread; nothing is waited for."""
         if self._io is None:
-            self._io_ended()
+            self._on_io_ended()
             return
         try:
-            self._io.loop.call_soon_threadsafe(self._begin_end, timeout_s)
+            self._io.loop.call_soon_threadsafe(self._start_ending, timeout_s)
         except RuntimeError:
             pass  # it has ended
 
     @property
-    def waits_for_caller(self) -> bool:
+    def needs_caller(self) -> bool:
         """Whether the end cannot come before the caller returns: it is a listener call, or the I/O thread."""
         if self._io is not None and self._io.is_current:
             return True
@@ -242,7 +242,7 @@ class Life:
     def take_failure(self) -> bool:
         """Tell the first who asks whether the member has failed."""
         failed = self.member is not None and self.member.failure is not None
-        is_first, self._failure_is_told = not self._failure_is_told, True
+        is_first, self._is_failure_taken = not self._is_failure_taken, True
         return failed and is_first
 
     def take_error(self) -> BaseException | None:
@@ -250,21 +250,21 @@ class Life:
         error, self._error = self._error, None
         return error
 
-    def _member_ended(self) -> None:
-        self.ended.come()
+    def _on_member_ended(self) -> None:
+        self.ended.set()
         if self.member is not None and self.member.failure is not None:
-            self._begin_end(self.config.shutdown_timeout_s)
+            self._start_ending(self.config.shutdown_timeout_s)
 
-    def _begin_end(self, timeout_s: float) -> None:
+    def _start_ending(self, timeout_s: float) -> None:
         if self._ending is None:
             self._ending = self.loop.create_task(self._end(timeout_s), name="pyrocket ending")
         elif self.member is not None:
             shortening = self.loop.create_task(self.member.close(timeout_s))
-            self._shortening.add(shortening)
-            shortening.add_done_callback(self._shortened)
+            self._shorten_tasks.add(shortening)
+            shortening.add_done_callback(self._on_shortened)
 
-    def _shortened(self, done: asyncio.Task[None]) -> None:
-        self._shortening.discard(done)
+    def _on_shortened(self, done: asyncio.Task[None]) -> None:
+        self._shorten_tasks.discard(done)
         if not done.cancelled():
             done.exception()  # _end has it, too
 
@@ -273,20 +273,20 @@ class Life:
             starting = self._starting
             if starting is not None and not starting.done():
                 starting.cancel()
-                await asyncio.wait([starting], timeout=STORE_TIMEOUT_S)
+                await asyncio.wait([starting], timeout=STORE_CLOSE_TIMEOUT_S)
             if self._store is not None:
-                self._store_thread.submit(self._tell_closing, timeout_s + LAST_CALLS_S)
+                self._store_thread.submit(self._announce_closing, timeout_s + CLOSE_MARGIN_S)
             if self.member is not None:
                 await self.member.close(timeout_s)
             elif self._store is not None:
                 closing = self.loop.run_in_executor(self._store_thread, self._close_store, self._store)
                 closing.add_done_callback(look_at)
-                await wait_for_all([closing], self.loop.time() + STORE_TIMEOUT_S)
+                await wait_for_all([closing], self.loop.time() + STORE_CLOSE_TIMEOUT_S)
                 if closing.done():
                     closing.result()
                 else:  # it is closed when the call that it is in has returned: nothing else is left to do
                     log.warning(
-                        "group=%s %r has not closed within %g s", self.config.group, self._store, STORE_TIMEOUT_S
+                        "group=%s %r has not closed within %g s", self.config.group, self._store, STORE_CLOSE_TIMEOUT_S
                     )
         except Exception as error:
             self._error = error
@@ -297,7 +297,7 @@ class Life:
             assert self._io is not None
             self._io.stop()
 
-    def _tell_closing(self, within_s: float) -> None:
+    def _announce_closing(self, within_s: float) -> None:
         store = self._store
         if self._store_is_open and isinstance(store, Transferable):
             store.closes_within(within_s)
@@ -306,7 +306,7 @@ class Life:
         if self._store_is_open:
             store.close()
 
-    def _io_ended(self) -> None:
+    def _on_io_ended(self) -> None:
         """Nothing runs any more. On the I/O thread, as the last thing it does, or when there never was one."""
-        for end in (self.stored, self.ended, self.over):
-            end.come()
+        for end in (self.stored, self.ended, self.closed):
+            end.set()

@@ -16,7 +16,7 @@ from pyrocket_consumer.consumer.assignment.locks import QueueLocks
 from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
 from pyrocket_consumer.consumer.context.events import shown_id
-from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts, Statistics
 from pyrocket_consumer.consumer.dispatch.by_key import KeyedService
 from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService, Outcome, Workers
@@ -51,10 +51,10 @@ from pyrocket_consumer.text import logger
 
 log = logger("consumer")
 
-SHOWN = 20
+MAX_NAMES_SHOWN = 20
 """How many names one sentence has at most."""
 
-LAST_CALLS_S = 3.0
+LAST_REQUESTS_S = 3.0
 """How long the end of a member waits for brokers, after its listener calls."""
 
 
@@ -88,8 +88,8 @@ class GroupMember:
         """Called when what was consumed before the end began is stored, as far as it can be."""
         self.on_ended: Callable[[], None] = lambda: None
         """Called when the member has failed, and when it is closed."""
-        self.group = group = Group(config, cluster, rng, wall_clock, lock_clock)
-        group.on_surprise = self._surprised
+        self.group = group = MemberContext(config, cluster, rng, wall_clock, lock_clock)
+        group.on_unexpected_error = self._on_unexpected_error
         counts = Counts()
         self.locks = QueueLocks(group) if self._needs_locks(config) else None
         self.service = self._service(lambda is_async: workers_for(is_async, self._outcomes), counts)
@@ -103,7 +103,7 @@ class GroupMember:
         if isinstance(commits, DatabaseCommits):
             commits.on_waiting = lambda queue, why: group.trouble(EventKind.STORE_UNREACHABLE, why, queue)
             commits.on_apart = lambda queue, why: group.event(EventKind.OFFSET_APART, why, queue, level=logging.WARNING)
-            commits.on_left_out = self._left_out
+            commits.on_left_out = self._report_duplicates
         corrections = Corrections(group, self.assignments, self.resets)
         self._pulling.on_moved = corrections.moved
         self._pulling.on_late_reset = corrections.met_late
@@ -117,9 +117,9 @@ class GroupMember:
             self._foreign_members = ForeignMembers(group, config.offset_store)
         self._masters: dict[str, str] = {}  # by broker name
         self._ending: asyncio.Task[None] | None = None
-        self._end_calls_by = float("inf")
+        self._call_deadline = float("inf")
 
-    async def _give_up(self, window: ProcessQueue, message: Message) -> float:
+    async def _give_up_unless_consumed(self, window: ProcessQueue, message: Message) -> float:
         """Give up a message of an orderly queue, as `Retries` does; one that has its effect is consumed."""
         if window.claim is not None and isinstance(self.commits, DatabaseCommits):
             try:
@@ -130,7 +130,7 @@ class GroupMember:
                 return GIVE_UP_AGAIN_S
         return await self.retries.give_up(window, message)
 
-    def _left_out(self, queue: MessageQueue, messages: Sequence[Message]) -> None:
+    def _report_duplicates(self, queue: MessageQueue, messages: Sequence[Message]) -> None:
         text = f"{len(messages)} messages have had their effect: their producer has stored them twice"
         facts = {"offset": messages[0].queue_offset, "message_id": shown_id(messages[0])}
         self.group.event(EventKind.MESSAGE_LEFT_OUT, text, queue, facts)
@@ -168,7 +168,7 @@ class GroupMember:
             auto_commit=config.auto_commit,
             max_attempts=config.most_attempts,
             begin=self.group.tasks.begin,
-            give_up=self._give_up,
+            give_up=self._give_up_unless_consumed,
             failed=lambda window, count: counts.failed(window.queue.topic, count),
             held_up=lambda window, why: self._outcomes.held_up(window, why),
         )
@@ -181,18 +181,22 @@ class GroupMember:
 
     async def _subscribe(self, subscription: Subscription, listener: Listener) -> None:
         group = self.group
-        topic, looks = subscription.topic, self._foreign_members
-        if looks is not None and self.state is ConsumerState.RUNNING and group.subscriptions.get(topic) is None:
-            await self._find_route(topic)
-            await looks.refuse(topic)
+        topic, foreign_members = subscription.topic, self._foreign_members
+        if (
+            foreign_members is not None
+            and self.state is ConsumerState.RUNNING
+            and group.subscriptions.get(topic) is None
+        ):
+            await self._fetch_route(topic)
+            await foreign_members.refuse(topic)
         subscription = group.subscriptions.newer(subscription)
         if self.state is ConsumerState.RUNNING:
             await self._expressions.check(subscription)
         group.subscriptions.add(subscription, listener)
         if self.state is ConsumerState.RUNNING:
-            await self._find_route(subscription.topic)
+            await self._fetch_route(subscription.topic)
             await group.cluster.heartbeat()
-            await self._wait_until_in_place()
+            await self._wait_until_begun()
 
     async def unsubscribe(self, topic: str, *, wait: bool) -> None:
         """Remove a topic; its queues end as at any rebalance, their offsets stored. `wait` until they have."""
@@ -223,12 +227,12 @@ class GroupMember:
         group, cluster = self.group, self.group.cluster
         cluster.add_consumer(group.name, group.heartbeat_data)
         self._requests.begin()
-        cluster.on_route_changed(self._route_changed)
-        cluster.on_address_refused(self._address_refused)
-        cluster.on_broker_lost(lambda address, reason: self._names_of(address, self.commits.broker_lost))
-        cluster.on_broker_reconnected(self._reconnected)
+        cluster.on_route_changed(self._on_route_changed)
+        cluster.on_address_refused(self._on_address_refused)
+        cluster.on_broker_lost(lambda address, reason: self._for_brokers_at(address, self.commits.broker_lost))
+        cluster.on_broker_reconnected(self._on_broker_reconnected)
         cluster.on_failure(lambda error: group.surprised("a background task of the cluster ended", error))
-        await asyncio.gather(*map(self._find_route, group.subscriptions.topics()))
+        await asyncio.gather(*map(self._fetch_route, group.subscriptions.topics()))
         await asyncio.gather(*map(self._expressions.check, group.subscriptions.all()))
         tasks = group.tasks
         if self._foreign_members is not None:
@@ -251,17 +255,19 @@ class GroupMember:
             self.config.message_model,
             ",".join(group.subscriptions.topics()),
         )
-        await self._wait_until_in_place()
+        await self._wait_until_begun()
 
-    async def _wait_until_in_place(self) -> None:
+    async def _wait_until_begun(self) -> None:
         """Wait a moment until all queues that are ours have begun, and tell which have not."""
         group, wait_s = self.group, self.config.start_wait_s
         if waiting := await self._rebalance.in_place(wait_s):
-            names = ", ".join(waiting[:SHOWN]) + (f" and {len(waiting) - SHOWN} more" if len(waiting) > SHOWN else "")
+            names = ", ".join(waiting[:MAX_NAMES_SHOWN]) + (
+                f" and {len(waiting) - MAX_NAMES_SHOWN} more" if len(waiting) > MAX_NAMES_SHOWN else ""
+            )
             text = f"not begun after {wait_s:g} s, and tried again until they are: {names}"
             group.event(EventKind.BROKER_UNREACHABLE, text, facts={"waiting": len(waiting)}, level=logging.WARNING)
 
-    async def _find_route(self, topic: str) -> None:
+    async def _fetch_route(self, topic: str) -> None:
         group = self.group
         try:
             await group.cluster.route(topic)
@@ -280,7 +286,7 @@ class GroupMember:
         Whoever waits may be cancelled; the end goes on. It comes within `timeout_s` and a few seconds, whatever
         brokers and listeners do.
         """
-        self._end_calls_by = min(self._end_calls_by, self.group.loop.time() + timeout_s)
+        self._call_deadline = min(self._call_deadline, self.group.loop.time() + timeout_s)
         if self._ending is None:
             self._ending = self.group.loop.create_task(self._close(), name="pyrocket closing")
         await asyncio.shield(self._ending)
@@ -294,7 +300,7 @@ class GroupMember:
         # Listener calls may take long, and whoever waits for them may lose patience: what is consumed is stored now.
         # The loops go on meanwhile: offsets are stored, locks kept, and queues handed over to members that come.
         group.tasks.begin(self._store_early(), "storing offsets")
-        while (self.service.running() or self.retries.under_way) and loop.time() < self._end_calls_by:  # noqa: ASYNC110 - workers keep no count: it would cost each call
+        while (self.service.running() or self.retries.under_way) and loop.time() < self._call_deadline:  # noqa: ASYNC110 - workers keep no count: it would cost each call
             await asyncio.sleep(0.005)
         if running := self.service.running():
             group.event(
@@ -308,15 +314,15 @@ class GroupMember:
         free = [queue for queue, window in self.assignments.windows().items() if not self.service.running(window)]
         queues = self.assignments.fence_all()
         self.service.abandon()
-        last_call_at = loop.time() + LAST_CALLS_S
-        unstored = await self._store_finally(queues, last_call_at)
+        last_request_at = loop.time() + LAST_REQUESTS_S
+        unstored = await self._store_last(queues, last_request_at)
         free = [queue for queue in free if queue not in unstored]  # a broker may yet execute their commits
         leaving = group.tasks.begin(self._leave(free), "leaving the group")
-        await asyncio.wait([leaving], timeout=max(last_call_at - loop.time(), LAST_CALLS_S / 3))
-        await group.tasks.settle(last_call_at)
+        await asyncio.wait([leaving], timeout=max(last_request_at - loop.time(), LAST_REQUESTS_S / 3))
+        await group.tasks.settle(last_request_at)
         failure: Exception | None = None
         try:
-            await commits.close(until=max(last_call_at, loop.time() + LAST_CALLS_S / 3))
+            await commits.close(until=max(last_request_at, loop.time() + LAST_REQUESTS_S / 3))
         except Exception as error:  # of a store of the user's
             failure = error
         if self.state is not ConsumerState.FAILED:
@@ -330,12 +336,12 @@ class GroupMember:
     async def _store_early(self) -> None:
         """Store what is consumed so far; what cannot be stored now is stored, or told, with the rest."""
         try:
-            await self.commits.persist(self.assignments.all(), until=self.group.loop.time() + LAST_CALLS_S)
+            await self.commits.persist(self.assignments.all(), until=self.group.loop.time() + LAST_REQUESTS_S)
         except Exception as error:  # of a store of the user's
             log.info("group=%s offsets not stored before listener calls end: %s", self.group.name, error)
         self.on_stored()
 
-    async def _store_finally(self, queues: list[MessageQueue], until: float) -> Collection[MessageQueue]:
+    async def _store_last(self, queues: list[MessageQueue], until: float) -> Collection[MessageQueue]:
         """Store the last offsets of `queues`; tell and return which could not be."""
         unstored: Mapping[MessageQueue, Exception]
         try:
@@ -366,7 +372,7 @@ class GroupMember:
         except RocketError as error:
             log.info("group=%s not unregistered everywhere: %s", group.name, error)
 
-    def _surprised(self, what: str, error: BaseException) -> None:
+    def _on_unexpected_error(self, what: str, error: BaseException) -> None:
         """Something of ours failed that must not: the member has failed, says so, and leaves its queues to others."""
         group = self.group
         log.error("group=%s failed: %s: %r", group.name, what, error, exc_info=error)
@@ -375,7 +381,7 @@ class GroupMember:
         self.state = ConsumerState.FAILED
         self.failure = error
         group.event(EventKind.CONSUMER_FAILED, f"{what}: {error!r}", level=logging.ERROR)
-        self._end_calls_by = min(self._end_calls_by, group.loop.time() + self.config.shutdown_timeout_s)
+        self._call_deadline = min(self._call_deadline, group.loop.time() + self.config.shutdown_timeout_s)
         if self._ending is None:
             self._ending = group.loop.create_task(self._close(), name="pyrocket closing")
             self._ending.add_done_callback(lambda ending: ending.cancelled() or ending.exception())
@@ -383,33 +389,33 @@ class GroupMember:
 
     # --- what the cluster tells
 
-    def _address_refused(self, address: str, why: str) -> None:
+    def _on_address_refused(self, address: str, why: str) -> None:
         facts = {"address": address}
         self.group.event(EventKind.ADDRESS_REFUSED, why, facts=facts, level=logging.WARNING)
 
-    def _route_changed(self, topic: str, route: TopicRoute) -> None:
+    def _on_route_changed(self, topic: str, route: TopicRoute) -> None:
         for broker in route.brokers:
             address = broker.addresses.get(MASTER_ID)
             if address is not None and self._masters.get(broker.broker_name) != address:
                 self._masters[broker.broker_name] = address
-                self._doubt(broker.broker_name)  # one that was a slave lacks the commits of the last seconds
+                self._on_broker_gap(broker.broker_name)  # one that was a slave lacks the commits of the last seconds
         if self.group.subscriptions.get(topic) is not None:
             self.group.rebalance_wanted.set()
 
-    def _reconnected(self, address: str) -> None:
-        self._names_of(address, self._doubt)
+    def _on_broker_reconnected(self, address: str) -> None:
+        self._for_brokers_at(address, self._on_broker_gap)
         self.resets.look_again()
         self.group.rebalance_wanted.set()
 
-    def _doubt(self, broker_name: str) -> None:
+    def _on_broker_gap(self, broker_name: str) -> None:
         """A broker may have lost something: commits, or what came last."""
         self.commits.doubt(broker_name)
         self.assignments.doubt(broker_name)
 
-    def _names_of(self, address: str, tell: Callable[[str], None]) -> None:
+    def _for_brokers_at(self, address: str, action: Callable[[str], None]) -> None:
         for broker_name, addresses in self.group.cluster.broker_addresses().items():
             if address in addresses.values():
-                tell(broker_name)
+                action(broker_name)
 
     # --- what users ask
 
@@ -431,6 +437,6 @@ class GroupMember:
         """Return where each queue we hold stands."""
         return self.assignments.progress()
 
-    def tell(self, event: ConsumerEvent) -> None:
+    def emit(self, event: ConsumerEvent) -> None:
         """Count an event of the offset store, and pass it to the user."""
         self.group.events.tell(event)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConsumerClosed, ConsumerState, PushConsumer
-from pyrocket_consumer.transport.latch import End, Terminated, terminate, told_of_sigterm
+from pyrocket_consumer.transport.latch import Latch, Terminated, on_sigterm, terminate
 from tests.consumer.lifecycle.programs import run
 from tests.consumer.orders import GROUP
 from tests.consumer.processes import Child
@@ -201,26 +201,26 @@ def test_after_a_signal_at_any_step_of_a_join_close_works(number):
 
 
 def test_who_waits_on_a_loop_that_has_ended_disturbs_nobody():
-    end = End()
+    end = Latch()
     loop = asyncio.new_event_loop()
-    waiting = loop.create_task(end.awaited())
+    waiting = loop.create_task(end.wait_async())
     loop.run_until_complete(asyncio.sleep(0))
     waiting.cancel()
     loop.close()  # the wait has not come to its end
-    end.come()
+    end.set()
     assert end.wait(0)
 
 
 def test_sigterm_handlers_nest_and_are_restored():
     told = []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with told_of_sigterm(lambda: told.append("outer")):
-        with told_of_sigterm(lambda: told.append("inner")):
+    with on_sigterm(lambda: told.append("outer")):
+        with on_sigterm(lambda: told.append("inner")):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
     assert told == ["outer", "inner", "outer"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with pytest.raises(Terminated) as raised, told_of_sigterm(terminate):
+    with pytest.raises(Terminated) as raised, on_sigterm(terminate):
         signal.raise_signal(signal.SIGTERM)
     assert raised.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -228,7 +228,7 @@ def test_sigterm_handlers_nest_and_are_restored():
 
 def test_other_threads_change_no_handler():
     def wait():
-        with told_of_sigterm(terminate):
+        with on_sigterm(terminate):
             found.append(signal.getsignal(signal.SIGTERM))
 
     found = []

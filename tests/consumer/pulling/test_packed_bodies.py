@@ -248,7 +248,7 @@ class IoPauses:
     """How long the I/O thread of a consumer stood still at most."""
 
     def __init__(self, consumer):
-        self._loop, self.longest_s, self._on = consumer._life.loop, 0.0, True
+        self._loop, self.longest_s, self._on = consumer._lifecycle.loop, 0.0, True
         self._loop.call_soon_threadsafe(self._tick, time.thread_time())
 
     def _tick(self, before):
