@@ -221,7 +221,7 @@ class _Face:
         if not self._subscriptions and not self._missed_subscription and self._lifecycle.member is not None:
             self._missed_subscription = True
             text = "no topic is subscribed to, so nothing will come; call subscribe() first"
-            self._lifecycle.member.group.event(EventKind.NOTHING_SUBSCRIBED, text, level=logging.WARNING)
+            self._lifecycle.member.context.emit(EventKind.NOTHING_SUBSCRIBED, text, level=logging.WARNING)
 
     def _running(self) -> GroupMember:
         lifecycle = self._lifecycle
@@ -593,7 +593,7 @@ async def _reset(member: GroupMember, topic: str, to: To, queues: list[MessageQu
     where = check_to(to)
     held = set(member.assignments.held(topic))
     if not held:
-        topics = sorted(member.group.subscriptions.topics())
+        topics = sorted(member.context.subscriptions.topics())
         raise ConfigError(f"no queue of topic {topic!r} is held by this member; it holds {topics}")
     exact = where if isinstance(where, dict) else {}
     strangers = {*(queues or ()), *exact} - held
@@ -602,8 +602,8 @@ async def _reset(member: GroupMember, topic: str, to: To, queues: list[MessageQu
         raise ConfigError(f"{stranger} is not held by this member; it holds {', '.join(map(str, sorted(held)))}")
     chosen = held if queues is None else set(queues)
     if isinstance(where, dict):
-        ends = await fetch_first_and_last(member.group.cluster, chosen & where.keys())
+        ends = await fetch_first_and_last(member.context.cluster, chosen & where.keys())
         targets = {queue: nearest_available(where[queue], *its_ends) for queue, its_ends in ends.items()}
     else:
-        targets = await fetch_offsets_at(member.group.cluster, where, chosen, groups=(member.group.name,))
+        targets = await fetch_offsets_at(member.context.cluster, where, chosen, groups=(member.context.name,))
     return await member.reset(topic, targets)

@@ -198,31 +198,38 @@ class Producer:
         Args:
             group ("DEFAULT_PRODUCER"; 1–120 of a-zA-Z0-9_-%|): the producer group
             config (–; a ProducerConfig): all options in one, instead of single ones
-            send_timeout_s (3; 0.01–600 s): deadline of one send, all attempts together
-            send_attempts (3; 1–100): how often a message may reach a store. A try that was refused does not count;
-                one whose answer was lost does, for it may have made a copy
-            compress_above_bytes (4096; bytes): bodies at least this large are compressed
-            compression ("zlib"; "lz4", "zstd"): with the extra of the same name
-            max_message_bytes (4 MiB; bytes, to 15.875 MiB): larger bodies are refused here
-            max_in_flight_messages, max_in_flight_bytes (4096, 64 MiB; messages, bytes): asynchronous sends under way
-                before send_async waits
-            auto_create_topic (False): send to a topic that does not exist yet, where brokers create topics on demand
-            accept_degraded (True): count "stored, but not flushed or replicated in time" as stored (SendResult.status
-                tells). False: another broker is tried, or it is a SendError; the message may then be there twice
-            name_server (NAMESRV_ADDR; host:port, several joined by ;, or a list): where to ask for routes; one that
-                answers is enough
+            send_timeout_s (3; 0.01–600 s): the deadline of one send with all its attempts
+            send_attempts (3; 1–100): how often a message may reach a broker. A refused attempt does not count. An
+                attempt without a response counts, because the broker may have stored the message
+            compress_above_bytes (4096; bytes): bodies of at least this size are compressed
+            compression ("zlib"; "zlib", "lz4", "zstd"): the compression; the others need the extra of the same name
+            max_message_bytes (4 MiB; bytes, up to 15.875 MiB): the largest body. The producer refuses larger ones
+            max_in_flight_messages (4096; messages): the number of unfinished sends at which send_async waits
+            max_in_flight_bytes (64 MiB; bytes): the size of unfinished sends at which send_async waits
+            auto_create_topic (False): send to a topic that does not exist yet, if brokers create topics on demand
+            accept_degraded (True): count "stored, but not flushed or replicated in time" as stored; SendResult.status
+                shows it. With False the producer tries another broker, or raises SendError, and the message may be
+                stored twice
+            name_server (NAMESRV_ADDR; host:port, several joined by ;, or a list): the name servers to ask for routes;
+                one that responds is enough
             client_ip (detected; printable text): the first part of the client id
-            instance_name ("DEFAULT"; printable text): the second; of a name of your own every process needs another one
-            unit_name, namespace (–; printable text): as in Java
-            access_key, secret_key, security_token (–): sign every request; never shown, and not pickled
-            tls (False; True, an ssl.SSLContext): encrypt; True verifies against the system's authorities
-            allowed_addresses (–; host, host:port, network, or a list): where brokers may be: whatever routes name,
-                nothing else is connected to, or gets signed requests
-            call_timeout_s, connect_timeout_s (3; 0.01–600 s): deadlines of calls
-            heartbeat_interval_s, route_refresh_interval_s (30; 0.05–3600 s): how often brokers are told that we are
-                there, and routes are asked for
-            max_frame_bytes (16 MiB; 65536–1073741824, bytes): the largest frame that is sent, and taken; a server that
-                sends more loses its connection. Servers take 16 MiB, unless told otherwise
+            instance_name ("DEFAULT"; printable text): the second part of the client id; if you set it, give each
+                process its own
+            unit_name (–; printable text): the unit name, as in the Java client
+            namespace (–; 1–127 of a-zA-Z0-9_-%|): the prefix of all topics and groups, as in the Java client
+            access_key (–; text): the account that signs every request
+            secret_key (–; text): the secret of the account; never shown, and not pickled
+            security_token (–; text): the token of a temporary account
+            tls (False; True, an ssl.SSLContext): encrypt connections; True verifies certificates with the authorities
+                of the system
+            allowed_addresses (–; host, host:port, network, or a list): the only brokers that the client connects to,
+                and sends signed requests to; the default allows all
+            call_timeout_s (3; 0.01–600 s): the deadline of a request
+            connect_timeout_s (3; 0.01–600 s): the deadline of a connection attempt
+            heartbeat_interval_s (30; 0.05–3600 s): the time between two heartbeats to a broker
+            route_refresh_interval_s (30; 0.05–3600 s): the time between two requests for the routes of topics
+            max_frame_bytes (16 MiB; 65536–2³⁰, bytes): the largest frame to send or receive. A server that sends a
+                larger one loses its connection. Servers accept 16 MiB by default
 
         Raises:
             ConfigError: an option is unknown, its value is not allowed, or its package is not installed.

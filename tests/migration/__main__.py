@@ -11,15 +11,13 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from pyrocket_consumer import ConsumerConfig, ProducerConfig
+from pyrocket_consumer.config.option import option_of
 from tests.migration import java
 from tests.pages import DOCS
-from tests.reference import CONSUMER as CONSUMER_OPTIONS
-from tests.reference import PRODUCER as PRODUCER_OPTIONS
-from tests.reference import Row as Told
 
 DOCUMENT = DOCS / "from-java-and-kafka.md"
 
-OPTIONS = {field.name for config in (ConsumerConfig, ProducerConfig) for field in fields(config)}
+OPTIONS = {field.name: option_of(field) for config in (ProducerConfig, ConsumerConfig) for field in fields(config)}
 _QUOTED = re.compile(r"`([^`]+)`")
 _TABLE = re.compile(r"(<!-- (\w+): python -m tests\.migration -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -67,7 +65,7 @@ def made(name: str, old: str) -> str:
     """Return a table as it should be."""
     if name == ONLY_HERE:
         options = [option for row in rows(old) for option in row.names]
-        cells = [[f"`{option}`", default_of(option), _linked(_told(option).what)] for option in options]
+        cells = [[f"`{option}`", default_of(option), OPTIONS[option].purpose] for option in options]
         return _lines(["here", "default", "what it does"], *cells)
     known = {each: default for kind in CLASSES[name] for each, default in java.recorded()[kind].items()}
     if not any(known.values()):
@@ -96,21 +94,9 @@ def _java_default(name: str, default: str | None) -> str:
 
 
 def default_of(option: str) -> str:
-    """Return the default of an option as the reference tells it."""
-    told = _told(option)
-    each = told.default.split(", ")
-    default = each[told.names.index(option)] if len(each) == len(told.names) > 1 else told.default
-    if default == "–":
-        return ""
-    return f"`{default}`" if re.fullmatch(r"[\d.]+|True|False|\".*\"|[A-Z]+_[A-Z]+", default) else default
-
-
-def _linked(text: str) -> str:
-    return re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", text.replace("<", "&lt;"))
-
-
-def _told(option: str) -> Told:
-    return next(row for row in (*CONSUMER_OPTIONS, *PRODUCER_OPTIONS) if option in row.names)
+    """Return the default of an option as the reference shows it."""
+    default = OPTIONS[option].default
+    return "" if default == "–" else default
 
 
 def document(page: str) -> str:

@@ -1,0 +1,60 @@
+"""Settings: frozen, checked once when made, picklable without an account. Secrets never show in a repr."""
+
+from pyrocket_consumer.config.checks import (
+    MAX_GROUP_CHARACTERS,
+    MAX_TOPIC_CHARACTERS,
+    NameServers,
+    Place,
+    Secret,
+    check_bool,
+    check_choice,
+    check_group,
+    check_int,
+    check_names,
+    check_place,
+    check_queues,
+    check_range,
+    check_secret,
+    check_text,
+    check_topic,
+    parse_address,
+    parse_allowed_addresses,
+    parse_name_servers,
+    trusting,
+)
+from pyrocket_consumer.config.client import ClientConfig
+from pyrocket_consumer.config.consumer import Allocation, ConsumerConfig, OrderBy
+from pyrocket_consumer.config.keywords import ClientOptions, ConsumerOptions, ProducerOptions
+from pyrocket_consumer.config.producer import MAX_MESSAGE_BYTES, ProducerConfig
+
+__all__ = [
+    "MAX_GROUP_CHARACTERS",
+    "MAX_MESSAGE_BYTES",
+    "MAX_TOPIC_CHARACTERS",
+    "Allocation",
+    "ClientConfig",
+    "ClientOptions",
+    "ConsumerConfig",
+    "ConsumerOptions",
+    "NameServers",
+    "OrderBy",
+    "Place",
+    "ProducerConfig",
+    "ProducerOptions",
+    "Secret",
+    "check_bool",
+    "check_choice",
+    "check_group",
+    "check_int",
+    "check_names",
+    "check_place",
+    "check_queues",
+    "check_range",
+    "check_secret",
+    "check_text",
+    "check_topic",
+    "parse_address",
+    "parse_allowed_addresses",
+    "parse_name_servers",
+    "trusting",
+]
