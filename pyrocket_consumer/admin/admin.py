@@ -114,7 +114,7 @@ class Admin:
         self.renew_locks()
         renew_locks_in_children(self)
         self._cluster: Cluster | None = None
-        self._opening: Cluster | None = None
+        self._connecting: Cluster | None = None
         self._closed = False
         self._seen: dict[str, frozenset[MessageQueue]] = {}  # by topic; confined to the I/O thread
 
@@ -132,17 +132,17 @@ class Admin:
     def renew_locks(self) -> None:
         """Have locks that nobody holds, in a process that was forked."""
         # A signal's handler may come in the middle, on the same thread: they let it in, and who was first looks again.
-        self._starting = threading.RLock()  # one start at a time
-        self._life = threading.RLock()  # held for a few steps, and never while anything is waited for
+        self._start_lock = threading.RLock()  # one start at a time
+        self._state_lock = threading.RLock()  # held for a few steps, and never while anything is waited for
 
     def _started(self) -> Cluster:
-        with self._starting:
+        with self._start_lock:
             self._check_open()
             if self._cluster is None:
-                self._opening = cluster = Cluster(self.config, make_client_id(self.config))
+                self._connecting = cluster = Cluster(self.config, make_client_id(self.config))
                 cluster.start()
-                with self._life:
-                    self._opening = None
+                with self._state_lock:
+                    self._connecting = None
                     if self._cluster is None and not self._closed:
                         self._cluster = cluster
                 if self._cluster is not cluster:
@@ -157,9 +157,9 @@ class Admin:
 
     def close(self) -> None:
         """Disconnect. A second close does nothing."""
-        with self._life:
+        with self._state_lock:
             self._closed = True
-            clusters = self._cluster, self._opening
+            clusters = self._cluster, self._connecting
         for cluster in clusters:
             if cluster is not None:
                 cluster.close()

@@ -16,60 +16,60 @@ from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOption
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConsumerClosed, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer.outgoing_message import OutgoingMessage, check_delivery
-from pyrocket_consumer.producer.producer import Producer, ProducerState, no_room
+from pyrocket_consumer.producer.producer import Producer, ProducerState, in_flight_limit_error
 from pyrocket_consumer.producer.result import SendResult
-from pyrocket_consumer.producer.send_request import Sending
+from pyrocket_consumer.producer.send_request import SendRequest
 
 P = ParamSpec("P")
 
-_LONGEST_TIMEOUT_S = 3600
+_MAX_TIMEOUT_S = 3600
 
 
-class _Waiting:
+class _LoopSink:
     """Passes the outcome of a send from the I/O thread to the loop."""
 
-    __slots__ = ("_outcomes", "began", "future", "size", "timer")
+    __slots__ = ("_results", "future", "queued_at", "size", "timer")
 
-    def __init__(self, outcomes: _Outcomes, future: asyncio.Future[Any]) -> None:
+    def __init__(self, results: _LoopResults, future: asyncio.Future[Any]) -> None:
         self.future = future
         self.size = 0
-        self.began = 0.0
+        self.queued_at = 0.0
         self.timer: asyncio.TimerHandle | None = None  # while it waits for room
-        self._outcomes = outcomes
+        self._results = results
 
     def set_result(self, result: Any) -> None:
-        self._outcomes.put(self, result, None)
+        self._results.put(self, result, None)
 
     def set_exception(self, error: BaseException) -> None:
-        self._outcomes.put(self, None, error)
+        self._results.put(self, None, error)
 
 
-class _Outcomes:
+class _LoopResults:
     """What came of sends, on its way to the loop: however many there are, the loop is woken once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, producer: AsyncProducer) -> None:
         self._loop = loop
         self._producer = weakref.ref(producer)
-        self._came: deque[tuple[_Waiting, Any, BaseException | None]] = deque()
+        self._arrived: deque[tuple[_LoopSink, Any, BaseException | None]] = deque()
         self._is_woken = False
 
-    def put(self, waiting: _Waiting, result: Any, error: BaseException | None) -> None:
-        self._came.append((waiting, result, error))
+    def put(self, sink: _LoopSink, result: Any, error: BaseException | None) -> None:
+        self._arrived.append((sink, result, error))
         if not self._is_woken:
             self._is_woken = True
             try:
-                self._loop.call_soon_threadsafe(self._pass_on)
+                self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
                 pass  # the loop is closed, and nobody waits any more
 
-    def _pass_on(self) -> None:
+    def _deliver(self) -> None:
         self._is_woken = False
         producer = self._producer()
-        while self._came:
-            waiting, result, error = self._came.popleft()
+        while self._arrived:
+            sink, result, error = self._arrived.popleft()
             if producer is not None:
-                producer._ended(waiting)
-            _tell(waiting.future, result, error)
+                producer._on_result(sink)
+            _resolve(sink.future, result, error)
 
 
 class AsyncProducer:
@@ -107,8 +107,8 @@ class AsyncProducer:
         self.config = self._producer.config
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Future[None] | None = None
-        self._queue: dict[Sending, _Waiting] = {}  # waits for room, or for the start
-        self._unfinished: dict[_Waiting, None] = {}
+        self._queued: dict[SendRequest, _LoopSink] = {}  # waits for room, or for the start
+        self._unfinished: dict[_LoopSink, None] = {}
         self._messages = self._bytes = 0  # on their way
         self._is_closed = False
 
@@ -140,17 +140,17 @@ class AsyncProducer:
 
     def _start(self) -> asyncio.Future[None]:
         if self._starting is None:
-            self._starting = _on_a_thread(self._producer.start)
-            self._starting.add_done_callback(self._started)
+            self._starting = _run_in_thread(self._producer.start)
+            self._starting.add_done_callback(self._on_started)
         return self._starting
 
-    def _started(self, starting: asyncio.Future[None]) -> None:
+    def _on_started(self, starting: asyncio.Future[None]) -> None:
         error = None if starting.cancelled() else starting.exception()
         if error is not None or starting.cancelled():
             self._starting = None
             self._fail_queued(error or ConsumerClosed("the producer was closed while it started"))
         else:
-            self._advance()
+            self._submit_queued()
 
     async def flush(self, timeout_s: float | None = None) -> None:
         """Wait until every message given before has its result; see `Producer.flush`.
@@ -159,14 +159,14 @@ class AsyncProducer:
             RequestTimeout: some have no result within `timeout_s` (seconds, 0.001 to 3600). They are on their way.
         """
         if timeout_s is not None:
-            check_range("timeout_s", timeout_s, 0.001, _LONGEST_TIMEOUT_S)
+            check_range("timeout_s", timeout_s, 0.001, _MAX_TIMEOUT_S)
         self._check_loop()
         given = pending = list(self._unfinished)
         until = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         while pending and (until is None or asyncio.get_running_loop().time() < until):
             left_s = None if until is None else until - asyncio.get_running_loop().time()
-            await asyncio.wait([waiting.future for waiting in pending], timeout=left_s)
-            pending = [waiting for waiting in pending if waiting in self._unfinished]
+            await asyncio.wait([sink.future for sink in pending], timeout=left_s)
+            pending = [sink for sink in pending if sink in self._unfinished]
         if pending:
             what = f"a flush ({len(pending)} of {len(given)} sends are on their way)"
             raise RequestTimeout(what, "the brokers", timeout_s or 0)
@@ -178,19 +178,19 @@ class AsyncProducer:
         Cancelled, it waits no longer: what has no result fails, and the producer closes in the background.
         """
         if timeout_s is not None:
-            check_range("timeout_s", timeout_s, 0, _LONGEST_TIMEOUT_S)
+            check_range("timeout_s", timeout_s, 0, _MAX_TIMEOUT_S)
         self._check_loop()
         loop, self._is_closed = asyncio.get_running_loop(), True
         until = None if timeout_s is None else loop.time() + timeout_s
         try:
             if self._starting is not None:
                 await asyncio.wait([self._starting], timeout=timeout_s)
-            pending = [waiting.future for waiting in self._unfinished]
+            pending = [sink.future for sink in self._unfinished]
             if pending:
                 await asyncio.wait(pending, timeout=None if until is None else max(until - loop.time(), 0))
             self._fail_queued(ConsumerClosed("the producer was closed"))
-            left_s = None if until is None else min(max(until - loop.time(), 0), _LONGEST_TIMEOUT_S)
-            await _on_a_thread(self._producer.close, left_s)
+            left_s = None if until is None else min(max(until - loop.time(), 0), _MAX_TIMEOUT_S)
+            await _run_in_thread(self._producer.close, left_s)
         except asyncio.CancelledError:
             self._close_in_background()
             raise
@@ -235,9 +235,9 @@ class AsyncProducer:
             ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `Producer.send`.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
-        waiting, more = self._waiting(), check_delivery(delay_level, deliver_at)
-        sending = self._producer._sending(topic, message, waiting, queue, sharding_key, timeout_s, more)
-        sent: SendResult = await self._sent(sending, waiting)
+        sink, more = self._make_sink(), check_delivery(delay_level, deliver_at)
+        request = self._producer._make_request(topic, message, sink, queue, sharding_key, timeout_s, more)
+        sent: SendResult = await self._send(request, sink)
         return sent
 
     async def send_oneway(
@@ -261,10 +261,10 @@ class AsyncProducer:
             ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `send`; nothing was sent.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
-        waiting, more = self._waiting(), check_delivery(delay_level, deliver_at)
-        sending = self._producer._sending(topic, message, waiting, queue, sharding_key, timeout_s, more)
-        sending.is_oneway = True
-        await self._sent(sending, waiting)
+        sink, more = self._make_sink(), check_delivery(delay_level, deliver_at)
+        request = self._producer._make_request(topic, message, sink, queue, sharding_key, timeout_s, more)
+        request.is_oneway = True
+        await self._send(request, sink)
 
     async def send_batch(
         self,
@@ -284,10 +284,10 @@ class AsyncProducer:
         parts = self._producer._batch_parts(topic, messages, queue, sharding_key)
         results: list[SendResult] = []
         for part in parts:
-            waiting = self._waiting()
-            sending = self._producer._batch_sending(topic, part, waiting, queue, sharding_key, timeout_s)
+            sink = self._make_sink()
+            request = self._producer._make_batch_request(topic, part, sink, queue, sharding_key, timeout_s)
             try:
-                results += await self._sent(sending, waiting)
+                results += await self._send(request, sink)
             except SendError as error:
                 raise SendError(error.topic, error.attempts, len(results)) from error.__cause__
             except RocketError as error:
@@ -296,99 +296,99 @@ class AsyncProducer:
                 raise SendError(topic, (str(error),), len(results)) from error
         return results
 
-    def _waiting(self) -> _Waiting:
+    def _make_sink(self) -> _LoopSink:
         self._check_usable()
         assert self._loop is not None
-        return _Waiting(self._outcomes, self._loop.create_future())
+        return _LoopSink(self._results, self._loop.create_future())
 
-    async def _sent(self, sending: Sending, waiting: _Waiting) -> Any:
+    async def _send(self, request: SendRequest, sink: _LoopSink) -> Any:
         """Hand a message over as soon as there is room, in its turn; return what became of it."""
         assert self._loop is not None
-        sending.is_waited_for = False
-        waiting.size = len(sending.body)
-        self._unfinished[waiting] = None
+        request.is_blocking = False
+        sink.size = len(request.body)
+        self._unfinished[sink] = None
         try:
-            if self._queue or self._producer.state is not ProducerState.RUNNING or not self._has_room(waiting.size):
-                self._queue[sending] = waiting
-                waiting.began = self._loop.time()
-                waiting.timer = self._loop.call_later(sending.timeout_s, self._too_late, sending)
+            if self._queued or self._producer.state is not ProducerState.RUNNING or not self._fits(sink.size):
+                self._queued[request] = sink
+                sink.queued_at = self._loop.time()
+                sink.timer = self._loop.call_later(request.timeout_s, self._time_out, request)
                 if self._producer.state is not ProducerState.RUNNING:
                     self._start()
             else:
-                self._put(sending, waiting)
-            return await waiting.future
+                self._submit(request, sink)
+            return await sink.future
         finally:
-            if self._queue.pop(sending, None) is not None:  # cancelled before it was sent
-                self._forget(waiting)
-                self._advance()
-            elif waiting.future.cancelled() and waiting in self._unfinished:
-                waiting.future = self._loop.create_future()  # nobody is told, but a flush waits for it
-                waiting.future.add_done_callback(asyncio.Future.exception)
+            if self._queued.pop(request, None) is not None:  # cancelled before it was sent
+                self._forget(sink)
+                self._submit_queued()
+            elif sink.future.cancelled() and sink in self._unfinished:
+                sink.future = self._loop.create_future()  # nobody is told, but a flush waits for it
+                sink.future.add_done_callback(asyncio.Future.exception)
 
-    def _has_room(self, size: int) -> bool:
+    def _fits(self, size: int) -> bool:
         # The same rule as the outbox has, whose room is never less: what has ended there is passed on here.
         config = self.config
         return not self._messages or (
             self._messages < config.max_in_flight_messages and self._bytes + size <= config.max_in_flight_bytes
         )
 
-    def _put(self, sending: Sending, waiting: _Waiting) -> None:
+    def _submit(self, request: SendRequest, sink: _LoopSink) -> None:
         waited_s = 0.0
-        if waiting.timer is not None:
+        if sink.timer is not None:
             assert self._loop is not None
-            waiting.timer.cancel()  # from here on the outbox looks at the time
-            waited_s = self._loop.time() - waiting.began
+            sink.timer.cancel()  # from here on the outbox looks at the time
+            waited_s = self._loop.time() - sink.queued_at
         try:
-            self._producer._hand_over(sending, waited_s)
+            self._producer._submit(request, waited_s)
         except RocketError as error:
-            self._forget(waiting)
-            _tell(waiting.future, None, error)
+            self._forget(sink)
+            _resolve(sink.future, None, error)
         else:
             self._messages += 1
-            self._bytes += waiting.size
+            self._bytes += sink.size
 
-    def _advance(self) -> None:
+    def _submit_queued(self) -> None:
         """Send what waits, as far as there is room."""
-        while self._queue and self._producer.state is ProducerState.RUNNING:
-            sending, waiting = next(iter(self._queue.items()))
-            if not self._has_room(waiting.size):
+        while self._queued and self._producer.state is ProducerState.RUNNING:
+            request, sink = next(iter(self._queued.items()))
+            if not self._fits(sink.size):
                 return
-            del self._queue[sending]
-            self._put(sending, waiting)
+            del self._queued[request]
+            self._submit(request, sink)
 
-    def _ended(self, waiting: _Waiting) -> None:
+    def _on_result(self, sink: _LoopSink) -> None:
         self._messages -= 1
-        self._bytes -= waiting.size
-        self._forget(waiting)
-        self._advance()
+        self._bytes -= sink.size
+        self._forget(sink)
+        self._submit_queued()
 
-    def _too_late(self, sending: Sending) -> None:
-        waiting = self._queue.pop(sending)
-        self._forget(waiting)
-        error: RocketError = no_room(sending, self.config)
+    def _time_out(self, request: SendRequest) -> None:
+        sink = self._queued.pop(request)
+        self._forget(sink)
+        error: RocketError = in_flight_limit_error(request, self.config)
         if self._producer.state is ProducerState.CREATED:
             error = ConnectError(
-                ";".join(self.config.name_servers), f"no answer within {sending.timeout_s:g} s; nothing was sent"
+                ";".join(self.config.name_servers), f"no answer within {request.timeout_s:g} s; nothing was sent"
             )
-        _tell(waiting.future, None, error)
-        self._advance()  # one behind it may be smaller
+        _resolve(sink.future, None, error)
+        self._submit_queued()  # one behind it may be smaller
 
     def _fail_queued(self, error: BaseException) -> None:
-        queued, self._queue = self._queue, {}
-        for waiting in queued.values():
-            self._forget(waiting)
-            _tell(waiting.future, None, error)
+        queued, self._queued = self._queued, {}
+        for sink in queued.values():
+            self._forget(sink)
+            _resolve(sink.future, None, error)
 
-    def _forget(self, waiting: _Waiting) -> None:
-        if waiting.timer is not None:
-            waiting.timer.cancel()
-        self._unfinished.pop(waiting, None)
+    def _forget(self, sink: _LoopSink) -> None:
+        if sink.timer is not None:
+            sink.timer.cancel()
+        self._unfinished.pop(sink, None)
 
     def _check_loop(self) -> None:
         loop = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = loop
-            self._outcomes = _Outcomes(loop, self)
+            self._results = _LoopResults(loop, self)
         elif self._loop is not loop:
             raise ConfigError("this AsyncProducer was used on another event loop; make one on each")
 
@@ -398,7 +398,7 @@ class AsyncProducer:
             raise ConsumerClosed("the producer is closed; make a new one")
 
 
-def _on_a_thread(work: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> asyncio.Future[None]:
+def _run_in_thread(work: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> asyncio.Future[None]:
     """Have `work` done on a thread of its own. Those of the loop's executor may all be waiting for a send."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -410,13 +410,13 @@ def _on_a_thread(work: Callable[P, None], *arguments: P.args, **named: P.kwargs)
         except BaseException as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-            loop.call_soon_threadsafe(_tell, done, None, failure)
+            loop.call_soon_threadsafe(_resolve, done, None, failure)
 
     threading.Thread(target=run, name="pyrocket-life", daemon=True).start()
     return done
 
 
-def _tell(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():
         return  # cancelled
     if error is not None:

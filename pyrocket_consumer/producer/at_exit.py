@@ -12,7 +12,7 @@ with suppress(RuntimeError):  # the main thread has ended, and Python takes no m
     import concurrent.futures.thread  # noqa: F401 - see _register
 
 
-class Unclosed(Protocol):
+class Flushable(Protocol):
     """What runs until it is closed, or until the process ends."""
 
     def begin_flush(self) -> Callable[[], None]:
@@ -21,22 +21,22 @@ class Unclosed(Protocol):
 
 # Without a lock, which a fork could leave taken for ever: each access is one operation of the set, and being registered
 # twice does no harm.
-_unclosed: set[Unclosed] = set()
+_flushables: set[Flushable] = set()
 _is_registered = False
 
 
-def add(unclosed: Unclosed) -> None:
-    """Have `unclosed` flushed when the process ends, unless it is removed before."""
+def add(flushable: Flushable) -> None:
+    """Have `flushable` flushed when the process ends, unless it is removed before."""
     global _is_registered
-    _unclosed.add(unclosed)
+    _flushables.add(flushable)
     if not _is_registered:
         _is_registered = True
         _register()
 
 
-def remove(unclosed: Unclosed) -> None:
-    """Forget `unclosed`; it needs no flush any more."""
-    _unclosed.discard(unclosed)
+def remove(flushable: Flushable) -> None:
+    """Forget `flushable`; it needs no flush any more."""
+    _flushables.discard(flushable)
 
 
 def _register() -> None:
@@ -55,5 +55,5 @@ def _register() -> None:
 
 
 def _flush() -> None:
-    for end in [each.begin_flush() for each in _unclosed.copy()]:  # they take their time together
-        end()
+    for wait_flushed in [each.begin_flush() for each in _flushables.copy()]:  # they take their time together
+        wait_flushed()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.protocol.message import BatchItem
 
-MAX_MESSAGES = 10_000
+MAX_BATCH_MESSAGES = 10_000
 """Most messages of one request.
 
 Brokers from 5.0 on count them in 16 bits with a sign: after a batch of 32,768 the next messages of the queue get
@@ -26,7 +26,7 @@ class BatchMessage(NamedTuple):
     message_id: str
 
 
-def cut(messages: Sequence[BatchMessage], max_bytes: int) -> Iterator[Sequence[BatchMessage]]:
+def split_batch(messages: Sequence[BatchMessage], max_bytes: int) -> Iterator[Sequence[BatchMessage]]:
     """Return `messages` in as few parts as fit into requests of `max_bytes`.
 
     Raises:
@@ -41,7 +41,7 @@ def cut(messages: Sequence[BatchMessage], max_bytes: int) -> Iterator[Sequence[B
                 f"message {number} of the batch, {len(item.body)} bytes, takes {item_bytes} of {max_bytes} bytes "
                 "(max_message_bytes) in a batch; send it by itself"
             )
-        if size + item_bytes > max_bytes or number - first == MAX_MESSAGES:
+        if size + item_bytes > max_bytes or number - first == MAX_BATCH_MESSAGES:
             yield messages[first:number]
             first, size = number, 0
         size += item_bytes

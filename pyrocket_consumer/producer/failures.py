@@ -16,22 +16,22 @@ from pyrocket_consumer.errors import (
 from pyrocket_consumer.protocol.codes import ResponseCode
 
 
-class NoQueue(RocketError):
+class NoWritableQueue(RocketError):
     """The route has no queue that will do, and none is known to come back."""
 
 
-class Verdict(Enum):
+class SendFailure(Enum):
     """What became of a message that was not acknowledged, and what to do with it."""
 
-    AGAIN = "not stored; the same broker may take it in a moment"
-    ELSEWHERE = "not stored; another broker may take it"
+    RETRY = "not stored; the same broker may take it in a moment"
+    RETRY_ELSEWHERE = "not stored; another broker may take it"
     UNKNOWN = "stored or not; to send it again may make a copy"
-    NEVER = "not stored, and no broker will take it"
+    PERMANENT = "not stored, and no broker will take it"
 
 
 # Refused before anything was stored, for a reason that passes or that a new route ends. 215 is 2 by another name.
 # Source: DefaultMQProducer.retryResponseCodes; SendMessageProcessor.handlePutMessageResult.
-_AGAIN = frozenset(
+_RETRY_CODES = frozenset(
     {
         ResponseCode.TOPIC_NOT_EXIST,
         ResponseCode.SERVICE_NOT_AVAILABLE,
@@ -40,33 +40,33 @@ _AGAIN = frozenset(
         ResponseCode.GO_AWAY,
     }
 )
-_ELSEWHERE = frozenset({ResponseCode.NO_BUYER_ID, ResponseCode.NOT_IN_CURRENT_UNIT})
+_RETRY_ELSEWHERE_CODES = frozenset({ResponseCode.NO_BUYER_ID, ResponseCode.NOT_IN_CURRENT_UNIT})
 
-_IN_TROUBLE = _AGAIN - {ResponseCode.TOPIC_NOT_EXIST}
+_BROKER_TROUBLE_CODES = _RETRY_CODES - {ResponseCode.TOPIC_NOT_EXIST}
 
 # The same code stands for many reasons; only the text tells.
-_SLAVE = "[REJECTREQUEST]"
-_READ_ONLY = "sending message is forbidden"
-_NOT_STORED = ("[PC_SYNCHRONIZED]", "server is busy or broken")
+_SLAVE_TEXT = "[REJECTREQUEST]"
+_READ_ONLY_TEXT = "sending message is forbidden"
+_NOT_STORED_TEXTS = ("[PC_SYNCHRONIZED]", "server is busy or broken")
 
 
-def verdict(error: Exception) -> Verdict:
+def classify_failure(error: Exception) -> SendFailure:
     """Return what `error`, in the place of an acknowledgement, means."""
     if isinstance(error, ConnectError):
-        return Verdict.AGAIN
+        return SendFailure.RETRY
     if isinstance(error, (RequestTimeout, ConnectionLost)):
-        return Verdict.UNKNOWN
+        return SendFailure.UNKNOWN
     if not isinstance(error, BrokerError):
-        return Verdict.NEVER
+        return SendFailure.PERMANENT
     if isinstance(error, PermissionDenied):
-        return Verdict.AGAIN if _READ_ONLY in error.remark else Verdict.ELSEWHERE
-    if error.code in _AGAIN or _is_queue_illegal(error):
-        return Verdict.AGAIN
-    if error.code in _ELSEWHERE:
-        return Verdict.ELSEWHERE
+        return SendFailure.RETRY if _READ_ONLY_TEXT in error.remark else SendFailure.RETRY_ELSEWHERE
+    if error.code in _RETRY_CODES or _is_queue_illegal(error):
+        return SendFailure.RETRY
+    if error.code in _RETRY_ELSEWHERE_CODES:
+        return SendFailure.RETRY_ELSEWHERE
     if error.code == ResponseCode.SYSTEM_ERROR:
-        return Verdict.AGAIN if any(text in error.remark for text in _NOT_STORED) else Verdict.UNKNOWN
-    return Verdict.UNKNOWN if error.code in DEGRADED_CODES else Verdict.NEVER
+        return SendFailure.RETRY if any(text in error.remark for text in _NOT_STORED_TEXTS) else SendFailure.UNKNOWN
+    return SendFailure.UNKNOWN if error.code in DEGRADED_CODES else SendFailure.PERMANENT
 
 
 def _is_queue_illegal(error: BrokerError) -> bool:
@@ -74,13 +74,13 @@ def _is_queue_illegal(error: BrokerError) -> bool:
     return "queueId[" in error.remark and "is illegal" in error.remark
 
 
-def asks_for_route(error: Exception) -> bool:
+def is_route_stale(error: Exception) -> bool:
     """Tell whether the route may be old: nobody is there, or who is there does not have the queue (any more)."""
     if not isinstance(error, BrokerError):
         return True
     if error.code in (ResponseCode.SYSTEM_BUSY, ResponseCode.FLOW_CONTROL):
-        return _SLAVE in error.remark
-    return verdict(error) is Verdict.AGAIN
+        return _SLAVE_TEXT in error.remark
+    return classify_failure(error) is SendFailure.RETRY
 
 
 def is_topic_missing(error: Exception | None) -> bool:
@@ -90,4 +90,4 @@ def is_topic_missing(error: Exception | None) -> bool:
 
 def is_broker_in_trouble(error: Exception) -> bool:
     """Tell whether the broker is the reason, and not the message, so that the next ones, too, do better elsewhere."""
-    return not isinstance(error, BrokerError) or error.code in _IN_TROUBLE
+    return not isinstance(error, BrokerError) or error.code in _BROKER_TROUBLE_CODES

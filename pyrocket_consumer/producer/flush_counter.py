@@ -6,77 +6,77 @@ import threading
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from pyrocket_consumer.producer.send_future import Waiting
-from pyrocket_consumer.producer.send_request import Sending
+from pyrocket_consumer.producer.send_future import ResultSink
+from pyrocket_consumer.producer.send_request import SendRequest
 from pyrocket_consumer.transport.thread_future import Outcome
 
 
-class Ended(NamedTuple):
+class FlushResult(NamedTuple):
     """How many messages were sent, were not, and have no result yet; and why the first that was not sent was not."""
 
     sent: int
     failed: int
-    unanswered: int
+    pending: int
     reason: BaseException | None
 
 
-class Tally:
-    """Counts how `sendings` end. Made and told on the I/O thread; any other may wait until all have ended.
+class FlushCounter:
+    """Counts how `requests` end. Made and told on the I/O thread; any other may wait until all have ended.
 
     It stands between each of them and whoever waits for its result, so that only those pay for it that are counted.
     """
 
-    def __init__(self, sendings: Collection[Sending]) -> None:
-        self.messages = sum(len(sending.message_ids) for sending in sendings)
-        self.longest_timeout_s = max((sending.timeout_s for sending in sendings), default=0.0)
+    def __init__(self, requests: Collection[SendRequest]) -> None:
+        self.messages = sum(len(request.message_ids) for request in requests)
+        self.longest_timeout_s = max((request.timeout_s for request in requests), default=0.0)
         self._lock = threading.Lock()
-        self._waiting: list[Outcome[None]] = []
-        self._ended = Ended(0, 0, self.messages, None)
-        for sending in sendings:
-            sending.waiting = _Counted(sending.waiting, self, len(sending.message_ids))
+        self._waiters: list[Outcome[None]] = []
+        self._result = FlushResult(0, 0, self.messages, None)
+        for request in requests:
+            request.sink = _CountingSink(request.sink, self, len(request.message_ids))
 
-    def wait(self, timeout_s: float) -> Ended:
+    def wait(self, timeout_s: float) -> FlushResult:
         """Wait until each message has its result, for up to `timeout_s`; return how they have ended."""
-        all_ended = Outcome[None]()
+        waiter = Outcome[None]()
         with self._lock:
-            if not self._ended.unanswered:
-                return self._ended
-            self._waiting.append(all_ended)
-        all_ended.wait(timeout_s)
+            if not self._result.pending:
+                return self._result
+            self._waiters.append(waiter)
+        waiter.wait(timeout_s)
         with self._lock:
-            return self._ended
+            return self._result
 
-    def end(self, messages: int, error: BaseException | None) -> None:
+    def add(self, messages: int, error: BaseException | None) -> None:
         """Count messages that have their result now."""
         with self._lock:
-            sent, failed, unanswered, reason = self._ended
+            sent, failed, pending, reason = self._result
             if error is None:
-                self._ended = Ended(sent + messages, failed, unanswered - messages, reason)
+                self._result = FlushResult(sent + messages, failed, pending - messages, reason)
             else:
-                self._ended = Ended(sent, failed + messages, unanswered - messages, reason or error)
-            if not self._ended.unanswered:
-                for all_ended in self._waiting:
-                    all_ended.set_result(None)
+                self._result = FlushResult(sent, failed + messages, pending - messages, reason or error)
+            if not self._result.pending:
+                for waiter in self._waiters:
+                    waiter.set_result(None)
 
 
-class _Counted:
+class _CountingSink:
     """Passes the outcome of a send on, and then counts it."""
 
-    __slots__ = ("_messages", "_tally", "_waiting")
+    __slots__ = ("_counter", "_messages", "_sink")
 
-    def __init__(self, waiting: Waiting, tally: Tally, messages: int) -> None:
-        self._waiting = waiting
-        self._tally = tally
+    def __init__(self, sink: ResultSink, counter: FlushCounter, messages: int) -> None:
+        self._sink = sink
+        self._counter = counter
         self._messages = messages
 
     def set_result(self, result: Any) -> None:
         try:
-            self._waiting.set_result(result)
+            self._sink.set_result(result)
         finally:
-            self._tally.end(self._messages, None)
+            self._counter.add(self._messages, None)
 
     def set_exception(self, error: BaseException) -> None:
         try:
-            self._waiting.set_exception(error)
+            self._sink.set_exception(error)
         finally:
-            self._tally.end(self._messages, error)
+            self._counter.add(self._messages, error)

@@ -12,10 +12,10 @@ from pyrocket_consumer.transport.thread_future import Outcome
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pyrocket_consumer.producer.send_request import Sending
+    from pyrocket_consumer.producer.send_request import SendRequest
 
 
-class Outbox:
+class InFlightLimiter:
     """Messages handed over and not finished yet; at most `max_messages` and `max_bytes` of them.
 
     User threads `put`, the I/O thread takes all there is in one turn, and tells when each is `finished`. The one lock
@@ -27,37 +27,37 @@ class Outbox:
         self._max_messages, self._max_bytes = max_messages, max_bytes
         self._wake = wake
         self._lock = threading.Lock()
-        self._waiting_for_change: list[Outcome[None]] = []
+        self._waiters: list[Outcome[None]] = []
         self._messages = self._bytes = 0
-        self._put: list[Sending] = []
+        self._queued: list[SendRequest] = []
         self._closed = False
 
-    def put(self, sending: Sending, timeout_s: float) -> bool:
-        """Hand `sending` over, waiting up to `timeout_s` for room; False when there was none.
+    def put(self, request: SendRequest, timeout_s: float) -> bool:
+        """Hand `request` over, waiting up to `timeout_s` for room; False when there was none.
 
         Raises:
             ConsumerClosed: the producer is closed.
         """
         until = None
-        while (change := self._put_or_watch(sending)) is not None:
+        while (waiter := self._try_put(request)) is not None:
             until = time.monotonic() + timeout_s if until is None else until
-            if not self._wait(change, until):
+            if not self._wait(waiter, until):
                 return False
         return True
 
-    def _put_or_watch(self, sending: Sending) -> Outcome[None] | None:
-        """Hand `sending` over; if there is no room, return what tells the next change."""
-        size, is_first = len(sending.body), False
+    def _try_put(self, request: SendRequest) -> Outcome[None] | None:
+        """Hand `request` over; if there is no room, return what tells the next change."""
+        size, is_first = len(request.body), False
         try:
             with self._lock:
                 if self._closed:
                     raise ConsumerClosed("the producer is closed; make a new one")
-                if not self._has_room(size):
-                    return self._next_change()
-                is_first = not self._put
+                if not self._fits(size):
+                    return self._add_waiter()
+                is_first = not self._queued
                 self._messages += 1
                 self._bytes += size
-                self._put.append(sending)
+                self._queued.append(request)
             if is_first:  # whoever follows before the I/O thread comes is taken in the same turn
                 self._wake()
         except BaseException:
@@ -66,42 +66,42 @@ class Outbox:
             raise
         return None
 
-    def _has_room(self, size: int) -> bool:
+    def _fits(self, size: int) -> bool:
         # One message is let in whatever its size, or it could never be sent.
         return not self._messages or (self._messages < self._max_messages and self._bytes + size <= self._max_bytes)
 
-    def _next_change(self) -> Outcome[None]:
-        change: Outcome[None] = Outcome()
-        self._waiting_for_change.append(change)
-        return change
+    def _add_waiter(self) -> Outcome[None]:
+        waiter: Outcome[None] = Outcome()
+        self._waiters.append(waiter)
+        return waiter
 
-    def _wait(self, change: Outcome[None], until: float | None) -> bool:
-        """Wait for `change`; False if it does not come by `until`."""
-        if change.wait(None if until is None else until - time.monotonic()):
+    def _wait(self, waiter: Outcome[None], until: float | None) -> bool:
+        """Wait for `waiter`; False if it does not come by `until`."""
+        if waiter.wait(None if until is None else until - time.monotonic()):
             return True
         with self._lock:
-            if change in self._waiting_for_change:
-                self._waiting_for_change.remove(change)
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
         return False
 
-    def _tell_change(self) -> None:
-        waiting, self._waiting_for_change = self._waiting_for_change, []
-        for change in waiting:
-            change.set_result(None)
+    def _wake_waiters(self) -> None:
+        waiting, self._waiters = self._waiters, []
+        for waiter in waiting:
+            waiter.set_result(None)
 
-    def take_all(self) -> list[Sending]:
+    def take_all(self) -> list[SendRequest]:
         """Return what was put since the last time."""
         with self._lock:
-            taken, self._put = self._put, []
+            taken, self._queued = self._queued, []
         return taken
 
-    def finished(self, sending: Sending) -> None:
-        """Make room: `sending` has its result."""
+    def release(self, request: SendRequest) -> None:
+        """Make room: `request` has its result."""
         with self._lock:
             self._messages -= 1
-            self._bytes -= len(sending.body)
-            if self._waiting_for_change:
-                self._tell_change()
+            self._bytes -= len(request.body)
+            if self._waiters:
+                self._wake_waiters()
 
     @property
     def messages(self) -> int:
@@ -113,7 +113,7 @@ class Outbox:
         """Take no more messages; whoever waits for room is refused."""
         with self._lock:
             self._closed = True
-            self._tell_change()
+            self._wake_waiters()
 
     def wait_until_empty(self, timeout_s: float | None) -> bool:
         """Wait until every message has its result; False if some have not within `timeout_s`."""
@@ -122,6 +122,6 @@ class Outbox:
             with self._lock:
                 if not self._messages:
                     return True
-                change = self._next_change()
-            if not self._wait(change, until):
+                waiter = self._add_waiter()
+            if not self._wait(waiter, until):
                 return False

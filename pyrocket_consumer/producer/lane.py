@@ -7,16 +7,16 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pyrocket_consumer.producer.send_request import LaneKey, Sending
+from pyrocket_consumer.producer.send_request import LaneKey, SendRequest
 from pyrocket_consumer.transport.connection import Connection
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class UnansweredRequest:
     """A request of a lane that has no answer: as long as it may be stored yet, nothing may overtake it."""
 
     connection: Connection
-    heard_bytes: int
+    received_before: int
     suspect_at: float  # when a connection that has said nothing since is no longer believed in
 
 
@@ -24,7 +24,7 @@ class Held:
 class Lane:
     """The messages for one queue, or with one sharding key, in their order. Confined to the I/O thread.
 
-    `current` is the one under way; when its time is over while `held` waits for an answer, the lane stands still
+    `current` is the one under way; when its time is over while `unanswered` waits for an answer, the lane stands still
     nevertheless. A message that waits is given up only when it is older than its timeout and the lane has not
     `moved` for as long, so that a burst may take longer than the timeout of one; one that a thread waits for ends
     with its own deadline.
@@ -32,32 +32,32 @@ class Lane:
 
     key: LaneKey
     moved_at: float
-    waiting: deque[Sending] = field(default_factory=deque)
-    current: Sending | None = None
-    held: Held | None = None
+    waiting: deque[SendRequest] = field(default_factory=deque)
+    current: SendRequest | None = None
+    unanswered: UnansweredRequest | None = None
     is_unsure: bool = False  # what became of a message before is not known
     timer: TimerHandle | None = None
 
-    def expiry(self, sending: Sending) -> float:
+    def expiry(self, request: SendRequest) -> float:
         """Return when a message is given up, if the lane does not move any more."""
-        if sending.is_waited_for:
-            return sending.deadline
-        return max(sending.deadline, self.moved_at + sending.timeout_s)
+        if request.is_blocking:
+            return request.deadline
+        return max(request.deadline, self.moved_at + request.timeout_s)
 
-    def next(self, unfinished: set[Sending]) -> Sending | None:
+    def start_next(self, unfinished: set[SendRequest]) -> SendRequest | None:
         """Make the next message the current one; None if there is none."""
         self.current = None
         while self.waiting and self.current is None:
-            sending = self.waiting.popleft()
-            if sending in unfinished:  # else its time is over
-                sending.deadline = self.expiry(sending)
-                self.current = sending
+            request = self.waiting.popleft()
+            if request in unfinished:  # else its time is over
+                request.deadline = self.expiry(request)
+                self.current = request
         return self.current
 
-    def expired(self, now: float) -> Iterator[Sending]:
+    def pop_expired(self, now: float) -> Iterator[SendRequest]:
         """Take out, one after the other, the waiting messages whose time is over."""
-        over = [sending for sending in self.waiting if self.expiry(sending) <= now]
+        over = [request for request in self.waiting if self.expiry(request) <= now]
         if over:
             gone = set(over)
-            self.waiting = deque(sending for sending in self.waiting if sending not in gone)
+            self.waiting = deque(request for request in self.waiting if request not in gone)
         yield from over

@@ -24,10 +24,10 @@ _ARGUMENT_FOR = {
 }
 
 # What an application sets by itself, although RocketMQ has a name for it.
-_FREE = {PropertyName.CHECK_IMMUNITY_TIME_IN_SECONDS, PropertyName.TRACE_CONTEXT}
+_SETTABLE_PROPERTIES = {PropertyName.CHECK_IMMUNITY_TIME_IN_SECONDS, PropertyName.TRACE_CONTEXT}
 
 RESERVED_PROPERTIES = frozenset(
-    value for name, value in vars(PropertyName).items() if name.isupper() and value not in _FREE
+    value for name, value in vars(PropertyName).items() if name.isupper() and value not in _SETTABLE_PROPERTIES
 )
 """Property names a message may not bring along: clients and brokers write them, so that a value would be lost or
 obeyed. To send a consumed message on, leave these out. Source: MessageConst."""
@@ -36,7 +36,7 @@ TRANSIENT_PREFIX = "__RMQ.TRANSIENT."
 """How names begin that brokers give to what is never stored; a message may not bring such a property along, either."""
 
 # Source: TopicValidator.NOT_ALLOWED_SEND_TOPIC_SET.
-_NOT_TO_SEND_TO = frozenset(
+_BROKER_TOPICS = frozenset(
     {
         "SCHEDULE_TOPIC_XXXX",
         "RMQ_SYS_TRANS_HALF_TOPIC",
@@ -96,7 +96,7 @@ def check_send_topic(topic: object) -> str:
         ConfigError: it is not a legal name, or is one of the broker's own topics.
     """
     name = check_topic(topic)
-    if name in _NOT_TO_SEND_TO:
+    if name in _BROKER_TOPICS:
         raise ConfigError(f"topic {name!r} belongs to the broker; send to a topic of your own")
     return name
 
@@ -198,7 +198,7 @@ def _check_properties(properties: object) -> None:
     # What is plainly a mapping is told much sooner than one by agreement.
     if type(properties) is not dict and not isinstance(properties, Mapping):
         raise ConfigError(f"properties must be a mapping of text to text, not {type(properties).__name__}")
-    if _are_plain(properties):
+    if _are_all_plain(properties):
         return
     for name, value in properties.items():
         _check_text("a property's name", name)
@@ -209,7 +209,7 @@ def _check_properties(properties: object) -> None:
         _check_text(f"property {name!r}", value)
 
 
-def _are_plain(properties: Mapping[object, object]) -> bool:
+def _are_all_plain(properties: Mapping[object, object]) -> bool:
     """Tell, quickly, whether nothing is wrong with any name and value; False when they must be looked at one by one."""
     texts = [*properties, *properties.values()]
     try:

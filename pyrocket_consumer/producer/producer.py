@@ -20,9 +20,9 @@ from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOption
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
 from pyrocket_consumer.producer import at_exit
-from pyrocket_consumer.producer.batch import BatchMessage, cut
-from pyrocket_consumer.producer.flush_counter import Tally
-from pyrocket_consumer.producer.in_flight import Outbox
+from pyrocket_consumer.producer.batch import BatchMessage, split_batch
+from pyrocket_consumer.producer.flush_counter import FlushCounter
+from pyrocket_consumer.producer.in_flight import InFlightLimiter
 from pyrocket_consumer.producer.outgoing_message import (
     OutgoingMessage,
     check_delivery,
@@ -32,9 +32,9 @@ from pyrocket_consumer.producer.outgoing_message import (
     check_size,
 )
 from pyrocket_consumer.producer.result import SendResult
-from pyrocket_consumer.producer.send_dispatcher import Sender
-from pyrocket_consumer.producer.send_future import CallbackThread, Promise, SendFuture, Waiting
-from pyrocket_consumer.producer.send_request import Sending
+from pyrocket_consumer.producer.send_dispatcher import SendDispatcher
+from pyrocket_consumer.producer.send_future import CallbackThread, Promise, ResultSink, SendFuture
+from pyrocket_consumer.producer.send_request import SendRequest
 from pyrocket_consumer.protocol.compression import compress
 from pyrocket_consumer.protocol.ids import UniqueIds
 from pyrocket_consumer.protocol.message import BatchItem, encode_batch
@@ -46,11 +46,11 @@ from pyrocket_consumer.transport.thread_future import Outcome
 log = logger("producer")
 
 T = TypeVar("T")
-EndOfKind = Callable[[float], object]
+CloseHook = Callable[[float], object]
 """Ends what a kind of producer does besides sending, within so many seconds."""
 
-_LONGEST_TIMEOUT_S = 3600
-_GRACE_S = 5.0  # the I/O thread keeps the deadlines; this long after one we no longer believe that it does
+_MAX_TIMEOUT_S = 3600
+_DEADLINE_GRACE_S = 5.0  # the I/O thread keeps the deadlines; this long after one we no longer believe that it does
 _CLOSE_STEP_S = 5.0
 _EXIT_GRACE_S = 1.0  # for the last ones to be told that their time is over
 
@@ -63,99 +63,104 @@ class ProducerState(Enum):
     CLOSED = "closed"
 
 
-class _Running:
+class _Session:
     """What a producer has while it runs: its cluster, and the way of its messages to the I/O thread."""
 
     def __init__(
-        self, cluster: Cluster, config: ProducerConfig, group: str, callbacks: CallbackThread, end: EndOfKind
+        self,
+        cluster: Cluster,
+        config: ProducerConfig,
+        group: str,
+        callback_thread: CallbackThread,
+        close_hook: CloseHook,
     ) -> None:
         self.cluster = cluster
         self._config = config
-        self._callbacks = callbacks
+        self._callback_thread = callback_thread
         self._group = group
-        self._end = end
+        self._close_hook = close_hook
         self.ids = new_ids(config)
-        self.outbox = Outbox(config.max_in_flight_messages, config.max_in_flight_bytes, self._wake)
-        self._sender = Sender(cluster, config, group, self.outbox.finished)
+        self.in_flight = InFlightLimiter(config.max_in_flight_messages, config.max_in_flight_bytes, self._wake)
+        self._dispatcher = SendDispatcher(cluster, config, group, self.in_flight.release)
 
     def _wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # closed this very moment: what was put has been given up
-            self.cluster.loop.call_soon_threadsafe(self._drain)
+            self.cluster.loop.call_soon_threadsafe(self._dispatch_queued)
 
-    def _drain(self) -> None:
-        for sending in self.outbox.take_all():
-            self._sender.begin(sending)
+    def _dispatch_queued(self) -> None:
+        for request in self.in_flight.take_all():
+            self._dispatcher.dispatch(request)
 
-    def tally(self) -> Tally:
+    def count_in_flight(self) -> FlushCounter:
         """Begin to count how what is on its way ends.
 
         Raises:
             ConsumerClosed: it is closed, or belongs to the process this one was forked from.
             RequestTimeout: the I/O thread does not run.
         """
-        return self.cluster.run(self._tally(), _CLOSE_STEP_S)
+        return self.cluster.run(self._count_in_flight(), _CLOSE_STEP_S)
 
-    async def _tally(self) -> Tally:
-        self._drain()
-        return self._sender.tally()
+    async def _count_in_flight(self) -> FlushCounter:
+        self._dispatch_queued()
+        return self._dispatcher.count_in_flight()
 
     def begin_flush(self) -> Callable[[], None]:
         """Count what is on its way at the end of the process; see `at_exit`."""
         try:
-            tally = self.tally()
+            counter = self.count_in_flight()
         except ConsumerClosed:  # meanwhile; or this process was forked, and it is the parent's to send
-            return _nothing
+            return _do_nothing
         except RequestTimeout as error:
-            lost = self.outbox.messages
+            lost = self.in_flight.messages
             log.error("group=%s the process ends, and %d messages are lost reason=%s", self._config.group, lost, error)
-            return _nothing
-        return partial(self._end_flush, tally, time.monotonic() + self._config.send_timeout_s + _EXIT_GRACE_S)
+            return _do_nothing
+        return partial(self._end_flush, counter, time.monotonic() + self._config.send_timeout_s + _EXIT_GRACE_S)
 
-    def _end_flush(self, tally: Tally, until: float) -> None:
-        ended = tally.wait(until - time.monotonic())
-        self._callbacks.catch_up(until - time.monotonic())
-        if not tally.messages:
+    def _end_flush(self, counter: FlushCounter, until: float) -> None:
+        result = counter.wait(until - time.monotonic())
+        self._callback_thread.drain(until - time.monotonic())
+        if not counter.messages:
             return
-        all_sent = ended.sent == tally.messages
-        became = f"{ended.sent} are sent, {ended.failed} were not sent, {ended.unanswered} have no answer"
+        all_sent = result.sent == counter.messages
+        became = f"{result.sent} are sent, {result.failed} were not sent, {result.pending} have no answer"
         log.log(
             logging.WARNING if all_sent else logging.ERROR,
             "group=%s the process ends and the producer was not closed: %d messages were on their way, %s; "
             "call flush() or close() before the end%s",
             self._config.group,
-            tally.messages,
+            counter.messages,
             "all are sent now" if all_sent else became,
-            f" reason={ended.reason}" if ended.failed else "",
+            f" reason={result.reason}" if result.failed else "",
         )
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait until what is on its way has its results, then disconnect; see `Producer.close`."""
-        self.outbox.close()
+        self.in_flight.close()
         try:
-            self._end(_CLOSE_STEP_S if timeout_s is None else timeout_s)
-            self.outbox.wait_until_empty(timeout_s)
+            self._close_hook(_CLOSE_STEP_S if timeout_s is None else timeout_s)
+            self.in_flight.wait_until_empty(timeout_s)
         finally:  # after an interrupt, too
             self._disconnect(timeout_s)
 
     def _disconnect(self, timeout_s: float | None) -> None:
         try:
-            if self.outbox.messages:
+            if self.in_flight.messages:
                 abandoned = self.cluster.run(self._abandon(), _CLOSE_STEP_S)
                 log.error("group=%s closed with %d sends on their way", self._config.group, abandoned)
-            self.cluster.run(self._leave(), _CLOSE_STEP_S)
+            self.cluster.run(self._unregister(), _CLOSE_STEP_S)
         except RocketError as error:
             log.warning("group=%s closed without taking leave reason=%s", self._config.group, error)
         finally:
             at_exit.remove(self)
             self.cluster.close()
-            self._callbacks.stop(_CLOSE_STEP_S if timeout_s is None else timeout_s)
+            self._callback_thread.stop(_CLOSE_STEP_S if timeout_s is None else timeout_s)
 
     async def _abandon(self) -> int:
         """Give up what is on its way, and return how many requests that were."""
-        self._drain()
-        return self._sender.abandon()
+        self._dispatch_queued()
+        return self._dispatcher.abandon()
 
-    async def _leave(self) -> None:
+    async def _unregister(self) -> None:
         self.cluster.remove_producer(self._group)
         await self.cluster.unregister(producer_group=self._group)
 
@@ -165,7 +170,7 @@ def new_ids(config: ProducerConfig) -> UniqueIds:
     return UniqueIds((config.client_ip or local_ip()).strip("[]"), os.getpid())
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """There is nothing to flush."""
 
 
@@ -247,12 +252,12 @@ class Producer:
         renew_locks_in_children(self)
         self._state = ProducerState.CREATED
         self._pid: int | None = None
-        self._running: _Running | None = None
-        self._opening: Cluster | None = None
-        self._callbacks = CallbackThread()
-        self._over = threading.Event()  # the first close has ended
+        self._session: _Session | None = None
+        self._connecting: Cluster | None = None
+        self._callback_thread = CallbackThread()
+        self._closed = threading.Event()  # the first close has ended
         self._closed_by: threading.Thread | None = None
-        self._topics: dict[str, str] = {}
+        self._wire_topics: dict[str, str] = {}
 
     # --- life
 
@@ -273,21 +278,21 @@ class Producer:
             ConnectError: no name server answers. The producer can be started again.
             ConsumerClosed: it was closed, maybe meanwhile.
         """
-        with self._starting:
+        with self._start_lock:
             self._check_open()
-            if self._running is not None:
+            if self._session is not None:
                 return
             cluster = Cluster(self.config, make_client_id(self.config))
             cluster.add_producer(self._group)
-            end = self._prepare(cluster)
-            self._opening = cluster
+            close_hook = self._prepare(cluster)
+            self._connecting = cluster
             cluster.start()
-            running = _Running(cluster, self.config, self._group, self._callbacks, end)
-            with self._life:
-                self._opening = None
+            session = _Session(cluster, self.config, self._group, self._callback_thread, close_hook)
+            with self._state_lock:
+                self._connecting = None
                 if is_wanted := self._state is ProducerState.CREATED:
-                    self._running, self._pid, self._state = running, os.getpid(), ProducerState.RUNNING
-                    at_exit.add(running)
+                    self._session, self._pid, self._state = session, os.getpid(), ProducerState.RUNNING
+                    at_exit.add(session)
             if not is_wanted:
                 cluster.close()
                 self._check_open()
@@ -299,10 +304,10 @@ class Producer:
     def renew_locks(self) -> None:
         """Have locks that nobody holds, in a process that was forked."""
         # A signal's handler may come in the middle, on the same thread: they let it in, and who was first looks again.
-        self._starting = threading.RLock()  # one start at a time
-        self._life = threading.RLock()  # held for a few steps, and never while anything is waited for
+        self._start_lock = threading.RLock()  # one start at a time
+        self._state_lock = threading.RLock()  # held for a few steps, and never while anything is waited for
 
-    def _prepare(self, cluster: Cluster) -> EndOfKind:
+    def _prepare(self, cluster: Cluster) -> CloseHook:
         """Get a new cluster ready to answer what brokers ask of this kind of producer; return what ends that."""
         return lambda timeout_s: None
 
@@ -318,21 +323,21 @@ class Producer:
             ConsumerClosed: the producer was started in the process this one was forked from.
         """
         if timeout_s is not None:
-            check_range("timeout_s", timeout_s, 0.001, _LONGEST_TIMEOUT_S)
-        if (running := self._running) is None:
+            check_range("timeout_s", timeout_s, 0.001, _MAX_TIMEOUT_S)
+        if (session := self._session) is None:
             return  # nothing was handed over, or close() waits for it
         try:
-            tally = running.tally()
+            counter = session.count_in_flight()
         except ConsumerClosed:
-            if self._running is None:
+            if self._session is None:
                 return  # closed this very moment
             raise
-        wait_s = tally.longest_timeout_s + _GRACE_S if timeout_s is None else timeout_s
-        before, unanswered = 0, tally.wait(wait_s).unanswered
-        while timeout_s is None and unanswered and unanswered != before:  # a lane moves
-            before, unanswered = unanswered, tally.wait(wait_s).unanswered
-        if unanswered:
-            left = f"a flush ({unanswered} of {tally.messages} messages are on their way)"
+        wait_s = counter.longest_timeout_s + _DEADLINE_GRACE_S if timeout_s is None else timeout_s
+        before, pending = 0, counter.wait(wait_s).pending
+        while timeout_s is None and pending and pending != before:  # a lane moves
+            before, pending = pending, counter.wait(wait_s).pending
+        if pending:
+            left = f"a flush ({pending} of {counter.messages} messages are on their way)"
             raise RequestTimeout(left, "the brokers", wait_s)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -346,30 +351,32 @@ class Producer:
             ConfigError: `timeout_s` is not None, nor 0 to 3600 seconds. The producer goes on.
         """
         if timeout_s is not None:
-            check_range("timeout_s", timeout_s, 0, _LONGEST_TIMEOUT_S)
+            check_range("timeout_s", timeout_s, 0, _MAX_TIMEOUT_S)
         forked = self._pid is not None and self._pid != os.getpid()
-        with contextlib.nullcontext() if forked else self._life:  # after a fork its owner may be in the parent
+        with contextlib.nullcontext() if forked else self._state_lock:  # after a fork its owner may be in the parent
             if is_first := self._closed_by is None:
                 self._closed_by = threading.current_thread()
-            running, self._running = self._running, None
-            opening, self._state = self._opening, ProducerState.CLOSED
+            session, self._session = self._session, None
+            connecting, self._state = self._connecting, ProducerState.CLOSED
         if forked:
             return
         if is_first:
             try:
-                if opening is not None:
-                    opening.close()  # the start ends
-                if running is not None:
-                    running.close(timeout_s)
+                if connecting is not None:
+                    connecting.close()  # the start ends
+                if session is not None:
+                    session.close(timeout_s)
             finally:
-                self._over.set()
-        elif not self._callbacks.is_current and self._closed_by is not threading.current_thread():  # a signal's handler
-            self._over.wait(None if timeout_s is None else timeout_s + _CLOSE_STEP_S)
+                self._closed.set()
+        elif (
+            not self._callback_thread.is_current and self._closed_by is not threading.current_thread()
+        ):  # a signal's handler
+            self._closed.wait(None if timeout_s is None else timeout_s + _CLOSE_STEP_S)
 
     def __del__(self) -> None:
-        running: _Running | None = getattr(self, "_running", None)
-        if running is not None:
-            running.cluster.unclosed(self, running.close)
+        session: _Session | None = getattr(self, "_session", None)
+        if session is not None:
+            session.cluster.unclosed(self, session.close)
 
     def __enter__(self) -> Self:
         self.start()
@@ -419,9 +426,9 @@ class Producer:
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
         outcome: Outcome[SendResult] = Outcome()
-        sending = self._sending(topic, message, outcome, queue, sharding_key, timeout_s, more)
-        self._hand_over(sending)
-        return wait_for(outcome, sending.timeout_s)
+        request = self._make_request(topic, message, outcome, queue, sharding_key, timeout_s, more)
+        self._submit(request)
+        return wait_for_result(outcome, request.timeout_s)
 
     def send_async(
         self,
@@ -451,17 +458,17 @@ class Producer:
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
-        future: SendFuture[SendResult] = SendFuture(self._callbacks)  # an alias would take longer to call
-        sending = self._sending(topic, message, Promise(future), queue, sharding_key, timeout_s, more)
-        sending.is_waited_for = False
-        self._hand_over(sending)
+        future: SendFuture[SendResult] = SendFuture(self._callback_thread)  # an alias would take longer to call
+        request = self._make_request(topic, message, Promise(future), queue, sharding_key, timeout_s, more)
+        request.is_blocking = False
+        self._submit(request)
         return future
 
     def hand_over(
         self,
         topic: str,
         message: OutgoingMessage,
-        waiting: Waiting,
+        waiting: ResultSink,
         *,
         queue: MessageQueue | None = None,
         sharding_key: str | None = None,
@@ -475,9 +482,9 @@ class Producer:
             ConfigError, ConnectError, ConsumerClosed, SendError: as for `send_async`; `waiting` is told nothing then.
         """
         more = check_delivery(delay_level, deliver_at)
-        sending = self._sending(topic, message, waiting, queue, sharding_key, timeout_s, more)
-        sending.is_waited_for = False
-        self._hand_over(sending)
+        request = self._make_request(topic, message, waiting, queue, sharding_key, timeout_s, more)
+        request.is_blocking = False
+        self._submit(request)
 
     def send_oneway(
         self,
@@ -504,10 +511,10 @@ class Producer:
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
         outcome: Outcome[None] = Outcome()
-        sending = self._sending(topic, message, outcome, queue, sharding_key, timeout_s, more)
-        sending.is_oneway = True
-        self._hand_over(sending)
-        wait_for(outcome, sending.timeout_s)
+        request = self._make_request(topic, message, outcome, queue, sharding_key, timeout_s, more)
+        request.is_oneway = True
+        self._submit(request)
+        wait_for_result(outcome, request.timeout_s)
 
     def send_batch(
         self,
@@ -531,10 +538,10 @@ class Producer:
         results: list[SendResult] = []
         for part in self._batch_parts(topic, messages, queue, sharding_key):
             outcome = Outcome[list[SendResult]]()
-            sending = self._batch_sending(topic, part, outcome, queue, sharding_key, timeout_s)
+            request = self._make_batch_request(topic, part, outcome, queue, sharding_key, timeout_s)
             try:
-                self._hand_over(sending)
-                stored = wait_for(outcome, sending.timeout_s)
+                self._submit(request)
+                stored = wait_for_result(outcome, request.timeout_s)
             except SendError as error:
                 raise SendError(error.topic, error.attempts, len(results)) from error.__cause__
             except RocketError as error:
@@ -554,34 +561,34 @@ class Producer:
         """Return the messages of each request."""
         if not isinstance(messages, Iterable) or isinstance(messages, (str, bytes, bytearray, memoryview)):
             raise ConfigError(f"messages must be a list of messages, not {type(messages).__name__}; for one use send")
-        name = self._topic(topic)
+        name = self._wire_topic(topic)
         if name.startswith(RETRY_PREFIX):
             raise ConfigError(f"topic {name!r} takes no batches; send its messages one by one")
-        self._pin(name, queue, sharding_key)
+        self._wire_queue(name, queue, sharding_key)
         ready = [self._batch_message(topic, each, sharding_key) for each in messages]
-        return list(cut(ready, self.config.max_message_bytes))
+        return list(split_batch(ready, self.config.max_message_bytes))
 
-    def _batch_sending(
+    def _make_batch_request(
         self,
         topic: str,
         part: Sequence[BatchMessage],
-        waiting: Waiting,
+        sink: ResultSink,
         queue: MessageQueue | None,
         sharding_key: str | None,
         timeout_s: float | None,
-    ) -> Sending:
-        name = self._topic(topic)
-        return Sending(
+    ) -> SendRequest:
+        name = self._wire_topic(topic)
+        return SendRequest(
             topic=name,
             shown_topic=topic,
             body=encode_batch(item for item, _ in part),
             properties="",
             message_ids=tuple(message_id for _, message_id in part),
-            waiting=waiting,
+            sink=sink,
             timeout_s=self._timeout_s(timeout_s),
             born_at_ms=time.time_ns() // 1_000_000,
             is_batch=True,
-            queue=self._pin(name, queue, sharding_key),
+            queue=self._wire_queue(name, queue, sharding_key),
             sharding_key=sharding_key,
         )
 
@@ -594,19 +601,19 @@ class Producer:
         message_id, properties = self._travelling_properties(message, sharding_key)
         return BatchMessage(BatchItem(message.body, properties, message.flag), message_id)
 
-    def _sending(
+    def _make_request(
         self,
         topic: str,
         message: OutgoingMessage,
-        waiting: Waiting,
+        sink: ResultSink,
         queue: MessageQueue | None,
         sharding_key: str | None,
         timeout_s: float | None,
         more_properties: Mapping[str, str],
         more_flags: int = 0,
-    ) -> Sending:
-        name = self._topic(topic)
-        pin = self._pin(name, queue, sharding_key)
+    ) -> SendRequest:
+        name = self._wire_topic(topic)
+        wire_queue = self._wire_queue(name, queue, sharding_key)
         body, sys_flag = message.body, 0
         check_size(len(body), self.config.max_message_bytes)
         if len(body) >= self.config.compress_above_bytes:
@@ -615,18 +622,18 @@ class Producer:
                 body, sys_flag = compressed, compressed_flag
         message_id, properties = self._travelling_properties(message, sharding_key, more_properties)
         timeout = self._timeout_s(timeout_s)
-        return Sending(
+        return SendRequest(
             topic=name,
             shown_topic=topic,
             body=body,
             properties=properties,
             message_ids=(message_id,),
-            waiting=waiting,
+            sink=sink,
             timeout_s=timeout,
             born_at_ms=time.time_ns() // 1_000_000,
             sys_flag=sys_flag | more_flags,
             flag=message.flag,
-            queue=pin,
+            queue=wire_queue,
             sharding_key=sharding_key,
             needs_timer=PropertyName.TIMER_DELIVER_MS in more_properties,
         )
@@ -646,17 +653,17 @@ class Producer:
         return message_id, text
 
     def _next_id(self) -> str:
-        running = self._running
-        return (new_ids(self.config) if running is None else running.ids).next()  # before the start none is kept
+        session = self._session
+        return (new_ids(self.config) if session is None else session.ids).next()  # before the start none is kept
 
-    def _topic(self, topic: str) -> str:
+    def _wire_topic(self, topic: str) -> str:
         """Return the name brokers know; names seen before are not checked again."""
-        name = self._topics.get(topic) if isinstance(topic, str) else None
+        name = self._wire_topics.get(topic) if isinstance(topic, str) else None
         if name is None:
-            name = self._topics[topic] = wrap(self.config.namespace, check_send_topic(topic))
+            name = self._wire_topics[topic] = wrap(self.config.namespace, check_send_topic(topic))
         return name
 
-    def _pin(self, topic: str, queue: MessageQueue | None, sharding_key: str | None) -> MessageQueue | None:
+    def _wire_queue(self, topic: str, queue: MessageQueue | None, sharding_key: str | None) -> MessageQueue | None:
         """Return the queue that brokers know, if one was chosen."""
         if sharding_key is not None:
             check_sharding_key(sharding_key)
@@ -673,44 +680,44 @@ class Producer:
     def _timeout_s(self, timeout_s: float | None) -> float:
         if timeout_s is None:
             return self.config.send_timeout_s
-        check_range("timeout_s", timeout_s, 0.001, _LONGEST_TIMEOUT_S)
+        check_range("timeout_s", timeout_s, 0.001, _MAX_TIMEOUT_S)
         return timeout_s
 
-    def _usable(self) -> _Running:
+    def _ensure_session(self) -> _Session:
         """Return what runs, starting it if need be.
 
         Raises:
             ConnectError, ConsumerClosed: it cannot be started, or used any more.
         """
-        if (running := self._running) is None:
+        if (session := self._session) is None:
             if self._state is not ProducerState.CLOSED:
                 self.start()
-            if (running := self._running) is None:
+            if (session := self._session) is None:
                 raise ConsumerClosed("the producer is closed; make a new one")
-        running.cluster.check_usable()
-        return running
+        session.cluster.check_usable()
+        return session
 
-    def _hand_over(self, sending: Sending, waited_s: float = 0.0) -> None:
-        running = self._usable()
-        sending.deadline = running.cluster.loop.time() + sending.timeout_s - waited_s
-        if not running.outbox.put(sending, sending.timeout_s):
-            raise no_room(sending, self.config)
+    def _submit(self, request: SendRequest, waited_s: float = 0.0) -> None:
+        session = self._ensure_session()
+        request.deadline = session.cluster.loop.time() + request.timeout_s - waited_s
+        if not session.in_flight.put(request, request.timeout_s):
+            raise in_flight_limit_error(request, self.config)
 
 
-def no_room(sending: Sending, config: ProducerConfig) -> SendError:
+def in_flight_limit_error(request: SendRequest, config: ProducerConfig) -> SendError:
     """Return the error of a message that could not be handed over in its time."""
     return SendError(
-        sending.shown_topic,
+        request.shown_topic,
         (
-            f"no room within {sending.timeout_s:g} s: all the time there were on their way "
+            f"no room within {request.timeout_s:g} s: all the time there were on their way "
             f"max_in_flight_messages={config.max_in_flight_messages} "
             f"or max_in_flight_bytes={config.max_in_flight_bytes}",
         ),
     )
 
 
-def wait_for(outcome: Outcome[T], timeout_s: float) -> T:
+def wait_for_result(outcome: Outcome[T], timeout_s: float) -> T:
     """Return a send's result; the I/O thread keeps the deadline, and this only notices if it does not."""
-    if not outcome.wait(timeout_s + _GRACE_S):
-        raise RequestTimeout("a send", "the I/O thread", timeout_s + _GRACE_S)
+    if not outcome.wait(timeout_s + _DEADLINE_GRACE_S):
+        raise RequestTimeout("a send", "the I/O thread", timeout_s + _DEADLINE_GRACE_S)
     return outcome.result()

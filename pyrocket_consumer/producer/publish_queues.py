@@ -10,9 +10,9 @@ from pyrocket_consumer.model import MASTER_ID, PERM_WRITE, MessageQueue, QueueDa
 from pyrocket_consumer.protocol.subscription import java_string_hash
 from pyrocket_consumer.text import truncate
 
-_FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 30.0
-_MOST_DESCRIBED, _MAX_NAME_CHARS = 10, 127
+_FIRST_AVOIDANCE_S = 1.0
+_LONGEST_AVOIDANCE_S = 30.0
+_MAX_DESCRIBED_BROKERS, _MAX_NAME_CHARS = 10, 127
 
 
 class PublishQueues:
@@ -23,10 +23,11 @@ class PublishQueues:
 
     def __init__(self, route: TopicRoute, rng: random.Random) -> None:
         self.route = route
-        self.all = route.publish_queues()
-        self.broker_count = len({queue.broker_name for queue in self.all})
-        self._known = frozenset(self.all)
-        self._turn = rng.randrange(len(self.all)) if self.all else 0  # producers that start together spread out
+        self.queues = route.publish_queues()
+        self.broker_count = len({queue.broker_name for queue in self.queues})
+        self._known = frozenset(self.queues)
+        # Producers that start together spread out.
+        self._next_index = rng.randrange(len(self.queues)) if self.queues else 0
 
     @cached_property
     def _with_master(self) -> frozenset[str]:
@@ -42,38 +43,38 @@ class PublishQueues:
         return any(map(self.waits_for_master, self.route.queues))
 
     @cached_property
-    def described(self) -> str:
+    def description(self) -> str:
         """What the route has, for people: made once, for thousands of messages may have to tell it."""
-        told = [
+        descriptions = [
             f"{truncate(data.broker_name, _MAX_NAME_CHARS)} with {data.write_queues} write queues, "
             f"{'' if data.perm & PERM_WRITE else 'no '}write permission (perm {data.perm}) and "
             f"{'a' if data.broker_name in self._with_master else 'no'} master"
-            for data in self.route.queues[:_MOST_DESCRIBED]
+            for data in self.route.queues[:_MAX_DESCRIBED_BROKERS]
         ]
-        if more := len(self.route.queues) - len(told):
-            told.append(f"{more} brokers more")
-        return "; ".join(told) or "no queues"
+        if more := len(self.route.queues) - len(descriptions):
+            descriptions.append(f"{more} brokers more")
+        return "; ".join(descriptions) or "no queues"
 
     def __contains__(self, queue: object) -> bool:
         return queue in self._known
 
-    def take(self, avoid: Container[str] = ()) -> MessageQueue | None:
+    def next_queue(self, avoid: Container[str] = ()) -> MessageQueue | None:
         """Return the next queue whose broker is not in `avoid`, None if there is none."""
-        count = len(self.all)
+        count = len(self.queues)
         for step in range(count):
-            queue = self.all[(self._turn + step) % count]
+            queue = self.queues[(self._next_index + step) % count]
             if queue.broker_name not in avoid:
-                self._turn = (self._turn + step + 1) % count
+                self._next_index = (self._next_index + step + 1) % count
                 return queue
         return None
 
-    def of_sharding_key(self, key: str) -> MessageQueue | None:
+    def queue_for_key(self, key: str) -> MessageQueue | None:
         """Return the queue of `key`: always the same while the topic has the same queues. None if it has none.
 
         Java's producers choose the same one. Source: SelectMessageQueueByHash over String.hashCode, whose remainder
         has the sign of the hash.
         """
-        return self.all[abs(java_string_hash(key)) % len(self.all)] if self.all else None
+        return self.queues[abs(java_string_hash(key)) % len(self.queues)] if self.queues else None
 
 
 class FailedBrokers:
@@ -85,19 +86,19 @@ class FailedBrokers:
     def __init__(self) -> None:
         self._failures: dict[str, tuple[int, float]] = {}
 
-    def failed(self, broker_name: str, now: float) -> None:
+    def add_failure(self, broker_name: str, now: float) -> None:
         """Prefer other brokers for a moment; thousands of messages may find out at the same time."""
         count, until = self._failures.get(broker_name, (0, 0.0))
         if now >= until:
-            pause_s = min(_FIRST_PAUSE_S * 2 ** min(count, 10), _LONGEST_PAUSE_S)
+            pause_s = min(_FIRST_AVOIDANCE_S * 2 ** min(count, 10), _LONGEST_AVOIDANCE_S)
             self._failures[broker_name] = (count + 1, now + pause_s)
 
-    def answered(self, broker_name: str) -> None:
+    def forget(self, broker_name: str) -> None:
         """Trust the broker again."""
         if self._failures:
             self._failures.pop(broker_name, None)
 
-    def names(self, now: float) -> set[str]:
+    def avoided(self, now: float) -> set[str]:
         """Return the brokers to leave alone at `now`."""
         if not self._failures:
             return set()

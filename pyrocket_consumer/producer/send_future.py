@@ -20,7 +20,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 
-class Waiting(Protocol):
+class ResultSink(Protocol):
     """Is told what became of a send: once, by the I/O thread. Must not block."""
 
     def set_result(self, result: Any, /) -> None:
@@ -30,7 +30,7 @@ class Waiting(Protocol):
         """Take the reason why there is none."""
 
 
-class Told(Generic[K]):
+class KeyedResultSink(Generic[K]):
     """Puts `key` into a queue when its send has ended, with the result, or the error if it has failed.
 
     For callers with thousands of sends under way: it costs a tenth of a future.
@@ -61,16 +61,16 @@ class CallbackThread:
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._starting = threading.Lock()  # taken by who starts the thread, or ends all without one; nobody waits
         self._thread: threading.Thread | None = None  # once it runs
-        self._ended = self._is_missed = False
+        self._is_ended = self._is_start_failure_logged = False
 
-    def call(self, function: Callable[[], object]) -> None:
+    def call_soon(self, function: Callable[[], object]) -> None:
         """Have `function` called soon; once the thread has ended, here and now.
 
         Where the thread cannot be started, this logs it, and `function` waits for the next try, or `stop`.
         """
         self._calls.put(function)
-        if self._ended:
-            self._call_rest()
+        if self._is_ended:
+            self._run_queued()
         elif self._thread is None:
             self._start()
 
@@ -83,11 +83,11 @@ class CallbackThread:
                 thread.start()
                 self._thread = thread
         except Exception as error:  # no more threads in this container, or the process ends
-            if not self._is_missed:
+            if not self._is_start_failure_logged:
                 log.error(
                     "the thread %s cannot be started, so callbacks wait for a later try reason=%s", self._name, error
                 )
-            self._is_missed = True
+            self._is_start_failure_logged = True
         finally:
             self._starting.release()
 
@@ -99,20 +99,20 @@ class CallbackThread:
     def _run(self) -> None:
         self._thread = threading.current_thread()
         while (function := self._calls.get()) is not None:
-            self.run(function)
-        self._end()
+            self.run_logged(function)
+        self._finish()
 
-    def _end(self) -> None:
-        self._ended = True  # whoever has not seen it has put before what is called here
-        self._call_rest()
+    def _finish(self) -> None:
+        self._is_ended = True  # whoever has not seen it has put before what is called here
+        self._run_queued()
 
-    def _call_rest(self) -> None:
+    def _run_queued(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 if (function := self._calls.get_nowait()) is not None:
-                    self.run(function)
+                    self.run_logged(function)
 
-    def run(self, function: Callable[[], object]) -> None:
+    def run_logged(self, function: Callable[[], object]) -> None:
         """Call `function` here; if it fails, that is logged."""
         try:
             function()
@@ -123,11 +123,11 @@ class CallbackThread:
                 raise
             log.exception("a callback wants to exit, and cannot from there; the next one follows")
 
-    def catch_up(self, timeout_s: float) -> None:
+    def drain(self, timeout_s: float) -> None:
         """Wait until what was to be called so far has run, for up to `timeout_s`."""
         if self._thread is not None and not self.is_current:
             done = threading.Event()
-            self.call(done.set)
+            self.call_soon(done.set)
             done.wait(max(timeout_s, 0))
 
     def stop(self, timeout_s: float | None) -> None:
@@ -137,7 +137,7 @@ class CallbackThread:
         """
         self._calls.put(None)
         if self._thread is None and self._starting.acquire(blocking=False):  # for good
-            self._end()
+            self._finish()
         elif self._thread is not None and not self.is_current:
             self._thread.join(timeout_s)
 
@@ -160,7 +160,7 @@ class _Condition:
     def release(self) -> None:
         self._lock.release()
         if self._future.done():
-            self.tell()
+            self.notify_waiters()
 
     def __enter__(self) -> None:
         self.acquire()
@@ -168,7 +168,7 @@ class _Condition:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def tell(self) -> None:
+    def notify_waiters(self) -> None:
         """Tell who waits that the future is done, unless somebody holds this, who does it then."""
         if not self._lock.acquire(blocking=False):
             return
@@ -200,50 +200,50 @@ class SendFuture(Future[T]):
     _state = RUNNING  # a message handed over cannot be taken back
     _result: T | None = None
     _exception: BaseException | None = None
-    _is_told = False
+    _is_done = False
 
     def __init__(self, callbacks: CallbackThread) -> None:
         # Not that of Future. What stands in the class is set when it changes.
         self._callback_thread = callbacks
-        self._to_tell: dict[object, Any] = {}  # outcomes and callbacks, in their order; and a condition by its name
+        self._observers: dict[object, Any] = {}  # outcomes and callbacks, in their order; and a condition by its name
 
     def set_result(self, result: T) -> None:
         """Raise InvalidStateError: what became of a message is its producer's to tell."""
-        raise InvalidStateError(_NOT_YOURS)
+        raise InvalidStateError(_ONLY_BY_PRODUCER)
 
     def set_exception(self, exception: BaseException | None) -> None:
         """Raise InvalidStateError, as `set_result` does."""
-        raise InvalidStateError(_NOT_YOURS)
+        raise InvalidStateError(_ONLY_BY_PRODUCER)
 
-    def _end(self, result: T | None, error: BaseException | None) -> None:
-        if self._is_told:
+    def _resolve(self, result: T | None, error: BaseException | None) -> None:
+        if self._is_done:
             raise InvalidStateError(f"it is told already: {self!r}")
         self._result, self._exception = result, error
-        self._is_told = True
-        to_tell = self._to_tell.copy()
-        if not to_tell:
+        self._is_done = True
+        observers = self._observers.copy()
+        if not observers:
             return
-        for each in to_tell:  # first those who are told by what cannot fail
+        for each in observers:  # first those who are told by what cannot fail
             if isinstance(each, Outcome):
                 each.set_result(None)
-        if (condition := to_tell.pop(_CONDITION, None)) is not None:
-            condition.tell()
-        if any(isinstance(each, partial) for each in to_tell):
-            self._hand_on()
+        if (condition := observers.pop(_CONDITION, None)) is not None:
+            condition.notify_waiters()
+        if any(isinstance(each, partial) for each in observers):
+            self._schedule_callbacks()
 
     @property
     def _condition(self) -> _Condition:  # type: ignore[override]  # no Condition, and no attribute
-        condition: _Condition | None = self._to_tell.get(_CONDITION)
+        condition: _Condition | None = self._observers.get(_CONDITION)
         if condition is None:
             made = _Condition(self)  # perhaps in vain: the first is everybody's
-            condition = self._to_tell.setdefault(_CONDITION, made)
-        if self._is_told:
-            condition.tell()
+            condition = self._observers.setdefault(_CONDITION, made)
+        if self._is_done:
+            condition.notify_waiters()
         return condition
 
     @property
     def _waiters(self) -> list[Any]:  # type: ignore[override]  # for those who hold the condition
-        waiters: list[Any] = self._to_tell[_CONDITION].waiters
+        waiters: list[Any] = self._observers[_CONDITION].waiters
         return waiters
 
     def cancel(self) -> bool:
@@ -256,15 +256,15 @@ class SendFuture(Future[T]):
 
     def running(self) -> bool:
         """Tell whether the result is not there yet."""
-        return not self._is_told
+        return not self._is_done
 
     def done(self) -> bool:
         """Tell whether the result is there, or the reason why there is none."""
-        return self._is_told
+        return self._is_done
 
     def result(self, timeout: float | None = None) -> T:
         """Return the result, or raise why there is none; TimeoutError when it is not there within `timeout` seconds."""
-        if not self._is_told:
+        if not self._is_done:
             self._wait(timeout)
         try:
             if self._exception is not None:
@@ -275,19 +275,19 @@ class SendFuture(Future[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return why there is no result, or None; TimeoutError when that is not known within `timeout` seconds."""
-        if not self._is_told:
+        if not self._is_done:
             self._wait(timeout)
         return self._exception
 
     def _wait(self, timeout_s: float | None) -> None:
         """Wait as one who may be interrupted, which Future does not withstand; see `Outcome`."""
-        told: Outcome[None] = Outcome()
-        self._to_tell[told] = None
+        waiter: Outcome[None] = Outcome()
+        self._observers[waiter] = None
         try:
-            if not (self._is_told or told.wait(timeout_s) or self._is_told):
+            if not (self._is_done or waiter.wait(timeout_s) or self._is_done):
                 raise TimeoutError
         finally:
-            self._to_tell.pop(told, None)
+            self._observers.pop(waiter, None)
 
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
         """Have `fn(future)` called on the callback thread when the result is there.
@@ -298,24 +298,26 @@ class SendFuture(Future[T]):
         if not callable(fn):
             raise TypeError(f"fn={safe_repr(fn)} is not callable; pass a function of the future, not what it returns")
         call = partial(fn, self)
-        self._to_tell[call] = None
-        if self._is_told:
-            self._hand_on()
+        self._observers[call] = None
+        if self._is_done:
+            self._schedule_callbacks()
 
-    def _hand_on(self) -> None:
+    def _schedule_callbacks(self) -> None:
         try:
-            self._callback_thread.call(self._call_back)
+            self._callback_thread.call_soon(self._run_callbacks)
         except Exception:
             log.exception("the callbacks of a future cannot be handed on")
 
-    def _call_back(self) -> None:
+    def _run_callbacks(self) -> None:
         """Run the callbacks there are, in the order in which they were added, each once."""
-        for call in self._to_tell.copy():
-            if isinstance(call, partial) and self._to_tell.pop(call, call) is None:  # else another thread has it
-                self._callback_thread.run(call)
+        for call in self._observers.copy():
+            if isinstance(call, partial) and self._observers.pop(call, call) is None:  # else another thread has it
+                self._callback_thread.run_logged(call)
 
 
-_NOT_YOURS = "the producer tells what became of a message, and nobody else; for a future of your own make a Future"
+_ONLY_BY_PRODUCER = (
+    "the producer tells what became of a message, and nobody else; for a future of your own make a Future"
+)
 
 
 class Promise(Generic[T]):
@@ -328,8 +330,8 @@ class Promise(Generic[T]):
 
     def set_result(self, result: T) -> None:
         """Tell the result; the future is told once."""
-        self._future._end(result, None)
+        self._future._resolve(result, None)
 
     def set_exception(self, error: BaseException) -> None:
         """Tell why there is none."""
-        self._future._end(None, error)
+        self._future._resolve(None, error)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pyrocket_consumer.errors import SendError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer.result import SendResult, SendStatus
-from pyrocket_consumer.producer.send_future import Waiting
+from pyrocket_consumer.producer.send_future import ResultSink
 from pyrocket_consumer.protocol.command import SendMessageResponseHeader
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.send_template import SendTemplate
@@ -17,12 +17,12 @@ from pyrocket_consumer.transport.connection import Connection
 LaneKey = tuple[str, MessageQueue | str]
 """What messages stay in order by: the topic, and the queue or the sharding key."""
 
-_MOST_TOLD, _MOST_OF_A_FAILURE = 16, 2000
+_MAX_FAILURES, _MAX_FAILURE_LENGTH = 16, 2000
 _STATUSES = {status.value: status for status in SendStatus}
 
 
 @dataclass(eq=False)
-class Sending:
+class SendRequest:
     """A message, or a batch of them, between `send` and its result.
 
     `topic` is the name brokers know, `shown_topic` the user's (they differ with a namespace). What changes on its way
@@ -34,7 +34,7 @@ class Sending:
     body: bytes
     properties: str
     message_ids: tuple[str, ...]
-    waiting: Waiting
+    sink: ResultSink
     timeout_s: float
     born_at_ms: int
     deadline: float = 0.0  # by the loop's clock; set when it is handed over
@@ -45,9 +45,9 @@ class Sending:
     queue: MessageQueue | None = None
     sharding_key: str | None = None
     needs_timer: bool = False
-    is_waited_for: bool = True  # by a thread, until its deadline; else its time stands still while its lane moves
+    is_blocking: bool = True  # by a thread, until its deadline; else its time stands still while its lane moves
     lane_key: LaneKey | None = field(init=False, default=None)  # None: it needs not stay in order; set at its begin
-    handed: int = field(init=False, default=0)  # how often to a broker that has stored it, or may have
+    possible_stores: int = field(init=False, default=0)  # how often to a broker that has stored it, or may have
     pauses: int = field(init=False, default=0)
     failed_brokers: frozenset[str] = field(init=False, default=frozenset())  # since the last pause
     wants_route_after: float | None = field(init=False, default=None)  # only a route asked for since then will do
@@ -58,10 +58,10 @@ class Sending:
         """Remember why an attempt failed: what happens again and again is told once, and of much the latest."""
         if self._failures is None:
             self._failures = {}
-        failure = truncate(failure, _MOST_OF_A_FAILURE)  # names in a route can be of any length
+        failure = truncate(failure, _MAX_FAILURE_LENGTH)  # names in a route can be of any length
         times = self._failures.pop(failure, 0)
         self._failures[failure] = times + 1
-        if len(self._failures) > _MOST_TOLD:
+        if len(self._failures) > _MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
 
     @property
@@ -70,7 +70,7 @@ class Sending:
         failures = self._failures or {}
         return tuple(text if times == 1 else f"{text} ({times} times)" for text, times in failures.items())
 
-    def request(self, template: SendTemplate) -> RemotingCommand:
+    def to_command(self, template: SendTemplate) -> RemotingCommand:
         """Return the request that stores it in the queue of `template`."""
         return template.request(self.body, self.properties, self.sys_flag, self.flag, self.born_at_ms, self.is_oneway)
 
@@ -84,31 +84,33 @@ class Sending:
             what = (self.body, self.properties, self.sys_flag, self.flag, self.born_at_ms)
             if (frame := template.encode(opaque, *what, connection.max_frame_bytes)) is not None:
                 return frame
-        return connection.encode(self.request(template), opaque)
+        return connection.encode(self.to_command(template), opaque)
 
-    def results(self, queue: MessageQueue, answer: RemotingCommand) -> SendResult | list[SendResult]:
+    def results(self, queue: MessageQueue, response: RemotingCommand) -> SendResult | list[SendResult]:
         """Return where the broker of `queue` says it stored the message; of a batch, where each of its messages is.
 
         Raises:
             ProtocolError: the answer does not say it.
         """
-        fields = answer.fields
+        fields = response.fields
         try:
             queue_id, offset, stored_ids = int(fields["queueId"]), int(fields["queueOffset"]), fields["msgId"]
         except (KeyError, ValueError):
             SendMessageResponseHeader.from_fields(fields)  # takes longer, and says what is wrong
             raise
-        place, status = queue, _STATUSES[answer.code]
+        place, status = queue, _STATUSES[response.code]
         if queue_id != queue.queue_id or self.shown_topic != queue.topic:
             place = MessageQueue(self.shown_topic, queue.broker_name, queue_id)
         transaction_id = fields.get("transactionId")
         if not self.is_batch:
-            return SendResult(place, offset, self.message_ids[0], stored_ids, status, transaction_id, self.handed)
+            return SendResult(
+                place, offset, self.message_ids[0], stored_ids, status, transaction_id, self.possible_stores
+            )
         offset_ids = stored_ids.split(",")
         if len(offset_ids) != len(self.message_ids):  # an inner batch (5.x) is one record, with one id
             offset_ids = offset_ids[:1] * len(self.message_ids)
         return [
-            SendResult(place, offset + number, message_id, offset_id, status, transaction_id, self.handed)
+            SendResult(place, offset + number, message_id, offset_id, status, transaction_id, self.possible_stores)
             for number, (message_id, offset_id) in enumerate(zip(self.message_ids, offset_ids, strict=True))
         ]
 

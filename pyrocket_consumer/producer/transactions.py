@@ -13,7 +13,7 @@ from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.producer.outgoing_message import OutgoingMessage
-from pyrocket_consumer.producer.producer import EndOfKind, Producer, wait_for
+from pyrocket_consumer.producer.producer import CloseHook, Producer, wait_for_result
 from pyrocket_consumer.producer.result import SendResult
 from pyrocket_consumer.producer.send_future import CallbackThread
 from pyrocket_consumer.protocol.codes import RequestCode, SysFlag
@@ -27,8 +27,8 @@ from pyrocket_consumer.transport.thread_future import Outcome
 
 log = logger("producer")
 
-_MOST_CHECKS, _MOST_BYTES = 1000, 64 << 20  # that wait; brokers ask for the others again
-_MOST_OF_ONE = 4  # a broker may have a fourth of that, so that others find room beside it
+_MAX_CHECKS, _MAX_CHECK_BYTES = 1000, 64 << 20  # that wait; brokers ask for the others again
+_BROKER_SHARE = 4  # a broker may have a fourth of that, so that others find room beside it
 
 
 class TransactionState(Enum):
@@ -57,7 +57,7 @@ class TransactionResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PendingCheck:
     """What a broker asks for, and where it is to be told."""
 
     header: CheckTransactionStateHeader
@@ -79,8 +79,8 @@ class _Transactions:
         self._check = check
         self._thread = CallbackThread("pyrocket-checks")
         self._lock = threading.Lock()
-        self._asked: dict[str, _Asked] = {}  # by message id
-        self._turns: dict[str, deque[Message]] = {}  # what each broker asked first; the next turn's in front
+        self._pending: dict[str, _PendingCheck] = {}  # by message id
+        self._waiting: dict[str, deque[Message]] = {}  # what each broker asked first; the next turn's in front
         self._bytes_of: Counter[str] = Counter()
         self._is_full = self._is_closed = False
         cluster.on_request(RequestCode.CHECK_TRANSACTION_STATE, self._on_check)
@@ -90,79 +90,79 @@ class _Transactions:
         message = decode_message(request.body)
         header_bytes = sum(map(len, request.fields.values()))
         with self._lock:
-            before = self._asked.get(message.message_id)
+            before = self._pending.get(message.message_id)
             message_bytes, more = len(request.body), header_bytes  # as stored: bodies are unpacked by `check`
             if before is not None:  # its message is held, and this one is not
                 message_bytes, more = before.message_bytes, header_bytes - before.header_bytes
             else:
                 more += message_bytes
             first = address if before is None else before.first
-            if self._is_closed or not self._has_room(first, before is None, more):
+            if self._is_closed or not self._has_capacity(first, before is None, more):
                 return
-            self._asked[message.message_id] = _Asked(header, address, first, message_bytes, header_bytes)
+            self._pending[message.message_id] = _PendingCheck(header, address, first, message_bytes, header_bytes)
             self._bytes_of[first] += more
             if before is None:
-                self._turns.setdefault(first, deque()).append(message)
+                self._waiting.setdefault(first, deque()).append(message)
         if before is None:
-            self._thread.call(self._look)
+            self._thread.call_soon(self._check_next)
 
-    def _has_room(self, address: str, is_new: bool, more: int) -> bool:
-        checks, held = len(self._turns.get(address, ())), self._bytes_of[address]
-        if not (is_new and (len(self._asked) >= _MOST_CHECKS or checks >= _MOST_CHECKS // _MOST_OF_ONE)) and (
+    def _has_capacity(self, address: str, is_new: bool, more: int) -> bool:
+        checks, held = len(self._waiting.get(address, ())), self._bytes_of[address]
+        if not (is_new and (len(self._pending) >= _MAX_CHECKS or checks >= _MAX_CHECKS // _BROKER_SHARE)) and (
             more <= 0
             or not held
-            or (held + more <= _MOST_BYTES // _MOST_OF_ONE and self._bytes_of.total() + more <= _MOST_BYTES)
+            or (held + more <= _MAX_CHECK_BYTES // _BROKER_SHARE and self._bytes_of.total() + more <= _MAX_CHECK_BYTES)
         ):
             return True
         if not self._is_full:
             log.warning(
                 "group=%s %d transactions wait for check, which is slower than brokers ask; they ask for others later",
                 self._group,
-                len(self._asked),
+                len(self._pending),
             )
         self._is_full = True  # until none waits: told once, and not for each that finds room again
         return False
 
-    def _look(self) -> None:
+    def _check_next(self) -> None:
         """Find out what became of a transaction, and tell the broker that asked last. Brokers take turns."""
         with self._lock:
-            first = next(iter(self._turns))
-            others = self._turns.pop(first)
+            first = next(iter(self._waiting))
+            others = self._waiting.pop(first)
             message = others.popleft()
             if others:
-                self._turns[first] = others
+                self._waiting[first] = others
         state = TransactionState.UNKNOWN
         try:
             if not self._is_closed:
-                state = _checked(self._check(message), message.message_id)
+                state = _as_state(self._check(message), message.message_id)
         except BaseException:  # SystemExit, too, is no wish of the thread that asks
             log.exception(
                 "group=%s message=%s: check failed; the broker asks again later", self._group, message.message_id
             )
         with self._lock:  # each time it asks, the broker stores the message anew: an older place is not the message's
-            asked = self._asked.pop(message.message_id)
-            self._bytes_of[first] -= asked.message_bytes + asked.header_bytes
+            pending = self._pending.pop(message.message_id)
+            self._bytes_of[first] -= pending.message_bytes + pending.header_bytes
             if not self._bytes_of[first]:
                 del self._bytes_of[first]
-            self._is_full = self._is_full and bool(self._asked)
+            self._is_full = self._is_full and bool(self._pending)
         header = EndTransactionHeader(
             producer_group=self._group,
-            tran_state_table_offset=asked.header.tran_state_table_offset,
-            commit_log_offset=asked.header.commit_log_offset,
+            tran_state_table_offset=pending.header.tran_state_table_offset,
+            commit_log_offset=pending.header.commit_log_offset,
             commit_or_rollback=state.value,
             from_transaction_check=True,
-            msg_id=asked.header.msg_id or message.message_id,
-            transaction_id=asked.header.transaction_id,
+            msg_id=pending.header.msg_id or message.message_id,
+            transaction_id=pending.header.transaction_id,
             topic=message.queue.topic,
-            broker_name=asked.header.broker_name,
+            broker_name=pending.header.broker_name,
         )
-        self.end(header, state, asked.address)
+        self.end_transaction(header, state, pending.address)
 
     def address(self, broker_name: str) -> str | None:
         """Return where the broker that keeps a message is, None if it has no master."""
         return self._cluster.address(broker_name, only_this=True)
 
-    def end(self, header: EndTransactionHeader, state: TransactionState, address: str | None) -> str | None:
+    def end_transaction(self, header: EndTransactionHeader, state: TransactionState, address: str | None) -> str | None:
         """Tell the broker how a transaction ended; return why it has not taken it. It asks then, if it can."""
         if state is TransactionState.UNKNOWN:  # a broker does not even answer that
             return None
@@ -233,7 +233,7 @@ class TransactionProducer(Producer):
         if isinstance(topics, str):
             raise ConfigError(f"topics={topics!r} is one text; pass a list of topics")
         self._check = check
-        self._topics_to_know = [self._topic(topic) for topic in topics]
+        self._topics_to_know = [self._wire_topic(topic) for topic in topics]
 
     def start(self) -> None:
         """Connect to a name server, and to the brokers of `topics`.
@@ -243,7 +243,7 @@ class TransactionProducer(Producer):
             ConnectError, ConsumerClosed: as for Producer.
         """
         super().start()
-        cluster = self._usable().cluster
+        cluster = self._ensure_session().cluster
         try:
             for topic in self._topics_to_know:
                 cluster.run(cluster.route(topic), self.config.send_timeout_s)
@@ -251,7 +251,7 @@ class TransactionProducer(Producer):
             self.close()
             raise
 
-    def _prepare(self, cluster: Cluster) -> EndOfKind:
+    def _prepare(self, cluster: Cluster) -> CloseHook:
         self._transactions = _Transactions(cluster, self._group, self.config.call_timeout_s, self._check)
         return self._transactions.close
 
@@ -280,11 +280,11 @@ class TransactionProducer(Producer):
             raise ConfigError(f"run={run!r} is not callable; pass a function of one SendResult")
         half = {PropertyName.TRANSACTION_PREPARED: "true", PropertyName.PRODUCER_GROUP: self._group}
         outcome, flag = Outcome[SendResult](), int(SysFlag.TRANSACTION_PREPARED)
-        sending = self._sending(message.topic, message, outcome, None, None, timeout_s, half, flag)
-        self._hand_over(sending)
-        sent = wait_for(outcome, sending.timeout_s)
+        request = self._make_request(message.topic, message, outcome, None, None, timeout_s, half, flag)
+        self._submit(request)
+        sent = wait_for_result(outcome, request.timeout_s)
         _, _, commit_log_offset = parse_offset_message_id(sent.offset_message_id)  # what cannot be ended is not begun
-        state = _checked(run(sent), sent.message_id)
+        state = _as_state(run(sent), sent.message_id)
         header = EndTransactionHeader(
             producer_group=self._group,
             tran_state_table_offset=sent.queue_offset,
@@ -293,14 +293,14 @@ class TransactionProducer(Producer):
             from_transaction_check=False,
             msg_id=sent.message_id,
             transaction_id=sent.transaction_id,
-            topic=sending.topic,
+            topic=request.topic,
             broker_name=sent.queue.broker_name,
         )
-        reason = self._transactions.end(header, state, self._transactions.address(sent.queue.broker_name))
+        reason = self._transactions.end_transaction(header, state, self._transactions.address(sent.queue.broker_name))
         return TransactionResult(sent, TransactionState.UNKNOWN if reason else state, state, reason)
 
 
-def _checked(state: object, message_id: str) -> TransactionState:
+def _as_state(state: object, message_id: str) -> TransactionState:
     if isinstance(state, TransactionState):
         return state
     log.warning("message=%s: %r is not a TransactionState and counts as UNKNOWN", message_id, state)

@@ -27,8 +27,8 @@ from pyrocket_consumer.config import ClientConfig, ProducerConfig
 from pyrocket_consumer.errors import ConfigError, PermissionDenied, RequestTimeout, RocketError, RouteNotFound
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer import Producer, SendResult
-from pyrocket_consumer.producer.failures import NoQueue
-from pyrocket_consumer.producer.send_future import Told
+from pyrocket_consumer.producer.failures import NoWritableQueue
+from pyrocket_consumer.producer.send_future import KeyedResultSink
 from pyrocket_consumer.spark import executor_cache
 from pyrocket_consumer.spark.options import DEFAULT_GROUP, SinkOptions
 from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
@@ -283,7 +283,7 @@ class _Sends:
             self._producer.hand_over(
                 row.topic,
                 row.message,
-                Told(self._done, row),
+                KeyedResultSink(self._done, row),
                 queue=row.queue,
                 sharding_key=row.sharding_key,
                 delay_level=row.delay_level,
@@ -295,7 +295,7 @@ class _Sends:
     def _wait_for_result(self) -> None:
         row, result = self._next_result()
         if isinstance(result, BaseException):
-            if not isinstance(result, RouteNotFound) and not isinstance(result.__cause__, NoQueue):
+            if not isinstance(result, RouteNotFound) and not isinstance(result.__cause__, NoWritableQueue):
                 raise self._failure(row, result) from result
             self._wait_for_route(row, result)
             return

@@ -20,7 +20,7 @@ from pyrocket_consumer import (
 )
 from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.producer import SendStatus
-from pyrocket_consumer.producer.failures import Verdict, asks_for_route, verdict
+from pyrocket_consumer.producer.failures import SendFailure, classify_failure, is_route_stale
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import (
@@ -78,25 +78,30 @@ def with_code(code):
 @for_each(
     "code, remark, meant, new_route",
     [
-        (17, "topic[orders] not exist, apply first please!", Verdict.AGAIN, True),
-        (14, "service not available now.", Verdict.AGAIN, True),  # a slave of 4.9
-        (2, SLAVE, Verdict.AGAIN, True),  # a slave of 5.x
-        (2, "[TIMEOUT_CLEAN_QUEUE]broker busy, start flow control for a while", Verdict.AGAIN, False),
-        (1, QUEUE, Verdict.AGAIN, True),  # 4.9.7, 5.1.4
-        (29, QUEUE, Verdict.AGAIN, True),  # 5.3.3, 5.5.0
-        (29, "The specified topic contains illegal characters", Verdict.NEVER, False),
-        (16, READ_ONLY, Verdict.AGAIN, True),
-        (16, "User:app has no permission to access Topic:orders", Verdict.ELSEWHERE, False),  # ACL 2.0
-        (1, "org.apache.rocketmq.acl.common.AclException: No accessKey is configured", Verdict.ELSEWHERE, False),
-        (1, "[PC_SYNCHRONIZED]broker busy, start flow control for a while", Verdict.AGAIN, True),
-        (1, "UNKNOWN_ERROR", Verdict.UNKNOWN, False),
-        (10, "", Verdict.UNKNOWN, False),  # stored, where that does not count
-        (13, "the message is illegal", Verdict.NEVER, False),
+        (17, "topic[orders] not exist, apply first please!", SendFailure.RETRY, True),
+        (14, "service not available now.", SendFailure.RETRY, True),  # a slave of 4.9
+        (2, SLAVE, SendFailure.RETRY, True),  # a slave of 5.x
+        (2, "[TIMEOUT_CLEAN_QUEUE]broker busy, start flow control for a while", SendFailure.RETRY, False),
+        (1, QUEUE, SendFailure.RETRY, True),  # 4.9.7, 5.1.4
+        (29, QUEUE, SendFailure.RETRY, True),  # 5.3.3, 5.5.0
+        (29, "The specified topic contains illegal characters", SendFailure.PERMANENT, False),
+        (16, READ_ONLY, SendFailure.RETRY, True),
+        (16, "User:app has no permission to access Topic:orders", SendFailure.RETRY_ELSEWHERE, False),  # ACL 2.0
+        (
+            1,
+            "org.apache.rocketmq.acl.common.AclException: No accessKey is configured",
+            SendFailure.RETRY_ELSEWHERE,
+            False,
+        ),
+        (1, "[PC_SYNCHRONIZED]broker busy, start flow control for a while", SendFailure.RETRY, True),
+        (1, "UNKNOWN_ERROR", SendFailure.UNKNOWN, False),
+        (10, "", SendFailure.UNKNOWN, False),  # stored, where that does not count
+        (13, "the message is illegal", SendFailure.PERMANENT, False),
     ],
 )
 def test_what_brokers_answer_means(code, remark, meant, new_route):
     error = read_error(RemotingCommand(code, {}, b"", 1, flag=1, remark=remark), "127.0.0.1:10911")
-    assert (verdict(error), asks_for_route(error)) == (meant, new_route)
+    assert (classify_failure(error), is_route_stale(error)) == (meant, new_route)
 
 
 @pytest.mark.parametrize("code", [17, 14, 1, 2, 16, 204, 205, 215, 1500])

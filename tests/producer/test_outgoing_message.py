@@ -8,7 +8,7 @@ import pytest
 
 from pyrocket_consumer import ConfigError, MessageQueue
 from pyrocket_consumer.producer import RESERVED_PROPERTIES, OutgoingMessage, Producer
-from pyrocket_consumer.producer.batch import MAX_MESSAGES, BatchMessage, cut
+from pyrocket_consumer.producer.batch import MAX_BATCH_MESSAGES, BatchMessage, split_batch
 from pyrocket_consumer.protocol.message import BatchItem, PropertyName, encode_batch
 from tests.for_each import for_each
 
@@ -168,26 +168,26 @@ def encoded(part):
 
 def test_one_byte_too_many_makes_two_parts():
     given = items(10, 20, 30)
-    assert list(cut(given, encoded(given))) == [given]
-    assert list(cut(given, encoded(given) - 1)) == [given[:2], given[2:]]
+    assert list(split_batch(given, encoded(given))) == [given]
+    assert list(split_batch(given, encoded(given) - 1)) == [given[:2], given[2:]]
     given = items(10, 10, properties="a\x01éé\x02")
-    assert [len(part) for part in cut(given, encoded(given) - 1)] == [1, 1]
-    assert [len(part) for part in cut(given, encoded(given))] == [2]
+    assert [len(part) for part in split_batch(given, encoded(given) - 1)] == [1, 1]
+    assert [len(part) for part in split_batch(given, encoded(given))] == [2]
 
 
 def test_no_part_has_more_messages_than_brokers_can_count():
-    given = items(*[1] * (2 * MAX_MESSAGES + 1))
-    assert [len(part) for part in cut(given, 1 << 30)] == [MAX_MESSAGES, MAX_MESSAGES, 1]
+    given = items(*[1] * (2 * MAX_BATCH_MESSAGES + 1))
+    assert [len(part) for part in split_batch(given, 1 << 30)] == [MAX_BATCH_MESSAGES, MAX_BATCH_MESSAGES, 1]
 
 
 def test_every_part_fits_and_nothing_is_lost():
     given = items(*(7 * number % 90 + 1 for number in range(500)))
-    parts = list(cut(given, 500))
+    parts = list(split_batch(given, 500))
     assert [each for part in parts for each in part] == given
     assert max(encoded(part) for part in parts) <= 500
 
 
 def test_a_message_that_fits_into_no_part_is_named():
-    assert list(cut([], 100)) == []
+    assert list(split_batch([], 100)) == []
     with pytest.raises(ConfigError, match="message 1 of the batch"):
-        list(cut(items(10, 500), 500))
+        list(split_batch(items(10, 500), 500))

@@ -25,34 +25,34 @@ def queues_of(*brokers, count=2, perm=6):
 
 def test_queues_are_taken_in_turn():
     queues = queues_of("a", "b")
-    taken = [queues.take() for _ in range(8)]
-    assert Counter(taken) == dict.fromkeys(queues.all, 2)
+    taken = [queues.next_queue() for _ in range(8)]
+    assert Counter(taken) == dict.fromkeys(queues.queues, 2)
     assert taken[:4] == taken[4:]
 
 
 def test_producers_that_start_together_begin_at_different_queues():
     route = queues_of("a", "b", count=50).route
-    assert len({PublishQueues(route, random.Random(seed)).take() for seed in range(20)}) > 5
+    assert len({PublishQueues(route, random.Random(seed)).next_queue() for seed in range(20)}) > 5
 
 
 def test_queues_of_avoided_brokers_are_passed_over():
     queues = queues_of("a", "b")
-    assert {queues.take({"a"}).broker_name for _ in range(6)} == {"b"}
-    assert queues.take({"a", "b"}) is None
+    assert {queues.next_queue({"a"}).broker_name for _ in range(6)} == {"b"}
+    assert queues.next_queue({"a", "b"}) is None
 
 
 @pytest.mark.parametrize("broken", ["perm", "no queues"])
 def test_a_topic_that_cannot_be_written_has_no_queue(broken):
     queues = queues_of("a", perm=4) if broken == "perm" else queues_of()
-    assert queues.take() is None
-    assert queues.of_sharding_key("key") is None
+    assert queues.next_queue() is None
+    assert queues.queue_for_key("key") is None
     assert MessageQueue("orders", "a", 0) not in queues
 
 
 def test_the_name_server_may_fix_the_queues_of_an_ordered_topic():
     route = TopicRoute("orders", queues_of("b").route.queues, order_conf="b:1;a:2;")
     taken = [MessageQueue("orders", "b", 0), MessageQueue("orders", "a", 0), MessageQueue("orders", "a", 1)]
-    assert PublishQueues(route, random.Random(1)).all == taken
+    assert PublishQueues(route, random.Random(1)).queues == taken
 
 
 # What String.hashCode gives in Java; the last is Integer.MIN_VALUE, whose absolute value Java cannot hold.
@@ -64,28 +64,28 @@ def test_the_name_server_may_fix_the_queues_of_an_ordered_topic():
 def test_a_sharding_key_goes_to_the_queue_that_java_chooses(key, java_hash, count):
     queues = queues_of("a", count=count)
     remainder = java_hash - int(java_hash / count) * count  # Java's %: it has the sign of the hash
-    assert queues.of_sharding_key(key) == MessageQueue("orders", "a", abs(remainder))
+    assert queues.queue_for_key(key) == MessageQueue("orders", "a", abs(remainder))
 
 
 def test_a_broker_that_fails_again_is_left_alone_for_longer():
     failed = FailedBrokers()
-    failed.failed("a", now=100.0)
-    assert failed.names(100.9) == {"a"}
-    assert failed.names(101.1) == set()
-    failed.failed("a", now=102.0)
-    assert failed.names(103.9) == {"a"}
+    failed.add_failure("a", now=100.0)
+    assert failed.avoided(100.9) == {"a"}
+    assert failed.avoided(101.1) == set()
+    failed.add_failure("a", now=102.0)
+    assert failed.avoided(103.9) == {"a"}
     for _ in range(20):
-        failed.failed("a", now=103.0)  # it is left alone already: nobody but it was there
-    assert failed.names(104.1) == set()
+        failed.add_failure("a", now=103.0)  # it is left alone already: nobody but it was there
+    assert failed.avoided(104.1) == set()
     for again in range(2000):
-        failed.failed("a", now=200.0 + 100 * again)
-    assert failed.names(200_129.8) == {"a"}
-    assert failed.names(200_130.1) == set()
+        failed.add_failure("a", now=200.0 + 100 * again)
+    assert failed.avoided(200_129.8) == {"a"}
+    assert failed.avoided(200_130.1) == set()
 
 
 def test_an_answer_clears_a_brokers_name():
     failed = FailedBrokers()
     for name in ("a", "b"):
-        failed.failed(name, now=100.0)
-    failed.answered("a")
-    assert failed.names(100.0) == {"b"}
+        failed.add_failure(name, now=100.0)
+    failed.forget("a")
+    assert failed.avoided(100.0) == {"b"}

@@ -21,8 +21,8 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.offsets.database.statements import Statement, Statements
 from pyrocket_consumer.producer import send_dispatcher
-from pyrocket_consumer.producer.send_dispatcher import Sender
-from pyrocket_consumer.producer.send_request import Sending
+from pyrocket_consumer.producer.send_dispatcher import SendDispatcher
+from pyrocket_consumer.producer.send_request import SendRequest
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 
@@ -277,27 +277,27 @@ def unlock_while_a_key_runs(right, self, window=None):
 # --- of producers
 
 
-@mistake(Sending, "results", of=PRODUCER_MISTAKES)
+@mistake(SendRequest, "results", of=PRODUCER_MISTAKES)
 def attempts_not_told(right, self, queue, answer):
     """A message that was sent twice looks as if it had been sent once."""
-    self.handed = 1
+    self.possible_stores = 1
     return right(self, queue, answer)
 
 
-@mistake(Sender, "begin", of=PRODUCER_MISTAKES)
-def key_ignored(right, self, sending):
+@mistake(SendDispatcher, "dispatch", of=PRODUCER_MISTAKES)
+def key_ignored(right, self, request):
     """Messages with a key go where there is room."""
-    sending.sharding_key = None
-    right(self, sending)
+    request.sharding_key = None
+    right(self, request)
 
 
-@mistake(send_dispatcher, "asks_for_route", of=PRODUCER_MISTAKES)
+@mistake(send_dispatcher, "is_route_stale", of=PRODUCER_MISTAKES)
 def old_route_kept(right, error):
     """What says that a queue is not here any more has no route asked for."""
     return False
 
 
-@mistake(Sender, "_answered", of=PRODUCER_MISTAKES)
+@mistake(SendDispatcher, "_handle_response", of=PRODUCER_MISTAKES)
 def told_before_it_is_stored(right, self, sending, queue, *rest):
     """A message that was refused as "busy" is taken for stored."""
     if isinstance(answer := rest[-1], RemotingCommand) and answer.code == ResponseCode.SYSTEM_BUSY:

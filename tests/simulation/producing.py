@@ -16,8 +16,8 @@ from typing import Any
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ProducerConfig
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.producer.send_dispatcher import Sender
-from pyrocket_consumer.producer.send_request import Sending
+from pyrocket_consumer.producer.send_dispatcher import SendDispatcher
+from pyrocket_consumer.producer.send_request import SendRequest
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import BatchItem, decode_batch, encode_batch
@@ -177,7 +177,7 @@ class Producing:
         self.cluster.add_producer(config.group)
         await self.cluster.start_on_loop()
         self.config = config
-        self.sender = Sender(self.cluster, config, config.group, lambda sending: None, rng)
+        self.dispatcher = SendDispatcher(self.cluster, config, config.group, lambda sending: None, rng)
 
     async def _close(self) -> None:
         began = self.world.now
@@ -186,7 +186,7 @@ class Producing:
                 break  # the rules say of which
             await asyncio.sleep(0.1)
         self.sent.close_took_s = self.world.now - began
-        self.sender.abandon()
+        self.dispatcher.abandon()
         await self.cluster.close_on_loop()
 
     async def _send_all(self, stream: Stream) -> None:
@@ -210,14 +210,14 @@ class Producing:
             body = encode_batch(
                 BatchItem(b"%d" % (given.number + index), each, 0) for index, each in enumerate(properties)
             )
-        self.sender.begin(
-            Sending(
+        self.dispatcher.dispatch(
+            SendRequest(
                 topic=TOPIC,
                 shown_topic=TOPIC,
                 body=body,
                 properties="" if stream.batch else properties[0],
                 message_ids=ids,
-                waiting=Waiter(given, self.world.time, ended.set),
+                sink=Waiter(given, self.world.time, ended.set),
                 timeout_s=given.timeout_s,
                 born_at_ms=int((EPOCH + self.world.now) * 1000),
                 deadline=self.world.now + given.timeout_s,
@@ -225,7 +225,7 @@ class Producing:
                 is_oneway=stream.is_oneway,
                 queue=stream.queue,
                 sharding_key=stream.sharding_key,
-                is_waited_for=stream.is_waited_for,
+                is_blocking=stream.is_waited_for,
             )
         )
         return ended
