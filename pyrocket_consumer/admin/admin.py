@@ -13,9 +13,9 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from pyrocket_consumer.admin import groups, topics
 from pyrocket_consumer.admin.groups import check_settings
-from pyrocket_consumer.admin.lag import GroupLag, as_stored, group_lag
+from pyrocket_consumer.admin.lag import GroupLag, group_lag, with_stored_offsets
 from pyrocket_consumer.admin.masters import check_targets
-from pyrocket_consumer.admin.resets.execute import execute, forget_reset
+from pyrocket_consumer.admin.resets.executor import execute_plan, forget_reset
 from pyrocket_consumer.admin.resets.plan import ResetPlan
 from pyrocket_consumer.admin.resets.planner import plan_reset
 from pyrocket_consumer.admin.resets.result import ResetProgress, ResetResult
@@ -310,7 +310,7 @@ class Admin:
         namespace = cluster.config.namespace
         stored = {} if store is None else {row.queue: row for row in store.offsets(wrap(namespace, group))}
         found = cluster.run(group_lag(cluster, group, topic, expected, self._seen, stored), _SLOW_TIMEOUT_S)
-        return found if store is None else as_stored(found, stored, namespace)
+        return found if store is None else with_stored_offsets(found, stored, namespace)
 
     def plan_reset(
         self,
@@ -381,7 +381,7 @@ class Admin:
 
         async def run() -> ResetResult:
             async with asyncio.timeout(_SLOW_TIMEOUT_S):
-                return await execute(cluster, plan, steps.put, partial, wait_s)
+                return await execute_plan(cluster, plan, steps.put, partial, wait_s)
 
         future = cluster.submit(run())
         future.add_done_callback(lambda done: steps.put(None))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from pyrocket_consumer.admin.masters import at_each, cluster_info, masters
+from pyrocket_consumer.admin.masters import call_each, cluster_info, find_masters
 from pyrocket_consumer.admin.topics import MAX_QUEUES, delete_topic
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.gather import gather_limited
@@ -54,7 +54,7 @@ _SYSTEM_GROUPS = frozenset(
 )
 _SYSTEM_PREFIX = "CID_RMQ_SYS_"
 
-_MOST_COMPARED, _LONGEST_COMPARED = 500, 255  # brokers take no longer name of a group
+_MAX_COMPARED_NAMES, _MAX_COMPARED_CHARS = 500, 255  # brokers take no longer name of a group
 
 _SETTINGS = {each.name: str(each.type) for each in fields(SubscriptionGroupConfig) if each.name != "group_name"}
 """Name -> its type, as it is written."""
@@ -64,7 +64,9 @@ async def create_group(cluster: Cluster, name: str, settings: dict[str, Any]) ->
     """Make or change a group at every master."""
     group = wrap(cluster.config.namespace, name)
     body = encode_subscription_group(SubscriptionGroupConfig(group_name=group, **settings))
-    await at_each(await masters(cluster), lambda address: cluster.call(address, CreateSubscriptionGroupHeader(), body))
+    await call_each(
+        await find_masters(cluster), lambda address: cluster.call(address, CreateSubscriptionGroupHeader(), body)
+    )
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -89,7 +91,7 @@ def _check_setting(name: str, value: object) -> None:
 async def delete_group(cluster: Cluster, name: str, *, remove_offsets: bool, remove_dead_letters: bool) -> None:
     """Delete a group at every master, and its retry topic. One that does not exist is no error."""
     header = DeleteSubscriptionGroupHeader(wrap(cluster.config.namespace, name), remove_offsets)
-    await at_each(await masters(cluster), lambda address: cluster.call(address, header))
+    await call_each(await find_masters(cluster), lambda address: cluster.call(address, header))
     await delete_topic(cluster, retry_topic(name))
     if remove_dead_letters:
         await delete_topic(cluster, dlq_topic(name))
@@ -97,11 +99,11 @@ async def delete_group(cluster: Cluster, name: str, *, remove_offsets: bool, rem
 
 async def list_groups(cluster: Cluster, *, include_system: bool) -> list[str]:
     """Return the groups that any master knows, sorted."""
-    asked = await masters(cluster)
-    answers = await at_each(asked, lambda address: cluster.call(address, GetAllSubscriptionGroupsHeader()))
+    masters = await find_masters(cluster)
+    responses = await call_each(masters, lambda address: cluster.call(address, GetAllSubscriptionGroupsHeader()))
     found: set[str] = set()
-    for answer in answers.values():
-        found.update(await read_body(decode_subscription_groups, answer.body))
+    for response in responses.values():
+        found.update(await read_body(decode_subscription_groups, response.body))
     if include_system:
         return sorted(found)
     namespace = cluster.config.namespace
@@ -120,29 +122,29 @@ async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str,
     Raises:
         ConnectError, ConnectionLost, RequestTimeout: none of those that answer knows it, and another does not answer.
     """
-    asked: Mapping[str, str | None]
+    masters: Mapping[str, str | None]
     if brokers is None:
         info = await cluster_info(cluster)
-        asked = {name: data.addresses.get(MASTER_ID) for name, data in info.brokers.items()}
+        masters = {name: data.addresses.get(MASTER_ID) for name, data in info.brokers.items()}
     else:
-        asked = brokers
+        masters = brokers
     known: set[str] = set()
     forbidden: list[str] = []
     silent: list[RocketError] = []
 
-    async def ask(name: str) -> None:
-        address = asked[name]
+    async def fetch(name: str) -> None:
+        address = masters[name]
         try:
             if address is None:
                 raise ConnectError(f"broker {name}", "the name server knows no master of it")
-            answer = await cluster.call(address, GetAllSubscriptionGroupsHeader())
-            known.update(await read_body(decode_subscription_groups, answer.body))
+            response = await cluster.call(address, GetAllSubscriptionGroupsHeader())
+            known.update(await read_body(decode_subscription_groups, response.body))
         except PermissionDenied:
             forbidden.append(name)
         except (ConnectError, ConnectionLost, RequestTimeout) as error:
             silent.append(error)
 
-    await gather_limited(sorted(asked), ask)
+    await gather_limited(sorted(masters), fetch)
     if forbidden or wrap(cluster.config.namespace, group) in known:
         return
     if silent:
@@ -154,5 +156,5 @@ async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str,
 def _nearest_first(group: str, known: Iterable[str]) -> list[str]:
     """Return `known`, those first that are most like `group`; of many, or very long ones, only some are compared."""
     by_length = sorted(known, key=lambda name: (abs(len(name) - len(group)), name))
-    compared = [name for name in by_length[:_MOST_COMPARED] if len(name) <= _LONGEST_COMPARED]
+    compared = [name for name in by_length[:_MAX_COMPARED_NAMES] if len(name) <= _MAX_COMPARED_CHARS]
     return difflib.get_close_matches(group, compared, max(1, len(compared)), cutoff=0.0) + by_length[len(compared) :]

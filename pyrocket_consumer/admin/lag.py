@@ -10,7 +10,7 @@ from itertools import chain
 
 from pyrocket_consumer.admin.groups import check_group_exists
 from pyrocket_consumer.admin.masters import cluster_info
-from pyrocket_consumer.admin.topics import list_topics, time_of
+from pyrocket_consumer.admin.topics import list_topics, to_datetime
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.admin_relay import GroupMembers, RemoteMember, fetch_group_members, fetch_member_offsets
 from pyrocket_consumer.cluster.gather import gather_limited
@@ -77,8 +77,8 @@ class GroupLag:
     @property
     def is_complete(self) -> bool:
         """Whether the lag of everybody in every queue is known."""
-        told = self.unreached or self.not_known or self.missing
-        return not told and not any(row.is_above_end for row in self.rows)
+        incomplete = self.unreached or self.not_known or self.missing
+        return not incomplete and not any(row.is_above_end for row in self.rows)
 
     @property
     def is_known(self) -> bool:
@@ -110,7 +110,7 @@ class _Survey:
         self._seen = seen
         self._known: set[MessageQueue] = set()
 
-    async def take(self, cluster: Cluster, group: str, expected: Collection[str]) -> GroupMembers:
+    async def find_brokers(self, cluster: Cluster, group: str, expected: Collection[str]) -> GroupMembers:
         """Find out which brokers answer, and return who is online in the group there.
 
         Raises:
@@ -127,10 +127,10 @@ class _Survey:
             else:
                 self.brokers[name] = address
         found = await fetch_group_members(cluster, group, self.brokers, failures)
-        self.lose(failures)
+        self.mark_missing(failures)
         return found
 
-    def lose(self, failures: Mapping[str, RocketError]) -> None:
+    def mark_missing(self, failures: Mapping[str, RocketError]) -> None:
         """Go on without the brokers that did not answer a question, for these reasons.
 
         Raises:
@@ -146,7 +146,7 @@ class _Survey:
 
     async def queues(self, cluster: Cluster, topics: Collection[str]) -> dict[str, list[MessageQueue]]:
         """Return the queues of each topic that can be asked about; of one that does not exist none."""
-        routed = await gather_limited(topics, lambda topic: _queues(cluster, topic), limit=_ROUTES_AT_ONCE)
+        routed = await gather_limited(topics, lambda topic: _readable_queues(cluster, topic), limit=_ROUTES_AT_ONCE)
         for topic, queues in routed.items():
             gone = {queue for queue in self._seen.get(topic, frozenset()) if queue.broker_name not in self._registered}
             if queues or gone:
@@ -158,18 +158,18 @@ class _Survey:
             topic: [queue for queue in queues if queue.broker_name in self.brokers] for topic, queues in routed.items()
         }
 
-    def told(self, namespace: str | None, concerned: Collection[str] | None) -> dict[str, str]:
+    def missing_reasons(self, namespace: str | None, concerned: Collection[str] | None) -> dict[str, str]:
         """Return the brokers that are missing, with the reason and how many queues they are known to have.
 
         Those that are not `concerned` do not matter, if that is given.
         """
-        told = {name: self.missing[name] for name in sorted(self.missing) if concerned is None or name in concerned}
+        reasons = {name: self.missing[name] for name in sorted(self.missing) if concerned is None or name in concerned}
         without = (queue for queue in self._known if queue.broker_name not in self.brokers)
         counts = Counter((queue.broker_name, unwrap(namespace, queue.topic)) for queue in without)
         for name in sorted({broker for broker, _ in counts}):
             had = ", ".join(f"{count} of {topic}" for (owner, topic), count in sorted(counts.items()) if owner == name)
-            told[name] = f"{told.get(name, 'the name server does not know it any more')}; queues not shown: {had}"
-        return told
+            reasons[name] = f"{reasons.get(name, 'the name server does not know it any more')}; queues not shown: {had}"
+        return reasons
 
 
 async def group_lag(
@@ -183,37 +183,39 @@ async def group_lag(
     """Return where a group is, in all its topics or in one.
 
     `expected` brokers must be there; `seen` is for the next call. `stored` are the rows that a database has of the
-    group, which proves that there is one; see `as_stored`.
+    group, which proves that there is one; see `with_stored_offsets`.
     """
     namespace = cluster.config.namespace
     wire_group = wrap(namespace, group)
     if topic is not None:
         await cluster.route(wrap(namespace, topic), refresh=True)
     survey = _Survey(seen)
-    found = await survey.take(cluster, wire_group, expected)
+    found = await survey.find_brokers(cluster, wire_group, expected)
     concerned: set[str] | None = None
     if topic is not None:
-        concerned = {queue.broker_name for queue in await _queues(cluster, wrap(namespace, topic))} | {*expected}
+        concerned = {queue.broker_name for queue in await _readable_queues(cluster, wrap(namespace, topic))} | {
+            *expected
+        }
     if not found.members and not stored:
         await check_group_exists(cluster, group, survey.brokers)
     unreached: dict[str, str] = {}
     wire_topic, model, not_known = topic and wrap(namespace, topic), found.model, ""
     if model is MessageModel.BROADCASTING:
-        rows = await _of_members(cluster, wire_group, wire_topic, found, unreached, survey)
+        rows = await _rows_of_members(cluster, wire_group, wire_topic, found, unreached, survey)
     else:
-        rows = await _of_brokers(cluster, wire_group, wire_topic, survey, found.topics, stored)
+        rows = await _rows_of_brokers(cluster, wire_group, wire_topic, survey, found.topics, stored)
         retry = retry_topic(wire_group)
         if not found.members and not stored and all(row.committed is None for row in rows if row.queue.topic != retry):
             # Who has committed nothing is no clustering group, or has never consumed.
-            recorded, unrecorded = await _recorded(cluster, wire_group, wire_topic, survey)
+            recorded, unrecorded = await _rows_of_records(cluster, wire_group, wire_topic, survey)
             not_known = f"nobody of {group} is online, and it has committed nothing"
             if recorded:
                 rows, model = recorded, MessageModel.BROADCASTING
-                names = ", ".join(sorted(str(_outward(namespace, queue)) for queue in unrecorded))
+                names = ", ".join(sorted(str(_public_queue(namespace, queue)) for queue in unrecorded))
                 not_known = names and f"nobody of {group} is online, and no reset tells of {names}"
-    outward = tuple(
+    public_rows = tuple(
         QueueLag(
-            _outward(namespace, row.queue),
+            _public_queue(namespace, row.queue),
             row.committed,
             row.min,
             row.max,
@@ -224,25 +226,29 @@ async def group_lag(
         if row.queue.broker_name in survey.brokers
     )
     members = tuple(member.client_id for member in found.members)
-    return GroupLag(group, model, members, outward, unreached, not_known, survey.told(namespace, concerned))
+    return GroupLag(
+        group, model, members, public_rows, unreached, not_known, survey.missing_reasons(namespace, concerned)
+    )
 
 
-def as_stored(found: GroupLag, stored: Mapping[MessageQueue, StoredOffset], namespace: str | None) -> GroupLag:
+def with_stored_offsets(
+    found: GroupLag, stored: Mapping[MessageQueue, StoredOffset], namespace: str | None
+) -> GroupLag:
     """Return the same with what a database has for committed."""
-    outward = {_outward(namespace, queue): row for queue, row in stored.items()}
+    public_stored = {_public_queue(namespace, queue): row for queue, row in stored.items()}
     rows = []
     for each in found.rows:
-        row = outward.get(each.queue)
-        consumed_at = time_of(row.last.stored_at_ms) if row is not None and row.last is not None else None
+        row = public_stored.get(each.queue)
+        consumed_at = to_datetime(row.last.stored_at_ms) if row is not None and row.last is not None else None
         rows.append(replace(each, committed=None if row is None else row.next_offset, consumed_at=consumed_at))
     return replace(found, rows=tuple(rows), model=MessageModel.CLUSTERING, not_known="")
 
 
-def _outward(namespace: str | None, queue: MessageQueue) -> MessageQueue:
+def _public_queue(namespace: str | None, queue: MessageQueue) -> MessageQueue:
     return MessageQueue(unwrap(namespace, queue.topic), queue.broker_name, queue.queue_id)
 
 
-async def _of_brokers(
+async def _rows_of_brokers(
     cluster: Cluster,
     group: str,
     topic: str | None,
@@ -257,16 +263,16 @@ async def _of_brokers(
     failures: dict[str, RocketError] = {}
     stats: dict[MessageQueue, QueueConsumeStats] = {}
 
-    async def ask(name: str) -> None:
+    async def fetch(name: str) -> None:
         try:
-            answer = await cluster.call(survey.brokers[name], GetConsumeStatsHeader(group, topic))
-            told = (await read_body(decode_consume_stats, answer.body)).queues
-            stats.update((queue, each) for queue, each in told.items() if queue.broker_name == name)
+            response = await cluster.call(survey.brokers[name], GetConsumeStatsHeader(group, topic))
+            reported = (await read_body(decode_consume_stats, response.body)).queues
+            stats.update((queue, each) for queue, each in reported.items() if queue.broker_name == name)
         except RocketError as error:
             failures[name] = error
 
-    await gather_limited(sorted(survey.brokers), ask)
-    survey.lose(failures)
+    await gather_limited(sorted(survey.brokers), fetch)
+    survey.mark_missing(failures)
     known = {queue.topic for queue in chain(stats, stored)}
     topics = {topic} if topic else known | {*subscribed, retry_topic(group)}
     there = await survey.queues(cluster, topics)
@@ -276,20 +282,20 @@ async def _of_brokers(
     # Brokers report 0 for what was never committed, too.
     unsure = [queue for queue in {*offsets, *chain.from_iterable(there.values())} if not offsets.get(queue)]
     offsets |= await fetch_committed_offsets(cluster, group, unsure, failures)
-    survey.lose(failures)
+    survey.mark_missing(failures)
     asked = [queue for queue in offsets if queue.broker_name in survey.brokers]
     ends = await fetch_first_and_last(cluster, asked, failures)  # asked after what is committed, which moves on
-    survey.lose(failures)
+    survey.mark_missing(failures)
     rows = [
         QueueLag(
-            queue, offsets[queue], low, high, None, time_of(stats[queue].last_timestamp) if queue in stats else None
+            queue, offsets[queue], low, high, None, to_datetime(stats[queue].last_timestamp) if queue in stats else None
         )
         for queue, (low, high) in ends.items()
     ]
     return [row for row in rows if row.queue in stats or row.queue in stored or row.committed or row.lag]
 
 
-async def _queues(cluster: Cluster, topic: str) -> list[MessageQueue]:
+async def _readable_queues(cluster: Cluster, topic: str) -> list[MessageQueue]:
     """Return the queues of a topic that can be read, as they are now; none of one that does not exist."""
     try:
         return (await cluster.route(topic, refresh=True)).consume_queues()
@@ -297,11 +303,11 @@ async def _queues(cluster: Cluster, topic: str) -> list[MessageQueue]:
         return []
 
 
-OFFLINE = "(offline)"
+_OFFLINE = "(offline)"
 """In the place of a member, for all that are."""
 
 
-async def _recorded(
+async def _rows_of_records(
     cluster: Cluster, group: str, topic: str | None, survey: _Survey
 ) -> tuple[list[QueueLag], list[MessageQueue]]:
     """Return where resets have led members that are offline, and the queues of those topics that were never reset."""
@@ -326,16 +332,16 @@ async def _recorded(
                 failures[broker_name] = error
         targets |= found
         without += [queue for queue in queues if found and queue not in found]
-    survey.lose(failures)
+    survey.mark_missing(failures)
     ends = await fetch_first_and_last(
         cluster, [queue for queue in targets if queue.broker_name in survey.brokers], failures
     )
-    survey.lose(failures)
-    rows = [QueueLag(queue, targets[queue], *its_ends, OFFLINE) for queue, its_ends in ends.items()]
+    survey.mark_missing(failures)
+    rows = [QueueLag(queue, targets[queue], *its_ends, _OFFLINE) for queue, its_ends in ends.items()]
     return rows, [queue for queue in without if queue.broker_name in survey.brokers]
 
 
-async def _of_members(
+async def _rows_of_members(
     cluster: Cluster,
     group: str,
     topic: str | None,
@@ -345,14 +351,14 @@ async def _of_members(
 ) -> list[QueueLag]:
     tables: dict[str, dict[MessageQueue, int]] = {}
 
-    async def ask(member: RemoteMember) -> None:
+    async def fetch(member: RemoteMember) -> None:
         try:
             tables[member.client_id] = await fetch_member_offsets(cluster, group, member, topic or "")
         except RocketError as error:
             unreached[member.client_id] = str(error)
 
-    await gather_limited(found.members, ask, limit=8)
-    ends = await _ends(cluster, {queue for table in tables.values() for queue in table}, survey)
+    await gather_limited(found.members, fetch, limit=8)
+    ends = await _fetch_ranges(cluster, {queue for table in tables.values() for queue in table}, survey)
     return [
         QueueLag(queue, offset, *ends[queue], client_id)
         for client_id, table in tables.items()
@@ -361,7 +367,7 @@ async def _of_members(
     ]
 
 
-async def _ends(
+async def _fetch_ranges(
     cluster: Cluster, queues: Iterable[MessageQueue], survey: _Survey
 ) -> dict[MessageQueue, tuple[int, int]]:
     """Return min and max of those queues that exist: members remember topics that were deleted since."""
@@ -371,5 +377,5 @@ async def _ends(
     ends = await fetch_first_and_last(
         cluster, [queue for queue in asked if there[queue.topic] and queue.broker_name in survey.brokers], failures
     )
-    survey.lose(failures)
+    survey.mark_missing(failures)
     return ends

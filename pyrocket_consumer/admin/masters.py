@@ -37,7 +37,7 @@ def check_targets(brokers: Iterable[str] | None, cluster_name: str | None) -> li
     return named
 
 
-async def masters(
+async def find_masters(
     cluster: Cluster, named: Collection[str] | None = None, cluster_name: str | None = None
 ) -> dict[str, str]:
     """Return broker name -> address of the master, for the brokers named, or those of a cluster, or all.
@@ -65,7 +65,7 @@ async def masters(
     return {name: address for name, address in found.items() if address is not None}
 
 
-async def at_each(brokers: Mapping[str, str], call: Callable[[str], Awaitable[T]]) -> dict[str, T]:
+async def call_each(brokers: Mapping[str, str], call: Callable[[str], Awaitable[T]]) -> dict[str, T]:
     """Return broker name -> what `call(address)` gives, all at the same time.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
-from pyrocket_consumer.admin.masters import at_each, cluster_info, masters
+from pyrocket_consumer.admin.masters import call_each, cluster_info, find_masters
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.namespace import is_system, unwrap, wrap
 from pyrocket_consumer.cluster.responses import read_body
@@ -35,10 +35,10 @@ _FIRST_ATTRIBUTES_VERSION = version_ordinal(5, 0, 0)
 _SYSTEM_PREFIX = "RMQ_SYS_"  # 5.x adds some with every release
 _POLL_S = 0.02
 _CHECK_AFTER_POLLS = 10
-_ROUTED_WITHIN_S = 10.0
+_ROUTE_TIMEOUT_S = 10.0
 
 
-_LAST_MS = 253_402_300_799_000
+_MAX_DATETIME_MS = 253_402_300_799_000
 """The last second of the year 9999, after which `datetime` has none."""
 
 
@@ -71,15 +71,15 @@ async def create_topic(
     topic = wrap(cluster.config.namespace, name)
     bits = _PERMISSIONS[perm]
     text = ",".join(f"+{each}={value}" for each, value in attributes.items())  # source: AttributeParser
-    targets = await masters(cluster, brokers, cluster_name)
+    targets = await find_masters(cluster, brokers, cluster_name)
     if text:
-        await at_each(targets, lambda address: _check_attributes_known(cluster, address))
+        await call_each(targets, lambda address: _check_attributes_known(cluster, address))
     header = CreateTopicHeader(
         topic, read_queue_nums=queues, write_queue_nums=queues, perm=bits, order=order, attributes=text or None
     )
-    await at_each(targets, lambda address: cluster.call(address, header))
+    await call_each(targets, lambda address: cluster.call(address, header))
 
-    def is_there(route: TopicRoute | None) -> bool:
+    def is_created(route: TopicRoute | None) -> bool:
         # A broker with a narrower permission of its own shows less than was asked for.
         named = {
             data.broker_name
@@ -88,7 +88,7 @@ async def create_topic(
         }
         return named.issuperset(targets)
 
-    async def check_ours() -> None:
+    async def check_queue_count() -> None:
         for broker, address in targets.items():
             count = await _queue_count(cluster, topic, address)
             if count not in (None, queues):
@@ -97,16 +97,16 @@ async def create_topic(
                     "the same time, and theirs was later; agree on a number"
                 )
 
-    await _until_routed(cluster, topic, is_there, check_ours)
+    await _wait_routed(cluster, topic, is_created, check_queue_count)
 
 
 async def _queue_count(cluster: Cluster, topic: str, address: str) -> int | None:
     """Return how many queues a broker has, None where that may not be known."""
     try:
-        answer = await cluster.call(address, GetTopicStatsInfoHeader(topic))
+        response = await cluster.call(address, GetTopicStatsInfoHeader(topic))
     except BrokerError:
         return None
-    return len((await read_body(decode_topic_stats, answer.body)).queues)
+    return len((await read_body(decode_topic_stats, response.body)).queues)
 
 
 def check_perm(perm: object) -> None:
@@ -138,40 +138,40 @@ async def _check_attributes_known(cluster: Cluster, address: str) -> None:
 async def delete_topic(cluster: Cluster, name: str) -> None:
     """Delete a topic everywhere, and return when no name server shows it. One that does not exist is no error."""
     topic = wrap(cluster.config.namespace, name)
-    await at_each(await masters(cluster), lambda address: cluster.call(address, DeleteTopicHeader(topic)))
+    await call_each(await find_masters(cluster), lambda address: cluster.call(address, DeleteTopicHeader(topic)))
     await cluster.ask_every_name_server(DeleteTopicInNameServerHeader(topic))
     cluster.forget_topic(topic)
-    await _until_routed(cluster, topic, lambda route: route is None)
+    await _wait_routed(cluster, topic, lambda route: route is None)
 
 
-async def _until_routed(
+async def _wait_routed(
     cluster: Cluster,
     topic: str,
-    as_wanted: Callable[[TopicRoute | None], bool],
-    check: Callable[[], Awaitable[None]] | None = None,
+    is_wanted: Callable[[TopicRoute | None], bool],
+    verify: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Return when every name server's route is as wanted: brokers tell them at once, but in their own time.
 
-    `check` is done now and then while it is not; it raises when it will never be.
+    `verify` is called now and then while it is not; it raises when it will never be.
     """
     for address in cluster.name_servers:
         polls = 0
         try:
-            async with asyncio.timeout(_ROUTED_WITHIN_S):
+            async with asyncio.timeout(_ROUTE_TIMEOUT_S):
                 while True:
-                    if as_wanted(await _route_at(cluster, address, topic)):
+                    if is_wanted(await _route_at(cluster, address, topic)):
                         break
                     await asyncio.sleep(_POLL_S)
                     polls += 1
-                    if check is not None and polls % _CHECK_AFTER_POLLS == 0:
-                        await check()
+                    if verify is not None and polls % _CHECK_AFTER_POLLS == 0:
+                        await verify()
         except TimeoutError as error:
-            raise RequestTimeout(f"the new route of topic {topic!r}", address, _ROUTED_WITHIN_S) from error
+            raise RequestTimeout(f"the new route of topic {topic!r}", address, _ROUTE_TIMEOUT_S) from error
 
 
 async def _route_at(cluster: Cluster, name_server: str, topic: str) -> TopicRoute | None:
-    answer = await cluster.call(name_server, GetRouteInfoHeader(topic), accept=(0, ResponseCode.TOPIC_NOT_EXIST))
-    return await read_body(partial(decode_route, topic), answer.body) if answer.code == 0 else None
+    response = await cluster.call(name_server, GetRouteInfoHeader(topic), accept=(0, ResponseCode.TOPIC_NOT_EXIST))
+    return await read_body(partial(decode_route, topic), response.body) if response.code == 0 else None
 
 
 async def list_topics(cluster: Cluster, *, include_system: bool) -> list[str]:
@@ -198,24 +198,24 @@ async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, Offse
     topic = wrap(cluster.config.namespace, name)
     route = await cluster.route(topic, refresh=True)
     addresses = {data.broker_name: cluster.address(data.broker_name) for data in route.queues}
-    answers = await at_each(
+    responses = await call_each(
         {broker: address for broker, address in addresses.items() if address is not None},
         lambda address: cluster.call(address, GetTopicStatsInfoHeader(topic)),
     )
     ranges: dict[MessageQueue, OffsetRange] = {}
-    for broker, answer in answers.items():
-        for queue, stats in (await read_body(decode_topic_stats, answer.body)).queues.items():
+    for broker, response in responses.items():
+        for queue, stats in (await read_body(decode_topic_stats, response.body)).queues.items():
             if (queue.topic, queue.broker_name) != (topic, broker):
                 continue  # of what is not its own it knows nothing
             low, high = stats.min_offset, stats.max_offset
             if not 0 <= low <= high <= MAX_RECORDED_OFFSET:
                 raise ProtocolError(f"{broker} says that {queue} begins at {low} and ends at {high}")
             ranges[MessageQueue(name, queue.broker_name, queue.queue_id)] = OffsetRange(
-                low, high, time_of(stats.last_update_timestamp)
+                low, high, to_datetime(stats.last_update_timestamp)
             )
     return dict(sorted(ranges.items()))
 
 
-def time_of(at_ms: int) -> datetime | None:
+def to_datetime(at_ms: int) -> datetime | None:
     """Return when a message was stored; None: there is none, or the broker tells a time that no calendar has."""
-    return datetime.fromtimestamp(at_ms / 1000, UTC) if 0 < at_ms <= _LAST_MS else None
+    return datetime.fromtimestamp(at_ms / 1000, UTC) if 0 < at_ms <= _MAX_DATETIME_MS else None

@@ -291,5 +291,5 @@ def way_for(model: MessageModel, members: Sequence[MemberPlan]) -> ResetWay:
         return ResetWay.MEMBERS
     if not members:
         return ResetWay.COMMITS
-    cannot_be_told = any(each.reply.kind in (RelayStatus.FOREIGN, RelayStatus.FORBIDDEN) for each in members)
-    return ResetWay.BROKERS if cannot_be_told else ResetWay.MEMBERS
+    needs_brokers = any(each.reply.kind in (RelayStatus.FOREIGN, RelayStatus.FORBIDDEN) for each in members)
+    return ResetWay.BROKERS if needs_brokers else ResetWay.MEMBERS

@@ -69,14 +69,14 @@ from pyrocket_consumer.text import join_truncated
 
 _SERVER_SIDE_SETTING = "useServerSideResetOffset"
 _SERVER_SIDE_SINCE = version_ordinal(5, 2, 0)
-_JAVA_OBEYS = (
+_RESETTABLE_JAVA_VERSIONS = (
     range(version_ordinal(4, 9, 8), version_ordinal(5, 0, 0) - 1),
     range(version_ordinal(5, 2, 0), 1 << 30),
 )
-_TELLS_ZERO_SINCE = version_ordinal(5, 0, 0)
+_EXACT_ZERO_SINCE = version_ordinal(5, 0, 0)
 """Before, a broker says 0 also of what was never committed."""
 
-_BY_HAND = "stop it, edit its offsets.json, start it again"
+_MANUAL_RESET = "stop it, edit its offsets.json, start it again"
 
 
 async def plan_reset(
@@ -94,13 +94,13 @@ async def plan_reset(
     namespace = cluster.config.namespace
     wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
     route = await cluster.route(wire_topic, refresh=True)
-    chosen = _chosen(route, unwrap(namespace, topic), wire_topic, where, wanted)
+    chosen = _choose_queues(route, unwrap(namespace, topic), wire_topic, where, wanted)
     stored, retry_route = dict[MessageQueue, int](), None
     if store is not None:
         rows = await asyncio.to_thread(store.offsets, wire_group)
         stored = {row.queue: row.next_offset for row in rows}
         retry_route = await _retry_route(cluster, wire_group, wire_topic, stored)
-    brokers = await _brokers(cluster, [route] if retry_route is None else [route, retry_route])
+    brokers = await _fetch_brokers(cluster, [route] if retry_route is None else [route, retry_route])
     usable = {broker.name: broker.address for broker in brokers if not broker.problem}
     found = await fetch_group_members(cluster, wire_group, usable)
     decided = MessageModel(model) if model is not None else None
@@ -120,22 +120,24 @@ async def plan_reset(
         if decided is MessageModel.CLUSTERING:
             await _check_not_recorded(cluster, wire_group, group, wire_topic, usable)
     if store is not None:
-        _check_claimed(group, decided)
+        _check_clustering(group, decided)
         decided = MessageModel.CLUSTERING
     if decided is None:
-        decided = await _recalled_model(cluster, wire_group, group, chosen, brokers)
+        decided = await _infer_model(cluster, wire_group, group, chosen, brokers)
     if member is not None:
-        found = _alone(found, member, decided)
-    targets = await _targets(cluster, wire_group, [queue for queue in chosen if queue.broker_name in usable], where)
+        found = _only_member(found, member, decided)
+    targets = await _fetch_targets(
+        cluster, wire_group, [queue for queue in chosen if queue.broker_name in usable], where
+    )
     all_queues = all(
         MessageQueue(wire_topic, data.broker_name, number) in chosen
         for data in route.queues
         for number in range(data.write_queues)
     )
-    unsubscribed = _unsubscribed(found, wire_topic, group, namespace)
+    unsubscribed = _unsubscribed_text(found, wire_topic, group, namespace)
     has_row = bool(unsubscribed) or any(queue.topic == wire_topic for queue in stored)
     members = tuple(
-        MemberPlan(each, replies[each.client_id], *_claims_anew(replies[each.client_id], has_row))
+        MemberPlan(each, replies[each.client_id], *_describe_claim(replies[each.client_id], has_row))
         if store is not None
         else _member_plan(each, replies[each.client_id], decided, brokers, all_queues, alone=member is not None)
         for each in found.members
@@ -144,18 +146,18 @@ async def plan_reset(
     if store is not None:
         way = ResetWay.STORE
     if way is ResetWay.BROKERS:
-        _check_brokers_can(brokers, all_queues, members)
+        _check_brokers_support(brokers, all_queues, members)
     if store is None:
-        moves = await _moves(cluster, wire_group, wire_topic, decided, members, targets, wait_s)
+        moves = await _plan_moves(cluster, wire_group, wire_topic, decided, members, targets, wait_s)
     else:
         moves = [QueueMove(each.queue, None, stored.get(each.queue), each.target) for each in targets]
 
     left = [] if retry_route is None else retry_route.consume_queues()
-    retries = await _retry_starts(
+    retries = await _plan_retry_starts(
         cluster, wire_group, [queue for queue in left if queue not in stored and queue.broker_name in usable]
     )
 
-    def outward(queue: MessageQueue, to: str = topic) -> MessageQueue:
+    def public_queue(queue: MessageQueue, to: str = topic) -> MessageQueue:
         return MessageQueue(to, queue.broker_name, queue.queue_id)
 
     return ResetPlan(
@@ -163,8 +165,8 @@ async def plan_reset(
         topic,
         decided,
         way,
-        tuple(QueueTarget(outward(t.queue), t.wanted, t.target, t.min, t.max) for t in targets),
-        tuple(QueueMove(outward(move.queue), move.member, move.current, move.target) for move in moves),
+        tuple(QueueTarget(public_queue(t.queue), t.wanted, t.target, t.min, t.max) for t in targets),
+        tuple(QueueMove(public_queue(move.queue), move.member, move.current, move.target) for move in moves),
         tuple(brokers),
         members,
         all_queues,
@@ -172,7 +174,9 @@ async def plan_reset(
         member,
         unsubscribed,
         store,
-        tuple(RetryStart(outward(each.queue, retry_topic(group)), each.committed, each.target) for each in retries),
+        tuple(
+            RetryStart(public_queue(each.queue, retry_topic(group)), each.committed, each.target) for each in retries
+        ),
     )
 
 
@@ -189,7 +193,7 @@ async def _retry_route(
     return route if any(queue not in stored for queue in route.consume_queues()) else None
 
 
-async def _retry_starts(cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue]) -> list[RetryStart]:
+async def _plan_retry_starts(cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue]) -> list[RetryStart]:
     """Return where queues of the retry topic begin: without a row they would with their first message, consumed or not.
 
     So what was consumed does not come again, and what was not is not lost.
@@ -204,12 +208,12 @@ async def _retry_starts(cluster: Cluster, wire_group: str, queues: Sequence[Mess
     return [start(queue) for queue in sorted(queues)]
 
 
-def _check_claimed(group: str, model: MessageModel | None) -> None:
+def _check_clustering(group: str, model: MessageModel | None) -> None:
     if model is MessageModel.BROADCASTING:
         raise ConfigError(f"group {group!r} is broadcasting, and a database keeps no offsets of such; leave store out")
 
 
-def _claims_anew(reply: RelayResult, has_row: bool) -> tuple[bool, str]:
+def _describe_claim(reply: RelayResult, has_row: bool) -> tuple[bool, str]:
     if reply.kind is RelayStatus.FOREIGN or (reply.kind is RelayStatus.OURS and not reply.report.in_database):
         return False, "goes by the broker's offsets, and not by the database's"
     if not has_row:
@@ -217,7 +221,7 @@ def _claims_anew(reply: RelayResult, has_row: bool) -> tuple[bool, str]:
     return True, "will find out within seconds, and claim its queues anew"
 
 
-def _unsubscribed(found: GroupMembers, wire_topic: str, group: str, namespace: str | None) -> str:
+def _unsubscribed_text(found: GroupMembers, wire_topic: str, group: str, namespace: str | None) -> str:
     """Return that nobody who is online subscribes to the topic; empty if somebody does, or it is not known."""
     if not found.topics or wire_topic in found.topics:
         return ""
@@ -246,7 +250,7 @@ async def _check_not_recorded(
             )
 
 
-def _alone(found: GroupMembers, client_id: str, model: MessageModel) -> GroupMembers:
+def _only_member(found: GroupMembers, client_id: str, model: MessageModel) -> GroupMembers:
     """Return the one member that shall move.
 
     Raises:
@@ -263,7 +267,7 @@ def _alone(found: GroupMembers, client_id: str, model: MessageModel) -> GroupMem
     return replace(found, members=one)
 
 
-def _chosen(
+def _choose_queues(
     route: TopicRoute,
     topic: str,
     wire_topic: str,
@@ -293,39 +297,41 @@ def _chosen(
     return sorted(set(chosen))
 
 
-async def _brokers(cluster: Cluster, routes: Sequence[TopicRoute]) -> list[BrokerPlan]:
+async def _fetch_brokers(cluster: Cluster, routes: Sequence[TopicRoute]) -> list[BrokerPlan]:
     brokers = [broker for route in routes for broker in route.brokers]
     addresses = {broker.broker_name: broker.addresses.get(MASTER_ID) for broker in brokers}
 
-    async def ask(name: str) -> BrokerPlan:
+    async def fetch(name: str) -> BrokerPlan:
         address = addresses.get(name)
         if address is None:
             return BrokerPlan(name, problem="no master of it is known now")
         try:
-            answer = await cluster.call(address, GetBrokerConfigHeader())
+            response = await cluster.call(address, GetBrokerConfigHeader())
         except PermissionDenied:
             return BrokerPlan(name, address, None, cluster.broker_version(address) or 0)
         except BrokerError as error:
             return BrokerPlan(name, address, problem=str(error))
         except RocketError as error:
             return BrokerPlan(name, address, problem=str(error))
-        setting = (await read_body(decode_java_properties, answer.body)).get(_SERVER_SIDE_SETTING)
+        setting = (await read_body(decode_java_properties, response.body)).get(_SERVER_SIDE_SETTING)
         if setting is None:  # it is absent before 5.1
-            server_side = answer.version >= _SERVER_SIDE_SINCE
+            server_side = response.version >= _SERVER_SIDE_SINCE
         else:
             server_side = setting.lower() == "true"
-        return BrokerPlan(name, address, server_side, answer.version)
+        return BrokerPlan(name, address, server_side, response.version)
 
     names = {data.broker_name for route in routes for data in route.queues}
-    return list((await gather_limited(sorted(names), ask)).values())
+    return list((await gather_limited(sorted(names), fetch)).values())
 
 
 def _reported_model(replies: Mapping[str, RelayResult]) -> MessageModel | None:
-    told = {reply.report.message_model for reply in replies.values() if reply.report.message_model}
-    return MessageModel(told.pop()) if len(told) == 1 and told <= {model.value for model in MessageModel} else None
+    models = {reply.report.message_model for reply in replies.values() if reply.report.message_model}
+    return (
+        MessageModel(models.pop()) if len(models) == 1 and models <= {model.value for model in MessageModel} else None
+    )
 
 
-async def _recalled_model(
+async def _infer_model(
     cluster: Cluster, wire_group: str, group: str, queues: Sequence[MessageQueue], brokers: Sequence[BrokerPlan]
 ) -> MessageModel:
     """Guess by what the group has left behind: only a clustering group commits offsets, a broadcasting one is recorded.
@@ -342,7 +348,7 @@ async def _recalled_model(
                 if queue.broker_name != broker_name:
                     continue
                 found = await cluster.broker(broker_name).query_offset(wire_group, queue, set_zero_if_not_found=False)
-                if found or (found == 0 and version >= _TELLS_ZERO_SINCE):
+                if found or (found == 0 and version >= _EXACT_ZERO_SINCE):
                     return MessageModel.CLUSTERING
         except ConnectError:
             continue
@@ -353,7 +359,7 @@ async def _recalled_model(
     )
 
 
-async def _targets(
+async def _fetch_targets(
     cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue], to: Place | Mapping[MessageQueue, int]
 ) -> list[QueueTarget]:
     ends = await fetch_first_and_last(cluster, queues)
@@ -376,15 +382,15 @@ def _member_plan(
     all_queues: bool,
     alone: bool,
 ) -> MemberPlan:
-    reachable, how = _reach(member, reply, model, brokers, all_queues)
+    reachable, how = _describe_reach(member, reply, model, brokers, all_queues)
     if alone and reply.kind is RelayStatus.FOREIGN:
-        reachable, how = False, f"{member.client} cannot be reset alone by any call; {_BY_HAND}"
+        reachable, how = False, f"{member.client} cannot be reset alone by any call; {_MANUAL_RESET}"
     if member.connections > 1:
         how += f"; {member.connections} processes share this client id, and only one of them can be spoken to"
     return MemberPlan(member, reply, reachable, how)
 
 
-def _reach(
+def _describe_reach(
     member: RemoteMember, reply: RelayResult, model: MessageModel, brokers: Sequence[BrokerPlan], all_queues: bool
 ) -> tuple[bool, str]:
     broadcasting = model is MessageModel.BROADCASTING
@@ -394,7 +400,7 @@ def _reach(
         return True, "will be told, and verified"
     if reply.kind is RelayStatus.FOREIGN:
         if broadcasting:
-            return _reach_foreign_broadcasting(member, brokers, all_queues)
+            return _describe_foreign_reach(member, brokers, all_queues)
         return True, "will be reset by its broker, and verified where it can be seen"
     if reply.kind is RelayStatus.FORBIDDEN:
         text = "this account may not speak to members (RocketMQ wants Get on the group)"
@@ -403,23 +409,21 @@ def _reach(
     return False, f"{reply.reason or reply.kind}; if it is one of ours, {follows} when it is well again"
 
 
-def _reach_foreign_broadcasting(
-    member: RemoteMember, brokers: Sequence[BrokerPlan], all_queues: bool
-) -> tuple[bool, str]:
+def _describe_foreign_reach(member: RemoteMember, brokers: Sequence[BrokerPlan], all_queues: bool) -> tuple[bool, str]:
     if any(broker.server_side is not False for broker in brokers):
         return False, (
             f"{member.client} cannot be reset in broadcasting while the broker keeps resets "
-            f"({_SERVER_SIDE_SETTING}=true, which an operator can change); {_BY_HAND}"
+            f"({_SERVER_SIDE_SETTING}=true, which an operator can change); {_MANUAL_RESET}"
         )
-    java_obeys = member.language == "JAVA" and any(member.version in versions for versions in _JAVA_OBEYS)
+    java_obeys = member.language == "JAVA" and any(member.version in versions for versions in _RESETTABLE_JAVA_VERSIONS)
     if not java_obeys and member.language != "GO":
-        return False, f"{member.client} cannot be reset in broadcasting by any call; {_BY_HAND}"
+        return False, f"{member.client} cannot be reset in broadcasting by any call; {_MANUAL_RESET}"
     if not all_queues:
-        return False, f"{member.client} can only be reset with all queues at once; name them all, or {_BY_HAND}"
+        return False, f"{member.client} can only be reset with all queues at once; name them all, or {_MANUAL_RESET}"
     return True, "will be told by the broker, with offsets committed for a moment; seen after 12 to 25 s"
 
 
-def _check_brokers_can(brokers: Sequence[BrokerPlan], all_queues: bool, members: Sequence[MemberPlan]) -> None:
+def _check_brokers_support(brokers: Sequence[BrokerPlan], all_queues: bool, members: Sequence[MemberPlan]) -> None:
     """Raise ConfigError if a broker could only reset more queues than are named."""
     if all_queues:
         return
@@ -434,7 +438,7 @@ def _check_brokers_can(brokers: Sequence[BrokerPlan], all_queues: bool, members:
         )
 
 
-async def _moves(
+async def _plan_moves(
     cluster: Cluster,
     wire_group: str,
     wire_topic: str,

@@ -34,21 +34,23 @@ from pyrocket_consumer.protocol.bodies import decode_offset_table
 from pyrocket_consumer.protocol.command import ResetOffsetHeader, UpdateConsumerOffsetHeader
 from pyrocket_consumer.protocol.reset_format import PlanBody, encode_plan, encode_status_request, is_valid_epoch
 
-ASK_AGAIN_AFTER_S = (2.0, 3.0, 5.0)
+STATUS_DELAYS_S = (2.0, 3.0, 5.0)
 """A member that had no answer ready is asked for its state after 2, 5 and 10 s, and every 5 s from then on."""
 
-LOOK_EVERY_S = 0.5
+POLL_S = 0.5
 """How often members of other clients are looked at; what they replay quickly is not seen."""
 
-TABLE_TRIES = 5
+MAX_TABLE_ATTEMPTS = 5
 
-_WORTH_ASKING_AGAIN = frozenset({RelayStatus.SILENT, RelayStatus.FAILED})
-
-
-Tell = Callable[[ResetProgress], None]
+_RETRYABLE = frozenset({RelayStatus.SILENT, RelayStatus.FAILED})
 
 
-async def execute(cluster: Cluster, plan: ResetPlan, tell: Tell, partial: bool, wait_s: float) -> ResetResult:
+ProgressCallback = Callable[[ResetProgress], None]
+
+
+async def execute_plan(
+    cluster: Cluster, plan: ResetPlan, report: ProgressCallback, partial: bool, wait_s: float
+) -> ResetResult:
     """Carry a plan out."""
     problems = [broker for broker in plan.brokers if broker.problem]
     if problems and not partial:
@@ -56,7 +58,7 @@ async def execute(cluster: Cluster, plan: ResetPlan, tell: Tell, partial: bool, 
             f"{problems[0]}; nothing was moved. Its queues cannot be reset now: try again later, or reset the others "
             "with partial"
         )
-    run = _Execution(cluster, plan, tell, wait_s)
+    run = _ResetExecution(cluster, plan, report, wait_s)
     if plan.store is not None:
         return await run.in_store(plan.store)
     if plan.broadcasting:
@@ -75,13 +77,13 @@ async def forget_reset(cluster: Cluster, group: str, topic: str) -> None:
         await record.forget(range(max(data.read_queues, data.write_queues)))
 
 
-class _Execution:
+class _ResetExecution:
     """One run. Confined to the I/O thread."""
 
-    def __init__(self, cluster: Cluster, plan: ResetPlan, tell: Tell, wait_s: float) -> None:
+    def __init__(self, cluster: Cluster, plan: ResetPlan, report: ProgressCallback, wait_s: float) -> None:
         self._cluster = cluster
         self._plan = plan
-        self._tell_progress = tell
+        self._on_progress = report
         self._deadline = cluster.loop.time() + wait_s
         self._id = str(uuid4())
         self._group, self._topic = plan.wire_group, plan.wire_topic
@@ -89,19 +91,19 @@ class _Execution:
         self._brokers = {broker.name: broker for broker in plan.brokers if not broker.problem}
         self._notes = {broker.name: broker.problem for broker in plan.brokers if broker.problem}
 
-    def _tell(self, step: str, subject: str, text: str) -> None:
-        self._tell_progress(ResetProgress(step, subject, text))
+    def _report(self, step: str, subject: str, text: str) -> None:
+        self._on_progress(ResetProgress(step, subject, text))
 
     @property
     def _left_s(self) -> float:
         """How long members may still be waited for."""
         return max(0.0, self._deadline - self._cluster.loop.time())
 
-    def _told(self, outcome: ResetOutcome) -> ResetOutcome:
-        self._tell("member", outcome.subject, f"{outcome.state}" + (f" ({outcome.text})" if outcome.text else ""))
+    def _report_outcome(self, outcome: ResetOutcome) -> ResetOutcome:
+        self._report("member", outcome.subject, f"{outcome.state}" + (f" ({outcome.text})" if outcome.text else ""))
         return outcome
 
-    def _at(self, broker_name: str) -> dict[int, int]:
+    def _targets_at(self, broker_name: str) -> dict[int, int]:
         return {queue.queue_id: to for queue, to in self._targets.items() if queue.broker_name == broker_name}
 
     async def _online(self) -> tuple[RemoteMember, ...]:
@@ -115,10 +117,14 @@ class _Execution:
         """Record the reset at every master, tell every member, ask until each has confirmed."""
         records = {
             name: ResetRecord(
-                self._cluster, self._group, self._topic, name, on_invalid=functools.partial(self._tell, "record", name)
+                self._cluster,
+                self._group,
+                self._topic,
+                name,
+                on_invalid=functools.partial(self._report, "record", name),
             )
             for name in sorted(self._brokers)
-            if self._at(name)
+            if self._targets_at(name)
         }
         epoch = await self._epoch(records, partial)
         for times_left in reversed(range(MAX_EPOCH_ATTEMPTS)):
@@ -128,7 +134,7 @@ class _Execution:
             except EpochTaken as error:
                 if not times_left:
                     raise
-                self._tell("record", self._topic, f"{error}; recorded again after it")
+                self._report("record", self._topic, f"{error}; recorded again after it")
                 epoch = error.head + 1
         targets = {queue: to for queue, to in self._targets.items() if queue.broker_name not in self._notes}
         plan = PlanBody(self._topic, epoch, targets)
@@ -136,16 +142,16 @@ class _Execution:
         online = {
             member.client_id: member for member in await self._online() if self._plan.member in (None, member.client_id)
         }
-        outcomes = {client_id: self._gone(client_id) for client_id in planned.keys() - online.keys()}
+        outcomes = {client_id: self._gone_outcome(client_id) for client_id in planned.keys() - online.keys()}
         foreign = [each for each in planned.values() if each.reply.kind is RelayStatus.FOREIGN]
-        spoken = [
+        capable = [
             member for client_id, member in online.items() if client_id not in {each.client_id for each in foreign}
         ]
         at_foreign = asyncio.ensure_future(
             self._reset_foreign([each for each in foreign if each.client_id in online], targets)
         )
         try:
-            outcomes |= await self._tell_members(spoken, plan)
+            outcomes |= await self._reset_members(capable, plan)
             outcomes |= {outcome.subject: outcome for outcome in await at_foreign}
         finally:
             at_foreign.cancel()
@@ -160,21 +166,21 @@ class _Execution:
             try:
                 highest = max(highest, await record.head() or 0)
             except RocketError as error:
-                self._failed_at(name, error, partial)
+                self._skip_broker(name, error, partial)
         now_ms = int(time.time() * 1000)
         for member in self._plan.members:
-            told = member.reply.report.epochs.values()
-            highest = max(highest, *(epoch for epoch in told if is_valid_epoch(epoch, now_ms)), 0)
+            reported = member.reply.report.epochs.values()
+            highest = max(highest, *(epoch for epoch in reported if is_valid_epoch(epoch, now_ms)), 0)
         return max(now_ms, highest + 1)
 
-    def _failed_at(self, broker_name: str, error: RocketError, partial: bool) -> None:
+    def _skip_broker(self, broker_name: str, error: RocketError, partial: bool) -> None:
         if not partial:
             error.add_note(
                 "Nothing has moved. Members that start now may find the part that was recorded; it is safe to repeat."
             )
             raise error
         self._notes[broker_name] = f"left out: {error}"
-        self._tell("record", broker_name, self._notes[broker_name])
+        self._report("record", broker_name, self._notes[broker_name])
 
     async def _write(self, records: Mapping[str, ResetRecord], epoch: int, partial: bool) -> list[MessageQueue]:
         raced: list[MessageQueue] = []
@@ -182,48 +188,48 @@ class _Execution:
             if name in self._notes:
                 continue
             try:
-                lost = await record.write(epoch, self._at(name))
+                lost = await record.write(epoch, self._targets_at(name))
             except EpochTaken:
                 raise
             except GroupUnknown as error:
-                self._tell("record", name, f"nothing to record: {error}")
+                self._report("record", name, f"nothing to record: {error}")
             except RocketError as error:
-                self._failed_at(name, error, partial)
+                self._skip_broker(name, error, partial)
             else:
                 raced += [MessageQueue(self._plan.topic, name, queue_id) for queue_id in lost]
-                self._tell("record", name, f"recorded for {len(self._at(name))} queues")
+                self._report("record", name, f"recorded for {len(self._targets_at(name))} queues")
         return raced
 
-    async def _tell_members(self, members: Sequence[RemoteMember], plan: PlanBody) -> dict[str, ResetOutcome]:
+    async def _reset_members(self, members: Sequence[RemoteMember], plan: PlanBody) -> dict[str, ResetOutcome]:
         """Tell members at the same time, then ask those that have not confirmed for their state."""
         outcomes: dict[str, ResetOutcome] = {}
         processes = {member.client_id: member.connections for member in members}
         waiting = {member.client_id: member for member in members}
 
-        def judge(replies: Mapping[str, RelayResult], last: bool) -> None:
+        def record_replies(replies: Mapping[str, RelayResult], last: bool) -> None:
             for client_id, reply in replies.items():
-                outcome = self._judge(client_id, reply, plan)
+                outcome = self._outcome_of(client_id, reply, plan)
                 if outcome.state.is_done and processes[client_id] > 1:
                     text = f"one of {processes[client_id]} processes with this client id has moved"
                     outcome = ResetOutcome(client_id, ResetState.UNCONFIRMED, text)
-                if last or outcome.state is not ResetState.PENDING and reply.kind not in _WORTH_ASKING_AGAIN:
-                    outcomes[client_id] = self._told(outcome)
+                if last or outcome.state is not ResetState.PENDING and reply.kind not in _RETRYABLE:
+                    outcomes[client_id] = self._report_outcome(outcome)
                     del waiting[client_id]
                 else:
-                    self._told(outcome)
+                    self._report_outcome(outcome)
 
-        word, body = "reset", encode_plan(plan)
-        for pause_s in chain(ASK_AGAIN_AFTER_S, repeat(ASK_AGAIN_AFTER_S[-1])):
-            asked = list(waiting.values())
-            replies = await relay_to_all(self._cluster, self._group, asked, word, self._id, body, self._left_s)
-            judge(replies, last=self._left_s < pause_s)
+        action, body = "reset", encode_plan(plan)
+        for pause_s in chain(STATUS_DELAYS_S, repeat(STATUS_DELAYS_S[-1])):
+            requested = list(waiting.values())
+            replies = await relay_to_all(self._cluster, self._group, requested, action, self._id, body, self._left_s)
+            record_replies(replies, last=self._left_s < pause_s)
             if not waiting:
                 break
             await asyncio.sleep(pause_s)
-            word, body = "status", encode_status_request(self._topic)
+            action, body = "status", encode_status_request(self._topic)
         return outcomes
 
-    def _judge(self, client_id: str, reply: RelayResult, plan: PlanBody) -> ResetOutcome:
+    def _outcome_of(self, client_id: str, reply: RelayResult, plan: PlanBody) -> ResetOutcome:
         """What a reply means; the epochs a member reports are exact, while offsets move on."""
         if reply.kind is RelayStatus.OURS:
             epochs = reply.report.epochs
@@ -235,7 +241,7 @@ class _Execution:
             return ResetOutcome(client_id, ResetState.PENDING, reply.reason or "not stored yet")
         recorded = "recorded, " if self._plan.member is None else ""
         if reply.kind is RelayStatus.GONE:
-            return self._gone(client_id)
+            return self._gone_outcome(client_id)
         if reply.kind is RelayStatus.FORBIDDEN:
             text = f"{recorded}unconfirmed: this account may not speak to members"
             return ResetOutcome(client_id, ResetState.UNCONFIRMED, text)
@@ -244,7 +250,7 @@ class _Execution:
         but = "recorded, but " if recorded else ""
         return ResetOutcome(client_id, ResetState.UNREACHED, f"{but}it does not answer: {reply.reason}")
 
-    def _gone(self, client_id: str) -> ResetOutcome:
+    def _gone_outcome(self, client_id: str) -> ResetOutcome:
         """What is to be said of a member that has left: it finds the record, if there is one."""
         if self._plan.member is not None:
             return ResetOutcome(client_id, ResetState.UNREACHED, "it has left, and nothing is recorded for it")
@@ -257,48 +263,52 @@ class _Execution:
     ) -> list[ResetOutcome]:
         """Have brokers tell members of other clients, by offsets that are committed for a moment only."""
         outcomes = [
-            self._told(ResetOutcome(each.client_id, ResetState.UNREACHED, each.how))
+            self._report_outcome(ResetOutcome(each.client_id, ResetState.UNREACHED, each.how))
             for each in members
             if not each.reachable
         ]
         reachable = [each for each in members if each.reachable]
         if not reachable or self._notes:
             return outcomes + [
-                self._told(ResetOutcome(each.client_id, ResetState.UNREACHED, "a broker was left out"))
+                self._report_outcome(ResetOutcome(each.client_id, ResetState.UNREACHED, "a broker was left out"))
                 for each in reachable
             ]
-        offsets = await gather_limited([each.member for each in reachable], self._offsets_of)
+        offsets = await gather_limited([each.member for each in reachable], self._fetch_offsets)
         before = {member.client_id: table for member, table in offsets.items()}
         try:
             for broker in self._brokers.values():
-                await self._tell_through_placeholders(broker, targets)
+                await self._reset_through_placeholders(broker, targets)
         except RocketError as error:
             return outcomes + [
-                self._told(ResetOutcome(each.client_id, ResetState.UNCONFIRMED, f"its broker refused: {error}"))
+                self._report_outcome(
+                    ResetOutcome(each.client_id, ResetState.UNCONFIRMED, f"its broker refused: {error}")
+                )
                 for each in reachable
             ]
         waiting = {each.client_id: each.member for each in reachable}
         unmoved = {client_id: set(targets) for client_id in waiting}
         while waiting and self._left_s:
-            await asyncio.sleep(LOOK_EVERY_S)
-            for member, now in (await gather_limited(list(waiting.values()), self._offsets_of)).items():
+            await asyncio.sleep(POLL_S)
+            for member, now in (await gather_limited(list(waiting.values()), self._fetch_offsets)).items():
                 client_id = member.client_id
-                unmoved[client_id] -= _seen_moved(before[client_id], now, targets)
+                unmoved[client_id] -= _moved_queues(before[client_id], now, targets)
                 if not unmoved[client_id]:
                     del waiting[client_id]
-                    outcomes.append(self._told(ResetOutcome(client_id, ResetState.MOVED, "seen in what it reports")))
+                    outcomes.append(
+                        self._report_outcome(ResetOutcome(client_id, ResetState.MOVED, "seen in what it reports"))
+                    )
         return outcomes + [
-            self._told(ResetOutcome(client_id, ResetState.UNCONFIRMED, _not_seen(unmoved[client_id])))
+            self._report_outcome(ResetOutcome(client_id, ResetState.UNCONFIRMED, _not_moved_text(unmoved[client_id])))
             for client_id in waiting
         ]
 
-    async def _offsets_of(self, member: RemoteMember) -> dict[MessageQueue, int]:
+    async def _fetch_offsets(self, member: RemoteMember) -> dict[MessageQueue, int]:
         try:
             return await fetch_member_offsets(self._cluster, self._group, member, self._topic, self._left_s)
         except RocketError:
             return {}
 
-    async def _tell_through_placeholders(self, broker: BrokerPlan, targets: Mapping[MessageQueue, int]) -> None:
+    async def _reset_through_placeholders(self, broker: BrokerPlan, targets: Mapping[MessageQueue, int]) -> None:
         """A broker resets only what has been committed, and never above it: so the targets are, for a moment."""
         here = [queue for queue in targets if queue.broker_name == broker.name]
         cluster = self._cluster
@@ -307,11 +317,11 @@ class _Execution:
             await cluster.call(broker.address, ResetOffsetHeader(self._topic, self._group, -1, False, -1))
         finally:  # -1 is no offset: nothing is left that lag displays, or a later clustering group, would take for one
 
-            async def take_back(queue: MessageQueue) -> None:
+            async def undo(queue: MessageQueue) -> None:
                 header = UpdateConsumerOffsetHeader(self._group, self._topic, queue.queue_id, -1, broker.name)
                 await cluster.call(broker.address, header)
 
-            await gather_limited(here, take_back)
+            await gather_limited(here, undo)
 
     # --- a group whose offsets are in a database
 
@@ -330,7 +340,7 @@ class _Execution:
         await asyncio.to_thread(store.reset, self._group, {**targets, **starts}, epoch)
         rows = await asyncio.to_thread(store.offsets, self._group)
         at_reset = {row.queue: row for row in rows if row.reset_epoch == epoch}
-        self._tell("store", repr(store), f"{len(at_reset)} queues are set")
+        self._report("store", repr(store), f"{len(at_reset)} queues are set")
         claimed: dict[MessageQueue, str] = {}
         while awaited := set() if plan.unsubscribed else {member.client_id for member in await self._online()}:
             for row in await asyncio.to_thread(store.offsets, self._group, self._topic):
@@ -338,18 +348,20 @@ class _Execution:
                     claimed[row.queue] = row.owner
             if not self._left_s or claimed.keys() >= targets.keys() & at_reset.keys():
                 break
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_S)
         had = {row.queue: row.owner for row in before if row.owner in awaited}
-        outcomes = [self._told(_in_store(queue, at_reset, claimed, had, awaited)) for queue in sorted(targets)]
+        outcomes = [
+            self._report_outcome(_store_outcome(queue, at_reset, claimed, had, awaited)) for queue in sorted(targets)
+        ]
         outcomes += [
-            self._told(ResetOutcome(str(each.queue), ResetState.MOVED, f"in the database, {each.text}"))
+            self._report_outcome(ResetOutcome(str(each.queue), ResetState.MOVED, f"in the database, {each.text}"))
             for each in retries.values()
         ]
         try:
             if not awaited:  # else members tell them
                 await self._commit_all({queue: to for queue, to in targets.items() if queue not in claimed})
         except RocketError as error:  # brokers have it as information only
-            self._tell("broker", self._topic, f"not told: {error}")
+            self._report("broker", self._topic, f"not told: {error}")
         return ResetResult(self._id, epoch, tuple(outcomes), self._notes)
 
     # --- clustering
@@ -371,14 +383,14 @@ class _Execution:
         if way is ResetWay.BROKERS and plan.way is not ResetWay.BROKERS and not plan.all_queues:
             raise RocketError("a member of another client has joined since this was planned; plan again")
         if way is ResetWay.MEMBERS:
-            outcomes = await self._move_through_holders()
+            outcomes = await self._reset_through_owners()
         elif way is ResetWay.COMMITS:
             outcomes = await self._commit()
         else:
-            outcomes = await self._move_through_brokers(members)
+            outcomes = await self._reset_through_brokers(members)
         return ResetResult(self._id, 0, tuple(outcomes), self._notes)
 
-    async def _move_through_holders(self) -> list[ResetOutcome]:
+    async def _reset_through_owners(self) -> list[ResetOutcome]:
         """Tell the members, again and again until each queue was moved by the one that holds it."""
         outcomes: list[ResetOutcome] = []
         left, pause_s = dict(self._targets), 0.1
@@ -399,7 +411,7 @@ class _Execution:
                     if left.get(queue) == target:
                         del left[queue]
                         moved = ResetOutcome(queue_name(queue), ResetState.MOVED, f"by {client_id}")
-                        outcomes.append(self._told(moved))
+                        outcomes.append(self._report_outcome(moved))
             if left and not self._left_s:
                 break
             if left:
@@ -408,16 +420,18 @@ class _Execution:
         if left and not refusals and not silent:
             outcomes += await self._commit(left)  # nobody holds them, nor wants to
         elif left and not refusals:
-            outcomes += await self._leave_for_the_next_holder(left, silent)
+            outcomes += await self._commit_for_next_owner(left, silent)
         else:
             why = "; ".join(f"{client_id}: {reason}" for client_id, reason in sorted(refusals.items()))
             outcomes += [
-                self._told(ResetOutcome(queue_name(queue), ResetState.UNREACHED, f"nobody has moved it ({why})"))
+                self._report_outcome(
+                    ResetOutcome(queue_name(queue), ResetState.UNREACHED, f"nobody has moved it ({why})")
+                )
                 for queue in left
             ]
         return sorted(outcomes, key=lambda outcome: outcome.subject)
 
-    async def _leave_for_the_next_holder(
+    async def _commit_for_next_owner(
         self, targets: Mapping[MessageQueue, int], silent: Mapping[str, str]
     ) -> list[ResetOutcome]:
         """Have whoever pulls next begin at the targets: those who hold the queues do not answer, and may yet commit."""
@@ -429,24 +443,26 @@ class _Execution:
             else:
                 await self._cluster.broker(queue.broker_name).commit_offset(self._group, queue, targets[queue])
             text = f"committed for the group, and its holder did not confirm it ({why})"
-            return self._told(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, text))
+            return self._report_outcome(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, text))
 
         return list((await gather_limited(sorted(targets), leave)).values())
 
     async def _commit(self, targets: Mapping[MessageQueue, int] | None = None) -> list[ResetOutcome]:
         """Commit the targets for a group of which nobody is online."""
         wanted = self._targets if targets is None else targets
-        taken = await self._commit_all(wanted)
+        accepted = await self._commit_all(wanted)
 
         async def confirm(queue: MessageQueue) -> ResetOutcome:
             broker, target = self._cluster.broker(queue.broker_name), wanted[queue]
-            if not taken[queue]:
+            if not accepted[queue]:
                 # A reset made before waits for the group's next pull, and no commit counts until then: replace it.
                 await self._reset_at_broker(queue, target)
             now = await broker.query_offset(self._group, queue, set_zero_if_not_found=False)
             if now == target:
-                return self._told(ResetOutcome(queue_name(queue), ResetState.MOVED, "committed"))
-            return self._told(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, f"the broker has {now}"))
+                return self._report_outcome(ResetOutcome(queue_name(queue), ResetState.MOVED, "committed"))
+            return self._report_outcome(
+                ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, f"the broker has {now}")
+            )
 
         return list((await gather_limited(sorted(wanted), confirm)).values())
 
@@ -468,7 +484,7 @@ class _Execution:
         header = ResetOffsetHeader(self._topic, self._group, -1, True, queue.queue_id, target)
         await self._cluster.call(self._brokers[queue.broker_name].address, header)
 
-    async def _move_through_brokers(self, members: Iterable[MemberPlan]) -> list[ResetOutcome]:
+    async def _reset_through_brokers(self, members: Iterable[MemberPlan]) -> list[ResetOutcome]:
         """Have the brokers reset the group, and look until each queue was seen at its target or behind it."""
         before: dict[MessageQueue, int] = {}
         for queue in self._targets:
@@ -477,34 +493,36 @@ class _Execution:
             )
             before[queue] = now or 0
         online = [each.member for each in members]
-        resets_before = await self._reset_counts(online)
+        resets_before = await self._fetch_reset_counts(online)
         for broker in self._brokers.values():
             queues = [queue for queue in self._targets if queue.broker_name == broker.name]
             if broker.server_side:
                 await gather_limited(queues, lambda queue: self._reset_at_broker(queue, self._targets[queue]))
             elif queues:
                 await self._send_table(broker, queues)
-            self._tell("broker", broker.name, f"{len(queues)} queues are to be reset")
+            self._report("broker", broker.name, f"{len(queues)} queues are to be reset")
         outcomes: dict[MessageQueue, ResetOutcome] = {
             queue: ResetOutcome(queue_name(queue), ResetState.ALREADY, "it was there")
             for queue, target in self._targets.items()
             if before[queue] == target
         }
         while len(outcomes) < len(self._targets) and self._left_s:
-            await asyncio.sleep(LOOK_EVERY_S)
-            for queue, text in (await self._seen_by(online, resets_before, before)).items():
+            await asyncio.sleep(POLL_S)
+            for queue, text in (await self._find_moved(online, resets_before, before)).items():
                 if queue not in outcomes:
-                    outcomes[queue] = self._told(ResetOutcome(queue_name(queue), ResetState.MOVED, text))
+                    outcomes[queue] = self._report_outcome(ResetOutcome(queue_name(queue), ResetState.MOVED, text))
         for queue in self._targets.keys() - outcomes.keys():
-            outcomes[queue] = self._told(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, _not_seen([queue])))
+            outcomes[queue] = self._report_outcome(
+                ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, _not_moved_text([queue]))
+            )
         return [outcomes[queue] for queue in sorted(outcomes)]
 
-    async def _reset_counts(self, members: Sequence[RemoteMember]) -> dict[str, RelayResult]:
+    async def _fetch_reset_counts(self, members: Sequence[RemoteMember]) -> dict[str, RelayResult]:
         """Ask members of ours how often their queues were reset, and where to."""
         question = encode_status_request(self._topic)
         return await relay_to_all(self._cluster, self._group, members, "status", self._id, question, self._left_s)
 
-    async def _seen_by(
+    async def _find_moved(
         self,
         members: Sequence[RemoteMember],
         resets_before: Mapping[str, RelayResult],
@@ -517,15 +535,15 @@ class _Execution:
         """
         moved: dict[MessageQueue, str] = {}
         ours = [member for member in members if resets_before[member.client_id].kind is RelayStatus.OURS]
-        for client_id, reply in (await self._reset_counts(ours)).items():
+        for client_id, reply in (await self._fetch_reset_counts(ours)).items():
             counts, counts_before = reply.report.reset_counts, resets_before[client_id].report.reset_counts
             for queue, target in self._targets.items():
                 again = counts.get(queue, 0) > counts_before.get(queue, 0)
                 if again and reply.report.resets.get(queue) == target:
                     moved[queue] = f"by {client_id}"
         others = [member for member in members if member not in ours]
-        for member, table in (await gather_limited(others, self._offsets_of)).items():
-            for queue in _seen_moved(before, table, self._targets):
+        for member, table in (await gather_limited(others, self._fetch_offsets)).items():
+            for queue in _moved_queues(before, table, self._targets):
                 moved[queue] = f"{member.client_id} is at {table[queue]}"
         return moved
 
@@ -534,18 +552,18 @@ class _Execution:
 
         Members commit what they consume meanwhile, which would be sent instead; so it is looked at, and repeated.
         """
-        for _ in range(TABLE_TRIES):
+        for _ in range(MAX_TABLE_ATTEMPTS):
             await self._commit_all({queue: self._targets[queue] for queue in queues})
-            answer = await self._cluster.call(
+            response = await self._cluster.call(
                 broker.address, ResetOffsetHeader(self._topic, self._group, -1, False, -1)
             )
-            sent = await read_body(decode_offset_table, answer.body)
+            sent = await read_body(decode_offset_table, response.body)
             if all(sent.get(queue) == self._targets[queue] for queue in queues):
                 return
-            self._tell("broker", broker.name, "a member committed at the same moment; repeated")
+            self._report("broker", broker.name, "a member committed at the same moment; repeated")
 
 
-def _in_store(
+def _store_outcome(
     queue: MessageQueue,
     at_reset: Mapping[MessageQueue, StoredOffset],
     claimed: Mapping[MessageQueue, str],
@@ -563,7 +581,7 @@ def _in_store(
     return ResetOutcome(queue_name(queue), ResetState.MOVED, text)
 
 
-def _seen_moved(
+def _moved_queues(
     before: Mapping[MessageQueue, int], now: Mapping[MessageQueue, int], targets: Mapping[MessageQueue, int]
 ) -> set[MessageQueue]:
     """Return the queues that stand where only the reset can have brought them."""
@@ -581,5 +599,5 @@ def _seen_moved(
     return moved
 
 
-def _not_seen(queues: Iterable[MessageQueue]) -> str:
+def _not_moved_text(queues: Iterable[MessageQueue]) -> str:
     return f"told, and not seen to move: {', '.join(map(queue_name, sorted(queues)))}"
