@@ -192,7 +192,7 @@ def test_django_goes_on_when_its_database_was_away(embedded, ledger, events, ali
 
 @pytest.mark.databases("sqlite")
 def test_django_transactions_of_ones_own(embedded, ledger, alias):
-    from django.db import transaction
+    from django.db import connections, transaction
 
     offsets = DatabaseOffsets.django(alias)
 
@@ -200,6 +200,7 @@ def test_django_transactions_of_ones_own(embedded, ledger, alias):
         with transaction.atomic(using=alias):
             book_in_django(alias, messages)
             offsets.advance(None, messages)
+        connections[alias].close()  # a thread of the consumer opened it, and ends before the test
 
     booked_once(embedded, ledger, book, offsets=offsets, own=True)
 

@@ -169,7 +169,7 @@ def test_a_log_that_has_changed_is_consumed_if_it_shall_be(embedded, database, e
         with billing(embedded, ledger, on_event=events):
             events.wait_for("log-diverged")
             until_all(embedded, ledger, [*BODIES[:20], *new[20:]])
-    assert ledger.bodies() == once([*BODIES[:20], *new[20:]])
+        assert ledger.bodies() == once([*BODIES[:20], *new[20:]])
 
 
 def test_what_has_expired_is_no_other_log(embedded, ledger, events):
