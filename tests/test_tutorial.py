@@ -31,14 +31,19 @@ class Program:
         self.process = subprocess.Popen(
             [sys.executable, "-u", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        self.lines = []
+        self._printed = []
         self.errors = []
         self._readers = [
-            threading.Thread(target=lambda: self.lines.extend(line.rstrip() for line in self.process.stdout)),
+            threading.Thread(target=lambda: self._printed.extend(self.process.stdout)),
             threading.Thread(target=lambda: self.errors.extend(self.process.stderr)),
         ]
         for reader in self._readers:
             reader.start()
+
+    @property
+    def lines(self):
+        """The lines; threads that print at once may mix up their ends of lines."""
+        return [line for line in re.split(r"\n|(?=consumed |attempt |member )", "".join(self._printed)) if line]
 
     def wait_for(self, count, what):
         try:
