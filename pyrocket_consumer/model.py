@@ -135,7 +135,7 @@ class PullStatus(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class PullAnswer:
+class PullResponse:
     """The header of a pull's answer; the messages are in its body.
 
     `offset_reset` tells a reset made at the broker from an ordinary correction (both are OFFSET_MOVED).

@@ -166,7 +166,7 @@ class Admin:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and self._cluster is not None:
-            self._cluster.unclosed(self)
+            self._cluster.warn_unclosed(self)
 
     def __enter__(self) -> Self:
         self.start()

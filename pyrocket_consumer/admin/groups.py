@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from pyrocket_consumer.admin.masters import call_each, cluster_info, find_masters
+from pyrocket_consumer.admin.masters import call_many, cluster_info, find_masters
 from pyrocket_consumer.admin.topics import MAX_QUEUES, delete_topic
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.gather import gather_limited
@@ -64,7 +64,7 @@ async def create_group(cluster: Cluster, name: str, settings: dict[str, Any]) ->
     """Make or change a group at every master."""
     group = wrap(cluster.config.namespace, name)
     body = encode_subscription_group(SubscriptionGroupConfig(group_name=group, **settings))
-    await call_each(
+    await call_many(
         await find_masters(cluster), lambda address: cluster.call(address, CreateSubscriptionGroupHeader(), body)
     )
 
@@ -91,7 +91,7 @@ def _check_setting(name: str, value: object) -> None:
 async def delete_group(cluster: Cluster, name: str, *, remove_offsets: bool, remove_dead_letters: bool) -> None:
     """Delete a group at every master, and its retry topic. One that does not exist is no error."""
     header = DeleteSubscriptionGroupHeader(wrap(cluster.config.namespace, name), remove_offsets)
-    await call_each(await find_masters(cluster), lambda address: cluster.call(address, header))
+    await call_many(await find_masters(cluster), lambda address: cluster.call(address, header))
     await delete_topic(cluster, retry_topic(name))
     if remove_dead_letters:
         await delete_topic(cluster, dlq_topic(name))
@@ -100,7 +100,7 @@ async def delete_group(cluster: Cluster, name: str, *, remove_offsets: bool, rem
 async def list_groups(cluster: Cluster, *, include_system: bool) -> list[str]:
     """Return the groups that any master knows, sorted."""
     masters = await find_masters(cluster)
-    responses = await call_each(masters, lambda address: cluster.call(address, GetAllSubscriptionGroupsHeader()))
+    responses = await call_many(masters, lambda address: cluster.call(address, GetAllSubscriptionGroupsHeader()))
     found: set[str] = set()
     for response in responses.values():
         found.update(await read_body(decode_subscription_groups, response.body))

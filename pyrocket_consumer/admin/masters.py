@@ -65,7 +65,7 @@ async def find_masters(
     return {name: address for name, address in found.items() if address is not None}
 
 
-async def call_each(brokers: Mapping[str, str], call: Callable[[str], Awaitable[T]]) -> dict[str, T]:
+async def call_many(brokers: Mapping[str, str], call: Callable[[str], Awaitable[T]]) -> dict[str, T]:
     """Return broker name -> what `call(address)` gives, all at the same time.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
-from pyrocket_consumer.admin.masters import call_each, cluster_info, find_masters
+from pyrocket_consumer.admin.masters import call_many, cluster_info, find_masters
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.namespace import is_system, unwrap, wrap
 from pyrocket_consumer.cluster.responses import read_body
@@ -73,11 +73,11 @@ async def create_topic(
     text = ",".join(f"+{each}={value}" for each, value in attributes.items())  # source: AttributeParser
     targets = await find_masters(cluster, brokers, cluster_name)
     if text:
-        await call_each(targets, lambda address: _check_attributes_known(cluster, address))
+        await call_many(targets, lambda address: _check_attributes_known(cluster, address))
     header = CreateTopicHeader(
         topic, read_queue_nums=queues, write_queue_nums=queues, perm=bits, order=order, attributes=text or None
     )
-    await call_each(targets, lambda address: cluster.call(address, header))
+    await call_many(targets, lambda address: cluster.call(address, header))
 
     def is_created(route: TopicRoute | None) -> bool:
         # A broker with a narrower permission of its own shows less than was asked for.
@@ -138,8 +138,8 @@ async def _check_attributes_known(cluster: Cluster, address: str) -> None:
 async def delete_topic(cluster: Cluster, name: str) -> None:
     """Delete a topic everywhere, and return when no name server shows it. One that does not exist is no error."""
     topic = wrap(cluster.config.namespace, name)
-    await call_each(await find_masters(cluster), lambda address: cluster.call(address, DeleteTopicHeader(topic)))
-    await cluster.ask_every_name_server(DeleteTopicInNameServerHeader(topic))
+    await call_many(await find_masters(cluster), lambda address: cluster.call(address, DeleteTopicHeader(topic)))
+    await cluster.call_every_name_server(DeleteTopicInNameServerHeader(topic))
     cluster.forget_topic(topic)
     await _wait_routed(cluster, topic, lambda route: route is None)
 
@@ -198,7 +198,7 @@ async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, Offse
     topic = wrap(cluster.config.namespace, name)
     route = await cluster.route(topic, refresh=True)
     addresses = {data.broker_name: cluster.address(data.broker_name) for data in route.queues}
-    responses = await call_each(
+    responses = await call_many(
         {broker: address for broker, address in addresses.items() if address is not None},
         lambda address: cluster.call(address, GetTopicStatsInfoHeader(topic)),
     )

@@ -11,7 +11,7 @@ from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.offset_lookup import TOOLS_GROUP
 from pyrocket_consumer.errors import BrokerError, PermissionDenied, RocketError
-from pyrocket_consumer.model import MessageQueue, PullAnswer, PullStatus, Subscription, TopicRoute
+from pyrocket_consumer.model import MessageQueue, PullResponse, PullStatus, Subscription, TopicRoute
 from pyrocket_consumer.protocol.message import Message
 
 MOST_MESSAGES = 4096
@@ -101,7 +101,7 @@ class Look:
             reading.pulled.extend(each for each in messages if each.queue_offset < reading.end)
             reading.position = answer.next_offset
 
-    async def _pull(self, reading: _Reading, hold_s: float) -> tuple[PullAnswer, list[Message]]:
+    async def _pull(self, reading: _Reading, hold_s: float) -> tuple[PullResponse, list[Message]]:
         if reading.vain > _TRIES:  # some brokers hold no pull, or lead from place to place
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** min(reading.vain - _TRIES, 10), _PAUSE_S))
         asked_at = self._cluster.loop.time()

@@ -108,14 +108,14 @@ async def fetch_group_members(
     async def read_from(broker_name: str) -> None:
         accept = (ResponseCode.SUCCESS, ResponseCode.CONSUMER_NOT_ONLINE)
         try:
-            answer = await cluster.call(brokers[broker_name], GetConsumerConnectionListHeader(group), accept=accept)
+            response = await cluster.call(brokers[broker_name], GetConsumerConnectionListHeader(group), accept=accept)
         except PermissionDenied:  # who may consume may at least list the ids
             for client_id in await cluster.broker(broker_name).consumer_ids(group):
                 connections.setdefault(client_id, []).append((brokers[broker_name], "", 0))
             return
-        if answer.code == ResponseCode.CONSUMER_NOT_ONLINE:
+        if response.code == ResponseCode.CONSUMER_NOT_ONLINE:
             return
-        found = await read_body(decode_consumer_connection, answer.body)
+        found = await read_body(decode_consumer_connection, response.body)
         models.add(found.message_model.lower())
         topics.update(each.topic for each in found.subscriptions)
         here: dict[str, int] = {}
@@ -176,16 +176,16 @@ async def relay_request(
     reply = RelayResult(RelayStatus.GONE, reason="no broker knows it any more")
     for address in member.addresses:
         try:
-            answer = await cluster.call(
+            response = await cluster.call(
                 address,
                 RelayHeader(group, member.client_id, operation, rid),
                 body,
                 timeout_s=timeout_s or RELAY_TIMEOUT_S,
             )
-            if not is_relay_response(answer.fields):
+            if not is_relay_response(response.fields):
                 return RelayResult(RelayStatus.FOREIGN)
-            header = RelayResponseHeader.from_fields(answer.fields)
-            report = await read_body(decode_report, answer.body)
+            header = RelayResponseHeader.from_fields(response.fields)
+            report = await read_body(decode_report, response.body)
             return RelayResult(RelayStatus.OURS, header.state, header.reason or "", report)
         except PermissionDenied as error:
             return RelayResult(RelayStatus.FORBIDDEN, reason=str(error))
@@ -252,10 +252,10 @@ async def _fetch_status_offsets(
     failure: RocketError | None = None
     for address in member.addresses:
         try:
-            answer = await cluster.call(
+            response = await cluster.call(
                 address, GetConsumerStatusHeader(topic, group, member.client_id), timeout_s=STATUS_TIMEOUT_S
             )
-            table = await read_body(decode_consumer_status_table, answer.body)
+            table = await read_body(decode_consumer_status_table, response.body)
         except PermissionDenied:  # it wants a right on the topic; what follows is content with one on the group
             return await _fetch_running_info_offsets(cluster, address, group, member, topic)
         except RocketError as error:
@@ -272,8 +272,8 @@ async def _fetch_running_info_offsets(
 ) -> dict[MessageQueue, int]:
     """Return where a member stands in the queues it holds, as its running info shows."""
     header = GetConsumerRunningInfoHeader(group, member.client_id)
-    answer = await cluster.call(address, header, timeout_s=RELAY_TIMEOUT_S)
-    found = await read_body(decode_running_info, answer.body)
+    response = await cluster.call(address, header, timeout_s=RELAY_TIMEOUT_S)
+    found = await read_body(decode_running_info, response.body)
     return {
         queue: info.commit_offset
         for queue, info in found.queues.items()

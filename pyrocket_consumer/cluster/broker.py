@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, ProtocolError, RocketError
-from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus, Subscription
+from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus, Subscription
 from pyrocket_consumer.protocol.bodies import (
     LockRequest,
     decode_consumer_list,
@@ -37,7 +37,7 @@ from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import MOST_RECORDS, Message, decode_messages, inner_messages, refuse_batch
 from pyrocket_consumer.protocol.reset_format import MAX_RECORDED_OFFSET
 from pyrocket_consumer.protocol.subscription import matches
-from pyrocket_consumer.transport.connection import OnLate
+from pyrocket_consumer.transport.connection import OnLateResponse
 
 if TYPE_CHECKING:
     from pyrocket_consumer.cluster.cluster import Cluster
@@ -59,17 +59,17 @@ DEGRADED_CODES = frozenset(
 STORED_CODES = DEGRADED_CODES | {ResponseCode.SUCCESS}
 """Answers to a send that mean "stored"."""
 
-MOST_MEMBERS = 10_000
+MAX_MEMBERS = 10_000
 """No group has more members: each asks for all the others."""
 
 _PULL_CODES = frozenset(status.value for status in PullStatus)
-NEWER = 1024
+MAX_READ_AHEAD = 1024
 """So far beyond the end it tells an answer to a pull may lead: brokers look at their end first, and then read on.
 
 They read 800 places for a pull, or as many as there may be messages, which is 1024 at most.
 """
 
-_LAST = (1 << 63) - 1
+_MAX_LONG = (1 << 63) - 1
 
 RESET_REMARK = "OFFSET_RESET"
 """How a broker marks a correction that is a reset made at the broker."""
@@ -82,7 +82,7 @@ _NO_CONSUMER_REMARK = "no consumer for this group"
 _EXACT_SEARCH_VERSION = version_ordinal(5, 1, 1)
 
 
-def _unpacked(batch: Message, begin: int) -> list[Message]:
+def _unpack_batch(batch: Message, begin: int) -> list[Message]:
     """Return the messages of an inner batch; it stands for them, and its body raises, when it cannot be unpacked."""
     try:
         return inner_messages(batch)
@@ -116,7 +116,7 @@ class Broker:
         max_messages: int = 32,
         hold_s: float = 0,
         broker_id: int = MASTER_ID,
-    ) -> tuple[PullAnswer, list[Message]]:
+    ) -> tuple[PullResponse, list[Message]]:
         """Return messages of `queue` from `offset` on that match `subscription`, and where the queue goes on.
 
         While there is none the broker holds the call, up to `hold_s` seconds and to its next tick, at most 5 s later.
@@ -138,11 +138,11 @@ class Broker:
             broker_name=self.name,
         )
         timeout_s = hold_s + HOLD_TICK_S + self._cluster.config.call_timeout_s
-        answer = await self._cluster.call(address, header, timeout_s=timeout_s, accept=_PULL_CODES)
-        found = read_pull_answer(answer, offset)
+        response = await self._cluster.call(address, header, timeout_s=timeout_s, accept=_PULL_CODES)
+        found = read_pull_response(response, offset)
         if found.status is not PullStatus.FOUND:
             return found, []
-        messages = decode_messages(answer.body, queue, partial(_unpacked, begin=offset), most=MOST_RECORDS)
+        messages = decode_messages(response.body, queue, partial(_unpack_batch, begin=offset), most=MOST_RECORDS)
         # an inner batch may begin before `offset`
         return found, [each for each in messages if each.queue_offset >= offset and matches(subscription, each.tags)]
 
@@ -155,7 +155,7 @@ class Broker:
         been stored: to repeat it may store it twice.
         """
         address = await self._address(header.topic)
-        answer = await self._cluster.call(
+        response = await self._cluster.call(
             address,
             header,
             body,
@@ -163,7 +163,7 @@ class Broker:
             accept=STORED_CODES,
             code=RequestCode.SEND_BATCH_MESSAGE if batch else None,
         )
-        return SendMessageResponseHeader.from_fields(answer.fields), answer.code
+        return SendMessageResponseHeader.from_fields(response.fields), response.code
 
     async def send_back(
         self,
@@ -197,12 +197,12 @@ class Broker:
             broker_name=self.name,
         )
 
-        def late(answer: RemotingCommand) -> None:
-            if answer.code == ResponseCode.SUCCESS or answer.remark in _STORED_REMARKS:
+        def handle_late(response: RemotingCommand) -> None:
+            if response.code == ResponseCode.SUCCESS or response.remark in _STORED_REMARKS:
                 on_late()
 
         try:
-            await self._call(header, message.queue.topic, on_late=late)
+            await self._call(header, message.queue.topic, on_late=handle_late)
         except BrokerError as error:
             if error.remark not in _STORED_REMARKS:
                 raise
@@ -217,10 +217,10 @@ class Broker:
         For a young queue without one brokers answer 0 instead; `set_zero_if_not_found=False` has those of 5.x say so.
         """
         header = QueryConsumerOffsetHeader(group, queue.topic, queue.queue_id, set_zero_if_not_found, self.name)
-        answer = await self._call(header, queue.topic, accept=(ResponseCode.SUCCESS, ResponseCode.QUERY_NOT_FOUND))
-        if answer.code == ResponseCode.QUERY_NOT_FOUND:
+        response = await self._call(header, queue.topic, accept=(ResponseCode.SUCCESS, ResponseCode.QUERY_NOT_FOUND))
+        if response.code == ResponseCode.QUERY_NOT_FOUND:
             return None
-        offset = OffsetResponseHeader.from_fields(answer.fields).offset
+        offset = OffsetResponseHeader.from_fields(response.fields).offset
         return offset if offset >= 0 else None  # a negative one can be stored, and means none
 
     async def query_offsets(
@@ -235,15 +235,15 @@ class Broker:
         commands = [
             request(QueryConsumerOffsetHeader(group, queue.topic, queue.queue_id, False, self.name)) for queue in wanted
         ]
-        answers = await self._cluster.call_each(await self._address(wanted[0].topic), commands) if wanted else []
+        responses = await self._cluster.call_many(await self._address(wanted[0].topic), commands) if wanted else []
         found: dict[MessageQueue, int | RocketError | None] = {}
-        for queue, answer in zip(wanted, answers, strict=True):
-            if isinstance(answer, RocketError):
-                nothing = isinstance(answer, BrokerError) and answer.code == ResponseCode.QUERY_NOT_FOUND
-                found[queue] = None if nothing else answer
+        for queue, response in zip(wanted, responses, strict=True):
+            if isinstance(response, RocketError):
+                nothing = isinstance(response, BrokerError) and response.code == ResponseCode.QUERY_NOT_FOUND
+                found[queue] = None if nothing else response
                 continue
             try:
-                offset = OffsetResponseHeader.from_fields(answer.fields).offset
+                offset = OffsetResponseHeader.from_fields(response.fields).offset
                 found[queue] = offset if offset >= 0 else None
             except ProtocolError as error:
                 found[queue] = error
@@ -258,17 +258,17 @@ class Broker:
         Raises:
             ConfigError: `offset` is negative. A broker would store it, and the group would have none.
         """
-        header = UpdateConsumerOffsetHeader(group, queue.topic, queue.queue_id, _checked(offset), self.name)
-        answer = await self._call(header, queue.topic)
-        return _RESET_PENDING_REMARK not in (answer.remark or "")
+        header = UpdateConsumerOffsetHeader(group, queue.topic, queue.queue_id, _check_offset(offset), self.name)
+        response = await self._call(header, queue.topic)
+        return _RESET_PENDING_REMARK not in (response.remark or "")
 
     async def max_offset(self, queue: MessageQueue) -> int:
         """Return the offset the next message of `queue` will have; 0 for a queue the broker does not have."""
-        return await self._offset(GetMaxOffsetHeader(queue.topic, queue.queue_id, None, self.name), queue)
+        return await self._fetch_offset(GetMaxOffsetHeader(queue.topic, queue.queue_id, None, self.name), queue)
 
     async def min_offset(self, queue: MessageQueue) -> int:
         """Return the offset of the oldest message of `queue`; 0 for a queue the broker does not have."""
-        return await self._offset(GetMinOffsetHeader(queue.topic, queue.queue_id, self.name), queue)
+        return await self._fetch_offset(GetMinOffsetHeader(queue.topic, queue.queue_id, self.name), queue)
 
     async def max_offsets(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int | RocketError]:
         """Return for each queue what `max_offset` does, or the error it raises. All are asked at once: give a few.
@@ -276,11 +276,11 @@ class Broker:
         Raises:
             ConnectError: nothing was asked.
         """
-        return await self._offsets(lambda topic: GetMaxOffsetHeader(topic, 0, None, self.name), queues)
+        return await self._fetch_offsets(lambda topic: GetMaxOffsetHeader(topic, 0, None, self.name), queues)
 
     async def min_offsets(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int | RocketError]:
         """Return for each queue what `min_offset` does, or the error it raises; see `max_offsets`."""
-        return await self._offsets(lambda topic: GetMinOffsetHeader(topic, 0, self.name), queues)
+        return await self._fetch_offsets(lambda topic: GetMinOffsetHeader(topic, 0, self.name), queues)
 
     async def search_offset(self, queue: MessageQueue, timestamp_ms: int, *, group: str | None = None) -> int:
         """Return the offset of the first message stored at or after `timestamp_ms`, by the broker's clock.
@@ -289,13 +289,13 @@ class Broker:
         nearest message instead; with a `group` to pull with, the right one is found by looking at messages.
         """
         header = SearchOffsetHeader(queue.topic, queue.queue_id, timestamp_ms, broker_name=self.name)
-        answer = await self._call(header, queue.topic)
-        offset = _offset_of(answer)
-        if group is None or answer.version >= _EXACT_SEARCH_VERSION:
+        response = await self._call(header, queue.topic)
+        offset = _read_offset(response)
+        if group is None or response.version >= _EXACT_SEARCH_VERSION:
             return offset
-        return await self._first_stored_at(queue, timestamp_ms, group)
+        return await self._find_first_stored_at(queue, timestamp_ms, group)
 
-    async def _first_stored_at(self, queue: MessageQueue, timestamp_ms: int, group: str) -> int:
+    async def _find_first_stored_at(self, queue: MessageQueue, timestamp_ms: int, group: str) -> int:
         """Halve the queue until the first message that is not older than `timestamp_ms` is found."""
 
         async def is_older(offset: int) -> bool:
@@ -313,7 +313,7 @@ class Broker:
                 high = middle
         return low
 
-    async def _offsets(
+    async def _fetch_offsets(
         self, header: Callable[[str], Header], queues: Collection[MessageQueue]
     ) -> dict[MessageQueue, int | RocketError]:
         """Ask for queues with requests that differ in topic and queue only."""
@@ -326,12 +326,12 @@ class Broker:
             for same in (prepared[queue.topic],)
         ]
         address = await self._address(next(iter(queues)).topic)
-        answers = await self._cluster.call_each(address, commands)
-        return {queue: _offset_in(answer) for queue, answer in zip(queues, answers, strict=True)}
+        responses = await self._cluster.call_many(address, commands)
+        return {queue: _read_offset_or_error(response) for queue, response in zip(queues, responses, strict=True)}
 
-    async def _offset(self, header: Header, queue: MessageQueue) -> int:
-        answer = await self._call(header, queue.topic)
-        return max(0, _offset_of(answer))  # -1 is the begin of an empty batch queue
+    async def _fetch_offset(self, header: Header, queue: MessageQueue) -> int:
+        response = await self._call(header, queue.topic)
+        return max(0, _read_offset(response))  # -1 is the begin of an empty batch queue
 
     # --- membership
 
@@ -340,13 +340,13 @@ class Broker:
         header = GetConsumerListByGroupHeader(group)
         address = await self._address(topic, any_id=True)
         try:
-            answer = await self._cluster.call(address, header)
+            response = await self._cluster.call(address, header)
         except BrokerError as error:
             if error.code == ResponseCode.SYSTEM_ERROR and _NO_CONSUMER_REMARK in error.remark:
                 return []
             raise
-        ids = await read_body(decode_consumer_list, answer.body)
-        if len(ids) > MOST_MEMBERS:
+        ids = await read_body(decode_consumer_list, response.body)
+        if len(ids) > MAX_MEMBERS:
             raise ProtocolError(f"{address} names {len(ids)} members of group {group!r}; no group has so many")
         return sorted(set(ids))
 
@@ -358,8 +358,8 @@ class Broker:
         if not queues:
             return set()
         body = encode_lock_request(LockRequest(group, self._cluster.client_id, frozenset(queues)))
-        answer = await self._call(LockBatchHeader(), next(iter(queues)).topic, body)
-        return set(queues).intersection(await read_body(decode_lock_answer, answer.body))
+        response = await self._call(LockBatchHeader(), next(iter(queues)).topic, body)
+        return set(queues).intersection(await read_body(decode_lock_answer, response.body))
 
     async def unlock(self, group: str, queues: Collection[MessageQueue]) -> None:
         """Release this client's locks of `queues`; return when the broker has acknowledged it."""
@@ -376,7 +376,7 @@ class Broker:
         body: bytes = b"",
         *,
         accept: Container[int] = (0,),
-        on_late: OnLate | None = None,
+        on_late: OnLateResponse | None = None,
     ) -> RemotingCommand:
         return await self._cluster.call(await self._address(topic), header, body, accept=accept, on_late=on_late)
 
@@ -397,35 +397,35 @@ class Broker:
         return self._cluster.address(self.name, broker_id, only_this=not any_id)
 
 
-def _offset_in(answer: RemotingCommand | RocketError) -> int | RocketError:
-    if isinstance(answer, RocketError):
-        return answer
+def _read_offset_or_error(response: RemotingCommand | RocketError) -> int | RocketError:
+    if isinstance(response, RocketError):
+        return response
     try:
-        offset = int(answer.fields["offset"])
+        offset = int(response.fields["offset"])
         if offset <= MAX_RECORDED_OFFSET:
             return max(0, offset)
     except (KeyError, ValueError):
         pass
     try:
-        return max(0, _offset_of(answer))  # takes longer, and says what is wrong
+        return max(0, _read_offset(response))  # takes longer, and says what is wrong
     except ProtocolError as error:
         return error
 
 
-def _offset_of(answer: RemotingCommand) -> int:
+def _read_offset(response: RemotingCommand) -> int:
     """Return the offset that an answer tells of a queue; a negative one means none.
 
     Raises:
         ProtocolError: it is missing, no number, or none that a queue can have.
     """
-    offset = OffsetResponseHeader.from_fields(answer.fields).offset
+    offset = OffsetResponseHeader.from_fields(response.fields).offset
     if offset > MAX_RECORDED_OFFSET:
         raise ProtocolError(f"a broker tells the offset {offset}; no queue goes beyond {MAX_RECORDED_OFFSET}")
     return offset
 
 
-def read_pull_answer(answer: RemotingCommand, asked: int) -> PullAnswer:
-    """Return what the header of the answer to a pull at `asked` says. Its code must be one of PullStatus.
+def read_pull_response(response: RemotingCommand, requested_offset: int) -> PullResponse:
+    """Return what the header of the answer to a pull at `requested_offset` says. Its code must be one of PullStatus.
 
     Read field by field, not through the header class: it is done for every pull.
 
@@ -433,19 +433,21 @@ def read_pull_answer(answer: RemotingCommand, asked: int) -> PullAnswer:
         ProtocolError: a field is missing or no number, the next offset is none or lies beyond the queue's end, the
             queue ends before it begins, or belongs to a static topic.
     """
-    fields = answer.fields
+    fields = response.fields
     if fields.get("offsetDelta", "0") != "0":
         raise ProtocolError("the queue belongs to a static topic (offsetDelta), which this client does not support")
     try:
         next_offset = int(fields["nextBeginOffset"])
         min_offset, max_offset = int(fields["minOffset"]), int(fields["maxOffset"])
-        is_reset = answer.code == ResponseCode.PULL_OFFSET_MOVED and answer.remark == RESET_REMARK
-        if not 0 <= next_offset <= _LAST or not -1 <= min_offset <= max_offset <= MAX_RECORDED_OFFSET:
+        is_reset = response.code == ResponseCode.PULL_OFFSET_MOVED and response.remark == RESET_REMARK
+        if not 0 <= next_offset <= _MAX_LONG or not -1 <= min_offset <= max_offset <= MAX_RECORDED_OFFSET:
             raise ValueError("offsets that a queue can have")
-        if next_offset > max_offset and next_offset > _furthest(answer.code, asked, max_offset, is_reset):
+        if next_offset > max_offset and next_offset > _max_next_offset(
+            response.code, requested_offset, max_offset, is_reset
+        ):
             raise ProtocolError(f"answer to a pull leads to {next_offset}, beyond the queue's end, {max_offset}")
-        return PullAnswer(
-            PullStatus(answer.code),
+        return PullResponse(
+            PullStatus(response.code),
             next_offset,
             min_offset,
             max_offset,
@@ -454,11 +456,11 @@ def read_pull_answer(answer: RemotingCommand, asked: int) -> PullAnswer:
         )
     except (KeyError, ValueError) as error:
         raise ProtocolError(
-            f"answer to a pull lacks {error!s:.200} (code {answer.code}, fields {fields!s:.200})"
+            f"answer to a pull lacks {error!s:.200} (code {response.code}, fields {fields!s:.200})"
         ) from error
 
 
-def _furthest(code: int, asked: int, end: int, is_reset: bool) -> int:
+def _max_next_offset(code: int, requested_offset: int, end: int, is_reset: bool) -> int:
     """Return how far beyond the end it tells an answer to a pull can lead.
 
     Source: DefaultMessageStore.getMessage, which looks at its end first, and reads on only if that lies ahead.
@@ -467,10 +469,10 @@ def _furthest(code: int, asked: int, end: int, is_reset: bool) -> int:
         return MAX_RECORDED_OFFSET
     if code == ResponseCode.PULL_OFFSET_MOVED:
         return end
-    return end + NEWER if asked < end else asked
+    return end + MAX_READ_AHEAD if requested_offset < end else requested_offset
 
 
-def _checked(offset: int) -> int:
+def _check_offset(offset: int) -> int:
     if offset < 0:
         raise ConfigError(f"offset {offset} cannot be committed: brokers take a negative one for none; give 0 or more")
     return offset

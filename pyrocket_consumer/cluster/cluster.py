@@ -39,9 +39,9 @@ from pyrocket_consumer.protocol.command import GetRouteInfoHeader, Header, reque
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.addresses import Addresses, OnAddressRefused
-from pyrocket_consumer.transport.blocking_connection import DirectConnection, open_direct
-from pyrocket_consumer.transport.connection import Connection, OnLate, Sign
-from pyrocket_consumer.transport.connections import PERHAPS_PLAIN, Connections
+from pyrocket_consumer.transport.blocking_connection import BlockingConnection, open_blocking_connection
+from pyrocket_consumer.transport.connection import Connection, OnLateResponse, Sign
+from pyrocket_consumer.transport.connections import MAYBE_PLAINTEXT, Connections
 from pyrocket_consumer.transport.io_thread import IoThread
 
 log = logger("cluster")
@@ -50,11 +50,11 @@ T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 5.0
 _REFRESH_GAP_S = 1.0  # between two refreshes of routes that lost connections ask for
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 5.0
-_LOSSES_APART_S = 10.0  # between two connections lost in a row
-_LOSSES_TOLD = 3  # so many are told, and the broker is greeted at once
-_DEAD_AFTER = 2  # calls in a row without an answer
+_FIRST_REGISTER_PAUSE_S = 0.1
+_LONGEST_REGISTER_PAUSE_S = 5.0
+_LOSS_WINDOW_S = 10.0  # between two connections lost in a row
+_LOGGED_LOSSES = 3  # so many are told, and the broker is greeted at once
+_MAX_UNANSWERED = 2  # calls in a row without an answer
 _JITTER = 0.1  # of an interval, so that clients that start together do not ask together for ever
 
 
@@ -90,8 +90,8 @@ class Cluster:
         self._connections: Connections | None = None
         self._addresses = Addresses(config.name_servers, config.brokers_allowed, self._address_refused)
         self._name_servers = NameServers(config.name_servers, self.call, self._random)
-        self._routes = Routes(self._ask_route, self._route_changed)
-        self._heartbeats = Heartbeats(client_id, self._connect_member, self._ask_member, self._reconnected)
+        self._routes = Routes(self._fetch_route, self._route_changed)
+        self._heartbeats = Heartbeats(client_id, self._connect_for_heartbeat, self._call_registered, self._reconnected)
         self._requests = ServerRequests(self._is_broker)
         self._route_hooks: list[Callable[[str, TopicRoute], None]] = []
         self._lost_hooks: list[Callable[[str, str], None]] = []
@@ -99,7 +99,7 @@ class Cluster:
         self._refused_hooks: list[OnAddressRefused] = []
         self._failure_hooks: list[Callable[[BaseException], None]] = []
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._greeting: set[str] = set()
+        self._registering: set[str] = set()
         self._in_use: Callable[[str], bool] = lambda broker_name: False
         self._lingering: dict[str, str] = {}  # addresses that no route names, of brokers in use
         self._unanswered: dict[str, int] = {}
@@ -147,7 +147,7 @@ class Cluster:
             rng=self._random,
         )
         if self._owns_io:
-            self.loop.set_exception_handler(self.surprised)
+            self.loop.set_exception_handler(self.handle_loop_exception)
         self.state = ClusterState.RUNNING
         await self._name_servers.check()
         self.spawn(self._keep_routes_fresh(), "refresh routes")
@@ -170,7 +170,7 @@ class Cluster:
         if self._owns_io:
             self._io.stop(timeout_s)
 
-    def unclosed(self, owner: object, close: Callable[[], object] | None = None) -> None:
+    def warn_unclosed(self, owner: object, close: Callable[[], object] | None = None) -> None:
         """Warn that `owner`, which is about to be collected, was not closed, and have it closed in the background.
 
         For finalizers. `close` (the cluster's own, by default) must not need `owner`. Nothing happens at the end of the
@@ -179,7 +179,7 @@ class Cluster:
         if sys.is_finalizing() or self._forked():
             return
         if self.state is ClusterState.RUNNING and self._io is not None:
-            self._io.in_background(close or self.close)
+            self._io.run_in_background(close or self.close)
             warnings.warn(f"unclosed {owner!r}; call close(), or use `with`", ResourceWarning, 3, source=owner)
 
     async def close_on_loop(self) -> None:
@@ -200,7 +200,7 @@ class Cluster:
         return self._io.loop
 
     @property
-    def signs(self) -> bool:
+    def is_signing(self) -> bool:
         """Whether requests are signed, so that a prepared frame cannot be sent as it is."""
         return self.config.access_key is not None
 
@@ -266,7 +266,7 @@ class Cluster:
         timeout_s: float | None = None,
         accept: Container[int] = (0,),
         code: int | None = None,
-        on_late: OnLate | None = None,
+        on_late: OnLateResponse | None = None,
     ) -> RemotingCommand:
         """Return the answer of the server at `address`. Connecting, if need be, counts towards `timeout_s`.
 
@@ -281,7 +281,7 @@ class Cluster:
         command = request(header, body, code=code)
         return await self._send(address, command, timeout_s or self.config.call_timeout_s, accept, on_late)
 
-    async def call_each(
+    async def call_many(
         self, address: str, commands: Collection[RemotingCommand]
     ) -> list[RemotingCommand | RocketError]:
         """Return the answers of the server at `address` to requests that are sent all at once, in their order.
@@ -292,14 +292,14 @@ class Cluster:
         Raises:
             ConnectError: there is no connection. Nothing was sent.
         """
-        connection, timeout_s = await self._connected(address, self.config.call_timeout_s)
-        answers = await connection.call_each(commands, timeout_s)
-        if not self._is_member(address):
-            if not all(isinstance(answer, RequestTimeout) for answer in answers):
+        connection, timeout_s = await self._connect_within(address, self.config.call_timeout_s)
+        responses = await connection.call_many(commands, timeout_s)
+        if not self._is_heartbeat_target(address):
+            if not all(isinstance(response, RequestTimeout) for response in responses):
                 self._unanswered.pop(address, None)
-            elif answers:
-                self._not_answered(connection, len(answers))
-        return [_judged(answer, address) for answer in answers]
+            elif responses:
+                self._count_unanswered(connection, len(responses))
+        return [_to_result(response, address) for response in responses]
 
     async def _send(
         self,
@@ -307,31 +307,31 @@ class Cluster:
         command: RemotingCommand,
         timeout_s: float,
         accept: Container[int],
-        on_late: OnLate | None = None,
+        on_late: OnLateResponse | None = None,
     ) -> RemotingCommand:
-        connection, timeout_s = await self._connected(address, timeout_s)
-        ask = connection.call if self._is_member(address) else partial(self._ask, connection)
-        return check_response(await ask(command, timeout_s, on_late), address, accept)
+        connection, timeout_s = await self._connect_within(address, timeout_s)
+        call = connection.call if self._is_heartbeat_target(address) else partial(self._call_connection, connection)
+        return check_response(await call(command, timeout_s, on_late), address, accept)
 
-    async def _connected(self, address: str, timeout_s: float) -> tuple[Connection, float]:
+    async def _connect_within(self, address: str, timeout_s: float) -> tuple[Connection, float]:
         """Return an open connection, and what it has left of `timeout_s`."""
-        connection = self._open().peek(address)
+        connection = self._running_connections().peek(address)
         if connection is not None:
             return connection, timeout_s
         deadline = self.loop.time() + timeout_s
         try:
             async with asyncio.timeout_at(deadline):
-                connection = await self._open().get(address)
+                connection = await self._running_connections().get(address)
         except TimeoutError as error:
-            hint = f" ({PERHAPS_PLAIN})" if self._tls is not None else ""
+            hint = f" ({MAYBE_PLAINTEXT})" if self._tls is not None else ""
             raise ConnectError(address, f"no connection within {timeout_s:g} s{hint}") from error
         return connection, max(deadline - self.loop.time(), 0.001)
 
-    def _is_member(self, address: str) -> bool:
-        return self._heartbeats.needed and address in self._members()
+    def _is_heartbeat_target(self, address: str) -> bool:
+        return self._heartbeats.is_needed and address in self._heartbeat_targets()
 
-    async def _ask(
-        self, connection: Connection, command: RemotingCommand, timeout_s: float, on_late: OnLate | None = None
+    async def _call_connection(
+        self, connection: Connection, command: RemotingCommand, timeout_s: float, on_late: OnLateResponse | None = None
     ) -> RemotingCommand:
         """Return the answer; close a connection on which several in a row did not come.
 
@@ -340,20 +340,20 @@ class Cluster:
         """
         address = connection.address
         try:
-            answer = await connection.call(command, timeout_s, on_late)
+            response = await connection.call(command, timeout_s, on_late)
         except RequestTimeout:
-            self._not_answered(connection, 1)
+            self._count_unanswered(connection, 1)
             raise
         self._unanswered.pop(address, None)
-        return answer
+        return response
 
-    def _not_answered(self, connection: Connection, calls: int) -> None:
+    def _count_unanswered(self, connection: Connection, calls: int) -> None:
         address = connection.address
         self._unanswered[address] = self._unanswered.get(address, 0) + calls
-        if self._unanswered[address] >= _DEAD_AFTER:
-            connection.close(f"{_DEAD_AFTER} calls in a row were not answered")
+        if self._unanswered[address] >= _MAX_UNANSWERED:
+            connection.close(f"{_MAX_UNANSWERED} calls in a row were not answered")
 
-    async def ask_name_server(
+    async def call_name_server(
         self, header: Header, body: bytes = b"", *, timeout_s: float | None = None, accept: Container[int] = (0,)
     ) -> RemotingCommand:
         """Return the answer of the first name server that gives one; each has `timeout_s`.
@@ -362,24 +362,24 @@ class Cluster:
             ConnectError: none answered; names every address and its reason. With one name server its own error.
             BrokerError: it said no.
         """
-        return await self._name_servers.ask(header, body, timeout_s=timeout_s, accept=accept)
+        return await self._name_servers.call(header, body, timeout_s=timeout_s, accept=accept)
 
     async def read_from_name_server(self, header: Header, decode: Callable[[bytes], T]) -> T:
         """Return `decode(body)` of the first name server whose answer can be read.
 
         Raises:
             ProtocolError: there is one name server, and what it answered cannot be read.
-            ConnectError, BrokerError: as `ask_name_server` does.
+            ConnectError, BrokerError: as `call_name_server` does.
         """
         return await self._name_servers.read(header, decode)
 
-    async def ask_every_name_server(self, header: Header, body: bytes = b"") -> list[RemotingCommand]:
+    async def call_every_name_server(self, header: Header, body: bytes = b"") -> list[RemotingCommand]:
         """Return every name server's answer: for changes, which name servers do not pass on to each other.
 
         Raises:
             ConnectError: one of them did not answer or said no; names each that failed.
         """
-        return await self._name_servers.ask_every(header, body)
+        return await self._name_servers.call_every(header, body)
 
     async def connection(self, address: str) -> Connection:
         """Return an open connection to `address`.
@@ -387,15 +387,15 @@ class Cluster:
         Raises:
             ConnectError: there is none to be had.
         """
-        return await self._open().get(address)
+        return await self._running_connections().get(address)
 
-    async def open_direct(self, address: str) -> DirectConnection:
+    async def open_blocking_connection(self, address: str) -> BlockingConnection:
         """Return a new connection to `address`, which the caller waits on and closes itself, in a thread of its own.
 
         Raises:
             ConnectError: there is none to be had.
         """
-        return await open_direct(
+        return await open_blocking_connection(
             self.loop,
             address,
             timeout_s=self.config.connect_timeout_s,
@@ -409,7 +409,7 @@ class Cluster:
     def _signer(self) -> Sign | None:
         return self._sign if self.config.access_key is not None else None
 
-    def _open(self) -> Connections:
+    def _running_connections(self) -> Connections:
         if self._connections is None or self.state is not ClusterState.RUNNING:
             raise ConsumerClosed(f"this client is {self.state.value}, not running; make a new one and start it")
         return self._connections
@@ -434,7 +434,7 @@ class Cluster:
         """
         return await self._routes.get(topic, refresh=refresh, after=after)
 
-    async def _ask_route(self, topic: str) -> TopicRoute:
+    async def _fetch_route(self, topic: str) -> TopicRoute:
         try:
             return await self.read_from_name_server(GetRouteInfoHeader(topic), partial(decode_route, topic))
         except BrokerError as error:
@@ -473,20 +473,20 @@ class Cluster:
         """Have `hook(topic, route)` called, on the I/O thread, when a route is new or differs."""
         self._route_hooks.append(hook)
 
-    def _route_changed(self, route: TopicRoute | None, came: frozenset[str], went: frozenset[str]) -> None:
-        for address in came & self._lingering.keys():
+    def _route_changed(self, route: TopicRoute | None, added: frozenset[str], removed: frozenset[str]) -> None:
+        for address in added & self._lingering.keys():
             del self._lingering[address]
         former = {address: name for name, ids in self._routes.former.items() for address in ids.values()}
-        for address in went:
+        for address in removed:
             log.info("broker=%s is named by no route any more", address)
             if address in former and self._in_use(former[address]):
                 self._lingering[address] = former[address]
             else:
-                self._let_go(address)
-        for address in self._members() & came:
-            self._greet(address)
+                self._release_address(address)
+        for address in self._heartbeat_targets() & added:
+            self._register_in_background(address)
         if route is not None:
-            self._tell(self._route_hooks, route.topic, route)
+            self._notify(self._route_hooks, route.topic, route)
 
     def on_address_refused(self, hook: OnAddressRefused) -> None:
         """Have `hook(address, why)` called, on the I/O thread, when a broker is not connected to for where it is."""
@@ -495,18 +495,18 @@ class Cluster:
     def _address_refused(self, address: str, why: str) -> None:
         if not self._refused_hooks:
             log.warning("%s", why)
-        self._tell(self._refused_hooks, address, why)
+        self._notify(self._refused_hooks, address, why)
 
-    def keep_brokers(self, in_use: Callable[[str], bool]) -> None:
+    def keep_reachable(self, in_use: Callable[[str], bool]) -> None:
         """Have brokers that no route names any more kept within reach while `in_use(broker_name)`.
 
         Name servers may lose sight of one that is up, and the last offsets of its queues are to be stored there.
         """
         self._in_use = in_use
 
-    def _let_go(self, address: str) -> None:
+    def _release_address(self, address: str) -> None:
         self._lingering.pop(address, None)
-        self._routes.let_go(address)
+        self._routes.release_address(address)
         self._heartbeats.forget(address)
         self._losses.pop(address, None)
         if self._connections is not None:
@@ -523,7 +523,7 @@ class Cluster:
             self._refresh_wanted.clear()
             await self._routes.refresh()
             for address in [address for address, name in self._lingering.items() if not self._in_use(name)]:
-                self._let_go(address)
+                self._release_address(address)
             await asyncio.sleep(min(_REFRESH_GAP_S, self.config.route_refresh_interval_s))
 
     def _jittered(self, interval_s: float) -> float:
@@ -552,7 +552,7 @@ class Cluster:
 
         Returns how many answered. The others are logged and tried again.
         """
-        return await self._heartbeats.send_all(self._members())
+        return await self._heartbeats.send_all(self._heartbeat_targets())
 
     async def heartbeat_broker(self, address: str) -> None:
         """Send a heartbeat to one broker.
@@ -562,7 +562,7 @@ class Cluster:
         """
         await self._heartbeats.send(address)
 
-    async def member_connection(self, address: str) -> Connection:
+    async def open_registered_connection(self, address: str) -> Connection:
         """Return an open connection on which the broker knows us: one that has had a heartbeat, if we send any.
 
         Raises:
@@ -570,10 +570,10 @@ class Cluster:
         """
         return await self._heartbeats.send(address, only_if_new=True)
 
-    def peek_member(self, address: str) -> Connection | None:
-        """Return the connection `member_connection` would, if there is one right now."""
+    def find_registered_connection(self, address: str) -> Connection | None:
+        """Return the connection `open_registered_connection` would, if there is one right now."""
         connection = self._connections.peek(address) if self._connections is not None else None
-        return connection if connection is not None and self._heartbeats.knows_us(connection) else None
+        return connection if connection is not None and self._heartbeats.is_registered(connection) else None
 
     def broker_version(self, address: str) -> int | None:
         """Return the version number a broker answered heartbeats with, None before the first."""
@@ -585,21 +585,23 @@ class Cluster:
         Heartbeats no longer tell of it. Best effort: a broker that does not answer finds out by itself, when the
         connection ends.
         """
-        members = self._members(every=True)
-        connections = [each for each in self._open().all() if each.address in members]
+        members = self._heartbeat_targets(every=True)
+        connections = [each for each in self._running_connections().all() if each.address in members]
         await self._heartbeats.unregister(connections, consumer_group, producer_group)
 
-    def _members(self, *, every: bool = False) -> frozenset[str]:
+    def _heartbeat_targets(self, *, every: bool = False) -> frozenset[str]:
         """Return the brokers that should know us."""
-        if every or self._heartbeats.consuming:
+        if every or self._heartbeats.has_consumers:
             return self._routes.addresses | self._lingering.keys() if self._lingering else self._routes.addresses
         return self._routes.masters()
 
-    async def _connect_member(self, address: str) -> Connection:
-        return await self._open().get(address)
+    async def _connect_for_heartbeat(self, address: str) -> Connection:
+        return await self._running_connections().get(address)
 
-    async def _ask_member(self, connection: Connection, command: RemotingCommand) -> RemotingCommand:
-        return check_response(await self._ask(connection, command, self.config.call_timeout_s), connection.address)
+    async def _call_registered(self, connection: Connection, command: RemotingCommand) -> RemotingCommand:
+        return check_response(
+            await self._call_connection(connection, command, self.config.call_timeout_s), connection.address
+        )
 
     async def _keep_membership(self) -> None:
         while True:
@@ -620,47 +622,47 @@ class Cluster:
     def _connection_lost(self, connection: Connection, reason: str) -> None:
         address = connection.address
         self._unanswered.pop(address, None)
-        if self.state is not ClusterState.RUNNING or address not in self._members(every=True):
+        if self.state is not ClusterState.RUNNING or address not in self._heartbeat_targets(every=True):
             return
         now, (last_at, losses) = self.loop.time(), self._losses.get(address, (0.0, 0))
-        self._losses[address] = now, losses + 1 if losses and now - last_at < _LOSSES_APART_S else 1
+        self._losses[address] = now, losses + 1 if losses and now - last_at < _LOSS_WINDOW_S else 1
         log.log(self._loss_level(address), "broker=%s connection lost reason=%s", address, reason)
         self._refresh_wanted.set()
-        if address in self._members():
-            self._greet(address)
-        self._tell(self._lost_hooks, address, reason)
+        if address in self._heartbeat_targets():
+            self._register_in_background(address)
+        self._notify(self._lost_hooks, address, reason)
 
     def _reconnected(self, address: str) -> None:
         log.log(min(logging.INFO, self._loss_level(address)), "broker=%s is connected again", address)
-        self._tell(self._reconnect_hooks, address)
+        self._notify(self._reconnect_hooks, address)
 
     def _loss_level(self, address: str) -> int:
         """Return how a loss is logged: of a broker that takes connections and ends them, the first ones are enough."""
         losses = self._losses.get(address, (0.0, 0))[1]
-        return logging.DEBUG if losses > _LOSSES_TOLD else logging.WARNING
+        return logging.DEBUG if losses > _LOGGED_LOSSES else logging.WARNING
 
-    def _greet(self, address: str) -> None:
+    def _register_in_background(self, address: str) -> None:
         """Get a heartbeat to a broker that is new, or was lost, as soon as it can be had."""
-        if self._heartbeats.needed and address not in self._greeting:
-            self._greeting.add(address)
-            self.spawn(self._greet_until_known(address), f"greet {address}")
+        if self._heartbeats.is_needed and address not in self._registering:
+            self._registering.add(address)
+            self.spawn(self._register_until_known(address), f"greet {address}")
 
-    async def _greet_until_known(self, address: str) -> None:
-        pause_s = _FIRST_PAUSE_S
-        excess = min(self._losses.get(address, (0.0, 0))[1] - _LOSSES_TOLD, 16)
+    async def _register_until_known(self, address: str) -> None:
+        pause_s = _FIRST_REGISTER_PAUSE_S
+        excess = min(self._losses.get(address, (0.0, 0))[1] - _LOGGED_LOSSES, 16)
         try:
             if excess > 0:  # it takes connections and ends them
-                await asyncio.sleep(min(_FIRST_PAUSE_S * 2**excess, _LONGEST_PAUSE_S))
-            while self._heartbeats.needed and address in self._members():
+                await asyncio.sleep(min(_FIRST_REGISTER_PAUSE_S * 2**excess, _LONGEST_REGISTER_PAUSE_S))
+            while self._heartbeats.is_needed and address in self._heartbeat_targets():
                 try:
-                    await self.member_connection(address)
+                    await self.open_registered_connection(address)
                     return
                 except RocketError as error:
                     log.debug("broker=%s not reached reason=%s", address, error)
                 await asyncio.sleep(pause_s * (0.5 + self._random.random() / 2))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, _LONGEST_REGISTER_PAUSE_S)
         finally:
-            self._greeting.discard(address)
+            self._registering.discard(address)
 
     # --- requests of brokers
 
@@ -686,22 +688,22 @@ class Cluster:
         """Run `work` in the background until it ends or the cluster is closed. An error is a failure of the client."""
         task = self.loop.create_task(work, name=name)
         self._tasks[task] = None
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._task_ended)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(f"background task {task.get_name()!r} ended", error)
+            self._report_failure(f"background task {task.get_name()!r} ended", error)
 
-    def _tell(self, hooks: list[Callable[..., None]], *facts: object) -> None:
+    def _notify(self, hooks: list[Callable[..., None]], *facts: object) -> None:
         for hook in hooks:
             try:
                 hook(*facts)
             except Exception as error:
-                self._fail(f"hook {hook!r} raised", error)
+                self._report_failure(f"hook {hook!r} raised", error)
 
-    def surprised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def handle_loop_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Judge what the loop could not hand to anybody. Network trouble is reported where it matters; a bug is not.
 
         The exception handler of a loop that is this cluster's alone.
@@ -710,20 +712,20 @@ class Cluster:
         if error is None or isinstance(error, (RocketError, OSError)):
             log.debug("loop: %s exception=%r", context.get("message"), error)
         else:
-            self._fail(str(context.get("message")), error)
+            self._report_failure(str(context.get("message")), error)
 
-    def _fail(self, what: str, error: BaseException) -> None:
+    def _report_failure(self, what: str, error: BaseException) -> None:
         log.error("client_id=%s failed: %s", self.client_id, what, exc_info=error)
         for hook in self._failure_hooks:
             hook(error)
 
 
-def _judged(answer: RemotingCommand | Exception, address: str) -> RemotingCommand | RocketError:
-    if isinstance(answer, RemotingCommand):
-        return answer if answer.code == ResponseCode.SUCCESS else read_error(answer, address)
-    if isinstance(answer, RocketError):
-        return answer
-    raise answer
+def _to_result(response: RemotingCommand | Exception, address: str) -> RemotingCommand | RocketError:
+    if isinstance(response, RemotingCommand):
+        return response if response.code == ResponseCode.SUCCESS else read_error(response, address)
+    if isinstance(response, RocketError):
+        return response
+    raise response
 
 
 def tls_context(tls: bool | ssl.SSLContext) -> ssl.SSLContext | None:

@@ -27,18 +27,18 @@ class Heartbeats:
         self,
         client_id: str,
         connect: Callable[[str], Awaitable[Connection]],
-        ask: Callable[[Connection, RemotingCommand], Awaitable[RemotingCommand]],
+        call: Callable[[Connection, RemotingCommand], Awaitable[RemotingCommand]],
         on_reconnected: Callable[[str], None],
     ) -> None:
         self._client_id = client_id
         self._connect = connect
-        self._ask = ask
+        self._call = call
         self._on_reconnected = on_reconnected
         self._consumers: dict[str, Callable[[], ConsumerData]] = {}
         self._producers: set[str] = set()
-        self._told: dict[str, Connection] = {}  # address -> the connection on which a heartbeat was answered last
-        self._told_once: set[str] = set()
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._registered: dict[str, Connection] = {}  # address -> the connection on which a heartbeat was answered last
+        self._registered_once: set[str] = set()
+        self._locks: dict[str, asyncio.Lock] = {}
         self._unreachable: set[str] = set()
         self.versions: dict[str, int] = {}
 
@@ -55,18 +55,18 @@ class Heartbeats:
         self._producers.discard(group)
 
     @property
-    def consuming(self) -> bool:
+    def has_consumers(self) -> bool:
         """Whether slaves, too, must know us."""
         return bool(self._consumers)
 
     @property
-    def needed(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether there is anything to tell."""
         return bool(self._consumers or self._producers)
 
-    def knows_us(self, connection: Connection) -> bool:
+    def is_registered(self, connection: Connection) -> bool:
         """Tell whether a heartbeat was answered on this very connection, or none is needed."""
-        return not self.needed or self._told.get(connection.address) is connection
+        return not self.is_needed or self._registered.get(connection.address) is connection
 
     async def send(self, address: str, *, only_if_new: bool = False) -> Connection:
         """Send a heartbeat to `address`, and return the connection it was answered on.
@@ -75,14 +75,14 @@ class Heartbeats:
         other: a broker might handle the older of two after the newer, and go by its subscriptions.
         """
         connection = await self._connect(address)
-        async with self._turns.setdefault(address, asyncio.Lock()):
-            if not self.needed or (only_if_new and self.knows_us(connection)):
+        async with self._locks.setdefault(address, asyncio.Lock()):
+            if not self.is_needed or (only_if_new and self.is_registered(connection)):
                 return connection
-            answer = await self._ask(connection, request(HeartbeatHeader(), self._body()))
-            self.versions[address] = answer.version
-            reconnected = address in self._told_once and self._told.get(address) is not connection
-            self._told[address] = connection
-            self._told_once.add(address)
+            response = await self._call(connection, request(HeartbeatHeader(), self._body()))
+            self.versions[address] = response.version
+            reconnected = address in self._registered_once and self._registered.get(address) is not connection
+            self._registered[address] = connection
+            self._registered_once.add(address)
         if reconnected:
             self._on_reconnected(address)
         return connection
@@ -93,11 +93,11 @@ class Heartbeats:
 
     async def send_all(self, addresses: Iterable[str]) -> int:
         """Send a heartbeat to each of `addresses` at the same time, and return how many answered."""
-        if not self.needed:
+        if not self.is_needed:
             return 0
-        return sum(await asyncio.gather(*(self._try(address) for address in addresses)))
+        return sum(await asyncio.gather(*(self._send_or_log(address) for address in addresses)))
 
-    async def _try(self, address: str) -> bool:
+    async def _send_or_log(self, address: str) -> bool:
         try:
             await self.send(address)
         except RocketError as error:
@@ -124,11 +124,11 @@ class Heartbeats:
             self.remove_producer(producer_group)
         header = UnregisterClientHeader(self._client_id, producer_group, consumer_group)
 
-        async def tell(connection: Connection) -> None:
-            async with self._turns.setdefault(connection.address, asyncio.Lock()):
-                await self._ask(connection, request(header))
+        async def unregister_on(connection: Connection) -> None:
+            async with self._locks.setdefault(connection.address, asyncio.Lock()):
+                await self._call(connection, request(header))
 
-        outcomes = await asyncio.gather(*map(tell, connections), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(unregister_on, connections), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, RocketError):
                 log.debug("client_id=%s not unregistered everywhere reason=%s", self._client_id, outcome)
@@ -137,7 +137,7 @@ class Heartbeats:
 
     def forget(self, address: str) -> None:
         """Forget the connection to a broker that no route names any more. If it comes back, that is a reconnect."""
-        self._told.pop(address, None)
-        self._turns.pop(address, None)
+        self._registered.pop(address, None)
+        self._locks.pop(address, None)
         self._unreachable.discard(address)
         self.versions.pop(address, None)

@@ -28,7 +28,7 @@ T = TypeVar("T")
 _ANY_TOPIC = "TBW102"
 
 # The name server itself is in trouble (starting, overloaded, going away): another one may not be.
-_IN_TROUBLE = frozenset({ResponseCode.SYSTEM_ERROR, ResponseCode.SYSTEM_BUSY, ResponseCode.GO_AWAY})
+_UNAVAILABLE_CODES = frozenset({ResponseCode.SYSTEM_ERROR, ResponseCode.SYSTEM_BUSY, ResponseCode.GO_AWAY})
 
 
 class Call(Protocol):
@@ -69,7 +69,7 @@ class NameServers:
             PermissionDenied: the access key is refused.
         """
         try:
-            await self.ask(GetRouteInfoHeader(_ANY_TOPIC))
+            await self.call(GetRouteInfoHeader(_ANY_TOPIC))
         except BrokerError as error:
             if error.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
                 raise ConnectError(error.address, "it answers as a broker does, not as a name server") from error
@@ -84,7 +84,7 @@ class NameServers:
             text = f"no answer within {error.timeout_s:.3g} s: it is busy or not well, or something else listens there"
             raise ConnectError(error.address, text) from error
 
-    async def ask(
+    async def call(
         self, header: Header, body: bytes = b"", *, timeout_s: float | None = None, accept: Container[int] = (0,)
     ) -> RemotingCommand:
         """Return the answer of the first name server that gives one. `timeout_s` is the time each of them has.
@@ -95,45 +95,45 @@ class NameServers:
             ConnectError: none answered; names every address and its reason. With one name server its own error.
             BrokerError: it said no.
         """
-        return await self._first(lambda address: self._ask_one(address, header, body, timeout_s, accept))
+        return await self._call_first(lambda address: self._call_one(address, header, body, timeout_s, accept))
 
     async def read(self, header: Header, decode: Callable[[bytes], T]) -> T:
-        """Return `decode(body)` of the first name server whose answer can be read: `ask` for what has a body.
+        """Return `decode(body)` of the first name server whose answer can be read: `call` for what has a body.
 
         Raises:
             ProtocolError: with one name server; what it answered cannot be read.
-            ConnectError, BrokerError: as `ask` does.
+            ConnectError, BrokerError: as `call` does.
         """
 
         async def read_one(address: str) -> T:
-            return await read_body(decode, (await self._ask_one(address, header, b"", None, (0,))).body)
+            return await read_body(decode, (await self._call_one(address, header, b"", None, (0,))).body)
 
-        return await self._first(read_one)
+        return await self._call_first(read_one)
 
-    async def _first(self, ask: Callable[[str], Awaitable[T]]) -> T:
-        """Return what the first name server gives to `ask(address)`, beginning with the one that did last."""
+    async def _call_first(self, call: Callable[[str], Awaitable[T]]) -> T:
+        """Return what the first name server gives to `call(address)`, beginning with the one that did last."""
         failures: dict[str, RocketError] = {}
         for step in range(len(self.addresses)):
             index = (self._current + step) % len(self.addresses)
             address = self.addresses[index]
             try:
-                answer = await ask(address)
+                response = await call(address)
             except BrokerError as error:
-                if error.code not in _IN_TROUBLE:
-                    self._stay_at(index)
+                if error.code not in _UNAVAILABLE_CODES:
+                    self._use(index)
                     raise
                 failures[address] = error
             except RocketError as error:
                 failures[address] = error
             else:
-                self._stay_at(index)
-                return answer
+                self._use(index)
+                return response
             log.debug("name_server=%s failed reason=%s", address, failures[address])
         if len(failures) == 1:
             raise failures.popitem()[1]
         raise ConnectError(str(self), _reasons(failures))
 
-    async def _ask_one(
+    async def _call_one(
         self, address: str, header: Header, body: bytes, timeout_s: float | None, accept: Container[int]
     ) -> RemotingCommand:
         try:
@@ -143,31 +143,31 @@ class NameServers:
         ):  # name servers drop idle connections, perhaps just now; all they are asked can be repeated
             return await self._call(address, header, body, timeout_s=timeout_s, accept=accept)
 
-    def _stay_at(self, index: int) -> None:
+    def _use(self, index: int) -> None:
         if index != self._current:
             log.warning("name_server=%s failed, name_server=%s took over", self.current, self.addresses[index])
             self._current = index
 
-    async def ask_every(self, header: Header, body: bytes = b"") -> list[RemotingCommand]:
+    async def call_every(self, header: Header, body: bytes = b"") -> list[RemotingCommand]:
         """Return every name server's answer: what is told to one is not passed on to the others.
 
         Raises:
             ConnectError: one did not answer or said no; names each that failed. The others have done as asked.
         """
-        answers = await asyncio.gather(
-            *(self._ask_one(address, header, body, None, (0,)) for address in self.addresses), return_exceptions=True
+        responses = await asyncio.gather(
+            *(self._call_one(address, header, body, None, (0,)) for address in self.addresses), return_exceptions=True
         )
         failures: dict[str, RocketError] = {}
-        for address, answer in zip(self.addresses, answers, strict=True):
-            if isinstance(answer, RocketError):
-                failures[address] = answer
-            elif isinstance(answer, BaseException):
-                raise answer
+        for address, response in zip(self.addresses, responses, strict=True):
+            if isinstance(response, RocketError):
+                failures[address] = response
+            elif isinstance(response, BaseException):
+                raise response
         if len(failures) == 1:
             raise failures.popitem()[1]
         if failures:
             raise ConnectError(";".join(failures), _reasons(failures))
-        return [answer for answer in answers if isinstance(answer, RemotingCommand)]
+        return [response for response in responses if isinstance(response, RemotingCommand)]
 
 
 def _reasons(failures: dict[str, RocketError]) -> str:

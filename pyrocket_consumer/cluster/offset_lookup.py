@@ -150,7 +150,7 @@ async def _fetch_by_broker(
             failed[name] = error
         return found
 
-    answers = await asyncio.gather(*map(fetch_all_from, by_broker))
+    responses = await asyncio.gather(*map(fetch_all_from, by_broker))
     if failures is not None:
         failures.update(failed)
     elif failed:
@@ -158,4 +158,4 @@ async def _fetch_by_broker(
         raise RocketError(f"{what} not known of {len(failed)} of {len(by_broker)} brokers: {reasons}") from next(
             iter(failed.values())
         )
-    return {queue: offset for answer in answers for queue, offset in answer.items()}
+    return {queue: offset for response in responses for queue, offset in response.items()}

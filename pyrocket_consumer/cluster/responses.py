@@ -21,20 +21,20 @@ _ACL_REMARK = "AclException"  # ACL 1.0 refuses with SYSTEM_ERROR; only the text
 _BUSY_CODES = frozenset({ResponseCode.SYSTEM_BUSY, ResponseCode.FLOW_CONTROL})
 
 
-def check_response(answer: RemotingCommand, address: str, accept: Container[int] = (0,)) -> RemotingCommand:
-    """Return `answer` if its code is one of `accept`.
+def check_response(response: RemotingCommand, address: str, accept: Container[int] = (0,)) -> RemotingCommand:
+    """Return `response` if its code is one of `accept`.
 
     Raises:
         BrokerError: it is not; PermissionDenied or FlowControl where that is the reason.
     """
-    if answer.code in accept:
-        return answer
-    raise read_error(answer, address)
+    if response.code in accept:
+        return response
+    raise read_error(response, address)
 
 
-def read_error(answer: RemotingCommand, address: str) -> BrokerError:
+def read_error(response: RemotingCommand, address: str) -> BrokerError:
     """Return the error that an answer with an unwelcome code stands for."""
-    code, remark = answer.code, answer.remark or ""
+    code, remark = response.code, response.remark or ""
     kind = BrokerError
     if code == ResponseCode.NO_PERMISSION or (code == ResponseCode.SYSTEM_ERROR and _ACL_REMARK in remark):
         kind = PermissionDenied

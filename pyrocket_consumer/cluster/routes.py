@@ -19,20 +19,20 @@ AddressTable = Mapping[str, Mapping[int, str]]
 OnChange = Callable[["TopicRoute | None", "frozenset[str]", "frozenset[str]"], None]
 """Called with a route that is new or differs (None: one was forgotten), and the broker addresses that came and went."""
 
-_NONE: frozenset[str] = frozenset()
-_GAP_S = 0.05
+_NO_ADDRESSES: frozenset[str] = frozenset()
+_MIN_GAP_S = 0.05
 
 
 class Routes:
     """The routes of the topics a client has asked for. Any thread may read; the rest is confined to the I/O thread."""
 
-    def __init__(self, ask: Callable[[str], Awaitable[TopicRoute]], on_change: OnChange) -> None:
-        self._ask = ask
+    def __init__(self, fetch: Callable[[str], Awaitable[TopicRoute]], on_change: OnChange) -> None:
+        self._fetch_from_name_server = fetch
         self._on_change = on_change
         self._known: dict[str, TopicRoute] = {}  # in the order they changed: the latest is the truest
         self._stale: set[str] = set()  # those whose last refresh was refused
-        self._asking: dict[str, asyncio.Task[TopicRoute]] = {}
-        self._asked_at: dict[str, float] = {}
+        self._fetching: dict[str, asyncio.Task[TopicRoute]] = {}
+        self._requested_at: dict[str, float] = {}
         self.brokers: AddressTable = {}  # replaced, never changed
         self.former: AddressTable = {}  # where brokers were that no route names now; the same
         self.addresses: frozenset[str] = frozenset()
@@ -56,28 +56,31 @@ class Routes:
         """
         if after is not None:
             now = asyncio.get_running_loop().time()
-            if topic not in self._asking and (wait_s := self._asked_at.get(topic, -_GAP_S) + _GAP_S - now) > 0:
+            if (
+                topic not in self._fetching
+                and (wait_s := self._requested_at.get(topic, -_MIN_GAP_S) + _MIN_GAP_S - now) > 0
+            ):
                 await asyncio.sleep(wait_s)
-            refresh = topic in self._asking or self._asked_at.get(topic, after) <= after
+            refresh = topic in self._fetching or self._requested_at.get(topic, after) <= after
         if not refresh and (route := self._known.get(topic)) is not None:
             return route
-        task = self._asking.get(topic)
+        task = self._fetching.get(topic)
         if task is None:
             loop = asyncio.get_running_loop()
-            self._asked_at[topic] = loop.time()
+            self._requested_at[topic] = loop.time()
             task = loop.create_task(self._fetch(topic))
-            task.add_done_callback(_look_at)
-            self._asking[topic] = task
+            task.add_done_callback(_consume_exception)
+            self._fetching[topic] = task
         return await asyncio.shield(task)
 
     async def _fetch(self, topic: str) -> TopicRoute:
         try:
-            route = in_order(await self._ask(topic))
+            route = sort_route(await self._fetch_from_name_server(topic))
         finally:
-            if is_wanted := self._asking.get(topic) is asyncio.current_task():
-                del self._asking[topic]
+            if is_wanted := self._fetching.get(topic) is asyncio.current_task():
+                del self._fetching[topic]
                 if topic not in self._known:
-                    self._asked_at.pop(topic, None)
+                    self._requested_at.pop(topic, None)
         if not is_wanted:  # the topic was forgotten meanwhile
             return route
         previous = self._known.get(topic)
@@ -85,11 +88,11 @@ class Routes:
             return previous
         if previous is not None:
             self._known = {other: known for other, known in self._known.items() if other != topic} | {topic: route}
-            self._on_change(route, *self._follow_brokers())
+            self._on_change(route, *self._update_brokers())
         else:
             self._known[topic] = route
             news = any(self.brokers.get(broker.broker_name) != broker.addresses for broker in route.brokers)
-            self._on_change(route, *(self._follow_brokers() if news else (_NONE, _NONE)))
+            self._on_change(route, *(self._update_brokers() if news else (_NO_ADDRESSES, _NO_ADDRESSES)))
         return route
 
     async def refresh(self) -> None:
@@ -113,20 +116,20 @@ class Routes:
 
     def forget(self, topic: str) -> None:
         """Keep the route of `topic` fresh no longer; brokers that only it names are forgotten, too."""
-        self._asking.pop(topic, None)
+        self._fetching.pop(topic, None)
         if topic in self._known:
             self._known = {other: known for other, known in self._known.items() if other != topic}
-            self._asked_at.pop(topic, None)
-            self._on_change(None, *self._follow_brokers())
+            self._requested_at.pop(topic, None)
+            self._on_change(None, *self._update_brokers())
 
-    def let_go(self, address: str) -> None:
+    def release_address(self, address: str) -> None:
         """Forget the former address of a broker."""
         left = {
             name: {its_id: each for its_id, each in ids.items() if each != address} for name, ids in self.former.items()
         }
         self.former = {name: ids for name, ids in left.items() if ids}
 
-    def _follow_brokers(self) -> tuple[frozenset[str], frozenset[str]]:
+    def _update_brokers(self) -> tuple[frozenset[str], frozenset[str]]:
         now = address_table(self._known.values())
         names = self.brokers.keys() | self.former.keys()
         gone = {
@@ -173,7 +176,7 @@ def address_table(routes: Iterable[TopicRoute]) -> dict[str, dict[int, str]]:
     return {broker.broker_name: dict(broker.addresses) for route in routes for broker in route.brokers}
 
 
-def in_order(route: TopicRoute) -> TopicRoute:
+def sort_route(route: TopicRoute) -> TopicRoute:
     """Return `route` with its parts sorted by broker name, so that equal routes compare as equal."""
 
     def by_name(part: QueueData | BrokerData) -> str:
@@ -183,7 +186,7 @@ def in_order(route: TopicRoute) -> TopicRoute:
     return replace(route, queues=queues, brokers=brokers)
 
 
-def _look_at(task: asyncio.Task[TopicRoute]) -> None:
+def _consume_exception(task: asyncio.Task[TopicRoute]) -> None:
     """Take note of the outcome: when every caller has gone, nobody else does."""
     if not task.cancelled():
         task.exception()

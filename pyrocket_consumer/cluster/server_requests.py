@@ -67,17 +67,17 @@ class ServerRequests:
         code, address = command.code, connection.address
         in_flight = self._in_flight.setdefault(address, _InFlight())
         if (refusal := self._check_refused(command, connection, in_flight)) is not None:
-            connection.answer(command, refusal)
+            connection.respond(command, refusal)
             return None
         handler = self._handlers.get(code)
         if handler is None:
             remark = f" request type {code} not supported"
-            connection.answer(command, command.answer(ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark))
+            connection.respond(command, command.make_response(ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark))
             return None
         try:
             handling = handler(command, address)
         except Exception as error:
-            connection.answer(command, self._failure_response(command, address, error))
+            connection.respond(command, self._failure_response(command, address, error))
             return None
         if handling is None:
             return None
@@ -97,12 +97,12 @@ class ServerRequests:
             why = f"{MAX_IN_FLIGHT} of them are under way"
         elif in_flight.body_bytes and in_flight.body_bytes + len(command.body) > MAX_IN_FLIGHT_BYTES:
             why = f"requests under way hold {in_flight.body_bytes} bytes"
-        elif connection.is_unread and not command.is_oneway:
+        elif connection.is_backlogged and not command.is_oneway:
             why = "it does not read the answers"
         else:
             return None
         self._notify_refused(command.code, connection.address, why)
-        return command.answer(answer_code, f"{request_name(command.code)} is not obeyed: {why}")
+        return command.make_response(answer_code, f"{request_name(command.code)} is not obeyed: {why}")
 
     async def _run_handler(
         self,
@@ -122,10 +122,10 @@ class ServerRequests:
     def _failure_response(self, command: RemotingCommand, address: str, error: Exception) -> RemotingCommand:
         if isinstance(error, RocketError):
             self._notify_refused(command.code, address, str(error))
-            return command.answer(ResponseCode.SYSTEM_ERROR, str(error))
+            return command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
         if self._is_first_of_kind(command.code, type(error).__name__):
             log.error("request=%s broker=%s failed", request_name(command.code), address, exc_info=error)
-        return command.answer(ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
+        return command.make_response(ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
 
     def _notify_refused(self, code: int, address: str, why: str) -> None:
         for hook in self._refused_hooks:

@@ -376,7 +376,7 @@ class Producer:
     def __del__(self) -> None:
         session: _Session | None = getattr(self, "_session", None)
         if session is not None:
-            session.cluster.unclosed(self, session.close)
+            session.cluster.warn_unclosed(self, session.close)
 
     def __enter__(self) -> Self:
         self.start()

@@ -96,11 +96,11 @@ class SendDispatcher:
         self._unfinished: set[SendRequest] = set()
         self._lanes: dict[LaneKey, Lane] = {}
         self._suspected_connections: set[Connection] = set()
-        cluster.keep_brokers(self._awaits_responses)
+        cluster.keep_reachable(self._awaits_responses)
 
     def _awaits_responses(self, broker_name: str) -> bool:
         address = self._cluster.address(broker_name, only_this=True)
-        connection = self._cluster.peek_member(address) if address is not None else None
+        connection = self._cluster.find_registered_connection(address) if address is not None else None
         return connection is not None and connection.waiting > 0
 
     def dispatch(self, request: SendRequest) -> None:
@@ -121,7 +121,7 @@ class SendDispatcher:
             queue = self._choose(request, queues) if queues is not None else None
             if queue is not None and not request.is_oneway and not request.needs_timer:
                 address = self._cluster.address(queue.broker_name, only_this=True)
-                connection = self._cluster.peek_member(address) if address is not None else None
+                connection = self._cluster.find_registered_connection(address) if address is not None else None
                 if connection is not None and self._cluster.loop.time() < request.deadline:
                     self._send_on(request, queue, connection)
                     return
@@ -211,7 +211,7 @@ class SendDispatcher:
             raise _AttemptFailed(ConnectError(queue.broker_name, "it has no master now"))
         lane = self._lanes[request.lane_key] if request.lane_key is not None else None
         needs_heartbeat = lane is not None and (request.possible_stores > 0 or lane.is_unsure)
-        connect = self._cluster.member_connection if needs_heartbeat else self._cluster.connection
+        connect = self._cluster.open_registered_connection if needs_heartbeat else self._cluster.connection
         timeout_s = self._attempt_timeout_s(request)
         try:
             async with asyncio.timeout(timeout_s):
@@ -401,7 +401,7 @@ class SendDispatcher:
         return template
 
     async def _send_oneway_on(self, request: SendRequest, queue: MessageQueue, connection: Connection) -> None:
-        await connection.drained()
+        await connection.drain()
         if connection.closed:
             raise _AttemptFailed(ConnectError(connection.address, "the connection ended"))
         connection.oneway(request.to_command(self._template(request, queue)))

@@ -80,7 +80,7 @@ class SendRequest:
         Raises:
             ProtocolError: no frame has room for it.
         """
-        if not connection.signs:
+        if not connection.is_signing:
             what = (self.body, self.properties, self.sys_flag, self.flag, self.born_at_ms)
             if (frame := template.encode(opaque, *what, connection.max_frame_bytes)) is not None:
                 return frame

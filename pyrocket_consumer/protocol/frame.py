@@ -76,7 +76,7 @@ class RemotingCommand:
     def is_oneway(self) -> bool:
         return bool(self.flag & ONEWAY_FLAG)
 
-    def answer(
+    def make_response(
         self, code: int = 0, remark: str | None = None, fields: dict[str, str] | None = None, body: bytes = b""
     ) -> RemotingCommand:
         """Return the answer to this request: same opaque, response flag set."""

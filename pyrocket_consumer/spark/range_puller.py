@@ -17,7 +17,7 @@ from typing import Protocol
 
 from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.cluster.broker import read_pull_answer
+from pyrocket_consumer.cluster.broker import read_pull_response
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.cluster.routes import choose_address
@@ -31,7 +31,7 @@ from pyrocket_consumer.errors import (
     RocketError,
     RouteNotFound,
 )
-from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus
+from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus
 from pyrocket_consumer.protocol.codes import PullFlag, ResponseCode
 from pyrocket_consumer.protocol.columns import PulledRecords
 from pyrocket_consumer.protocol.command import PullMessageHeader, PullTemplate, request
@@ -41,7 +41,7 @@ from pyrocket_consumer.spark.options import ReadOptions
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES, RetryPolicy
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.blocking_connection import NOTHING, DirectConnection
+from pyrocket_consumer.transport.blocking_connection import NOTHING, BlockingConnection
 
 log = logger("spark")
 
@@ -81,7 +81,7 @@ class PullerHost(Protocol):
     def deliver(self, pulled: PulledRecords, rows: int) -> None:
         """Take the next messages of a range, at most `rows`."""
 
-    def watch(self, connection: DirectConnection) -> None:
+    def watch(self, connection: BlockingConnection) -> None:
         """Receive from `connection` from now on."""
 
     def wake_later(self, puller: RangePuller) -> None:
@@ -93,7 +93,7 @@ class PullerHost(Protocol):
     def fail(self, error: RocketError) -> None:
         """Give up: the task gets the error."""
 
-    async def connection(self, address: str) -> DirectConnection:
+    async def connection(self, address: str) -> BlockingConnection:
         """Return the task's connection to `address`; on the cluster's I/O thread."""
 
 
@@ -128,7 +128,7 @@ class RangePuller:
         filtered = bool(options.selector.tags) or options.selector.expression_type != "TAG"
         self._pull_span = 0 if filtered else options.pull_batch_size  # how far the last pull went; 0: nobody knows
         self._templates: dict[int, PullTemplate] = {}
-        self._connection: DirectConnection | None = None
+        self._connection: BlockingConnection | None = None
         self._broker_id = MASTER_ID
         self._avoided: dict[int, float] = {}  # ids that failed, and until when suggestions of them are not followed
         self._retry_policy = options.retry_policy(reader.now)
@@ -138,7 +138,7 @@ class RangePuller:
         self._gap_policy = RetryPolicy(math.inf, None, reader.now)  # while there is nothing between one and the next
         self.due: float | None = None
         """When to try again, after a failure."""
-        self.connecting: concurrent.futures.Future[DirectConnection] | None = None
+        self.connecting: concurrent.futures.Future[BlockingConnection] | None = None
         """The connection to pull from, while it is looked for."""
         self._stopped = False
 
@@ -173,12 +173,12 @@ class RangePuller:
             and self._reader.may_pull_ahead()
         )
 
-    def _send_pull(self, connection: DirectConnection, offset: int, index: int) -> None:
+    def _send_pull(self, connection: BlockingConnection, offset: int, index: int) -> None:
         options = self._reader.options
         pull = _PullRequest(offset, min(options.pull_batch_size, self._wanted.end - offset), self._broker_id)
         self._reader.in_flight += 1
         self._pulls.insert(index, pull)
-        if connection.signs:
+        if connection.is_signing:
             command = request(self._header(pull))
             connection.send(
                 lambda opaque: connection.encode(command, opaque),
@@ -235,7 +235,7 @@ class RangePuller:
         self.connecting = self._cluster.submit(self._open_connection())
         self._reader.wake_later(self)
 
-    async def _open_connection(self) -> DirectConnection:
+    async def _open_connection(self) -> BlockingConnection:
         try:
             async with asyncio.timeout(self._reader.options.client.request_timeout_s):
                 return await self._reader.connection(await self._address())
@@ -308,7 +308,7 @@ class RangePuller:
             self._on_failure(read_error(response, self._address_text()))
             return
         try:
-            header = read_pull_answer(response, pull.offset)
+            header = read_pull_response(response, pull.offset)
         except ProtocolError as error:
             self._on_failure(error)
             return
@@ -334,7 +334,7 @@ class RangePuller:
         else:
             self._on_too_short(header)
 
-    def _on_found(self, pull: _PullRequest, header: PullAnswer) -> None:
+    def _on_found(self, pull: _PullRequest, header: PullResponse) -> None:
         if header.next_offset <= pull.offset or not pull.body:
             self._on_failure(ProtocolError(f"pull of {self._queue} at {pull.offset} was answered {header}: no way on"))
             return
@@ -413,14 +413,14 @@ class RangePuller:
         if not self._retry(reason, self._retry_policy):
             self._fail(reason, self._retry_policy.failures)
 
-    def _on_too_short(self, header: PullAnswer) -> None:
+    def _on_too_short(self, header: PullResponse) -> None:
         """The queue ends before the range does: a broker that has just started may not know better yet."""
         reason = f"{self._address_text()} has offsets [{header.min_offset}, {header.max_offset}) only"
         self._connection = None  # the route may have changed, too
         if not self._retry(reason, self._startup_grace):
             self._skip_or_fail(self._wanted.end, header)
 
-    def _skip_or_fail(self, until: int, header: PullAnswer | None) -> None:
+    def _skip_or_fail(self, until: int, header: PullResponse | None) -> None:
         available = f"{header.min_offset} up to {header.max_offset}" if header is not None else "nothing"
         reason = f"offsets {self._next_offset} up to {until} are gone" if header is not None else "the queue is gone"
         loss = DataLoss(self._wanted, available, reason)

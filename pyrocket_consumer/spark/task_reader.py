@@ -27,7 +27,7 @@ from pyrocket_consumer.spark.range_puller import RangePuller, ReadFailed
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.blocking_connection import DirectConnection, IdleConnections
+from pyrocket_consumer.transport.blocking_connection import BlockingConnection, IdleConnections
 
 log = logger("spark")
 
@@ -140,8 +140,8 @@ class _TaskReader:
         self.options = options
         self.in_flight = 0
         self._idle = get_or_create(IdleConnections, options.client, IdleConnections)
-        self._attempts: dict[str, asyncio.Task[DirectConnection]] = {}  # the I/O thread's
-        self._connections: dict[DirectConnection, None] = {}
+        self._attempts: dict[str, asyncio.Task[BlockingConnection]] = {}  # the I/O thread's
+        self._connections: dict[BlockingConnection, None] = {}
         self._selector = selectors.DefaultSelector()
         self._pending = deque(ranges)
         self._pullers: dict[RangePuller, None] = {}
@@ -213,7 +213,7 @@ class _TaskReader:
         connecting = [puller.connecting for puller in self._waiting_pullers if puller.connecting is not None]
         if any(connection.waiting for connection in self._connections):
             for connection in self._connections:
-                self._selector.modify(connection.socket, _READ_WRITE if connection.unsent else selectors.EVENT_READ)
+                self._selector.modify(connection.socket, _READ_WRITE if connection.has_unsent else selectors.EVENT_READ)
             self._selector.select(min(timeout_s, _CHECK_INTERVAL_S) if connecting else timeout_s)
         elif connecting:
             concurrent.futures.wait(connecting, timeout_s, concurrent.futures.FIRST_COMPLETED)
@@ -236,7 +236,7 @@ class _TaskReader:
         self._selector.close()
         mine = list(self._connections)
         for connection in mine:
-            self._idle.give(connection)
+            self._idle.put(connection)
         try:
             self.cluster.loop.call_soon_threadsafe(self._stop_attempts, mine)
         except (RuntimeError, ConsumerClosed):
@@ -262,7 +262,7 @@ class _TaskReader:
         self._ready_rows += rows
         self._ready_bytes += len(pulled.records)
 
-    def watch(self, connection: DirectConnection) -> None:
+    def watch(self, connection: BlockingConnection) -> None:
         self._drop_closed()
         if connection not in self._connections and not connection.closed:
             self._connections[connection] = None
@@ -288,22 +288,22 @@ class _TaskReader:
 
     # --- the I/O thread's
 
-    async def connection(self, address: str) -> DirectConnection:
+    async def connection(self, address: str) -> BlockingConnection:
         attempt = self._attempts.get(address)
         if attempt is None or (attempt.done() and ((found := _result(attempt)) is None or found.closed)):
             attempt = self._attempts[address] = self.cluster.loop.create_task(self._open(address))
         return await asyncio.shield(attempt)
 
-    async def _open(self, address: str) -> DirectConnection:
-        return self._idle.take(address) or await self.cluster.open_direct(address)
+    async def _open(self, address: str) -> BlockingConnection:
+        return self._idle.take(address) or await self.cluster.open_blocking_connection(address)
 
-    def _stop_attempts(self, known: Sequence[DirectConnection]) -> None:
+    def _stop_attempts(self, known: Sequence[BlockingConnection]) -> None:
         for attempt in self._attempts.values():
             if not attempt.done():
                 attempt.cancel()
             elif (found := _result(attempt)) is not None and found not in known:
-                self._idle.give(found)
+                self._idle.put(found)
 
 
-def _result(attempt: asyncio.Task[DirectConnection]) -> DirectConnection | None:
+def _result(attempt: asyncio.Task[BlockingConnection]) -> BlockingConnection | None:
     return None if attempt.cancelled() or attempt.exception() is not None else attempt.result()

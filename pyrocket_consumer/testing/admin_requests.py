@@ -67,7 +67,7 @@ class AdminRequests:
             GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self.all_groups,
             GET_BROKER_RUNTIME_INFO: self.runtime_info,
             GET_ALL_CONSUMER_OFFSETS: self.all_offsets,
-            DELETE_EXPIRED_COMMITLOG: lambda command, connection: command.answer(),
+            DELETE_EXPIRED_COMMITLOG: lambda command, connection: command.make_response(),
         }
         if self._state.release.is_v5:
             handlers.update({GET_TOPIC_CONFIG: self.topic_config, GET_SUBSCRIPTIONGROUP_CONFIG: self.group_config})
@@ -99,7 +99,7 @@ class AdminRequests:
                 attributes,
             )
         )
-        return command.answer(remark=_NOT_SET)
+        return command.make_response(remark=_NOT_SET)
 
     def delete_topic(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = DeleteTopicHeader.from_fields(command.fields)
@@ -108,7 +108,7 @@ class AdminRequests:
             code = ResponseCode.INVALID_PARAMETER if release.number >= (5, 3, 3) else ResponseCode.SYSTEM_ERROR
             raise Refused(code, f"The topic[{header.topic}] is conflict with system topic.")
         self.drop_topic(header.topic)
-        return command.answer()
+        return command.make_response()
 
     def drop_topic(self, topic: str) -> None:
         """Delete a topic and its messages; from 5.0 on the groups' offsets of it, too."""
@@ -124,7 +124,7 @@ class AdminRequests:
         if release.checks_group_names and defect:
             raise Refused(ResponseCode.INVALID_PARAMETER, defect)
         self._state.groups[group.group_name] = group
-        return command.answer()
+        return command.make_response()
 
     def delete_group(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         try:
@@ -134,7 +134,7 @@ class AdminRequests:
         self._state.groups.pop(name, None)
         if command.fields.get(self._state.release.clean_offset_field) == "true":
             self._state.offsets.remove(group=name)
-        return command.answer()
+        return command.make_response()
 
     def clone_offsets(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = CloneGroupOffsetHeader.from_fields(command.fields)
@@ -142,37 +142,39 @@ class AdminRequests:
         for topic in [header.topic] if header.topic else offsets.topics_of(header.src_group):
             for queue_id, offset in offsets.table(topic, header.src_group).items():
                 offsets.commit(topic, header.dest_group, queue_id, offset)
-        return command.answer()
+        return command.make_response()
 
     def all_topics(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         table = {topic.name: _topic_object(topic) for topic in self._state.topics}
-        return command.answer(body=fastjson.dumps({"dataVersion": self._data_version(), "topicConfigTable": table}))
+        return command.make_response(
+            body=fastjson.dumps({"dataVersion": self._data_version(), "topicConfigTable": table})
+        )
 
     def topic_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         name = command.fields.get("topic", "")
         topic = self._state.topics.get(name)
         if topic is None:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"No topic in this broker. topic: {name}")
-        return command.answer(body=fastjson.dumps({"attributes": topic.attributes, **_topic_object(topic)}))
+        return command.make_response(body=fastjson.dumps({"attributes": topic.attributes, **_topic_object(topic)}))
 
     def group_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         name = command.fields.get("group", "")
         group = self._state.groups.get(name)
         if group is None:
             raise Refused(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"No group in this broker. group: {name}")
-        return command.answer(body=bodies.encode_subscription_group(group))
+        return command.make_response(body=bodies.encode_subscription_group(group))
 
     def all_groups(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         table = {
             name: fastjson.loads(bodies.encode_subscription_group(group)) for name, group in self._state.groups.items()
         }
-        return command.answer(
+        return command.make_response(
             body=fastjson.dumps({"dataVersion": self._data_version(), "subscriptionGroupTable": table})
         )
 
     def all_offsets(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         table = {f"{topic}@{group}": offsets for (topic, group), offsets in self._state.offsets.items()}
-        return command.answer(body=fastjson.dumps({"dataVersion": self._data_version(), "offsetTable": table}))
+        return command.make_response(body=fastjson.dumps({"dataVersion": self._data_version(), "offsetTable": table}))
 
     # --- statistics
 
@@ -195,7 +197,7 @@ class AdminRequests:
             low, high = (queue.min_offset, queue.max_offset) if queue is not None else (0, 0)
             queues[self._queue(topic.name, queue_id)] = bodies.QueueStats(low, high, last)
         tps = 0.0 if release.topic_stats_put_tps else None
-        return command.answer(body=bodies.encode_topic_stats(bodies.TopicStats(queues, tps)))
+        return command.make_response(body=bodies.encode_topic_stats(bodies.TopicStats(queues, tps)))
 
     def consume_stats(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = GetConsumeStatsHeader.from_fields(command.fields)
@@ -214,7 +216,7 @@ class AdminRequests:
                 continue
             for queue_id in range(topic.read_queues):
                 queues[self._queue(name, queue_id)] = self._progress(name, group, queue_id)
-        return command.answer(body=bodies.encode_consume_stats(bodies.ConsumeStats(queues)))
+        return command.make_response(body=bodies.encode_consume_stats(bodies.ConsumeStats(queues)))
 
     def _progress(self, topic: str, group: str, queue_id: int) -> bodies.QueueConsumeStats:
         state = self._state
@@ -242,7 +244,7 @@ class AdminRequests:
             group.consume_from_where,
             tuple(group.subscriptions.values()),
         )
-        return command.answer(body=bodies.encode_consumer_connection(value))
+        return command.make_response(body=bodies.encode_consumer_connection(value))
 
     def groups_of_topic(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         topic = QueryTopicConsumeByWhoHeader.from_fields(command.fields).topic
@@ -251,7 +253,7 @@ class AdminRequests:
         if state.release.lists_topic_as_group and online:
             online = [topic]  # the defect of 5.3.3
         groups = sorted({*online, *state.offsets.groups_of(topic)})
-        return command.answer(body=bodies.encode_group_list(groups))
+        return command.make_response(body=bodies.encode_group_list(groups))
 
     # --- settings
 
@@ -262,7 +264,7 @@ class AdminRequests:
     def get_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         settings = self._state.config.properties(self._state.release)
         version = fastjson.dumps(self._data_version()).decode()
-        return command.answer(fields={"version": version}, body=bodies.encode_java_properties(settings))
+        return command.make_response(fields={"version": version}, body=bodies.encode_java_properties(settings))
 
     def update_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         settings = bodies.decode_java_properties(command.body)
@@ -274,7 +276,7 @@ class AdminRequests:
             self._state.config.update(name, value)
         self._config_changes += 1
         self._state.config_changed()
-        return command.answer()
+        return command.make_response()
 
     def runtime_info(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         state = self._state
@@ -299,7 +301,7 @@ class AdminRequests:
             "commitLogDiskRatio": "0.0",
             "brokerActive": "true",
         }
-        return command.answer(body=bodies.encode_kv_table(table))
+        return command.make_response(body=bodies.encode_kv_table(table))
 
     # --- single messages
 
@@ -308,7 +310,7 @@ class AdminRequests:
         found = self._state.store.record_at(offset)
         if found is None:
             raise Refused(ResponseCode.SYSTEM_ERROR, f"can not find message by the offset, {offset}")
-        return command.answer(body=found[1])
+        return command.make_response(body=found[1])
 
     def query_message(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = QueryMessageHeader.from_fields(command.fields)
@@ -323,7 +325,7 @@ class AdminRequests:
             fields = {"indexLastUpdateTimestamp": "0", "indexLastUpdatePhyoffset": "0"}
             raise Refused(ResponseCode.QUERY_NOT_FOUND, "can not find message, maybe time range not correct", fields)
         fields = {"indexLastUpdateTimestamp": str(last_at_ms), "indexLastUpdatePhyoffset": str(last_offset)}
-        return command.answer(fields=fields, body=b"".join(found[-header.max_num :]))
+        return command.make_response(fields=fields, body=b"".join(found[-header.max_num :]))
 
     def _indexed(self, topic: str) -> Iterator[tuple[bytes, tuple[str, ...], str | None, int]]:
         for _, its_topic, record in self._state.store.records():

@@ -99,7 +99,7 @@ class Broker:
         except Refused as refused:
             answer = error_answer(command, refused)
         except (ProtocolError, ConfigError) as error:  # brokers answer with the text of a Java exception here
-            answer = command.answer(ResponseCode.SYSTEM_ERROR, str(error))
+            answer = command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
         if answer is not None:
             answer.language, answer.version = "JAVA", self.state.release.ordinal
             answer.header_type = command.header_type if self.state.release.mirrors_header_type else JSON_HEADER

@@ -34,7 +34,7 @@ class Connection:
         self._opaques = count(1)
         self._waiting: dict[int, tuple[OnAnswer, asyncio.TimerHandle]] = {}
 
-    def answer(self, request: RemotingCommand, answer: RemotingCommand) -> None:
+    def respond(self, request: RemotingCommand, answer: RemotingCommand) -> None:
         """Send the answer to `request`, unless that was one-way or a fault takes the answer."""
         if request.is_oneway or not self.open:
             return

@@ -95,7 +95,7 @@ def delay_request(delay_s: float) -> Fault:
 
 def answer(code: int, remark: str | None = None, fields: Mapping[str, str] | None = None, body: bytes = b"") -> Fault:
     """The request is not handled; this is the answer."""
-    return lambda exchange: exchange.answer(exchange.request.answer(code, remark, dict(fields or {}), body))
+    return lambda exchange: exchange.answer(exchange.request.make_response(code, remark, dict(fields or {}), body))
 
 
 def now_and_then(share: float, fault: Fault, rng: random.Random | None = None) -> Fault:

@@ -16,4 +16,4 @@ Handlers = dict[int, Handler]
 
 def error_answer(request: RemotingCommand, refused: Refused) -> RemotingCommand:
     """Return the answer that carries a refusal."""
-    return request.answer(refused.code, refused.remark, dict(refused.fields))
+    return request.make_response(refused.code, refused.remark, dict(refused.fields))

@@ -74,9 +74,9 @@ class Membership:
             member = Member(connection, data.client_id, command.language, command.version, now_s)
             state.members.join_producers(producers, member)
         if not state.release.heartbeat_v2:
-            return command.answer()
+            return command.make_response()
         told = "true" if changed_subscriptions or fingerprint == 0 else "false"
-        return command.answer(fields={"IS_SUPPORT_HEART_BEAT_V2": "true", "IS_SUB_CHANGE": told})
+        return command.make_response(fields={"IS_SUPPORT_HEART_BEAT_V2": "true", "IS_SUB_CHANGE": told})
 
     def _join(self, data: ConsumerData, member: Member, fingerprint: int, without_subscriptions: bool) -> bool:
         """Register one group of a heartbeat; True unless the broker knew its fingerprint."""
@@ -105,7 +105,7 @@ class Membership:
             connection, consumers=header.consumer_group, producers=header.producer_group
         )
         self.notify_all(changed)
-        return command.answer()
+        return command.make_response()
 
     def lost(self, connection: Connection) -> None:
         """Forget a connection that ended, and tell the other members."""
@@ -143,30 +143,30 @@ class Membership:
         group = self._state.members.group(name)
         if group is None:
             raise Refused(ResponseCode.SYSTEM_ERROR, f"no consumer for this group, {name}")
-        return command.answer(body=encode_consumer_list(group.client_ids()))
+        return command.make_response(body=encode_consumer_list(group.client_ids()))
 
     # --- locks
 
     def lock(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         wanted = decode_lock_request(command.body)
         held = self._state.locks.lock(wanted.group, wanted.client_id, wanted.queues)
-        return command.answer(body=encode_lock_answer(held))
+        return command.make_response(body=encode_lock_answer(held))
 
     def unlock(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         unwanted = decode_lock_request(command.body)
         self._state.locks.unlock(unwanted.group, unwanted.client_id, unwanted.queues)
-        return command.answer()
+        return command.make_response()
 
     # --- subscriptions and assignments
 
     def check_client_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         if not command.body:
             if self._state.release.number >= (5, 3, 3):
-                return command.answer()
+                return command.make_response()
             raise Refused(ResponseCode.SYSTEM_ERROR, "java.lang.NullPointerException: no subscription to check")
         subscription = decode_check_client_config(command.body).subscription
         if subscription.expression_type == TAG:
-            return command.answer()
+            return command.make_response()
         if subscription.expression_type == SQL92:
             raise Refused(ResponseCode.SYSTEM_ERROR, sql_refusal(self._state))
         raise Refused(
@@ -191,7 +191,7 @@ class Membership:
             members = sorted(set(group.client_ids())) if group is not None else []
             allocated = _allocate(asked.strategy_name, queues, members, asked.client_id)
         assignments = None if allocated is None else [MessageQueueAssignment(queue) for queue in allocated]
-        return command.answer(body=encode_assignments(assignments))
+        return command.make_response(body=encode_assignments(assignments))
 
 
 def _allocate(

@@ -123,7 +123,7 @@ class NameServer:
         except Refused as refused:
             answer = error_answer(command, refused)
         except ProtocolError as error:
-            answer = command.answer(ResponseCode.SYSTEM_ERROR, str(error))
+            answer = command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
         if answer is not None:
             answer.language, answer.version = "JAVA", self._release.ordinal
             answer.header_type = command.header_type if self._release.mirrors_header_type else JSON_HEADER
@@ -140,7 +140,7 @@ class NameServer:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, remark)
         asked = command.fields.get("acceptStandardJsonOnly", "").lower() == "true"
         standard = asked or command.version >= _STANDARD_JSON_SINCE
-        return command.answer(body=bodies.encode_route(route, standard, self._acting_master()))
+        return command.make_response(body=bodies.encode_route(route, standard, self._acting_master()))
 
     def _acting_master(self) -> bool | None:
         return False if self._release.routes_tell_acting_master else None
@@ -150,25 +150,25 @@ class NameServer:
         for broker in self._brokers.values():
             clusters[broker.cluster] = (*clusters.get(broker.cluster, ()), broker.broker_name)
         info = bodies.ClusterInfo(dict(self._brokers), clusters)
-        return command.answer(body=bodies.encode_cluster_info(info, self._acting_master()))
+        return command.make_response(body=bodies.encode_cluster_info(info, self._acting_master()))
 
     def topic_list(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        return command.answer(body=bodies.encode_topic_list(self._topics))
+        return command.make_response(body=bodies.encode_topic_list(self._topics))
 
     def topics_of_cluster(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         cluster = command.fields.get("cluster")
         names = {broker.broker_name for broker in self._brokers.values() if broker.cluster == cluster}
         topics = [topic for topic, queues in self._topics.items() if names & queues.keys()]
-        return command.answer(body=bodies.encode_topic_list(topics))
+        return command.make_response(body=bodies.encode_topic_list(topics))
 
     def delete_topic(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         self.forget_topic(DeleteTopicInNameServerHeader.from_fields(command.fields).topic)
-        return command.answer()
+        return command.make_response()
 
     def put_setting(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = PutKvConfigHeader.from_fields(command.fields)
         self._settings.setdefault(header.namespace, {})[header.key] = header.value
-        return command.answer()
+        return command.make_response()
 
     def get_setting(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = GetKvConfigHeader.from_fields(command.fields)
@@ -176,16 +176,16 @@ class NameServer:
         if value is None:
             remark = f"No config item, Namespace: {header.namespace} Key: {header.key}"
             raise Refused(ResponseCode.QUERY_NOT_FOUND, remark)
-        return command.answer(fields={"value": value})
+        return command.make_response(fields={"value": value})
 
     def delete_setting(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = DeleteKvConfigHeader.from_fields(command.fields)
         self._settings.get(header.namespace, {}).pop(header.key, None)
-        return command.answer()
+        return command.make_response()
 
     def settings(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         namespace = GetKvListHeader.from_fields(command.fields).namespace
         table = self._settings.get(namespace)
         if table is None:
             raise Refused(ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {namespace}")
-        return command.answer(body=bodies.encode_kv_table(table))
+        return command.make_response(body=bodies.encode_kv_table(table))

@@ -76,9 +76,9 @@ class OffsetRequests:
         if release.commit_checks_group and group not in state.groups:
             raise Refused(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"Group {group} not exist!")
         if state.offsets.marked(topic, group, queue_id) is not None:
-            return command.answer(remark="Offset has been previously reset")
+            return command.make_response(remark="Offset has been previously reset")
         state.offsets.commit(topic, group, queue_id, header.commit_offset)
-        return command.answer()
+        return command.make_response()
 
     def search(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = SearchOffsetHeader.from_fields(command.fields)
@@ -98,7 +98,7 @@ class OffsetRequests:
         header = GetEarliestStoreTimeHeader.from_fields(command.fields)
         queue = self._state.store.queue(header.topic, header.queue_id)
         timestamp = queue.stored_at_ms[0] if queue is not None and queue.stored_at_ms else -1
-        return command.answer(fields={"timestamp": str(timestamp)})
+        return command.make_response(fields={"timestamp": str(timestamp)})
 
 
 def search_offset(state: BrokerState, topic: str, queue_id: int, time_ms: int, upper: bool = False) -> int:
@@ -112,4 +112,4 @@ def search_offset(state: BrokerState, topic: str, queue_id: int, time_ms: int, u
 
 
 def _offset_answer(command: RemotingCommand, offset: int) -> RemotingCommand:
-    return command.answer(fields={"offset": str(offset)})
+    return command.make_response(fields={"offset": str(offset)})

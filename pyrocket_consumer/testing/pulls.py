@@ -99,7 +99,7 @@ class Pulls:
         except Refused as refused:
             answer = error_answer(held.request, refused)
         answer.language, answer.version = "JAVA", self._state.release.ordinal
-        held.connection.answer(held.request, answer)
+        held.connection.respond(held.request, answer)
 
     def _permit(self, asked: _Asked, connection: Connection) -> Matches | None:
         """Return the filter of a pull that is allowed; refuse any other, in the order brokers check."""
@@ -204,7 +204,7 @@ class Pulls:
         }
         if release.pull_tells_sys_flags:
             fields["groupSysFlag"] = fields["topicSysFlag"] = "0"
-        return command.answer(code, status, fields, body)
+        return command.make_response(code, status, fields, body)
 
 
 def sql_refusal(state: BrokerState) -> str:

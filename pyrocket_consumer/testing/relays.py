@@ -89,8 +89,8 @@ class Relays:
         def answered(answer: RemotingCommand | None) -> None:
             if answer is None:
                 remark = f"consumer <{group}> <{client_id}> Timeout: {self._state.timing.relay_timeout_s:g} s"
-                answer = self._ours(command.answer(ResponseCode.CONSUME_MSG_TIMEOUT, remark))
-            connection.answer(command, answer)  # the member's own code, remark, fields, language and body
+                answer = self._ours(command.make_response(ResponseCode.CONSUME_MSG_TIMEOUT, remark))
+            connection.respond(command, answer)  # the member's own code, remark, fields, language and body
 
         member.connection.call(self._ours(relayed), self._state.timing.relay_timeout_s, answered)
 
@@ -112,8 +112,8 @@ class Relays:
         found: dict[str, dict[MessageQueue, int]] = {}
 
         def finish() -> None:
-            answer = command.answer(remark=_NOT_SET, body=encode_consumer_status_table(found))
-            connection.answer(command, self._ours(answer))
+            answer = command.make_response(remark=_NOT_SET, body=encode_consumer_status_table(found))
+            connection.respond(command, self._ours(answer))
 
         self._ask_each(wanted, header, found, finish)
         return None
@@ -150,9 +150,9 @@ class Relays:
         header = ResetOffsetHeader.from_fields(command.fields)
         if self._state.release.has_server_side_reset and self._state.config.use_server_side_reset_offset:
             targets = self._reset_here(header)
-            return command.answer(body=encode_offset_table(targets))
+            return command.make_response(body=encode_offset_table(targets))
         targets = self._reset_at_members(header, command.language)
-        return command.answer(remark=_NOT_SET, body=encode_offset_table(targets))
+        return command.make_response(remark=_NOT_SET, body=encode_offset_table(targets))
 
     def _queue(self, topic: str, queue_id: int) -> MessageQueue:
         return MessageQueue(topic, self._state.config.broker_name, queue_id)

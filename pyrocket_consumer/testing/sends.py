@@ -68,7 +68,7 @@ class Sends:
         except Refused as refused:
             refused.fields.update(MSG_REGION=REGION, TRACE_ON="true")
             raise
-        return command.answer(fields=fields | {"MSG_REGION": REGION, "TRACE_ON": "true"})
+        return command.make_response(fields=fields | {"MSG_REGION": REGION, "TRACE_ON": "true"})
 
     def _refuse_on_slave(self) -> None:
         if self._state.is_slave:
@@ -241,7 +241,7 @@ class Sends:
         if not state.config.broker_permission & PERM_WRITE:
             raise Refused(ResponseCode.NO_PERMISSION, f"the broker[{state.address}] sending message is forbidden")
         if group.retry_queue_nums <= 0:
-            return command.answer()  # as brokers do: the message is gone
+            return command.make_response()  # as brokers do: the message is gone
         topic = state.topics.for_group(retry_topic(header.group), group.retry_queue_nums)
         if not topic.perm & PERM_WRITE:
             raise Refused(ResponseCode.NO_PERMISSION, f"the topic[{topic.name}] sending message is forbidden")
@@ -251,7 +251,7 @@ class Sends:
         if len(topic.name) > LONGEST_TOPIC and not release.long_retry_topics:
             raise Refused(ResponseCode.SYSTEM_ERROR, "MESSAGE_ILLEGAL")
         self._intake.put(self._retried(read_record(found[1]), header, group.retry_max_times, topic, command.version))
-        return command.answer()
+        return command.make_response()
 
     def _refuse_back_on_slave(self) -> None:
         if self._state.is_slave:

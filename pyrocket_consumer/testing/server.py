@@ -27,7 +27,7 @@ class Node(Protocol):
     """What a server serves: a broker or a name server. Knows nothing of sockets."""
 
     def handle(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
-        """Return the answer, or None when it comes later through `connection.answer`, or never."""
+        """Return the answer, or None when it comes later through `connection.respond`, or never."""
 
     def lost(self, connection: Connection) -> None:
         """Note that a connection ended."""
@@ -190,9 +190,9 @@ class Server:
             answer = self.node.handle(command, connection)
         except Exception as error:  # our defect: say so when the cluster is closed, and do not leave the client hanging
             self.on_failure(self.address, error)
-            answer = command.answer(1, f"{type(error).__name__}: {error}")
+            answer = command.make_response(1, f"{type(error).__name__}: {error}")
         if answer is not None:
-            connection.answer(command, answer)
+            connection.respond(command, answer)
 
     def lost(self, protocol: _ServerProtocol) -> None:
         self._protocols.pop(protocol, None)
@@ -216,7 +216,7 @@ class _SocketExchange:
         self._server.handle(self.connection, self.request)
 
     def answer(self, answer: RemotingCommand) -> None:
-        self.connection.answer(self.request, answer)
+        self.connection.respond(self.request, answer)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         loop = self._server.clock.loop

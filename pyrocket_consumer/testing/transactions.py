@@ -56,7 +56,7 @@ class Transactions:
             self._commit(half)
         self._look()
         self._open.pop(half.queue_offset, None)
-        return command.answer()
+        return command.make_response()
 
     def _half(self, header: EndTransactionHeader) -> StoredMessage:
         """Return the half message a request is about; refuse one that is about another."""

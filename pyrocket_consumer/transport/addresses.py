@@ -12,8 +12,8 @@ from pyrocket_consumer.text import truncate
 OnAddressRefused = Callable[[str, str], None]
 """Told of an address that is not connected to, once for each of the first hundred: the address, and why."""
 
-_MOST_TOLD = 100
-_MOST_OF_AN_ADDRESS = 280  # is told; a host name has 253 characters at most, and a port five
+_MAX_NOTIFIED = 100
+_MAX_ADDRESS_CHARS = 280  # is told; a host name has 253 characters at most, and a port five
 
 
 class Addresses:
@@ -25,15 +25,15 @@ class Addresses:
         self._name_servers = frozenset(name_servers)
         self._allowed = allowed
         self._on_refused = on_refused
-        self._told: set[str] = set()
+        self._notified: set[str] = set()
         self._networks: list[IPv4Network | IPv6Network] = []
-        self._places: set[tuple[str, int | None]] = set()
+        self._hosts: set[tuple[str, int | None]] = set()
         for each in allowed or ():
             try:
                 self._networks.append(ip_network(each))
             except ValueError:
                 host, port = parse_address(each) if ":" in each else (each, None)
-                self._places.add((_one_way(host), port))
+                self._hosts.add((_normalize_host(host), port))
 
     def resolve(self, address: str) -> tuple[str, int]:
         """Return host and port of `address`.
@@ -47,7 +47,7 @@ class Addresses:
             raise self._refusal(
                 address, "it is not host:port with a port from 1 to 65535; find out who has put it into the route"
             ) from None
-        if self._allowed is None or address in self._name_servers or self._has(host, port):
+        if self._allowed is None or address in self._name_servers or self._is_allowed(host, port):
             return host, port
         raise self._refusal(
             address,
@@ -55,9 +55,9 @@ class Addresses:
             "add it if a broker is there, else find out who has put it into the route",
         )
 
-    def _has(self, host: str, port: int) -> bool:
-        known = _one_way(host)
-        if (known, None) in self._places or (known, port) in self._places:
+    def _is_allowed(self, host: str, port: int) -> bool:
+        known = _normalize_host(host)
+        if (known, None) in self._hosts or (known, port) in self._hosts:
             return True
         try:
             ip = ip_address(host)
@@ -66,14 +66,14 @@ class Addresses:
         return any(ip in network for network in self._networks)
 
     def _refusal(self, address: str, why: str) -> AddressRefused:
-        error = AddressRefused(truncate(address, _MOST_OF_AN_ADDRESS), why)
-        if error.address not in self._told and len(self._told) < _MOST_TOLD:
-            self._told.add(error.address)
+        error = AddressRefused(truncate(address, _MAX_ADDRESS_CHARS), why)
+        if error.address not in self._notified and len(self._notified) < _MAX_NOTIFIED:
+            self._notified.add(error.address)
             self._on_refused(error.address, str(error))
         return error
 
 
-def _one_way(host: str) -> str:
+def _normalize_host(host: str) -> str:
     """Return a host as it is compared: an IP address has several spellings, a name two cases."""
     try:
         return str(ip_address(host))

@@ -21,20 +21,20 @@ from pyrocket_consumer.protocol.frame import (
 )
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.connection import Sign
-from pyrocket_consumer.transport.connections import Resolve, connecting
+from pyrocket_consumer.transport.connections import Resolve, connect_errors
 from pyrocket_consumer.transport.forks import close_in_children
 
 log = logger("net")
 
-OnBulkAnswer = Callable[["RemotingCommand | Exception", Extent], None]
+OnBulkResponse = Callable[["RemotingCommand | Exception", Extent], None]
 """Gets the answer, and where its body is; or the error that took its place."""
 
 NOTHING = Extent.whole(b"")
 _MAX_OPAQUE = 0x7FFFFFFF
-_NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
-class DirectConnection:
+class BlockingConnection:
     """Requests to one server. Nothing happens but inside its methods, and none of them waits.
 
     Its user calls `receive()` whenever the socket may be read, `flush()` after requests, `expire()` past a deadline.
@@ -55,8 +55,8 @@ class DirectConnection:
         self._max_frame_bytes = max_frame_bytes
         self._frames = InPlaceFrames(max_frame_bytes)
         self._opaque = 0
-        self._waiting: dict[int, tuple[OnBulkAnswer, float, str, float]] = {}
-        self._out = bytearray()
+        self._pending: dict[int, tuple[OnBulkResponse, float, str, float]] = {}
+        self._outgoing = bytearray()
         close_in_children(self)
 
     def fileno(self) -> int:
@@ -66,7 +66,7 @@ class DirectConnection:
     # --- requests
 
     @property
-    def signs(self) -> bool:
+    def is_signing(self) -> bool:
         """Whether requests are signed: then a prepared frame cannot be sent."""
         return self._sign is not None
 
@@ -80,35 +80,35 @@ class DirectConnection:
     def send(
         self,
         encode: Callable[[int], bytes],
-        on_answer: OnBulkAnswer,
+        on_response: OnBulkResponse,
         now: float,
         timeout_s: float,
         what: str = "PULL_MESSAGE",
     ) -> None:
-        """Take the frame `encode(opaque)` returns for the next `flush`; `on_answer` is called exactly once, later.
+        """Take the frame `encode(opaque)` returns for the next `flush`; `on_response` is called exactly once, later.
 
         `now` is of the clock that `expire` will be asked with.
         """
         self._opaque = self._opaque + 1 if self._opaque < _MAX_OPAQUE else 1
-        self._out += encode(self._opaque)
-        self._waiting[self._opaque] = (on_answer, now + timeout_s, what, timeout_s)
+        self._outgoing += encode(self._opaque)
+        self._pending[self._opaque] = (on_response, now + timeout_s, what, timeout_s)
 
     def flush(self) -> None:
         """Send what the socket takes now. If the connection is lost, the callbacks are told."""
-        while self._out and not self.closed:
+        while self._outgoing and not self.closed:
             try:
-                sent = self.socket.send(self._out)
-            except _NOT_NOW:
+                sent = self.socket.send(self._outgoing)
+            except _WOULD_BLOCK:
                 return
             except OSError as error:
                 self._end(ConnectionLost(self.address, error.strerror or str(error)))
                 return
-            del self._out[:sent]
+            del self._outgoing[:sent]
 
     @property
-    def unsent(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether there is something to flush."""
-        return bool(self._out)
+        return bool(self._outgoing)
 
     # --- answers
 
@@ -121,7 +121,7 @@ class DirectConnection:
             return False
         try:
             count = self.socket.recv_into(self._frames.space())
-        except _NOT_NOW:
+        except _WOULD_BLOCK:
             return False
         except OSError as error:
             self._end(ConnectionLost(self.address, error.strerror or str(error)))
@@ -137,7 +137,7 @@ class DirectConnection:
             self._end(failure)
             return True
         for command, body in found:
-            entry = self._waiting.pop(command.opaque, None) if command.is_response else None
+            entry = self._pending.pop(command.opaque, None) if command.is_response else None
             if entry is None:
                 log.debug("connection=%s opaque=%d code=%d ignored", self.address, command.opaque, command.code)
             else:
@@ -151,25 +151,25 @@ class DirectConnection:
     @property
     def waiting(self) -> int:
         """How many requests wait for an answer."""
-        return len(self._waiting)
+        return len(self._pending)
 
     @property
     def next_deadline(self) -> float | None:
         """When the first of the requests that wait is overdue; None if there are none."""
-        return min((deadline for _, deadline, *_ in self._waiting.values()), default=None)
+        return min((deadline for _, deadline, *_ in self._pending.values()), default=None)
 
     def expire(self, now: float) -> None:
         """Tell the callbacks of requests that are overdue."""
-        for opaque in [opaque for opaque, (_, deadline, *_) in self._waiting.items() if deadline <= now]:
-            if entry := self._waiting.pop(opaque, None):
-                on_answer, _, what, timeout_s = entry
-                on_answer(RequestTimeout(what, self.address, timeout_s), NOTHING)
+        for opaque in [opaque for opaque, (_, deadline, *_) in self._pending.items() if deadline <= now]:
+            if entry := self._pending.pop(opaque, None):
+                on_response, _, what, timeout_s = entry
+                on_response(RequestTimeout(what, self.address, timeout_s), NOTHING)
 
     # --- its end
 
-    def is_quiet(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether nothing is awaited and nothing has come, the end neither: it can be put aside and used again."""
-        if self.closed or self._waiting or self._out:
+        if self.closed or self._pending or self._outgoing:
             return False
         try:
             readable, _, broken = select.select([self.socket], [], [self.socket], 0)
@@ -187,12 +187,12 @@ class DirectConnection:
         self.closed = True
         self.socket.close()
         log.debug("connection=%s ended reason=%s", self.address, error)
-        waiting, self._waiting = self._waiting, {}
-        for on_answer, *_ in waiting.values():
-            on_answer(error, NOTHING)
+        waiting, self._pending = self._pending, {}
+        for on_response, *_ in waiting.values():
+            on_response(error, NOTHING)
 
 
-async def open_direct(
+async def open_blocking_connection(
     loop: asyncio.AbstractEventLoop,
     address: str,
     *,
@@ -201,7 +201,7 @@ async def open_direct(
     tls: ssl.SSLContext | None = None,
     sign: Sign | None = None,
     max_frame_bytes: int = MAX_FRAME_BYTES,
-) -> DirectConnection:
+) -> BlockingConnection:
     """Return a connection to `address`, for whichever thread asked.
 
     Raises:
@@ -222,15 +222,15 @@ async def open_direct(
         return connected
 
     attempt = loop.run_in_executor(None, connect)
-    async with connecting(address, timeout_s, tls):
+    async with connect_errors(address, timeout_s, tls):
         try:
-            return DirectConnection(await asyncio.shield(attempt), address, sign, max_frame_bytes)
+            return BlockingConnection(await asyncio.shield(attempt), address, sign, max_frame_bytes)
         except asyncio.CancelledError:
-            attempt.add_done_callback(_not_wanted)
+            attempt.add_done_callback(_close_unwanted)
             raise
 
 
-def _not_wanted(attempt: asyncio.Future[socket.socket]) -> None:
+def _close_unwanted(attempt: asyncio.Future[socket.socket]) -> None:
     if not attempt.cancelled() and attempt.exception() is None:
         attempt.result().close()
 
@@ -240,10 +240,10 @@ class IdleConnections:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[str, list[DirectConnection]] = {}
+        self._idle: dict[str, list[BlockingConnection]] = {}
         self._closed = False
 
-    def take(self, address: str) -> DirectConnection | None:
+    def take(self, address: str) -> BlockingConnection | None:
         """Return one to `address` that still is connected, or None."""
         while True:
             with self._lock:
@@ -251,14 +251,14 @@ class IdleConnections:
                 if not idle:
                     return None
                 connection = idle.pop()
-            if connection.is_quiet():
+            if connection.is_reusable():
                 return connection
             connection.close("ended while it was idle")
 
-    def give(self, connection: DirectConnection) -> None:
+    def put(self, connection: BlockingConnection) -> None:
         """Keep `connection` for the next who needs one; it is closed if answers are still on their way."""
         with self._lock:
-            if connection.is_quiet() and not self._closed:
+            if connection.is_reusable() and not self._closed:
                 connection.reuse(())
                 self._idle.setdefault(connection.address, []).append(connection)
                 return

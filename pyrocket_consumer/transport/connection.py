@@ -23,24 +23,24 @@ from pyrocket_consumer.transport.forks import close_in_children
 
 log = logger("net")
 
-OnAnswer = Callable[["RemotingCommand | Exception"], "Callable[[], None] | None"]
+OnResponse = Callable[["RemotingCommand | Exception"], "Callable[[], None] | None"]
 """Gets the answer, or the error that took its place. What it returns is called after the requests that the
 answers of this wake-up have caused are on the wire, so that decoding never delays the next pull."""
 
-OnLate = Callable[["RemotingCommand"], None]
+OnLateResponse = Callable[["RemotingCommand"], None]
 OnRequest = Callable[["RemotingCommand", "Connection"], "Awaitable[RemotingCommand | None] | None"]
 """Gets a request of the server. Returns what leads to its answer, None if there is nothing left to do."""
 OnLost = Callable[["Connection", str], None]
 Sign = Callable[[RemotingCommand], None]
 
-MOST_OVERDUE = 1024
+MAX_OVERDUE = 1024
 """How many answers that did not come in time are looked out for; of more, the oldest are given up."""
 
-MOST_UNREAD_BYTES = 4 * 1024 * 1024
+MAX_UNREAD_BYTES = 4 * 1024 * 1024
 """Of answers to requests of a server that does not read them; then it is answered no more until it does."""
 
-_MOST_IN_A_ROW = 256  # commands that came together and are taken without letting others have the thread
-_FEW_UNASKED = 32  # of them, that are no reason for a pause
+_MAX_COMMANDS_AT_ONCE = 256  # commands that came together and are taken without letting others have the thread
+_MAX_FREE_UNREQUESTED = 32  # of them, that are no reason for a pause
 _SWEEP_STEP_S = 0.05
 _MAX_OPAQUE = 0x7FFFFFFF
 
@@ -59,7 +59,7 @@ class Connection(asyncio.BufferedProtocol):
     ) -> None:
         self.address = address
         self.closed = False
-        self.damaged = False  # what came was no frame
+        self.is_damaged = False  # what came was no frame
         self.max_frame_bytes = max_frame_bytes
         self.received_bytes = 0  # to tell whether the server has said anything meanwhile
         self._loop = loop
@@ -69,21 +69,21 @@ class Connection(asyncio.BufferedProtocol):
         self._frames = FrameBuffer(max_frame_bytes, largest_request=MAX_REQUEST_BYTES)
         self._transport: asyncio.Transport | None = None
         self._opaque = 0
-        self._waiting: dict[int, tuple[OnAnswer, float, str, float, OnLate | None]] = {}
-        self._overdue: dict[int, OnLate] = {}
-        self._out: list[bytes] = []
+        self._pending: dict[int, tuple[OnResponse, float, str, float, OnLateResponse | None]] = {}
+        self._overdue: dict[int, OnLateResponse] = {}
+        self._outgoing: list[bytes] = []
         self._flush_due = False
         self._sweep: asyncio.TimerHandle | None = None
         self._writable: asyncio.Future[None] | None = None
         self._unread_bytes = 0
-        self._answering: set[asyncio.Task[None]] = set()
+        self._handling: set[asyncio.Task[None]] = set()
         self._reason = "closed by the server"
-        self._gone = False  # the socket is closed, too
+        self._is_socket_closed = False  # the socket is closed, too
 
     # --- requests
 
     def call(
-        self, command: RemotingCommand, timeout_s: float, on_late: OnLate | None = None
+        self, command: RemotingCommand, timeout_s: float, on_late: OnLateResponse | None = None
     ) -> asyncio.Future[RemotingCommand]:
         """Send a request; the future gets its answer, whatever the code.
 
@@ -92,19 +92,19 @@ class Connection(asyncio.BufferedProtocol):
         """
         future: asyncio.Future[RemotingCommand] = self._loop.create_future()
 
-        def on_answer(answer: RemotingCommand | Exception) -> None:
+        def on_response(response: RemotingCommand | Exception) -> None:
             if future.done():
                 return
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
+            if isinstance(response, Exception):
+                future.set_exception(response)
             else:
-                future.set_result(answer)
+                future.set_result(response)
 
         what = request_name(command.code)
-        self.send(lambda opaque: self.encode(command, opaque), on_answer, timeout_s, what, on_late)
+        self.send(lambda opaque: self.encode(command, opaque), on_response, timeout_s, what, on_late)
         return future
 
-    def call_each(
+    def call_many(
         self, commands: Collection[RemotingCommand], timeout_s: float
     ) -> asyncio.Future[list[RemotingCommand | Exception]]:
         """Send requests; the future gets the answer of each, in their order, or the error that took its place.
@@ -112,16 +112,16 @@ class Connection(asyncio.BufferedProtocol):
         What `call` does for each of them, but whoever waits is woken once.
         """
         future: asyncio.Future[list[RemotingCommand | Exception]] = self._loop.create_future()
-        answers: dict[int, RemotingCommand | Exception] = {}
+        responses: dict[int, RemotingCommand | Exception] = {}
 
-        def on_answer(number: int, answer: RemotingCommand | Exception) -> None:
-            answers[number] = answer
-            if len(answers) == len(commands) and not future.done():
-                future.set_result([answers[each] for each in range(len(answers))])
+        def on_response(number: int, response: RemotingCommand | Exception) -> None:
+            responses[number] = response
+            if len(responses) == len(commands) and not future.done():
+                future.set_result([responses[each] for each in range(len(responses))])
 
         for number, command in enumerate(commands):
             what = request_name(command.code)
-            self.send(partial(self.encode, command), partial(on_answer, number), timeout_s, what)
+            self.send(partial(self.encode, command), partial(on_response, number), timeout_s, what)
         if not commands:
             future.set_result([])
         return future
@@ -136,23 +136,23 @@ class Connection(asyncio.BufferedProtocol):
     def send(
         self,
         encode: Callable[[int], bytes],
-        on_answer: OnAnswer,
+        on_response: OnResponse,
         timeout_s: float,
         what: str = "PULL_MESSAGE",
-        on_late: OnLate | None = None,
+        on_late: OnLateResponse | None = None,
     ) -> int:
-        """Send the frame `encode(opaque)` returns; `on_answer` is called exactly once. The quick form of `call`.
+        """Send the frame `encode(opaque)` returns; `on_response` is called exactly once. The quick form of `call`.
 
         `on_late` gets the answer if it comes after the timeout, for one that must not be lost.
         """
         opaque = self._next_opaque()
         if self.closed:
             error = ConnectionLost(self.address, self._reason)
-            self._loop.call_soon(on_answer, error)
+            self._loop.call_soon(on_response, error)
             return opaque
         frame = encode(opaque)
         deadline = self._loop.time() + timeout_s
-        self._waiting[opaque] = (on_answer, deadline, what, timeout_s, on_late)
+        self._pending[opaque] = (on_response, deadline, what, timeout_s, on_late)
         if self._sweep is None or self._sweep.when() > deadline + _SWEEP_STEP_S:
             self._sweep_at(deadline)
         self._write(frame)
@@ -160,14 +160,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def forget(self, opaque: int) -> None:
         """Stop waiting for an answer; a late one is ignored."""
-        self._waiting.pop(opaque, None)
+        self._pending.pop(opaque, None)
 
     @property
     def waiting(self) -> int:
         """How many calls wait for an answer."""
-        return len(self._waiting)
+        return len(self._pending)
 
-    async def drained(self) -> None:
+    async def drain(self) -> None:
         """Wait while the socket takes no more bytes."""
         while self._writable is not None and not self.closed:
             await asyncio.shield(self._writable)
@@ -182,7 +182,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Give up what a closed connection has not sent yet."""
-        if self._transport is not None and not self._gone:
+        if self._transport is not None and not self._is_socket_closed:
             self._transport.abort()
 
     def _next_opaque(self) -> int:
@@ -190,7 +190,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._opaque
 
     @property
-    def signs(self) -> bool:
+    def is_signing(self) -> bool:
         """Whether requests are signed: then a prepared frame cannot be sent."""
         return self._sign is not None
 
@@ -202,16 +202,16 @@ class Connection(asyncio.BufferedProtocol):
         return encode_command(command, max_frame_bytes=self.max_frame_bytes)
 
     def _write(self, data: bytes) -> None:
-        self._out.append(data)
+        self._outgoing.append(data)
         if not self._flush_due:
             self._flush_due = True
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flush_due = False
-        if self._out and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(self._out[0] if len(self._out) == 1 else b"".join(self._out))
-        self._out.clear()
+        if self._outgoing and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(self._outgoing[0] if len(self._outgoing) == 1 else b"".join(self._outgoing))
+        self._outgoing.clear()
         if self._writable is None:
             self._unread_bytes = 0
 
@@ -225,43 +225,45 @@ class Connection(asyncio.BufferedProtocol):
     def _expire(self) -> None:
         self._sweep = None
         now = self._loop.time()
-        late = [opaque for opaque, (_, deadline, *_) in self._waiting.items() if deadline <= now]
+        late = [opaque for opaque, (_, deadline, *_) in self._pending.items() if deadline <= now]
         for opaque in late:
-            if (entry := self._waiting.pop(opaque, None)) is None:  # whoever was told has closed the connection
+            if (entry := self._pending.pop(opaque, None)) is None:  # whoever was told has closed the connection
                 break
-            on_answer, _, what, timeout_s, on_late = entry
+            on_response, _, what, timeout_s, on_late = entry
             if on_late is not None:
                 self._overdue[opaque] = on_late
-                if len(self._overdue) > MOST_OVERDUE:
+                if len(self._overdue) > MAX_OVERDUE:
                     del self._overdue[next(iter(self._overdue))]
-            self._tell(on_answer, RequestTimeout(what, self.address, timeout_s))
-        if self._waiting:  # also after a callback that has sent again: that has a deadline of its own
-            self._sweep_at(max(min(entry[1] for entry in self._waiting.values()), now + _SWEEP_STEP_S))
+            self._notify(on_response, RequestTimeout(what, self.address, timeout_s))
+        if self._pending:  # also after a callback that has sent again: that has a deadline of its own
+            self._sweep_at(max(min(entry[1] for entry in self._pending.values()), now + _SWEEP_STEP_S))
 
-    def _late(self, answer: RemotingCommand) -> None:
-        on_late = self._overdue.pop(answer.opaque, None)
+    def _handle_late(self, response: RemotingCommand) -> None:
+        on_late = self._overdue.pop(response.opaque, None)
         if on_late is None:
-            log.debug("connection=%s late answer opaque=%d ignored", self.address, answer.opaque)
+            log.debug("connection=%s late answer opaque=%d ignored", self.address, response.opaque)
         else:
             try:
-                on_late(answer)
+                on_late(response)
             except Exception as error:
-                self._surprise(error, "a late answer could not be handled")
+                self._report_exception(error, "a late answer could not be handled")
 
-    def _tell(self, on_answer: OnAnswer, answer: RemotingCommand | Exception) -> None:
+    def _notify(self, on_response: OnResponse, response: RemotingCommand | Exception) -> None:
         try:
-            rest = on_answer(answer)
+            rest = on_response(response)
             if rest is not None:
                 rest()
         except Exception as error:
-            self._surprise(error, "an answer could not be handled")
+            self._report_exception(error, "an answer could not be handled")
 
-    def _surprise(self, error: Exception, what: str) -> None:
+    def _report_exception(self, error: Exception, what: str) -> None:
         self._loop.call_exception_handler({"message": f"{what} (address={self.address})", "exception": error})
 
     def fileno(self) -> int:
         """Return the socket's descriptor, -1 if it is closed or there is none."""
-        connected = None if self._transport is None or self._gone else self._transport.get_extra_info("socket")
+        connected = (
+            None if self._transport is None or self._is_socket_closed else self._transport.get_extra_info("socket")
+        )
         return -1 if connected is None else int(connected.fileno())
 
     # --- what the event loop calls
@@ -277,67 +279,73 @@ class Connection(asyncio.BufferedProtocol):
         if self.closed:
             return
         self.received_bytes += nbytes
-        self._take(nbytes)
+        self._process(nbytes)
 
-    def _take(self, nbytes: int) -> bool:
+    def _process(self, nbytes: int) -> bool:
         """Take commands that have come, but not so many in a row that others wait for long.
 
         Returns whether the rest waits, and nothing is read meanwhile.
         """
         began = self._loop.time()
         try:
-            commands = self._frames.received(nbytes, _MOST_IN_A_ROW)
+            commands = self._frames.received(nbytes, _MAX_COMMANDS_AT_ONCE)
         except ProtocolError as damage:
             error = no_frame(self.address, damage)
             log.error("connection=%s closed reason=%s", self.address, error)
-            self.damaged = True
+            self.is_damaged = True
             self._reason = f"bad frame: {damage}"
             if self._transport is not None:
                 self._transport.abort()
             self._end(error)
             return False
         afterwards: list[Callable[[], None]] = []
-        unasked = 0
+        unrequested = 0
         self._flush_due = True  # writes of this wake-up go out together, below
         for command in commands:
             if command.flag & 1:
-                entry = self._waiting.pop(command.opaque, None)
+                entry = self._pending.pop(command.opaque, None)
                 if entry is None:
-                    unasked += 1
-                    self._late(command)
+                    unrequested += 1
+                    self._handle_late(command)
                     continue
                 try:
                     rest = entry[0](command)
                 except Exception as error:
-                    self._surprise(error, "an answer could not be handled")
+                    self._report_exception(error, "an answer could not be handled")
                     continue
                 if rest is not None:
                     afterwards.append(rest)
             else:
-                unasked += 1
-                self._requested(command)
+                unrequested += 1
+                self._handle_request(command)
         self._flush()
         for rest in afterwards:
             try:
                 rest()
             except Exception as error:
-                self._surprise(error, "an answer could not be handled")
-        if self._transport is None or self.closed or (len(commands) < _MOST_IN_A_ROW and unasked <= _FEW_UNASKED):
+                self._report_exception(error, "an answer could not be handled")
+        if (
+            self._transport is None
+            or self.closed
+            or (len(commands) < _MAX_COMMANDS_AT_ONCE and unrequested <= _MAX_FREE_UNREQUESTED)
+        ):
             return False
         self._transport.pause_reading()
         # What nobody asked for has half of the thread's time at most, however much comes.
-        self._loop.call_later(self._loop.time() - began if unasked > _FEW_UNASKED else 0.0, self._read_on)
+        self._loop.call_later(
+            self._loop.time() - began if unrequested > _MAX_FREE_UNREQUESTED else 0.0, self._resume_reading
+        )
         return True
 
-    def _read_on(self) -> None:
-        if self._transport is not None and not self.closed and not self._take(0):
+    def _resume_reading(self) -> None:
+        if self._transport is not None and not self.closed and not self._process(0):
             self._transport.resume_reading()
 
     def eof_received(self) -> bool:
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._gone = True
+        self._is_socket_closed = True
         if not self.closed:
             if error is not None:
                 self._reason = str(error) or type(error).__name__
@@ -354,39 +362,41 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- requests of the server
 
-    def answer(self, request: RemotingCommand, answer: RemotingCommand) -> None:
+    def respond(self, request: RemotingCommand, response: RemotingCommand) -> None:
         """Send the answer to a request of the server, unless that was one-way or it does not read what it gets."""
-        if request.is_oneway or self.closed or self.is_unread:
+        if request.is_oneway or self.closed or self.is_backlogged:
             return
         try:
-            frame = self.encode(answer, request.opaque)
+            frame = self.encode(response, request.opaque)
         except ProtocolError as error:  # too large: the server shall not wait for it in vain
-            frame = self.encode(request.answer(ResponseCode.SYSTEM_ERROR, str(error)), request.opaque)
+            frame = self.encode(request.make_response(ResponseCode.SYSTEM_ERROR, str(error)), request.opaque)
         self._unread_bytes += len(frame)
         self._write(frame)
 
     @property
-    def is_unread(self) -> bool:
+    def is_backlogged(self) -> bool:
         """Whether the server has more answers to its requests waiting than it may: it reads none of them."""
-        return self._unread_bytes >= MOST_UNREAD_BYTES
+        return self._unread_bytes >= MAX_UNREAD_BYTES
 
-    def _requested(self, command: RemotingCommand) -> None:
+    def _handle_request(self, command: RemotingCommand) -> None:
         handling = self._on_request(command, self)
         if handling is not None:
-            task = self._loop.create_task(self._answer(command, handling))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+            task = self._loop.create_task(self._respond_when_handled(command, handling))
+            self._handling.add(task)
+            task.add_done_callback(self._handling.discard)
 
-    async def _answer(self, command: RemotingCommand, handling: Awaitable[RemotingCommand | None]) -> None:
+    async def _respond_when_handled(
+        self, command: RemotingCommand, handling: Awaitable[RemotingCommand | None]
+    ) -> None:
         try:
-            answer = await handling
+            response = await handling
         except RocketError as error:
-            answer = command.answer(ResponseCode.SYSTEM_ERROR, str(error))
+            response = command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
         except Exception as error:
-            self._surprise(error, f"{request_name(command.code)} of the server could not be handled")
-            answer = command.answer(ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
-        if answer is not None:
-            self.answer(command, answer)
+            self._report_exception(error, f"{request_name(command.code)} of the server could not be handled")
+            response = command.make_response(ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
+        if response is not None:
+            self.respond(command, response)
 
     def _end(self, error: Exception) -> None:
         self.closed = True
@@ -394,8 +404,8 @@ class Connection(asyncio.BufferedProtocol):
             self._sweep.cancel()
             self._sweep = None
         self.resume_writing()
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._pending = self._pending, {}
         self._overdue.clear()
-        for on_answer, *_ in waiting.values():
-            self._tell(on_answer, error)
+        for on_response, *_ in waiting.values():
+            self._notify(on_response, error)
         self._on_lost(self, self._reason)

@@ -17,15 +17,15 @@ from pyrocket_consumer.transport.connection import Connection, OnLost, OnRequest
 
 log = logger("net")
 
-PERHAPS_PLAIN = "if it speaks without TLS, leave tls out"
+MAYBE_PLAINTEXT = "if it speaks without TLS, leave tls out"
 _TRUST = "to trust its authority pass tls=ssl.create_default_context(cafile=...)"
 
 Resolve = Callable[[str], tuple[str, int]]
 """Returns host and port of an address, or raises AddressRefused."""
 
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
-_LONGEST_AFTER_DAMAGE_S = 30.0  # each attempt may be as good as the last, until it is not
+_FIRST_CONNECT_PAUSE_S = 0.05
+_LONGEST_CONNECT_PAUSE_S = 1.0
+_LONGEST_DAMAGED_PAUSE_S = 30.0  # each attempt may be as good as the last, until it is not
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Connections:
         target = self._targets.setdefault(address, _Target())
         if target.attempt is None:
             pause_s = target.not_before - self._loop.time()
-            if pause_s > _LONGEST_PAUSE_S:
+            if pause_s > _LONGEST_CONNECT_PAUSE_S:
                 raise ConnectError(address, f"it is left alone for {pause_s:.0f} s: {target.damage}")
             target.attempt = self._loop.create_task(self._open(address, target))
             target.attempt.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -124,20 +124,20 @@ class Connections:
             return connection
         except ConnectError:
             target.failures += 1
-            target.not_before = self._loop.time() + self._pause_s(target.failures, _LONGEST_PAUSE_S)
+            target.not_before = self._loop.time() + self._pause_s(target.failures, _LONGEST_CONNECT_PAUSE_S)
             raise
         finally:
             target.attempt = None
 
     def _pause_s(self, failures: int, longest_s: float) -> float:
-        return min(_FIRST_PAUSE_S * 2.0 ** min(failures, 20), longest_s) * (0.5 + self._random.random() / 2)
+        return min(_FIRST_CONNECT_PAUSE_S * 2.0 ** min(failures, 20), longest_s) * (0.5 + self._random.random() / 2)
 
     async def _connect(self, address: str) -> Connection:
         host, port = self._resolve(address)
-        async with connecting(address, self._connect_timeout_s, self._tls):
+        async with connect_errors(address, self._connect_timeout_s, self._tls):
             _, connection = await self._loop.create_connection(
                 lambda: Connection(
-                    self._loop, address, self._on_request, self._lost, self._sign, self._max_frame_bytes
+                    self._loop, address, self._on_request, self._handle_lost, self._sign, self._max_frame_bytes
                 ),
                 host,
                 port,
@@ -146,14 +146,14 @@ class Connections:
             )
         return connection
 
-    def _lost(self, connection: Connection, reason: str) -> None:
+    def _handle_lost(self, connection: Connection, reason: str) -> None:
         target = self._targets.get(connection.address)
         if target is not None and target.connection is connection:
             target.connection = None
-        if target is not None and connection.damaged:
+        if target is not None and connection.is_damaged:
             now = self._loop.time()
-            target.damages = target.damages + 1 if now - target.opened_at < 2 * _LONGEST_AFTER_DAMAGE_S else 1
-            target.not_before, target.damage = now + self._pause_s(target.damages, _LONGEST_AFTER_DAMAGE_S), reason
+            target.damages = target.damages + 1 if now - target.opened_at < 2 * _LONGEST_DAMAGED_PAUSE_S else 1
+            target.not_before, target.damage = now + self._pause_s(target.damages, _LONGEST_DAMAGED_PAUSE_S), reason
         log.debug("connection=%s ended reason=%s", connection.address, reason)
         self._on_lost(connection, reason)
 
@@ -182,9 +182,9 @@ class Connections:
 
 
 @asynccontextmanager
-async def connecting(address: str, timeout_s: float, tls: ssl.SSLContext | None) -> AsyncIterator[None]:
+async def connect_errors(address: str, timeout_s: float, tls: ssl.SSLContext | None) -> AsyncIterator[None]:
     """Around an attempt to connect to `address`: give it `timeout_s`, and make of any failure a ConnectError."""
-    hint = f" ({PERHAPS_PLAIN})" if tls is not None else ""
+    hint = f" ({MAYBE_PLAINTEXT})" if tls is not None else ""
     try:
         async with asyncio.timeout(timeout_s):
             yield

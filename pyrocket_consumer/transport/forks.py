@@ -23,12 +23,12 @@ class HasLocks(Protocol):
 
 
 _with_locks: weakref.WeakSet[HasLocks] = weakref.WeakSet()
-_of_this_process: weakref.WeakSet[HasSocket] = weakref.WeakSet()
+_open_sockets: weakref.WeakSet[HasSocket] = weakref.WeakSet()
 
 
 def close_in_children(connection: HasSocket) -> None:
     """Have children that are forked from now on close their copy of a socket. It stays this process's."""
-    _of_this_process.add(connection)
+    _open_sockets.add(connection)
 
 
 def renew_locks_in_children(owner: HasLocks) -> None:
@@ -39,8 +39,8 @@ def renew_locks_in_children(owner: HasLocks) -> None:
 def _after_fork_in_child() -> None:
     for owner in list(_with_locks):
         owner.renew_locks()
-    connections = list(_of_this_process)
-    _of_this_process.clear()
+    connections = list(_open_sockets)
+    _open_sockets.clear()
     descriptors = [descriptor for connection in connections if (descriptor := connection.fileno()) >= 0]
     if not descriptors:
         return

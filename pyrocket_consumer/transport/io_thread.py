@@ -23,7 +23,7 @@ class IoThread:
         self._on_end = on_end
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._handed_over: dict[Coroutine[Any, Any, Any], Callable[[], object]] = {}
+        self._not_started: dict[Coroutine[Any, Any, Any], Callable[[], object]] = {}
         """What may not have begun yet, each with how to tell that it never will."""
 
     def start(self) -> None:
@@ -33,15 +33,15 @@ class IoThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            while not self._runs_to_its_end():
+            while not self._run_until_stopped():
                 pass
         finally:
             self._end_tasks()
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self._end_tasks()  # those that have begun meanwhile
             self.loop.close()  # threads of its executor end by themselves; one that hangs in a name's resolution, later
-            for coroutine in list(self._handed_over):
-                self._refuse(coroutine)
+            for coroutine in list(self._not_started):
+                self._reject(coroutine)
             self._on_end()
 
     def _end_tasks(self) -> None:
@@ -50,14 +50,14 @@ class IoThread:
                 task.cancel()
             self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
-    def _refuse(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def _reject(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Tell who waits for `coroutine` that it will not begin."""
-        tell = self._handed_over.pop(coroutine, None)
+        tell = self._not_started.pop(coroutine, None)
         if tell is not None:
             coroutine.close()
             tell()
 
-    def _runs_to_its_end(self) -> bool:
+    def _run_until_stopped(self) -> bool:
         """Run the loop. False: a task raised what asyncio lets through; that task has ended, the others go on."""
         try:
             self.loop.run_forever()
@@ -79,10 +79,10 @@ class IoThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
-    def in_background(self, function: Callable[[], object]) -> None:
+    def run_in_background(self, function: Callable[[], object]) -> None:
         """Have `function` called on a thread of its own. Takes no lock and does not wait: finalizers may call it."""
         thread = threading.Thread(target=function, name="pyrocket-closing", daemon=True)
-        self._soon(thread.start)
+        self._call_soon(thread.start)
 
     @property
     def is_running(self) -> bool:
@@ -108,28 +108,28 @@ class IoThread:
         outcome, tasks = Outcome[T](), list[asyncio.Task[T]]()
 
         def begin() -> None:
-            self._handed_over.pop(coroutine, None)
+            self._not_started.pop(coroutine, None)
             task = self.loop.create_task(coroutine)
             tasks.append(task)
-            task.add_done_callback(partial(_tell, outcome))
+            task.add_done_callback(partial(_resolve, outcome))
 
         def cancel() -> None:
             for task in tasks:
                 task.cancel()
 
-        self._handed_over[coroutine] = lambda: outcome.set_exception(_closed_meanwhile())
+        self._not_started[coroutine] = lambda: outcome.set_exception(_closed_error())
         try:
             self.loop.call_soon_threadsafe(begin)
         except RuntimeError:
-            self._refuse(coroutine)
+            self._reject(coroutine)
             raise ConsumerClosed("the client is closed; make a new one") from None
         try:
             is_told = outcome.wait(timeout_s)
         except BaseException:
-            self._soon(cancel)
+            self._call_soon(cancel)
             raise
         if not is_told:
-            self._soon(cancel)
+            self._call_soon(cancel)
             name = getattr(coroutine, "__qualname__", "call")
             raise RequestTimeout(name, "the I/O thread", timeout_s or 0)
         return outcome.result()
@@ -147,27 +147,27 @@ class IoThread:
         except RuntimeError:
             coroutine.close()
             raise ConsumerClosed("the client is closed; make a new one") from None
-        self._handed_over[coroutine] = future.cancel
-        future.add_done_callback(lambda done: self._handed_over.pop(coroutine, None))
+        self._not_started[coroutine] = future.cancel
+        future.add_done_callback(lambda done: self._not_started.pop(coroutine, None))
         if self.loop.is_closed():  # before it was noted
-            self._refuse(coroutine)
+            self._reject(coroutine)
         return future
 
-    def _soon(self, function: Callable[[], object]) -> None:
+    def _call_soon(self, function: Callable[[], object]) -> None:
         try:
             self.loop.call_soon_threadsafe(function)
         except RuntimeError:
             pass  # the loop is closed
 
 
-def _tell(outcome: Outcome[T], task: asyncio.Task[T]) -> None:
+def _resolve(outcome: Outcome[T], task: asyncio.Task[T]) -> None:
     if task.cancelled():
-        outcome.set_exception(_closed_meanwhile())
+        outcome.set_exception(_closed_error())
     elif (error := task.exception()) is not None:
         outcome.set_exception(error)
     else:
         outcome.set_result(task.result())
 
 
-def _closed_meanwhile() -> ConsumerClosed:
+def _closed_error() -> ConsumerClosed:
     return ConsumerClosed("the client was closed while the call waited")

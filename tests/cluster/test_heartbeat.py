@@ -65,8 +65,8 @@ def test_heartbeats_go_on_by_themselves_but_not_without_groups(broker, embedded,
     client = connect(embedded, heartbeat_interval_s=0.05)
     assert join(client) == 0
     address = client.address("broker-a")
-    connection = client.run(client.member_connection(address), 30)
-    assert client.peek_member(address) is connection
+    connection = client.run(client.open_registered_connection(address), 30)
+    assert client.find_registered_connection(address) is connection
     assert broker.requests(HEARTBEAT) == []
     join(client, consumer="app")
     broker.wait_for(HEARTBEAT, 4)
@@ -107,19 +107,19 @@ def test_a_member_connection_has_had_one_heartbeat(client, broker):
     async def pullers(count):
         client.add_consumer("app", consumer_of("app"))
         await client.route("orders")
-        assert client.peek_member(broker.address) is None
-        return await asyncio.gather(*(client.member_connection(broker.address) for _ in range(count)))
+        assert client.find_registered_connection(broker.address) is None
+        return await asyncio.gather(*(client.open_registered_connection(broker.address) for _ in range(count)))
 
     broker.on(HEARTBEAT, answer(16, "no permission"), times=None)
     with pytest.raises(PermissionDenied):
         client.run(pullers(1), 30)
-    assert client.peek_member(broker.address) is None
+    assert client.find_registered_connection(broker.address) is None
     broker.clear_faults()
     broker.forget_requests()
     broker.on(HEARTBEAT, delay(0.1))
     connections = client.run(pullers(8), 30)
     assert len(set(connections)) == 1
-    assert client.peek_member(broker.address) is connections[0]
+    assert client.find_registered_connection(broker.address) is connections[0]
     assert len(broker.requests(HEARTBEAT)) == 1
     assert broker.members("app") == [client.client_id]
 
@@ -156,7 +156,7 @@ def test_a_broker_no_route_names_any_more_is_disconnected(two_brokers, connect):
 def test_a_broker_that_left_the_routes_is_kept_while_in_use(two_brokers, connect):
     client = connect(two_brokers, route_refresh_interval_s=0.1)
     in_use = ["broker-b"]
-    client.keep_brokers(in_use.__contains__)
+    client.keep_reachable(in_use.__contains__)
     assert join(client, consumer="app") == 2
     address = client.address("broker-b")
     gone = leave_routes(two_brokers, client)
@@ -190,12 +190,12 @@ def test_a_broker_that_returns_gets_a_heartbeat_and_is_reported(client, broker, 
             broker.start()
         assert returned.next() == (broker.address,)
         assert broker.members("app") == [client.client_id]
-    assert client.peek_member(broker.address) is not None
+    assert client.find_registered_connection(broker.address) is not None
 
 
 def test_a_broker_that_ends_each_connection_is_called_rarely(broker, client, caplog):
     def answer_and_close(exchange):
-        exchange.answer(exchange.request.answer(0))
+        exchange.answer(exchange.request.make_response(0))
         exchange.later(0.001, lambda: exchange.connection.close(False))
 
     client.add_consumer("app", consumer_of("app"))

@@ -101,7 +101,7 @@ def test_changes_are_told_to_all_name_servers_or_one_is_named(three, connect):
     nodes = first, second, third = three.name_server_nodes
 
     def put(value):
-        return client.run(client.ask_every_name_server(PutKvConfigHeader("space", "key", value)), 30)
+        return client.run(client.call_every_name_server(PutKvConfigHeader("space", "key", value)), 30)
 
     def kept(node):
         return client.run(client.call(node.address, GetKvConfigHeader("space", "key")), 30).fields["value"]

@@ -54,7 +54,7 @@ def test_a_handler_gets_request_and_address_and_answers(embedded, broker, connec
 
     async def answer(command, address):
         told(command.fields["consumerGroup"], address)
-        return command.answer(body=b'{"properties":{}}')
+        return command.make_response(body=b'{"properties":{}}')
 
     handle(member, RUNNING_INFO, answer)
     assert ask(embedded, connect, member).body == b'{"properties":{}}'
@@ -86,7 +86,7 @@ def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, broker, connec
 
     async def slow(command, address):
         await go_on.wait()
-        return command.answer(body=b"{}")
+        return command.make_response(body=b"{}")
 
     async def changed(command, address):
         told(NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group)
@@ -114,10 +114,10 @@ def test_only_brokers_in_routes_or_in_use_may_ask(connect):
         client, told, held = connect(embedded, route_refresh_interval_s=0.1), Told(), True
 
         async def answer(command, address):
-            return command.answer(body=b"{}")
+            return command.make_response(body=b"{}")
 
         client.on_request_refused(told)
-        client.keep_brokers(lambda broker_name: held)
+        client.keep_reachable(lambda broker_name: held)
         join(client, consumer="app")
         handle(client, RUNNING_INFO, answer)
         other, fields = embedded.broker("broker-b"), {"consumerGroup": "app", "clientId": client.client_id}
@@ -150,7 +150,7 @@ def test_only_so_many_requests_are_under_way(broker, member):
     async def slow(command, address):
         handled(command.fields["n"])
         await go_on.wait()
-        return command.answer(body=b"{}")
+        return command.make_response(body=b"{}")
 
     async def register():
         member.on_request_refused(told)
@@ -177,7 +177,7 @@ def test_only_so_many_bytes_of_requests_are_under_way(broker, member):
 
     async def slow(command, address):
         await go_on.wait()
-        return command.answer(body=b"%d" % len(command.body))
+        return command.make_response(body=b"%d" % len(command.body))
 
     handle(member, RequestCode.CONSUME_MESSAGE_DIRECTLY, slow)
     asking, large = Asking(broker), bytes(9 << 20)

@@ -18,7 +18,7 @@ from zlib import crc32
 
 import pyarrow as pa
 
-from pyrocket_consumer.cluster.broker import read_pull_answer
+from pyrocket_consumer.cluster.broker import read_pull_response
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, ProtocolError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.local import journal
@@ -204,7 +204,7 @@ def read_header(data: bytes) -> None:
 def read_answer(data: bytes) -> None:
     """The header of a pull's answer; its fields are lines of name=value."""
     fields = dict(line.partition("=")[::2] for line in data.decode("utf-8", "replace").split("\n"))
-    answer = read_pull_answer(RemotingCommand(0, fields), 42)
+    answer = read_pull_response(RemotingCommand(0, fields), 42)
     assert 0 <= answer.next_offset < 2**63
 
 

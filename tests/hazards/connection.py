@@ -65,7 +65,7 @@ class Wire:
 
     def reply(self, request: RemotingCommand, code: int = 0, remark: str | None = None, body: bytes = b"") -> None:
         """Answer a request of the server's."""
-        answer = request.answer(code, remark, {}, body)
+        answer = request.make_response(code, remark, {}, body)
         answer.opaque = request.opaque
         with contextlib.suppress(OSError), self._lock:
             self._socket.sendall(encode_command(answer))

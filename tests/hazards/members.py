@@ -245,5 +245,5 @@ class Held:
         """Answer the first request that was kept back, or another."""
         exchange = self.wait(number)
         texts = {name: str(value) for name, value in (fields or {}).items()}
-        said = exchange.request.answer(code, remark, texts, body)
+        said = exchange.request.make_response(code, remark, texts, body)
         exchange.later(0, lambda: exchange.answer(said))

@@ -58,7 +58,7 @@ class DeepBody(Attack):
     """Deep JSON in the body of every answer that has one."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        return command.answer(body=b'{"consumerIdList":' * 300 + b"[" * 900)
+        return command.make_response(body=b'{"consumerIdList":' * 300 + b"[" * 900)
 
 
 class SlowJson(Attack):
@@ -68,7 +68,7 @@ class SlowJson(Attack):
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         honest = command.code in (RequestCode.PULL_MESSAGE, RequestCode.HEART_BEAT)
-        return NotImplemented if honest else command.answer(body=self.BODY)
+        return NotImplemented if honest else command.make_response(body=self.BODY)
 
     async def besides(self, peer: Peer) -> None:
         while True:
@@ -103,7 +103,7 @@ class LongRemarks(Attack):
     REMARK = "no\r\n2026-01-01 ERROR pyrocket_consumer forged line \x1b[2J\x9b31m" * 3500
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        return command.answer(ResponseCode.SYSTEM_ERROR, self.REMARK)
+        return command.make_response(ResponseCode.SYSTEM_ERROR, self.REMARK)
 
 
 class Silence(Attack):
@@ -120,7 +120,7 @@ class Twice(Attack):
         if command.code == RequestCode.PULL_MESSAGE:
             one = encode_command(found_nothing(command))
         else:
-            one = encode_command(command.answer(fields={"offset": "0"}, body=b'{"consumerIdList":[]}'))
+            one = encode_command(command.make_response(fields={"offset": "0"}, body=b'{"consumerIdList":[]}'))
         unasked = (RemotingCommand(0, {}, b"x" * 1000, number, RESPONSE_FLAG) for number in range(9000, 9100))
         return [one, one, one, *map(encode_command, unasked)]
 
@@ -146,7 +146,7 @@ class AbsurdOffsets(Attack):
     codes = (RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET)
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        return command.answer(fields={"offset": str((2**63, -5, 10**25)[command.opaque % 3])})
+        return command.make_response(fields={"offset": str((2**63, -5, 10**25)[command.opaque % 3])})
 
 
 class Moved(Attack):
@@ -357,7 +357,7 @@ class Routes(Attack):
         strange = "file:///etc/passwd", "127.0.0.1:99999999", "\x1b[2J:1", "x" * MiB + ":1", "169.254.169.254:80", ""
         address = strange[self.turn % len(strange)]
         brokers = [{"cluster": "c", "brokerName": "b", "brokerAddrs": {"0": address}}] * 1000
-        return command.answer(body=route([queue_data("b", 2**31 - 1)], brokers))
+        return command.make_response(body=route([queue_data("b", 2**31 - 1)], brokers))
 
 
 class Members(Attack):
@@ -367,7 +367,7 @@ class Members(Attack):
     codes = (RequestCode.GET_CONSUMER_LIST_BY_GROUP,)
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        return command.answer(body=self.BODY)
+        return command.make_response(body=self.BODY)
 
 
 class MembersThatChange(Attack):
@@ -384,7 +384,7 @@ class MembersThatChange(Attack):
         me, other = peer.client_id, "0" if self.turn & 1 else "\U0010ffff"
         strange = [me, None, 5, [], {}]
         lists: tuple[object, ...] = ([me], [me, me, other], [other], [], strange, None, [other, me, "\n\0"])
-        return command.answer(body=json.dumps({"consumerIdList": lists[self.turn % len(lists)]}).encode())
+        return command.make_response(body=json.dumps({"consumerIdList": lists[self.turn % len(lists)]}).encode())
 
 
 class RoutesThatChange(Attack):
@@ -401,7 +401,7 @@ class RoutesThatChange(Attack):
             {"cluster": name, "brokerName": name, "brokerAddrs": {str(number): f"127.0.0.1:{number + 1}"}}
             for number in (0, self.turn % 50, -1, 2**63)
         ]
-        return command.answer(body=route(datas, brokers))
+        return command.make_response(body=route(datas, brokers))
 
 
 class OneAnswer(Attack):
@@ -434,7 +434,7 @@ class LongNames(Attack):
         text = "\n\r\x1b[2J\0\u202e\u2028" * 8192
         names = ("offset", "nextBeginOffset", "minOffset", "maxOffset", "suggestWhichBrokerId", "msgId", text[:2000])
         body = json.dumps({text: text, "consumerIdList": [text]}).encode()
-        return command.answer(0, text[:8000], dict.fromkeys(names, text[:2000]), body)
+        return command.make_response(0, text[:8000], dict.fromkeys(names, text[:2000]), body)
 
 
 class StrangeCommits(Attack):
@@ -444,7 +444,7 @@ class StrangeCommits(Attack):
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         offsets = ("0", "9", "5", str(2**62), "-1", "1e5", " 7 ", "\u0667")
-        return command.answer(fields={"offset": offsets[self.turn % len(offsets)]})
+        return command.make_response(fields={"offset": offsets[self.turn % len(offsets)]})
 
 
 class FarTimes(Found):

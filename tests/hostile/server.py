@@ -188,29 +188,31 @@ class HostileServer:
         queue = (fields.get("topic", ""), int(fields.get("queueId", 0) or 0))
         match command.code:
             case RequestCode.GET_ROUTEINFO_BY_TOPIC:
-                return command.answer(body=self.route(fields["topic"]))
+                return command.make_response(body=self.route(fields["topic"]))
             case RequestCode.HEART_BEAT:
                 peer.client_id = json.loads(command.body)["clientID"]
                 self.client_ids.add(peer.client_id)
-                return command.answer()
+                return command.make_response()
             case RequestCode.GET_CONSUMER_LIST_BY_GROUP:
-                return command.answer(body=json.dumps({"consumerIdList": sorted(self.client_ids)}).encode())
+                return command.make_response(body=json.dumps({"consumerIdList": sorted(self.client_ids)}).encode())
             case RequestCode.QUERY_CONSUMER_OFFSET:
                 if queue not in self.offsets:
-                    return command.answer(ResponseCode.QUERY_NOT_FOUND, "not found")
-                return command.answer(fields={"offset": str(self.offsets[queue])})
+                    return command.make_response(ResponseCode.QUERY_NOT_FOUND, "not found")
+                return command.make_response(fields={"offset": str(self.offsets[queue])})
             case RequestCode.UPDATE_CONSUMER_OFFSET:
                 self.offsets[queue] = int(fields["commitOffset"])
                 self.commits.append(self.offsets[queue])
-                return command.answer()
+                return command.make_response()
             case RequestCode.GET_MAX_OFFSET:
-                return command.answer(fields={"offset": str(MAX_OFFSET)})
+                return command.make_response(fields={"offset": str(MAX_OFFSET)})
             case RequestCode.GET_MIN_OFFSET | RequestCode.SEARCH_OFFSET_BY_TIMESTAMP:
-                return command.answer(fields={"offset": "0"})
+                return command.make_response(fields={"offset": "0"})
             case RequestCode.LOCK_BATCH_MQ:
-                return command.answer(body=json.dumps({"lockOKMQSet": json.loads(command.body)["mqSet"]}).encode())
+                return command.make_response(
+                    body=json.dumps({"lockOKMQSet": json.loads(command.body)["mqSet"]}).encode()
+                )
             case _:
-                return command.answer()
+                return command.make_response()
 
     def route(self, topic: str) -> bytes:
         """Return the route of a topic: of the one, both brokers; of any other, the honest one."""
@@ -248,7 +250,7 @@ def pulled(
     here = command.fields.get("queueOffset", "0")
     fields = {"nextBeginOffset": here, "minOffset": "0", "maxOffset": str(max(int(here), MAX_OFFSET))}
     fields |= {"suggestWhichBrokerId": "0", **{name: str(value) for name, value in changed.items()}}
-    return command.answer(code, remark, fields, body)
+    return command.make_response(code, remark, fields, body)
 
 
 def now_ms() -> int:

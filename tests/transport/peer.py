@@ -51,7 +51,7 @@ class Peer:
             return b""
 
     def answer(self, command: RemotingCommand, code: int = 0, body: bytes = b"") -> None:
-        self.send(encode_command(command.answer(code, body=body)))
+        self.send(encode_command(command.make_response(code, body=body)))
 
     def send(self, data: bytes) -> None:
         self._writer.write(data)

@@ -14,7 +14,11 @@ import pytest
 
 from pyrocket_consumer.errors import ConnectError, ConnectionLost, ProtocolError, RequestTimeout
 from pyrocket_consumer.protocol.frame import RemotingCommand, decode_command, encode_command
-from pyrocket_consumer.transport.blocking_connection import DirectConnection, IdleConnections, open_direct
+from pyrocket_consumer.transport.blocking_connection import (
+    BlockingConnection,
+    IdleConnections,
+    open_blocking_connection,
+)
 
 pytestmark = pytest.mark.live
 
@@ -40,15 +44,15 @@ class Server:
         return decode_command(frame)
 
     def answer(self, request: RemotingCommand, body: bytes = b"", code: int = 0) -> None:
-        self.end.sendall(encode_command(request.answer(code, body=body)))
+        self.end.sendall(encode_command(request.make_response(code, body=body)))
 
 
 @contextmanager
-def connected() -> Iterator[tuple[DirectConnection, Server]]:
+def connected() -> Iterator[tuple[BlockingConnection, Server]]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.settimeout(WAIT_S)
-    connection = DirectConnection(ours, "broker:1")
+    connection = BlockingConnection(ours, "broker:1")
     with theirs:
         yield connection, Server(theirs)
         connection.close("the test is over")
@@ -57,7 +61,7 @@ def connected() -> Iterator[tuple[DirectConnection, Server]]:
 class Asked:
     """A request, and what became of it."""
 
-    def __init__(self, connection: DirectConnection, *, now: float = 0.0, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, connection: BlockingConnection, *, now: float = 0.0, timeout_s: float = TIMEOUT_S) -> None:
         self.answers: list[RemotingCommand | Exception] = []
         self.extents = []
         command = RemotingCommand(11, {"n": "1"})
@@ -72,39 +76,39 @@ class Asked:
         return [bytes(extent) for extent in self.extents]
 
 
-def receive(connection: DirectConnection) -> None:
+def receive(connection: BlockingConnection) -> None:
     """Wait until something comes, and take it."""
     assert select.select([connection.socket], [], [], WAIT_S)[0]
     assert connection.receive()
 
 
-def receive_all(connection: DirectConnection) -> None:
+def receive_all(connection: BlockingConnection) -> None:
     """Take what comes until no request waits."""
     while connection.waiting:
         receive(connection)
 
 
 @pytest.fixture
-def link() -> Iterator[tuple[DirectConnection, Server]]:
+def link() -> Iterator[tuple[BlockingConnection, Server]]:
     with connected() as both:
         yield both
 
 
 @pytest.fixture
-def connection(link: tuple[DirectConnection, Server]) -> DirectConnection:
+def connection(link: tuple[BlockingConnection, Server]) -> BlockingConnection:
     return link[0]
 
 
 @pytest.fixture
-def server(link: tuple[DirectConnection, Server]) -> Server:
+def server(link: tuple[BlockingConnection, Server]) -> Server:
     return link[1]
 
 
 def test_answers_find_their_requests_in_any_order(connection, server):
     first, second = Asked(connection), Asked(connection)
-    assert connection.unsent
+    assert connection.has_unsent
     connection.flush()
-    assert not connection.unsent
+    assert not connection.has_unsent
     one, two = server.asked(), server.asked()
     server.answer(two, b"two")
     receive(connection)
@@ -165,11 +169,11 @@ def test_a_lost_connection_ends_every_request_once(how, connection, server):
 def test_requests_that_do_not_fit_the_socket_are_sent_later(connection, server):
     asked = [Asked(connection) for _ in range(20_000)]
     connection.flush()
-    assert connection.unsent
+    assert connection.has_unsent
     requests = []
     reader = threading.Thread(target=lambda: requests.extend(server.asked() for _ in asked))
     reader.start()
-    while connection.unsent:
+    while connection.has_unsent:
         assert select.select([], [connection.socket], [], WAIT_S)[1]
         connection.flush()
     reader.join(WAIT_S)
@@ -200,9 +204,9 @@ def listening() -> Iterator[tuple[str, socket.socket]]:
         yield f"127.0.0.1:{listener.getsockname()[1]}", listener
 
 
-def opened(address: str) -> DirectConnection:
-    async def opening() -> DirectConnection:
-        return await open_direct(asyncio.get_running_loop(), address, timeout_s=TIMEOUT_S)
+def opened(address: str) -> BlockingConnection:
+    async def opening() -> BlockingConnection:
+        return await open_blocking_connection(asyncio.get_running_loop(), address, timeout_s=TIMEOUT_S)
 
     return asyncio.run(opening())
 
@@ -221,11 +225,11 @@ def test_an_idle_connection_is_used_again_while_it_lives():
         peer, _ = listener.accept()
         with peer:
             assert idle.take(address) is None
-            idle.give(connection)
+            idle.put(connection)
             assert idle.take("127.0.0.1:1") is None
             assert idle.take(address) is connection
             assert idle.take(address) is None
-            idle.give(connection)
+            idle.put(connection)
         select.select([connection.socket], [], [], WAIT_S)
         assert idle.take(address) is None
         assert connection.closed
@@ -235,12 +239,12 @@ def test_what_waits_for_answers_or_comes_at_the_end_is_closed():
     idle = IdleConnections()
     with connected() as (asking, _), connected() as (kept, _), connected() as (late, _):
         asked = Asked(asking)
-        idle.give(asking)
+        idle.put(asking)
         assert asking.closed
         assert isinstance(asked.answers[0], ConnectionLost)
         assert idle.take("broker:1") is None
-        idle.give(kept)
+        idle.put(kept)
         idle.close()
         assert kept.closed
-        idle.give(late)
+        idle.put(late)
         assert late.closed

@@ -9,14 +9,14 @@ import pytest
 
 from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout, RocketError
 from pyrocket_consumer.protocol.frame import MAX_FRAME_BYTES, RemotingCommand, encode_command
-from pyrocket_consumer.transport.connection import MOST_OVERDUE
+from pyrocket_consumer.transport.connection import MAX_OVERDUE
 from tests.for_each import for_each
 from tests.protocol.test_frame import BAD_FRAMES
 from tests.transport.peer import Lost, answered, command, connected, until
 
 
-def send(connection, on_answer, timeout_s, **options):
-    return connection.send(lambda opaque: connection.encode(command(), opaque), on_answer, timeout_s, **options)
+def send(connection, on_response, timeout_s, **options):
+    return connection.send(lambda opaque: connection.encode(command(), opaque), on_response, timeout_s, **options)
 
 
 async def test_a_call_gets_its_answer_whatever_its_code_and_size(connection, peer):
@@ -32,16 +32,16 @@ async def test_many_calls_at_once_are_answered_in_any_order(connection, peer):
         peer.answer(each, body=each.fields["n"].encode())
     assert [(await answer).body for answer in answers] == [b"%d" % number for number in range(500)]
     assert connection.waiting == 0
-    together = connection.call_each([command(n=str(number)) for number in range(2000)], 30)
+    together = connection.call_many([command(n=str(number)) for number in range(2000)], 30)
     asked = [await peer.next() for _ in range(2000)]
-    peer.send(b"".join(encode_command(each.answer(body=each.fields["n"].encode())) for each in asked))
+    peer.send(b"".join(encode_command(each.make_response(body=each.fields["n"].encode())) for each in asked))
     peer.close()  # what came before the end reaches its calls
     assert [each.body for each in await together] == [b"%d" % number for number in range(2000)]
 
 
 @pytest.mark.live
 async def test_requests_sent_together_get_an_answer_or_error_each(connection, peer):
-    answers = connection.call_each([command(n=str(number)) for number in range(3)], 5)
+    answers = connection.call_many([command(n=str(number)) for number in range(3)], 5)
     asked = [await peer.next() for _ in range(3)]
     peer.answer(asked[2], body=b"third")
     peer.answer(asked[0], 21, body=b"first")
@@ -50,16 +50,16 @@ async def test_requests_sent_together_get_an_answer_or_error_each(connection, pe
     first, second, third = await answers
     assert (first.code, first.body, third.body) == (21, b"first", b"third")
     assert isinstance(second, ConnectionLost) and "reset" in str(second).lower()
-    assert all(isinstance(each, ConnectionLost) for each in await connection.call_each([command()] * 2, 5))
-    assert await connection.call_each([], 5) == []
+    assert all(isinstance(each, ConnectionLost) for each in await connection.call_many([command()] * 2, 5))
+    assert await connection.call_many([], 5) == []
 
 
 async def test_requests_sent_together_end_at_their_deadline(connection, peer):
-    answers = connection.call_each([command(11), command(12)], 0.05)
+    answers = connection.call_many([command(11), command(12)], 0.05)
     peer.answer(await peer.next(), body=b"in time")
     first, second = await answers
     assert (first.body, type(second)) == (b"in time", RequestTimeout)
-    given_up = connection.call_each([command(), command()], 5)
+    given_up = connection.call_many([command(), command()], 5)
     given_up.cancel()
     await peer.next()
     for _ in range(2):
@@ -106,9 +106,9 @@ async def test_a_late_answer_reaches_whoever_asked_for_it_once(connection, peer)
 
 async def test_answers_that_never_come_are_not_remembered_without_end(connection, peer):
     late: list[bytes] = []
-    for _ in range(MOST_OVERDUE + 1):
+    for _ in range(MAX_OVERDUE + 1):
         send(connection, lambda answer: None, 0.001, on_late=lambda answer: late.append(answer.body))
-    oldest, after, *_ = [await peer.next() for _ in range(MOST_OVERDUE + 1)]
+    oldest, after, *_ = [await peer.next() for _ in range(MAX_OVERDUE + 1)]
     await until(lambda: connection.waiting == 0)
     peer.answer(oldest, body=b"oldest")
     peer.answer(after, body=b"next")
@@ -165,7 +165,7 @@ async def test_frames_are_as_large_as_they_may_be(max_frame_bytes):
         body = b"x" * (max_frame_bytes - 1000)
         call = connection.call(command(), 30)
         asked = await peer.next()
-        peer.send(encode_command(asked.answer(body=body), max_frame_bytes=max_frame_bytes))
+        peer.send(encode_command(asked.make_response(body=body), max_frame_bytes=max_frame_bytes))
         assert (await call).body == body
         with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
             connection.call(RemotingCommand(10, body=b"x" * max_frame_bytes), 30)
@@ -185,7 +185,7 @@ async def test_an_answer_cut_anywhere_is_a_lost_connection():
         async with connected(on_lost=lost) as (connection, peer):
             call = connection.call(command(), 30)
             asked = await peer.next()
-            peer.send(encode_command(asked.answer(0, None, {"offset": "5"}, b"body"))[:cut])
+            peer.send(encode_command(asked.make_response(0, None, {"offset": "5"}, b"body"))[:cut])
             peer.close()
             with pytest.raises(ConnectionLost, match="closed by the server"):
                 await call
@@ -195,7 +195,7 @@ async def test_an_answer_cut_anywhere_is_a_lost_connection():
 async def test_answers_may_come_byte_by_byte(connection, peer):
     calls = [connection.call(command(), 30) for _ in range(3)]
     asked = [await peer.next() for _ in calls]
-    for byte in b"".join(encode_command(each.answer(body=b"x" * 40)) for each in asked):
+    for byte in b"".join(encode_command(each.make_response(body=b"x" * 40)) for each in asked):
         peer.send(bytes([byte]))
         await asyncio.sleep(0)  # so that each arrives alone
     assert [(await call).body for call in calls] == [b"x" * 40] * 3
@@ -277,17 +277,17 @@ async def test_what_callbacks_return_runs_after_their_requests(connection, peer)
     order: list[str] = []
 
     def asking(name: str):
-        def on_answer(answer):
+        def on_response(answer):
             order.append(f"{name} answered")
             connection.oneway(command(100))
             return lambda: order.append(f"{name} delivered")
 
-        return on_answer
+        return on_response
 
     for name in ("a", "b"):
         send(connection, asking(name), 5)
     asked = [await peer.next(), await peer.next()]
-    peer.send(b"".join(encode_command(each.answer()) for each in asked))
+    peer.send(b"".join(encode_command(each.make_response()) for each in asked))
     await until(lambda: len(order) == 4)
     assert order == ["a answered", "b answered", "a delivered", "b delivered"]
     assert [(await peer.next()).code, (await peer.next()).code] == [100, 100]
@@ -301,11 +301,11 @@ async def test_a_callback_that_raises_harms_no_other():
         raise ZeroDivisionError("in a callback")
 
     async with connected() as (connection, peer):
-        for on_answer in (bad, lambda answer: lambda: bad(answer)):
-            send(connection, on_answer, 5)
+        for on_response in (bad, lambda answer: lambda: bad(answer)):
+            send(connection, on_response, 5)
         good = connection.call(command(), 30)
         asked = [await peer.next() for _ in range(3)]
-        peer.send(b"".join(encode_command(each.answer()) for each in asked))
+        peer.send(b"".join(encode_command(each.make_response()) for each in asked))
         assert (await good).code == 0
         await until(lambda: len(told) == 2)
         assert not connection.closed
@@ -322,7 +322,7 @@ async def test_requests_of_the_server_are_answered_while_a_call_waits():
 
     async def on_request(asked, connection):
         handled.append(asked.code)
-        return asked.answer(3, f" request type {asked.code} not supported")
+        return asked.make_response(3, f" request type {asked.code} not supported")
 
     async with connected(on_request=on_request) as (connection, peer):
         call = connection.call(command(), 30)
@@ -346,7 +346,7 @@ def not_today(asked):
     [
         (not_today, "not today"),
         (lambda asked: 1 / 0, "ZeroDivisionError: division by zero"),
-        (lambda asked: asked.answer(body=b"x" * MAX_FRAME_BYTES), "at most"),
+        (lambda asked: asked.make_response(body=b"x" * MAX_FRAME_BYTES), "at most"),
     ],
     ids=["an error of ours", "a bug", "too large"],
 )
@@ -399,17 +399,17 @@ async def test_answers_that_the_server_does_not_read_do_not_pile_up():
 
     def on_request(asked, connection):
         handled.append(asked)
-        connection.answer(asked, asked.answer(body=b"x" * 50_000))
+        connection.respond(asked, asked.make_response(body=b"x" * 50_000))
 
     async with connected(on_request=on_request) as (connection, peer):
         peer.stop_reading()
         for number in range(2000):
             peer.send(encode_command(RemotingCommand(307, opaque=number)))
         await until(lambda: len(handled) == 2000)
-        assert connection.is_unread
+        assert connection.is_backlogged
         peer.go_on_reading()
         answered = 0
-        while connection.is_unread:
+        while connection.is_backlogged:
             await peer.next()
             answered += 1
         peer.send(encode_command(RemotingCommand(307, opaque=2000)))
@@ -429,10 +429,10 @@ async def test_requests_are_signed_once_and_last_and_answers_never():
         request.fields = {**request.fields, "Signature": f"of {sorted(request.fields)}"}
 
     async def on_request(asked, connection):
-        return asked.answer()
+        return asked.make_response()
 
     async with connected(sign=sign, on_request=on_request) as (connection, peer):
-        assert connection.signs
+        assert connection.is_signing
         call = connection.call(command(11, a="1"), 30)
         connection.oneway(command(15, b="2"))
         first, second = await peer.next(), await peer.next()
@@ -455,7 +455,7 @@ async def test_a_full_socket_is_waited_for_until_it_is_read_or_reset(end, connec
     for _ in range(8):
         connection.oneway(RemotingCommand(10, body=b"x" * (4 * 1024 * 1024)))
     await asyncio.sleep(0)
-    waiting = asyncio.ensure_future(connection.drained())
+    waiting = asyncio.ensure_future(connection.drain())
     await asyncio.sleep(0.05)
     assert not waiting.done()
     if end == "read":

@@ -133,7 +133,7 @@ class Assignments:
         self._wake_due = False
         self._divergence = Divergence(group, lambda queue, answer: pulling.on_late_reset(queue, answer))
         commits.on_fenced = self._fenced
-        group.cluster.keep_brokers(self._holds_of)
+        group.cluster.keep_reachable(self._holds_of)
 
     # --- what is held
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from pyrocket_consumer.consumer.context.member_context import Group
-from pyrocket_consumer.model import EventKind, MessageQueue, PullAnswer, Subscription
+from pyrocket_consumer.consumer.context.member_context import MemberContext
+from pyrocket_consumer.model import EventKind, MessageQueue, PullResponse, Subscription
 from pyrocket_consumer.offsets.database.claim import Claim
 from pyrocket_consumer.offsets.database.message_ids import id_of
 from pyrocket_consumer.protocol.message import Message
@@ -21,15 +21,15 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 class Divergence:
     """Looks at the logs of queues that begin. Confined to the I/O thread."""
 
-    def __init__(self, group: Group, met_reset: Callable[[MessageQueue, PullAnswer], None]) -> None:
+    def __init__(self, group: MemberContext, met_reset: Callable[[MessageQueue, PullResponse], None]) -> None:
         """`met_reset` hears of a reset that a look has brought: a broker tells it once."""
-        self._group = group
+        self._context = group
         self._met_reset = met_reset
         self._looks: dict[MessageQueue, tuple[int, float]] = {}  # how many found a change; the next one
 
     def is_paused(self, queue: MessageQueue) -> bool:
         """Tell whether it is too early to look once more at the log of `queue`."""
-        return self._group.loop.time() < self._looks.get(queue, (0, 0.0))[1]
+        return self._context.loop.time() < self._looks.get(queue, (0, 0.0))[1]
 
     async def may_begin(self, claim: Claim) -> bool:
         """Tell whether a queue may be consumed; that its log has changed is told once.
@@ -37,7 +37,7 @@ class Divergence:
         Raises:
             RocketError: its broker did not answer.
         """
-        queue, group = claim.queue, self._group
+        queue, group = claim.queue, self._context
         found, is_sure = await self._found(claim)
         if not found:
             self._looks.pop(queue, None)
@@ -72,12 +72,12 @@ class Divergence:
         """
         found, _ = await self._found(claim)
         if not found:
-            claim.log_checked_at = self._group.loop.time()
+            claim.log_checked_at = self._context.loop.time()
         return not found
 
     async def _found(self, claim: Claim) -> tuple[str, bool]:
         """Return what is there instead of the last message consumed, "" if that may still be; and if it is sure."""
-        last, queue, group = claim.last, claim.queue, self._group
+        last, queue, group = claim.last, claim.queue, self._context
         if last is None:
             return "", True
         answer, messages = await group.cluster.broker(queue.broker_name).pull(

@@ -19,7 +19,7 @@ from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.assignment.locks import VALID_S
 from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.context.events import said
-from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Statistics
 from pyrocket_consumer.consumer.context.tasks import Turns
 from pyrocket_consumer.consumer.dispatch.concurrent import Service
@@ -64,7 +64,7 @@ class BrokerRequests:
 
     def __init__(
         self,
-        group: Group,
+        group: MemberContext,
         assignments: Assignments,
         commits: Commits,
         resets: Resets,
@@ -72,7 +72,7 @@ class BrokerRequests:
         calls: Service,
     ) -> None:
         self.started_at_ms = 0
-        self._group = group
+        self._context = group
         self._assignments = assignments
         self._commits = commits
         self._resets = resets
@@ -86,7 +86,7 @@ class BrokerRequests:
 
     def begin(self) -> None:
         """Answer from now on."""
-        cluster, self.started_at_ms = self._group.cluster, self._group.now_ms()
+        cluster, self.started_at_ms = self._context.cluster, self._context.now_ms()
         cluster.on_request_refused(self._refused)
         cluster.on_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, self._ids_changed)
         cluster.on_request(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, self._reset)
@@ -97,42 +97,42 @@ class BrokerRequests:
     def _refused(self, code: int, address: str, why: str) -> None:
         text = f"{request_name(code)} from {address} is not obeyed: {why}"
         facts = {"code": code, "address": address}
-        self._group.event(EventKind.REQUEST_REFUSED, text, facts=facts, level=logging.WARNING)
+        self._context.event(EventKind.REQUEST_REFUSED, text, facts=facts, level=logging.WARNING)
 
     def _not_ours(self, command: RemotingCommand, group: str) -> RemotingCommand | None:
-        if group == self._group.name:
+        if group == self._context.name:
             return None
         remark = f"The Consumer Group <{group}> not exist in this consumer"
-        return command.answer(ResponseCode.SYSTEM_ERROR, remark)
+        return command.make_response(ResponseCode.SYSTEM_ERROR, remark)
 
     def _ids_changed(self, command: RemotingCommand, address: str) -> None:
-        if NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group != self._group.name:
+        if NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group != self._context.name:
             return
-        now = self._group.loop.time()
+        now = self._context.loop.time()
         self._notices = min(self._notices + (now - self._noticed_at) / NOTICE_EVERY_S, NOTICES_AT_ONCE)
         self._noticed_at = now
         if self._notices >= 1:
             self._notices -= 1
-            self._group.rebalance_wanted.set()
+            self._context.rebalance_wanted.set()
         elif self._later is None:
-            self._later = self._group.loop.call_later((1 - self._notices) * NOTICE_EVERY_S, self._follow_notices)
+            self._later = self._context.loop.call_later((1 - self._notices) * NOTICE_EVERY_S, self._follow_notices)
 
     def _follow_notices(self) -> None:
         """Look again who is there, for all notices that have come meanwhile."""
-        self._later, self._notices, self._noticed_at = None, 0.0, self._group.loop.time()
-        self._group.rebalance_wanted.set()
+        self._later, self._notices, self._noticed_at = None, 0.0, self._context.loop.time()
+        self._context.rebalance_wanted.set()
 
     async def _reset(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = ResetOffsetHeader.from_fields(command.fields)
-        if header.group != self._group.name or not command.body:
+        if header.group != self._context.name or not command.body:
             return None
-        if self._group.config.remote_reset == "refuse":
+        if self._context.config.remote_reset == "refuse":
             self._resets.told_to_refuse(f"a reset of {header.topic}")
             return None
         try:
             targets = await self._resets.read(bodies.decode_offset_table, command.body)
         except ProtocolError as error:
-            self._group.event(
+            self._context.event(
                 EventKind.OFFSET_RESET,
                 f"a reset of {header.topic} from {address} cannot be read, nothing moved: {error}",
                 level=logging.ERROR,
@@ -143,11 +143,11 @@ class BrokerRequests:
 
     async def _status(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = GetConsumerStatusHeader.from_fields(command.fields)
-        if header.group != self._group.name:
-            return command.answer(body=bodies.encode_consumer_status({}))
+        if header.group != self._context.name:
+            return command.make_response(body=bodies.encode_consumer_status({}))
         async with self._turns:
             table = self._commits.table(header.topic)
-            return command.answer(body=await _encoded(bodies.encode_consumer_status, table, len(table)))
+            return command.make_response(body=await _encoded(bodies.encode_consumer_status, table, len(table)))
 
     async def _running_info(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = GetConsumerRunningInfoHeader.from_fields(command.fields)
@@ -161,11 +161,11 @@ class BrokerRequests:
                 return await self._resets.answer_relayed(command)
             stacks = await asyncio.to_thread(_stacks) if header.jstack_enable else None
             info = self.running_info(stacks)
-            return command.answer(body=await _encoded(bodies.encode_running_info, info, len(info.queues)))
+            return command.make_response(body=await _encoded(bodies.encode_running_info, info, len(info.queues)))
 
     def running_info(self, stacks: str | None) -> bodies.RunningInfo:
         """Return what tools show of this member."""
-        group, now = self._group, time.time() * 1000
+        group, now = self._context, time.time() * 1000
         loop_now, lock_now = group.loop.time(), group.lock_clock()
         is_locked = group.config.orderly and not group.config.broadcasting
 
@@ -199,14 +199,14 @@ class BrokerRequests:
 
     def _properties(self) -> dict[str, str]:
         """What tools ask for by name, and the settings by the names they have in Java."""
-        config, told = self._group.config, self._group.heartbeat_data()
+        config, told = self._context.config, self._context.heartbeat_data()
         settings: dict[str, object] = {
             "consumerGroup": config.group,
             "messageModel": told.message_model,
             "consumeFromWhere": told.consume_from_where,
             "allocateMessageQueueStrategy": config.allocation,
             "instanceName": config.instance_name,
-            "clientIP": self._group.client_id.partition("@")[0],
+            "clientIP": self._context.client_id.partition("@")[0],
             "namesrvAddr": ";".join(config.name_servers),
             "consumeThreadMin": config.consume_threads,
             "consumeThreadMax": config.consume_threads,
@@ -238,8 +238,8 @@ class BrokerRequests:
         refusal = self._not_ours(command, header.consumer_group)
         if refusal is not None:
             return refusal
-        config = self._group.config
-        if self._group.closing:
+        config = self._context.config
+        if self._context.closing:
             raise RocketError("this consumer is closing")
         if not config.server_messages:
             raise RocketError("this consumer has server_messages=False")
@@ -255,12 +255,12 @@ class BrokerRequests:
         began = time.perf_counter()
         outcome, remark = "CR_SUCCESS", None
         unit = [message] if listener.batch_size > 1 else message
-        call = self._group.loop.create_task(self._calls.call_once(listener, unit, context))
+        call = self._context.loop.create_task(self._calls.call_once(listener, unit, context))
         self._directly.add(call)  # until it ends, however long that takes: calls that hang are not to pile up
         call.add_done_callback(self._directly.discard)
         done, _ = await asyncio.wait([call], timeout=CONSUME_DIRECTLY_S)
         if not done:
-            return command.answer(ResponseCode.CONSUME_MSG_TIMEOUT, "the listener took too long")
+            return command.make_response(ResponseCode.CONSUME_MSG_TIMEOUT, "the listener took too long")
         result, raised = call.result()
         if raised is not None:
             outcome, remark = "CR_THROW_EXCEPTION", said(raised)
@@ -268,7 +268,7 @@ class BrokerRequests:
             outcome = "CR_LATER"
         spent = int((time.perf_counter() - began) * 1000)
         result_body = bodies.ConsumeDirectlyResult(outcome, order=config.orderly, spent_time_mills=spent, remark=remark)
-        return command.answer(body=bodies.encode_consume_directly_result(result_body))
+        return command.make_response(body=bodies.encode_consume_directly_result(result_body))
 
     def _asked_to_consume(self, record: bytes, address: str) -> tuple[Message, Listener]:
         """Return the message a broker has passed on, as if it was pulled from there, and the listener it would get.
@@ -277,13 +277,13 @@ class BrokerRequests:
             RocketError: it would get to no listener of this consumer.
         """
         stored = decode_message(record).queue
-        where = self._group.cluster.broker_name(address)
+        where = self._context.cluster.broker_name(address)
         queue = MessageQueue(stored.topic, where or stored.broker_name, stored.queue_id)
-        message = decode_message(record, queue, Bodies(self._group.config.max_body_bytes))
-        if stored.topic.startswith(RETRY_PREFIX) and stored.topic != retry_topic(self._group.name):
+        message = decode_message(record, queue, Bodies(self._context.config.max_body_bytes))
+        if stored.topic.startswith(RETRY_PREFIX) and stored.topic != retry_topic(self._context.name):
             found = None
         else:
-            found = self._group.subscriptions.get(message.topic)
+            found = self._context.subscriptions.get(message.topic)
         if found is None or message.topic.startswith(RETRY_PREFIX) or not matches(found.subscription, message.tags):
             raise RocketError(f"no listener of this consumer takes messages of {message.topic} like that one")
         return message, found.listener

@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol
 
-from pyrocket_consumer.cluster.broker import HOLD_TICK_S, RESET_REMARK, read_pull_answer
+from pyrocket_consumer.cluster.broker import HOLD_TICK_S, RESET_REMARK, read_pull_response
 from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.consumer.commits.store_thread import UserThread
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ProtocolError, RocketError
-from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullAnswer, PullStatus, Subscription
+from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus, Subscription
 from pyrocket_consumer.protocol.accelerator import rising
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.command import PullMessageHeader, PullTemplate, request
@@ -101,10 +101,10 @@ class PullHost(Protocol):
     def deliver(self, window: ProcessQueue, messages: list[Message]) -> None:
         """Give messages that are in the window to their listener."""
 
-    def offset_moved(self, puller: Puller, asked: int, answer: PullAnswer) -> None:
+    def offset_moved(self, puller: Puller, asked: int, answer: PullResponse) -> None:
         """The broker corrects or resets the queue's offset. The puller has stopped by itself."""
 
-    def late_reset(self, queue: MessageQueue, answer: PullAnswer) -> None:
+    def late_reset(self, queue: MessageQueue, answer: PullResponse) -> None:
         """An abandoned pull has brought a reset: it is the only copy."""
 
     def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
@@ -278,7 +278,7 @@ class Puller:
         self.last_pull_at = self._host.loop.time()
         pull = _Pull(offset, expected, self.last_pull_at)
         self._under_way.append(pull)
-        if connection.signs:
+        if connection.is_signing:
             command = request(self._header(offset, subscription))
             connection.send(
                 lambda opaque: connection.encode(command, opaque),
@@ -370,7 +370,7 @@ class Puller:
             self._refused(answer)
             return None
         try:
-            header = read_pull_answer(answer, pull.offset)
+            header = read_pull_response(answer, pull.offset)
         except ProtocolError as error:
             self._failed(error)
             return None
@@ -621,7 +621,7 @@ class Puller:
             return
         if answer.remark == RESET_REMARK:
             try:
-                self._host.late_reset(self.queue, read_pull_answer(answer, 0))
+                self._host.late_reset(self.queue, read_pull_response(answer, 0))
             except ProtocolError as error:
                 self._tell(error)
 

@@ -7,12 +7,12 @@ import logging
 from functools import partial
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
-from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.pulling.pull_loop import Puller, witness
 from pyrocket_consumer.consumer.resets.resets import Resets
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import RocketError
-from pyrocket_consumer.model import EventKind, MessageQueue, PullAnswer, Subscription
+from pyrocket_consumer.model import EventKind, MessageQueue, PullResponse, Subscription
 from pyrocket_consumer.text import logger
 
 log = logger("consumer")
@@ -37,19 +37,19 @@ LOOK_HOLDS_S = 60.0
 class Corrections:
     """Follows brokers that say where a queue goes on. Confined to the I/O thread."""
 
-    def __init__(self, group: Group, assignments: Assignments, resets: Resets) -> None:
-        self._group = group
+    def __init__(self, group: MemberContext, assignments: Assignments, resets: Resets) -> None:
+        self._context = group
         self._assignments = assignments
         self._resets = resets
 
-    def moved(self, puller: Puller, asked: int, answer: PullAnswer) -> None:
+    def moved(self, puller: Puller, asked: int, answer: PullResponse) -> None:
         """A pull at `asked` was answered with another place. The puller waits until that is decided."""
         puller.moves = 0 if puller.pulled else puller.moves + 1
-        self._group.beside(partial(self._follow, puller, asked, answer), f"following the broker on {puller.queue}")
+        self._context.beside(partial(self._follow, puller, asked, answer), f"following the broker on {puller.queue}")
 
-    def met_late(self, queue: MessageQueue, answer: PullAnswer) -> None:
+    def met_late(self, queue: MessageQueue, answer: PullResponse) -> None:
         """A pull that was given up has brought a reset: it is the only copy."""
-        self._group.beside(partial(self._resets.met_mark, queue, answer, None), f"resetting {queue}")
+        self._context.beside(partial(self._resets.met_mark, queue, answer, None), f"resetting {queue}")
 
     def reset_waits(self, queue: MessageQueue) -> None:
         """The broker ignores commits of `queue`, because it has a reset for the next pull."""
@@ -57,7 +57,7 @@ class Corrections:
         if assignment is not None:
             assignment.puller.ask_master()
 
-    async def _follow(self, puller: Puller, asked: int, answer: PullAnswer) -> None:
+    async def _follow(self, puller: Puller, asked: int, answer: PullResponse) -> None:
         """Obey; a broker that seems not to be ready is asked again first."""
         queue = puller.queue
         await self._rest(puller)
@@ -82,24 +82,24 @@ class Corrections:
             return
         facts = {"from": asked, "to": target, "min": answer.min_offset, "max": answer.max_offset}
         if await self._assignments.move(queue, target, puller.window, "correction"):
-            tell = self._group.event
+            tell = self._context.event
             tell(EventKind.OFFSET_CORRECTED, f"{asked} -> {target}", queue, facts, level=logging.WARNING)
             if target > asked:
                 text = f"{asked} to {target - 1} are not at the broker any more"
                 tell(EventKind.RANGE_SKIPPED, text, queue, facts, level=logging.WARNING)
 
-    def _is_to_be_looked_at(self, window: ProcessQueue, answer: PullAnswer) -> bool:
+    def _is_to_be_looked_at(self, window: ProcessQueue, answer: PullResponse) -> bool:
         """Tell whether the log may be another one; if it was looked at just now, it only ends sooner."""
         claim = window.claim
         if claim is None or not claim.has_last_message or claim.store.on_divergence != "stop":
             return False
         if claim.last is not None and answer.max_offset <= claim.last.offset:
             return True
-        return claim.has_advanced or self._group.loop.time() - claim.log_checked_at > LOOK_HOLDS_S
+        return claim.has_advanced or self._context.loop.time() - claim.log_checked_at > LOOK_HOLDS_S
 
     async def _rest(self, puller: Puller) -> None:
         """Wait before a broker is followed that sends us from place to place: each costs a durable write."""
-        loop, excess = self._group.loop, min(puller.moves - PATIENCE, 16)
+        loop, excess = self._context.loop, min(puller.moves - PATIENCE, 16)
         until = loop.time() + (min(0.1 * 2**excess, LONGEST_PAUSE_S) if excess > 0 else 0)
         while loop.time() < until and not puller.window.dropped:  # noqa: ASYNC110 - an end tells nobody
             await asyncio.sleep(0.05)
@@ -111,8 +111,8 @@ class Corrections:
         only if its log is the one we read; else what came there since the correction is new to us, and begins at the
         lowest end that it had.
         """
-        window, queue, answers, corrected_at_ms = puller.window, puller.queue, 0, self._group.now_ms()
-        broker = self._group.cluster.broker(queue.broker_name)
+        window, queue, answers, corrected_at_ms = puller.window, puller.queue, 0, self._context.now_ms()
+        broker = self._context.cluster.broker(queue.broker_name)
         while answers < DISBELIEF_TRIES and not window.dropped:
             await asyncio.sleep(DISBELIEF_PAUSE_S)
             try:
@@ -120,12 +120,12 @@ class Corrections:
                 is_back = lowest <= asked <= highest and await self._is_same_log(puller, target, corrected_at_ms)
             except RocketError as error:
                 text = f"a correction from {asked} to {target} waits for the queue's range: {error}"
-                self._group.trouble(EventKind.BROKER_UNREACHABLE, text, queue)
+                self._context.trouble(EventKind.BROKER_UNREACHABLE, text, queue)
                 continue
             if is_back:
                 log.info(
                     "group=%s queue=%s a correction from %d to %d is not followed: the range is %d to %d",
-                    self._group.name,
+                    self._context.name,
                     queue,
                     asked,
                     target,
@@ -143,7 +143,7 @@ class Corrections:
         The last message we have read tells. Where there is none, what lies at the end that the broker spoke of does: it
         is older than the correction, or new.
         """
-        last, group, queue = puller.last_read, self._group, puller.queue
+        last, group, queue = puller.last_read, self._context, puller.queue
         answer, messages = await group.cluster.broker(queue.broker_name).pull(
             queue,
             last[0] if last is not None else target,

@@ -18,10 +18,10 @@ from pyrocket_consumer.cluster.reset_record import MAX_EPOCH_ATTEMPTS, EpochTake
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.commits.commits import Commits
-from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.tasks import Turns
 from pyrocket_consumer.errors import PermissionDenied, ProtocolError, RocketError
-from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, PullAnswer
+from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, PullResponse
 from pyrocket_consumer.offsets import DatabaseOffsets, QueueReset
 from pyrocket_consumer.protocol.command import ResetOffsetHeader
 from pyrocket_consumer.protocol.frame import RemotingCommand
@@ -67,8 +67,8 @@ _REFUSES = "this consumer has remote_reset='refuse'"
 class Resets:
     """Follows resets for one group. Confined to the I/O thread."""
 
-    def __init__(self, group: Group, assignments: Assignments, commits: Commits) -> None:
-        self._group = group
+    def __init__(self, group: MemberContext, assignments: Assignments, commits: Commits) -> None:
+        self._context = group
         self._assignments = assignments
         self._commits = commits
         self._records: dict[tuple[str, str], ResetRecord] = {}
@@ -96,7 +96,7 @@ class Resets:
         self._resets[queue] = count + 1, target
         facts: dict[str, object] = {"from": came_from, "to": target, "epoch": epoch}
         known = {name: value for name, value in facts.items() if value is not None}
-        self._group.event(EventKind.OFFSET_RESET, f"-> {target} ({why})", queue, known, level=logging.WARNING)
+        self._context.event(EventKind.OFFSET_RESET, f"-> {target} ({why})", queue, known, level=logging.WARNING)
 
     # --- a word from an admin or a member, by way of a broker
 
@@ -108,7 +108,7 @@ class Resets:
             return self._refused(command, rid, f"version {fields.get('pyrocketV')} of resets is not known here")
         try:
             header = RelayHeader.from_fields(fields)
-            refuses = self._group.config.remote_reset == "refuse"
+            refuses = self._context.config.remote_reset == "refuse"
             if header.operation == "status":
                 topic = decode_status_request(command.body) if command.body else ""
                 state, reason = ("refused", _REFUSES) if refuses else ("ok", None)
@@ -137,7 +137,7 @@ class Resets:
             return await read_body(decode, body)
 
     async def _ordered(self, command: RemotingCommand, rid: str, plan: PlanBody) -> RemotingCommand:
-        config, tasks = self._group.config, self._group.tasks
+        config, tasks = self._context.config, self._context.tasks
         work: asyncio.Task[bool]
         if config.broadcasting:
             resets = {queue: QueueReset(target, plan.epoch) for queue, target in plan.targets.items()}
@@ -158,7 +158,7 @@ class Resets:
 
     async def _why_not(self, plan: PlanBody) -> str:
         """Return why a plan cannot be for us, "" if it can: brokers pass on what anybody asks them to."""
-        group = self._group
+        group = self._context
         now_ms = group.now_ms()
         if not is_valid_epoch(plan.epoch, now_ms):
             return f"its epoch {plan.epoch} is more than a day ahead of this consumer's clock, {now_ms}"
@@ -186,15 +186,15 @@ class Resets:
         self._told_nothing(f"{what} refused: remote_reset='refuse'")
 
     def _told_nothing(self, text: str) -> None:
-        self._group.event(EventKind.OFFSET_RESET, text, level=logging.WARNING)
+        self._context.event(EventKind.OFFSET_RESET, text, level=logging.WARNING)
 
     def _nonsense(self, text: str) -> None:
-        self._group.trouble(EventKind.RECORD_IGNORED, text)
+        self._context.trouble(EventKind.RECORD_IGNORED, text)
 
     def _epoch(self, queue: MessageQueue) -> int:
         """Return the epoch of the newest reset the queue has followed; one that is none does not count."""
         epoch = self._commits.reset_epoch(queue)
-        if not epoch or is_valid_epoch(epoch, self._group.now_ms()):
+        if not epoch or is_valid_epoch(epoch, self._context.now_ms()):
             return epoch
         self._nonsense(
             f"the stored epoch {epoch} of {queue} is more than a day ahead of our clock: it does not count; "
@@ -206,14 +206,16 @@ class Resets:
         self, command: RemotingCommand, rid: str, state: str, report: ReportBody | None, reason: str | None = None
     ) -> RemotingCommand:
         header = RelayResponseHeader(state, rid, reason[:_REASON_CHARACTERS] if reason else None)
-        return command.answer(fields=header.to_fields(), body=encode_report(report) if report is not None else b"")
+        return command.make_response(
+            fields=header.to_fields(), body=encode_report(report) if report is not None else b""
+        )
 
     def _refused(self, command: RemotingCommand, rid: str, reason: str) -> RemotingCommand:
         return self._answer(command, rid, "refused", None, reason)
 
     def report(self, topic: str, rid: str) -> ReportBody:
         """Return what we tell of a topic; epochs only of what is durable."""
-        commits, store = self._commits, self._group.config.offset_store
+        commits, store = self._commits, self._context.config.offset_store
         queues = {queue for queue in self._followed if queue.topic == topic}
         queues.update(self._assignments.held(topic))
         epochs = {queue: self._epoch(queue) for queue in queues - self._undurable}
@@ -225,7 +227,7 @@ class Resets:
             dict(self._plans.get(rid, {})),
             {queue: target for queue, (_, target) in self._resets.items() if queue.topic == topic},
             {queue: count for queue, (count, _) in self._resets.items() if queue.topic == topic},
-            str(self._group.config.message_model),
+            str(self._context.config.message_model),
             store.identity if isinstance(store, DatabaseOffsets) else "",
         )
 
@@ -233,7 +235,7 @@ class Resets:
 
     async def _follow_all(self, resets: Mapping[MessageQueue, QueueReset], why: str, *, recorded: bool = False) -> bool:
         """Follow what is newer than what we have followed, in one durable step; returns whether anything was."""
-        return await self._group.tasks.finish(self._follow_newer(resets, why, recorded), f"following resets ({why})")
+        return await self._context.tasks.finish(self._follow_newer(resets, why, recorded), f"following resets ({why})")
 
     async def _follow_newer(self, resets: Mapping[MessageQueue, QueueReset], why: str, recorded: bool) -> bool:
         """Do what `_follow_all` says.
@@ -241,7 +243,7 @@ class Resets:
         Fence, store, new epoch, pull: as for every reset. Queues we do not hold (yet) get their target as well; but a
         recorded reset does not move a queue that we have never consumed: its start rule holds.
         """
-        group, assignments, commits = self._group, self._assignments, self._commits
+        group, assignments, commits = self._context, self._assignments, self._commits
         async with assignments.kept_still(resets):
             newer: dict[MessageQueue, QueueReset] = {}
             for queue, reset in resets.items():
@@ -276,7 +278,7 @@ class Resets:
     def _tell_memory_only(self) -> None:
         if not self._told_memory_only and not self._commits.keeps_epochs:
             self._told_memory_only = True
-            self._group.event(
+            self._context.event(
                 EventKind.STORE_FALLBACK,
                 "this offset store keeps no reset epochs (see offsets.ResetEpochs): they are in memory, and resets "
                 "made while this consumer is away will not be followed",
@@ -289,7 +291,7 @@ class Resets:
             try:
                 await self._commits.persist_again(queues)
             except RocketError as error:
-                self._group.trouble(EventKind.COMMIT_FAILED, f"resets are not stored yet: {error}")
+                self._context.trouble(EventKind.COMMIT_FAILED, f"resets are not stored yet: {error}")
             else:
                 self._undurable.difference_update(queues)
 
@@ -306,13 +308,13 @@ class Resets:
         return self._recorded.get(queue)
 
     def _reads_records(self, topic: str) -> bool:
-        config = self._group.config
+        config = self._context.config
         keeps = config.broadcasting or isinstance(config.offset_store, DatabaseOffsets)
         return keeps and config.remote_reset == "accept" and not topic.startswith(RETRY_PREFIX)
 
     async def read_regularly(self) -> None:
         """Look at every record now and then, and soon after a broker was away. Until cancelled."""
-        group = self._group
+        group = self._context
         while True:
             interval_s = group.config.reset_record_interval_s * group.rng.uniform(0.9, 1.1)
             try:
@@ -329,15 +331,15 @@ class Resets:
 
     def _places(self) -> list[tuple[str, str]]:
         places = []
-        for topic in self._group.subscriptions.topics():
-            route = self._group.cluster.known_route(topic) if self._reads_records(topic) else None
+        for topic in self._context.subscriptions.topics():
+            route = self._context.cluster.known_route(topic) if self._reads_records(topic) else None
             for broker in route.brokers if route is not None else ():
                 if MASTER_ID in broker.addresses and self._queue_ids(topic, broker.broker_name):
                     places.append((topic, broker.broker_name))
         return places
 
     def _queue_ids(self, topic: str, broker_name: str) -> range:
-        route = self._group.cluster.known_route(topic)
+        route = self._context.cluster.known_route(topic)
         for data in route.queues if route is not None else ():
             if data.broker_name == broker_name:
                 return range(max(data.read_queues, data.write_queues))
@@ -346,7 +348,7 @@ class Resets:
     def _record(self, topic: str, broker_name: str) -> ResetRecord:
         key = topic, broker_name
         if key not in self._records:
-            group = self._group
+            group = self._context
             self._records[key] = ResetRecord(
                 group.cluster, group.name, topic, broker_name, now_ms=group.now_ms, on_invalid=self._nonsense
             )
@@ -354,7 +356,7 @@ class Resets:
 
     async def _read(self, topic: str, broker_name: str, *, first: bool = False) -> None:
         """Follow what is new in a record. Trouble is told, and tried again."""
-        group, key = self._group, (topic, broker_name)
+        group, key = self._context, (topic, broker_name)
         async with self._reading.setdefault(key, asyncio.Lock()):
             if first and (key in self._heads or key in self._unread):
                 return  # the topic's queues begin at the same time, and one has done it for all
@@ -385,7 +387,7 @@ class Resets:
             MessageQueue(topic, broker_name, queue_id): QueueReset(reset.target, reset.epoch)
             for queue_id, reset in found.items()
         }
-        if not self._group.config.broadcasting:
+        if not self._context.config.broadcasting:
             self._recorded.update(resets)
         elif not commits.keeps_epochs and key not in self._heads:
             # At our first look we cannot tell a reset we followed in an earlier life from one we missed. To follow the
@@ -400,7 +402,7 @@ class Resets:
 
     async def told_by_broker(self, topic: str, targets: Mapping[MessageQueue, int]) -> None:
         """A broker tells every member to move (220). A table with anything that no broker would say moves nothing."""
-        group = self._group
+        group = self._context
         if why := self._why_no_table(topic, targets):
             if group.subscriptions.get(topic) is None:
                 self._begun(targets)  # should it be subscribed to again: where its queues once were is no longer right
@@ -411,14 +413,14 @@ class Resets:
             await self.move_held(topic, targets, "told by the broker")
 
     def _why_no_table(self, topic: str, targets: Mapping[MessageQueue, int]) -> str:
-        if self._group.subscriptions.get(topic) is None and not self._assignments.held(topic):
+        if self._context.subscriptions.get(topic) is None and not self._assignments.held(topic):
             return f"this consumer does not subscribe to {topic}"
         for queue, target in targets.items():
             if queue.topic != topic:
                 return f"it names {queue}"
             if not 0 <= target <= MAX_RECORDED_OFFSET:
                 return f"{target} is no offset of {queue}"
-        if self._group.cluster.known_route(topic) is None:
+        if self._context.cluster.known_route(topic) is None:
             return ""  # it was subscribed to just now
         # The broker may know of a queue before any route does: only a table of none but such is told.
         unknown = self._unknown_queues(topic, targets)
@@ -450,15 +452,15 @@ class Resets:
 
     def _is_repeated(self, queue: MessageQueue, target: int) -> bool:
         at, offset = self._recent.get(queue, (0.0, -1))
-        return offset == target and self._group.loop.time() - at < REPEATED_WITHIN_S
+        return offset == target and self._context.loop.time() - at < REPEATED_WITHIN_S
 
-    async def met_mark(self, queue: MessageQueue, answer: PullAnswer, asked: int | None) -> None:
+    async def met_mark(self, queue: MessageQueue, answer: PullResponse, asked: int | None) -> None:
         """A pull was answered that the broker has reset the queue. It says so once, to whichever pull comes first.
 
         `asked` is where the pull was, None if it had been abandoned: this is the only copy of the reset all the same.
         In broadcasting it is for every member, and we are the one to tell the others.
         """
-        group, target = self._group, answer.next_offset
+        group, target = self._context, answer.next_offset
         how = "told to an abandoned pull" if asked is None else "made at the broker"
         if group.config.remote_reset == "refuse":
             await self._keep_place(queue)
@@ -491,7 +493,7 @@ class Resets:
 
     async def _spread(self, topic: str, broker_name: str) -> None:
         """Record resets that only we have heard of, and tell the other members; those that come together, together."""
-        group, key = self._group, (topic, broker_name)
+        group, key = self._context, (topic, broker_name)
         async with self._spreading.setdefault(key, asyncio.Lock()):
             targets = self._marks.pop(key, {})
             if not targets:
@@ -537,7 +539,7 @@ class Resets:
 
         A member of ours is told; for others, the broker is asked to reset the queue once more.
         """
-        group = self._group
+        group = self._context
         plan = PlanBody(queue.topic, group.now_ms(), {queue: target})
         told, moved = await self._tell_others(queue.broker_name, plan)
         text = f"-> {target}, told to a pull from when the queue was ours; passed on to {told or 'nobody'}"
@@ -553,7 +555,7 @@ class Resets:
 
     async def _tell_others(self, broker_name: str, plan: PlanBody) -> tuple[str, set[MessageQueue]]:
         """Tell every other member; return who was told, and the queues of a clustering group that they have moved."""
-        group = self._group
+        group = self._context
         try:
             ids = await group.cluster.broker(broker_name).consumer_ids(group.name)
         except RocketError as error:

@@ -150,7 +150,7 @@ class ConsumerLifecycle:
             await self._open(file_store)
             client_id = file_store.client_id
         cluster = self.cluster = Cluster(config, client_id, io=self._io)
-        loop.set_exception_handler(cluster.surprised)
+        loop.set_exception_handler(cluster.handle_loop_exception)
         await cluster.start_on_loop()
         commits: Commits
         if store is None:

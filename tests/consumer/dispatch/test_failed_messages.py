@@ -234,7 +234,7 @@ def test_what_was_stored_less_safely_is_not_sent_again(orders, broker):
     """Brokers say this of a send-back as if it had failed."""
 
     def late_disk(exchange):
-        exchange.handle(lambda stored: exchange.answer(exchange.request.answer(1, "FLUSH_DISK_TIMEOUT")))
+        exchange.handle(lambda stored: exchange.answer(exchange.request.make_response(1, "FLUSH_DISK_TIMEOUT")))
 
     orders.fill(1)
     broker.on(SEND_BACK, late_disk, times=None)

@@ -98,7 +98,7 @@ class ComputesItTwice(NaiveMember):
 
 
 @contextmanager
-def in_background(manager: Any) -> Iterator[Any]:
+def run_in_background(manager: Any) -> Iterator[Any]:
     """Enter a context manager on another thread; what is yielded waits for it, and returns what it yields."""
     with ThreadPoolExecutor(1) as pool:
         entering = pool.submit(manager.__enter__)
@@ -122,7 +122,7 @@ def test_the_start_is_computed_once(embedded, names, member):
     fill(embedded, topic, 18)
     gate = Gate(answers=True)
     broker.on(RequestCode.GET_MAX_OFFSET, gate, when=of(topic))
-    with in_background(member(embedded, topic, group, consume_from="last", orderly=True)) as start:
+    with run_in_background(member(embedded, topic, group, consume_from="last", orderly=True)) as start:
         gate.wait_held(timeout_s=WAIT_S)
         embedded.send(topic, b"early", queue_id=0)
         gate.open()

@@ -246,7 +246,7 @@ def not_here(exchange: Exchange) -> None:
     """What a slave answers where it has no message (any more): stay where you are, and ask the master."""
     offset = exchange.request.fields["queueOffset"]
     fields = {"nextBeginOffset": offset, "minOffset": "0", "maxOffset": "0", "suggestWhichBrokerId": "0"}
-    exchange.answer(exchange.request.answer(20, "OFFSET_TOO_SMALL", fields))
+    exchange.answer(exchange.request.make_response(20, "OFFSET_TOO_SMALL", fields))
 
 
 @pytest.mark.hazard("H20")

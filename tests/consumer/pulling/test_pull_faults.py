@@ -187,7 +187,7 @@ def test_a_broker_that_holds_no_pull_is_asked_less_and_less(orders, broker):
     def nothing(exchange) -> None:
         here = exchange.request.fields["queueOffset"]
         fields = {"nextBeginOffset": here, "minOffset": "0", "maxOffset": here, "suggestWhichBrokerId": "0"}
-        exchange.answer(exchange.request.answer(19, "OFFSET_OVERFLOW_ONE", fields))
+        exchange.answer(exchange.request.make_response(19, "OFFSET_OVERFLOW_ONE", fields))
 
     orders.on(PULL, nothing, times=None)
     seen = Seen()

@@ -66,7 +66,7 @@ class Line:
     """A connection to one of the queue's brokers."""
 
     def __init__(self, host: Host, broker_id: int, signs: bool) -> None:
-        self._host, self._broker_id, self.signs = host, broker_id, signs
+        self._host, self._broker_id, self.is_signing = host, broker_id, signs
 
     def encode(self, command: RemotingCommand, opaque: int) -> bytes:
         return encode_command(command)
