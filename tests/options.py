@@ -1,6 +1,6 @@
 """What is made from the options in pyrocket_consumer/config: keyword types, docstrings and tables of the reference.
 
-`python -m tests.options --write` makes them anew; without it, it prints the files that differ.
+`python -m tests.options --write` writes them; without the option it prints the files that differ.
 """
 
 from __future__ import annotations

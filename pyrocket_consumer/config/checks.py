@@ -105,10 +105,10 @@ def parse_address(address: str, what: str = "address") -> tuple[str, int]:
 
 
 def parse_allowed_addresses(value: str | Iterable[str]) -> tuple[str, ...]:
-    """Return what brokers' addresses may be: hosts, `host:port`, networks like `10.0.0.0/8`; one, or several.
+    """Return the addresses that brokers may have: one or several hosts, `host:port`, or networks like `10.0.0.0/8`.
 
     Raises:
-        ConfigError: there is none, or one is none of these.
+        ConfigError: there is no address, or one has another form.
     """
     names = check_names("allowed_addresses", value)
     if not names:
@@ -172,7 +172,7 @@ def check_names(name: str, value: object) -> list[str]:
     """Return the names in `value`: one, or an iterable of them.
 
     Raises:
-        ConfigError: it is neither, or one of them is no text or empty.
+        ConfigError: it is neither, or one of them is not text or empty.
     """
     names = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
     if not all(isinstance(each, str) and each for each in names):
@@ -183,7 +183,7 @@ def check_names(name: str, value: object) -> list[str]:
 def check_text(name: str, value: object) -> None:
     """Raise ConfigError unless `value` is None or a text that is not empty."""
     if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f"{name}={safe_repr(value)} is not allowed; it must be a text, or left out")
+        raise ConfigError(f"{name}={safe_repr(value)} is not allowed; it must be a text, or omitted")
 
 
 class Secret(str):
@@ -196,8 +196,8 @@ class Secret(str):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ConfigError(
-            "a config with access_key, secret_key or security_token is not pickled: whoever reads that would have the "
-            "account. Pickle dataclasses.replace(config, access_key=None, secret_key=None, security_token=None), and "
+            "a config with access_key, secret_key or security_token is not pickled, because readers of the pickle "
+            "would have the account. Pickle dataclasses.replace(config, access_key=None, secret_key=None, security_token=None), and "
             "hand over the account by itself; str(config.secret_key) is the plain text"
         )
 
@@ -212,10 +212,10 @@ def check_secret(name: str, value: object) -> Secret:
     """Return a part of an account. Its value shows in no error.
 
     Raises:
-        ConfigError: it is no text, empty, or has characters that no key has.
+        ConfigError: it is not text, empty, or has characters that no key has.
     """
     if not isinstance(value, str):
-        raise ConfigError(f"{name} is of type {type(value).__name__}; it must be a text, or left out")
+        raise ConfigError(f"{name} is of type {type(value).__name__}; it must be a text, or omitted")
     if not value:
         raise ConfigError(f"{name} is empty; give it, or leave the account out")
     if not (value.isascii() and value.isprintable()) or value != value.strip():
@@ -230,7 +230,7 @@ def check_queues(name: str, value: object) -> list[MessageQueue]:
     """Return the queues in an iterable of them.
 
     Raises:
-        ConfigError: it is none, or has something else in it.
+        ConfigError: it is not iterable, or has another kind of item.
     """
     queues: list[Any] = list(value) if isinstance(value, Iterable) else [value]
     for queue in queues:
@@ -262,10 +262,10 @@ _PLACES: Mapping[str, Literal["first", "last"]] = {
 def check_place(name: str, value: object, or_else: str = "") -> Place:
     """Return the place `value` means: "first" (or "earliest"), "last" (or "latest"), an aware datetime, or its text.
 
-    `or_else` ends the list of what is allowed, where there is more.
+    `or_else` ends the list of allowed values in the error.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it has another form.
     """
     at = value
     if isinstance(value, str):

@@ -28,7 +28,7 @@ def _check_part_of_client_id(name: str, value: object) -> None:
     if not isinstance(value, str) or not 0 < len(value) <= MAX_PART_CHARACTERS or not value.isprintable():
         raise ConfigError(
             f"{name}={safe_repr(value)} is not allowed; it must be a text of 1 to {MAX_PART_CHARACTERS} printable "
-            "characters, or left out: it is in the client id, which brokers and tools show"
+            "characters, or omitted. It is part of the client id, which brokers and tools show"
         )
 
 

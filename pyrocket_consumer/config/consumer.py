@@ -47,8 +47,8 @@ class ConsumerConfig(ClientConfig):
     orderly: bool = option(False, "run one listener call of a queue at a time, in the order of offsets", flag())
     order_by: OrderBy | None = option(
         None,
-        "order by key instead: messages of one key run one at a time and in the order of offsets, and other keys run "
-        "at the same time. A callable takes a message and returns a hashable key; see [order](order.md)",
+        "order by key instead. Messages of one key run one at a time, in the order of offsets, and other keys run at the "
+        "same time. A callable takes a message and returns a hashable key; see [order](order.md)",
         allowed='`"sharding_key"`, a callable; orderly only',
     )
     consume_from: Literal["first", "earliest", "last", "latest"] | str | datetime = option(
@@ -61,7 +61,7 @@ class ConsumerConfig(ClientConfig):
     )
     listener_batch_size: int = option(
         1,
-        "above 1 the listener takes a list of at most so many messages of one pull. An orderly queue fills the list "
+        "above 1 the listener takes a list of at most that many messages of one pull. An orderly queue fills the list "
         "from all its waiting messages",
         whole(1, 1024),
     )
@@ -137,12 +137,12 @@ class ConsumerConfig(ClientConfig):
     )
     durability: Literal["fsync", "process", "checkpoint"] = option(
         "fsync",
-        'what a stored offset of the local file survives: `"fsync"` a power failure, `"process"` the end of the '
+        'the events that a stored offset of the local file survives: `"fsync"` a power failure, `"process"` the end of the '
         'process. `"checkpoint"` survives a power failure, and Java clients can read every stored offset',
         one_of("fsync", "process", "checkpoint"),
     )
     on_unreadable_store: Literal["raise", "backup", "start_over"] = option(
-        "backup", "what to do when the local file is damaged", one_of("raise", "backup", "start_over")
+        "backup", "the reaction to a damaged local file", one_of("raise", "backup", "start_over")
     )
     remote_reset: Literal["accept", "refuse"] = option(
         "accept",
@@ -205,7 +205,7 @@ class ConsumerConfig(ClientConfig):
             try:
                 inspect.signature(key_of).bind(None)
             except ValueError:
-                pass  # some built-ins tell nothing of themselves
+                pass  # some built-ins have no signature
             except TypeError as error:
                 raise ConfigError(f"{shown_by} cannot be called with a message: {error}") from error
         if not self.orderly:
@@ -259,7 +259,7 @@ class ConsumerConfig(ClientConfig):
 
     @property
     def most_attempts(self) -> int | None:
-        """How often a message may fail before it is given up: 16, or for ever when orderly, unless set."""
+        """How often a message may fail before it is given up: 16, or without limit when orderly, unless set."""
         if self.max_reconsume_times is None:
             return None if self.orderly else DEFAULT_MAX_RECONSUME_TIMES
         return self.max_reconsume_times

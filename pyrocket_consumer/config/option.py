@@ -18,7 +18,7 @@ _OPTION = "option"
 
 
 class Check(NamedTuple):
-    """What a value may be: as a text for the documentation, and as a function that raises ConfigError."""
+    """The allowed values: as a text for the documentation, and as a function that raises ConfigError."""
 
     allowed: str
     apply: Callable[[str, Any], object]
@@ -39,11 +39,11 @@ def option(
     """Return a dataclass field for an option.
 
     Args:
-        default: the value if the option is left out
+        default: the value of an omitted option
         purpose: one or two plain sentences for the documentation, without a full stop at the end
-        check: what a value may be; None where `__post_init__` checks it
+        check: the allowed values; None if `__post_init__` checks them
         shown: the default as the documentation shows it, if it is not the value itself
-        allowed: what the documentation shows as allowed, if `check` does not say enough
+        allowed: the allowed values as the documentation shows them, if `check` does not describe them
         secret: leave the value out of the config's repr
     """
     metadata = {

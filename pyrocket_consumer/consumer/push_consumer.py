@@ -90,15 +90,15 @@ class _Face:
                 one that responds is enough
             message_model ("clustering"; "broadcasting"): give each message to one member, or to every member
             orderly (False): run one listener call of a queue at a time, in the order of offsets
-            order_by (–; "sharding_key", a callable; orderly only): order by key instead: messages of one key run one at
-                a time and in the order of offsets, and other keys run at the same time. A callable takes a message and
+            order_by (–; "sharding_key", a callable; orderly only): order by key instead. Messages of one key run one at
+                a time, in the order of offsets, and other keys run at the same time. A callable takes a message and
                 returns a hashable key; see docs/order.md
             consume_from ("last"; "first", an aware datetime or its text): where a group begins that has no offset for a
                 queue
             consume_threads (20; 1–1000): the number of workers for plain listeners, and of concurrent calls for async
                 def ones
-            listener_batch_size (1; 1–1024): above 1 the listener takes a list of at most so many messages of one pull.
-                An orderly queue fills the list from all its waiting messages
+            listener_batch_size (1; 1–1024): above 1 the listener takes a list of at most that many messages of one
+                pull. An orderly queue fills the list from all its waiting messages
             pull_batch_size (32; 1–1024, or {topic: n}): the most messages of one pull. Brokers return at most 32, and
                 256 KiB, by default
             max_cached_messages (1000; 1–1 000 000, or {topic: n}): the number of unfinished messages of a queue at
@@ -129,10 +129,10 @@ class _Face:
                 for clustering, and the local file for broadcasting
             offset_store_dir (ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR, ~/.rocketmq_offsets; a directory): the parent
                 directory of the local file, which is <dir>/<client id>/<group>/offsets.json
-            durability ("fsync"; "fsync", "process", "checkpoint"): what a stored offset of the local file survives:
-                "fsync" a power failure, "process" the end of the process. "checkpoint" survives a power failure, and
-                Java clients can read every stored offset
-            on_unreadable_store ("backup"; "raise", "backup", "start_over"): what to do when the local file is damaged
+            durability ("fsync"; "fsync", "process", "checkpoint"): the events that a stored offset of the local file
+                survives: "fsync" a power failure, "process" the end of the process. "checkpoint" survives a power
+                failure, and Java clients can read every stored offset
+            on_unreadable_store ("backup"; "raise", "backup", "start_over"): the reaction to a damaged local file
             remote_reset ("accept"; "accept", "refuse"): whether brokers, admins and other members may move the offsets
                 of this member; see docs/resets.md
             reset_record_interval_s (60; 0.05–86400 s): broadcasting: the time between two checks for a recorded reset
