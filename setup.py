@@ -1,5 +1,7 @@
-"""What setup.cfg cannot say: what is compiled, if it can be; and on a package index, the README names files in place of
-links, which would lead nowhere."""
+"""What setup.cfg cannot do: compile a part where there is a compiler, and rewrite the README for a package index.
+
+There, the README names files in place of links, which would lead nowhere.
+"""
 
 import hashlib
 import os

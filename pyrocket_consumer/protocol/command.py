@@ -1,5 +1,6 @@
-"""The header fields of every request and answer we speak, one frozen dataclass each, whose `==`, `hash` and
-`repr` are those of `Header`.
+"""The header fields of every request and response that a client uses, one frozen dataclass each.
+
+Their `==`, `hash` and `repr` are those of `Header`.
 
 Attributes are the Java field names in snake_case; `broker_name` travels as `bname`. Fields that an old or new peer may
 leave out are `None` when absent. Source: the *RequestHeader and *ResponseHeader classes.

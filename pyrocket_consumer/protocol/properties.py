@@ -101,9 +101,9 @@ def encode_properties(properties: Mapping[str, str]) -> str:
 
 
 def decode_properties(text: bytes | str) -> dict[str, str]:
-    """Return the properties in `text`; a name that occurs twice has its last value.
+    r"""Return the properties in `text`; a name that occurs twice has its last value.
 
-    Items without a name, without a value or without a separator are left out, further \\x01 belong to the value, and
+    Items without a name, without a value or without a separator are left out, further \x01 belong to the value, and
     bytes that are not UTF-8 read as U+FFFD: nothing raises. Source: MessageDecoder.string2messageProperties.
     """
     if not isinstance(text, str):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import pyspark.sql.datasource as datasource
+from pyspark.sql import datasource
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming.datasource import (

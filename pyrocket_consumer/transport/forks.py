@@ -1,5 +1,8 @@
-"""What a forked child must not keep: sockets, for a membership lives while any process has its connection open; and
-locks, for whoever held one in the parent does not run here, and would never give it back."""
+"""What a forked child must not keep: sockets and locks.
+
+A membership lives while any process has its connection open. A thread that held a lock in the parent does not run in the
+child, and would never release it.
+"""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ _sigterm_callbacks: list[Callable[[], None]] = []
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    for notify in list(_sigterm_callbacks):
+    for notify in list(_sigterm_callbacks):  # noqa: PERF101 - a callback may remove itself
         notify()
 
 

@@ -132,9 +132,7 @@ class JournalFile:
         self.is_appendable = True
 
     def encode_frames(self, changed: Sequence[JournaledOffset]) -> bytes:
-        """Return the frames that set the offset of each entry to what is stored, in one step; b"" if a checkpoint is
-        called for.
-        """
+        """Return the frames that store the offset of each entry in one step; b"" if a checkpoint is due."""
         generation = self._generation
         if len(changed) == 1:
             entry = changed[0]
@@ -184,8 +182,9 @@ class JournalFile:
         self._position += len(frames)
 
     def write(self, frames: bytes, count: int) -> None:
-        """Write `frames`, which complete the first `count` writes, and count them as durable without a flush: they
-        survive the process, not power loss. In one life of the store all are appended, or all are written.
+        """Write `frames`, which complete the first `count` writes, and count those as durable without a flush.
+
+        They survive the process, not power loss. In one life of the store all are appended, or all are written.
         """
         assert self._file is not None
         try:

@@ -508,8 +508,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._checkpointed_at = self._clock()
 
     def _check_files(self) -> None:
-        """See that the files are there, and the lock on them ours: somebody may have removed them. If so, all is
-        written anew, unless another owns the store. The write lock is held.
+        """Check that the files are there, and that the lock on them is ours: somebody may have removed them.
+
+        If so, write everything anew, unless another process owns the store. The caller holds the write lock.
 
         Raises:
             OffsetStoreLocked: another owns the store, or has owned it since.
