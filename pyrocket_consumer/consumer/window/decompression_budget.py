@@ -30,7 +30,7 @@ class DecompressionBudget(Bodies):
     def __init__(self, limit: int, max_bytes: int = MAX_BODY_BYTES) -> None:
         super().__init__(max_bytes)
         self._limit = limit
-        self._changed = threading.Condition(threading.Lock())
+        self.changed = threading.Condition(threading.Lock())
         self._used = 0
         self._waiting: deque[Reservation] = deque()
         self._measuring = threading.Lock()  # it takes memory and time itself: one after the other
@@ -60,7 +60,7 @@ class DecompressionBudget(Bodies):
         So calls that need much room occupy one worker while they wait, and the others are left to those that do not.
         Queues have their turns one after the other, whoever has more that waits.
         """
-        with self._changed:
+        with self.changed:
             if self._is_measuring:
                 self._deferred.setdefault(queue, deque()).append(again)
                 return False
@@ -69,7 +69,7 @@ class DecompressionBudget(Bodies):
 
     def release_measuring(self) -> None:
         """Have the next one try again."""
-        with self._changed:
+        with self.changed:
             self._is_measuring = False
         self.retry_deferred()
 
@@ -80,7 +80,7 @@ class DecompressionBudget(Bodies):
         """
         if not self._deferred:
             return
-        with self._changed:
+        with self.changed:
             if self._is_measuring or not self._deferred:
                 return
             queue, deferred = next(iter(self._deferred.items()))
@@ -107,7 +107,7 @@ class DecompressionBudget(Bodies):
         reservation.messages = [message for message in messages[: reservation.count] if holds_packed(message)]
 
     def _try_acquire(self, reservation: Reservation) -> bool:
-        with self._changed:
+        with self.changed:
             return self._try_grant(reservation)
 
     def _try_grant(self, reservation: Reservation) -> bool:
@@ -118,23 +118,23 @@ class DecompressionBudget(Bodies):
             return False  # those who need little may pass, but not for ever
         if self._used and self._used + reservation.size > self._limit:
             return False
-        self._grant(reservation)
+        self.grant(reservation)
         return True
 
-    def _grant(self, reservation: Reservation) -> None:
+    def grant(self, reservation: Reservation) -> None:
         self._used += reservation.size
         reservation.is_granted = True
         if reservation in self._waiting:
             self._waiting.remove(reservation)
-        self._changed.notify_all()  # the next in line may fit in as well
+        self.changed.notify_all()  # the next in line may fit in as well
 
-    def _wait(self, reservation: Reservation, seconds: float) -> bool:
-        with self._changed:
+    def wait(self, reservation: Reservation, seconds: float) -> bool:
+        with self.changed:
             self._enqueue(reservation)
-            return self._changed.wait_for(lambda: self._try_grant(reservation), seconds)
+            return self.changed.wait_for(lambda: self._try_grant(reservation), seconds)
 
-    def _queue_and_try(self, reservation: Reservation) -> bool:
-        with self._changed:
+    def queue_and_try(self, reservation: Reservation) -> bool:
+        with self.changed:
             self._enqueue(reservation)
             return self._try_grant(reservation)
 
@@ -143,14 +143,14 @@ class DecompressionBudget(Bodies):
             reservation.waiting_since = time.monotonic()
             self._waiting.append(reservation)
 
-    def _release(self, reservation: Reservation) -> None:
-        with self._changed:
+    def release(self, reservation: Reservation) -> None:
+        with self.changed:
             if reservation.is_granted:
                 reservation.is_granted = False
                 self._used -= reservation.size
             elif reservation in self._waiting:
                 self._waiting.remove(reservation)
-            self._changed.notify_all()
+            self.changed.notify_all()
         self.retry_deferred()
 
 
@@ -174,7 +174,7 @@ class Reservation:
         """
         until = time.monotonic() + timeout_s
         while not self.is_granted and wanted():
-            if self._budget._wait(self, min(WANTED_CHECK_S, max(until - time.monotonic(), 0))):
+            if self._budget.wait(self, min(WANTED_CHECK_S, max(until - time.monotonic(), 0))):
                 return True
             if time.monotonic() >= until:
                 self._grant_anyway()
@@ -182,17 +182,17 @@ class Reservation:
 
     def try_acquire(self, is_late: bool = False) -> bool:
         """Tell whether there is room now; `is_late`: there shall be."""
-        if not self.is_granted and not self._budget._queue_and_try(self) and is_late:
+        if not self.is_granted and not self._budget.queue_and_try(self) and is_late:
             self._grant_anyway()
         return self.is_granted
 
     def _grant_anyway(self) -> None:
-        with self._budget._changed:
+        with self._budget.changed:
             if not self.is_granted:
-                self._budget._grant(self)
+                self._budget.grant(self)
 
     def release(self) -> None:
         """Free what the call's messages have unpacked; or wait no longer."""
         for message in self.messages:
             forget_body(message)
-        self._budget._release(self)
+        self._budget.release(self)
