@@ -269,7 +269,7 @@ def _in_python(cls: type) -> type:
     (path,) = [
         path
         for path in PRODUCT.rglob("*.py")
-        if "testing" not in path.parts and re.search(rf"^class {cls.__name__}\b", path.read_text(), re.M)
+        if "testing" not in path.parts and re.search(rf"^class {cls.__name__}\b", path.read_text(), re.MULTILINE)
     ]
     found = getattr(importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)), cls.__name__)
     lacking = {name for name in vars(cls) if not name.startswith("_")} - {*vars(found), *found.__annotations__}
@@ -440,7 +440,8 @@ def _spark_columns() -> Iterator[str]:
     yield from (f"format {name}" for name in re.findall(r"def name\(cls\) -> str:[^@]*?return \"(\w+)\"", sources))
     yield from (f"read {name} {kind}" for name, kind in re.findall(r"\"(\w+)\": (\w+Type\(.*\)),\n", sources))
     yield from (
-        f"write {name} {kind}" for name, kind in re.findall(r"^    \"([a-zA-Z]+)\": \"([a-z<>, ]+)\",$", sources, re.M)
+        f"write {name} {kind}"
+        for name, kind in re.findall(r"^    \"([a-zA-Z]+)\": \"([a-z<>, ]+)\",$", sources, re.MULTILINE)
     )
 
 
@@ -542,7 +543,9 @@ def _exit_codes() -> Iterator[str]:
     codes = {
         code
         for path in sorted((PRODUCT / "cli").rglob("*.py"))
-        for line in re.findall(r"^ +return ([0-9][0-9]?(?: (?:if|else) .*)?|.* else [0-9])$", path.read_text(), re.M)
+        for line in re.findall(
+            r"^ +return ([0-9][0-9]?(?: (?:if|else) .*)?|.* else [0-9])$", path.read_text(), re.MULTILINE
+        )
         for code in re.findall(r"(?:^|else )([0-9])\b", line)
     }
     yield f"returned as literals: {' '.join(sorted(codes))}"

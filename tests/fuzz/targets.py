@@ -425,8 +425,10 @@ PULL_ANSWERS = [
 ]
 OWNERS = [b'{"pid": 1, "host": "x", "since": 1700000000.5, "closes_by": null}', b'{"pid": 1, "host": "x", "since": 0}']
 SPARK_OFFSETS = [
-    b'{"version": 1, "queues": {"T": {"a": {"0": 5, "1": 98}}}, "from": {"T": {"a": {"0": 5}}}, "initial": true, '
-    b'"seen": {"T": {"a": 1714557600000}}}'
+    (
+        b'{"version": 1, "queues": {"T": {"a": {"0": 5, "1": 98}}}, "from": {"T": {"a": {"0": 5}}}, "initial": true, '
+        b'"seen": {"T": {"a": 1714557600000}}}'
+    )
 ]
 MESSAGE_IDS = [b"7F00000100002A9F0000000000000000"]
 
