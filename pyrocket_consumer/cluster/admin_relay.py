@@ -96,7 +96,8 @@ async def fetch_group_members(
         left_s = max(MIN_WAIT_S, deadline - cluster.loop.time())
         try:
             async with asyncio.timeout(left_s if left_s < math.inf else None):
-                return await read_from(broker_name)
+                await read_from(broker_name)
+                return
         except TimeoutError:
             error = RocketError(f"{broker_name} did not tell the members of {group} within {left_s:.2g} s")
         except RocketError as failure:

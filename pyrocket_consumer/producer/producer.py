@@ -709,9 +709,11 @@ def in_flight_limit_error(request: SendRequest, config: ProducerConfig) -> SendE
     return SendError(
         request.shown_topic,
         (
-            f"no room within {request.timeout_s:g} s: all the time there were on their way "
-            f"max_in_flight_messages={config.max_in_flight_messages} "
-            f"or max_in_flight_bytes={config.max_in_flight_bytes}",
+            (
+                f"no room within {request.timeout_s:g} s: all the time there were on their way "
+                f"max_in_flight_messages={config.max_in_flight_messages} "
+                f"or max_in_flight_bytes={config.max_in_flight_bytes}"
+            ),
         ),
     )
 
