@@ -63,7 +63,7 @@ class Sender:
             self._socket.settimeout(30.0)
         if not received:
             raise ConnectionResetError("the broker closed the connection")
-        for answer in self._frames.received(received):
+        for answer in self._frames.read_commands(received):
             if answer.code != 0:
                 raise ConnectionAbortedError(f"the broker answered a send with {answer.code}: {answer.remark}")
             self.under_way -= 1

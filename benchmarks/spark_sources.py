@@ -16,8 +16,8 @@ from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.columns import PulledRecords, record_batches
-from pyrocket_consumer.protocol.frame import Extent
-from pyrocket_consumer.protocol.message import MOST_RECORDS, Message
+from pyrocket_consumer.protocol.frame import BufferSlice
+from pyrocket_consumer.protocol.message import MAX_RECORDS, Message
 from pyrocket_consumer.spark.schema import arrow_schema, project_schema
 
 _ready: dict[str, pa.RecordBatch] = {}
@@ -59,14 +59,14 @@ class _ReadyReader(DataSourceReader):
             left -= batch.num_rows
 
 
-def _answers(data: bytes) -> list[Extent]:
+def _answers(data: bytes) -> list[BufferSlice]:
     """Return the records as answers of pulls have them: no more in each than a pull may ask for."""
     places, place = list[int](), 0
     while place < len(data):
         places.append(place)
         place += int.from_bytes(data[place : place + 4], "big")
-    starts = places[::MOST_RECORDS]
-    return [Extent(data, start, stop) for start, stop in pairwise([*starts, len(data)])]
+    starts = places[::MAX_RECORDS]
+    return [BufferSlice(data, start, stop) for start, stop in pairwise([*starts, len(data)])]
 
 
 class PlainSource(DataSource):

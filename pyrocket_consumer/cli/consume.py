@@ -105,7 +105,7 @@ class Printer:
 
     def show(self, message: Message) -> bool:
         """Print a message; returns False, and it counts as not printed, when there were enough or nobody reads."""
-        from pyrocket_consumer.protocol.message import forget_body
+        from pyrocket_consumer.protocol.message import drop_body
 
         while not self.ended and not may_write(_LOOK_EVERY_S):
             self.ended = self.interrupts.wanted
@@ -117,7 +117,7 @@ class Printer:
             self._nobody_reads()
             return False
         finally:
-            forget_body(message)  # others wait beside it to be printed
+            drop_body(message)  # others wait beside it to be printed
         self.printed += 1
         if self._left is not None:
             self._left -= 1

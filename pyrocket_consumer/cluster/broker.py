@@ -34,7 +34,13 @@ from pyrocket_consumer.protocol.command import (
     request,
 )
 from pyrocket_consumer.protocol.frame import RemotingCommand
-from pyrocket_consumer.protocol.message import MOST_RECORDS, Message, decode_messages, inner_messages, refuse_batch
+from pyrocket_consumer.protocol.message import (
+    MAX_RECORDS,
+    Message,
+    decode_messages,
+    inner_messages,
+    mark_batch_unreadable,
+)
 from pyrocket_consumer.protocol.reset_format import MAX_RECORDED_OFFSET
 from pyrocket_consumer.protocol.subscription import matches
 from pyrocket_consumer.transport.connection import OnLateResponse
@@ -87,7 +93,7 @@ def _unpack_batch(batch: Message, begin: int) -> list[Message]:
     try:
         return inner_messages(batch)
     except ProtocolError as error:
-        refuse_batch(batch, error, begin)
+        mark_batch_unreadable(batch, error, begin)
         return [batch]
 
 
@@ -142,7 +148,7 @@ class Broker:
         found = read_pull_response(response, offset)
         if found.status is not PullStatus.FOUND:
             return found, []
-        messages = decode_messages(response.body, queue, partial(_unpack_batch, begin=offset), most=MOST_RECORDS)
+        messages = decode_messages(response.body, queue, partial(_unpack_batch, begin=offset), max_records=MAX_RECORDS)
         # an inner batch may begin before `offset`
         return found, [each for each in messages if each.queue_offset >= offset and matches(subscription, each.tags)]
 

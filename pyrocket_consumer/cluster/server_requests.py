@@ -91,8 +91,8 @@ class ServerRequests:
         answer_code = ResponseCode.SYSTEM_BUSY
         if not self._is_broker(connection.address):
             answer_code, why = ResponseCode.SYSTEM_ERROR, "only brokers of the topics in use may ask"
-        elif command.left_out:
-            answer_code, why = ResponseCode.SYSTEM_ERROR, f"{command.left_out} bytes are too many"
+        elif command.skipped_body_bytes:
+            answer_code, why = ResponseCode.SYSTEM_ERROR, f"{command.skipped_body_bytes} bytes are too many"
         elif in_flight.by_code.get(command.code, 0) >= MAX_IN_FLIGHT:
             why = f"{MAX_IN_FLIGHT} of them are under way"
         elif in_flight.body_bytes and in_flight.body_bytes + len(command.body) > MAX_IN_FLIGHT_BYTES:

@@ -22,17 +22,17 @@ from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
 from pyrocket_consumer.protocol import accelerator
 from pyrocket_consumer.protocol.codes import SysFlag
 from pyrocket_consumer.protocol.compression import MAX_BODY_BYTES, decompress
-from pyrocket_consumer.protocol.frame import Extent
+from pyrocket_consumer.protocol.frame import BufferSlice
 from pyrocket_consumer.protocol.ids import decode_host
 from pyrocket_consumer.protocol.message import (
-    MOST_RECORDS,
-    Bodies,
+    MAX_RECORDS,
+    BodyLimit,
     Message,
-    as_one,
     decode_messages,
-    forget_body,
+    drop_body,
     inner_messages,
     is_inner_batch,
+    keep_batch,
     stored_body,
 )
 from pyrocket_consumer.protocol.properties import PropertyName
@@ -40,18 +40,18 @@ from pyrocket_consumer.protocol.properties import PropertyName
 MAX_BODY_BYTES_OF_BATCH = 16 * 1024 * 1024
 """A batch ends before its unpacked bodies are longer than this; few packed bytes can hold many."""
 
-_MOST_ROWS = 8192
+_MAX_ROWS = 8192
 """A batch made row by row ends there; records that are no inner batches are fewer."""
 
-FEW_RECORDS = 40
+ROW_BY_ROW_RECORDS = 40
 """Without the compiled part so few are read row by row: what numpy costs per call is more than it saves. Measured."""
 
 _LENGTH = struct.Struct(">I")
-_SHORTEST_RECORD = 91
+_MIN_RECORD_BYTES = 91
 _MAGIC_V1, _MAGIC_V2 = 0xDAA320A7, 0xDAA320AB
 _ITEM_END = b"\x02"
 _UNPACK = SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
-_MOST_CELLS = 1 << 22  # rows times different property names, for which a table is made
+_MAX_CELLS = 1 << 22  # rows times different property names, for which a table is made
 
 _HEAD = np.dtype(
     [
@@ -70,7 +70,7 @@ _BORN_HOST, _STORED_AT, _STORE_HOST, _RECONSUME_TIMES, _BODY_LENGTH, _BODY = 48,
 _MORE_FOR_V6 = 12
 
 # What a datetime can hold, in milliseconds: the years 1 to 9999. Born times are the producers' and may be anything.
-_FIRST_MS, _LAST_MS = -62_135_596_800_000, 253_402_300_799_999
+_MIN_MS, _MAX_MS = -62_135_596_800_000, 253_402_300_799_999
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
@@ -83,16 +83,16 @@ class PulledRecords:
     """
 
     queue: MessageQueue
-    records: Extent
+    records: BufferSlice
     begin: int
     end: int
 
 
-Instead = Callable[[MessageQueue, int, bytes, ProtocolError], bytes | None]
+Substitute = Callable[[MessageQueue, int, bytes, ProtocolError], bytes | None]
 """Gives what stands for a body that cannot be unpacked, by queue, offset, what is stored, and why; None for no row."""
 
 
-def _refused(queue: MessageQueue, offset: int, stored: bytes, error: ProtocolError) -> bytes | None:
+def _raise_unreadable(queue: MessageQueue, offset: int, stored: bytes, error: ProtocolError) -> bytes | None:
     raise ProtocolError(f"{queue} at offset {offset}: {error}") from error
 
 
@@ -100,7 +100,7 @@ def record_batches(
     pulled: Sequence[PulledRecords],
     columns: pa.Schema,
     tags: frozenset[str] = frozenset(),
-    instead: Instead = _refused,
+    substitute: Substitute = _raise_unreadable,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Iterator[pa.RecordBatch]:
     """Yield the messages in `pulled` as rows of `columns`, in order; only those with one of `tags`, if there are any.
@@ -111,16 +111,16 @@ def record_batches(
     more than `max_body_bytes` is not unpacked.
 
     Raises:
-        ProtocolError: a record is damaged, or a body, and nothing is given `instead`: that names its queue and offset.
+        ProtocolError: a record is damaged, or a body, and nothing is given `substitute`: that names its queue and offset.
         ConfigError: a body is compressed in a way whose package is not installed; the text has the pip command.
     """
     rows: _Columnar | _Rows
     try:
         rows = _Compiled(pulled, accelerator.find_rows) if accelerator.find_rows is not None else _InNumpy(pulled)
         rows.choose(tags)
-        yield from rows.batches(columns, instead, max_body_bytes)
+        yield from rows.batches(columns, substitute, max_body_bytes)
     except _IrregularError:
-        rows = _Rows(pulled, instead, max_body_bytes)
+        rows = _Rows(pulled, substitute, max_body_bytes)
         rows.choose(tags)
         yield from rows.batches(columns)
 
@@ -133,7 +133,7 @@ class _IrregularError(Exception):
 
 
 def _microseconds(milliseconds: int) -> int | None:
-    return milliseconds * 1000 if _FIRST_MS <= milliseconds <= _LAST_MS else None
+    return milliseconds * 1000 if _MIN_MS <= milliseconds <= _MAX_MS else None
 
 
 _VALUES: dict[str, Callable[[Message], object]] = {
@@ -162,12 +162,12 @@ COLUMNS = tuple(_VALUES)
 class _Rows:
     """Messages, one object each: for records that cannot be read by columns, and for few."""
 
-    def __init__(self, pulled: Sequence[PulledRecords], instead: Instead, max_body_bytes: int) -> None:
-        self._instead = instead
-        self._bodies = Bodies(max_body_bytes)
-        self._answers = [
-            (answer, decode_messages(bytes(answer.records), answer.queue, as_one, self._bodies, MOST_RECORDS))
-            for answer in pulled
+    def __init__(self, pulled: Sequence[PulledRecords], substitute: Substitute, max_body_bytes: int) -> None:
+        self._instead = substitute
+        self._bodies = BodyLimit(max_body_bytes)
+        self._responses = [
+            (response, decode_messages(bytes(response.records), response.queue, keep_batch, self._bodies, MAX_RECORDS))
+            for response in pulled
         ]
         self._tags = frozenset[str]()
 
@@ -176,20 +176,20 @@ class _Rows:
 
     def batches(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
         portion, size = list[Message](), 0
-        for answer, records in self._answers:
-            for message in chain.from_iterable(map(self._each, records)):
-                if not answer.begin <= message.queue_offset < answer.end:
+        for response, records in self._responses:
+            for message in chain.from_iterable(map(self._messages_of, records)):
+                if not response.begin <= message.queue_offset < response.end:
                     continue
                 if self._tags and message.tags not in self._tags:
                     continue
                 portion.append(message)
                 size += message.store_size
-                if len(portion) >= _MOST_ROWS or size >= MAX_BODY_BYTES_OF_BATCH:
+                if len(portion) >= _MAX_ROWS or size >= MAX_BODY_BYTES_OF_BATCH:
                     yield from self._rows(portion, columns)
                     portion, size = [], 0
         yield from self._rows(portion, columns)
 
-    def _each(self, record: Message) -> Iterable[Message]:
+    def _messages_of(self, record: Message) -> Iterable[Message]:
         """Return the message of a record, or those of an inner batch."""
         if not is_inner_batch(record):
             return [record]
@@ -206,17 +206,17 @@ class _Rows:
             except ProtocolError as error:
                 return self._instead(message.queue, message.queue_offset, stored_body(message), error)
             finally:
-                forget_body(message)
+                drop_body(message)
 
         arrays = {
             field.name: pa.array([_VALUES[field.name](each) for each in messages], field.type)
             for field in columns
             if field.name != "body"
         }
-        yield from _cut(columns, arrays, len(messages), map(body, messages))
+        yield from _split_by_bytes(columns, arrays, len(messages), map(body, messages))
 
 
-def _cut(
+def _split_by_bytes(
     columns: pa.Schema, arrays: dict[str, pa.Array], count: int, bodies: Iterable[bytes | None]
 ) -> Iterator[pa.RecordBatch]:
     """Yield batches of `arrays` and the column of bodies, each with not too many bytes of them; no row without body."""
@@ -263,7 +263,7 @@ class _Columnar:
     def _count(self) -> int:
         raise NotImplementedError
 
-    def _answers(self) -> Numbers:
+    def _responses(self) -> Numbers:
         """Return which answer each row is of."""
         raise NotImplementedError
 
@@ -278,36 +278,38 @@ class _Columnar:
         """Yield the answer, offset, sysFlag and stored body of each row."""
         raise NotImplementedError
 
-    def batches(self, columns: pa.Schema, instead: Instead, max_body_bytes: int) -> Iterator[pa.RecordBatch]:
+    def batches(self, columns: pa.Schema, substitute: Substitute, max_body_bytes: int) -> Iterator[pa.RecordBatch]:
         if not self._count():
             return
         packed = "body" in columns.names and self._any_compressed()
         arrays = {
-            field.name: (self._of_queue if field.name in _OF_QUEUE else self._column)(field.name, field.type)
+            field.name: (self._queue_column if field.name in _QUEUE_COLUMNS else self._column)(field.name, field.type)
             for field in columns
             if not packed or field.name != "body"
         }
         if packed:
-            yield from _cut(columns, arrays, self._count(), self._unpacked_bodies(instead, max_body_bytes))
+            yield from _split_by_bytes(
+                columns, arrays, self._count(), self._unpacked_bodies(substitute, max_body_bytes)
+            )
         else:
             yield pa.RecordBatch.from_arrays([arrays[name] for name in columns.names], schema=columns)
 
-    def _unpacked_bodies(self, instead: Instead, max_body_bytes: int) -> Iterator[bytes | None]:
-        for answer, offset, flag, stored in self._stored():
+    def _unpacked_bodies(self, substitute: Substitute, max_body_bytes: int) -> Iterator[bytes | None]:
+        for response, offset, flag, stored in self._stored():
             try:
                 body: bytes | None = decompress(stored, flag, max_body_bytes)
             except ProtocolError as error:
-                body = instead(self._pulled[answer].queue, offset, stored, error)
+                body = substitute(self._pulled[response].queue, offset, stored, error)
             yield body
 
     # --- columns whose values are the same for all rows of an answer
 
-    def _of_queue(self, name: str, kind: pa.DataType) -> pa.Array:
-        values = [_OF_QUEUE[name](each.queue) for each in self._pulled]
+    def _queue_column(self, name: str, kind: pa.DataType) -> pa.Array:
+        values = [_QUEUE_COLUMNS[name](each.queue) for each in self._pulled]
         if values.count(values[0]) == len(values):
             array = _repeated(values[0], kind, self._count())
         else:
-            array = pa.array(values, kind).take(pa.array(self._answers()))
+            array = pa.array(values, kind).take(pa.array(self._responses()))
         return self._with_origins(array, kind) if name == "topic" else array
 
     def _with_origins(self, topics: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -316,10 +318,10 @@ class _Columnar:
         if not any(is_retry):
             return topics
         origins = self._column(PropertyName.RETRY_TOPIC, kind)
-        return pc.if_else(pa.array(np.array(is_retry)[self._answers()]), pc.coalesce(origins, topics), topics)
+        return pc.if_else(pa.array(np.array(is_retry)[self._responses()]), pc.coalesce(origins, topics), topics)
 
 
-_OF_QUEUE: dict[str, Callable[[MessageQueue], object]] = {
+_QUEUE_COLUMNS: dict[str, Callable[[MessageQueue], object]] = {
     "topic": lambda queue: queue.topic,
     "brokerName": lambda queue: queue.broker_name,
     "queueId": lambda queue: queue.queue_id,
@@ -335,7 +337,7 @@ class _Compiled(_Columnar):
         answers = tuple(
             (each.records.data, each.records.start, each.records.stop, each.begin, each.end) for each in pulled
         )
-        found = find_rows(answers, MOST_RECORDS)
+        found = find_rows(answers, MAX_RECORDS)
         if found is None:
             raise _IrregularError
         self._rows = found
@@ -347,7 +349,7 @@ class _Compiled(_Columnar):
     def _count(self) -> int:
         return self._rows.count
 
-    def _answers(self) -> Numbers:
+    def _responses(self) -> Numbers:
         return np.frombuffer(self._rows.answers, np.int32)
 
     def _any_compressed(self) -> bool:
@@ -357,8 +359,8 @@ class _Compiled(_Columnar):
         numbers = ((name, np.int64 if name == "queueOffset" else np.int32) for name in ("queueOffset", "sysFlag"))
         parts = [np.frombuffer(self._buffers(name)[1], kind).tolist() for name, kind in numbers]
         bodies = self._column("body", pa.binary())
-        for answer, offset, flag, stored in zip(self._answers().tolist(), *parts, bodies, strict=True):
-            yield answer, offset, flag, stored.as_py()
+        for response, offset, flag, stored in zip(self._responses().tolist(), *parts, bodies, strict=True):
+            yield response, offset, flag, stored.as_py()
 
     def _column(self, name: str, kind: pa.DataType) -> pa.Array:
         if name == "properties":
@@ -397,19 +399,19 @@ class _InNumpy(_Columnar):
     def __init__(self, pulled: Sequence[PulledRecords]) -> None:
         """Raises _IrregularError: an inner batch, a record that is damaged, or too few records."""
         self._pulled = pulled
-        self._data, extents = _together([each.records for each in pulled])
+        self._data, extents = _join_slices([each.records for each in pulled])
         counts, starts = _record_starts(self._data, extents)
-        if len(starts) < FEW_RECORDS:
+        if len(starts) < ROW_BY_ROW_RECORDS:
             raise _IrregularError
         self._bytes = np.frombuffer(self._data, np.uint8)
         self._starts = np.array(starts, np.int64)
-        self._answer = np.repeat(np.arange(len(pulled)), counts)
-        self._head = self._at(self._starts, _HEAD)
+        self._response = np.repeat(np.arange(len(pulled)), counts)
+        self._head = self._read_at(self._starts, _HEAD)
         self._flags = self._head["sys_flag"].astype(np.int32)
         self._find_parts()
         offsets = self._head["queue_offset"]
         begins, ends = (np.array([getattr(each, name) for each in pulled], np.int64) for name in ("begin", "end"))
-        self._keep((offsets >= begins[self._answer]) & (offsets < ends[self._answer]))
+        self._filter((offsets >= begins[self._response]) & (offsets < ends[self._response]))
 
     def _find_parts(self) -> None:
         head, flags = self._head, self._flags
@@ -420,26 +422,26 @@ class _InNumpy(_Columnar):
         self._store_v6 = ((flags & SysFlag.STORE_HOST_V6) != 0) * _MORE_FOR_V6
         self._shift = self._born_v6 + self._store_v6
         self._ends = self._starts + head["size"]
-        if (self._starts + self._shift + _SHORTEST_RECORD > self._ends).any():
+        if (self._starts + self._shift + _MIN_RECORD_BYTES > self._ends).any():
             raise _IrregularError
         self._body = self._starts + self._shift + _BODY
-        self._body_end = self._body + self._at(self._starts + self._shift + _BODY_LENGTH, np.dtype(">u4"))
+        self._body_end = self._body + self._read_at(self._starts + self._shift + _BODY_LENGTH, np.dtype(">u4"))
         if (self._body_end + 3 > self._ends).any():
             raise _IrregularError
         self._is_v1 = is_v1
 
-    def _at(self, places: Numbers, kind: np.dtype[Any]) -> Numbers:
+    def _read_at(self, offsets: Numbers, kind: np.dtype[Any]) -> Numbers:
         """Return what stands at each place, which must be inside."""
         last = len(self._data) - kind.itemsize
         everywhere: Numbers = np.ndarray((last + 1,), kind, self._data, 0, (1,))
-        return everywhere[places]
+        return everywhere[offsets]
 
-    def _keep(self, wanted: Numbers) -> None:
+    def _filter(self, wanted: Numbers) -> None:
         if wanted.all():
             return
         for name in (
             "_starts",
-            "_answer",
+            "_response",
             "_head",
             "_flags",
             "_born_v6",
@@ -457,21 +459,21 @@ class _InNumpy(_Columnar):
         if tags and len(self._starts):
             found = self._properties.column(PropertyName.TAGS, pa.binary())
             chosen = pc.is_in(found, value_set=pa.array([tag.encode() for tag in tags], pa.binary()))
-            self._keep(chosen.to_numpy(zero_copy_only=False))
+            self._filter(chosen.to_numpy(zero_copy_only=False))
 
     def _count(self) -> int:
         return len(self._starts)
 
-    def _answers(self) -> Numbers:
-        return self._answer
+    def _responses(self) -> Numbers:
+        return self._response
 
     def _any_compressed(self) -> bool:
         return bool((self._flags & SysFlag.COMPRESSED).any())
 
     def _stored(self) -> Iterator[tuple[int, int, int, bytes]]:
-        parts = (self._answer, self._head["queue_offset"], self._flags, self._body, self._body_end)
-        for answer, offset, flag, start, end in zip(*(each.tolist() for each in parts), strict=True):
-            yield answer, offset, flag, bytes(self._data[start:end])
+        parts = (self._response, self._head["queue_offset"], self._flags, self._body, self._body_end)
+        for response, offset, flag, start, end in zip(*(each.tolist() for each in parts), strict=True):
+            yield response, offset, flag, bytes(self._data[start:end])
 
     def _column(self, name: str, kind: pa.DataType) -> pa.Array:
         return _MAKERS[name](self, kind)
@@ -488,14 +490,14 @@ class _InNumpy(_Columnar):
         return pa.array(self._flags, kind)
 
     def reconsume_times(self, kind: pa.DataType) -> pa.Array:
-        times = self._at(self._starts + self._shift + _RECONSUME_TIMES, np.dtype(">i4"))
+        times = self._read_at(self._starts + self._shift + _RECONSUME_TIMES, np.dtype(">i4"))
         return pa.array(times.astype(np.int32), kind)
 
     def born_at(self, kind: pa.DataType) -> pa.Array:
         return _timestamps(self._head["born_at_ms"].astype(np.int64), kind)
 
     def stored_at(self, kind: pa.DataType) -> pa.Array:
-        times = self._at(self._starts + self._born_v6 + _STORED_AT, np.dtype(">i8"))
+        times = self._read_at(self._starts + self._born_v6 + _STORED_AT, np.dtype(">i8"))
         return _timestamps(times.astype(np.int64), kind)
 
     def born_host(self, kind: pa.DataType) -> pa.Array:
@@ -504,14 +506,14 @@ class _InNumpy(_Columnar):
     def store_host(self, kind: pa.DataType) -> pa.Array:
         return self._hosts(self._starts + self._born_v6 + _STORE_HOST, self._store_v6, kind)
 
-    def _hosts(self, places: Numbers, more: Numbers, kind: pa.DataType) -> pa.Array:
+    def _hosts(self, offsets: Numbers, more: Numbers, kind: pa.DataType) -> pa.Array:
         if not more.any():
-            distinct, which = np.unique(self._at(places, np.dtype(">u8")).astype(np.uint64), return_inverse=True)
+            distinct, which = np.unique(self._read_at(offsets, np.dtype(">u8")).astype(np.uint64), return_inverse=True)
             texts = [decode_host(host.to_bytes(8)) for host in distinct.tolist()]
             if len(texts) == 1:
                 return _repeated(texts[0], kind, len(which))
             return pa.array(texts, kind).take(pa.array(which))
-        return _host_texts(_slices(self._data, places, places + 8 + more, pa.binary()), kind)
+        return _host_texts(_slices(self._data, offsets, offsets + 8 + more, pa.binary()), kind)
 
     def body(self, kind: pa.DataType) -> pa.Array:
         return _slices(self._data, self._body, self._body_end, kind)
@@ -533,22 +535,22 @@ class _InNumpy(_Columnar):
         if not found.null_count:
             return found
         hosts = self._starts + self._born_v6 + _STORE_HOST
-        places = zip(*(each.tolist() for each in (hosts, hosts + 8 + self._store_v6)), strict=True)
+        offsets = zip(*(each.tolist() for each in (hosts, hosts + 8 + self._store_v6)), strict=True)
         stored = self._head["commit_log_offset"].astype(np.uint64).tolist()
         ids = [
             unique or f"{self._data[start:end].hex()}{offset:016x}".upper()
-            for unique, (start, end), offset in zip(found.to_pylist(), places, stored, strict=True)
+            for unique, (start, end), offset in zip(found.to_pylist(), offsets, stored, strict=True)
         ]
         return pa.array(ids, kind)
 
     @cached_property
     def _properties(self) -> _Properties:
         short = self._bytes[self._body_end]
-        long = self._at(self._body_end, np.dtype(">u2")).astype(np.int64)
+        long = self._read_at(self._body_end, np.dtype(">u2")).astype(np.int64)
         starts = self._body_end + np.where(self._is_v1, short + np.int64(3), long + 4)
         if (starts > self._ends).any():
             raise _IrregularError
-        if (starts + self._at(starts - 2, np.dtype(">u2")) != self._ends).any():
+        if (starts + self._read_at(starts - 2, np.dtype(">u2")) != self._ends).any():
             raise _IrregularError
         return _Properties(self._data, starts, self._ends)
 
@@ -577,19 +579,22 @@ class _Properties:
     def __init__(self, data: bytes | bytearray, starts: Numbers, ends: Numbers) -> None:
         """Raises _IrregularError: the text is not UTF-8, or there are very many different names."""
         self._rows = len(starts)
-        self._text, first_bytes = _texts(data, starts, ends)
+        self._text, first_bytes = _join_texts(data, starts, ends)
         text = np.frombuffer(self._text, np.uint8)
-        places = np.flatnonzero((text - np.uint8(1)) <= 1)  # of the two separators, 1 and 2
-        kinds = text[places]
-        if len(places) % 2 == 0 and (kinds[0::2] == 1).all() and (kinds[1::2] == 2).all():
-            self._name_ends, self._ends = places[0::2], places[1::2]  # one name and one value in each, as it should be
+        offsets = np.flatnonzero((text - np.uint8(1)) <= 1)  # of the two separators, 1 and 2
+        kinds = text[offsets]
+        if len(offsets) % 2 == 0 and (kinds[0::2] == 1).all() and (kinds[1::2] == 2).all():
+            self._name_ends, self._ends = (
+                offsets[0::2],
+                offsets[1::2],
+            )  # one name and one value in each, as it should be
             self._starts = _following(self._ends)
         else:
-            self._ends = places[kinds == 2]
+            self._ends = offsets[kinds == 2]
             self._starts = _following(self._ends)
-            self._name_ends = self._first_after(self._starts, places[kinds == 1])
+            self._name_ends = self._first_after(self._starts, offsets[kinds == 1])
         self._first = np.searchsorted(self._ends, first_bytes)  # item of each row; as many as rows, and one more
-        self._keep((self._name_ends > self._starts) & (self._name_ends + 1 < self._ends))
+        self._filter((self._name_ends > self._starts) & (self._name_ends + 1 < self._ends))
         self._names: list[str] = []
         self._find_names()
 
@@ -599,7 +604,7 @@ class _Properties:
         first: Numbers = np.minimum(found, self._ends)
         return first
 
-    def _keep(self, wanted: Numbers) -> None:
+    def _filter(self, wanted: Numbers) -> None:
         """Leave items out."""
         if not wanted.all():
             self._starts, self._name_ends, self._ends = (
@@ -619,14 +624,14 @@ class _Properties:
         encoded = keys.dictionary_encode()
         self._names = encoded.dictionary.to_pylist()
         count = len(self._names)
-        if count * self._rows > _MOST_CELLS:
+        if count * self._rows > _MAX_CELLS:
             raise _IrregularError
         cells = np.repeat(np.arange(self._rows), np.diff(self._first)) * count + encoded.indices.to_numpy()
         table = np.full(self._rows * count, -1)
         table[cells] = np.arange(len(keys))
         wanted = table[cells] == np.arange(len(keys))
         if not wanted.all():
-            self._keep(wanted)
+            self._filter(wanted)
             keys = keys.filter(pa.array(wanted))
             table[cells[wanted]] = np.arange(len(keys))
         self._items = table.reshape(self._rows, count)
@@ -665,8 +670,8 @@ class _Properties:
         return pa.MapArray.from_arrays(pa.array(self._first, pa.int32()), self._keys, values, type=kind)
 
 
-def _together(extents: Sequence[Extent]) -> tuple[bytes | bytearray, Sequence[Extent]]:
-    """Return data that holds all of `extents`, and where each is in it. It ends with the end of an item: see _texts.
+def _join_slices(extents: Sequence[BufferSlice]) -> tuple[bytes | bytearray, Sequence[BufferSlice]]:
+    """Return data that holds all of `extents`, and where each is in it. It ends with the end of an item: see _join_texts.
 
     What was received into one buffer, in this order, is left there: to copy it costs more than to read it.
     """
@@ -680,10 +685,10 @@ def _together(extents: Sequence[Extent]) -> tuple[bytes | bytearray, Sequence[Ex
         return data, extents
     ends = list(accumulate(map(len, extents), initial=0))
     joined = b"".join([*map(bytes, extents), _ITEM_END])
-    return joined, [Extent(joined, *places) for places in pairwise(ends)]
+    return joined, [BufferSlice(joined, *offsets) for offsets in pairwise(ends)]
 
 
-def _record_starts(data: bytes | bytearray, extents: Sequence[Extent]) -> tuple[list[int], list[int]]:
+def _record_starts(data: bytes | bytearray, extents: Sequence[BufferSlice]) -> tuple[list[int], list[int]]:
     """Return how many records each answer has, and where each record starts.
 
     Raises:
@@ -692,18 +697,18 @@ def _record_starts(data: bytes | bytearray, extents: Sequence[Extent]) -> tuple[
     counts, starts = list[int](), list[int]()
     add, length_at = starts.append, _LENGTH.unpack_from
     for extent in extents:
-        place, before = extent.start, len(starts)
-        last = extent.stop - _SHORTEST_RECORD
-        while place <= last:
-            add(place)
-            size = length_at(data, place)[0]
-            if size < _SHORTEST_RECORD:
+        index, before = extent.start, len(starts)
+        last = extent.stop - _MIN_RECORD_BYTES
+        while index <= last:
+            add(index)
+            size = length_at(data, index)[0]
+            if size < _MIN_RECORD_BYTES:
                 raise _IrregularError
-            place += size
-        if place != extent.stop:
+            index += size
+        if index != extent.stop:
             raise _IrregularError
         counts.append(len(starts) - before)
-        if counts[-1] > MOST_RECORDS:
+        if counts[-1] > MAX_RECORDS:
             raise _IrregularError
     return counts, starts
 
@@ -719,7 +724,7 @@ def _following(ends: Numbers) -> Numbers:
     return starts
 
 
-def _texts(data: bytes | bytearray, starts: Numbers, ends: Numbers) -> tuple[bytes | pa.Buffer, Numbers]:
+def _join_texts(data: bytes | bytearray, starts: Numbers, ends: Numbers) -> tuple[bytes | pa.Buffer, Numbers]:
     """Return the properties texts joined, each item with its end, and where each row's begins.
 
     There is one beginning more than rows: the end. Brokers may leave the last end of a text out; one stands behind
@@ -733,10 +738,10 @@ def _texts(data: bytes | bytearray, starts: Numbers, ends: Numbers) -> tuple[byt
     begins = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths + unended)))
     if not begins[-1]:
         return b"", begins
-    places = np.empty(2 * rows + 2, np.int32)
-    places[0:-2:2], places[1:-2:2] = starts, ends
-    places[-2:] = len(data) - 1, len(data)
-    parts = pa.BinaryArray.from_buffers(pa.binary(), 2 * rows + 1, [None, pa.py_buffer(places), pa.py_buffer(data)])
+    offsets = np.empty(2 * rows + 2, np.int32)
+    offsets[0:-2:2], offsets[1:-2:2] = starts, ends
+    offsets[-2:] = len(data) - 1, len(data)
+    parts = pa.BinaryArray.from_buffers(pa.binary(), 2 * rows + 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
     index = np.arange(0, 2 * rows, 2)
     if unended.any():
         with_end = np.column_stack((index, np.full(rows, 2 * rows)))
@@ -759,9 +764,9 @@ def _slices(data: bytes | bytearray | pa.Buffer, starts: Numbers, ends: Numbers,
     rows = len(starts)
     if not rows:
         return pa.array([], kind)
-    places = np.empty(2 * rows, np.int32)
-    places[0::2], places[1::2] = starts, ends
-    array = pa.Array.from_buffers(kind, 2 * rows - 1, [None, pa.py_buffer(places), pa.py_buffer(data)])
+    offsets = np.empty(2 * rows, np.int32)
+    offsets[0::2], offsets[1::2] = starts, ends
+    array = pa.Array.from_buffers(kind, 2 * rows - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
     return array.take(_every_other(rows))
 
 
@@ -772,5 +777,5 @@ def _every_other(rows: int) -> pa.Array:
 
 def _timestamps(milliseconds: Numbers, kind: pa.DataType) -> pa.Array:
     """Return microseconds since the epoch, null where they are no date."""
-    odd = (milliseconds < _FIRST_MS) | (milliseconds > _LAST_MS)
+    odd = (milliseconds < _MIN_MS) | (milliseconds > _MAX_MS)
     return pa.array(np.where(odd, 0, milliseconds) * 1000, pa.int64(), mask=odd if odd.any() else None).cast(kind)

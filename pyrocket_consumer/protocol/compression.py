@@ -55,8 +55,8 @@ def decompress(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> b
     """
     if not sys_flag & SysFlag.COMPRESSED:
         return body
-    parts, length, suspicious = list[bytes](), 0, _USUAL_RATIO * len(body) + _MEASURED_BYTES
-    for piece in _of_kind(sys_flag)(body, min(suspicious, max_bytes) + 1):
+    parts, length, suspicious = list[bytes](), 0, _USUAL_RATIO * len(body) + _PIECE_BYTES
+    for piece in _pieces_reader(sys_flag)(body, min(suspicious, max_bytes) + 1):
         length += len(piece)
         if length > max_bytes:
             parts.clear()  # the error has this frame
@@ -65,7 +65,7 @@ def decompress(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> b
         if length > suspicious:
             del piece
             parts.clear()
-            return _in_one_piece(body, sys_flag, max_bytes)
+            return _decompress_to_size(body, sys_flag, max_bytes)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -74,7 +74,7 @@ def unpacked_size(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -
     if not sys_flag & SysFlag.COMPRESSED:
         return len(body)
     length = 0
-    for piece in _of_kind(sys_flag)(body, _MEASURED_BYTES):
+    for piece in _pieces_reader(sys_flag)(body, _PIECE_BYTES):
         length += len(piece)
         if length > max_bytes:
             raise _too_large(body, max_bytes)
@@ -85,7 +85,7 @@ _USUAL_RATIO = 64
 """Of a body that holds more it is found out first how much: allocators keep for each thread what many pieces took."""
 
 
-def _in_one_piece(body: bytes, sys_flag: int, max_bytes: int) -> bytes:
+def _decompress_to_size(body: bytes, sys_flag: int, max_bytes: int) -> bytes:
     size = unpacked_size(body, sys_flag, max_bytes)
     kind = sys_flag & _KIND
     if kind == SysFlag.COMPRESSION_ZSTD:
@@ -94,15 +94,15 @@ def _in_one_piece(body: bytes, sys_flag: int, max_bytes: int) -> bytes:
             return plain
     elif kind != SysFlag.COMPRESSION_LZ4:
         return zlib.decompress(body, bufsize=size)
-    buffer, place = bytearray(size), 0
+    buffer, index = bytearray(size), 0
     with memoryview(buffer) as view:
-        for piece in _of_kind(sys_flag)(body, _MEASURED_BYTES):
-            view[place : place + len(piece)] = piece
-            place += len(piece)
+        for piece in _pieces_reader(sys_flag)(body, _PIECE_BYTES):
+            view[index : index + len(piece)] = piece
+            index += len(piece)
     return bytes(buffer)
 
 
-_MOST_UNPACKED = {
+_MAX_RATIO = {
     0: 1032,
     SysFlag.COMPRESSION_ZLIB: 1032,
     SysFlag.COMPRESSION_LZ4: 255,
@@ -111,16 +111,16 @@ _MOST_UNPACKED = {
 """What a byte can hold at most, by kind."""
 
 
-def most_unpacked(stored_bytes: int, sys_flag: int) -> int:
+def max_unpacked_size(stored_bytes: int, sys_flag: int) -> int:
     """Return how many bytes a body of `stored_bytes` can hold at most: known at once, and far more than most do."""
-    return (stored_bytes + 64) * _MOST_UNPACKED.get(sys_flag & SysFlag.COMPRESSION_MASK, 1)
+    return (stored_bytes + 64) * _MAX_RATIO.get(sys_flag & SysFlag.COMPRESSION_MASK, 1)
 
 
 def _too_large(body: bytes, max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"compressed body of {len(body)} bytes holds more than {max_bytes}")
 
 
-def _of_kind(sys_flag: int) -> Callable[[bytes, int], Iterator[bytes]]:
+def _pieces_reader(sys_flag: int) -> Callable[[bytes, int], Iterator[bytes]]:
     """Return what yields what a body holds, in pieces of about as many bytes as it is told."""
     found = _PIECES.get(sys_flag & _KIND)
     if found is None:
@@ -133,30 +133,30 @@ def _damaged(kind: Compression, body: bytes, reason: object) -> ProtocolError:
     return ProtocolError(f"{kind} body of {len(body)} bytes cannot be decompressed: {reason}")
 
 
-def _zlib_pieces(body: bytes, most: int) -> Iterator[bytes]:
+def _zlib_pieces(body: bytes, piece_bytes: int) -> Iterator[bytes]:
     stream, rest = zlib.decompressobj(), body
     try:
         while not stream.eof:
-            piece = stream.decompress(rest, most)
+            piece = stream.decompress(rest, piece_bytes)
             yield piece
             rest = stream.unconsumed_tail
-            if not stream.eof and not rest and len(piece) < most:
+            if not stream.eof and not rest and len(piece) < piece_bytes:
                 raise _damaged(Compression.ZLIB, body, "it is cut short")
     except zlib.error as error:
         raise _damaged(Compression.ZLIB, body, error) from error
 
 
-def _lz4_pieces(body: bytes, most: int) -> Iterator[bytes]:
+def _lz4_pieces(body: bytes, piece_bytes: int) -> Iterator[bytes]:
     stream = _lz4().LZ4FrameDecompressor()
-    room, rest = 8 * len(body) + 1024, body  # it takes the room it is given, so a little at first
+    space, rest = 8 * len(body) + 1024, body  # it takes the room it is given, so a little at first
     try:
         while not stream.eof:
-            piece = stream.decompress(rest, min(room, most))
+            piece = stream.decompress(rest, min(space, piece_bytes))
             yield piece
             if not stream.eof and not piece:
                 raise _damaged(Compression.LZ4, body, "it is cut short")
             rest = b""
-            room *= 8
+            space *= 8
     except RuntimeError as error:
         raise _damaged(Compression.LZ4, body, error) from error
     if stream.unused_data and stream.unused_data.startswith(_LZ4_MAGIC):  # no writer does it; nothing may get lost
@@ -166,7 +166,7 @@ def _lz4_pieces(body: bytes, most: int) -> Iterator[bytes]:
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
-_MEASURED_BYTES = 256 * 1024
+_PIECE_BYTES = 256 * 1024
 
 _ZSTD_INPUT_BYTES = 1024
 """Most input given at a time. A block of 4 bytes can hold 128 KiB, so this bounds the memory beyond `max_bytes`."""
@@ -177,8 +177,8 @@ _ZSTD_KEPT_BYTES = 8 * 1024 * 1024
 _contexts = threading.local()  # a context costs more than most bodies, and serves one thread at a time
 
 
-def _zstd_pieces(body: bytes, most: int) -> Iterator[bytes]:
-    input_bytes = min(_ZSTD_INPUT_BYTES, max(len(body) // 8, 64)) if most > _MEASURED_BYTES else 32
+def _zstd_pieces(body: bytes, piece_bytes: int) -> Iterator[bytes]:
+    input_bytes = min(_ZSTD_INPUT_BYTES, max(len(body) // 8, 64)) if piece_bytes > _PIECE_BYTES else 32
     zstd = _zstd()
     context = getattr(_contexts, "zstd", None)
     if context is None:

@@ -25,10 +25,12 @@ MAX_VALUES = 1_000_000
 """How many values one text holds: a listing of 20,000 groups, which fills a frame of 16 MiB, has 600,000."""
 
 _SMALL_CHARACTERS = 64 * 1024
-_QUICK_VALUES = 50_000  # of more, orjson makes one piece of work that no other thread gets a word in for
-_LONG_CHARACTERS = 20  # a Java long has at most 19 digits and a sign; longer numbers are floats, as orjson has it
+_MAX_ORJSON_VALUES = 50_000  # of more, orjson makes one piece of work that no other thread gets a word in for
+_MAX_INTEGER_CHARACTERS = (
+    20  # a Java long has at most 19 digits and a sign; longer numbers are floats, as orjson has it
+)
 
-_BOM = "\ufeff"
+_BYTE_ORDER_MARK = "\ufeff"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORD_KEY = re.compile(r"([A-Za-z_$][A-Za-z0-9_$]*)[ \t\r\n]*:")
@@ -38,7 +40,7 @@ _QUEUE_KEY = re.compile(  # the usual object key, read at one go
     r'\s*"topic"\s*:\s*"([^"\\\x00-\x1f]*)"\s*\}[ \t\r\n]*:'
 )
 _STRING = json.JSONDecoder(strict=False)  # takes raw control characters, as Java does
-_WORDS = {"true": True, "false": False, "null": None}
+_CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 class ObjectKey(Mapping[str, Any]):
@@ -86,7 +88,7 @@ def loads(text: bytes | bytearray | memoryview | str) -> Any:
     values = brackets + _count(text, ",") if len(text) > _SMALL_CHARACTERS else 0
     if values > MAX_VALUES:
         raise ProtocolError(f"JSON text of {values} values; at most {MAX_VALUES} are read")
-    if values <= _QUICK_VALUES:
+    if values <= _MAX_ORJSON_VALUES:
         try:
             value = orjson.loads(text)
         except orjson.JSONDecodeError:
@@ -100,10 +102,10 @@ def loads(text: bytes | bytearray | memoryview | str) -> Any:
             text = text.decode()
         except UnicodeDecodeError as error:
             raise ProtocolError(f"JSON text is not UTF-8: {error}") from error
-    return _Reader(text.removeprefix(_BOM)).document()
+    return _Reader(text.removeprefix(_BYTE_ORDER_MARK)).document()
 
 
-def loads_loosely(text: bytes) -> Any:
+def loads_lenient(text: bytes) -> Any:
     """Return the value of JSON whose strings are as Java's: with control characters, with halves of surrogate pairs.
 
     Keys are strings, as others know JSON: what `loads` takes besides takes its time.
@@ -141,36 +143,36 @@ def _too_deep() -> ProtocolError:
 class _Reader:
     """A recursive reader; what RFC 8259 has not is in `_object` only."""
 
-    __slots__ = ("_place", "_text")
+    __slots__ = ("_index", "_text")
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._place = 0
+        self._index = 0
 
     def document(self) -> Any:
         value = self._value(0)
         self._skip_space()
-        if self._place < len(self._text):
+        if self._index < len(self._text):
             raise self._error("more text follows the value")
         return value
 
     def _error(self, what: str) -> ProtocolError:
-        near = self._text[self._place : self._place + 40]
+        near = self._text[self._index : self._index + 40]
         where = f"near {near!r}" if near else "at its end"
-        return ProtocolError(f"not JSON at character {self._place}, {where}: {what}")
+        return ProtocolError(f"not JSON at character {self._index}, {where}: {what}")
 
     def _skip_space(self) -> str:
         """Go to the next character that says something and return it, "" at the end."""
-        text, place = self._text, self._place
-        if place < len(text) and text[place] in " \t\r\n":
-            found = _SPACE.match(text, place)
+        text, index = self._text, self._index
+        if index < len(text) and text[index] in " \t\r\n":
+            found = _SPACE.match(text, index)
             assert found is not None
-            self._place = place = found.end()
-        return text[place : place + 1]
+            self._index = index = found.end()
+        return text[index : index + 1]
 
-    def _take(self, wanted: str) -> bool:
+    def _skip_if(self, wanted: str) -> bool:
         if self._skip_space() == wanted:
-            self._place += 1
+            self._index += 1
             return True
         return False
 
@@ -182,31 +184,31 @@ class _Reader:
             return self._object(depth)
         if first == "[":
             return self._array(depth)
-        number = _NUMBER.match(self._text, self._place)
+        number = _NUMBER.match(self._text, self._index)
         if number:
             return self._number(number)
-        for word, value in _WORDS.items():
-            if self._text.startswith(word, self._place):
-                self._place += len(word)
+        for word, value in _CONSTANTS.items():
+            if self._text.startswith(word, self._index):
+                self._index += len(word)
                 return value
         raise self._error("a value is wanted")
 
     def _number(self, found: re.Match[str]) -> int | float:
         text = found.group()
         value: int | float
-        if len(text) <= _LONG_CHARACTERS and text.removeprefix("-").isdecimal():
+        if len(text) <= _MAX_INTEGER_CHARACTERS and text.removeprefix("-").isdecimal():
             value = int(text)
         else:
             value = float(text)
             if not isfinite(value):
                 raise self._error("a number is too large")
-        self._place = found.end()
+        self._index = found.end()
         return value
 
     def _string(self) -> str:
         value: str
         try:
-            value, self._place = _STRING.raw_decode(self._text, self._place)
+            value, self._index = _STRING.raw_decode(self._text, self._index)
         except ValueError as error:
             raise self._error(f"a string is broken ({error})") from None
         if value.isascii():
@@ -217,57 +219,57 @@ class _Reader:
     def _array(self, depth: int) -> list[Any]:
         self._enter(depth)
         values: list[Any] = []
-        if self._take("]"):
+        if self._skip_if("]"):
             return values
         while True:
             values.append(self._value(depth + 1))
-            if self._take("]"):
+            if self._skip_if("]"):
                 return values
-            if not self._take(","):
+            if not self._skip_if(","):
                 raise self._error("',' or ']' is wanted")
 
     def _object(self, depth: int) -> dict[Any, Any]:
         self._enter(depth)
         values: dict[Any, Any] = {}
-        if self._take("}"):
+        if self._skip_if("}"):
             return values
         while True:
             key = self._key(depth)
             values[key] = self._value(depth + 1)
-            if self._take("}"):
+            if self._skip_if("}"):
                 return values
-            if not self._take(","):
+            if not self._skip_if(","):
                 raise self._error("',' or '}' is wanted")
 
     def _enter(self, depth: int) -> None:
         if depth >= MAX_DEPTH:
             raise self._error(f"nested deeper than {MAX_DEPTH} levels")
-        self._place += 1
+        self._index += 1
 
     def _key(self, depth: int) -> str | int | ObjectKey:
         """Read a key and the ':' after it."""
         first = self._skip_space()
         key: str | ObjectKey
         if first == "{":
-            usual = _QUEUE_KEY.match(self._text, self._place)
+            usual = _QUEUE_KEY.match(self._text, self._index)
             if usual:
-                self._place = usual.end()
+                self._index = usual.end()
                 broker_name, queue_id, topic = usual.groups()
                 return ObjectKey({"brokerName": broker_name, "queueId": int(queue_id), "topic": topic})
             key = ObjectKey(self._object(depth + 1))
         elif first == '"':
             key = self._string()
         else:
-            bare = _NUMBER_KEY.match(self._text, self._place)
-            word = None if bare else _WORD_KEY.match(self._text, self._place)
+            bare = _NUMBER_KEY.match(self._text, self._index)
+            word = None if bare else _WORD_KEY.match(self._text, self._index)
             if bare:
-                self._place = bare.end()
+                self._index = bare.end()
                 return int(bare[1])
             if word:
-                self._place = word.end()
+                self._index = word.end()
                 return word[1]
             raise self._error("a key is wanted")
-        if not self._take(":"):
+        if not self._skip_if(":"):
             raise self._error("':' is wanted")
         return key
 

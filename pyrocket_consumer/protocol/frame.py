@@ -21,7 +21,7 @@ MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_REQUEST_BYTES = 1024 * 1024
 """The largest body of a request that a server sends us, unless that is a stored message: a reset of 4,000 queues."""
 
-_OF_MESSAGES = frozenset((RequestCode.CHECK_TRANSACTION_STATE, RequestCode.CONSUME_MESSAGE_DIRECTLY))
+_MESSAGE_REQUESTS = frozenset((RequestCode.CHECK_TRANSACTION_STATE, RequestCode.CONSUME_MESSAGE_DIRECTLY))
 
 JSON_HEADER = 0
 BINARY_HEADER = 1
@@ -29,14 +29,14 @@ BINARY_HEADER = 1
 RESPONSE_FLAG = 1
 ONEWAY_FLAG = 2
 
-_MOST_SHOWN = 200  # characters of a field, or of the remark
+_MAX_REPR_CHARS = 200  # characters of a field, or of the remark
 
 MAX_HEADER_BYTES = 1024 * 1024
 """The largest header: the answer to a batch of 10,000 messages names the id of each, 57 bytes of them with IPv6."""
 
-_MOST_LOOSE_BYTES = 64 * 1024  # of a header that no quick reader reads, for the half of a character in its remark
-_MOST_VALUES = 50_000  # of a header that is longer than that
-_MOST_FIELDS = 1024  # no header has more than thirty
+_MAX_LENIENT_BYTES = 64 * 1024  # of a header that no quick reader reads, for the half of a character in its remark
+_MAX_HEADER_VALUES = 50_000  # of a header that is longer than that
+_MAX_FIELDS = 1024  # no header has more than thirty
 
 _PREFIX = struct.Struct(">II")  # bytes that follow; header type << 24 | header length
 _BINARY_FIXED = struct.Struct(">hBhiii")  # code, language, version, opaque, flag, remark length
@@ -55,14 +55,14 @@ class RemotingCommand:
     language: str = "PYTHON"
     version: int = CLIENT_VERSION
     header_type: int = JSON_HEADER
-    left_out: int = 0
+    skipped_body_bytes: int = 0
     """The bytes of a body that is too large for its request, and was not kept."""
 
     def __repr__(self) -> str:
         fields = {
-            name: "***" if name in SIGNED else truncate(value, _MOST_SHOWN) for name, value in self.fields.items()
+            name: "***" if name in SIGNED else truncate(value, _MAX_REPR_CHARS) for name, value in self.fields.items()
         }
-        remark = f", remark={truncate(self.remark, _MOST_SHOWN)!r}" if self.remark else ""
+        remark = f", remark={truncate(self.remark, _MAX_REPR_CHARS)!r}" if self.remark else ""
         return (
             f"RemotingCommand(code={self.code}, opaque={self.opaque}, flag={self.flag}, fields={fields!r}, "
             f"body=<{len(self.body)} bytes>{remark})"
@@ -171,14 +171,16 @@ def _decode_header(header: memoryview, header_type: int, body: bytes = b"") -> R
 
 
 def _decode_json_header(data: memoryview, body: bytes) -> RemotingCommand:
-    if len(data) > _MOST_LOOSE_BYTES and bytes(data).count(b",") > _MOST_VALUES:
-        raise ProtocolError(f"header of {len(data)} bytes with more than {_MOST_VALUES} values")
+    if len(data) > _MAX_LENIENT_BYTES and bytes(data).count(b",") > _MAX_HEADER_VALUES:
+        raise ProtocolError(f"header of {len(data)} bytes with more than {_MAX_HEADER_VALUES} values")
     try:
-        header = orjson.loads(data)  # may be nested as deep as it likes: nothing but `_text` and `_kind` looks into it
+        header = orjson.loads(
+            data
+        )  # may be nested as deep as it likes: nothing but `_text` and `_describe` looks into it
     except orjson.JSONDecodeError as error:
-        if len(data) > _MOST_LOOSE_BYTES:
+        if len(data) > _MAX_LENIENT_BYTES:
             raise ProtocolError(f"header of {len(data)} bytes is not JSON: {error!s:.100}") from None
-        header = fastjson.loads_loosely(bytes(data))
+        header = fastjson.loads_lenient(bytes(data))
     try:
         fields = header.get("extFields")
         command = RemotingCommand(
@@ -201,22 +203,22 @@ def _check_types(command: RemotingCommand) -> None:
     code, opaque, flag, fields, version = command.code, command.opaque, command.flag, command.fields, command.version
     if not (type(code) is type(opaque) is type(flag) is type(version) is int and type(fields) is dict):
         raise ProtocolError(
-            f"header has a field of the wrong type: code={_kind(code)} opaque={_kind(opaque)} flag={_kind(flag)} "
-            f"version={_kind(version)} extFields={_kind(fields)}"
+            f"header has a field of the wrong type: code={_describe(code)} opaque={_describe(opaque)} flag={_describe(flag)} "
+            f"version={_describe(version)} extFields={_describe(fields)}"
         )
     if type(command.language) is not str or (command.remark is not None and type(command.remark) is not str):
         raise ProtocolError(
-            f"header has a field of the wrong type: language={_kind(command.language)} remark={_kind(command.remark)}"
+            f"header has a field of the wrong type: language={_describe(command.language)} remark={_describe(command.remark)}"
         )
-    if len(fields) > _MOST_FIELDS:
-        raise ProtocolError(f"header of {len(fields)} fields; at most {_MOST_FIELDS} are read")
+    if len(fields) > _MAX_FIELDS:
+        raise ProtocolError(f"header of {len(fields)} fields; at most {_MAX_FIELDS} are read")
     for value in fields.values():
         if type(value) is not str:  # numbers and booleans are tolerated, as Java does
             command.fields = {str(name): _text(value) for name, value in fields.items() if value is not None}
             break
 
 
-def _kind(value: object) -> str:
+def _describe(value: object) -> str:
     return f"{value!r:.20}" if isinstance(value, (int, float, str)) else type(value).__name__
 
 
@@ -227,19 +229,19 @@ def _text(value: object) -> str:
 def _decode_binary_header(data: bytes, body: bytes) -> RemotingCommand:
     try:
         code, language, version, opaque, flag, remark_length = _BINARY_FIXED.unpack_from(data)
-        place = _BINARY_FIXED.size
-        remark, place = _take(data, place, remark_length)
-        (fields_length,) = struct.unpack_from(">i", data, place)
-        entries, _ = _take(data, place + 4, fields_length)
-        fields, place, left = {}, 0, _MOST_FIELDS
-        while place < len(entries):
+        index = _BINARY_FIXED.size
+        remark, index = _read_bytes(data, index, remark_length)
+        (fields_length,) = struct.unpack_from(">i", data, index)
+        entries, _ = _read_bytes(data, index + 4, fields_length)
+        fields, index, left = {}, 0, _MAX_FIELDS
+        while index < len(entries):
             if not left:
-                raise ProtocolError(f"header of more than {_MOST_FIELDS} fields")
+                raise ProtocolError(f"header of more than {_MAX_FIELDS} fields")
             left -= 1
-            (name_length,) = struct.unpack_from(">h", entries, place)
-            name, place = _take(entries, place + 2, name_length)
-            (value_length,) = struct.unpack_from(">i", entries, place)
-            value, place = _take(entries, place + 4, value_length)
+            (name_length,) = struct.unpack_from(">h", entries, index)
+            name, index = _read_bytes(entries, index + 2, name_length)
+            (value_length,) = struct.unpack_from(">i", entries, index)
+            value, index = _read_bytes(entries, index + 4, value_length)
             fields[name.decode()] = value.decode()
         return RemotingCommand(
             code,
@@ -256,7 +258,7 @@ def _decode_binary_header(data: bytes, body: bytes) -> RemotingCommand:
         raise ProtocolError(f"binary header of {len(data)} bytes is not a command: {error}") from error
 
 
-def _take(data: bytes, start: int, length: int) -> tuple[bytes, int]:
+def _read_bytes(data: bytes, start: int, length: int) -> tuple[bytes, int]:
     if length < 0 or start + length > len(data):
         raise ProtocolError(f"binary header wants {length} bytes at {start} of {len(data)}")
     return data[start : start + length], start + length
@@ -269,10 +271,19 @@ class FrameBuffer:
     request above `largest_request`, unless that is a message, is passed over as it comes, and nothing of it held.
     """
 
-    __slots__ = ("_buffer", "_view", "_start", "_end", "_max_frame_bytes", "_largest_request", "_looked_at", "_to_pass")
+    __slots__ = (
+        "_buffer",
+        "_view",
+        "_start",
+        "_end",
+        "_max_frame_bytes",
+        "_largest_request",
+        "_is_accepted",
+        "_bytes_to_skip",
+    )
 
     INITIAL_BYTES = 512 * 1024
-    LEAST_BYTES = 128 * 1024  # of space: receiving a little costs a wake-up as receiving a lot does
+    MIN_SPACE_BYTES = 128 * 1024  # of space: receiving a little costs a wake-up as receiving a lot does
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES, *, largest_request: int | None = None) -> None:
         self._buffer = bytearray(self.INITIAL_BYTES)
@@ -280,22 +291,22 @@ class FrameBuffer:
         self._start = self._end = 0
         self._max_frame_bytes = max_frame_bytes
         self._largest_request = max_frame_bytes if largest_request is None else largest_request
-        self._looked_at = False  # a large frame that is not complete yet: it is wanted
-        self._to_pass = 0  # bytes to come that are not
+        self._is_accepted = False  # a large frame that is not complete yet: it is wanted
+        self._bytes_to_skip = 0  # bytes to come that are not
 
     def space(self) -> memoryview:
         """Return room to receive into; never empty."""
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._buffer) > 4 * self.INITIAL_BYTES:  # a large frame has passed: give its room back
-                self._replace(self.INITIAL_BYTES)
-        elif len(self._buffer) - self._end < self.LEAST_BYTES:
-            self._make_room()
+                self._resize(self.INITIAL_BYTES)
+        elif len(self._buffer) - self._end < self.MIN_SPACE_BYTES:
+            self._make_space()
         return self._view[self._end :]
 
-    def _make_room(self) -> None:
+    def _make_space(self) -> None:
         held = self._end - self._start
-        wanted = held + self.LEAST_BYTES
+        wanted = held + self.MIN_SPACE_BYTES
         if held >= 4:  # the length was checked when it was first seen
             frame = 4 + int.from_bytes(self._view[self._start : self._start + 4])
             wanted = max(wanted, min(frame, 2 * len(self._buffer)))  # believed only as far as bytes have come
@@ -303,16 +314,16 @@ class FrameBuffer:
             self._view[:held] = bytes(self._view[self._start : self._end])
             self._start, self._end = 0, held
         else:
-            self._replace(wanted + self.INITIAL_BYTES // 4)
+            self._resize(wanted + self.INITIAL_BYTES // 4)
 
-    def _replace(self, size: int) -> None:
+    def _resize(self, size: int) -> None:
         held = bytes(self._view[self._start : self._end])
         self._buffer = bytearray(max(size, self.INITIAL_BYTES))
         self._view = memoryview(self._buffer)
         self._view[: len(held)] = held
         self._start, self._end = 0, len(held)
 
-    def received(self, count: int, most: int = sys.maxsize) -> list[RemotingCommand]:
+    def read_commands(self, count: int, most: int = sys.maxsize) -> list[RemotingCommand]:
         """Take note of `count` bytes written into `space()`, and return the commands that are complete now.
 
         If these are `most`, there may be more: `received(0)` returns them.
@@ -321,52 +332,52 @@ class FrameBuffer:
             ProtocolError: the stream is not one of frames. It cannot be followed any further.
         """
         self._end += count
-        if self._to_pass:
-            passed = min(self._to_pass, self._end - self._start)
-            self._start += passed
-            self._to_pass -= passed
+        if self._bytes_to_skip:
+            skipped = min(self._bytes_to_skip, self._end - self._start)
+            self._start += skipped
+            self._bytes_to_skip -= skipped
         commands: list[RemotingCommand] = []
         view, start, end = self._view, self._start, self._end
         unpack, size, max_frame_bytes = _PREFIX.unpack_from, _PREFIX.size, self._max_frame_bytes
         while end - start >= size and len(commands) < most:
             length, word = unpack(view, start)
             _check_prefix(length, word, max_frame_bytes)
-            if length > self._largest_request and not self._looked_at:
-                request = self._too_large(view[start + size : end], length, word)
+            if length > self._largest_request and not self._is_accepted:
+                request = self._skip_large_request(view[start + size : end], length, word)
                 if request is not None:
                     commands.append(request)
                     start += 4 + length
-                    self._to_pass = max(start - end, 0)
+                    self._bytes_to_skip = max(start - end, 0)
                     start = min(start, end)
                     continue
             if end - start < 4 + length:
                 break
             commands.append(_decode(view, start + 4, length, word))
             start += 4 + length
-            self._looked_at = False
+            self._is_accepted = False
         self._start = start
         return commands
 
-    def _too_large(self, come: memoryview, length: int, word: int) -> RemotingCommand | None:
+    def _skip_large_request(self, received: memoryview, length: int, word: int) -> RemotingCommand | None:
         """Return the command of a large frame without its body if that is not wanted, None if it is, or not known yet.
 
-        `come` is what there is of header and body.
+        `received` is what there is of header and body.
         """
         header_bytes = word & 0xFFFFFF
-        if len(come) < header_bytes:
+        if len(received) < header_bytes:
             return None
-        self._looked_at = True
-        command = _decode_header(come[:header_bytes], word >> 24)
+        self._is_accepted = True
+        command = _decode_header(received[:header_bytes], word >> 24)
         body_bytes = length - 4 - header_bytes
-        if command.is_response or command.code in _OF_MESSAGES or body_bytes <= self._largest_request:
+        if command.is_response or command.code in _MESSAGE_REQUESTS or body_bytes <= self._largest_request:
             return None
-        self._looked_at = False
-        command.left_out = body_bytes
+        self._is_accepted = False
+        command.skipped_body_bytes = body_bytes
         return command
 
 
 @dataclass(slots=True)
-class Extent:
+class BufferSlice:
     """Bytes that are left where they came: `data` from `start` to before `stop`. Whoever owns `data` may move them."""
 
     data: bytes | bytearray
@@ -374,7 +385,7 @@ class Extent:
     stop: int
 
     @classmethod
-    def whole(cls, data: bytes) -> Extent:
+    def whole(cls, data: bytes) -> BufferSlice:
         """Return all of `data`."""
         return cls(data, 0, len(data))
 
@@ -385,7 +396,7 @@ class Extent:
         return bytes(memoryview(self.data)[self.start : self.stop])
 
 
-class InPlaceFrames:
+class ZeroCopyFrames:
     """Cuts a byte stream into commands like `FrameBuffer`, and leaves their bodies where they were received.
 
     That saves copying much that is read once and soon. A body stays until the next `reuse()`, which keeps those that
@@ -395,7 +406,7 @@ class InPlaceFrames:
     __slots__ = ("data", "_view", "_start", "_end", "_max_frame_bytes")
 
     INITIAL_BYTES = 4 * 1024 * 1024
-    LEAST_BYTES = 256 * 1024  # of space
+    MIN_SPACE_BYTES = 256 * 1024  # of space
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_frame_bytes = max_frame_bytes
@@ -403,7 +414,7 @@ class InPlaceFrames:
         self._view = memoryview(self.data)
         self._start = self._end = 0  # of what is no complete frame yet
 
-    def _renew(self, size: int) -> None:
+    def _replace_buffer(self, size: int) -> None:
         """Receive into another buffer from now on. Bodies that were handed out keep the old one."""
         tail = bytes(self._view[self._start : self._end])
         self.data = bytearray(size)
@@ -413,16 +424,16 @@ class InPlaceFrames:
 
     def space(self) -> memoryview:
         """Return room to receive into; never empty."""
-        if len(self.data) - 1 - self._end < self.LEAST_BYTES:
+        if len(self.data) - 1 - self._end < self.MIN_SPACE_BYTES:
             held = self._end - self._start
-            wanted = held + self.LEAST_BYTES
+            wanted = held + self.MIN_SPACE_BYTES
             if held >= 4:  # the length was checked when it was first seen
                 frame = 4 + int.from_bytes(self._view[self._start : self._start + 4])
                 wanted = max(wanted, min(frame, 2 * len(self.data)))  # believed only as far as bytes have come
-            self._renew(max(wanted + self.LEAST_BYTES, self.INITIAL_BYTES))
+            self._replace_buffer(max(wanted + self.MIN_SPACE_BYTES, self.INITIAL_BYTES))
         return self._view[self._end : -1]
 
-    def received(self, count: int) -> list[tuple[RemotingCommand, Extent]]:
+    def read_commands(self, count: int) -> list[tuple[RemotingCommand, BufferSlice]]:
         """Take note of `count` bytes written into `space()`, and return the commands that are complete now.
 
         Each has an empty `body`; where its body is stands beside it.
@@ -441,29 +452,29 @@ class InPlaceFrames:
             if stop > end:
                 break
             body = start + size + (word & 0xFFFFFF)
-            found.append((_decode_header(view[start + size : body], word >> 24), Extent(self.data, body, stop)))
+            found.append((_decode_header(view[start + size : body], word >> 24), BufferSlice(self.data, body, stop)))
             start = stop
         self._start = start
         return found
 
-    def reuse(self, wanted: Iterable[Extent]) -> None:
+    def release_except(self, wanted: Iterable[BufferSlice]) -> None:
         """Receive over what was handed out, but for the bodies that are still `wanted`: they are moved."""
-        view, place = self._view, 0
+        view, index = self._view, 0
         for extent in sorted((each for each in wanted if each.data is self.data), key=lambda each: each.start):
             size = len(extent)
-            if extent.start != place:
-                view[place : place + size] = view[extent.start : extent.stop]
-                extent.start, extent.stop = place, place + size
-            place += size
+            if extent.start != index:
+                view[index : index + size] = view[extent.start : extent.stop]
+                extent.start, extent.stop = index, index + size
+            index += size
         tail = self._end - self._start
-        if self._start != place:
-            view[place : place + tail] = view[self._start : self._end]
-            self._start, self._end = place, place + tail
-        if not place and len(self.data) > 2 * self.INITIAL_BYTES and tail < self.LEAST_BYTES:
-            self._renew(self.INITIAL_BYTES)  # large frames have passed: give their room back
+        if self._start != index:
+            view[index : index + tail] = view[self._start : self._end]
+            self._start, self._end = index, index + tail
+        if not index and len(self.data) > 2 * self.INITIAL_BYTES and tail < self.MIN_SPACE_BYTES:
+            self._replace_buffer(self.INITIAL_BYTES)  # large frames have passed: give their room back
 
 
-def no_frame(address: str, damage: ProtocolError) -> ProtocolError:
+def frame_error(address: str, damage: ProtocolError) -> ProtocolError:
     """Return what to tell of a peer that has sent something else than frames."""
     return ProtocolError(
         f"{address} sent what is no frame of RocketMQ's remoting protocol ({damage}); check the address: something "

@@ -36,11 +36,11 @@ def _number(text: str) -> int:
     return number
 
 
-def _truth(text: str) -> bool:
+def _boolean(text: str) -> bool:
     return text.lower() == "true"  # as Boolean.parseBoolean: anything else is false
 
 
-_PARSERS: dict[str, Callable[[str], str | int | bool] | None] = {"str": None, "int": _number, "bool": _truth}
+_PARSERS: dict[str, Callable[[str], str | int | bool] | None] = {"str": None, "int": _number, "bool": _boolean}
 
 _plans: dict[tuple[type[Header], bool], tuple[_Part, ...]] = {}
 

@@ -32,16 +32,16 @@ class JsonObject:
         value = self._fields.get(name)
         return default if value is None else read_number(value, name, self._what)
 
-    def real(self, name: str, default: float = 0.0) -> float:
+    def float_number(self, name: str, default: float = 0.0) -> float:
         value = self._fields.get(name)
         if value is None:
             return default
         try:
             return float(value)
         except (TypeError, ValueError, OverflowError):
-            raise self._wrong(name, "a number", value) from None
+            raise self._type_error(name, "a number", value) from None
 
-    def truth(self, name: str, default: bool = False) -> bool:
+    def boolean(self, name: str, default: bool = False) -> bool:
         value = self._fields.get(name)
         if value is None:
             return default
@@ -59,7 +59,7 @@ class JsonObject:
         if value is None:
             return []
         if not isinstance(value, list):
-            raise self._wrong(name, "a list", value)
+            raise self._type_error(name, "a list", value)
         return value
 
     def table(self, name: str) -> Mapping[Any, Any]:
@@ -67,7 +67,7 @@ class JsonObject:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise self._wrong(name, "an object", value)
+            raise self._type_error(name, "an object", value)
         return value
 
     def texts(self, name: str) -> list[str]:
@@ -90,7 +90,7 @@ class JsonObject:
         what = f"{self._what}.{name}"
         return {read_queue(key, what): read(value, what) for key, value in self.table(name).items()}
 
-    def _wrong(self, name: str, wanted: str, value: object) -> ProtocolError:
+    def _type_error(self, name: str, wanted: str, value: object) -> ProtocolError:
         return ProtocolError(f"{self._what}: {name} must be {wanted}, not {_short(value)}")
 
 
@@ -127,7 +127,7 @@ def read_queue(value: object, what: str) -> MessageQueue:
     return MessageQueue(found.text("topic"), found.text("brokerName"), found.number("queueId"))
 
 
-def java(name: str, default: Any) -> Any:
+def java_field(name: str, default: Any) -> Any:
     """Declare a field whose name in JSON is not its attribute's in camelCase."""
     return field(default=default, metadata={"name": name})
 
@@ -137,13 +137,13 @@ def _java_name(each: Any) -> str:
     return str(each.metadata.get("name") or first + "".join(map(str.capitalize, others)))
 
 
-def record(kind: Callable[..., _R], value: object, what: str) -> _R:
+def read_record(kind: Callable[..., _R], value: object, what: str) -> _R:
     """Read a flat dataclass, every field of which has a default for when it is missing."""
     found = value if isinstance(value, JsonObject) else JsonObject(value, what)
     readers: dict[str, Callable[[str], Any]] = {
         "int": found.number,
-        "float": found.real,
-        "bool": found.truth,
+        "float": found.float_number,
+        "bool": found.boolean,
         "str": found.text,
     }
     values = {}
@@ -154,6 +154,6 @@ def record(kind: Callable[..., _R], value: object, what: str) -> _R:
     return kind(**values)
 
 
-def record_object(record: Any) -> dict[str, Any]:
+def write_record(record: Any) -> dict[str, Any]:
     found = {_java_name(each): getattr(record, each.name) for each in fields(record)}
     return {name: value for name, value in sorted(found.items()) if value is not None}

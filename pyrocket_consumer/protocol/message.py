@@ -22,7 +22,7 @@ from pyrocket_consumer.protocol.compression import (
     Compression,
     compress,
     decompress,
-    most_unpacked,
+    max_unpacked_size,
     unpacked_size,
 )
 from pyrocket_consumer.protocol.ids import (
@@ -40,7 +40,7 @@ from pyrocket_consumer.protocol.properties import (
     find_property,
     first_property,
 )
-from pyrocket_consumer.protocol.record import GLANCE, MAGIC_V1, SHORTEST_RECORD
+from pyrocket_consumer.protocol.record import MAGIC_V1, MIN_RECORD_BYTES, RECORD_HEAD
 
 __all__ = [
     "BatchItem",
@@ -73,7 +73,7 @@ _FIXED = {
     for born_v6 in (0, SysFlag.BORN_HOST_V6)
     for store_v6 in (0, SysFlag.STORE_HOST_V6)
 }
-_HOW = 15  # behind these, of a message whose body is packed: how to unpack it
+_LIMIT_INDEX = 15  # behind these, of a message whose body is packed: how to unpack it
 _HOSTS_V6 = SysFlag.BORN_HOST_V6 | SysFlag.STORE_HOST_V6
 _UNPACK = SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
 _PACKED = SysFlag.COMPRESSED | _UNPACK
@@ -86,23 +86,23 @@ _LAST_OFFSET = 2**63 - 1
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-MOST_RECORDS = 1024
+MAX_RECORDS = 1024
 """An answer with more records than any pull asks for is refused. Fewer cost nothing, be they asked for or not."""
 
-_STRETCH = 64 * 1024
+_CHUNK_BYTES = 64 * 1024
 """Bytes of an answer that are decoded before its records are counted: to count each one costs more."""
 
 
-class Bodies:
+class BodyLimit:
     """How the bodies of messages are unpacked: each up to `max_bytes`, from which on it is too large."""
 
     def __init__(self, max_bytes: int = MAX_BODY_BYTES) -> None:
         self.max_bytes = max_bytes
-        self.met = False
+        self.any_packed = False
         """Whether any message has had a packed body so far."""
 
 
-_USUAL_BODIES = Bodies()
+_DEFAULT_BODY_LIMIT = BodyLimit()
 
 Unpack = Callable[["Message"], Iterable["Message"]]
 """Gives what stands for an inner batch."""
@@ -135,22 +135,22 @@ class Message(Record):
         return topic
 
     def _unpacked(self, stored: bytes) -> bytes:
-        flag, how = self.sys_flag, self._how()
-        if isinstance(how, ProtocolError):
-            raise _anew(how)
+        flag, limit = self.sys_flag, self._limit_or_error()
+        if isinstance(limit, ProtocolError):
+            raise _copy_error(limit)
         # The items of an inner batch keep its sysFlag, but it was the batch that was compressed.
         if not flag & SysFlag.COMPRESSED or flag & _UNPACK == _UNPACK:
             return stored
         try:
-            return decompress(stored, flag, how.max_bytes)
+            return decompress(stored, flag, limit.max_bytes)
         except BodyTooLarge as error:
-            self._refuse(error)
+            self._mark_unreadable(error)
             raise
 
     @property
     def is_too_large(self) -> bool:
         """Whether its body was asked for, and holds more than may be unpacked: it can never be read."""
-        return isinstance(self._how(), BodyTooLarge)
+        return isinstance(self._limit_or_error(), BodyTooLarge)
 
     @property
     def tags(self) -> str | None:
@@ -258,27 +258,30 @@ class Message(Record):
         """Return the message with its own bytes only, so that the answer it came in can be freed."""
         if self._end - self._start == len(self._data):
             return self
-        message = _message_at(self._data[self._start : self._end], 0, self._queue, self._bodies())
+        message = _message_at(self._data[self._start : self._end], 0, self._queue, self._body_limit())
         message._extra_attempts = self._extra_attempts
         return message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        most = self._bodies().max_bytes
-        return _one, (self._data[self._start : self._end], self._queue, self._extra_attempts, most)
+        max_bytes = self._body_limit().max_bytes
+        return _restore_message, (self._data[self._start : self._end], self._queue, self._extra_attempts, max_bytes)
 
-    def _how(self) -> Bodies | ProtocolError:
+    def _limit_or_error(self) -> BodyLimit | ProtocolError:
         """Return how the body is unpacked, or why it cannot be read, if that is known."""
         if not self.sys_flag & _PACKED:
-            return _USUAL_BODIES
-        how: Bodies | ProtocolError = self._fields()[_HOW]
-        return how
+            return _DEFAULT_BODY_LIMIT
+        limit: BodyLimit | ProtocolError = self._fields()[_LIMIT_INDEX]
+        return limit
 
-    def _bodies(self) -> Bodies:
-        how = self._how()
-        return _USUAL_BODIES if isinstance(how, ProtocolError) else how
+    def _body_limit(self) -> BodyLimit:
+        limit = self._limit_or_error()
+        return _DEFAULT_BODY_LIMIT if isinstance(limit, ProtocolError) else limit
 
-    def _refuse(self, error: ProtocolError) -> None:
-        self._fixed = (*self._fields()[:_HOW], _anew(error))  # the one raised keeps the frames it came through
+    def _mark_unreadable(self, error: ProtocolError) -> None:
+        self._fixed = (
+            *self._fields()[:_LIMIT_INDEX],
+            _copy_error(error),
+        )  # the one raised keeps the frames it came through
 
     def __repr__(self) -> str:
         try:
@@ -315,7 +318,7 @@ class Message(Record):
         return find_property(self._data, self._properties_start(), self._end, name)
 
 
-def _anew(error: ProtocolError) -> ProtocolError:
+def _copy_error(error: ProtocolError) -> ProtocolError:
     return type(error)(*error.args)
 
 
@@ -324,27 +327,27 @@ def stored_body(message: Message) -> bytes:
     return message._data[message._start + _FIXED[message.sys_flag & _HOSTS_V6].size : message._body_end]
 
 
-def holds_packed(message: Message) -> bool:
+def has_compressed_body(message: Message) -> bool:
     """Tell whether the message's own body is compressed, so that it takes memory once it is read."""
     flag = message.sys_flag
     return bool(flag & SysFlag.COMPRESSED) and flag & _UNPACK != _UNPACK
 
 
-def least_room(message: Message, *, measured: bool) -> int:
+def unpacked_size_limit(message: Message, *, measured: bool) -> int:
     """Return the bytes a compressed body takes at most; `measured` costs as much as to unpack it, and is right.
 
     A body that cannot be unpacked counts with all that is tried.
     """
-    most = message._bodies().max_bytes
+    max_bytes = message._body_limit().max_bytes
     if not measured:
-        return min(most, most_unpacked(message._body_end - message._start, message.sys_flag))
+        return min(max_bytes, max_unpacked_size(message._body_end - message._start, message.sys_flag))
     try:
-        return unpacked_size(stored_body(message), message.sys_flag, most)
+        return unpacked_size(stored_body(message), message.sys_flag, max_bytes)
     except RocketError:
-        return most
+        return max_bytes
 
 
-def forget_body(message: Message) -> None:
+def drop_body(message: Message) -> None:
     """Keep the unpacked body of a message no longer. Who reads it again has it unpacked again."""
     message._body = None
 
@@ -353,14 +356,14 @@ def decode_messages(
     data: bytes,
     queue: MessageQueue | None = None,
     unpack: Unpack | None = None,
-    bodies: Bodies = _USUAL_BODIES,
-    most: int | None = None,
+    body_limit: BodyLimit = _DEFAULT_BODY_LIMIT,
+    max_records: int | None = None,
 ) -> list[Message]:
     """Return the messages in the body of a pull's answer, in order; inner batches are unpacked.
 
     `queue` is the one pulled from; without it each message names the queue in its record, with no broker name. What
-    `unpack` gives for an inner batch stands for it; without it that is what `inner_messages` gives. `bodies` says how
-    much may be unpacked. `most` is how many records there may be; a few hundred more are read before that is noticed.
+    `unpack` gives for an inner batch stands for it; without it that is what `inner_messages` gives. `body_limit` says how
+    much may be unpacked. `max_records` is how many records there may be; a few hundred more are read before that is noticed.
 
     Raises:
         ProtocolError: not a sequence of records, or too many. Damage inside a record raises when that part is read.
@@ -368,33 +371,35 @@ def decode_messages(
     """
     messages: list[Message] = []
     size = len(data)
-    start, last = 0, size - SHORTEST_RECORD
-    unpacked = surplus = 0
+    start, last = 0, size - MIN_RECORD_BYTES
+    unpacked = extra = 0
 
     def unusual(start: int) -> int:
-        nonlocal unpacked, surplus
+        nonlocal unpacked, extra
         before = len(messages)
-        end, unpacked = _decode_unusual(data, start, queue, messages, unpacked, unpack, bodies)
-        surplus += len(messages) - before - 1
+        end, unpacked = _decode_unusual(data, start, queue, messages, unpacked, unpack, body_limit)
+        extra += len(messages) - before - 1
         return end
 
     while start <= last:
-        until = last if most is None else min(last, start + _STRETCH)
+        until = last if max_records is None else min(last, start + _CHUNK_BYTES)
         start = cut_records(Message, messages, data, start, until, queue, unusual)
-        if most is not None and len(messages) - surplus > most:
-            raise ProtocolError(f"more than {most} records in {size} bytes, which no pull asks for")
+        if max_records is not None and len(messages) - extra > max_records:
+            raise ProtocolError(f"more than {max_records} records in {size} bytes, which no pull asks for")
     if start != size:
         raise ProtocolError(f"{size - start} bytes at {start} are too few for a record")
     return messages
 
 
-def decode_message(record: bytes, queue: MessageQueue | None = None, bodies: Bodies = _USUAL_BODIES) -> Message:
+def decode_message(
+    record: bytes, queue: MessageQueue | None = None, body_limit: BodyLimit = _DEFAULT_BODY_LIMIT
+) -> Message:
     """Return the message of one record as brokers pass it on to be looked at, or consumed. The rest: as in a pull.
 
     Raises:
         ProtocolError: not one whole record, or an inner batch, which brokers do not pass on.
     """
-    message = _message_at(record, 0, queue, bodies)
+    message = _message_at(record, 0, queue, body_limit)
     if message._end != len(record):
         raise ProtocolError(f"record of {message._end} bytes in a body of {len(record)}")
     if message.sys_flag & _UNPACK == _UNPACK:
@@ -409,13 +414,13 @@ def _decode_unusual(
     messages: list[Message],
     unpacked: int,
     unpack: Unpack | None,
-    bodies: Bodies,
+    body_limit: BodyLimit,
 ) -> tuple[int, int]:
     """Add the messages of a record with IPv6 hosts, a long topic, a packed body or an inner batch.
 
     Returns where it ends, and the bytes unpacked so far.
     """
-    message = _message_at(data, start, queue, bodies)
+    message = _message_at(data, start, queue, body_limit)
     if message.sys_flag & _UNPACK != _UNPACK:
         messages.append(message)
         return message._end, unpacked
@@ -423,35 +428,35 @@ def _decode_unusual(
         messages += unpack(message)
         return message._end, unpacked
     try:
-        items = inner_messages(message, bodies.max_bytes - unpacked)
+        items = inner_messages(message, body_limit.max_bytes - unpacked)
     except ProtocolError as error:
         raise ProtocolError(f"record at {start}, inner batch at offset {message.queue_offset}: {error}") from error
     messages += items
     return message._end, unpacked + sum(item.store_size for item in items)
 
 
-def inner_messages(batch: Message, most_bytes: int | None = None) -> list[Message]:
+def inner_messages(batch: Message, max_bytes: int | None = None) -> list[Message]:
     """Return the messages of an inner batch, each with a record of its own.
 
     Raises:
-        ProtocolError: it is damaged; or its records take more than `most_bytes` (as much as a body may hold), or are
+        ProtocolError: it is damaged; or its records take more than `max_bytes` (as much as a body may hold), or are
             more than a broker can count, which is a BodyTooLarge.
         ConfigError: it is compressed in a way whose package is not installed.
     """
-    bodies = batch._bodies()
-    most = bodies.max_bytes if most_bytes is None else most_bytes
+    body_limit = batch._body_limit()
+    max_bytes = body_limit.max_bytes if max_bytes is None else max_bytes
     items, size = list[Message](), 0
-    for record in _unpack(batch, most):
+    for record in _unpack_records(batch, max_bytes):
         size += len(record)
-        if size > most:  # a few bytes can hold millions of items
-            raise BodyTooLarge(f"inner batches hold more than {bodies.max_bytes} bytes of records")
-        if len(items) == _MOST_INNER:
-            raise BodyTooLarge(f"an inner batch holds more than {_MOST_INNER} messages")
-        items.append(_message_at(record, 0, batch._queue, bodies))
+        if size > max_bytes:  # a few bytes can hold millions of items
+            raise BodyTooLarge(f"inner batches hold more than {body_limit.max_bytes} bytes of records")
+        if len(items) == _MAX_INNER_MESSAGES:
+            raise BodyTooLarge(f"an inner batch holds more than {_MAX_INNER_MESSAGES} messages")
+        items.append(_message_at(record, 0, batch._queue, body_limit))
     return items
 
 
-def as_one(batch: Message) -> tuple[Message]:
+def keep_batch(batch: Message) -> tuple[Message]:
     """Leave an inner batch as it is: one message whose body is what is stored."""
     return (batch,)
 
@@ -461,20 +466,20 @@ def is_inner_batch(record: Message) -> bool:
     return record.sys_flag & _UNPACK == _UNPACK
 
 
-def refuse_batch(batch: Message, error: ProtocolError, begin: int) -> None:
+def mark_batch_unreadable(batch: Message, error: ProtocolError, begin: int) -> None:
     """Have an inner batch be one message, at `begin` if it starts before that, whose body raises `error`."""
-    batch._refuse(error)
+    batch._mark_unreadable(error)
     batch.queue_offset = max(batch.queue_offset, begin)
 
 
-_MOST_INNER = 2**15 - 1
+_MAX_INNER_MESSAGES = 2**15 - 1
 """Brokers count the messages of an inner batch in 16 bits. Source: BatchConsumeQueue."""
 
 
-def _message_at(data: bytes, start: int, queue: MessageQueue | None, bodies: Bodies) -> Message:
+def _message_at(data: bytes, start: int, queue: MessageQueue | None, body_limit: BodyLimit) -> Message:
     """Return the message whose record starts at `start`: of any form, an inner batch as one message."""
     try:
-        total, magic, _, sys_flag, _ = GLANCE.unpack_from(data, start)
+        total, magic, _, sys_flag, _ = RECORD_HEAD.unpack_from(data, start)
         fixed = _FIXED[sys_flag & _HOSTS_V6]
         fields = fixed.unpack_from(data, start)
     except struct.error:
@@ -485,20 +490,20 @@ def _message_at(data: bytes, start: int, queue: MessageQueue | None, bodies: Bod
     if not body_end + 3 <= end <= len(data):
         raise ProtocolError(f"record at {start} of {len(data)}: size {total}, body of {fields[14]} bytes")
     if sys_flag & _PACKED:
-        bodies.met = True
-        fields = (*fields, bodies)
+        body_limit.any_packed = True
+        fields = (*fields, body_limit)
     return make_record(Message, data, start, body_end, end, fields[5], sys_flag, queue, fields)
 
 
-def _one(record: bytes, queue: MessageQueue | None, extra_attempts: int, max_body_bytes: int) -> Message:
+def _restore_message(record: bytes, queue: MessageQueue | None, extra_attempts: int, max_body_bytes: int) -> Message:
     """Return the message of a record that stands alone; what pickling rests on."""
-    bodies = _USUAL_BODIES if max_body_bytes == MAX_BODY_BYTES else Bodies(max_body_bytes)
-    message = _message_at(record, 0, queue, bodies)
+    body_limit = _DEFAULT_BODY_LIMIT if max_body_bytes == MAX_BODY_BYTES else BodyLimit(max_body_bytes)
+    message = _message_at(record, 0, queue, body_limit)
     message._extra_attempts = extra_attempts
     return message
 
 
-def _unpack(batch: Message, most_bytes: int) -> Iterator[bytes]:
+def _unpack_records(batch: Message, max_bytes: int) -> Iterator[bytes]:
     """Yield a record for each item of an inner batch: everything is the batch's but offset, flag, body and properties.
 
     Source: MessageDecoder.decodeMessage(MessageExt, List).
@@ -508,7 +513,7 @@ def _unpack(batch: Message, most_bytes: int) -> Iterator[bytes]:
     topic = batch._data[batch._body_end : batch._properties_start() - 2]  # with its length
     body = batch._data[batch._start + fixed.size : batch._body_end]
     if batch.sys_flag & SysFlag.COMPRESSED:
-        body = decompress(body, batch.sys_flag, most_bytes)
+        body = decompress(body, batch.sys_flag, max_bytes)
     for number, item in enumerate(_batch_items(body)):
         length = item.properties - item.body
         size = fixed.size + len(topic) + item.end - item.body
@@ -519,7 +524,7 @@ def _unpack(batch: Message, most_bytes: int) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class _ItemPlaces:
+class _ItemBounds:
     """Where the parts of a batch item are: its body, and its properties with their length."""
 
     flag: int
@@ -528,7 +533,7 @@ class _ItemPlaces:
     end: int
 
 
-def _batch_items(data: bytes) -> Iterator[_ItemPlaces]:
+def _batch_items(data: bytes) -> Iterator[_ItemBounds]:
     start, size = 0, len(data)
     while start < size:
         if size - start < _BATCH_ITEM.size + 2:
@@ -538,7 +543,7 @@ def _batch_items(data: bytes) -> Iterator[_ItemPlaces]:
         properties = body + length
         if not properties + 2 <= end <= size or properties + 2 + _U16.unpack_from(data, properties)[0] != end:
             raise ProtocolError(f"batch item at {start} of {size}: size {total}, body of {length} bytes")
-        yield _ItemPlaces(flag, body, properties, end)
+        yield _ItemBounds(flag, body, properties, end)
         start = end
 
 

@@ -18,9 +18,9 @@ from pyrocket_consumer.protocol.properties import decode_properties, find_proper
 MAGIC_V1 = 0xDAA320A7
 """Of a record whose topic has its length in one byte."""
 
-SHORTEST_RECORD = 91
+MIN_RECORD_BYTES = 91
 
-GLANCE = struct.Struct(">II12xq8xi44xI")
+RECORD_HEAD = struct.Struct(">II12xq8xi44xI")
 """What is needed of every record: total size, magic, queue offset, sysFlag, body length. It is read from the first 88
 bytes, which are all before the body when both hosts are IPv4."""
 
@@ -146,12 +146,12 @@ def cut_records(
 ) -> int:
     """Add a `kind` of record to `records` for each that starts from `start` to `until`; return where the last ends.
 
-    At `until` there must be `SHORTEST_RECORD` bytes. What is damaged, or has IPv6 hosts, a long topic or a packed body,
+    At `until` there must be `MIN_RECORD_BYTES` bytes. What is damaged, or has IPv6 hosts, a long topic or a packed body,
     is left to `unusual`: it takes where such a record starts, adds what stands for it, and returns where it ends.
     """
-    add, glance, size = records.append, GLANCE.unpack_from, len(data)
+    add, read_head, size = records.append, RECORD_HEAD.unpack_from, len(data)
     while start <= until:
-        total, magic, queue_offset, sys_flag, body_length = glance(data, start)
+        total, magic, queue_offset, sys_flag, body_length = read_head(data, start)
         end, body_end = start + total, start + _BODY + body_length
         if magic == MAGIC_V1 and not sys_flag & _UNUSUAL and body_end + 3 <= end <= size:
             record = kind()

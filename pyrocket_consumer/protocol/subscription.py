@@ -14,10 +14,10 @@ SQL92 = "SQL92"
 _JAVA_BLANKS = "".join(map(chr, range(0x21)))  # what String.trim takes off
 
 
-_MEANT_AS_SQL = re.compile(
+_INTENDED_AS_SQL = re.compile(
     r"\s(=|==|<>|!=|<=?|>=?|&&|AND|NOT)\s|='|\bIN\s*\(|(?i:\bIS\s+(NOT\s+)?NULL\b|\bBETWEEN\s.*\sAND\s)"
 )
-_MEANT_AS_LIST = re.compile(r"\s*\|\s*|\s*[,;]\s+|\s+OR\s+")
+_INTENDED_AS_LIST = re.compile(r"\s*\|\s*|\s*[,;]\s+|\s+OR\s+")
 
 
 def parse_subscription(topic: str, expression: str | None = ALL, version: int = 0) -> Subscription:
@@ -39,27 +39,27 @@ def parse_subscription(topic: str, expression: str | None = ALL, version: int = 
             f"expression {expression!r:.200} names no tag; use '*' for every message, or tags joined by '||'"
         )
     if not expression.rstrip(_JAVA_BLANKS).endswith("||"):
-        _check_meant(expression, tags)
+        _check_intended(expression, tags)
     return Subscription(topic, expression, tags, TAG, version)
 
 
-def _check_meant(expression: str, tags: frozenset[str]) -> None:
+def _check_intended(expression: str, tags: frozenset[str]) -> None:
     """Raise ConfigError for what would be one tag to the broker, and was meant as something else."""
     for tag in sorted(tags):
-        if _MEANT_AS_SQL.search(tag):
-            meant = "SQL92 on properties is given apart from tags: sql('…'), --sql, sqlFilter"
-        elif _MEANT_AS_LIST.search(tag):
-            meant = f"tags are joined by '||': {' || '.join(_names(expression))!r:.200}"
+        if _INTENDED_AS_SQL.search(tag):
+            hint = "SQL92 on properties is given apart from tags: sql('…'), --sql, sqlFilter"
+        elif _INTENDED_AS_LIST.search(tag):
+            hint = f"tags are joined by '||': {' || '.join(_names(expression))!r:.200}"
         else:
             continue
         raise ConfigError(
             f"expression {expression!r:.200} asks for messages with the one tag {tag!r:.100}, which is hardly meant; "
-            f"{meant}. If there are such tags, end it with '||': {expression + ' ||'!r:.200}"
+            f"{hint}. If there are such tags, end it with '||': {expression + ' ||'!r:.200}"
         )
 
 
 def _names(expression: str) -> list[str]:
-    pieces = (_MEANT_AS_LIST.split(each) for each in expression.split("||"))
+    pieces = (_INTENDED_AS_LIST.split(each) for each in expression.split("||"))
     return [name.strip() for names in pieces for name in names if name.strip()]
 
 

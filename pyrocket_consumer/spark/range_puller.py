@@ -1,7 +1,8 @@
-"""One range of a queue, from its begin to its end: what to ask for, what the answers mean, what to do about trouble.
+"""Pull one range of a queue from its start to its end, and handle responses and errors.
 
-Offsets are dense but for filters, so pulls ahead are guesses that are mostly right: where two overlap the second
-answer's rows count from where the first one's end, and a hole between two is pulled before the second counts.
+Filters leave gaps between offsets, so the offset of a pull ahead is a guess, which is mostly right. If two responses
+overlap, the rows of the second one count from the end of the first one. A gap between two responses is pulled before
+the second one counts.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullS
 from pyrocket_consumer.protocol.codes import PullFlag, ResponseCode
 from pyrocket_consumer.protocol.columns import PulledRecords
 from pyrocket_consumer.protocol.command import PullMessageHeader, PullTemplate, request
-from pyrocket_consumer.protocol.frame import Extent, RemotingCommand
+from pyrocket_consumer.protocol.frame import BufferSlice, RemotingCommand
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import ReadOptions
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES, RetryPolicy
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.blocking_connection import NOTHING, BlockingConnection
+from pyrocket_consumer.transport.blocking_connection import EMPTY_SLICE, BlockingConnection
 
 log = logger("spark")
 
 _AVOIDED_S = 30.0
 
 _PULL_CODES = frozenset(status.value for status in PullStatus)
-_REMOVING_REMARK = "MESSAGE_WAS_REMOVING"  # with NO_MATCHED_MESSAGE: what was asked for is being deleted
+_REMOVING_REMARK = "MESSAGE_WAS_REMOVING"  # with NO_MATCHED_MESSAGE: the broker is deleting these messages
 _GONE_CODES = frozenset({ResponseCode.TOPIC_NOT_EXIST, ResponseCode.INVALID_PARAMETER})  # no such topic, no such queue
 _BAD_QUEUE_REMARK = "] is illegal, topic:"  # brokers before 5.3.2
 
@@ -65,40 +66,40 @@ class ReadFailed(RocketError):
 
 
 class PullerHost(Protocol):
-    """What a range needs of the task that reads it. Everything happens in the task's thread but `connection`."""
+    """The task that reads a range. Its methods run in the task's thread, except `connection`."""
 
     cluster: Cluster
     options: ReadOptions
     in_flight: int
-    """Pulls of all its ranges; each counts its own."""
+    """The number of pulls of all its ranges; each range counts its own."""
 
     def now(self) -> float:
-        """Return the time, in seconds, without that in which the task was busy elsewhere."""
+        """Return the time in seconds, without the time in which Spark suspended the task."""
 
     def may_pull_ahead(self) -> bool:
-        """Whether more may be asked for than what must come next."""
+        """Return whether a range may have more than its first pull in flight."""
 
     def deliver(self, pulled: PulledRecords, rows: int) -> None:
-        """Take the next messages of a range, at most `rows`."""
+        """Take the next messages of a range, at most `rows` of them."""
 
     def watch(self, connection: BlockingConnection) -> None:
-        """Receive from `connection` from now on."""
+        """Begin to receive from `connection`."""
 
     def wake_later(self, puller: RangePuller) -> None:
-        """Call `puller.wake()` from time to time, from when its `due` has come or its `connecting` is done."""
+        """Call `puller.wake()` regularly, once its `due` time has passed or its `connecting` is done."""
 
     def finished(self, puller: RangePuller) -> None:
-        """A range is read to its end."""
+        """Take note that a range was read to its end."""
 
     def fail(self, error: RocketError) -> None:
-        """Give up: the task gets the error."""
+        """Stop, and raise the error in the task."""
 
     async def connection(self, address: str) -> BlockingConnection:
         """Return the task's connection to `address`; on the cluster's I/O thread."""
 
 
 class _PullRequest:
-    """One pull under way, or answered and waiting for its turn."""
+    """One pull in flight, or one with a response that waits for the pulls before it."""
 
     __slots__ = ("offset", "count", "broker_id", "response", "body", "abandoned")
 
@@ -107,7 +108,7 @@ class _PullRequest:
         self.count = count
         self.broker_id = broker_id
         self.response: RemotingCommand | Exception | None = None
-        self.body = NOTHING
+        self.body = EMPTY_SLICE
         self.abandoned = False
 
 
@@ -126,32 +127,28 @@ class RangePuller:
         self._next_offset = wanted.begin  # everything before it is delivered
         self._pulls: deque[_PullRequest] = deque()  # by offset
         filtered = bool(options.selector.tags) or options.selector.expression_type != "TAG"
-        self._pull_span = 0 if filtered else options.pull_batch_size  # how far the last pull went; 0: nobody knows
+        self._pull_span = (
+            0 if filtered else options.pull_batch_size
+        )  # the offsets that the last pull covered; 0: unknown
         self._templates: dict[int, PullTemplate] = {}
         self._connection: BlockingConnection | None = None
         self._broker_id = MASTER_ID
         self._avoided: dict[int, float] = {}  # ids that failed, and until when suggestions of them are not followed
         self._retry_policy = options.retry_policy(reader.now)
-        self._startup_grace = options.startup_grace(
-            reader.now
-        )  # while a broker that answers has not what there should be
-        self._gap_policy = RetryPolicy(math.inf, None, reader.now)  # while there is nothing between one and the next
+        self._startup_grace = options.startup_grace(reader.now)  # while a broker lacks expected data
+        self._gap_policy = RetryPolicy(math.inf, None, reader.now)  # between gaps that follow each other
         self.due: float | None = None
         """When to try again, after a failure."""
         self.connecting: concurrent.futures.Future[BlockingConnection] | None = None
-        """The connection to pull from, while it is looked for."""
+        """The connection to pull from, until it is open."""
         self._stopped = False
 
-    # --- asking
+    # --- requests
 
     def pull(self) -> None:
-        """Ask for what comes next, and for what probably comes after it."""
+        """Pull the next messages, and ahead of them at the offsets that probably follow."""
         in_flight, span = self._pulls, self._pull_span
-        offset, index, unanswered = (
-            self._next_offset,
-            0,
-            0,
-        )  # no pull seems to cover the offset; its own is there in line
+        offset, index, unanswered = self._next_offset, 0, 0  # a pull of `offset` belongs at `index`
         while not self._stopped and not self.is_waiting:
             while index < len(in_flight) and (pull := in_flight[index]).offset <= offset:
                 if pull.offset + span > offset:
@@ -160,7 +157,7 @@ class RangePuller:
                     unanswered += 1
                 index += 1
             if index and not (span and self._may_pull_ahead(offset, unanswered)):
-                return  # but nothing goes on without the first
+                return  # the first pull is needed in any case
             if self._connection is None or self._connection.closed:
                 self._connect()
                 return
@@ -241,10 +238,10 @@ class RangePuller:
                 return await self._reader.connection(await self._address())
         except TimeoutError:
             broker = f"broker {self._queue.broker_name!r}"
-            raise ConnectError(broker, "not within the time for a request") from None
+            raise ConnectError(broker, "not within the request timeout") from None
 
     def wake(self) -> None:
-        """Go on, if that for which it rests is there."""
+        """Continue, if the connection is open or the pause has passed."""
         if self.connecting is not None and self.connecting.done():
             connecting, self.connecting = self.connecting, None
             try:
@@ -270,20 +267,20 @@ class RangePuller:
             except RocketError as error:
                 lost = error
         address = self._cluster.address(name, self._broker_id)
-        if address is None and isinstance(lost, RouteNotFound):  # the broker itself knows whether the topic is deleted
+        if address is None and isinstance(lost, RouteNotFound):  # ask the broker itself whether the topic is deleted
             broker = (await cluster_info(self._cluster)).brokers.get(name)
             address = choose_address(broker.addresses, self._broker_id) if broker is not None else None
         if address is None:
             raise lost or ConnectError(f"broker {name!r}", "no known route names an address of it")
         return address
 
-    # --- answers
+    # --- responses
 
-    def pending_bodies(self) -> Iterator[Extent]:
-        """Yield the bodies of answers that have come, and whose turn has not."""
+    def pending_bodies(self) -> Iterator[BufferSlice]:
+        """Yield the bodies of responses that wait for the pulls before them."""
         return (pull.body for pull in self._pulls if pull.response is not None)
 
-    def _on_response(self, pull: _PullRequest, response: RemotingCommand | Exception, body: Extent) -> None:
+    def _on_response(self, pull: _PullRequest, response: RemotingCommand | Exception, body: BufferSlice) -> None:
         if not pull.abandoned:
             pull.response, pull.body = response, body
             self._process_responses()

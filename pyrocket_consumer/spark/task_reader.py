@@ -167,7 +167,7 @@ class _TaskReader:
             for puller in self._pullers:
                 wanted += puller.pending_bodies()
             for connection in self._connections:
-                connection.reuse(wanted)
+                connection.release_except(wanted)
             self._expire()
 
     def _portion(self) -> list[PulledRecords]:

@@ -258,7 +258,7 @@ class _ServerProtocol(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self.last_active_s = self._server.clock.monotonic_s()
         try:
-            commands = self._frames.received(nbytes)
+            commands = self._frames.read_commands(nbytes)
         except ProtocolError:
             self._close(False)  # as a real server: no answer to bytes that are not frames
             return

@@ -13,11 +13,11 @@ from pyrocket_consumer.config import parse_address
 from pyrocket_consumer.errors import ConnectionLost, ProtocolError, RequestTimeout
 from pyrocket_consumer.protocol.frame import (
     MAX_FRAME_BYTES,
-    Extent,
-    InPlaceFrames,
+    BufferSlice,
     RemotingCommand,
+    ZeroCopyFrames,
     encode_command,
-    no_frame,
+    frame_error,
 )
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.connection import Sign
@@ -26,10 +26,10 @@ from pyrocket_consumer.transport.forks import close_in_children
 
 log = logger("net")
 
-OnBulkResponse = Callable[["RemotingCommand | Exception", Extent], None]
+OnBulkResponse = Callable[["RemotingCommand | Exception", BufferSlice], None]
 """Gets the answer, and where its body is; or the error that took its place."""
 
-NOTHING = Extent.whole(b"")
+EMPTY_SLICE = BufferSlice.whole(b"")
 _MAX_OPAQUE = 0x7FFFFFFF
 _WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
@@ -53,7 +53,7 @@ class BlockingConnection:
         self.closed = False
         self._sign = sign
         self._max_frame_bytes = max_frame_bytes
-        self._frames = InPlaceFrames(max_frame_bytes)
+        self._frames = ZeroCopyFrames(max_frame_bytes)
         self._opaque = 0
         self._pending: dict[int, tuple[OnBulkResponse, float, str, float]] = {}
         self._outgoing = bytearray()
@@ -130,9 +130,9 @@ class BlockingConnection:
             self._end(ConnectionLost(self.address, "closed by the server"))
             return True
         try:
-            found = self._frames.received(count)
+            found = self._frames.read_commands(count)
         except ProtocolError as damage:
-            failure = no_frame(self.address, damage)
+            failure = frame_error(self.address, damage)
             log.error("connection=%s closed reason=%s", self.address, failure)
             self._end(failure)
             return True
@@ -144,9 +144,9 @@ class BlockingConnection:
                 entry[0](command, body)
         return True
 
-    def reuse(self, wanted: Iterable[Extent]) -> None:
+    def release_except(self, wanted: Iterable[BufferSlice]) -> None:
         """Give back the room of every body handed out so far, but for those `wanted` still; these may be moved."""
-        self._frames.reuse(wanted)
+        self._frames.release_except(wanted)
 
     @property
     def waiting(self) -> int:
@@ -163,7 +163,7 @@ class BlockingConnection:
         for opaque in [opaque for opaque, (_, deadline, *_) in self._pending.items() if deadline <= now]:
             if entry := self._pending.pop(opaque, None):
                 on_response, _, what, timeout_s = entry
-                on_response(RequestTimeout(what, self.address, timeout_s), NOTHING)
+                on_response(RequestTimeout(what, self.address, timeout_s), EMPTY_SLICE)
 
     # --- its end
 
@@ -189,7 +189,7 @@ class BlockingConnection:
         log.debug("connection=%s ended reason=%s", self.address, error)
         waiting, self._pending = self._pending, {}
         for on_response, *_ in waiting.values():
-            on_response(error, NOTHING)
+            on_response(error, EMPTY_SLICE)
 
 
 async def open_blocking_connection(
@@ -259,7 +259,7 @@ class IdleConnections:
         """Keep `connection` for the next who needs one; it is closed if answers are still on their way."""
         with self._lock:
             if connection.is_reusable() and not self._closed:
-                connection.reuse(())
+                connection.release_except(())
                 self._idle.setdefault(connection.address, []).append(connection)
                 return
         connection.close("not needed any more")

@@ -16,7 +16,7 @@ from pyrocket_consumer.protocol.frame import (
     FrameBuffer,
     RemotingCommand,
     encode_command,
-    no_frame,
+    frame_error,
 )
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.forks import close_in_children
@@ -288,9 +288,9 @@ class Connection(asyncio.BufferedProtocol):
         """
         began = self._loop.time()
         try:
-            commands = self._frames.received(nbytes, _MAX_COMMANDS_AT_ONCE)
+            commands = self._frames.read_commands(nbytes, _MAX_COMMANDS_AT_ONCE)
         except ProtocolError as damage:
-            error = no_frame(self.address, damage)
+            error = frame_error(self.address, damage)
             log.error("connection=%s closed reason=%s", self.address, error)
             self.is_damaged = True
             self._reason = f"bad frame: {damage}"

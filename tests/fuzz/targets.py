@@ -30,10 +30,16 @@ from pyrocket_consumer.protocol import bodies, fastjson, reset_format
 from pyrocket_consumer.protocol.codes import SysFlag
 from pyrocket_consumer.protocol.columns import record_batches
 from pyrocket_consumer.protocol.compression import Compression, compress, decompress
-from pyrocket_consumer.protocol.frame import FrameBuffer, InPlaceFrames, RemotingCommand, decode_command, encode_command
+from pyrocket_consumer.protocol.frame import (
+    FrameBuffer,
+    RemotingCommand,
+    ZeroCopyFrames,
+    decode_command,
+    encode_command,
+)
 from pyrocket_consumer.protocol.ids import parse_offset_message_id
 from pyrocket_consumer.protocol.message import (
-    MOST_RECORDS,
+    MAX_RECORDS,
     BatchItem,
     StoredMessage,
     decode_batch,
@@ -47,7 +53,7 @@ from pyrocket_consumer.spark.offsets import decode_offset
 from tests import golden
 from tests.protocol import both
 from tests.protocol.records import QUEUE, WORKED_RECORD, read_properties, read_records
-from tests.protocol.test_columns import ALL, EVERY, FEW_RECORDS, pulled, row, rows
+from tests.protocol.test_columns import ALL, EVERY, ROW_BY_ROW_RECORDS, pulled, row, rows
 from tests.protocol.test_command import HEADERS
 from tests.protocol.test_frame import feed
 from tests.protocol.test_fuzz_message import COMPRESSED_RECORDS, SMALL_BODIES, touch
@@ -179,13 +185,13 @@ def streamed(data: bytes) -> None:
     """Cut a stream into pieces, by what its first byte says; both readers find the same commands, or fail alike."""
     step, stream = 1 + data[0] * 7 if data else 1, data[1:]
 
-    def fed(buffer: FrameBuffer | InPlaceFrames) -> list[Any] | None:
+    def fed(buffer: FrameBuffer | ZeroCopyFrames) -> list[Any] | None:
         try:
             return feed(buffer, stream, step)
         except ProtocolError:
             return None
 
-    copied, in_place = fed(FrameBuffer()), fed(InPlaceFrames())
+    copied, in_place = fed(FrameBuffer()), fed(ZeroCopyFrames())
     if isinstance(copied, list) and isinstance(in_place, list):
         assert [bytes(command.body) for command in copied] == [bytes(extent) for _, extent in in_place]
         assert [command.fields for command in copied] == [command.fields for command, _ in in_place]
@@ -277,7 +283,7 @@ def columns_as_messages(data: bytes) -> None:
 def compiled_as_python(data: bytes) -> None:
     """What the compiled part reads, or refuses, is what the Python code does."""
     compiled, in_python = both.copy(pure=False), both.copy(pure=True)
-    assert both.core_of(compiled, data, MOST_RECORDS) == both.core_of(in_python, data, MOST_RECORDS)
+    assert both.core_of(compiled, data, MAX_RECORDS) == both.core_of(in_python, data, MAX_RECORDS)
 
 
 def compiled_properties_as_python(data: bytes) -> None:
@@ -292,11 +298,13 @@ def compiled_columns_as_python(data: bytes) -> None:
     damaged = repaired(data) if data[-1:] > b"\x7f" else data
     tags = frozenset({"A"}) if len(data) % 4 == 0 else frozenset[str]()
     end = 42 if len(data) % 8 == 1 else EVERY[1]  # where the first answer's records are; without them numpy reads none
-    answers = [pulled(WORKED_RECORD * FEW_RECORDS, end=end), pulled(damaged)]
+    answers = [pulled(WORKED_RECORD * ROW_BY_ROW_RECORDS, end=end), pulled(damaged)]
 
     def read(pure: bool) -> list[dict[str, Any]]:
         batches = both.copy(pure=pure).module("protocol.columns").record_batches(answers, ALL, tags)
-        found: list[dict[str, Any]] = rows(pa.Table.from_batches(list(batches), ALL).slice(0 if tags else FEW_RECORDS))
+        found: list[dict[str, Any]] = rows(
+            pa.Table.from_batches(list(batches), ALL).slice(0 if tags else ROW_BY_ROW_RECORDS)
+        )
         return found
 
     assert both.outcome(lambda: read(False)) == both.outcome(lambda: read(True))

@@ -149,7 +149,7 @@ def messages_of(which: Copy, data: bytes, most: int | None = None) -> object:
     """Return what `which` copy reads in the body of a pull's answer, or why it refuses it."""
     message, model = which.module("protocol.message"), which.module("model")
     queue = model.MessageQueue("orders", "broker-a", 3)
-    read = outcome(lambda: message.decode_messages(data, queue, most=most))
+    read = outcome(lambda: message.decode_messages(data, queue, max_records=most))
     if not isinstance(read, list):
         return read
     names = {name for each in read[:3] for name in _names_in(each)}
@@ -174,7 +174,7 @@ def core_of(which: Copy, data: bytes, most: int) -> object:
     """Return what the compiled part itself reads of messages: less than `messages_of`, and ten times as quick."""
     message = which.module("protocol.message")
     try:
-        messages = message.decode_messages(data, None, most=most)
+        messages = message.decode_messages(data, None, max_records=most)
     except Exception as error:
         return type(error).__name__, str(error)
     read: list[object] = [len(messages)]

@@ -63,7 +63,7 @@ MISTAKES = {
     "the last item needs an end": Mistake("stop = end; /*", "return 0; /*"),
     "the first value of a name counts": Mistake("            found = item;\n", "            found = item; break;\n"),
     "a record may be longer than what is there": Mistake("total <= size - start &&", "total <= size &&"),
-    "a body may be longer than its record": Mistake("body_length <= total - SHORTEST_RECORD", "body_length <= total"),
+    "a body may be longer than its record": Mistake("body_length <= total - MIN_RECORD_BYTES", "body_length <= total"),
     "offsets are of 32 bits": Mistake(
         "i64_at(head + QUEUE_OFFSET), sys_flag", "u32_at(head + QUEUE_OFFSET + 4), sys_flag"
     ),

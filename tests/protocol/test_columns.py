@@ -11,9 +11,9 @@ from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol import accelerator, columns
 from pyrocket_consumer.protocol.codes import SysFlag
-from pyrocket_consumer.protocol.columns import COLUMNS, FEW_RECORDS, PulledRecords, record_batches
+from pyrocket_consumer.protocol.columns import COLUMNS, ROW_BY_ROW_RECORDS, PulledRecords, record_batches
 from pyrocket_consumer.protocol.compression import Compression, compress
-from pyrocket_consumer.protocol.frame import Extent, decode_command
+from pyrocket_consumer.protocol.frame import BufferSlice, decode_command
 from pyrocket_consumer.protocol.message import BatchItem, StoredMessage, decode_messages, encode_batch, encode_message
 from pyrocket_consumer.protocol.subscription import parse_subscription
 from tests import golden
@@ -45,7 +45,7 @@ TYPES = {
 }
 ALL = pa.schema([(name, TYPES.get(name, pa.string())) for name in COLUMNS])
 EVERY = (-(2**63), 2**63 - 1)
-MANY = 2 * FEW_RECORDS
+MANY = 2 * ROW_BY_ROW_RECORDS
 
 
 def schema(*names):
@@ -53,7 +53,7 @@ def schema(*names):
 
 
 def pulled(records, queue=QUEUE, begin=EVERY[0], end=EVERY[1]):
-    return PulledRecords(queue, Extent.whole(records), begin, end)
+    return PulledRecords(queue, BufferSlice.whole(records), begin, end)
 
 
 OTHERS = [both.copy(pure=True)] if accelerator.ACCELERATED else []
@@ -154,7 +154,7 @@ def in_place(answers, step):
     for answer in answers[::step]:
         start = len(buffer)
         buffer += bytes(answer.records) + b"\xff" * 9
-        received.append(replace(answer, records=Extent(buffer, start, len(buffer) - 9)))
+        received.append(replace(answer, records=BufferSlice(buffer, start, len(buffer) - 9)))
     return buffer, received[::step]
 
 
@@ -215,7 +215,7 @@ def answers(*kinds):
     answer = st.builds(
         PulledRecords,
         queue=queues,
-        records=st.lists(records(*kinds), max_size=4).map(b"".join).map(Extent.whole),
+        records=st.lists(records(*kinds), max_size=4).map(b"".join).map(BufferSlice.whole),
         begin=st.one_of(st.just(EVERY[0]), i64),
         end=st.just(EVERY[1]),
     )
@@ -230,8 +230,8 @@ tag_sets = st.sampled_from([frozenset(), frozenset({"A", "B"})])
     ("times", "kinds", "examples"),
     [
         (1, "plain plain compressed batch", 60),
-        (FEW_RECORDS, "plain plain compressed", 120),
-        (FEW_RECORDS, "plain compressed batch", 20),
+        (ROW_BY_ROW_RECORDS, "plain plain compressed", 120),
+        (ROW_BY_ROW_RECORDS, "plain compressed batch", 20),
     ],
 )
 def test_records_of_any_kind_are_what_messages_are(times, kinds, examples):
@@ -253,10 +253,10 @@ def test_damaged_records_are_what_messages_say_or_refused(parts, changes):
     damaged = bytearray(b"".join(parts))
     for place, value in changes:
         damaged[place % len(damaged)] = value
-    assert_same([pulled(b"".join(parts) * FEW_RECORDS), pulled(bytes(damaged))])
+    assert_same([pulled(b"".join(parts) * ROW_BY_ROW_RECORDS), pulled(bytes(damaged))])
 
 
-@for_each("repeated", [1, FEW_RECORDS])
+@for_each("repeated", [1, ROW_BY_ROW_RECORDS])
 def test_records_of_real_brokers_are_the_same_in_columns(repeated):
     bodies = {decode_command(entry.frame()).body for entry in golden.index() if entry.records}
     for body in bodies:
@@ -298,7 +298,7 @@ def test_only_offsets_of_the_range_become_rows():
         assert list(record_batches([answer], ALL, frozenset(tags))) == []
 
 
-@for_each("count", [1, 7, 8, 9, FEW_RECORDS, 1023, 1024])
+@for_each("count", [1, 7, 8, 9, ROW_BY_ROW_RECORDS, 1023, 1024])
 def test_any_number_of_records_is_read(count):
     records = [simple(offset, properties={"TAGS": "A"} if offset % 3 else {}) for offset in range(count)]
     found = table([pulled(b"".join(records))])
@@ -331,7 +331,7 @@ def test_records_damaged_in_each_byte_are_what_messages_say():
     whole = simple(properties={"TAGS": "A", "KEYS": "k"}) + simple(born_host="[::1]:1", properties={"TAGS": "é"})
     for place in range(len(whole)):
         for value in (b"\0", b"\xff"):
-            answers = [pulled(simple() * FEW_RECORDS), pulled(whole[:place] + value + whole[place + 1 :])]
+            answers = [pulled(simple() * ROW_BY_ROW_RECORDS), pulled(whole[:place] + value + whole[place + 1 :])]
             wanted = both.outcome(lambda answers=answers: expected(answers))
             if isinstance(wanted, list):
                 assert rows(table(answers)) == wanted

@@ -20,8 +20,8 @@ from pyrocket_consumer.protocol.frame import (
     MAX_FRAME_BYTES,
     MAX_HEADER_BYTES,
     FrameBuffer,
-    InPlaceFrames,
     RemotingCommand,
+    ZeroCopyFrames,
     decode_command,
     encode_command,
 )
@@ -65,7 +65,7 @@ def test_the_worked_examples_are_read_and_requests_written(frame, command):
     assert command.is_response or encode_command(command, command.header_type) == frame
 
 
-def feed(buffer: FrameBuffer | InPlaceFrames, data: bytes, *pieces: int) -> list[Any]:
+def feed(buffer: FrameBuffer | ZeroCopyFrames, data: bytes, *pieces: int) -> list[Any]:
     """Return what comes of bytes in pieces of these sizes, in turn: commands, or commands with where bodies are."""
     found, at, sizes = [], 0, cycle(pieces or [len(data)])
     while at < len(data):
@@ -73,7 +73,7 @@ def feed(buffer: FrameBuffer | InPlaceFrames, data: bytes, *pieces: int) -> list
         assert len(space) > 0
         piece = data[at : at + min(len(space), next(sizes))]
         space[: len(piece)] = piece
-        found += buffer.received(len(piece))
+        found += buffer.read_commands(len(piece))
         at += len(piece)
     return found
 
@@ -81,9 +81,9 @@ def feed(buffer: FrameBuffer | InPlaceFrames, data: bytes, *pieces: int) -> list
 READERS = (
     decode_command,
     lambda data: feed(FrameBuffer(), data),
-    lambda data: feed(InPlaceFrames(), data),
+    lambda data: feed(ZeroCopyFrames(), data),
     lambda data: feed(FrameBuffer(), data, 1),
-    lambda data: feed(InPlaceFrames(), data, 1),
+    lambda data: feed(ZeroCopyFrames(), data, 1),
 )
 
 
@@ -152,7 +152,7 @@ def test_frames_read_the_same_in_any_pieces_and_rewritten(version):
 def test_bodies_stay_in_place_until_nobody_wants_them(version, piece_bytes):
     frames = list(golden.frames(version).values())
     frames, times = (frames[:40], 1) if piece_bytes < 10 else (frames, 40)
-    stream, buffer, chance = b"".join(frames) * times, InPlaceFrames(), random.Random(piece_bytes)
+    stream, buffer, chance = b"".join(frames) * times, ZeroCopyFrames(), random.Random(piece_bytes)
     commands, wanted = {}, []
     for start in range(0, len(stream), piece_bytes):
         wanted += enumerate(feed(buffer, stream[start : start + piece_bytes]), len(commands) + len(wanted))
@@ -160,26 +160,26 @@ def test_bodies_stay_in_place_until_nobody_wants_them(version, piece_bytes):
             chance.shuffle(wanted)
             done = [wanted.pop() for _ in range(chance.randrange(len(wanted) + 1))]
             commands |= {number: replace(command, body=bytes(extent)) for number, (command, extent) in done}
-            buffer.reuse(extent for _, (_, extent) in wanted)
+            buffer.release_except(extent for _, (_, extent) in wanted)
     commands |= {number: replace(command, body=bytes(extent)) for number, (command, extent) in wanted}
     assert [commands[number] for number in range(len(commands))] == times * [decode_command(each) for each in frames]
 
 
 def test_a_buffer_in_place_grows_and_gives_the_room_back():
-    buffer = InPlaceFrames()
+    buffer = ZeroCopyFrames()
     command = RemotingCommand(11, {}, b"x" * (MAX_FRAME_BYTES - 200))
     ((found, extent), (after, _)) = feed(buffer, encode_command(command) + JSON_RESPONSE)
     assert (found.code, bytes(extent), after) == (11, command.body, decode_command(JSON_RESPONSE))
     assert len(buffer.data) > MAX_FRAME_BYTES
-    buffer.reuse(())
-    assert len(buffer.data) == InPlaceFrames.INITIAL_BYTES
+    buffer.release_except(())
+    assert len(buffer.data) == ZeroCopyFrames.INITIAL_BYTES
     for _ in range(3):  # its last byte is never received into
         space = buffer.space()
         buffer.data[-1] = 7
         space[:] = bytes(len(space))
         assert buffer.data[-1] == 7
         with pytest.raises(ProtocolError):
-            buffer.received(len(space))
+            buffer.read_commands(len(space))
 
 
 def test_a_frame_of_the_largest_size_passes_and_no_larger():
@@ -196,15 +196,15 @@ def test_how_large_a_frame_may_be_can_be_said(max_frame_bytes):
     command = RemotingCommand(11, {}, b"x" * (max_frame_bytes - 2000))
     frame = encode_command(command, max_frame_bytes=max_frame_bytes)
     assert feed(FrameBuffer(max_frame_bytes), frame) == [command]
-    ((_, extent),) = feed(InPlaceFrames(max_frame_bytes), frame)
+    ((_, extent),) = feed(ZeroCopyFrames(max_frame_bytes), frame)
     assert len(extent) == len(command.body)
     with pytest.raises(ProtocolError, match=f"at most max_frame_bytes={max_frame_bytes} are sent"):
         encode_command(replace(command, body=b"x" * max_frame_bytes), max_frame_bytes=max_frame_bytes)
     larger = struct.pack(">II", max_frame_bytes - 3, 10)
-    for buffer in (FrameBuffer(max_frame_bytes), InPlaceFrames(max_frame_bytes)):
+    for buffer in (FrameBuffer(max_frame_bytes), ZeroCopyFrames(max_frame_bytes)):
         buffer.space()[: len(larger)] = larger
         with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
-            buffer.received(len(larger))
+            buffer.read_commands(len(larger))
 
 
 BAD_FRAMES = {
@@ -275,7 +275,7 @@ def test_the_body_of_a_too_large_request_is_passed_over(piece_bytes):
     data = b"".join(map(encode_command, (small, large, small, large, small)))
     commands = feed(Watched(largest_request=1 << 20), data, piece_bytes)
     of_small, of_large = (40, 0, b""), (307, 10 << 20, b"")
-    assert [(each.code, each.left_out, each.body) for each in commands] == [
+    assert [(each.code, each.skipped_body_bytes, each.body) for each in commands] == [
         of_small,
         of_large,
         of_small,
@@ -299,7 +299,7 @@ def test_the_body_of_a_too_large_request_is_passed_over(piece_bytes):
 @for_each("piece_bytes", [7_000, 65_536])
 def test_what_may_be_large_comes_whole_in_spite_of_the_limit(command, piece_bytes):
     commands = feed(FrameBuffer(largest_request=1 << 20), encode_command(command) * 2, piece_bytes)
-    assert [(each.body, each.left_out) for each in commands] == 2 * [(command.body, 0)]
+    assert [(each.body, each.skipped_body_bytes) for each in commands] == 2 * [(command.body, 0)]
 
 
 @for_each("header_type", [0, 1])
@@ -309,7 +309,7 @@ def test_a_large_request_is_known_as_soon_as_its_header_is(header_type):
     buffer = FrameBuffer(largest_request=1 << 20)
     assert feed(buffer, data[: head - 1], 1) == []
     [command] = feed(buffer, data[head - 1 : head])
-    assert command.left_out == 2 << 20
+    assert command.skipped_body_bytes == 2 << 20
     assert feed(buffer, data[head:] + encode_command(RemotingCommand(40)), 50_000)[0].code == 40
 
 

@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.protocol import bodies, fastjson
 from pyrocket_consumer.protocol.command import Header
-from pyrocket_consumer.protocol.frame import FrameBuffer, InPlaceFrames, RemotingCommand, decode_command, encode_command
+from pyrocket_consumer.protocol.frame import (
+    FrameBuffer,
+    RemotingCommand,
+    ZeroCopyFrames,
+    decode_command,
+    encode_command,
+)
 from tests.fuzz.mutation import WORDS
 from tests.fuzz.targets import BODY_DECODERS, bearing
 from tests.protocol.test_command import HEADERS
@@ -91,7 +97,7 @@ def test_any_commands_in_any_pieces_come_out_whole(commands, header_type, pieces
     stream = b"".join(encode_command(command, header_type) for command in commands)
     expected = [replace(command, header_type=header_type) for command in commands]
     assert feed(FrameBuffer(), stream, *pieces) == expected
-    in_place = feed(InPlaceFrames(), stream, *pieces)
+    in_place = feed(ZeroCopyFrames(), stream, *pieces)
     assert [replace(command, body=bytes(extent)) for command, extent in in_place] == expected
 
 

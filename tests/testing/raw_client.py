@@ -124,7 +124,7 @@ class RawClient:
         count = self._socket.recv_into(self._frames.space())
         if not count:
             raise ConnectionResetError("the server closed the connection")
-        for command in self._frames.received(count):
+        for command in self._frames.read_commands(count):
             if command.is_response:
                 self._answers.setdefault(command.opaque, []).append(command)
             else:

@@ -188,7 +188,7 @@ def test_bodies_stay_until_their_room_is_given_back(connection, server):
         server.answer(server.asked(), b"%03d" % number * 10_000)
         receive_all(connection)
         if number % 10 == 9:
-            connection.reuse(extent for each in asked[number - 3 :] for extent in each.extents)
+            connection.release_except(extent for each in asked[number - 3 :] for extent in each.extents)
             assert [each.bodies for each in asked[number - 3 :]] == [
                 [b"%03d" % n * 10_000] for n in range(number - 3, number + 1)
             ]

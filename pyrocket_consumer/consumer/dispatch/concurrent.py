@@ -435,7 +435,7 @@ class ThreadWorkers(_Runner):
                     unit = take()
                 except IndexError:
                     break
-                reservation = bodies.reserve(messages_of(unit)) if bodies.met else None
+                reservation = bodies.reserve(messages_of(unit)) if bodies.any_packed else None
                 if reservation is not None and not reservation.is_granted:
                     if turn is None and not bodies.acquire_or_defer(
                         window, partial(self._put_again, window, listener, unit)
@@ -639,7 +639,7 @@ class AsyncWorkers(_Runner):
                     unit = chunk.todo.popleft()
                 except IndexError:
                     break
-                reservation = bodies.reserve(messages_of(unit)) if bodies.met else None
+                reservation = bodies.reserve(messages_of(unit)) if bodies.any_packed else None
                 if reservation is not None and not reservation.is_granted:
                     again = partial(self._put_again, Chunk(chunk.window, listener, deque((unit,))))
                     if turn is None and not bodies.acquire_or_defer(chunk.window, again):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pyrocket_consumer.consumer.context.events import key_facts, shown_id
-from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts
 from pyrocket_consumer.consumer.dispatch.delivery import Delivery
 from pyrocket_consumer.consumer.listener import Failed
@@ -25,7 +25,7 @@ from pyrocket_consumer.errors import (
 from pyrocket_consumer.model import EventKind, dlq_topic, retry_topic
 from pyrocket_consumer.protocol.codes import SysFlag
 from pyrocket_consumer.protocol.command import SendMessageHeader
-from pyrocket_consumer.protocol.message import Message, holds_packed, stored_body
+from pyrocket_consumer.protocol.message import Message, has_compressed_body, stored_body
 from pyrocket_consumer.protocol.properties import PropertyName, encode_properties
 from pyrocket_consumer.text import logger
 
@@ -80,8 +80,8 @@ class Retries:
     and may be at the broker: its send-backs have pauses that grow, and its copies count as the same message.
     """
 
-    def __init__(self, group: Group, delivery: Delivery, counts: Counts) -> None:
-        self._group = group
+    def __init__(self, group: MemberContext, delivery: Delivery, counts: Counts) -> None:
+        self._context = group
         self._delivery = delivery
         self._counts = counts
         self._at_once: dict[str, asyncio.Semaphore] = {}  # by broker: one that does not answer delays no other
@@ -109,7 +109,7 @@ class Retries:
                 continue
             level = -1 if message.is_too_large else delay_level
             going = self._going_back[id(message)] = Return(window, message, level, running)
-            going.task = self._group.tasks.begin(self._again(going), "sending a failed message back")
+            going.task = self._context.tasks.begin(self._again(going), "sending a failed message back")
 
     def add_unwanted(self, window: ProcessQueue, message: Message) -> None:
         """Send a retried message back that is of a topic nobody here reads (any more).
@@ -124,7 +124,7 @@ class Retries:
                 "until they have had their attempts, and are dead letters then; subscribe to it to have them consumed"
             )
             facts = {"topic": topic, "offset": message.queue_offset}
-            self._group.event(EventKind.MESSAGE_UNWANTED, text, window.queue, facts, level=logging.WARNING)
+            self._context.event(EventKind.MESSAGE_UNWANTED, text, window.queue, facts, level=logging.WARNING)
         self.add(window, [(message, 0)])
 
     def cancel(self) -> None:
@@ -137,7 +137,7 @@ class Retries:
     async def _again(self, going: Return) -> None:
         window, message = going.window, going.message
         try:
-            if self._group.config.broadcasting:
+            if self._context.config.broadcasting:
                 self._passed_over(window, message)
             else:
                 await self._back(going)
@@ -151,7 +151,7 @@ class Retries:
         """Send a message back, or wait until it is its listener's turn again."""
         window, message = going.window, going.message
         if (doubt := self._doubt(window, message)) is not None and not message._done:
-            await self._rest(doubt.due_at - self._group.loop.time(), doubt)
+            await self._rest(doubt.due_at - self._context.loop.time(), doubt)
         while not message._done and not window.dropped:
             try:
                 async with self._at_once.setdefault(window.queue.broker_name, asyncio.Semaphore(AT_ONCE)):
@@ -159,7 +159,7 @@ class Retries:
                 self._settle(window, message, given_up)
             except RocketError as error:
                 text = f"message {shown_id(message)} stays here: {error}"
-                self._group.trouble(EventKind.SEND_BACK_FAILED, text, window.queue)
+                self._context.trouble(EventKind.SEND_BACK_FAILED, text, window.queue)
                 pause_s = self._pause_s(window, message, error, LOCAL_RETRY_S)
                 await self._rest(pause_s, self._doubts.get(identity(message)))
                 if not going.running:
@@ -181,7 +181,7 @@ class Retries:
 
         Returns 0 once it is there, else after how many seconds to try again.
         """
-        if self._group.config.broadcasting:
+        if self._context.config.broadcasting:
             self._tell_given_up(window, message, "it counts as consumed")
             return 0.0
         if message._done:  # an answer came late
@@ -190,7 +190,7 @@ class Retries:
             self._settle(window, message, await self._send_back(window, message, -1))
         except RocketError as error:
             text = f"message {shown_id(message)} stays: {error}"
-            self._group.trouble(EventKind.SEND_BACK_FAILED, text, window.queue)
+            self._context.trouble(EventKind.SEND_BACK_FAILED, text, window.queue)
             return self._pause_s(window, message, error, GIVE_UP_AGAIN_S)
         return 0.0
 
@@ -207,11 +207,11 @@ class Retries:
             return  # another answer came before, or a copy of it
         window.ack([message])
         if given_up:
-            self._tell_given_up(window, message, f"it is in {dlq_topic(self._group.name)}")
+            self._tell_given_up(window, message, f"it is in {dlq_topic(self._context.name)}")
             return
         self._counts.sent_back(window.queue.topic, 1)
         facts = {"offset": message.queue_offset, "attempt": message.reconsume_times + 1}
-        self._group.event(EventKind.MESSAGE_SENT_BACK, "will come again", window.queue, facts, level=logging.DEBUG)
+        self._context.event(EventKind.MESSAGE_SENT_BACK, "will come again", window.queue, facts, level=logging.DEBUG)
 
     def _passed_over(self, window: ProcessQueue, message: Message) -> None:
         window.ack([message])
@@ -220,15 +220,15 @@ class Retries:
     def _tell_given_up(self, window: ProcessQueue, message: Message, what: str) -> None:
         self._counts.sent_back(window.queue.topic, 1)
         if message.is_too_large:
-            most = self._group.config.max_body_bytes
+            most = self._context.config.max_body_bytes
             text = f"the message, stored in {message.store_size} bytes, holds more than max_body_bytes={most}"
             too_large = {"offset": message.queue_offset, "message_id": shown_id(message)}
-            self._group.event(EventKind.MESSAGE_TOO_LARGE, text, window.queue, too_large, level=logging.WARNING)
-        failures = message.reconsume_times + (0 if self._group.config.orderly else 1)
+            self._context.event(EventKind.MESSAGE_TOO_LARGE, text, window.queue, too_large, level=logging.WARNING)
+        failures = message.reconsume_times + (0 if self._context.config.orderly else 1)
         text = f"the message is given up after {failures} failure{'s' if failures > 1 else ''}: {what}"
         facts = {"offset": message.queue_offset, "message_id": shown_id(message), "failures": failures}
         facts.update(key_facts(message))
-        self._group.event(EventKind.MESSAGE_GIVEN_UP, text, window.queue, facts, level=logging.WARNING)
+        self._context.event(EventKind.MESSAGE_GIVEN_UP, text, window.queue, facts, level=logging.WARNING)
 
     # --- send-backs that were not answered
 
@@ -253,7 +253,7 @@ class Retries:
         """Return after how long a message is tried again that could not be sent back."""
         if not isinstance(error, UNANSWERED):
             return pause_s
-        now = self._group.loop.time()
+        now = self._context.loop.time()
         if (doubt := self._doubt(window, message)) is not None:
             doubt.asked = message
             doubt.pause_s = min(2 * doubt.pause_s, LONGEST_PAUSE_S)
@@ -276,7 +276,7 @@ class Retries:
         Raises:
             RocketError: no broker took it; one of UNANSWERED: or perhaps one did.
         """
-        group, pause_s = self._group, FIRST_PAUSE_S
+        group, pause_s = self._context, FIRST_PAUSE_S
         most = group.config.most_attempts
         given_up = delay_level < 0 or (most is not None and stored_times(message) >= most)
         for _ in range(SEND_BACK_TRIES):
@@ -304,7 +304,7 @@ class Retries:
 
     async def _send_again(self, message: Message, delay_level: int) -> None:
         """Send the message to the retry topic ourselves, through any broker. Source: sendMessageBackAsNormalMessage."""
-        group = self._group
+        group = self._context
         topic = retry_topic(group.name)
         times = message.reconsume_times + 1
         properties = dict(message.properties)
@@ -315,7 +315,7 @@ class Retries:
         limit = 0 if delay_level < 0 else group.config.most_attempts
         route = await group.cluster.route(topic)
         error: RocketError | None = None
-        is_packed = holds_packed(message)  # it stays as it is: to unpack it is the listener's matter
+        is_packed = has_compressed_body(message)  # it stays as it is: to unpack it is the listener's matter
         for queue in group.rng.sample(list(route.publish_queues()), k=min(3, len(route.publish_queues()))):
             header = SendMessageHeader(
                 producer_group=group.name,  # ACL 2.0 of 5.3.3 checks the group in this field

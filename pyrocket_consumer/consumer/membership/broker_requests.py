@@ -37,7 +37,7 @@ from pyrocket_consumer.protocol.command import (
     ResetOffsetHeader,
 )
 from pyrocket_consumer.protocol.frame import RemotingCommand
-from pyrocket_consumer.protocol.message import Bodies, Message, decode_message
+from pyrocket_consumer.protocol.message import BodyLimit, Message, decode_message
 from pyrocket_consumer.protocol.reset_format import is_relay_request, is_reset_order
 from pyrocket_consumer.protocol.subscription import matches
 from pyrocket_consumer.text import logger
@@ -279,7 +279,7 @@ class BrokerRequests:
         stored = decode_message(record).queue
         where = self._context.cluster.broker_name(address)
         queue = MessageQueue(stored.topic, where or stored.broker_name, stored.queue_id)
-        message = decode_message(record, queue, Bodies(self._context.config.max_body_bytes))
+        message = decode_message(record, queue, BodyLimit(self._context.config.max_body_bytes))
         if stored.topic.startswith(RETRY_PREFIX) and stored.topic != retry_topic(self._context.name):
             found = None
         else:

@@ -23,7 +23,13 @@ from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.command import PullMessageHeader, PullTemplate, request
 from pyrocket_consumer.protocol.compression import BodyTooLarge
 from pyrocket_consumer.protocol.frame import RemotingCommand
-from pyrocket_consumer.protocol.message import MOST_RECORDS, Message, decode_messages, inner_messages, refuse_batch
+from pyrocket_consumer.protocol.message import (
+    MAX_RECORDS,
+    Message,
+    decode_messages,
+    inner_messages,
+    mark_batch_unreadable,
+)
 from pyrocket_consumer.protocol.subscription import matches
 from pyrocket_consumer.transport.connection import Connection
 
@@ -152,7 +158,7 @@ def _unpack_beside(
     try:
         items = inner_messages(batch)
     except ProtocolError as error:
-        refuse_batch(batch, error, begin)
+        mark_batch_unreadable(batch, error, begin)
         return [batch], batch.store_size
     tags = subscription is not None and subscription.tags
     items = [
@@ -438,7 +444,7 @@ class Puller:
         self._large, self._at_once_left, self._from = [], UNPACKED_AT_ONCE_BYTES, offset
         bodies = self.window.budget.bodies
         try:
-            messages = decode_messages(body, self.queue, self._unpack, bodies, MOST_RECORDS) if body else []
+            messages = decode_messages(body, self.queue, self._unpack, bodies, MAX_RECORDS) if body else []
             if not rising(messages):  # the window's edge would go to and fro
                 raise ProtocolError(f"pull of {self.queue} at {offset} was answered with messages out of order")
             if messages and not self._large and not any(offset <= each.queue_offset < next_offset for each in messages):
@@ -482,7 +488,7 @@ class Puller:
             self._large.append(batch)
             return [batch]
         except ProtocolError as error:  # its listener meets the error
-            refuse_batch(batch, error, self._from)
+            mark_batch_unreadable(batch, error, self._from)
             return [batch]
         self._at_once_left -= sum(item.store_size for item in items)
         return items

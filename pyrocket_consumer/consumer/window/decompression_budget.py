@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pyrocket_consumer.protocol.compression import MAX_BODY_BYTES
-from pyrocket_consumer.protocol.message import Bodies, Message, forget_body, holds_packed, least_room
+from pyrocket_consumer.protocol.message import BodyLimit, Message, drop_body, has_compressed_body, unpacked_size_limit
 
 WANTED_CHECK_S = 0.1
 """How often who waits for room looks whether it is wanted otherwise."""
@@ -19,7 +19,7 @@ FAIRNESS_S = 0.5
 """So long a call that needs much room is passed by those that need little."""
 
 
-class DecompressionBudget(Bodies):
+class DecompressionBudget(BodyLimit):
     """What the listener calls that run may unpack together: `limit` bytes, and always what one of them needs.
 
     A call enters before it begins and leaves when it has returned; what its messages had unpacked is freed then. Sizes
@@ -41,11 +41,11 @@ class DecompressionBudget(Bodies):
 
     def reserve(self, messages: Sequence[Message]) -> Reservation | None:
         """Return what a listener call with `messages` needs to enter; None when it has none whose body is packed."""
-        packed = [message for message in messages if holds_packed(message)]
+        packed = [message for message in messages if has_compressed_body(message)]
         if not packed:
             return None
         reservation = Reservation(self, packed)
-        reservation.size = sum(least_room(message, measured=False) for message in packed)
+        reservation.size = sum(unpacked_size_limit(message, measured=False) for message in packed)
         reservation.count = len(messages)
         if len(packed) == 1 or reservation.size <= self._limit:
             self._try_acquire(reservation)
@@ -98,13 +98,13 @@ class DecompressionBudget(Bodies):
     def _measure_locked(self, reservation: Reservation, messages: Sequence[Message]) -> None:
         size = 0
         for index, message in enumerate(messages):
-            more = least_room(message, measured=True) if holds_packed(message) else 0
+            more = unpacked_size_limit(message, measured=True) if has_compressed_body(message) else 0
             if index and size + more > self._limit:
                 reservation.count = index
                 break
             size += more
         reservation.size = size
-        reservation.messages = [message for message in messages[: reservation.count] if holds_packed(message)]
+        reservation.messages = [message for message in messages[: reservation.count] if has_compressed_body(message)]
 
     def _try_acquire(self, reservation: Reservation) -> bool:
         with self.changed:
@@ -194,5 +194,5 @@ class Reservation:
     def release(self) -> None:
         """Free what the call's messages have unpacked; or wait no longer."""
         for message in self.messages:
-            forget_body(message)
+            drop_body(message)
         self._budget.release(self)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol import fastjson
-from pyrocket_consumer.protocol.json_object import read_object, record
+from pyrocket_consumer.protocol.json_object import read_object, read_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class MessageQueueAssignment:
 
 def decode_assignment_request(body: bytes) -> AssignmentRequest:
     """Return what is asked for."""
-    return record(AssignmentRequest, read_object(body, "assignment request"), "assignment request")
+    return read_record(AssignmentRequest, read_object(body, "assignment request"), "assignment request")
 
 
 def encode_assignments(assignments: Iterable[MessageQueueAssignment] | None) -> bytes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pyrocket_consumer.model import Subscription
 from pyrocket_consumer.protocol import fastjson
 from pyrocket_consumer.protocol.bodies.subscriptions import read_subscription, subscription_object
-from pyrocket_consumer.protocol.json_object import JsonObject, read_object, record, record_object
+from pyrocket_consumer.protocol.json_object import JsonObject, read_object, read_record, write_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def decode_heartbeat(body: bytes) -> HeartbeatData:
             each.text("messageModel"),
             each.text("consumeFromWhere"),
             tuple(read_subscription(one) for one in each.objects("subscriptionDataSet")),
-            each.truth("unitMode"),
+            each.boolean("unitMode"),
         )
         for each in found.objects("consumerDataSet")
     )
@@ -128,7 +128,7 @@ def encode_consumer_connection(value: ConsumerConnection) -> bytes:
     """Return the body. Source: ConsumerConnection."""
     return fastjson.dumps(
         {
-            "connectionSet": [record_object(each) for each in value.connections],
+            "connectionSet": [write_record(each) for each in value.connections],
             "consumeFromWhere": value.consume_from_where,
             "consumeType": value.consume_type,
             "messageModel": value.message_model,
@@ -142,7 +142,7 @@ def decode_consumer_connection(body: bytes) -> ConsumerConnection:
     found = read_object(body, "consumer connection")
     subscriptions = found.table("subscriptionTable").values()
     return ConsumerConnection(
-        tuple(record(Connection, each, "connection") for each in found.objects("connectionSet")),
+        tuple(read_record(Connection, each, "connection") for each in found.objects("connectionSet")),
         found.text("consumeType"),
         found.text("messageModel"),
         found.text("consumeFromWhere"),

@@ -13,8 +13,8 @@ from pyrocket_consumer.protocol.json_object import (
     read_number,
     read_object,
     read_queue,
-    record,
-    record_object,
+    read_record,
+    write_record,
 )
 
 
@@ -95,15 +95,15 @@ class ConsumeStats:
 
 def encode_consume_stats(stats: ConsumeStats) -> bytes:
     """Return the body. Source: ConsumeStats, OffsetWrapper."""
-    table = {queue: record_object(each) for queue, each in stats.queues.items()}
+    table = {queue: write_record(each) for queue, each in stats.queues.items()}
     return fastjson.dumps({"consumeTps": stats.consume_tps, "offsetTable": table})
 
 
 def decode_consume_stats(body: bytes) -> ConsumeStats:
     """Return how far a group is."""
     found = read_object(body, "consume stats")
-    queues = found.queue_table("offsetTable", lambda value, what: record(QueueConsumeStats, value, what))
-    return ConsumeStats(queues, found.real("consumeTps"))
+    queues = found.queue_table("offsetTable", lambda value, what: read_record(QueueConsumeStats, value, what))
+    return ConsumeStats(queues, found.float_number("consumeTps"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class TopicStats:
 
 def encode_topic_stats(stats: TopicStats) -> bytes:
     """Return the body. Source: TopicStatsTable, TopicOffset."""
-    value: dict[str, Any] = {"offsetTable": {queue: record_object(each) for queue, each in stats.queues.items()}}
+    value: dict[str, Any] = {"offsetTable": {queue: write_record(each) for queue, each in stats.queues.items()}}
     if stats.topic_put_tps is not None:
         value["topicPutTps"] = stats.topic_put_tps
     return fastjson.dumps(value)
@@ -134,5 +134,5 @@ def encode_topic_stats(stats: TopicStats) -> bytes:
 def decode_topic_stats(body: bytes) -> TopicStats:
     """Return what a topic's queues hold."""
     found = read_object(body, "topic stats")
-    queues = found.queue_table("offsetTable", lambda value, what: record(QueueStats, value, what))
-    return TopicStats(queues, found.real("topicPutTps") if found.has("topicPutTps") else None)
+    queues = found.queue_table("offsetTable", lambda value, what: read_record(QueueStats, value, what))
+    return TopicStats(queues, found.float_number("topicPutTps") if found.has("topicPutTps") else None)

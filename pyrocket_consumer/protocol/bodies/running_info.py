@@ -9,7 +9,7 @@ from typing import Any
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol import fastjson
 from pyrocket_consumer.protocol.bodies.subscriptions import read_subscription, subscription_object
-from pyrocket_consumer.protocol.json_object import java, read_object, record, record_object
+from pyrocket_consumer.protocol.json_object import java_field, read_object, read_record, write_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,14 @@ class QueueRunningInfo:
     cached_msg_min_offset: int = 0
     cached_msg_max_offset: int = 0
     cached_msg_count: int = 0
-    cached_msg_size_in_mib: int = java("cachedMsgSizeInMiB", 0)
+    cached_msg_size_in_mib: int = java_field("cachedMsgSizeInMiB", 0)
     transaction_msg_min_offset: int = 0
     transaction_msg_max_offset: int = 0
     transaction_msg_count: int = 0
     locked: bool = False
     try_unlock_times: int = 0
     last_lock_timestamp: int = 0
-    dropped: bool = java("droped", False)
+    dropped: bool = java_field("droped", False)
     last_pull_timestamp: int = 0
     last_consume_timestamp: int = 0
 
@@ -36,11 +36,11 @@ class QueueRunningInfo:
 class TopicStatus:
     """How a topic is consumed: times in milliseconds, rates per second. Source: ConsumeStatus."""
 
-    pull_rt: float = java("pullRT", 0.0)
-    pull_tps: float = java("pullTPS", 0.0)
-    consume_rt: float = java("consumeRT", 0.0)
-    consume_ok_tps: float = java("consumeOKTPS", 0.0)
-    consume_failed_tps: float = java("consumeFailedTPS", 0.0)
+    pull_rt: float = java_field("pullRT", 0.0)
+    pull_tps: float = java_field("pullTPS", 0.0)
+    consume_rt: float = java_field("consumeRT", 0.0)
+    consume_ok_tps: float = java_field("consumeOKTPS", 0.0)
+    consume_failed_tps: float = java_field("consumeFailedTPS", 0.0)
     consume_failed_msgs: int = 0
 
 
@@ -60,9 +60,9 @@ def encode_running_info(info: RunningInfo) -> bytes:
     value: dict[str, Any] = {}
     if info.jstack is not None:
         value["jstack"] = info.jstack
-    value["mqTable"] = {queue: record_object(each) for queue, each in info.queues.items()}
+    value["mqTable"] = {queue: write_record(each) for queue, each in info.queues.items()}
     value["properties"] = dict(info.properties)
-    value["statusTable"] = {topic: record_object(each) for topic, each in info.status.items()}
+    value["statusTable"] = {topic: write_record(each) for topic, each in info.status.items()}
     value["subscriptionSet"] = [subscription_object(each) for each in info.subscriptions]
     return fastjson.dumps(value)
 
@@ -73,8 +73,11 @@ def decode_running_info(body: bytes) -> RunningInfo:
     return RunningInfo(
         found.text_table("properties"),
         tuple(read_subscription(each) for each in found.objects("subscriptionSet")),
-        found.queue_table("mqTable", lambda value, what: record(QueueRunningInfo, value, what)),
-        {str(topic): record(TopicStatus, each, "statusTable") for topic, each in found.table("statusTable").items()},
+        found.queue_table("mqTable", lambda value, what: read_record(QueueRunningInfo, value, what)),
+        {
+            str(topic): read_record(TopicStatus, each, "statusTable")
+            for topic, each in found.table("statusTable").items()
+        },
         found.optional_text("jstack"),
     )
 
@@ -92,4 +95,4 @@ class ConsumeDirectlyResult:
 
 def encode_consume_directly_result(result: ConsumeDirectlyResult) -> bytes:
     """Return the body. Source: ConsumeMessageDirectlyResult."""
-    return fastjson.dumps(record_object(result))
+    return fastjson.dumps(write_record(result))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pyrocket_consumer.protocol import fastjson
-from pyrocket_consumer.protocol.json_object import read_object, record, record_object
+from pyrocket_consumer.protocol.json_object import read_object, read_record, write_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,20 @@ class SubscriptionGroupConfig:
 
 def encode_subscription_group(config: SubscriptionGroupConfig) -> bytes:
     """Return the body. Source: SubscriptionGroupConfig."""
-    return fastjson.dumps(record_object(config))
+    return fastjson.dumps(write_record(config))
 
 
 def decode_subscription_group(body: bytes) -> SubscriptionGroupConfig:
     """Return a group's settings; those not sent take Java's defaults."""
-    return record(SubscriptionGroupConfig, read_object(body, "subscription group"), "subscription group")
+    return read_record(SubscriptionGroupConfig, read_object(body, "subscription group"), "subscription group")
 
 
 def decode_subscription_groups(body: bytes) -> dict[str, SubscriptionGroupConfig]:
     """Return all groups of a broker, by name. Source: SubscriptionGroupWrapper."""
     table = read_object(body, "subscription groups").table("subscriptionGroupTable")
-    return {str(name): record(SubscriptionGroupConfig, value, "subscription group") for name, value in table.items()}
+    return {
+        str(name): read_record(SubscriptionGroupConfig, value, "subscription group") for name, value in table.items()
+    }
 
 
 def encode_group_list(groups: Iterable[str]) -> bytes:
