@@ -266,7 +266,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             with self._write_lock:
                 self._check_not_forked()
                 if self._ownership is not None:
-                    return self._check_open()
+                    self._check_open()
+                    return
                 self._take_ownership(wait_for_closing)
                 try:
                     self._recover()
@@ -919,7 +920,7 @@ _stores: weakref.WeakSet[LocalFileOffsetStore] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for store in list(_stores):
-        store._after_fork_in_child()
+        store._after_fork_in_child()  # noqa: SLF001 - a fork is no call of a user
 
 
 if hasattr(os, "register_at_fork"):
