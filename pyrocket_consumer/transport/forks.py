@@ -1,7 +1,7 @@
 """What a forked child must not keep: sockets and locks.
 
-A membership lives while any process has its connection open. A thread that held a lock in the parent does not run in the
-child, and would never release it.
+A membership lives while any process has its connection open. A thread that held a lock in the parent does not run in
+the child, and would never release it.
 """
 
 from __future__ import annotations
