@@ -199,12 +199,12 @@ def _send_and_disturb(
 ) -> None:
     sent = done = disturbed = 0  # disturbed: how much was booked when somebody was disturbed last
     began = time.monotonic()
-    next_at, told_at, looked_at = began + every_s, began, 0.0
+    next_at, told_at, log_checked_at = began + every_s, began, 0.0
     with Producer(name_server=cluster.name_server) as producer:
         while sent < messages or done < 0.9 * messages:
             now = time.monotonic()
-            if now - looked_at > 0.1:
-                looked_at, done = now, ledger.booked()
+            if now - log_checked_at > 0.1:
+                log_checked_at, done = now, ledger.booked()
             if sent < messages and sent < (now - began) * rate and sent - done < MOST_AHEAD:
                 bodies = [b"m%d" % number for number in range(sent, min(sent + BATCH, messages))]
                 producer.send_batch(topic, bodies)

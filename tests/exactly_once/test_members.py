@@ -20,7 +20,7 @@ from tests.hazards.naive import NaiveMember
 pytestmark = pytest.mark.databases("sqlite")
 
 WHO, HOW = RequestCode.GET_CONSUMER_CONNECTION_LIST, RequestCode.GET_CONSUMER_RUNNING_INFO
-MOST_ASKED = 200
+MAX_MEMBERS_PER_CHECK = 200
 """In one look."""
 
 
@@ -196,7 +196,7 @@ def test_so_many_members_are_asked_in_a_look(embedded, ledger):
         looks, before = asked(embedded, WHO), asked(embedded, HOW)
         embedded.broker("broker-a").on(WHO, telling(1000, "PYTHON"), times=None)
         embedded.wait_until(lambda: asked(embedded, HOW) >= before + 1000)
-        assert asked(embedded, HOW) - before <= MOST_ASKED * (asked(embedded, WHO) - looks)
+        assert asked(embedded, HOW) - before <= MAX_MEMBERS_PER_CHECK * (asked(embedded, WHO) - looks)
         requests = embedded.broker("broker-a").requests(HOW)[before : before + 1000]
         assert len({request.command.fields["clientId"] for request in requests}) == 1000, "each has its turn"
 

@@ -116,7 +116,7 @@ def commit_after_the_grace():
         return await persist(self, [queue for queue in queues if (self, queue) not in waiting], **options)
 
     replace(Assignments, "_end", end_late)
-    replace(Assignments, "_grace", end_of_grace)
+    replace(Assignments, "_wait_for_calls", end_of_grace)
     replace(BrokerCommits, "persist", persist_late)
 
 

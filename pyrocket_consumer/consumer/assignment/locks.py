@@ -8,13 +8,13 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue
 
 RENEW_EVERY_S = 20.0
-VALID_S = 30.0
+LOCK_VALID_S = 30.0
 """How long we believe in a lock since its last confirmation; the broker keeps it for 60 s."""
 
 _BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))  # the second: macOS
@@ -28,33 +28,33 @@ def since_boot() -> float:
 class QueueLocks:
     """Which queues the brokers have locked for us, and until when we believe it. Confined to the I/O thread."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, context: MemberContext) -> None:
+        self._context = context
 
-    async def take(self, queue: MessageQueue) -> float | None:
-        """Lock a queue; returns until when it is ours (by `Group.lock_clock`), None if another member has it."""
-        group = self._group
-        asked_at = group.lock_clock()  # the broker counts from when it answers: we never believe longer than it
-        granted = await group.cluster.broker(queue.broker_name).lock(group.name, [queue])
-        return asked_at + VALID_S if queue in granted else None
+    async def acquire(self, queue: MessageQueue) -> float | None:
+        """Lock a queue; return until when it is ours (`MemberContext.lock_clock`), None if another member has it."""
+        context = self._context
+        requested_at = context.lock_clock()  # the broker counts from when it answers: we never believe longer than it
+        granted = await context.cluster.broker(queue.broker_name).lock(context.name, [queue])
+        return requested_at + LOCK_VALID_S if queue in granted else None
 
     async def release(self, queues: Iterable[MessageQueue]) -> None:
         """Unlock queues, after their last offsets are stored. A broker that cannot be told forgets in a minute."""
         await asyncio.gather(*(self._release(name, ours) for name, ours in _by_broker(queues).items()))
 
     async def _release(self, broker_name: str, queues: list[MessageQueue]) -> None:
-        group = self._group
+        context = self._context
         try:
-            await group.cluster.broker(broker_name).unlock(group.name, queues)
+            await context.cluster.broker(broker_name).unlock(context.name, queues)
         except RocketError as error:
             text = f"queues of {broker_name} stay locked for up to a minute: {error}"
-            group.trouble(EventKind.BROKER_UNREACHABLE, text)
+            context.emit_throttled(EventKind.BROKER_UNREACHABLE, text)
 
-    async def keep(
+    async def renew_all(
         self,
         windows: Callable[[], Mapping[MessageQueue, ProcessQueue]],
-        confirmed: Callable[[ProcessQueue], None],
-        lost: Callable[[ProcessQueue], Coroutine[Any, Any, None]],
+        on_confirmed: Callable[[ProcessQueue], None],
+        on_lost: Callable[[ProcessQueue], Coroutine[Any, Any, None]],
     ) -> None:
         """Renew the locks of all `windows` until cancelled, and tell of each what came of it."""
         while True:
@@ -62,7 +62,7 @@ class QueueLocks:
             held = windows()
             await asyncio.gather(
                 *(
-                    self._renew(name, [held[queue] for queue in ours], confirmed, lost)
+                    self._renew(name, [held[queue] for queue in ours], on_confirmed, on_lost)
                     for name, ours in _by_broker(held).items()
                 )
             )
@@ -71,24 +71,24 @@ class QueueLocks:
         self,
         broker_name: str,
         windows: list[ProcessQueue],
-        confirmed: Callable[[ProcessQueue], None],
-        lost: Callable[[ProcessQueue], Coroutine[Any, Any, None]],
+        on_confirmed: Callable[[ProcessQueue], None],
+        on_lost: Callable[[ProcessQueue], Coroutine[Any, Any, None]],
     ) -> None:
-        group = self._group
-        asked_at = group.lock_clock()
+        context = self._context
+        requested_at = context.lock_clock()
         try:
-            granted = await group.cluster.broker(broker_name).lock(group.name, [window.queue for window in windows])
+            granted = await context.cluster.broker(broker_name).lock(context.name, [window.queue for window in windows])
         except RocketError as error:
             # listener calls stop by themselves when the last confirmation is too old
-            group.trouble(EventKind.BROKER_UNREACHABLE, f"locks of {broker_name} are not renewed: {error}")
+            context.emit_throttled(EventKind.BROKER_UNREACHABLE, f"locks of {broker_name} are not renewed: {error}")
             return
         for window in windows:
             if window.queue not in granted:
                 # it may wait for its turn; other locks may not
-                group.beside(partial(lost, window), f"losing {window.queue}")
+                context.start_in_background(partial(on_lost, window), f"losing {window.queue}")
             elif not window.dropped:
-                window.locked_until = asked_at + VALID_S
-                confirmed(window)
+                window.locked_until = requested_at + LOCK_VALID_S
+                on_confirmed(window)
 
 
 def _by_broker(queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:

@@ -417,7 +417,7 @@ class KeyedService(Service):
             )
         lines.look = self._loop.call_later(HELD_UP_AFTER_S, self._tell_if_it_stands, lines, oldest, window.finished)
 
-    def go_on(self, window: ProcessQueue) -> None:
+    def resume_calls(self, window: ProcessQueue) -> None:
         """The queue's lock is there again."""
         lines = self._lines.get(window.queue)
         if lines is not None and lines.window is window:

@@ -32,7 +32,7 @@ CHUNK_TIME_S = 0.0005
 LARGEST_CHUNK = 32
 STUCK_AFTER_S = 0.005
 
-ROOM_LOOK_EVERY_S = 0.01
+BUDGET_CHECK_EVERY_S = 0.01
 """How often a call of an `async def` listener looks whether there is room for what it may unpack."""
 
 LAST_TASKS_S = 1.0
@@ -709,7 +709,7 @@ class AsyncWorkers(_Runner):
             while not (is_granted := reservation.try_acquire(time.monotonic() >= until)):
                 if self._stopping or chunk.window.dropped or not (turn is None or turn.may_go_on()):
                     break
-                await asyncio.sleep(ROOM_LOOK_EVERY_S)
+                await asyncio.sleep(BUDGET_CHECK_EVERY_S)
         except BaseException:  # cancelled, by whoever ends the loop or by a task of a listener's
             chunk.todo.appendleft(unit)
             reservation.release()
@@ -786,7 +786,7 @@ class ConsumeService(Service):
     def forget(self, window: ProcessQueue) -> None:
         """The window's life has ended; its chunks end by themselves."""
 
-    def go_on(self, window: ProcessQueue) -> None:
+    def resume_calls(self, window: ProcessQueue) -> None:
         """Nothing waits here: only orderly queues do."""
 
     def stop(self) -> None:

@@ -196,7 +196,7 @@ class OrderlyService(Service):
                 "it commit sooner, or raise max_cached_messages (or max_cached_bytes)",
             )
 
-    def go_on(self, window: ProcessQueue) -> None:
+    def resume_calls(self, window: ProcessQueue) -> None:
         """The queue's lock is there again."""
         if (line := self._line(window)) is not None:
             self._next(line)

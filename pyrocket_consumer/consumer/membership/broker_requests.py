@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
-from pyrocket_consumer.consumer.assignment.locks import VALID_S
+from pyrocket_consumer.consumer.assignment.locks import LOCK_VALID_S
 from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.context.events import said
 from pyrocket_consumer.consumer.context.member_context import MemberContext
@@ -24,7 +24,7 @@ from pyrocket_consumer.consumer.context.statistics import Statistics
 from pyrocket_consumer.consumer.context.tasks import Turns
 from pyrocket_consumer.consumer.dispatch.concurrent import Service
 from pyrocket_consumer.consumer.listener import ConsumeContext, Listener, failed_messages
-from pyrocket_consumer.consumer.resets.resets import Resets
+from pyrocket_consumer.consumer.resets.resets import ResetFollower
 from pyrocket_consumer.errors import ProtocolError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue, retry_topic
 from pyrocket_consumer.protocol import bodies
@@ -47,15 +47,15 @@ log = logger("consumer")
 T = TypeVar("T")
 
 MANY_QUEUES = 50
-MOST_CALLS = 64  # of one thread
-MOST_STACK_CHARACTERS = 256 * 1024
+MAX_STACK_FRAMES = 64  # of one thread
+MAX_STACK_CHARACTERS = 256 * 1024
 
-CONSUME_DIRECTLY_S = 9.0  # the broker waits 10 s
+DIRECT_CALL_TIMEOUT_S = 9.0  # the broker waits 10 s
 
-NOTICES_AT_ONCE, NOTICE_EVERY_S = 10, 2.0
+NOTICE_BURST, NOTICE_EVERY_S = 10, 2.0
 """So many notices of changed members are followed at once, then one in that time: each may move all queues."""
 
-MOST_DIRECTLY = 4
+MAX_DIRECT_CALLS = 4
 """How many messages that brokers pass on are consumed at once; never more than `consume_threads`."""
 
 
@@ -64,117 +64,119 @@ class BrokerRequests:
 
     def __init__(
         self,
-        group: MemberContext,
+        context: MemberContext,
         assignments: Assignments,
         commits: Commits,
-        resets: Resets,
+        resets: ResetFollower,
         statistics: Statistics,
         calls: Service,
     ) -> None:
         self.started_at_ms = 0
-        self._context = group
+        self._context = context
         self._assignments = assignments
         self._commits = commits
         self._resets = resets
         self._statistics = statistics
         self._calls = calls
-        self._directly: set[asyncio.Task[Any]] = set()
-        self._notices = float(NOTICES_AT_ONCE)  # how many may be followed at once, as of then
-        self._noticed_at = group.loop.time()
-        self._later: asyncio.TimerHandle | None = None
-        self._turns = Turns(group.loop)
+        self._direct_calls: set[asyncio.Task[Any]] = set()
+        self._notices = float(NOTICE_BURST)  # how many may be followed at once, as of then
+        self._noticed_at = context.loop.time()
+        self._notice_timer: asyncio.TimerHandle | None = None
+        self._turns = Turns(context.loop)
 
     def begin(self) -> None:
         """Answer from now on."""
         cluster, self.started_at_ms = self._context.cluster, self._context.now_ms()
-        cluster.on_request_refused(self._refused)
-        cluster.on_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, self._ids_changed)
-        cluster.on_request(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, self._reset)
-        cluster.on_request(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, self._status)
-        cluster.on_request(RequestCode.GET_CONSUMER_RUNNING_INFO, self._running_info)
-        cluster.on_request(RequestCode.CONSUME_MESSAGE_DIRECTLY, self._consume_directly)
+        cluster.on_request_refused(self._report_refused)
+        cluster.on_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, self._on_ids_changed)
+        cluster.on_request(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, self._on_reset)
+        cluster.on_request(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, self._on_status)
+        cluster.on_request(RequestCode.GET_CONSUMER_RUNNING_INFO, self._on_running_info)
+        cluster.on_request(RequestCode.CONSUME_MESSAGE_DIRECTLY, self._on_consume_directly)
 
-    def _refused(self, code: int, address: str, why: str) -> None:
+    def _report_refused(self, code: int, address: str, why: str) -> None:
         text = f"{request_name(code)} from {address} is not obeyed: {why}"
         facts = {"code": code, "address": address}
-        self._context.event(EventKind.REQUEST_REFUSED, text, facts=facts, level=logging.WARNING)
+        self._context.emit(EventKind.REQUEST_REFUSED, text, facts=facts, level=logging.WARNING)
 
-    def _not_ours(self, command: RemotingCommand, group: str) -> RemotingCommand | None:
-        if group == self._context.name:
+    def _check_group(self, command: RemotingCommand, context: str) -> RemotingCommand | None:
+        if context == self._context.name:
             return None
-        remark = f"The Consumer Group <{group}> not exist in this consumer"
+        remark = f"The Consumer Group <{context}> not exist in this consumer"
         return command.make_response(ResponseCode.SYSTEM_ERROR, remark)
 
-    def _ids_changed(self, command: RemotingCommand, address: str) -> None:
+    def _on_ids_changed(self, command: RemotingCommand, address: str) -> None:
         if NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group != self._context.name:
             return
         now = self._context.loop.time()
-        self._notices = min(self._notices + (now - self._noticed_at) / NOTICE_EVERY_S, NOTICES_AT_ONCE)
+        self._notices = min(self._notices + (now - self._noticed_at) / NOTICE_EVERY_S, NOTICE_BURST)
         self._noticed_at = now
         if self._notices >= 1:
             self._notices -= 1
             self._context.rebalance_wanted.set()
-        elif self._later is None:
-            self._later = self._context.loop.call_later((1 - self._notices) * NOTICE_EVERY_S, self._follow_notices)
+        elif self._notice_timer is None:
+            self._notice_timer = self._context.loop.call_later(
+                (1 - self._notices) * NOTICE_EVERY_S, self._follow_notices
+            )
 
     def _follow_notices(self) -> None:
         """Look again who is there, for all notices that have come meanwhile."""
-        self._later, self._notices, self._noticed_at = None, 0.0, self._context.loop.time()
+        self._notice_timer, self._notices, self._noticed_at = None, 0.0, self._context.loop.time()
         self._context.rebalance_wanted.set()
 
-    async def _reset(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
+    async def _on_reset(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = ResetOffsetHeader.from_fields(command.fields)
         if header.group != self._context.name or not command.body:
             return None
         if self._context.config.remote_reset == "refuse":
-            self._resets.told_to_refuse(f"a reset of {header.topic}")
+            self._resets.report_refusal(f"a reset of {header.topic}")
             return None
         try:
             targets = await self._resets.read(bodies.decode_offset_table, command.body)
         except ProtocolError as error:
-            self._context.event(
+            self._context.emit(
                 EventKind.OFFSET_RESET,
                 f"a reset of {header.topic} from {address} cannot be read, nothing moved: {error}",
                 level=logging.ERROR,
             )
             return None
-        await self._resets.told_by_broker(header.topic, targets)
+        await self._resets.on_broker_reset(header.topic, targets)
         return None
 
-    async def _status(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
+    async def _on_status(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = GetConsumerStatusHeader.from_fields(command.fields)
         if header.group != self._context.name:
             return command.make_response(body=bodies.encode_consumer_status({}))
         async with self._turns:
             table = self._commits.table(header.topic)
-            return command.make_response(body=await _encoded(bodies.encode_consumer_status, table, len(table)))
+            return command.make_response(body=await _encode(bodies.encode_consumer_status, table, len(table)))
 
-    async def _running_info(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
+    async def _on_running_info(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         header = GetConsumerRunningInfoHeader.from_fields(command.fields)
-        refusal = self._not_ours(command, header.consumer_group)
+        refusal = self._check_group(command, header.consumer_group)
         if refusal is not None:
             return refusal
         if is_reset_order(command.fields):
-            return await self._resets.answer_relayed(command)
+            return await self._resets.handle_relayed(command)
         async with self._turns:
             if is_relay_request(command.fields):
-                return await self._resets.answer_relayed(command)
-            stacks = await asyncio.to_thread(_stacks) if header.jstack_enable else None
+                return await self._resets.handle_relayed(command)
+            stacks = await asyncio.to_thread(_format_stacks) if header.jstack_enable else None
             info = self.running_info(stacks)
-            return command.make_response(body=await _encoded(bodies.encode_running_info, info, len(info.queues)))
+            return command.make_response(body=await _encode(bodies.encode_running_info, info, len(info.queues)))
 
     def running_info(self, stacks: str | None) -> bodies.RunningInfo:
         """Return what tools show of this member."""
-        group, now = self._context, time.time() * 1000
-        loop_now, lock_now = group.loop.time(), group.lock_clock()
-        is_locked = group.config.orderly and not group.config.broadcasting
+        context, now = self._context, time.time() * 1000
+        loop_now, lock_now = context.loop.time(), context.lock_clock()
+        is_locked = context.config.orderly and not context.config.broadcasting
 
         def wall_ms(loop_time: float) -> int:
             return int(now - 1000 * (loop_now - loop_time))
 
         queues = {}
         for queue, assignment in self._assignments.all().items():
-            window, puller = assignment.window, assignment.puller
+            window, pull_loop = assignment.window, assignment.pull_loop
             count, size, _ = window.unfinished()
             low, high = window.cached_range()
             queues[queue] = bodies.QueueRunningInfo(
@@ -184,14 +186,16 @@ class BrokerRequests:
                 cached_msg_count=count,
                 cached_msg_size_in_mib=size >> 20,
                 locked=is_locked and lock_now < window.locked_until,
-                last_lock_timestamp=int(now - 1000 * (lock_now + VALID_S - window.locked_until)) if is_locked else 0,
+                last_lock_timestamp=int(now - 1000 * (lock_now + LOCK_VALID_S - window.locked_until))
+                if is_locked
+                else 0,
                 dropped=window.dropped,
-                last_pull_timestamp=wall_ms(puller.last_pull_at),
+                last_pull_timestamp=wall_ms(pull_loop.last_pull_at),
                 last_consume_timestamp=wall_ms(window.last_consumed_at) if window.last_consumed_at else 0,
             )
         return bodies.RunningInfo(
             properties=self._properties(),
-            subscriptions=tuple(group.subscriptions.all()),
+            subscriptions=tuple(context.subscriptions.all()),
             queues=queues,
             status=self._statistics.status(),
             jstack=stacks,
@@ -232,10 +236,10 @@ class BrokerRequests:
             "PROP_THREADPOOL_CORE_SIZE": str(config.consume_threads),
         }
 
-    async def _consume_directly(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
+    async def _on_consume_directly(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
         """Run the listener on one message, beside everything else: no offset moves."""
         header = ConsumeMessageDirectlyHeader.from_fields(command.fields)
-        refusal = self._not_ours(command, header.consumer_group)
+        refusal = self._check_group(command, header.consumer_group)
         if refusal is not None:
             return refusal
         config = self._context.config
@@ -243,22 +247,22 @@ class BrokerRequests:
             raise RocketError("this consumer is closing")
         if not config.server_messages:
             raise RocketError("this consumer has server_messages=False")
-        most = min(MOST_DIRECTLY, config.consume_threads)
-        if len(self._directly) >= most:
+        most = min(MAX_DIRECT_CALLS, config.consume_threads)
+        if len(self._direct_calls) >= most:
             raise RocketError(f"{most} messages of brokers are being consumed already")
-        message, listener = self._asked_to_consume(command.body, address)
+        message, listener = self._find_listener(command.body, address)
         context = ConsumeContext(
             MessageQueue(message.topic, message.queue.broker_name, message.queue.queue_id),
             message.reconsume_times + 1,
-            time.monotonic() + CONSUME_DIRECTLY_S,
+            time.monotonic() + DIRECT_CALL_TIMEOUT_S,
         )
         began = time.perf_counter()
         outcome, remark = "CR_SUCCESS", None
         unit = [message] if listener.batch_size > 1 else message
         call = self._context.loop.create_task(self._calls.call_once(listener, unit, context))
-        self._directly.add(call)  # until it ends, however long that takes: calls that hang are not to pile up
-        call.add_done_callback(self._directly.discard)
-        done, _ = await asyncio.wait([call], timeout=CONSUME_DIRECTLY_S)
+        self._direct_calls.add(call)  # until it ends, however long that takes: calls that hang are not to pile up
+        call.add_done_callback(self._direct_calls.discard)
+        done, _ = await asyncio.wait([call], timeout=DIRECT_CALL_TIMEOUT_S)
         if not done:
             return command.make_response(ResponseCode.CONSUME_MSG_TIMEOUT, "the listener took too long")
         result, raised = call.result()
@@ -270,7 +274,7 @@ class BrokerRequests:
         result_body = bodies.ConsumeDirectlyResult(outcome, order=config.orderly, spent_time_mills=spent, remark=remark)
         return command.make_response(body=bodies.encode_consume_directly_result(result_body))
 
-    def _asked_to_consume(self, record: bytes, address: str) -> tuple[Message, Listener]:
+    def _find_listener(self, record: bytes, address: str) -> tuple[Message, Listener]:
         """Return the message a broker has passed on, as if it was pulled from there, and the listener it would get.
 
         Raises:
@@ -289,21 +293,21 @@ class BrokerRequests:
         return message, found.listener
 
 
-async def _encoded(encode: Callable[[T], bytes], value: T, queues: int) -> bytes:
+async def _encode(encode: Callable[[T], bytes], value: T, queues: int) -> bytes:
     """Return `encode(value)`; of many queues from another thread, for that takes a tenth of a millisecond for each."""
     return encode(value) if queues <= MANY_QUEUES else await asyncio.to_thread(encode, value)
 
 
-def _stacks() -> str:
+def _format_stacks() -> str:
     """Return where each thread is, its last call first: file, line and function; neither source nor what they hold."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     told, size = list[str](), 0
     for ident, frame in sys._current_frames().items():
-        calls = islice(traceback.walk_stack(frame), MOST_CALLS)
+        calls = islice(traceback.walk_stack(frame), MAX_STACK_FRAMES)
         lines = [f"  {each.f_code.co_filename}:{line} in {each.f_code.co_name}" for each, line in calls]
         told.append("\n".join([str(names.get(ident, ident)), *lines, ""]))
         size += len(told[-1])
-        if size > MOST_STACK_CHARACTERS:
+        if size > MAX_STACK_CHARACTERS:
             told.append("and more threads")
             break
     return "\n".join(told)

@@ -10,20 +10,20 @@ from functools import partial
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.commits.store_thread import UserThread
-from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.membership.allocation import allocate, strategy_of
-from pyrocket_consumer.consumer.pulling.expressions import Expressions
-from pyrocket_consumer.consumer.resets.resets import Resets
+from pyrocket_consumer.consumer.pulling.expressions import ExpressionChecker
+from pyrocket_consumer.consumer.resets.resets import ResetFollower
 from pyrocket_consumer.errors import ConfigError, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, TopicRoute
 from pyrocket_consumer.text import logger
 
 log = logger("consumer")
 
-SPACING_S = 0.5
+MIN_ROUND_INTERVAL_S = 0.5
 """Least time between two rounds; notifications come in bursts."""
 
-AGAIN_S = 1.0
+RETRY_ROUND_S = 1.0
 """When the last round left something undone."""
 
 HANDOVER_S = 1.0
@@ -32,7 +32,7 @@ HANDOVER_S = 1.0
 HEARTBEAT_WAIT_S = 1.0
 """How long a round waits for brokers to take a heartbeat; those that have not by then refuse pulls until they have."""
 
-BEGIN_AT_ONCE = 200
+BEGIN_LIMIT = 200
 """How many queues of one broker begin at a time: calls of thousands at once would wait for their answers too long."""
 
 STRATEGY_S = 3.0
@@ -65,22 +65,24 @@ class Rebalance:
     the queues it has. Confined to the I/O thread.
     """
 
-    def __init__(self, group: Group, assignments: Assignments, resets: Resets, expressions: Expressions) -> None:
-        self._group = group
+    def __init__(
+        self, context: MemberContext, assignments: Assignments, resets: ResetFollower, expressions: ExpressionChecker
+    ) -> None:
+        self._context = context
         self._assignments = assignments
         self._resets = resets
-        self._expressions = expressions
-        self._strategy = strategy_of(group.config.allocation)
+        self._expression_checker = expressions
+        self._strategy = strategy_of(context.config.allocation)
         self._known: dict[str, frozenset[MessageQueue]] = {}
         self._no_route: set[str] = set()
-        self._have_company = False  # the group has other members
+        self._has_others = False  # the group has other members
         self._announced: dict[str, frozenset[MessageQueue]] = {}  # what brokers have been told we hold
-        self._due: dict[MessageQueue, float] = {}  # when each of the queues that are to begin may do so
-        self._coming: dict[MessageQueue, asyncio.Task[bool]] = {}
+        self._due_at: dict[MessageQueue, float] = {}  # when each of the queues that are to begin may do so
+        self._beginning: dict[MessageQueue, asyncio.Task[bool]] = {}
         self._strategy_thread = UserThread("pyrocket-allocation")
-        self._strategy_turn = asyncio.Lock()
-        self._hanging: asyncio.Future[list[MessageQueue]] | None = None
-        self._places: dict[str, asyncio.Semaphore] = {}  # by broker name, for those that begin there
+        self._strategy_lock = asyncio.Lock()
+        self._hanging_call: asyncio.Future[list[MessageQueue]] | None = None
+        self._begin_slots: dict[str, asyncio.Semaphore] = {}  # by broker name, for those that begin there
         self._undecided: set[str] = set()  # topics of which it could not be told what is ours
         self._rounds_begun = 0
         self._rounds_ended = 0
@@ -93,7 +95,7 @@ class Rebalance:
 
     async def run(self) -> None:
         """Hold rounds until cancelled."""
-        wanted = self._group.rebalance_wanted
+        wanted = self._context.rebalance_wanted
         try:
             await self._hold_rounds(wanted)
         finally:
@@ -101,7 +103,7 @@ class Rebalance:
 
     async def _hold_rounds(self, wanted: asyncio.Event) -> None:
         while True:
-            began = self._group.loop.time()
+            began = self._context.loop.time()
             wanted.clear()
             self._rounds_begun += 1
             pause_s = await self.round()
@@ -112,23 +114,23 @@ class Rebalance:
                     await wanted.wait()
             except TimeoutError:
                 continue
-            await asyncio.sleep(began + SPACING_S - self._group.loop.time())
+            await asyncio.sleep(began + MIN_ROUND_INTERVAL_S - self._context.loop.time())
 
-    async def in_place(self, timeout_s: float) -> list[str]:
+    async def wait_until_begun(self, timeout_s: float) -> list[str]:
         """Wait until a round was held and all that is ours has begun; returns which queues, or topics, have not."""
         first = self._rounds_begun + 1  # one that begins from now on
-        self._group.rebalance_wanted.set()
+        self._context.rebalance_wanted.set()
         try:
             async with asyncio.timeout(timeout_s):
-                while self._rounds_ended < first or self._left():
+                while self._rounds_ended < first or self._not_begun():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             pass
-        return self._left()
+        return self._not_begun()
 
-    def _left(self) -> list[str]:
-        return [*sorted(self._undecided), *map(str, sorted({*self._due, *self._coming}))]
+    def _not_begun(self) -> list[str]:
+        return [*sorted(self._undecided), *map(str, sorted({*self._due_at, *self._beginning}))]
 
     def forget(self, topic: str) -> None:
         """`topic` is read no longer: should it come again, it is as new as any other."""
@@ -136,86 +138,88 @@ class Rebalance:
         self._announced.pop(topic, None)
         self._no_route.discard(topic)
 
-    def is_missing(self, topic: str) -> None:
+    def mark_missing(self, topic: str) -> None:
         """No name server knows `topic`. What is sent to it from now on is sent to us: all its queues will be new."""
         self._known.setdefault(topic, frozenset())
 
     async def round(self) -> float:
         """Compare what we hold with what is ours, and change it. Returns how long it may be until the next round."""
-        group = self._group
+        context = self._context
         settled, wanted = await self._wanted()
         for topic, ours in wanted.items():
-            held = [*self._assignments.held(topic), *(queue for queue in self._coming if queue.topic == topic)]
+            held = [*self._assignments.held(topic), *(queue for queue in self._beginning if queue.topic == topic)]
             change = plan(held, ours)
             for queue in change.drop:
-                self._give_up(queue)
-            at_last = group.loop.time() + (HANDOVER_S if self._have_company else 0.0)
-            due = {queue: self._due.get(queue, at_last) for queue in change.add}
-            self._due = {queue: at for queue, at in self._due.items() if queue.topic != topic} | due
+                self._revoke(queue)
+            at_last = context.loop.time() + (HANDOVER_S if self._has_others else 0.0)
+            due = {queue: self._due_at.get(queue, at_last) for queue in change.add}
+            self._due_at = {queue: at for queue, at in self._due_at.items() if queue.topic != topic} | due
         news = [topic for topic, ours in wanted.items() if self._announced.get(topic, frozenset()) != ours]
         if news:
             self._announced.update((topic, wanted[topic]) for topic in news)
-            group.subscriptions.renew(news)
+            context.subscriptions.renew(news)
             # the heartbeat carries the new subscription version and has to be there before the first such pull
             await self._heartbeat()
-        now = group.loop.time()
-        for queue in [queue for queue, at in self._due.items() if at <= now + _SOON_S]:
-            del self._due[queue]
+        now = context.loop.time()
+        for queue in [queue for queue, at in self._due_at.items() if at <= now + _SOON_S]:
+            del self._due_at[queue]
             self._begin(queue)
-        pause_s = group.config.rebalance_interval_s
-        if not settled or self._coming:
-            pause_s = min(pause_s, AGAIN_S)
-        return min([pause_s, *(at - now for at in self._due.values())])
+        pause_s = context.config.rebalance_interval_s
+        if not settled or self._beginning:
+            pause_s = min(pause_s, RETRY_ROUND_S)
+        return min([pause_s, *(at - now for at in self._due_at.values())])
 
     async def _heartbeat(self) -> None:
-        heartbeat = self._group.tasks.begin(self._group.cluster.heartbeat(), "a heartbeat")
+        heartbeat = self._context.tasks.begin(self._context.cluster.heartbeat(), "a heartbeat")
         await asyncio.wait([heartbeat], timeout=HEARTBEAT_WAIT_S)
 
-    def _give_up(self, queue: MessageQueue) -> None:
-        self._coming.pop(queue, None)  # one that begins finds that it is not wanted; but it may just have begun
+    def _revoke(self, queue: MessageQueue) -> None:
+        self._beginning.pop(queue, None)  # one that begins finds that it is not wanted; but it may just have begun
         if self._assignments.get(queue) is not None:
-            self._group.beside(partial(self._assignments.end, queue, "revoked"), f"giving up {queue}")
+            self._context.start_in_background(partial(self._assignments.end, queue, "revoked"), f"giving up {queue}")
 
     def _begin(self, queue: MessageQueue) -> None:
-        places = self._places.setdefault(queue.broker_name, asyncio.Semaphore(BEGIN_AT_ONCE))
+        slots = self._begin_slots.setdefault(queue.broker_name, asyncio.Semaphore(BEGIN_LIMIT))
 
         async def begin() -> bool:
-            async with places:
+            async with slots:
                 return await begin_here()
 
         async def begin_here() -> bool:
             try:
-                await self._expressions.before_begin(queue)
+                await self._expression_checker.check_queue(queue)
             except RocketError as error:
-                self._group.trouble(EventKind.BROKER_UNREACHABLE, f"{queue} does not begin yet: {error}", queue)
+                self._context.emit_throttled(
+                    EventKind.BROKER_UNREACHABLE, f"{queue} does not begin yet: {error}", queue
+                )
                 return False
-            recorded = await self._resets.before_begin(queue)  # what was reset while we were away counts
+            recorded = await self._resets.read_record_before_begin(queue)  # what was reset while we were away counts
             return await self._assignments.begin(
-                queue, is_new=self.is_new(queue), is_ours=lambda: self._coming.get(queue) is task, recorded=recorded
+                queue, is_new=self.is_new(queue), is_ours=lambda: self._beginning.get(queue) is task, recorded=recorded
             )
 
         def begun(done: asyncio.Task[bool]) -> None:
-            if self._coming.get(queue) is done:
-                del self._coming[queue]
+            if self._beginning.get(queue) is done:
+                del self._beginning[queue]
                 if not done.cancelled() and done.exception() is None and not done.result():
-                    self._due[queue] = self._group.loop.time() + AGAIN_S
+                    self._due_at[queue] = self._context.loop.time() + RETRY_ROUND_S
             self._changed.set()
 
-        task = self._coming[queue] = self._group.tasks.begin(begin(), f"beginning {queue}")
+        task = self._beginning[queue] = self._context.tasks.begin(begin(), f"beginning {queue}")
         task.add_done_callback(begun)
 
     async def _wanted(self) -> tuple[bool, dict[str, frozenset[MessageQueue]]]:
         """Return whether nothing is left open, and which queues of each topic should be ours, where that is known."""
-        topics = self._group.subscriptions.topics()
-        members = _Members(self._group)
+        topics = self._context.subscriptions.topics()
+        members = _Members(self._context)
         found = await asyncio.gather(*(self._allocation(topic, members) for topic in topics))
-        if members.asked_any:
-            self._have_company = members.have_company
+        if members.any_responded:
+            self._has_others = members.has_others
         wanted = {topic: frozenset(ours) for topic, (ours, _) in zip(topics, found, strict=True) if ours is not None}
         self._undecided = {
             topic for topic, (ours, is_sure) in zip(topics, found, strict=True) if ours is None and not is_sure
         } - self._no_route
-        gone = (self._assignments.topics() | {queue.topic for queue in self._coming}) - set(topics)
+        gone = (self._assignments.topics() | {queue.topic for queue in self._beginning}) - set(topics)
         return all(is_sure for _, is_sure in found), wanted | dict.fromkeys(gone, frozenset())
 
     async def _allocation(self, topic: str, members: _Members) -> tuple[list[MessageQueue] | None, bool]:
@@ -223,110 +227,112 @@ class Rebalance:
 
         None when it cannot be told and everything stays as it is.
         """
-        group = self._group
+        context = self._context
         try:
-            route = await group.cluster.route(topic)
+            route = await context.cluster.route(topic)
             self._no_route.discard(topic)
             queues = route.consume_queues()
             self._known.setdefault(topic, frozenset(queues))
-            if group.config.broadcasting:
+            if context.config.broadcasting:
                 return queues, True
-            ids = await members.of(route)
+            ids = await members.fetch(route)
             if ids is None:
                 return None, True
         except RocketError as error:
-            self._tell(topic, error)
+            self._report_error(topic, error)
             return None, False
-        is_sure = group.client_id in ids
-        arguments = (self._strategy, group.name, group.client_id, queues, ids)
+        is_sure = context.client_id in ids
+        arguments = (self._strategy, context.name, context.client_id, queues, ids)
         try:
-            if callable(group.config.allocation):
+            if callable(context.config.allocation):
                 return await self._call_strategy(lambda: allocate(*arguments)), is_sure
             return allocate(*arguments), is_sure
         except RocketError as error:
-            self._tell(topic, error)
+            self._report_error(topic, error)
             return None, False
 
     async def _call_strategy(self, call: Callable[[], list[MessageQueue]]) -> list[MessageQueue]:
         """Call code of the user's, which may take its time, and may hang: then nothing is asked until it returns."""
-        async with self._strategy_turn:  # each topic's call has its time, however many there are
-            if self._hanging is None or self._hanging.done():
-                calling = self._group.loop.run_in_executor(self._strategy_thread, call)
+        async with self._strategy_lock:  # each topic's call has its time, however many there are
+            if self._hanging_call is None or self._hanging_call.done():
+                calling = self._context.loop.run_in_executor(self._strategy_thread, call)
                 await asyncio.wait([calling], timeout=STRATEGY_S)
                 if calling.done():
                     return calling.result()
                 calling.add_done_callback(lambda done: done.exception())
-                self._hanging = calling
+                self._hanging_call = calling
         raise ConfigError(f"the allocation strategy has not returned within {STRATEGY_S:g} s")
 
-    def _tell(self, topic: str, error: RocketError) -> None:
-        group = self._group
+    def _report_error(self, topic: str, error: RocketError) -> None:
+        context = self._context
         if isinstance(error, RouteNotFound):
             if topic not in self._no_route and not topic.startswith(RETRY_PREFIX):
                 text = f"topic {topic} has no route yet; still looking"
-                group.event(EventKind.BROKER_UNREACHABLE, text, level=logging.WARNING)
+                context.emit(EventKind.BROKER_UNREACHABLE, text, level=logging.WARNING)
             self._no_route.add(topic)
-            self.is_missing(topic)
+            self.mark_missing(topic)
         else:
-            group.trouble(EventKind.BROKER_UNREACHABLE, f"rebalance of {topic} failed, assignment kept: {error}")
+            context.emit_throttled(
+                EventKind.BROKER_UNREACHABLE, f"rebalance of {topic} failed, assignment kept: {error}"
+            )
 
 
 class _Members:
     """Who is in the group, as brokers see it; in one round, each broker is asked once."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._answers: dict[str, asyncio.Task[list[str]]] = {}
+    def __init__(self, context: MemberContext) -> None:
+        self._context = context
+        self._fetches: dict[str, asyncio.Task[list[str]]] = {}
         self._heartbeat: asyncio.Task[int] | None = None
-        self.asked_any = False
-        self.have_company = False
+        self.any_responded = False
+        self.has_others = False
 
-    async def of(self, route: TopicRoute) -> list[str] | None:
+    async def fetch(self, route: TopicRoute) -> list[str] | None:
         """Return the group's members as a broker of the topic sees them; None if no broker can be asked.
 
         One that knows us is believed rather than one that does not: a single broker that has not taken our heartbeat
         shall not cost us the queues of all others.
         """
-        ids = await self._ask(route)
-        if ids is not None and self._group.client_id not in ids:
+        ids = await self._fetch_ids(route)
+        if ids is not None and self._context.client_id not in ids:
             # our heartbeat is not there (yet): the broker lets nobody pull for us, and others share our queues
             if self._heartbeat is None:
-                self._heartbeat = self._group.tasks.begin(self._group.cluster.heartbeat(), "a heartbeat")
+                self._heartbeat = self._context.tasks.begin(self._context.cluster.heartbeat(), "a heartbeat")
                 await asyncio.wait([self._heartbeat], timeout=HEARTBEAT_WAIT_S)
-                self._answers.clear()
+                self._fetches.clear()
             else:
                 await asyncio.wait([self._heartbeat], timeout=HEARTBEAT_WAIT_S)
-            ids = await self._ask(route)
+            ids = await self._fetch_ids(route)
         if ids is not None:
-            self.asked_any = True
-            self.have_company = self.have_company or len(ids) > 1
+            self.any_responded = True
+            self.has_others = self.has_others or len(ids) > 1
         return ids
 
-    async def _ask(self, route: TopicRoute) -> list[str] | None:
+    async def _fetch_ids(self, route: TopicRoute) -> list[str] | None:
         names = [broker.broker_name for broker in route.brokers if MASTER_ID in broker.addresses]
         names = names or [broker.broker_name for broker in route.brokers]
-        self._group.rng.shuffle(names)
+        self._context.rng.shuffle(names)
         error: RocketError | None = None
         without_us: list[str] | None = None
         for name in sorted(names, key=self._has_failed):  # of two that do not answer, only one is waited for
             try:
-                ids = list(await asyncio.shield(self._answer(name)))
+                ids = list(await asyncio.shield(self._fetch_ids_from(name)))
             except RocketError as failure:
                 error = failure
                 continue
-            if self._group.client_id in ids:
+            if self._context.client_id in ids:
                 return ids
             without_us = without_us or ids
         if without_us is None and error is not None:
             raise error
         return without_us
 
-    def _answer(self, name: str) -> asyncio.Task[list[str]]:
-        if name not in self._answers:
-            asking = self._group.cluster.broker(name).consumer_ids(self._group.name)
-            self._answers[name] = self._group.tasks.begin(asking, f"asking {name} for the group's members")
-        return self._answers[name]
+    def _fetch_ids_from(self, name: str) -> asyncio.Task[list[str]]:
+        if name not in self._fetches:
+            asking = self._context.cluster.broker(name).consumer_ids(self._context.name)
+            self._fetches[name] = self._context.tasks.begin(asking, f"asking {name} for the group's members")
+        return self._fetches[name]
 
     def _has_failed(self, name: str) -> bool:
-        task = self._answers.get(name)
+        task = self._fetches.get(name)
         return task is not None and task.done() and task.exception() is not None

@@ -7,8 +7,8 @@ from typing import Any
 
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.dispatch.delivery import Delivery
-from pyrocket_consumer.consumer.pulling.pull_loop import Puller
-from pyrocket_consumer.consumer.pulling.resubscribe import Refusals
+from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop
+from pyrocket_consumer.consumer.pulling.resubscribe import Resubscriber
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConnectError, ProtocolError
 from pyrocket_consumer.model import EventKind, MessageQueue, PullResponse, Subscription
@@ -16,19 +16,19 @@ from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.transport.connection import Connection
 
 
-class Pulling:
+class MemberPullHost:
     """The `PullHost` of every puller of a member. Confined to the I/O thread."""
 
-    def __init__(self, group: MemberContext, delivery: Delivery) -> None:
-        self.loop = group.loop
-        self.group = group.name
-        self.on_moved: Callable[[Puller, int, PullResponse], None] = lambda puller, asked, answer: None
+    def __init__(self, context: MemberContext, delivery: Delivery) -> None:
+        self.loop = context.loop
+        self.group = context.name
+        self.on_moved: Callable[[PullLoop, int, PullResponse], None] = lambda pull_loop, pull_offset, response: None
         """Called when the broker moves the queue of a puller, which waits."""
-        self.on_late_reset: Callable[[MessageQueue, PullResponse], None] = lambda queue, answer: None
+        self.on_late_reset: Callable[[MessageQueue, PullResponse], None] = lambda queue, response: None
         """Called when a pull that was given up has brought a reset."""
-        self._context = group
+        self._context = context
         self._delivery = delivery
-        self._refusals = Refusals(group)
+        self._resubscriber = Resubscriber(context)
         self._paused: set[MessageQueue] = set()
         self._all_paused = False
 
@@ -69,8 +69,8 @@ class Pulling:
             raise ConnectError(broker_name, "no route names an address of this broker now")
         await cluster.open_registered_connection(address)
 
-    async def known_again(self, queue: MessageQueue) -> None:
-        await self._refusals.known_again(queue)
+    async def wait_registered(self, queue: MessageQueue) -> None:
+        await self._resubscriber.wait_registered(queue)
 
     async def refresh_route(self, queue: MessageQueue) -> None:
         await self._context.cluster.route(queue.topic, refresh=True)
@@ -82,12 +82,12 @@ class Pulling:
     def deliver(self, window: ProcessQueue, messages: list[Message]) -> None:
         self._delivery.deliver(window, messages)
 
-    def offset_moved(self, puller: Puller, asked: int, answer: PullResponse) -> None:
-        self.on_moved(puller, asked, answer)
+    def offset_moved(self, pull_loop: PullLoop, pull_offset: int, response: PullResponse) -> None:
+        self.on_moved(pull_loop, pull_offset, response)
 
-    def late_reset(self, queue: MessageQueue, answer: PullResponse) -> None:
-        self.on_late_reset(queue, answer)
+    def late_reset(self, queue: MessageQueue, response: PullResponse) -> None:
+        self.on_late_reset(queue, response)
 
     def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
         kind = EventKind.ANSWER_REFUSED if isinstance(error, ProtocolError) else EventKind.BROKER_UNREACHABLE
-        self._context.trouble(kind, f"pull failed, tried again: {error}", queue)
+        self._context.emit_throttled(kind, f"pull failed, tried again: {error}", queue)

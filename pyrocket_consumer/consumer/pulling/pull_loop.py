@@ -36,13 +36,13 @@ from pyrocket_consumer.transport.connection import Connection
 DEFAULT_RESPONSE_BYTES = 1024
 """Bytes that a pull counts with as long as nothing is known of its queue's answers."""
 
-UNPACKED_AT_ONCE_BYTES = 128 * 1024
+INLINE_UNPACK_BYTES = 128 * 1024
 """Inner batches of one answer that hold no more are unpacked where they come in; larger ones beside the I/O thread."""
 
-DELIVERED_AT_ONCE = 256
+DELIVERY_CHUNK = 256
 """Messages of a large inner batch that are handed over before others have their turn."""
 
-ROOM_LOOK_EVERY_S = 0.02
+UNPACK_CHECK_EVERY_S = 0.02
 """How often a large inner batch that waits for room looks whether there is any."""
 
 READ_AHEAD = 4
@@ -51,16 +51,16 @@ READ_AHEAD = 4
 UNHELD_S = 0.5
 """An answer that brings nothing so soon was not held. Brokers that hold at all do so for a second or more."""
 
-UNHELD = 3
+UNHELD_LIMIT = 3
 """After so many answers in a row that bring nothing and were not held, the next pulls wait: longer and longer."""
 
-BUSY = 5
+MAX_FAST_BUSY_RESPONSES = 5
 """After so many answers in a row that a broker is busy it is left alone longer and longer."""
 
-LONGEST_STEP_PAUSE_S = 0.1
+MAX_STEP_PAUSE_S = 0.1
 """The longest pause of a queue that goes on, and of whose messages none is wanted."""
 
-LONGEST_PAUSE = 10
+MAX_PAUSE_FACTOR = 10
 """The longest pause after answers that cannot be right, in units of `pull_retry_delay_s`."""
 
 SUSPEND = 2  # sysFlag: the broker may hold the request. The commit bit is never set: commits have a call of their own
@@ -95,7 +95,7 @@ class PullHost(Protocol):
     async def connect_to(self, broker_name: str, broker_id: int) -> None:
         """Open the connection and have the heartbeat answered."""
 
-    async def known_again(self, queue: MessageQueue) -> None:
+    async def wait_registered(self, queue: MessageQueue) -> None:
         """The broker does not know what we subscribe to: send heartbeats, and return when to try again."""
 
     async def refresh_route(self, queue: MessageQueue) -> None:
@@ -107,36 +107,36 @@ class PullHost(Protocol):
     def deliver(self, window: ProcessQueue, messages: list[Message]) -> None:
         """Give messages that are in the window to their listener."""
 
-    def offset_moved(self, puller: Puller, asked: int, answer: PullResponse) -> None:
+    def offset_moved(self, pull_loop: PullLoop, pull_offset: int, response: PullResponse) -> None:
         """The broker corrects or resets the queue's offset. The puller has stopped by itself."""
 
-    def late_reset(self, queue: MessageQueue, answer: PullResponse) -> None:
+    def late_reset(self, queue: MessageQueue, response: PullResponse) -> None:
         """An abandoned pull has brought a reset: it is the only copy."""
 
     def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
         """A pull failed and will be tried again."""
 
 
-Witness = tuple[int, int, int]
+MessageIdentity = tuple[int, int, int]
 """What tells a stored message from another one that came to its place: offset, place in the commit log, time."""
 
 
-def witness(message: Message) -> Witness:
+def identify(message: Message) -> MessageIdentity:
     """Return what tells `message` from another one that came to its place."""
     return message.queue_offset, message.commit_log_offset, message.stored_at_ms
 
 
-class _Pull:
+class PullRequest:
     """One pull under way."""
 
-    __slots__ = ("offset", "expected", "arrived", "asked_at", "answer", "abandoned")
+    __slots__ = ("offset", "expected", "arrived", "sent_at", "response", "abandoned")
 
-    def __init__(self, offset: int, expected: int, asked_at: float) -> None:
+    def __init__(self, offset: int, expected: int, sent_at: float) -> None:
         self.offset = offset
         self.expected = expected  # bytes that count against the budget until the pull is settled
         self.arrived = 0  # of those, what was taken and waits to be put
-        self.asked_at = asked_at
-        self.answer: RemotingCommand | Exception | None = None
+        self.sent_at = sent_at
+        self.response: RemotingCommand | Exception | None = None
         self.abandoned = False
 
 
@@ -148,7 +148,7 @@ def _wanted(subscription: Subscription, message: Message) -> bool:
         return True  # a damaged record is not passed over: its listener meets the error
 
 
-def _unpack_beside(
+def _unpack_in_thread(
     batch: Message, begin: int, end: int, subscription: Subscription | None
 ) -> tuple[list[Message], int]:
     """Return the messages of an inner batch from `begin` to before `end` that are wanted, and the memory they take.
@@ -172,7 +172,7 @@ def _unpack_beside(
 _MEMORY_OF_MESSAGE = 600  # besides its record
 
 
-def _each(deliveries: list[Callable[[], None]]) -> None:
+def _run_all(deliveries: list[Callable[[], None]]) -> None:
     for delivery in deliveries:
         delivery()
 
@@ -180,7 +180,7 @@ def _each(deliveries: list[Callable[[], None]]) -> None:
 _PULL_CODES = frozenset(status.value for status in PullStatus)
 
 
-class Puller:
+class PullLoop:
     """Keeps one window filled, from the offset it started at until it is stopped. Confined to the I/O thread."""
 
     def __init__(
@@ -206,7 +206,9 @@ class Puller:
         self.pull_time_s = 0.0  # how long these were waited for
         self.pulled = 0
         self.moves = 0  # how often in a row the broker has said where to go on, and nothing else
-        self.last_read: Witness | None = None  # so that it can be told whether the broker's log is the same as then
+        self.last_read: MessageIdentity | None = (
+            None  # so that it can be told whether the broker's log is the same as then
+        )
         self._host = host
         self._batch = batch
         self._hold_s = hold_s
@@ -216,22 +218,22 @@ class Puller:
         self._read_ahead = read_ahead
         self._broker_id = MASTER_ID
         self._master_next = False
-        self._under_way: deque[_Pull] = deque()
+        self._in_flight: deque[PullRequest] = deque()
         self._undelivered = 0
         self._usual_size = DEFAULT_RESPONSE_BYTES  # in bytes, of an answer
-        self._end_known = False
-        self._undecodable = 0  # answers that could not be decoded; what was decoded after one is not put
+        self._is_end_known = False
+        self._undecodable_responses = 0  # answers that could not be decoded; what was decoded after one is not put
         self._step = 0  # how far each of the last answers went, 0 while they differ
         self._last_step = 0
-        self._idle = 0  # answers in a row that brought nothing and were not held
-        self._damaged = 0  # answers in a row that cannot be right
-        self._busy = 0  # answers in a row that said the broker is busy
+        self._empty_responses = 0  # answers in a row that brought nothing and were not held
+        self._damaged_responses = 0  # answers in a row that cannot be right
+        self._busy_responses = 0  # answers in a row that said the broker is busy
         self._retry: asyncio.TimerHandle | None = None
-        self._waits = False  # for a connection, a heartbeat or the consumer's decision on an offset
-        self._large: list[Message] = []  # inner batches of the present answer that are to be unpacked beside
-        self._at_once_left = 0  # bytes that may be unpacked of it where it comes in
-        self._from = offset  # where it was asked for
-        self._behind: list[Callable[[], None]] | None = None  # deliveries behind an answer that is put bit by bit
+        self._is_blocked = False  # for a connection, a heartbeat or the consumer's decision on an offset
+        self._large_batches: list[Message] = []  # inner batches of the present answer that are to be unpacked beside
+        self._inline_bytes_left = 0  # bytes that may be unpacked of it where it comes in
+        self._response_offset = offset  # where it was asked for
+        self._postponed: list[Callable[[], None]] | None = None  # deliveries behind an answer that is put bit by bit
         self._stopped = False
         self._template: PullTemplate | None = None
         self._template_of: Subscription | None = None
@@ -240,15 +242,15 @@ class Puller:
 
     def pull(self) -> None:
         """Ask for as much as there is room for. Called at the start, after answers, and when room was made."""
-        if self._is_busy() or self._host.paused(self.queue):
+        if self._is_suspended() or self._host.paused(self.queue):
             self.window.withdraw()
             return
         while True:
-            under_way = self._under_way
+            in_flight = self._in_flight
             expected = self._usual_size
-            if not under_way:
+            if not in_flight:
                 offset = self.next_offset
-                if self._end_known and self.max_offset <= offset:
+                if self._is_end_known and self.max_offset <= offset:
                     expected = 0
                 if self._undelivered:  # what they leave room for is known once they are put: _deliver asks again
                     if not self.window.may_pull_ahead(self._batch + self._undelivered, offset, expected):
@@ -256,12 +258,12 @@ class Puller:
                 elif not self.window.may_pull(self._batch, expected):
                     return
             else:
-                if len(under_way) >= self._read_ahead or not self._step:
+                if len(in_flight) >= self._read_ahead or not self._step:
                     return
-                offset = under_way[-1].offset + self._step
+                offset = in_flight[-1].offset + self._step
                 if self.max_offset - offset < 2 * self._step:
                     return
-                wanted = self._batch * (len(under_way) + 1) + self._undelivered
+                wanted = self._batch * (len(in_flight) + 1) + self._undelivered
                 if not self.window.may_pull_ahead(wanted, offset, expected):
                     return
             subscription = self._host.subscription(self.queue.topic)
@@ -272,25 +274,25 @@ class Puller:
             connection = self._host.connection_to(self.queue.broker_name, broker_id)
             if connection is None:
                 self.window.settle(expected)
-                self._await(partial(self._host.connect_to, self.queue.broker_name, broker_id))
+                self._run_then_pull(partial(self._host.connect_to, self.queue.broker_name, broker_id))
                 return
             self._master_next = False
-            self._ask(connection, offset, expected, subscription)
+            self._send_pull(connection, offset, expected, subscription)
 
-    def _is_busy(self) -> bool:
-        return self._stopped or self._waits or self._retry is not None or self._behind is not None
+    def _is_suspended(self) -> bool:
+        return self._stopped or self._is_blocked or self._retry is not None or self._postponed is not None
 
-    def _ask(self, connection: Connection, offset: int, expected: int, subscription: Subscription) -> None:
+    def _send_pull(self, connection: Connection, offset: int, expected: int, subscription: Subscription) -> None:
         self.last_pull_at = self._host.loop.time()
-        pull = _Pull(offset, expected, self.last_pull_at)
-        self._under_way.append(pull)
+        pull = PullRequest(offset, expected, self.last_pull_at)
+        self._in_flight.append(pull)
         if connection.is_signing:
             command = request(self._header(offset, subscription))
             connection.send(
                 lambda opaque: connection.encode(command, opaque),
-                lambda answer: self._answered(pull, answer),
+                lambda response: self._on_response(pull, response),
                 self._timeout_s,
-                on_late=self._look_at_late,
+                on_late=self._check_late_response,
             )
             return
         if self._template is None or self._template_of is not subscription:
@@ -298,9 +300,9 @@ class Puller:
         template = self._template
         connection.send(
             lambda opaque: template.encode(opaque, offset, SUSPEND),
-            lambda answer: self._answered(pull, answer),
+            lambda response: self._on_response(pull, response),
             self._timeout_s,
-            on_late=self._look_at_late,
+            on_late=self._check_late_response,
         )
 
     def _template_for(self, subscription: Subscription) -> PullTemplate:
@@ -331,31 +333,31 @@ class Puller:
             broker_name=queue.broker_name,
         )
 
-    def ask_master(self) -> None:
+    def pull_from_master_next(self) -> None:
         """Ask the master next, whatever was suggested: it has a reset of this queue, and a slave never tells."""
         self._master_next = True
 
-    def ask_again(self) -> None:
+    def pull_again(self) -> None:
         """The broker's correction is not followed: pull on from where it was made."""
-        self._waits = False
+        self._is_blocked = False
         self.pull()
 
     # --- answers
 
-    def _answered(self, pull: _Pull, answer: RemotingCommand | Exception) -> Callable[[], None] | None:
+    def _on_response(self, pull: PullRequest, response: RemotingCommand | Exception) -> Callable[[], None] | None:
         if pull.abandoned:
-            self._look_at_late(answer)
+            self._check_late_response(response)
             return None
-        pull.answer = answer
-        return self._go_on()
+        pull.response = response
+        return self._process_responses()
 
-    def _go_on(self) -> Callable[[], None] | None:
+    def _process_responses(self) -> Callable[[], None] | None:
         """Take the answers whose turn has come, ask for more, and return what is left to do then."""
         deliveries: list[Callable[[], None]] = []
-        under_way = self._under_way
-        while under_way and under_way[0].answer is not None and not self._is_busy():
-            head = under_way.popleft()
-            delivery = self._take(head)
+        in_flight = self._in_flight
+        while in_flight and in_flight[0].response is not None and not self._is_suspended():
+            head = in_flight.popleft()
+            delivery = self._process_response(head)
             if delivery is not None:
                 deliveries.append(delivery)
             else:
@@ -363,38 +365,38 @@ class Puller:
         self.pull()
         if len(deliveries) <= 1:
             return deliveries[0] if deliveries else None
-        return lambda: _each(deliveries)
+        return lambda: _run_all(deliveries)
 
-    def _take(self, pull: _Pull) -> Callable[[], None] | None:
+    def _process_response(self, pull: PullRequest) -> Callable[[], None] | None:
         """Follow the answer to the oldest pull under way; return what is left to do once the next pull is sent."""
-        answer = pull.answer
-        if isinstance(answer, Exception):
-            self._failed(answer)
+        response = pull.response
+        if isinstance(response, Exception):
+            self._on_failed(response)
             return None
-        assert answer is not None
-        if answer.code not in _PULL_CODES:
-            self._refused(answer)
+        assert response is not None
+        if response.code not in _PULL_CODES:
+            self._on_refused(response)
             return None
         try:
-            header = read_pull_response(answer, pull.offset)
+            header = read_pull_response(response, pull.offset)
         except ProtocolError as error:
-            self._failed(error)
+            self._on_failed(error)
             return None
         self._broker_id = header.suggested_broker_id
         self.last_error = ""
         if header.status is PullStatus.OFFSET_MOVED:
             self._abandon()
-            self._waits = True
+            self._is_blocked = True
             self._host.offset_moved(self, pull.offset, header)
             return None
-        self.min_offset, self.max_offset, self._end_known = header.min_offset, header.max_offset, True
+        self.min_offset, self.max_offset, self._is_end_known = header.min_offset, header.max_offset, True
         next_offset = header.next_offset
         is_found = header.status is PullStatus.FOUND
-        if next_offset < pull.offset or (is_found and (next_offset == pull.offset or not answer.body)):
-            self._failed(ProtocolError(f"pull of {self.queue} at {pull.offset} was answered {header}: no way on"))
+        if next_offset < pull.offset or (is_found and (next_offset == pull.offset or not response.body)):
+            self._on_failed(ProtocolError(f"pull of {self.queue} at {pull.offset} was answered {header}: no way on"))
             return None
         if is_found:
-            self._usual_size = len(answer.body)
+            self._usual_size = len(response.body)
             if not self.window.budget.accept(self.window, pull.expected, self._usual_size):
                 self._abandon()  # it was not foreseen that there is so much: ask again when there is room
                 return None
@@ -403,65 +405,73 @@ class Puller:
         self._step = step if step == self._last_step and is_found else 0
         self._last_step = step
         self.next_offset = next_offset
-        if self._under_way and self._under_way[0].offset != next_offset:
+        if self._in_flight and self._in_flight[0].offset != next_offset:
             self._abandon()  # the guess was wrong
-        undecodable = self._undecodable
-        waited_s = self._host.loop.time() - pull.asked_at
+        undecodable = self._undecodable_responses
+        waited_s = self._host.loop.time() - pull.sent_at
         is_idle = step < self._batch and waited_s < self._unheld_s
-        self._idle = min(self._idle + 1, 16) if is_idle else 0
+        self._empty_responses = min(self._empty_responses + 1, 16) if is_idle else 0
         if is_found:
-            if self._idle > UNHELD + self._read_ahead:  # of so many one was put, which ends the count if it brought any
-                excess = self._idle - UNHELD - self._read_ahead
-                self._pause(min(0.005 * 2**excess, LONGEST_STEP_PAUSE_S, self._retry_delay_s))
+            if (
+                self._empty_responses > UNHELD_LIMIT + self._read_ahead
+            ):  # of so many one was put, which ends the count if it brought any
+                excess = self._empty_responses - UNHELD_LIMIT - self._read_ahead
+                self._pause(min(0.005 * 2**excess, MAX_STEP_PAUSE_S, self._retry_delay_s))
             count = min(step, self._batch)  # an answer with few matches steps far
             self._undelivered += count
             self.pulls += 1
             self.pull_time_s += waited_s
-            body = answer.body
+            body = response.body
             return lambda: self._deliver(pull, body, next_offset, count, undecodable)
         # A slave sends us to its master, unmoved, and while that is away again and again. Others are out of order.
-        if is_idle and (self._idle > UNHELD or (not step and header.status is PullStatus.NO_MATCHED_MESSAGE)):
-            self._pause(min(0.005 * 2**self._idle, self._retry_delay_s))
+        if is_idle and (
+            self._empty_responses > UNHELD_LIMIT or (not step and header.status is PullStatus.NO_MATCHED_MESSAGE)
+        ):
+            self._pause(min(0.005 * 2**self._empty_responses, self._retry_delay_s))
         return lambda: self._deliver(pull, b"", next_offset, 0, undecodable)
 
-    def _deliver(self, pull: _Pull, body: bytes, next_offset: int, count: int, undecodable: int) -> None:
-        if self._behind is not None:
-            self._behind.append(partial(self._deliver, pull, body, next_offset, count, undecodable))
+    def _deliver(self, pull: PullRequest, body: bytes, next_offset: int, count: int, undecodable: int) -> None:
+        if self._postponed is not None:
+            self._postponed.append(partial(self._deliver, pull, body, next_offset, count, undecodable))
             return
         self._undelivered -= count
-        if not self._stopped and undecodable == self._undecodable:
+        if not self._stopped and undecodable == self._undecodable_responses:
             rest = self._put(pull.offset, body, next_offset)
             if rest:
-                self._behind = []
+                self._postponed = []
                 self._host.keep_running(self._put_rest(pull, rest, next_offset), f"unpacking messages of {self.queue}")
                 return
         self._settle(pull)
-        if not self._under_way:
+        if not self._in_flight:
             self.pull()
 
     def _put(self, offset: int, body: bytes, next_offset: int) -> list[Message]:
         """Put the messages of an answer into the window; return those from the first large inner batch on."""
-        self._large, self._at_once_left, self._from = [], UNPACKED_AT_ONCE_BYTES, offset
+        self._large_batches, self._inline_bytes_left, self._response_offset = [], INLINE_UNPACK_BYTES, offset
         bodies = self.window.budget.bodies
         try:
             messages = decode_messages(body, self.queue, self._unpack, bodies, MAX_RECORDS) if body else []
             if not rising(messages):  # the window's edge would go to and fro
                 raise ProtocolError(f"pull of {self.queue} at {offset} was answered with messages out of order")
-            if messages and not self._large and not any(offset <= each.queue_offset < next_offset for each in messages):
+            if (
+                messages
+                and not self._large_batches
+                and not any(offset <= each.queue_offset < next_offset for each in messages)
+            ):
                 raise ProtocolError(
                     f"pull of {self.queue} at {offset} was answered with messages from {messages[0].queue_offset} to "
                     f"{messages[-1].queue_offset}, and with none up to {next_offset}, where it leads"
                 )
         except (ProtocolError, ConfigError) as error:  # damaged, or packed with a codec that is not installed
             self.next_offset = offset  # nothing of this answer was put: ask for it again
-            self._undecodable += 1
+            self._undecodable_responses += 1
             self._abandon()
-            self._failed(error)
+            self._on_failed(error)
             return []
         rest: list[Message] = []
-        if self._large:
-            place = messages.index(self._large[0])
-            messages, rest = messages[:place], messages[place:]
+        if self._large_batches:
+            index = messages.index(self._large_batches[0])
+            messages, rest = messages[:index], messages[index:]
             next_offset = min(max(offset, rest[0].queue_offset), next_offset)
         if messages and (messages[0].queue_offset < offset or messages[-1].queue_offset >= next_offset):
             # an inner batch may begin before what was asked for; what lies behind the next offset will come again
@@ -469,12 +479,12 @@ class Puller:
         subscription = self._host.subscription(self.queue.topic)
         if subscription is not None and subscription.tags:
             messages = [message for message in messages if _wanted(subscription, message)]
-            rest = [message for message in rest if message in self._large or _wanted(subscription, message)]
-        self._damaged = self._busy = 0
+            rest = [message for message in rest if message in self._large_batches or _wanted(subscription, message)]
+        self._damaged_responses = self._busy_responses = 0
         if self.window.put(messages, next_offset, len(body)) and messages:
-            self.last_read = witness(messages[-1])
+            self.last_read = identify(messages[-1])
             self.pulled += len(messages)
-            self._idle = 0
+            self._empty_responses = 0
             self._host.deliver(self.window, messages)
         return rest
 
@@ -483,23 +493,23 @@ class Puller:
     def _unpack(self, batch: Message) -> list[Message]:
         """Return the messages of an inner batch, if they are few; else it stands for them until its turn has come."""
         try:
-            items = inner_messages(batch, self._at_once_left)
+            items = inner_messages(batch, self._inline_bytes_left)
         except BodyTooLarge:
-            self._large.append(batch)
+            self._large_batches.append(batch)
             return [batch]
         except ProtocolError as error:  # its listener meets the error
-            mark_batch_unreadable(batch, error, self._from)
+            mark_batch_unreadable(batch, error, self._response_offset)
             return [batch]
-        self._at_once_left -= sum(item.store_size for item in items)
+        self._inline_bytes_left -= sum(item.store_size for item in items)
         return items
 
-    async def _put_rest(self, pull: _Pull, rest: list[Message], next_offset: int) -> None:
+    async def _put_rest(self, pull: PullRequest, rest: list[Message], next_offset: int) -> None:
         """Put messages one after the other, inner batches each when there is room; go on pulling then."""
-        large = self._large
+        large = self._large_batches
         try:
-            for place, message in enumerate(rest):
+            for index, message in enumerate(rest):
                 begin = max(pull.offset, message.queue_offset)
-                end = min(rest[place + 1].queue_offset, next_offset) if place + 1 < len(rest) else next_offset
+                end = min(rest[index + 1].queue_offset, next_offset) if index + 1 < len(rest) else next_offset
                 if message in large:
                     await self._put_batch(message, pull.offset, end)
                 elif begin == message.queue_offset < next_offset:
@@ -508,15 +518,15 @@ class Puller:
                     break
         except ConfigError as error:  # packed with a codec that is not installed
             self.next_offset = begin  # what is from here on was not put: ask for it again
-            self._undecodable += 1
+            self._undecodable_responses += 1
             self._abandon()
-            self._failed(error)
+            self._on_failed(error)
         finally:
-            behind, self._behind = self._behind or [], None
+            postponed, self._postponed = self._postponed or [], None
             self._settle(pull)
-            for delivery in behind:
+            for delivery in postponed:
                 delivery()
-        delivery_left = self._go_on()
+        delivery_left = self._process_responses()
         if delivery_left is not None:
             delivery_left()
 
@@ -528,59 +538,59 @@ class Puller:
                 if window.may_unpack(self._batch):
                     subscription = self._host.subscription(self.queue.topic)
                     thread = UserThread("pyrocket-unpack")
-                    work = loop.run_in_executor(thread, _unpack_beside, batch, begin, end, subscription)
+                    work = loop.run_in_executor(thread, _unpack_in_thread, batch, begin, end, subscription)
                     thread.shutdown()
                     items, size = await work
                     await self._put_unpacked(items, end, size)
                     return
-            await asyncio.sleep(ROOM_LOOK_EVERY_S)
+            await asyncio.sleep(UNPACK_CHECK_EVERY_S)
 
     async def _put_unpacked(self, messages: list[Message], next_offset: int, size: int) -> None:
         if not self.window.put(messages, next_offset, size) or not messages:
             return
-        self.last_read = witness(messages[-1])
+        self.last_read = identify(messages[-1])
         self.pulled += len(messages)
-        self._idle = 0
-        for start in range(0, len(messages), DELIVERED_AT_ONCE):
-            self._host.deliver(self.window, messages[start : start + DELIVERED_AT_ONCE])
+        self._empty_responses = 0
+        for start in range(0, len(messages), DELIVERY_CHUNK):
+            self._host.deliver(self.window, messages[start : start + DELIVERY_CHUNK])
             await asyncio.sleep(0)
 
     # --- the end of an answer
 
-    def _settle(self, pull: _Pull) -> None:
+    def _settle(self, pull: PullRequest) -> None:
         if pull.expected:
             self.window.settle(pull.expected, pull.arrived)
 
     # --- trouble
 
-    def _refused(self, answer: RemotingCommand) -> None:
-        error = read_error(answer, self.queue.broker_name)
-        self._tell(error)
+    def _on_refused(self, response: RemotingCommand) -> None:
+        error = read_error(response, self.queue.broker_name)
+        self._report_error(error)
         self._abandon()
-        if answer.code in _NEEDS_HEARTBEAT:
-            self._await(partial(self._host.known_again, self.queue))
-        elif answer.code in _NEEDS_ROUTE:
+        if response.code in _NEEDS_HEARTBEAT:
+            self._run_then_pull(partial(self._host.wait_registered, self.queue))
+        elif response.code in _NEEDS_ROUTE:
             self._pause(self._retry_delay_s)
-            self._await(partial(self._host.refresh_route, self.queue))
-        elif answer.code == ResponseCode.FLOW_CONTROL:
-            self._busy = min(self._busy + 1, 16)
-            self._pause(min(0.02 * 2 ** max(0, self._busy - BUSY), self._retry_delay_s))
+            self._run_then_pull(partial(self._host.refresh_route, self.queue))
+        elif response.code == ResponseCode.FLOW_CONTROL:
+            self._busy_responses = min(self._busy_responses + 1, 16)
+            self._pause(min(0.02 * 2 ** max(0, self._busy_responses - MAX_FAST_BUSY_RESPONSES), self._retry_delay_s))
         else:
             self._pause(self._retry_delay_s)
 
-    def _failed(self, error: Exception) -> None:
-        self._tell(error)
+    def _on_failed(self, error: Exception) -> None:
+        self._report_error(error)
         self._abandon()
         self._broker_id = MASTER_ID
         if isinstance(error, (ConnectionLost, ConnectError)):
             self._pause(min(0.1, self._retry_delay_s))
         elif isinstance(error, ProtocolError):
-            self._pause(self._retry_delay_s * min(2**self._damaged, LONGEST_PAUSE))
-            self._damaged = min(self._damaged + 1, 16)
+            self._pause(self._retry_delay_s * min(2**self._damaged_responses, MAX_PAUSE_FACTOR))
+            self._damaged_responses = min(self._damaged_responses + 1, 16)
         else:
             self._pause(self._retry_delay_s)
 
-    def _tell(self, error: Exception) -> None:
+    def _report_error(self, error: Exception) -> None:
         self.last_error = str(error)
         self._host.pull_failed(self.queue, error)
 
@@ -590,23 +600,23 @@ class Puller:
 
     def _resume(self) -> None:
         self._retry = None
-        rest = self._go_on()  # an answer may have come meanwhile
+        rest = self._process_responses()  # an answer may have come meanwhile
         if rest is not None:
             rest()
 
-    def _await(self, work: Callable[[], Awaitable[None]]) -> None:
+    def _run_then_pull(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do something that takes a while, then go on pulling."""
-        self._waits = True
+        self._is_blocked = True
 
         async def wait() -> None:
             try:
                 await work()
             except RocketError as error:
-                self._waits = False
-                self._failed(error)
+                self._is_blocked = False
+                self._on_failed(error)
             else:
-                self._waits = False
-                rest = self._go_on()  # an answer may have come meanwhile
+                self._is_blocked = False
+                rest = self._process_responses()  # an answer may have come meanwhile
                 if rest is not None:
                     rest()
 
@@ -614,22 +624,22 @@ class Puller:
 
     def _abandon(self) -> None:
         """Wait no longer for what is under way. Its answers change nothing, except a reset."""
-        for pull in self._under_way:
+        for pull in self._in_flight:
             pull.abandoned = True
             self._settle(pull)
-            if pull.answer is not None:  # it came early and waited for its turn
-                self._look_at_late(pull.answer)
-        self._under_way.clear()
+            if pull.response is not None:  # it came early and waited for its turn
+                self._check_late_response(pull.response)
+        self._in_flight.clear()
         self._step = self._last_step = 0
 
-    def _look_at_late(self, answer: RemotingCommand | Exception) -> None:
-        if not isinstance(answer, RemotingCommand) or answer.code != ResponseCode.PULL_OFFSET_MOVED:
+    def _check_late_response(self, response: RemotingCommand | Exception) -> None:
+        if not isinstance(response, RemotingCommand) or response.code != ResponseCode.PULL_OFFSET_MOVED:
             return
-        if answer.remark == RESET_REMARK:
+        if response.remark == RESET_REMARK:
             try:
-                self._host.late_reset(self.queue, read_pull_response(answer, 0))
+                self._host.late_reset(self.queue, read_pull_response(response, 0))
             except ProtocolError as error:
-                self._tell(error)
+                self._report_error(error)
 
     def pause(self) -> None:
         """Take nothing of what was asked for: it is asked for again once `pull` is called after the pause."""

@@ -44,51 +44,53 @@ log = logger("consumer")
 
 T = TypeVar("T")
 
-ANSWER_WITHIN_S = 5.0
+REPLY_TIMEOUT_S = 5.0
 """A reset that takes longer is answered "pending"; the broker waits 10 s."""
 
-REPEATED_WITHIN_S = 60.0
+SAME_RESET_WITHIN_S = 60.0
 """The same targets by another way within this time are the same reset."""
 
-ROUTE_EVERY_S = 1.0
+ROUTE_REFRESH_EVERY_S = 1.0
 """How often a plan for queues that are not known has the route asked for."""
 
-RETRY_S = 5.0
+RECORD_RETRY_S = 5.0
 """When a broker could not be asked for the record."""
 
-SPREAD_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+RECORD_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 
-REMEMBERED_PLANS = 64
+MAX_REMEMBERED_PLANS = 64
 
 _REASON_CHARACTERS = 300
 _REFUSES = "this consumer has remote_reset='refuse'"
 
 
-class Resets:
+class ResetFollower:
     """Follows resets for one group. Confined to the I/O thread."""
 
-    def __init__(self, group: MemberContext, assignments: Assignments, commits: Commits) -> None:
-        self._context = group
+    def __init__(self, context: MemberContext, assignments: Assignments, commits: Commits) -> None:
+        self._context = context
         self._assignments = assignments
         self._commits = commits
         self._records: dict[tuple[str, str], ResetRecord] = {}
         self._heads: dict[tuple[str, str], int] = {}  # of each record read: nothing to do while it stays
-        self._reading: dict[tuple[str, str], asyncio.Lock] = {}
+        self._read_locks: dict[tuple[str, str], asyncio.Lock] = {}
         self._recorded: dict[MessageQueue, QueueReset] = {}  # for whoever claims the queue
         self._unread: set[tuple[str, str]] = set()
-        self._look_again = asyncio.Event()
+        self._read_soon = asyncio.Event()
         self._recent: dict[MessageQueue, tuple[float, int]] = {}  # when, and where to
         self._followed: set[MessageQueue] = set()
-        self._undurable: set[MessageQueue] = set()
-        self._marks: dict[tuple[str, str], dict[MessageQueue, int]] = {}  # followed, and not told to the others yet
-        self._spreading: dict[tuple[str, str], asyncio.Lock] = {}
+        self._unpersisted: set[MessageQueue] = set()
+        self._unrecorded: dict[
+            tuple[str, str], dict[MessageQueue, int]
+        ] = {}  # followed, and not told to the others yet
+        self._forward_locks: dict[tuple[str, str], asyncio.Lock] = {}
         self._plans: dict[str, dict[MessageQueue, int]] = {}  # of clustering: id -> moved by it
         self._resets: dict[MessageQueue, tuple[int, int]] = {}  # how many so far, and where the last one led to
-        self._told_memory_only = False
+        self._is_memory_only_reported = False
         self._route_asked_at = float("-inf")
-        self._readings = Turns(group.loop)
+        self._decoding = Turns(context.loop)
 
-    def moved(
+    def report_reset(
         self, queue: MessageQueue, target: int, why: str, came_from: int | None = None, epoch: int | None = None
     ) -> None:
         """Tell that a queue was reset."""
@@ -96,36 +98,36 @@ class Resets:
         self._resets[queue] = count + 1, target
         facts: dict[str, object] = {"from": came_from, "to": target, "epoch": epoch}
         known = {name: value for name, value in facts.items() if value is not None}
-        self._context.event(EventKind.OFFSET_RESET, f"-> {target} ({why})", queue, known, level=logging.WARNING)
+        self._context.emit(EventKind.OFFSET_RESET, f"-> {target} ({why})", queue, known, level=logging.WARNING)
 
     # --- a word from an admin or a member, by way of a broker
 
-    async def answer_relayed(self, command: RemotingCommand) -> RemotingCommand:
+    async def handle_relayed(self, command: RemotingCommand) -> RemotingCommand:
         """Answer a request for running info that carries a word to us."""
         fields = command.fields
         rid = fields.get("pyrocketId") or "none"
         if fields.get("pyrocketV") != str(RELAY_VERSION):
-            return self._refused(command, rid, f"version {fields.get('pyrocketV')} of resets is not known here")
+            return self._refusal(command, rid, f"version {fields.get('pyrocketV')} of resets is not known here")
         try:
             header = RelayHeader.from_fields(fields)
             refuses = self._context.config.remote_reset == "refuse"
             if header.operation == "status":
                 topic = decode_status_request(command.body) if command.body else ""
                 state, reason = ("refused", _REFUSES) if refuses else ("ok", None)
-                return self._answer(command, rid, state, self.report(topic, rid), reason)
+                return self._response(command, rid, state, self.report(topic, rid), reason)
             if header.operation == "reset" and refuses:
-                self.told_to_refuse(f"reset {rid}")
-                return self._refused(command, rid, _REFUSES)
+                self.report_refusal(f"reset {rid}")
+                return self._refusal(command, rid, _REFUSES)
             if header.operation == "reset":
                 plan = await self.read(decode_plan, command.body)
-                if why := await self._why_not(plan):
-                    self._told_nothing(f"reset {rid} is not followed, nothing moved: {why}")
-                    return self._refused(command, rid, why)
-                return await self._ordered(command, rid, plan)
+                if why := await self._plan_error(plan):
+                    self._report_not_followed(f"reset {rid} is not followed, nothing moved: {why}")
+                    return self._refusal(command, rid, why)
+                return await self._follow_plan(command, rid, plan)
         except ProtocolError as error:
-            self._told_nothing(f"an order of reset {rid} cannot be read, nothing moved: {error}")
-            return self._refused(command, rid, str(error))
-        return self._refused(command, rid, f"operation {header.operation!r:.40} is not known here")
+            self._report_not_followed(f"an order of reset {rid} cannot be read, nothing moved: {error}")
+            return self._refusal(command, rid, str(error))
+        return self._refusal(command, rid, f"operation {header.operation!r:.40} is not known here")
 
     async def read(self, decode: Callable[[bytes], T], body: bytes) -> T:
         """Return what `body` says, read in turn with others: a server may send many, and some take long to read.
@@ -133,45 +135,48 @@ class Resets:
         Raises:
             ProtocolError: it cannot be read.
         """
-        async with self._readings:
+        async with self._decoding:
             return await read_body(decode, body)
 
-    async def _ordered(self, command: RemotingCommand, rid: str, plan: PlanBody) -> RemotingCommand:
+    async def _follow_plan(self, command: RemotingCommand, rid: str, plan: PlanBody) -> RemotingCommand:
         config, tasks = self._context.config, self._context.tasks
         work: asyncio.Task[bool]
         if config.broadcasting:
             resets = {queue: QueueReset(target, plan.epoch) for queue, target in plan.targets.items()}
             work = tasks.begin(self._follow_all(resets, f"reset {rid}"), f"reset {rid}")
         else:
-            work = tasks.begin(self._move_ours(rid, plan), f"reset {rid}")
-        done, _ = await asyncio.wait([work], timeout=ANSWER_WITHIN_S)
+            work = tasks.begin(self._move_held_once(rid, plan), f"reset {rid}")
+        done, _ = await asyncio.wait([work], timeout=REPLY_TIMEOUT_S)
         if not done:
-            return self._answer(command, rid, "pending", self.report(plan.topic, rid))
+            return self._response(command, rid, "pending", self.report(plan.topic, rid))
         if (error := work.exception()) is not None:
             if not isinstance(error, RocketError):
                 raise error
-            return self._refused(command, rid, str(error))
-        waits = self._undurable.intersection(plan.targets)
+            return self._refusal(command, rid, str(error))
+        waits = self._unpersisted.intersection(plan.targets)
         state = "pending" if waits else "applied" if work.result() else "already"
         reason = f"{len(waits)} queues moved in memory only: the store cannot be written" if waits else None
-        return self._answer(command, rid, state, self.report(plan.topic, rid), reason)
+        return self._response(command, rid, state, self.report(plan.topic, rid), reason)
 
-    async def _why_not(self, plan: PlanBody) -> str:
+    async def _plan_error(self, plan: PlanBody) -> str:
         """Return why a plan cannot be for us, "" if it can: brokers pass on what anybody asks them to."""
-        group = self._context
-        now_ms = group.now_ms()
+        context = self._context
+        now_ms = context.now_ms()
         if not is_valid_epoch(plan.epoch, now_ms):
             return f"its epoch {plan.epoch} is more than a day ahead of this consumer's clock, {now_ms}"
-        if not group.config.broadcasting:
+        if not context.config.broadcasting:
             return ""  # nothing is kept of what is not ours
-        if group.subscriptions.get(plan.topic) is None:
+        if context.subscriptions.get(plan.topic) is None:
             return f"this consumer does not subscribe to {plan.topic}"
-        if self._unknown_queues(plan.topic, plan.targets) and group.loop.time() - self._route_asked_at > ROUTE_EVERY_S:
-            self._route_asked_at = group.loop.time()  # perhaps a queue was added just now
+        if (
+            self._unknown_queues(plan.topic, plan.targets)
+            and context.loop.time() - self._route_asked_at > ROUTE_REFRESH_EVERY_S
+        ):
+            self._route_asked_at = context.loop.time()  # perhaps a queue was added just now
             try:
-                await group.cluster.route(plan.topic, refresh=True)
+                await context.cluster.route(plan.topic, refresh=True)
             except RocketError as error:
-                log.info("group=%s the route of %s is not known anew: %s", group.name, plan.topic, error)
+                log.info("group=%s the route of %s is not known anew: %s", context.name, plan.topic, error)
         unknown = self._unknown_queues(plan.topic, plan.targets)
         return f"there is no queue {unknown[0]}" if unknown else ""
 
@@ -181,28 +186,28 @@ class Resets:
         ids = {name: self._queue_ids(topic, name) for name in {queue.broker_name for queue in queues}}
         return [queue for queue in queues if queue.queue_id not in ids[queue.broker_name] and queue not in held]
 
-    def told_to_refuse(self, what: str) -> None:
+    def report_refusal(self, what: str) -> None:
         """Tell that a reset is refused, because the consumer is to follow none."""
-        self._told_nothing(f"{what} refused: remote_reset='refuse'")
+        self._report_not_followed(f"{what} refused: remote_reset='refuse'")
 
-    def _told_nothing(self, text: str) -> None:
-        self._context.event(EventKind.OFFSET_RESET, text, level=logging.WARNING)
+    def _report_not_followed(self, text: str) -> None:
+        self._context.emit(EventKind.OFFSET_RESET, text, level=logging.WARNING)
 
-    def _nonsense(self, text: str) -> None:
-        self._context.trouble(EventKind.RECORD_IGNORED, text)
+    def _report_record_error(self, text: str) -> None:
+        self._context.emit_throttled(EventKind.RECORD_IGNORED, text)
 
     def _epoch(self, queue: MessageQueue) -> int:
         """Return the epoch of the newest reset the queue has followed; one that is none does not count."""
         epoch = self._commits.reset_epoch(queue)
         if not epoch or is_valid_epoch(epoch, self._context.now_ms()):
             return epoch
-        self._nonsense(
+        self._report_record_error(
             f"the stored epoch {epoch} of {queue} is more than a day ahead of our clock: it does not count; "
             "a reset that was followed before may be followed once more"
         )
         return 0
 
-    def _answer(
+    def _response(
         self, command: RemotingCommand, rid: str, state: str, report: ReportBody | None, reason: str | None = None
     ) -> RemotingCommand:
         header = RelayResponseHeader(state, rid, reason[:_REASON_CHARACTERS] if reason else None)
@@ -210,15 +215,15 @@ class Resets:
             fields=header.to_fields(), body=encode_report(report) if report is not None else b""
         )
 
-    def _refused(self, command: RemotingCommand, rid: str, reason: str) -> RemotingCommand:
-        return self._answer(command, rid, "refused", None, reason)
+    def _refusal(self, command: RemotingCommand, rid: str, reason: str) -> RemotingCommand:
+        return self._response(command, rid, "refused", None, reason)
 
     def report(self, topic: str, rid: str) -> ReportBody:
         """Return what we tell of a topic; epochs only of what is durable."""
         commits, store = self._commits, self._context.config.offset_store
         queues = {queue for queue in self._followed if queue.topic == topic}
         queues.update(self._assignments.held(topic))
-        epochs = {queue: self._epoch(queue) for queue in queues - self._undurable}
+        epochs = {queue: self._epoch(queue) for queue in queues - self._unpersisted}
         return ReportBody(
             topic,
             rid,
@@ -243,8 +248,8 @@ class Resets:
         Fence, store, new epoch, pull: as for every reset. Queues we do not hold (yet) get their target as well; but a
         recorded reset does not move a queue that we have never consumed: its start rule holds.
         """
-        group, assignments, commits = self._context, self._assignments, self._commits
-        async with assignments.kept_still(resets):
+        context, assignments, commits = self._context, self._assignments, self._commits
+        async with assignments.lock_queues(resets):
             newer: dict[MessageQueue, QueueReset] = {}
             for queue, reset in resets.items():
                 if reset.epoch <= self._epoch(queue):
@@ -259,26 +264,26 @@ class Resets:
             self._followed.update(newer)
             try:
                 await commits.follow(newer)
-                self._undurable.difference_update(newer)
+                self._unpersisted.difference_update(newer)
             except RocketError as error:
-                group.event(EventKind.STORE_UNWRITABLE, f"going on from memory: {error}", level=logging.ERROR)
-                self._undurable.update(newer)
-            now = group.loop.time()
+                context.emit(EventKind.STORE_UNWRITABLE, f"going on from memory: {error}", level=logging.ERROR)
+                self._unpersisted.update(newer)
+            now = context.loop.time()
             self._recent.update({queue: (now, offset) for queue, offset in moving.items()})
             for assignment in fenced:
-                assignments.begin_anew(assignment, moving[assignment.window.queue], "reset")
+                assignments.begin_next(assignment, moving[assignment.window.queue], "reset")
         for queue, offset in moving.items():
-            self.moved(queue, offset, why, before[queue], newer[queue].epoch)
-        self._tell_memory_only()
+            self.report_reset(queue, offset, why, before[queue], newer[queue].epoch)
+        self._report_memory_only()
         return True
 
     async def _is_stored(self, queue: MessageQueue) -> bool:
         return await self._commits.start_offset(queue) is not None
 
-    def _tell_memory_only(self) -> None:
-        if not self._told_memory_only and not self._commits.keeps_epochs:
-            self._told_memory_only = True
-            self._context.event(
+    def _report_memory_only(self) -> None:
+        if not self._is_memory_only_reported and not self._commits.keeps_epochs:
+            self._is_memory_only_reported = True
+            self._context.emit(
                 EventKind.STORE_FALLBACK,
                 "this offset store keeps no reset epochs (see offsets.ResetEpochs): they are in memory, and resets "
                 "made while this consumer is away will not be followed",
@@ -287,17 +292,17 @@ class Resets:
 
     async def persist(self) -> None:
         """Try again to store resets that are in memory only."""
-        if queues := list(self._undurable):
+        if queues := list(self._unpersisted):
             try:
                 await self._commits.persist_again(queues)
             except RocketError as error:
-                self._context.trouble(EventKind.COMMIT_FAILED, f"resets are not stored yet: {error}")
+                self._context.emit_throttled(EventKind.COMMIT_FAILED, f"resets are not stored yet: {error}")
             else:
-                self._undurable.difference_update(queues)
+                self._unpersisted.difference_update(queues)
 
     # --- the record, of broadcasting groups and of those with offsets in a database
 
-    async def before_begin(self, queue: MessageQueue) -> QueueReset | None:
+    async def read_record_before_begin(self, queue: MessageQueue) -> QueueReset | None:
         """Read the record of the queue's topic at its broker, if that was not done yet: before the first pull.
 
         A broadcasting group follows at once. Else what is recorded is returned: whoever claims the queue follows it.
@@ -312,31 +317,31 @@ class Resets:
         keeps = config.broadcasting or isinstance(config.offset_store, DatabaseOffsets)
         return keeps and config.remote_reset == "accept" and not topic.startswith(RETRY_PREFIX)
 
-    async def read_regularly(self) -> None:
+    async def keep_reading_records(self) -> None:
         """Look at every record now and then, and soon after a broker was away. Until cancelled."""
-        group = self._context
+        context = self._context
         while True:
-            interval_s = group.config.reset_record_interval_s * group.rng.uniform(0.9, 1.1)
+            interval_s = context.config.reset_record_interval_s * context.rng.uniform(0.9, 1.1)
             try:
-                async with asyncio.timeout(min(interval_s, RETRY_S) if self._unread else interval_s):
-                    await self._look_again.wait()
+                async with asyncio.timeout(min(interval_s, RECORD_RETRY_S) if self._unread else interval_s):
+                    await self._read_soon.wait()
             except TimeoutError:
                 pass
-            self._look_again.clear()
-            await asyncio.gather(*(self._read(topic, broker_name) for topic, broker_name in self._places()))
+            self._read_soon.clear()
+            await asyncio.gather(*(self._read(topic, broker_name) for topic, broker_name in self._record_keys()))
 
-    def look_again(self) -> None:
+    def read_records_soon(self) -> None:
         """Look at the records soon: a broker is back, and may have been told something meanwhile."""
-        self._look_again.set()
+        self._read_soon.set()
 
-    def _places(self) -> list[tuple[str, str]]:
-        places = []
+    def _record_keys(self) -> list[tuple[str, str]]:
+        keys = []
         for topic in self._context.subscriptions.topics():
             route = self._context.cluster.known_route(topic) if self._reads_records(topic) else None
             for broker in route.brokers if route is not None else ():
                 if MASTER_ID in broker.addresses and self._queue_ids(topic, broker.broker_name):
-                    places.append((topic, broker.broker_name))
-        return places
+                    keys.append((topic, broker.broker_name))
+        return keys
 
     def _queue_ids(self, topic: str, broker_name: str) -> range:
         route = self._context.cluster.known_route(topic)
@@ -348,26 +353,35 @@ class Resets:
     def _record(self, topic: str, broker_name: str) -> ResetRecord:
         key = topic, broker_name
         if key not in self._records:
-            group = self._context
+            context = self._context
             self._records[key] = ResetRecord(
-                group.cluster, group.name, topic, broker_name, now_ms=group.now_ms, on_invalid=self._nonsense
+                context.cluster,
+                context.name,
+                topic,
+                broker_name,
+                now_ms=context.now_ms,
+                on_invalid=self._report_record_error,
             )
         return self._records[key]
 
     async def _read(self, topic: str, broker_name: str, *, first: bool = False) -> None:
         """Follow what is new in a record. Trouble is told, and tried again."""
-        group, key = self._context, (topic, broker_name)
-        async with self._reading.setdefault(key, asyncio.Lock()):
+        context, key = self._context, (topic, broker_name)
+        async with self._read_locks.setdefault(key, asyncio.Lock()):
             if first and (key in self._heads or key in self._unread):
                 return  # the topic's queues begin at the same time, and one has done it for all
             try:
                 await self._read_in_turn(topic, broker_name)
             except PermissionDenied as error:
                 self._heads.setdefault(key, 0)
-                group.trouble(EventKind.BROKER_UNREACHABLE, f"resets recorded for {topic} may not be read: {error}")
+                context.emit_throttled(
+                    EventKind.BROKER_UNREACHABLE, f"resets recorded for {topic} may not be read: {error}"
+                )
             except RocketError as error:
                 self._unread.add(key)
-                group.trouble(EventKind.BROKER_UNREACHABLE, f"resets recorded for {topic} are not known: {error}")
+                context.emit_throttled(
+                    EventKind.BROKER_UNREACHABLE, f"resets recorded for {topic} are not known: {error}"
+                )
             else:
                 self._unread.discard(key)
 
@@ -393,26 +407,28 @@ class Resets:
             # At our first look we cannot tell a reset we followed in an earlier life from one we missed. To follow the
             # same one again at every start would be worse than to miss one.
             await commits.follow({queue: QueueReset(None, reset.epoch) for queue, reset in resets.items()})
-            self._tell_memory_only()
+            self._report_memory_only()
         elif resets:
             await self._follow_all(resets, "recorded while we did not hear of it", recorded=True)
         self._heads[key] = head or 0
 
     # --- resets made by brokers
 
-    async def told_by_broker(self, topic: str, targets: Mapping[MessageQueue, int]) -> None:
+    async def on_broker_reset(self, topic: str, targets: Mapping[MessageQueue, int]) -> None:
         """A broker tells every member to move (220). A table with anything that no broker would say moves nothing."""
-        group = self._context
-        if why := self._why_no_table(topic, targets):
-            if group.subscriptions.get(topic) is None:
-                self._begun(targets)  # should it be subscribed to again: where its queues once were is no longer right
-            self._told_nothing(f"a reset of {topic} by a broker is not followed, nothing moved: {why}")
-        elif group.config.broadcasting and targets and all(map(self._is_repeated, targets, targets.values())):
-            log.info("group=%s a reset of %s to where it was reset just now is not repeated", group.name, topic)
+        context = self._context
+        if why := self._table_error(topic, targets):
+            if context.subscriptions.get(topic) is None:
+                self._select_begun(
+                    targets
+                )  # should it be subscribed to again: where its queues once were is no longer right
+            self._report_not_followed(f"a reset of {topic} by a broker is not followed, nothing moved: {why}")
+        elif context.config.broadcasting and targets and all(map(self._is_repeated, targets, targets.values())):
+            log.info("group=%s a reset of %s to where it was reset just now is not repeated", context.name, topic)
         else:
             await self.move_held(topic, targets, "told by the broker")
 
-    def _why_no_table(self, topic: str, targets: Mapping[MessageQueue, int]) -> str:
+    def _table_error(self, topic: str, targets: Mapping[MessageQueue, int]) -> str:
         if self._context.subscriptions.get(topic) is None and not self._assignments.held(topic):
             return f"this consumer does not subscribe to {topic}"
         for queue, target in targets.items():
@@ -433,14 +449,14 @@ class Resets:
             if not await self._assignments.move(queue, target, None, "reset"):
                 self._commits.forget_last_known(queue)  # should it come to us: the reset counts, not where we once were
                 return None
-            self.moved(queue, target, why)
+            self.report_reset(queue, target, why)
             return queue, target
 
-        chosen = [(queue, target) for queue, target in self._begun(targets) if queue.topic == topic]
+        chosen = [(queue, target) for queue, target in self._select_begun(targets) if queue.topic == topic]
         moved = await asyncio.gather(*(move(queue, target) for queue, target in chosen))
         return dict(each for each in moved if each is not None)
 
-    def _begun(self, targets: Mapping[MessageQueue, int]) -> list[tuple[MessageQueue, int]]:
+    def _select_begun(self, targets: Mapping[MessageQueue, int]) -> list[tuple[MessageQueue, int]]:
         """Return what concerns queues that are ours or become ours now; of all others, forget where they once were."""
         chosen = []
         for queue, target in targets.items():
@@ -452,54 +468,54 @@ class Resets:
 
     def _is_repeated(self, queue: MessageQueue, target: int) -> bool:
         at, offset = self._recent.get(queue, (0.0, -1))
-        return offset == target and self._context.loop.time() - at < REPEATED_WITHIN_S
+        return offset == target and self._context.loop.time() - at < SAME_RESET_WITHIN_S
 
-    async def met_mark(self, queue: MessageQueue, answer: PullResponse, asked: int | None) -> None:
+    async def on_pull_reset(self, queue: MessageQueue, response: PullResponse, pull_offset: int | None) -> None:
         """A pull was answered that the broker has reset the queue. It says so once, to whichever pull comes first.
 
-        `asked` is where the pull was, None if it had been abandoned: this is the only copy of the reset all the same.
+        `pull_offset` is where the pull was, None if it had been abandoned: this is the only copy of the reset all the same.
         In broadcasting it is for every member, and we are the one to tell the others.
         """
-        group, target = self._context, answer.next_offset
-        how = "told to an abandoned pull" if asked is None else "made at the broker"
-        if group.config.remote_reset == "refuse":
-            await self._keep_place(queue)
+        context, target = self._context, response.next_offset
+        how = "told to an abandoned pull" if pull_offset is None else "made at the broker"
+        if context.config.remote_reset == "refuse":
+            await self._keep_offset(queue)
             return
-        if group.config.broadcasting and answer.max_offset > 0 and not self._is_repeated(queue, target):
+        if context.config.broadcasting and response.max_offset > 0 and not self._is_repeated(queue, target):
             epoch = max(
-                group.now_ms(),
+                context.now_ms(),
                 self._epoch(queue) + 1,
                 self._heads.get((queue.topic, queue.broker_name), 0) + 1,
             )
             await self._follow_all({queue: QueueReset(target, epoch)}, how)
-            self._marks.setdefault((queue.topic, queue.broker_name), {})[queue] = target
-            await self._spread(queue.topic, queue.broker_name)
+            self._unrecorded.setdefault((queue.topic, queue.broker_name), {})[queue] = target
+            await self._record_and_forward(queue.topic, queue.broker_name)
             return
         if await self._assignments.move(queue, target, None, "reset"):
-            self.moved(queue, target, how, asked)
-        elif not group.config.broadcasting:
+            self.report_reset(queue, target, how, pull_offset)
+        elif not context.config.broadcasting:
             self._commits.forget_last_known(queue)
-            if not group.closing:
-                await self._pass_on(queue, target)
+            if not context.closing:
+                await self._forward_reset(queue, target)
 
-    async def _keep_place(self, queue: MessageQueue) -> None:
+    async def _keep_offset(self, queue: MessageQueue) -> None:
         assignment = self._assignments.get(queue)
-        place = assignment.window.commit_offset() if assignment is not None else None
-        if assignment is not None and place is not None:
-            self.told_to_refuse(f"a reset of {queue}")
-            await self._assignments.move(queue, place, assignment.window, "reset refused")
+        offset = assignment.window.commit_offset() if assignment is not None else None
+        if assignment is not None and offset is not None:
+            self.report_refusal(f"a reset of {queue}")
+            await self._assignments.move(queue, offset, assignment.window, "reset refused")
 
     # --- telling the others
 
-    async def _spread(self, topic: str, broker_name: str) -> None:
+    async def _record_and_forward(self, topic: str, broker_name: str) -> None:
         """Record resets that only we have heard of, and tell the other members; those that come together, together."""
-        group, key = self._context, (topic, broker_name)
-        async with self._spreading.setdefault(key, asyncio.Lock()):
-            targets = self._marks.pop(key, {})
+        context, key = self._context, (topic, broker_name)
+        async with self._forward_locks.setdefault(key, asyncio.Lock()):
+            targets = self._unrecorded.pop(key, {})
             if not targets:
                 return  # they went with those before
-            epoch = await self._date(targets, 0)
-            pauses = list(SPREAD_PAUSES_S)
+            epoch = await self._assign_epoch(targets, 0)
+            pauses = list(RECORD_PAUSES_S)
             times_taken = 0
             failure = ""
             while True:
@@ -513,59 +529,59 @@ class Resets:
                     failure, times_taken = str(error), times_taken + 1
                     if times_taken == MAX_EPOCH_ATTEMPTS:
                         break
-                    epoch = await self._date(targets, error.head + 1)
+                    epoch = await self._assign_epoch(targets, error.head + 1)
                 except RocketError as error:
                     failure = str(error)
-                    if not pauses or group.closing or isinstance(error, (PermissionDenied, GroupUnknown)):
+                    if not pauses or context.closing or isinstance(error, (PermissionDenied, GroupUnknown)):
                         break
                     await asyncio.sleep(pauses.pop(0))
-            told, _ = await self._tell_others(broker_name, PlanBody(topic, epoch, targets))
+            told, _ = await self._forward_to_members(broker_name, PlanBody(topic, epoch, targets))
         text = f"met by this member, told to {told or 'nobody else'}"
         if failure:
             text += f"; not recorded for members that are away: {failure}"
         for queue, target in targets.items():
             facts = {"to": target, "epoch": epoch}
             level = logging.WARNING if failure else logging.INFO
-            group.event(EventKind.OFFSET_RESET, f"-> {target} ({text})", queue, facts, level=level)
+            context.emit(EventKind.OFFSET_RESET, f"-> {target} ({text})", queue, facts, level=level)
 
-    async def _date(self, targets: Mapping[MessageQueue, int], at_least: int) -> int:
+    async def _assign_epoch(self, targets: Mapping[MessageQueue, int], at_least: int) -> int:
         """Return one epoch for resets we have followed, and note that it is that one which we have followed."""
         epoch = max(at_least, *(self._epoch(queue) for queue in targets))
         await self._follow_all({queue: QueueReset(None, epoch) for queue in targets}, "spread")
         return epoch
 
-    async def _pass_on(self, queue: MessageQueue, target: int) -> None:
+    async def _forward_reset(self, queue: MessageQueue, target: int) -> None:
         """A reset was told to a pull of a queue we have given up: whoever holds it now must hear of it.
 
         A member of ours is told; for others, the broker is asked to reset the queue once more.
         """
-        group = self._context
-        plan = PlanBody(queue.topic, group.now_ms(), {queue: target})
-        told, moved = await self._tell_others(queue.broker_name, plan)
+        context = self._context
+        plan = PlanBody(queue.topic, context.now_ms(), {queue: target})
+        told, moved = await self._forward_to_members(queue.broker_name, plan)
         text = f"-> {target}, told to a pull from when the queue was ours; passed on to {told or 'nobody'}"
-        address = group.cluster.address(queue.broker_name, only_this=True)
+        address = context.cluster.address(queue.broker_name, only_this=True)
         if queue not in moved and address is not None:
             try:
-                header = ResetOffsetHeader(queue.topic, group.name, -1, True, queue.queue_id, target)
-                await group.cluster.call(address, header)
+                header = ResetOffsetHeader(queue.topic, context.name, -1, True, queue.queue_id, target)
+                await context.cluster.call(address, header)
                 text += ", and given back to the broker"
             except RocketError as error:
                 text += f", and not taken back by the broker: {error}"
-        group.event(EventKind.OFFSET_RESET, text, queue, {"to": target}, level=logging.WARNING)
+        context.emit(EventKind.OFFSET_RESET, text, queue, {"to": target}, level=logging.WARNING)
 
-    async def _tell_others(self, broker_name: str, plan: PlanBody) -> tuple[str, set[MessageQueue]]:
+    async def _forward_to_members(self, broker_name: str, plan: PlanBody) -> tuple[str, set[MessageQueue]]:
         """Tell every other member; return who was told, and the queues of a clustering group that they have moved."""
-        group = self._context
+        context = self._context
         try:
-            ids = await group.cluster.broker(broker_name).consumer_ids(group.name)
+            ids = await context.cluster.broker(broker_name).consumer_ids(context.name)
         except RocketError as error:
             return f"nobody else, for the members are not known: {error}", set()
-        address = group.cluster.address(broker_name, only_this=True)
+        address = context.cluster.address(broker_name, only_this=True)
         if address is None:
             return "nobody else, for the broker has no master now", set()
-        others = [RemoteMember(each, (address,)) for each in ids if each != group.client_id]
-        rid = str(UUID(int=group.rng.getrandbits(128), version=4))
-        replies = await relay_to_all(group.cluster, group.name, others, "reset", rid, encode_plan(plan))
+        others = [RemoteMember(each, (address,)) for each in ids if each != context.client_id]
+        rid = str(UUID(int=context.rng.getrandbits(128), version=4))
+        replies = await relay_to_all(context.cluster, context.name, others, "reset", rid, encode_plan(plan))
         told = ", ".join(
             client_id if reply.kind is RelayStatus.OURS else f"{client_id} (in vain: {reply.reason or reply.kind})"
             for client_id, reply in sorted(replies.items())
@@ -574,19 +590,19 @@ class Resets:
 
     # --- clustering: an admin's order to the members that hold the queues
 
-    async def _move_ours(self, rid: str, plan: PlanBody) -> bool:
+    async def _move_held_once(self, rid: str, plan: PlanBody) -> bool:
         """Move those of the queues that we hold, each once per plan."""
         moved = self._plans.setdefault(rid, {})
-        while len(self._plans) > REMEMBERED_PLANS:
+        while len(self._plans) > MAX_REMEMBERED_PLANS:
             del self._plans[next(iter(self._plans))]
 
         async def move(queue: MessageQueue, target: int) -> None:
             if await self._assignments.move(queue, target, None, "reset", unless=lambda: queue in moved):
                 moved[queue] = target
-                self.moved(queue, target, f"reset {rid}")
+                self.report_reset(queue, target, f"reset {rid}")
             elif self._assignments.get(queue) is None:
                 self._commits.forget_last_known(queue)
 
         before = len(moved)
-        await asyncio.gather(*(move(queue, target) for queue, target in self._begun(plan.targets)))
+        await asyncio.gather(*(move(queue, target) for queue, target in self._select_begun(plan.targets)))
         return len(moved) > before

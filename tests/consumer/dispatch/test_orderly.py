@@ -126,7 +126,7 @@ async def test_a_turn_has_one_listener_and_each_unit_its_own():
     for number, listener in enumerate([first, first, second, second, first, second]):
         serving.dispatch(listener, number, number + 1)
     serving.window.locked_until = float("inf")
-    serving.service.go_on(serving.window)
+    serving.service.resume_calls(serving.window)
     turns = []
     while serving.desk.chunks:
         turns.append(serving.turn)

@@ -10,7 +10,7 @@ import pytest
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
-from pyrocket_consumer.consumer.assignment.locks import VALID_S, since_boot
+from pyrocket_consumer.consumer.assignment.locks import LOCK_VALID_S, since_boot
 from pyrocket_consumer.consumer.commits.commits import BrokerCommits
 from pyrocket_consumer.consumer.dispatch.concurrent import ThreadWorkers
 from pyrocket_consumer.consumer.listener import Listener
@@ -46,7 +46,7 @@ def test_a_machine_that_has_slept_does_not_trust_its_locks(orders):
         member = cluster.run(begin(), 30)
         orders.send(b"before")
         seen.wait_for(1)
-        slept_s = VALID_S + 1
+        slept_s = LOCK_VALID_S + 1
         orders.send(b"after")
         time.sleep(0.5)  # for what must not come
         assert seen.bodies == [b"before"]

@@ -14,7 +14,14 @@ import pytest
 
 from pyrocket_consumer.consumer.context.tasks import Tasks
 from pyrocket_consumer.consumer.membership import rebalance
-from pyrocket_consumer.consumer.membership.rebalance import AGAIN_S, HANDOVER_S, SPACING_S, Plan, Rebalance, plan
+from pyrocket_consumer.consumer.membership.rebalance import (
+    HANDOVER_S,
+    MIN_ROUND_INTERVAL_S,
+    RETRY_ROUND_S,
+    Plan,
+    Rebalance,
+    plan,
+)
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, RequestTimeout, RouteNotFound
 from pyrocket_consumer.model import BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
 from tests.for_each import for_each
@@ -60,7 +67,7 @@ class Group:
         self.name, self.client_id, self.closing = "app", "me", False
         self.cluster = self.subscriptions = self
         self.loop = asyncio.get_running_loop()
-        self.tasks = Tasks(self.loop, self.surprised)
+        self.tasks = Tasks(self.loop, self.report_unexpected)
         self.rebalance_wanted = asyncio.Event()
         self.rng = SimpleNamespace(shuffle=lambda names: None)
         self.routes: dict[str, Any] = {"orders": route()}
@@ -80,15 +87,15 @@ class Group:
     def renew(self, topics):
         self.happened.append(("version", *sorted(topics)))
 
-    def event(self, kind, text, *others, **more):
+    def emit(self, kind, text, *others, **more):
         self.told.append((kind, text))
 
-    trouble = event
+    emit_throttled = emit
 
-    def surprised(self, what, error):
+    def report_unexpected(self, what, error):
         raise AssertionError(what) from error
 
-    def beside(self, work, what):
+    def start_in_background(self, work, what):
         self.tasks.begin(work(), what)
 
     # the cluster
@@ -120,7 +127,7 @@ class Group:
     def rebalance(self) -> Rebalance:
         return Rebalance(self, Queues(self), Unasked(), Unasked())  # type: ignore[arg-type]
 
-    async def changes(self, wait_s: float = SPACING_S, **state: Any) -> None:
+    async def changes(self, wait_s: float = MIN_ROUND_INTERVAL_S, **state: Any) -> None:
         """Change something, ask for a round, and let some time pass."""
         vars(self).update(state)
         self.rebalance_wanted.set()
@@ -205,13 +212,13 @@ async def test_old_owners_have_time_to_store():
 
 async def test_what_is_anothers_is_given_up_while_queues_are_awaited():
     """Else its new owner, which waits as long as we do, begins before our last offset of it is stored."""
-    async with rebalancing(wait_s=SPACING_S) as group:
+    async with rebalancing(wait_s=MIN_ROUND_INTERVAL_S) as group:
         assert group.mine == ALL
         await group.changes(ids=["me", "you"])
         assert group.mine == FIRST
         # the first is to come back, and waits for its owner
-        await group.changes(SPACING_S + 0.01, mine=set(queues(1)), happened=[])
-        await group.changes(SPACING_S / 2, ids=["me", "you", "zoe", "zora"])
+        await group.changes(MIN_ROUND_INTERVAL_S + 0.01, mine=set(queues(1)), happened=[])
+        await group.changes(MIN_ROUND_INTERVAL_S / 2, ids=["me", "you", "zoe", "zora"])
         assert ("end", 1) in group.happened, "not only when the wait is over"
         assert group.begun == []
         await asyncio.sleep(HANDOVER_S)
@@ -229,7 +236,7 @@ async def test_each_queue_waits_for_its_own_second_only():
 
 async def test_a_queue_given_up_between_rounds_is_waited_for_again():
     """After unsubscribing: somebody else may have it until we subscribe again."""
-    async with rebalancing(ids=["me", "you"], wait_s=HANDOVER_S + SPACING_S) as group:
+    async with rebalancing(ids=["me", "you"], wait_s=HANDOVER_S + MIN_ROUND_INTERVAL_S) as group:
         assert group.mine == FIRST
         await group.changes(HANDOVER_S - 0.1, mine=set(), happened=[])
         assert group.begun == []
@@ -240,10 +247,10 @@ async def test_a_queue_given_up_between_rounds_is_waited_for_again():
 async def test_a_queue_that_could_not_begin_is_tried_again():
     async with rebalancing(refuses=set(queues(2))) as group:
         assert group.mine == set(queues(0, 1, 3))
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(RETRY_ROUND_S)
         assert group.begun.count(2) == 2
         group.refuses.clear()
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(RETRY_ROUND_S)
         assert group.mine == ALL
 
 
@@ -255,7 +262,7 @@ async def test_a_queue_that_is_lost_during_the_wait_does_not_begin():
 
 
 async def test_a_queue_that_is_lost_while_it_begins_is_not_taken_on():
-    async with rebalancing(begin_s=dict.fromkeys(queues(2, 3), 5.0), wait_s=SPACING_S) as group:
+    async with rebalancing(begin_s=dict.fromkeys(queues(2, 3), 5.0), wait_s=MIN_ROUND_INTERVAL_S) as group:
         await group.changes(10, ids=["me", "you"])
         assert group.mine == FIRST
         assert ("end", 2) not in group.happened, "it was never ours"
@@ -264,7 +271,7 @@ async def test_a_queue_that_is_lost_while_it_begins_is_not_taken_on():
 async def test_a_queue_that_begins_as_it_is_lost_is_given_up():
     """The round that finds it gone comes between its begin and the notice of that."""
     (late,) = queues(3)
-    async with rebalancing(begin_s={late: 5.0}, wait_s=SPACING_S) as group:
+    async with rebalancing(begin_s={late: 5.0}, wait_s=MIN_ROUND_INTERVAL_S) as group:
         group.mine.add(late)  # it has begun; nobody has heard of it
         group.ids = ["me", "you"]
         await group.rounds.round()
@@ -275,7 +282,7 @@ async def test_a_queue_that_begins_as_it_is_lost_is_given_up():
 async def test_a_queue_that_takes_long_to_begin_holds_up_no_other():
     async with rebalancing(begin_s={queues(2)[0]: 60.0}) as group:
         assert group.mine == set(queues(0, 1, 3))
-        await group.changes(AGAIN_S, routes={"orders": route(5)})
+        await group.changes(RETRY_ROUND_S, routes={"orders": route(5)})
         assert group.mine == set(queues(0, 1, 3, 4))
         await asyncio.sleep(60)
         assert group.mine == set(queues(0, 1, 2, 3, 4))
@@ -318,7 +325,7 @@ TROUBLE = [
 async def test_what_is_held_is_kept_while_the_members_are_not_known(error):
     group = Group()
     group.mine, group.ids = set(FIRST), error
-    assert await group.rebalance().round() == AGAIN_S
+    assert await group.rebalance().round() == RETRY_ROUND_S
     assert (group.mine, group.happened) == (FIRST, [])
     assert str(error) in group.told[0][1]
 
@@ -334,7 +341,7 @@ async def test_another_broker_of_the_topic_is_asked_when_one_fails(error):
 @pytest.mark.parametrize("error", [RouteNotFound("orders", "ns:1"), ConnectError("ns:1", "refused")], ids=str)
 async def test_trouble_with_one_topic_does_not_stop_the_others(error):
     routes = {"orders": error, "payments": route(2, "payments")}
-    async with rebalancing(routes=routes, mine=set(FIRST), wait_s=1.5 * AGAIN_S) as group:
+    async with rebalancing(routes=routes, mine=set(FIRST), wait_s=1.5 * RETRY_ROUND_S) as group:
         assert group.mine == FIRST | set(queues(0, 1, topic="payments"))
         assert len([text for kind, text in group.told if "orders" in text]) == (2 if "refused" in str(error) else 1)
 
@@ -356,7 +363,7 @@ async def test_a_member_that_is_still_not_listed_looks_again_soon():
     async with rebalancing(mine=set(FIRST), ids=["you"]) as group:
         assert group.mine == set()
         asked = len(group.asked)
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(RETRY_ROUND_S)
         assert len(group.asked) > asked
 
 
@@ -380,7 +387,7 @@ STRATEGIES = [
 @pytest.mark.parametrize(("strategy", "words"), STRATEGIES)
 def test_a_strategy_that_fails_keeps_the_assignment(strategy, words):
     async def scenario():
-        async with rebalancing(strategy, mine=set(FIRST), wait_s=1.5 * AGAIN_S) as group:
+        async with rebalancing(strategy, mine=set(FIRST), wait_s=1.5 * RETRY_ROUND_S) as group:
             assert group.mine == FIRST
             assert len(group.told) == 2
             assert words in group.told[0][1]
@@ -427,20 +434,20 @@ async def test_when_rounds_are_held():
 
     async with rebalancing(_ids=ids) as group:
         assert rounds == [0.0]
-        await asyncio.sleep(AGAIN_S)  # its queues had not begun when the first one ended
+        await asyncio.sleep(RETRY_ROUND_S)  # its queues had not begun when the first one ended
         rounds.clear()
         await asyncio.sleep(INTERVAL_S)
         assert len(rounds) == 1
         rounds.clear()
         for _ in range(10):
             await group.changes(0.01)
-        await asyncio.sleep(3 * SPACING_S)
+        await asyncio.sleep(3 * MIN_ROUND_INTERVAL_S)
         assert len(rounds) <= 2, "the first at once, the other requests together after a pause"
         rounds.clear()
         await group.changes(10, refuses=set(queues(0)), mine=set())
-        assert len(rounds) >= 10 / (AGAIN_S + SPACING_S) - 1
+        assert len(rounds) >= 10 / (RETRY_ROUND_S + MIN_ROUND_INTERVAL_S) - 1
         group.refuses.clear()
-        await asyncio.sleep(2 * AGAIN_S + 0.1)
+        await asyncio.sleep(2 * RETRY_ROUND_S + 0.1)
         rounds.clear()
         await asyncio.sleep(INTERVAL_S - 3)
         assert rounds == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer.consumer.pulling.pull_loop import Puller
+from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop
 from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.errors import ConnectError, ConnectionLost, RequestTimeout
 from pyrocket_consumer.model import MessageQueue, Subscription
@@ -110,7 +110,7 @@ class Host:
             raise self.connect_error
         self.known_at.add(broker_id)
 
-    async def known_again(self, queue):
+    async def wait_registered(self, queue):
         self.refreshed.append("heartbeat")
         await asyncio.sleep(0.05)
 
@@ -123,7 +123,7 @@ class Host:
     def deliver(self, window, messages):
         self.delivered += messages
 
-    def offset_moved(self, puller, asked, answer):
+    def offset_moved(self, pull_loop, asked, answer):
         self.moved.append((asked, answer))
 
     def late_reset(self, queue, answer):
@@ -149,11 +149,11 @@ class Pulling:
         self.window = ProcessQueue(QUEUE, 1, Limits(**limits), told, lambda window: self.wake())
         self.window.start(start)
         options = {"hold_s": hold_s, "call_timeout_s": 3.0, "retry_delay_s": 1.0, "read_ahead": read_ahead}
-        self.puller = Puller(self.host, self.window, start, batch=BATCH, **options)
-        self.puller.pull()
+        self.pull_loop = PullLoop(self.host, self.window, start, batch=BATCH, **options)
+        self.pull_loop.pull()
 
     def wake(self) -> None:
-        self.host.loop.call_soon(self.puller.pull)
+        self.host.loop.call_soon(self.pull_loop.pull)
 
     async def asked(self) -> Asked:
         """Return the next pull, in due time."""
@@ -302,13 +302,13 @@ async def test_the_answer_of_an_abandoned_pull_changes_nothing(what, stopped):
     pulling = Pulling()
     third, fourth = await pulling.reading_ahead()
     if stopped:
-        pulling.puller.stop()
+        pulling.pull_loop.stop()
         pulling.window.drop()
     else:
         third.answer(answer(1, 0))
-    seen, edges, next_offset = list(pulling.host.offsets), list(pulling.edges), pulling.puller.next_offset
+    seen, edges, next_offset = list(pulling.host.offsets), list(pulling.edges), pulling.pull_loop.next_offset
     fourth.answer(LATE[what])
-    assert (pulling.host.offsets, pulling.edges, pulling.puller.next_offset) == (seen, edges, next_offset)
+    assert (pulling.host.offsets, pulling.edges, pulling.pull_loop.next_offset) == (seen, edges, next_offset)
     assert pulling.host.moved == pulling.host.late == []
     if stopped:
         third.found()
@@ -395,10 +395,10 @@ async def test_after_an_unusable_answer_the_same_offset_is_asked_for(what, ahead
     assert pulling.host.offsets == list(range(16))
     assert pulling.host.moved == []
     assert len(pulling.host.failures) == 1
-    assert pulling.puller.last_error
+    assert pulling.pull_loop.last_error
     (await pulling.asked_at(16)).found()
     assert pulling.host.offsets == list(range(24))
-    assert pulling.puller.last_error == ""
+    assert pulling.pull_loop.last_error == ""
     pulling.ack()
     assert pulling.edges[-1] == 24
 
@@ -441,7 +441,7 @@ async def test_what_a_refusal_asks_for_is_done_first(code, remedy):
 async def test_a_member_that_ends_at_a_refusal_leaves_no_work(code, recwarn):
     pulling = Pulling()
     (await pulling.asked()).answer(answer(code, 0))
-    pulling.puller.stop()
+    pulling.pull_loop.stop()
     for task in pulling.host.tasks:
         task.cancel()
     await asyncio.gather(*pulling.host.tasks, return_exceptions=True)
@@ -512,7 +512,7 @@ async def test_a_queue_of_which_nothing_is_wanted_is_asked_slowly(step):
 
 async def test_single_messages_that_come_quickly_are_not_slowed():
     pulling = Pulling(read_ahead=4)
-    while pulling.puller.pulled < 500:
+    while pulling.pull_loop.pulled < 500:
         (await pulling.asked()).found(1)
         pulling.ack(*pulling.host.offsets[-1:])
     assert pulling.host.loop.time() < 1
@@ -523,9 +523,9 @@ async def test_an_answer_that_comes_during_a_pause_is_taken_after_it():
     while not pulling.silent:  # until it rests, with pulls under way whose answers wait
         pulling.host.asked.popleft().found(1, tags="BB")
         answered += 1
-    assert pulling.puller.next_offset < answered
+    assert pulling.pull_loop.next_offset < answered
     await asyncio.sleep(5)  # meanwhile the broker holds what is asked
-    assert pulling.puller.next_offset == answered
+    assert pulling.pull_loop.next_offset == answered
 
 
 # --- slaves
@@ -548,7 +548,7 @@ async def test_a_master_that_has_a_reset_is_asked_once():
     pulling = Pulling()
     (await pulling.asked()).no_matched(5, broker_id=1)
     second = await pulling.asked()
-    pulling.puller.ask_master()
+    pulling.pull_loop.pull_from_master_next()
     second.no_matched(6, broker_id=1)
     third = await pulling.asked()
     assert (third.broker_id, third.offset) == (0, 6)
@@ -587,7 +587,7 @@ async def test_a_stuck_message_does_not_stop_a_queue_with_few_matches():
 async def test_a_full_window_whose_answer_was_left_out_goes_on():
     pulling = Pulling(host=Host("Aa"), messages=2 * BATCH)
     (await pulling.asked()).found(tags="Aa")
-    while pulling.puller.next_offset <= 20 * BATCH:
+    while pulling.pull_loop.next_offset <= 20 * BATCH:
         assert not pulling.silent or pulling.window.unfinished()[0] < 2 * BATCH
         (await pulling.asked()).found(tags="BB" if pulling.window.unfinished()[0] == BATCH else "Aa")
 
@@ -600,7 +600,7 @@ async def test_paused_queues_go_on_where_they_were():
     assert pulling.host.offsets == list(range(BATCH))
     assert await pulling.stays_silent()
     pulling.host.is_paused = False
-    pulling.puller.pull()
+    pulling.pull_loop.pull()
     assert (await pulling.asked()).offset == BATCH
 
 
