@@ -29,7 +29,7 @@ MOST_TROUBLES = 1000
 """How many troubles are remembered before half of them are forgotten."""
 
 
-class Group:
+class MemberContext:
     """The consumer group as one of its members sees it."""
 
     def __init__(
@@ -48,12 +48,12 @@ class Group:
         self.rng = rng or random.Random()
         self.subscriptions = Subscriptions.of_group(self.name, broadcasting=config.broadcasting, now_ms=self.now_ms)
         self.events = Events(config.on_event, self.name)
-        self.tasks = Tasks(self.loop, self.surprised)
+        self.tasks = Tasks(self.loop, self.report_unexpected)
         self.closing = False
         """The member is ending: no queue begins any more."""
         self.rebalance_wanted = asyncio.Event()
         """Set by whoever has a reason to look again at which queues are ours."""
-        self.on_surprise: Callable[[str, BaseException], None] = lambda what, error: None
+        self.on_unexpected_error: Callable[[str, BaseException], None] = lambda what, error: None
         self.lock_clock = lock_clock or cluster.loop.time
         """Tells how old the broker's confirmation of a lock is, also when the machine slept meanwhile."""
         self._wall_clock = wall_clock
@@ -76,7 +76,7 @@ class Group:
 
     # --- telling the user
 
-    def event(
+    def emit(
         self,
         kind: EventKind,
         text: str,
@@ -98,7 +98,7 @@ class Group:
             log.log(level, "group=%s %s%s", self.name, event, more, exc_info=error)
         self.events.tell(event)
 
-    def trouble(self, kind: EventKind, text: str, queue: MessageQueue | None = None) -> None:
+    def emit_throttled(self, kind: EventKind, text: str, queue: MessageQueue | None = None) -> None:
         """Tell the user about something that is tried again, once in a while and not every time."""
         key = (kind, str(queue.broker_name if queue else text[:40]))
         now = self.loop.time()
@@ -108,26 +108,26 @@ class Group:
         if len(self._told) >= MOST_TROUBLES:  # names come from servers
             self._told = dict(list(self._told.items())[MOST_TROUBLES // 2 :])
         self._told[key] = now
-        self.event(kind, text, queue, level=logging.WARNING)
+        self.emit(kind, text, queue, level=logging.WARNING)
 
-    def surprised(self, what: str, error: BaseException) -> None:
+    def report_unexpected(self, what: str, error: BaseException) -> None:
         """Something of ours failed that must not: the member has failed."""
-        self.on_surprise(what, error)
+        self.on_unexpected_error(what, error)
 
     # --- work
 
-    def beside(self, work: Callable[[], Awaitable[object]], what: str) -> None:
+    def start_in_background(self, work: Callable[[], Awaitable[object]], what: str) -> None:
         """Begin a step that nobody waits for: that it could not be done is told."""
 
         async def told() -> None:
             try:
                 await work()
             except RocketError as error:
-                self.trouble(EventKind.BROKER_UNREACHABLE, f"{what}: {error}")
+                self.emit_throttled(EventKind.BROKER_UNREACHABLE, f"{what}: {error}")
 
         self.tasks.begin(told(), what)
 
-    def soon(self, work: Callable[..., None], *arguments: Any) -> None:
+    def call_soon(self, work: Callable[..., None], *arguments: Any) -> None:
         """Have something done on the I/O thread, unless that has ended: a listener may outlive it. Any thread."""
         try:
             self.loop.call_soon_threadsafe(work, *arguments)

@@ -21,9 +21,11 @@ class Tasks:
     middle: whoever asked for it waits for it, and may stop waiting.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, surprised: Callable[[str, BaseException], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_unexpected_error: Callable[[str, BaseException], None]
+    ) -> None:
         self._loop = loop
-        self._surprised = surprised
+        self._on_unexpected_error = on_unexpected_error
         self._loops: dict[asyncio.Task[Any], str] = {}
         self._steps: dict[asyncio.Task[Any], str] = {}
         self._stopping = False
@@ -50,7 +52,7 @@ class Tasks:
                 is_ours = self._stopping or kind is not self._loops
                 error = None if is_ours else asyncio.CancelledError("it was cancelled by somebody else")
             if error is not None and (kind is self._loops or not isinstance(error, RocketError)):
-                self._surprised(what, error)
+                self._on_unexpected_error(what, error)
 
         task = self._loop.create_task(work, name=f"pyrocket {what}")
         kind[task] = what

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from pyrocket_consumer.consumer.context.events import key_facts, shown_id
-from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts
 from pyrocket_consumer.consumer.dispatch.retry import Retries
 from pyrocket_consumer.consumer.listener import ConsumeResult, Failed
@@ -18,22 +18,22 @@ from pyrocket_consumer.text import safe_repr
 class Outcomes:
     """The `Outcome` of every worker of a member. Any thread."""
 
-    def __init__(self, group: Group, retries: Retries, counts: Counts) -> None:
-        self._group = group
+    def __init__(self, context: MemberContext, retries: Retries, counts: Counts) -> None:
+        self._context = context
         self._retries = retries
         self._counts = counts
 
     def failed(self, window: ProcessQueue, failed: list[Failed]) -> None:
-        self._group.soon(self._failed, window, failed)
+        self._context.call_soon(self._failed, window, failed)
 
     def _failed(self, window: ProcessQueue, failed: list[Failed]) -> None:
         self._counts.failed(window.queue.topic, len(failed))
-        if not self._group.closing:
+        if not self._context.closing:
             self._retries.add(window, failed)
 
     def listener_raised(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
         facts = {"offset": message.queue_offset, "error": safe_repr(error), **key_facts(message)}
-        self._group.event(
+        self._context.emit(
             EventKind.LISTENER_FAILED,
             "the listener raised; the message has failed",
             window.queue,
@@ -49,7 +49,7 @@ class Outcomes:
             remedy = "COMMIT and ROLLBACK are for orderly=True, auto_commit=False; have it return SUCCESS or nothing"
         else:
             remedy = "have it return nothing (None) when a message is consumed, else ConsumeResult or Retry"
-        self._group.event(
+        self._context.emit(
             EventKind.LISTENER_RESULT_UNKNOWN,
             f"the listener returned {safe_repr(result)}, so its messages come again (told once): {remedy}",
             window.queue,
@@ -62,12 +62,12 @@ class Outcomes:
         oldest, facts = window.unfinished()[2], dict[str, object]()
         if oldest is not None:
             facts = {"offset": oldest.queue_offset, "message_id": shown_id(oldest), **key_facts(oldest)}
-        self._group.event(EventKind.MESSAGE_STUCK, why, window.queue, facts, level=logging.WARNING)
+        self._context.emit(EventKind.MESSAGE_STUCK, why, window.queue, facts, level=logging.WARNING)
 
     def no_key(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
         """The key of a message cannot be told. Called by workers: what the error says of itself is a user's code."""
         facts = {"offset": message.queue_offset, "message_id": shown_id(message), "error": safe_repr(error)}
-        self._group.event(
+        self._context.emit(
             EventKind.LISTENER_FAILED,
             "order_by raised, or returned what cannot be a key; the message has failed, and is tried again by itself "
             "(told once): later ones of its key may come before it",
@@ -78,4 +78,4 @@ class Outcomes:
         )
 
     def worker_failed(self, error: BaseException) -> None:
-        self._group.soon(self._group.surprised, "a worker failed", error)
+        self._context.call_soon(self._context.report_unexpected, "a worker failed", error)

@@ -80,8 +80,8 @@ class Retries:
     and may be at the broker: its send-backs have pauses that grow, and its copies count as the same message.
     """
 
-    def __init__(self, group: MemberContext, delivery: Delivery, counts: Counts) -> None:
-        self._context = group
+    def __init__(self, context: MemberContext, delivery: Delivery, counts: Counts) -> None:
+        self._context = context
         self._delivery = delivery
         self._counts = counts
         self._at_once: dict[str, asyncio.Semaphore] = {}  # by broker: one that does not answer delays no other
@@ -124,7 +124,7 @@ class Retries:
                 "until they have had their attempts, and are dead letters then; subscribe to it to have them consumed"
             )
             facts = {"topic": topic, "offset": message.queue_offset}
-            self._context.event(EventKind.MESSAGE_UNWANTED, text, window.queue, facts, level=logging.WARNING)
+            self._context.emit(EventKind.MESSAGE_UNWANTED, text, window.queue, facts, level=logging.WARNING)
         self.add(window, [(message, 0)])
 
     def cancel(self) -> None:
@@ -159,7 +159,7 @@ class Retries:
                 self._settle(window, message, given_up)
             except RocketError as error:
                 text = f"message {shown_id(message)} stays here: {error}"
-                self._context.trouble(EventKind.SEND_BACK_FAILED, text, window.queue)
+                self._context.emit_throttled(EventKind.SEND_BACK_FAILED, text, window.queue)
                 pause_s = self._pause_s(window, message, error, LOCAL_RETRY_S)
                 await self._rest(pause_s, self._doubts.get(identity(message)))
                 if not going.running:
@@ -190,7 +190,7 @@ class Retries:
             self._settle(window, message, await self._send_back(window, message, -1))
         except RocketError as error:
             text = f"message {shown_id(message)} stays: {error}"
-            self._context.trouble(EventKind.SEND_BACK_FAILED, text, window.queue)
+            self._context.emit_throttled(EventKind.SEND_BACK_FAILED, text, window.queue)
             return self._pause_s(window, message, error, GIVE_UP_AGAIN_S)
         return 0.0
 
@@ -211,7 +211,7 @@ class Retries:
             return
         self._counts.sent_back(window.queue.topic, 1)
         facts = {"offset": message.queue_offset, "attempt": message.reconsume_times + 1}
-        self._context.event(EventKind.MESSAGE_SENT_BACK, "will come again", window.queue, facts, level=logging.DEBUG)
+        self._context.emit(EventKind.MESSAGE_SENT_BACK, "will come again", window.queue, facts, level=logging.DEBUG)
 
     def _passed_over(self, window: ProcessQueue, message: Message) -> None:
         window.ack([message])
@@ -223,12 +223,12 @@ class Retries:
             most = self._context.config.max_body_bytes
             text = f"the message, stored in {message.store_size} bytes, holds more than max_body_bytes={most}"
             too_large = {"offset": message.queue_offset, "message_id": shown_id(message)}
-            self._context.event(EventKind.MESSAGE_TOO_LARGE, text, window.queue, too_large, level=logging.WARNING)
+            self._context.emit(EventKind.MESSAGE_TOO_LARGE, text, window.queue, too_large, level=logging.WARNING)
         failures = message.reconsume_times + (0 if self._context.config.orderly else 1)
         text = f"the message is given up after {failures} failure{'s' if failures > 1 else ''}: {what}"
         facts = {"offset": message.queue_offset, "message_id": shown_id(message), "failures": failures}
         facts.update(key_facts(message))
-        self._context.event(EventKind.MESSAGE_GIVEN_UP, text, window.queue, facts, level=logging.WARNING)
+        self._context.emit(EventKind.MESSAGE_GIVEN_UP, text, window.queue, facts, level=logging.WARNING)
 
     # --- send-backs that were not answered
 
@@ -276,13 +276,13 @@ class Retries:
         Raises:
             RocketError: no broker took it; one of UNANSWERED: or perhaps one did.
         """
-        group, pause_s = self._context, FIRST_PAUSE_S
-        most = group.config.most_attempts
+        context, pause_s = self._context, FIRST_PAUSE_S
+        most = context.config.most_attempts
         given_up = delay_level < 0 or (most is not None and stored_times(message) >= most)
         for _ in range(SEND_BACK_TRIES):
             try:
-                await group.cluster.broker(window.queue.broker_name).send_back(
-                    group.name, message, delay_level, most, on_late=partial(self._settle, window, message, given_up)
+                await context.cluster.broker(window.queue.broker_name).send_back(
+                    context.name, message, delay_level, most, on_late=partial(self._settle, window, message, given_up)
                 )
                 return given_up
             except FlowControl as busy:
@@ -304,21 +304,21 @@ class Retries:
 
     async def _send_again(self, message: Message, delay_level: int) -> None:
         """Send the message to the retry topic ourselves, through any broker. Source: sendMessageBackAsNormalMessage."""
-        group = self._context
-        topic = retry_topic(group.name)
+        context = self._context
+        topic = retry_topic(context.name)
         times = message.reconsume_times + 1
         properties = dict(message.properties)
         properties.setdefault(PropertyName.RETRY_TOPIC, message.topic)
         properties.setdefault(PropertyName.ORIGIN_MESSAGE_ID, message.message_id)
         properties.pop(PropertyName.TRANSACTION_PREPARED, None)
         properties[PropertyName.DELAY] = str(delay_level if delay_level > 0 else 3 + message.reconsume_times)
-        limit = 0 if delay_level < 0 else group.config.most_attempts
-        route = await group.cluster.route(topic)
+        limit = 0 if delay_level < 0 else context.config.most_attempts
+        route = await context.cluster.route(topic)
         error: RocketError | None = None
         is_packed = has_compressed_body(message)  # it stays as it is: to unpack it is the listener's matter
-        for queue in group.rng.sample(list(route.publish_queues()), k=min(3, len(route.publish_queues()))):
+        for queue in context.rng.sample(list(route.publish_queues()), k=min(3, len(route.publish_queues()))):
             header = SendMessageHeader(
-                producer_group=group.name,  # ACL 2.0 of 5.3.3 checks the group in this field
+                producer_group=context.name,  # ACL 2.0 of 5.3.3 checks the group in this field
                 topic=topic,
                 default_topic="TBW102",
                 default_topic_queue_nums=4,
@@ -334,7 +334,7 @@ class Retries:
                 broker_name=queue.broker_name,
             )
             try:
-                await group.cluster.broker(queue.broker_name).send(header, stored_body(message))
+                await context.cluster.broker(queue.broker_name).send(header, stored_body(message))
                 return
             except UNANSWERED:
                 raise

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pyrocket_consumer.consumer.context.events import key_facts, shown_id
-from pyrocket_consumer.consumer.context.member_context import Group
+from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.dispatch.retry import Retries
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.model import EventKind
@@ -28,33 +28,33 @@ class StuckCalls:
     Those of orderly and of broadcasting groups are told only.
     """
 
-    def __init__(self, group: Group, calls: Calls, retries: Retries) -> None:
-        self._group = group
+    def __init__(self, context: MemberContext, calls: Calls, retries: Retries) -> None:
+        self._context = context
         self._calls = calls
         self._retries = retries
 
     async def watch(self) -> None:
         """Look until cancelled."""
-        group = self._group
-        timeout_s = group.config.consume_timeout_s
+        context = self._context
+        timeout_s = context.config.consume_timeout_s
         pause_s = min(max(timeout_s / 10, 0.01), 1.0)
-        asked = ", or order_by," if callable(group.config.order_by) else ""
+        asked = ", or order_by," if callable(context.config.order_by) else ""
         told: set[int] = set()
         while True:
             await asyncio.sleep(pause_s)
-            stuck = self._calls.stuck(timeout_s, group.loop.time())
+            stuck = self._calls.stuck(timeout_s, context.loop.time())
             ids = {id(messages[0]) for _, messages in stuck}
             for window, messages in stuck:
                 waiting = [message for message in messages if not message._done]
                 if not waiting or id(messages[0]) in told:
                     continue
-                group.event(
+                context.emit(
                     EventKind.MESSAGE_STUCK,
                     f"its listener{asked} has run for more than {timeout_s:g} s",
                     window.queue,
                     {"offset": waiting[0].queue_offset, "message_id": shown_id(waiting[0]), **key_facts(waiting[0])},
                     level=logging.WARNING,
                 )
-                if not group.config.broadcasting and not group.config.orderly:  # the order is more than the message
+                if not context.config.broadcasting and not context.config.orderly:  # the order is more than the message
                     self._retries.add(window, [(message, 3) for message in waiting], running=True)
             told = ids

@@ -41,7 +41,7 @@ class Member:
         self.config = SimpleNamespace(broadcasting=False, most_attempts=16, orderly=False)
         self.name, self.loop, self.rng = "app", asyncio.get_running_loop(), random.Random(1)
         self.cluster = self
-        self.tasks = Tasks(self.loop, self.surprised)
+        self.tasks = Tasks(self.loop, self.report_unexpected)
         self.answers = {"send_back": list(send_backs) or [None], "send": list(sends) or [None]}
         self.found: Any = route()
         self.calls: list[tuple[float, str, str]] = []
@@ -94,17 +94,17 @@ class Member:
             raise self.found
         return self.found
 
-    def event(self, kind, text, *others, **more):
+    def emit(self, kind, text, *others, **more):
         self.told.append(kind)
 
-    trouble = event
+    emit_throttled = emit
 
     def deliver(self, window, messages):
         self.delivered += messages
         for message in messages:
             self.fails_at_once(window, message)
 
-    def surprised(self, what, error):
+    def report_unexpected(self, what, error):
         self.surprises.append(error)
 
     @property
