@@ -74,7 +74,7 @@ def held(consumer: PushConsumer, topic: str) -> list[MessageQueue]:
     return [each for each in consumer.progress() if each.topic == topic]
 
 
-def tell_members(broker: EmbeddedBroker, group: str, topic: str, body: bytes) -> None:
+def send_reset_to_members(broker: EmbeddedBroker, group: str, topic: str, body: bytes) -> None:
     """Have an embedded broker send RESET_CONSUMER_CLIENT_OFFSET to every member, with any body."""
     fields = {"topic": topic, "group": group, "timestamp": "0", "isForce": "true"}
     code = RequestCode.RESET_CONSUMER_CLIENT_OFFSET

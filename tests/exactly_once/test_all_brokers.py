@@ -7,7 +7,7 @@ from pyrocket_consumer.errors import ConfigError
 from tests.consuming import consuming, until
 from tests.exactly_once.booking import refused, send
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, once
-from tests.interop.members import java_named
+from tests.interop.members import java_options
 
 pytestmark = pytest.mark.databases("sqlite")
 
@@ -99,7 +99,7 @@ def test_a_topic_that_was_made_anew_is_not_consumed(cluster, topic, ledger, even
 
 def test_a_group_with_a_java_member_is_refused(real_cluster, java, topic, group, ledger):
     send(real_cluster, topic=topic)
-    with java.consumer(real_cluster.name_server, group, topic, **java_named("a")) as member:
+    with java.consumer(real_cluster.name_server, group, topic, **java_options("a")) as member:
         until(lambda: len(member.messages) >= len(BODIES), "the Java member has all")
         options = {**EXACTLY_ONCE, "offset_store": ledger.offsets}
         made = consuming(real_cluster, topic, group, ledger.offsets.exactly_once(ledger.book), **options)

@@ -21,14 +21,14 @@ def members_of(*client_ids: str) -> Fault:
     return answer(0, body=json.dumps({"consumerIdList": list(client_ids)}).encode())
 
 
-class AnotherComes:
+class AnotherMember:
     """Another member, which takes the only queue of a topic while it is there."""
 
     def __init__(self, cluster: Any, group: str, consumer: Any, topic: str) -> None:
         self._broker, self._group = cluster.broker("broker-a"), group
         self._consumer, self._topic = consumer, topic
 
-    def come(self) -> None:
+    def take_queue(self) -> None:
         """Return when the consumer has given the queue up."""
         self._broker.on(
             RequestCode.GET_CONSUMER_LIST_BY_GROUP,
@@ -38,7 +38,7 @@ class AnotherComes:
         )
         until(lambda: not self._holds(), "the queue is given up")
 
-    def go(self) -> None:
+    def give_queue_back(self) -> None:
         """Return when the consumer has taken the queue back."""
         self._broker.clear_faults(RequestCode.GET_CONSUMER_LIST_BY_GROUP)
         until(self._holds, "the queue is taken back")

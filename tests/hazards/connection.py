@@ -18,9 +18,9 @@ from tests.real_brokers.remoting import as_text
 class Refused(OSError):
     """A server answered with a code other than success; an OSError, so that "it did not work" is one `except`."""
 
-    def __init__(self, answer: RemotingCommand) -> None:
-        super().__init__(f"answered {answer.code}: {answer.remark}")
-        self.code = answer.code
+    def __init__(self, response: RemotingCommand) -> None:
+        super().__init__(f"answered {response.code}: {response.remark}")
+        self.code = response.code
 
 
 class Wire:
@@ -41,22 +41,22 @@ class Wire:
         self, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"", timeout_s: float = 10.0
     ) -> RemotingCommand:
         """Send a request and return its answer, whatever its code is. OSError: lost, or not in time (TimeoutError)."""
-        answers: SimpleQueue[RemotingCommand | None] = SimpleQueue()
+        responses: SimpleQueue[RemotingCommand | None] = SimpleQueue()
         with self._lock:
             opaque = next(self._opaques)
-            self._waiting[opaque] = answers
+            self._waiting[opaque] = responses
             if self.lost:
                 raise ConnectionResetError("the connection is lost")
             self._socket.sendall(encode_command(_command(code, fields, body, opaque)))
         try:
-            answer = answers.get(timeout=timeout_s)
+            response = responses.get(timeout=timeout_s)
         except Exception:
             raise TimeoutError(f"no answer to {code} within {timeout_s:g} s") from None
         finally:
             self._waiting.pop(opaque, None)
-        if answer is None:
+        if response is None:
             raise ConnectionResetError("the connection was lost")
-        return answer
+        return response
 
     def oneway(self, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"") -> None:
         """Send a request that nobody answers."""
@@ -65,10 +65,10 @@ class Wire:
 
     def reply(self, request: RemotingCommand, code: int = 0, remark: str | None = None, body: bytes = b"") -> None:
         """Answer a request of the server's."""
-        answer = request.make_response(code, remark, {}, body)
-        answer.opaque = request.opaque
+        response = request.make_response(code, remark, {}, body)
+        response.opaque = request.opaque
         with contextlib.suppress(OSError), self._lock:
-            self._socket.sendall(encode_command(answer))
+            self._socket.sendall(encode_command(response))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -81,8 +81,8 @@ class Wire:
             while count := self._socket.recv_into(frames.space()):
                 for command in frames.received(count):
                     if command.is_response:
-                        if (answers := self._waiting.get(command.opaque)) is not None:
-                            answers.put(command)
+                        if (responses := self._waiting.get(command.opaque)) is not None:
+                            responses.put(command)
                     else:
                         threading.Thread(target=self._on_request, args=(self, command), daemon=True).start()
         except (OSError, ProtocolError):
@@ -90,8 +90,8 @@ class Wire:
         with self._lock:
             self.lost = True
             self._socket.close()
-        for answers in list(self._waiting.values()):
-            answers.put(None)
+        for responses in list(self._waiting.values()):
+            responses.put(None)
 
 
 def _command(

@@ -175,9 +175,9 @@ def of(topic: str, **fields: object) -> Callable[[RemotingCommand], bool]:
     return lambda command: all(command.fields.get(name) == value for name, value in wanted.items())
 
 
-def tell_members(broker: Any, group: str, targets: Queues) -> None:
+def send_reset_to_members(broker: Any, group: str, targets: Queues) -> None:
     """Have an embedded broker send a reset (220) to every member of a group, as it does when an admin asks for one."""
-    resetting.tell_members(broker, group, next(iter(targets)).topic, encode_offset_table(targets))
+    resetting.send_reset_to_members(broker, group, next(iter(targets)).topic, encode_offset_table(targets))
 
 
 def broadcasting(stores: Path, **options: object) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def give_time_to(wrong: Callable[[], object], member: Kind) -> None:
         time.sleep(0.02)
 
 
-def patience_s(member: Kind) -> float:
+def wait_limit_s(member: Kind) -> float:
     """Return how long to wait for what a faulty variant never does."""
     return WAIT_S if _is_right(member) else 2.0
 
@@ -216,7 +216,7 @@ def _is_right(member: Kind) -> bool:
     return getattr(member, "__name__", "") in ("ours", "NaiveMember")
 
 
-class Held:
+class HeldRequests:
     """A fault that keeps requests back, so that the test can answer them when and as it likes."""
 
     def __init__(self) -> None:
@@ -245,5 +245,5 @@ class Held:
         """Answer the first request that was kept back, or another."""
         exchange = self.wait(number)
         texts = {name: str(value) for name, value in (fields or {}).items()}
-        said = exchange.request.make_response(code, remark, texts, body)
-        exchange.later(0, lambda: exchange.answer(said))
+        response = exchange.request.make_response(code, remark, texts, body)
+        exchange.later(0, lambda: exchange.answer(response))

@@ -213,7 +213,7 @@ class NaiveMember:
     def resume(self) -> None:
         self.paused = False
 
-    def tell(self, kind: EventKind, text: str, queue: MessageQueue | None = None, **facts: object) -> None:
+    def emit(self, kind: EventKind, text: str, queue: MessageQueue | None = None, **facts: object) -> None:
         self.events(ConsumerEvent(kind, text, queue, facts))
 
     # --- where things are
@@ -254,8 +254,8 @@ class NaiveMember:
 
     def route(self, topic: str) -> TopicRoute:
         """Return where a topic is, as known since at most `route_refresh_interval_s`; nowhere if it does not exist."""
-        asked_at, route = self._routes.get(topic, (-1e9, TopicRoute(topic)))
-        if time.monotonic() - asked_at < self.options["route_refresh_interval_s"]:
+        fetched_at, route = self._routes.get(topic, (-1e9, TopicRoute(topic)))
+        if time.monotonic() - fetched_at < self.options["route_refresh_interval_s"]:
             return route
         server = self.options["name_server"].split(";")[0]
         try:
@@ -385,17 +385,17 @@ class NaiveMember:
 
     def acquire(self, queue: MessageQueue) -> None:
         """Lock a queue at its broker."""
-        answer = self._ask_for_lock(RequestCode.LOCK_BATCH_MQ, queue)
+        answer = self._send_lock_request(RequestCode.LOCK_BATCH_MQ, queue)
         if queue not in bodies.decode_lock_answer(answer.body):
             raise ConnectionError(f"{queue} is locked by another")
 
     def unlock(self, queue: MessageQueue) -> None:
         with contextlib.suppress(OSError):
-            self._ask_for_lock(RequestCode.UNLOCK_BATCH_MQ, queue)
+            self._send_lock_request(RequestCode.UNLOCK_BATCH_MQ, queue)
 
-    def _ask_for_lock(self, code: int, queue: MessageQueue) -> RemotingCommand:
-        asked = bodies.LockRequest(self.group, self.client_id, frozenset([queue]))
-        return self.call(self.master(queue), code, body=bodies.encode_lock_request(asked))
+    def _send_lock_request(self, code: int, queue: MessageQueue) -> RemotingCommand:
+        request = bodies.LockRequest(self.group, self.client_id, frozenset([queue]))
+        return self.call(self.master(queue), code, body=bodies.encode_lock_request(request))
 
     # --- where to start
 
@@ -448,7 +448,7 @@ class NaiveMember:
             except OSError:
                 self.closing.wait(self.options["pull_retry_delay_s"])
                 continue
-            self.on_pull_answer(window, answer)
+            self.on_pull_response(window, answer)
 
     def pull(self, window: Window) -> RemotingCommand:
         """Ask the broker for messages; it may hold the question for `pull_hold_s`. No commit travels with it."""
@@ -468,7 +468,7 @@ class NaiveMember:
         address = self.master(queue, window.pull_from)
         return self.wire(address).call(RequestCode.PULL_MESSAGE, fields, timeout_s=hold_s + self.pull_margin_s)
 
-    def on_pull_answer(self, window: Window, answer: RemotingCommand) -> None:
+    def on_pull_response(self, window: Window, answer: RemotingCommand) -> None:
         """Take an answer; one that comes when its window was dropped is late and changes nothing."""
         if window.dropped:
             return
@@ -518,7 +518,7 @@ class NaiveMember:
                 return
             before, window.next_offset = window.next_offset, target
             self.offsets[window.queue] = target
-        self.tell(
+        self.emit(
             EventKind.OFFSET_CORRECTED,
             "the broker corrected the offset",
             window.queue,
@@ -587,9 +587,9 @@ class NaiveMember:
                 self.closing.wait(self.options["pull_retry_delay_s"])
                 window.tasks.put((window, message))
                 return
-            self.tell(EventKind.MESSAGE_SENT_BACK, repr(error), window.queue)
+            self.emit(EventKind.MESSAGE_SENT_BACK, repr(error), window.queue)
         else:
-            self.tell(EventKind.MESSAGE_GIVEN_UP, repr(error), window.queue)
+            self.emit(EventKind.MESSAGE_GIVEN_UP, repr(error), window.queue)
         self.acked(window, message)
 
     def send_back(self, message: Message, delay_level: int = 0) -> None:
@@ -617,7 +617,7 @@ class NaiveMember:
         for queue in queues:
             with contextlib.suppress(OSError):
                 self.persist(queue)
-            self.tell(EventKind.OFFSET_RESET, "reset", queue, to=targets[queue])
+            self.emit(EventKind.OFFSET_RESET, "reset", queue, to=targets[queue])
             self.pull_at(queue, targets[queue])
 
     # --- storing
@@ -642,7 +642,7 @@ class NaiveMember:
                 try:
                     self.write_file({**self.read_file(), queue: offset})
                 except OSError as error:
-                    self.tell(EventKind.STORE_UNWRITABLE, str(error), queue)
+                    self.emit(EventKind.STORE_UNWRITABLE, str(error), queue)
                     raise
             else:
                 self.commit(queue, offset)

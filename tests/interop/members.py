@@ -21,12 +21,12 @@ Owners = dict[str, set[MessageQueue]]
 """Queues by client id."""
 
 
-def named(name: str) -> dict[str, str]:
+def our_options(name: str) -> dict[str, str]:
     """Return our options for the client id `client_id(name)`."""
     return {"client_ip": IP, "instance_name": name}
 
 
-def java_named(name: str) -> dict[str, str]:
+def java_options(name: str) -> dict[str, str]:
     """Return Java's options for the client id `client_id(name)`."""
     return {"clientIp": IP, "instanceName": name}
 
@@ -47,7 +47,7 @@ def running_info(cluster: Any, group: str, member: str) -> RunningInfo:
         return decode_running_info(peer.call(RequestCode.GET_CONSUMER_RUNNING_INFO, fields).body)
 
 
-def wait_until_noted(cluster: Any, group: str, member: str, topic: str, total: int) -> None:
+def wait_until_committed(cluster: Any, group: str, member: str, topic: str, total: int) -> None:
     """Wait until a member has noted that it consumed `topic` up to offsets that make `total`.
 
     A Java member does so a moment after its listener has returned; closed before, it leaves the message for the next.

@@ -10,7 +10,7 @@ import pytest
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from tests.consumer.processes import member
 from tests.consuming import consuming, numbered, until
-from tests.interop.members import client_id, java_named, named, wait_until_noted
+from tests.interop.members import client_id, java_options, our_options, wait_until_committed
 from tests.resetting import fill
 
 NAME = "shared"
@@ -25,20 +25,20 @@ def places(java, group):
 
 def ours(cluster, java, topic, group, **options):
     directory = {"message_model": "broadcasting", "offset_store_dir": java.offsets_directory}
-    return consuming(cluster, topic, group, **directory, **{**named(NAME), **options})
+    return consuming(cluster, topic, group, **directory, **{**our_options(NAME), **options})
 
 
 def javas(cluster, java, topic, group, **options):
-    return java.consumer(cluster.name_server, group, topic, broadcasting=True, **{**java_named(NAME), **options})
+    return java.consumer(cluster.name_server, group, topic, broadcasting=True, **{**java_options(NAME), **options})
 
 
 @pytest.mark.parametrize("kind", ["real", "embedded"])
 def test_java_members_and_ours_see_every_message(either_cluster, java, topic, group, kind):
     fill(either_cluster, topic, 20, queues=4)
     with (
-        ours(either_cluster, java, topic, group, **named("one")) as (_, first),
-        ours(either_cluster, java, topic, group, **named("two")) as (_, second),
-        javas(either_cluster, java, topic, group, **java_named("three")) as third,
+        ours(either_cluster, java, topic, group, **our_options("one")) as (_, first),
+        ours(either_cluster, java, topic, group, **our_options("two")) as (_, second),
+        javas(either_cluster, java, topic, group, **java_options("three")) as third,
     ):
         fill(either_cluster, topic, 20, start=20)
         first.wait_for(40)
@@ -57,7 +57,7 @@ def test_ours_goes_on_where_the_java_member_ended_and_back(real_cluster, java, t
         if turn % 2 == 0:
             with javas(real_cluster, java, topic, group) as each:
                 each.wait_for_messages(12)
-                wait_until_noted(real_cluster, group, each.client_id, topic, 12 * (turn + 1))
+                wait_until_committed(real_cluster, group, each.client_id, topic, 12 * (turn + 1))
             bodies = [message.body for message in each.messages]
         else:
             with ours(real_cluster, java, topic, group) as (consumer, seen):
@@ -79,7 +79,7 @@ def test_a_file_java_wrote_after_ours_was_killed_is_what_counts(real_cluster, ja
         "message_model": "broadcasting",
         "offset_store_dir": str(java.offsets_directory),
         "commit_interval_s": 0.05,
-        **named(NAME),
+        **our_options(NAME),
     }
     with member(real_cluster, topic, group, **options) as victim:
         victim.wait(lambda lines: len(victim.bodies) == 10)
@@ -90,7 +90,7 @@ def test_a_file_java_wrote_after_ours_was_killed_is_what_counts(real_cluster, ja
     fill(real_cluster, topic, 10, start=20)
     with javas(real_cluster, java, topic, group) as each:
         until(lambda: set(numbered(10, 20)) <= {message.body for message in each.messages}, "the Java member's")
-        wait_until_noted(real_cluster, group, each.client_id, topic, 30)
+        wait_until_committed(real_cluster, group, each.client_id, topic, 30)
     fill(real_cluster, topic, 10, start=30)
     with ours(real_cluster, java, topic, group) as (_, seen):
         seen.wait_for(10)

@@ -15,7 +15,7 @@ from pyrocket_consumer.model import retry_topic
 from pyrocket_consumer.protocol.bodies import decode_consumer_status_table
 from pyrocket_consumer.protocol.codes import RequestCode
 from tests.consuming import Seen, consuming, numbered, until
-from tests.interop.members import java_named, named, wait_until_noted
+from tests.interop.members import java_options, our_options, wait_until_committed
 
 
 @contextmanager
@@ -25,8 +25,8 @@ def one_of_each(cluster, java, topic, names, listener=None, **options):
     for group in (our_group, java_group):
         cluster.create_topic(retry_topic(group), queues=1)  # else Java looks for its route 30 s after its start
     with (
-        consuming(cluster, topic, our_group, listener, **named("ours")) as (consumer, seen),
-        java.consumer(cluster.name_server, java_group, topic, **java_named("java"), **options) as java_member,
+        consuming(cluster, topic, our_group, listener, **our_options("ours")) as (consumer, seen),
+        java.consumer(cluster.name_server, java_group, topic, **java_options("java"), **options) as java_member,
     ):
         java_member.wait_for_queues(topic, len(consumer.progress()) - 1)
         yield our_group, java_group, consumer, seen, java_member
@@ -57,7 +57,7 @@ def test_consumer_status(either_cluster, java, topic, names):
         seen.wait_for(20)
         java_member.wait_for_messages(20)
         until(lambda: sum(either_cluster.committed(our_group, topic).values()) == 20, "committed")
-        wait_until_noted(either_cluster, java_group, java_member.client_id, topic, 20)
+        wait_until_committed(either_cluster, java_group, java_member.client_id, topic, 20)
         members = {our_group: consumer.client_id, java_group: java_member.client_id}
         lists = {group: java.mqadmin(either_cluster.name_server, "consumerStatus", "-g", group) for group in members}
         reports = {
@@ -147,7 +147,7 @@ def test_consumer_progress_and_connection(real_cluster, java, mqadmin, topic, na
             java_member.wait_for_messages(20)
             until(lambda: real_cluster.committed(our_group, topic) == {0: 3, 1: 3}, "the first three of each queue")
             until(lambda: sorted(each.lag for each in consumer.progress().values()) == [0, 7, 7], "it knows of all 20")
-            held = {queue.queue_id: told for queue, told in consumer.progress().items() if queue.topic == topic}
+            held = {queue.queue_id: each for queue, each in consumer.progress().items() if queue.topic == topic}
             progress = mqadmin("consumerProgress", "-g", our_group, "-s", "true")
             connections = [mqadmin("consumerConnection", "-g", group) for group in (our_group, java_group)]
             overview = mqadmin("consumerProgress")
@@ -155,7 +155,7 @@ def test_consumer_progress_and_connection(real_cluster, java, mqadmin, topic, na
             release.set()
         until(lambda: len(real_cluster.committed(java_group, topic)) == 2, "the first commit of the Java member")
         java_progress = mqadmin("consumerProgress", "-g", java_group, "-s", "true")
-    assert [(told.committed, told.lag) for told in held.values()] == [(3, 7)] * 2
+    assert [(each.committed, each.lag) for each in held.values()] == [(3, 7)] * 2
     rows = [row for row in progress_rows(progress) if row[0] == topic]
     assert [row[1:7] for row in rows] == [["broker-a", str(each), "10", "3", "127.0.0.1", "7"] for each in (0, 1)]
     assert re.search(r"Diff Total: 14$", progress, re.MULTILINE)
@@ -164,7 +164,7 @@ def test_consumer_progress_and_connection(real_cluster, java, mqadmin, topic, na
     assert (shown[1], *shown[3:5], shown[-1]) == ("1", "PUSH", "CLUSTERING", "14")
 
     (ours, our_rest), (javas, java_rest) = (
-        told(text, group) for text, group in zip(connections, (our_group, java_group), strict=True)
+        connected_clients(text, group) for text, group in zip(connections, (our_group, java_group), strict=True)
     )
     assert (ours[0][0], ours[0][2]) == (consumer.client_id, "PYTHON")
     assert [row[0] for row in javas] == [java_member.client_id]
@@ -176,7 +176,7 @@ def progress_rows(report: str) -> list[list[str]]:
     return [line.split() for line in report.splitlines() if line and not line.startswith(("#", "Consume", "Diff"))]
 
 
-def told(report: str, group: str) -> tuple[list[list[str]], set[str]]:
+def connected_clients(report: str, group: str) -> tuple[list[list[str]], set[str]]:
     """Return the rows of a consumerConnection report that tell of members, and the words of the rest."""
     above, _, below = report.replace(group, "GROUP").partition("Below is subscription")
     return [line.split() for line in above.splitlines() if "@" in line], set(below.split())

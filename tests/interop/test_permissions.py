@@ -58,7 +58,7 @@ def requests(cluster: Any, topic: str, group: str, member: str) -> Iterator[Requ
     """Return what may be asked of the member `member`, its group and its topic; the last ones take these away."""
     sent = cluster.send(topic, b"an order")[0]
     queue = {"topic": topic, "queueId": 0}
-    named = {"consumerGroup": group, "clientId": member}
+    our_options = {"consumerGroup": group, "clientId": member}
     plan = PlanBody(topic, epoch=1, targets={MessageQueue(topic, "broker-a", 0): 0})
     theirs = frozenset(MessageQueue(topic, "broker-a", each) for each in range(QUEUES))
     consumers = (bodies.ConsumerData(group, subscriptions=(Subscription(topic),)),)
@@ -93,10 +93,10 @@ def requests(cluster: Any, topic: str, group: str, member: str) -> Iterator[Requ
     yield Request(code.GET_CONSUME_STATS, "read its lag", {"consumerGroup": group, "topic": topic})
     status = {"topic": topic, "group": group, "clientAddr": member}
     yield Request(code.INVOKE_BROKER_TO_GET_CONSUMER_STATUS, "ask a member for its offsets", status)
-    yield Request(code.GET_CONSUMER_RUNNING_INFO, "ask a member how it does", {**named, "jstackEnable": True})
-    order = {**named, "jstackEnable": False, "pyrocketOp": "reset", "pyrocketId": "1", "pyrocketV": 1}
+    yield Request(code.GET_CONSUMER_RUNNING_INFO, "ask a member how it does", {**our_options, "jstackEnable": True})
+    order = {**our_options, "jstackEnable": False, "pyrocketOp": "reset", "pyrocketId": "1", "pyrocketV": 1}
     yield Request(code.GET_CONSUMER_RUNNING_INFO, "order a reset of ours", order, encode_plan(plan))
-    directly = {**named, "msgId": sent.offset_message_id, "brokerName": "broker-a", "topic": topic}
+    directly = {**our_options, "msgId": sent.offset_message_id, "brokerName": "broker-a", "topic": topic}
     yield Request(code.CONSUME_MESSAGE_DIRECTLY, "have its listener called with a message", directly)
     reset = {"topic": topic, "group": group, "timestamp": -1, "isForce": True}
     yield Request(code.INVOKE_BROKER_TO_RESET_OFFSET, "reset it", reset)

@@ -12,7 +12,7 @@ import pytest
 from pyrocket_consumer import Admin
 from pyrocket_consumer.admin import ResetState
 from tests.consuming import Events, Seen, consuming, numbered, until
-from tests.interop.members import client_id, java_named, named
+from tests.interop.members import client_id, java_options, our_options
 from tests.resetting import fill, held, members, queue, wait_until_seen, wait_until_stored
 
 QUEUES = 4
@@ -175,7 +175,7 @@ def stores(tmp_path):
 @contextmanager
 def java_member(real_cluster, java, group, topic, **options):
     with java.consumer(
-        real_cluster.name_server, group, topic, persistIntervalMs=1000, **java_named("java"), **options
+        real_cluster.name_server, group, topic, persistIntervalMs=1000, **java_options("java"), **options
     ) as consumer:
         yield consumer
 
@@ -184,7 +184,7 @@ def test_a_java_member_that_cannot_be_reached_keeps_its_place(real_cluster, java
     fill(real_cluster, topic, 20, queues=2)
     with (
         java_member(real_cluster, java, group, topic, broadcasting=True) as other,
-        consuming(real_cluster, topic, group, **named("ours"), **stores) as (_, seen),
+        consuming(real_cluster, topic, group, **our_options("ours"), **stores) as (_, seen),
     ):
         other.wait_for_messages(20)
         wait_until_seen(seen, 1, 20)
@@ -212,7 +212,7 @@ def test_a_java_member_that_obeys_is_reset_through_its_broker(real_cluster, java
     try:
         with (
             java_member(real_cluster, java, group, topic, broadcasting=True, pause_s=0.1) as other,
-            consuming(real_cluster, topic, group, **named("ours"), **stores) as (consumer, seen),
+            consuming(real_cluster, topic, group, **our_options("ours"), **stores) as (consumer, seen),
         ):
             other.wait_for_messages(20)
             wait_until_seen(seen, 1, 20)
@@ -249,7 +249,7 @@ def test_a_clustering_group_with_a_java_member_replays_all(real_cluster, java, a
     real_cluster.create_topic(topic, queues=4)
     with (
         java_member(real_cluster, java, group, topic, pause_s=0.02) as other,
-        consuming(real_cluster, topic, group, **named("ours"), pull_hold_s=2) as (consumer, seen),
+        consuming(real_cluster, topic, group, **our_options("ours"), pull_hold_s=2) as (consumer, seen),
     ):
         until(lambda: len(real_cluster.members(group)) == 2, "both are online")
         until(lambda: len(held(consumer, topic)) == 2, "ours has its share")

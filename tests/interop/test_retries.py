@@ -7,7 +7,7 @@ import pytest
 from pyrocket_consumer import Retry
 from pyrocket_consumer.model import MessageQueue, dlq_topic, retry_topic
 from tests.consuming import Seen, consuming, until
-from tests.interop.members import java_named, named, owners
+from tests.interop.members import java_options, our_options, owners
 
 AT_ONCE = 1
 """The shortest delay level, 1 s."""
@@ -22,7 +22,7 @@ def test_a_failed_message_goes_to_the_holder_of_the_retry_queue(either_cluster, 
     our_name, java_name = ("a", "b") if holder == "ours" else ("b", "a")
     seen = Seen(lambda message: Retry(delay_level=AT_ONCE) if message.reconsume_times == 0 else None)
     with (
-        consuming(either_cluster, topic, group, seen, **named(our_name)),
+        consuming(either_cluster, topic, group, seen, **our_options(our_name)),
         java.consumer(
             either_cluster.name_server,
             group,
@@ -30,7 +30,7 @@ def test_a_failed_message_goes_to_the_holder_of_the_retry_queue(either_cluster, 
             fail=1,
             delayLevel=AT_ONCE,
             persistIntervalMs=500,
-            **java_named(java_name),
+            **java_options(java_name),
         ) as java_member,
     ):
 

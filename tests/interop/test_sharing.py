@@ -15,11 +15,11 @@ from tests.consuming import consuming, numbered, until
 from tests.interop.members import (
     JAVA_STRATEGIES,
     client_id,
-    java_named,
-    named,
+    java_options,
+    our_options,
     running_info,
     wait_for_members,
-    wait_until_noted,
+    wait_until_committed,
 )
 
 
@@ -31,10 +31,10 @@ def test_java_members_hold_what_our_allocation_says(either_cluster, java, topic,
     group_is = partial(wait_for_members, either_cluster, group, topic, strategy=strategy)
 
     def ours(name):
-        return consuming(either_cluster, topic, group, allocation=strategy, **named(name))
+        return consuming(either_cluster, topic, group, allocation=strategy, **our_options(name))
 
     def javas(name):
-        options = {"strategy": JAVA_STRATEGIES[strategy], **java_named(name)}
+        options = {"strategy": JAVA_STRATEGIES[strategy], **java_options(name)}
         return java.consumer(either_cluster.name_server, group, topic, **options)
 
     with ours("a"), javas("d"):
@@ -68,18 +68,18 @@ def test_each_message_is_consumed_once_while_members_come_and_go(real_cluster, j
     with ExitStack() as stack:
 
         def java_joins():
-            each = java.consumer(real_cluster.name_server, group, topic, **java_named("java"))
+            each = java.consumer(real_cluster.name_server, group, topic, **java_options("java"))
             java_members.append(stack.enter_context(each))
             return each
 
         # the victim sorts last: then no queue moves away from the Java member, whose commits come late
-        victim = stack.enter_context(member(real_cluster, topic, group, listener_s=0.05, **named("victim")))
-        consumer, seen = stack.enter_context(consuming(real_cluster, topic, group, **named("ours")))
+        victim = stack.enter_context(member(real_cluster, topic, group, listener_s=0.05, **our_options("victim")))
+        consumer, seen = stack.enter_context(consuming(real_cluster, topic, group, **our_options("ours")))
         first = java_joins()
         group_is("java", "ours", "victim")
         send()
         until(lambda: set(consumed()) == set(sent), "every message is consumed")
-        wait_until_noted(real_cluster, group, first.client_id, topic, 15)  # 3 of 8 queues
+        wait_until_committed(real_cluster, group, first.client_id, topic, 15)  # 3 of 8 queues
         first.close()
         group_is("ours", "victim")
         each_is_consumed_and_committed()
@@ -123,14 +123,14 @@ def test_nothing_is_lost_while_members_come_and_go_under_load(real_cluster, java
             sent.append(body)
 
     def javas(name):
-        return java.consumer(real_cluster.name_server, group, topic, **java_named(name))
+        return java.consumer(real_cluster.name_server, group, topic, **java_options(name))
 
     sender = threading.Thread(target=send)
-    with consuming(real_cluster, topic, group, **named("b")) as (_, seen), javas("c") as first:
+    with consuming(real_cluster, topic, group, **our_options("b")) as (_, seen), javas("c") as first:
         sender.start()
         try:
             group_is("b", "c")
-            with consuming(real_cluster, topic, group, **named("d")) as (_, late):
+            with consuming(real_cluster, topic, group, **our_options("d")) as (_, late):
                 group_is("b", "c", "d")
                 with javas("a") as second:
                     group_is("a", "b", "c", "d")
@@ -163,11 +163,11 @@ def test_an_orderly_group_keeps_the_order_of_each_queue(either_cluster, java, to
         javas = [(message.queue.queue_id, message.queue_offset) for message in java_member.messages]
         return [(message.queue.queue_id, message.queue_offset) for message in list(seen.messages)] + javas
 
-    with java.consumer(either_cluster.name_server, group, topic, orderly=True, **java_named("b")) as java_member:
+    with java.consumer(either_cluster.name_server, group, topic, orderly=True, **java_options("b")) as java_member:
         group_is("b")
         send()
         java_member.wait_for_messages(40)
-        with consuming(either_cluster, topic, group, orderly=True, **named("a")) as (_, seen):
+        with consuming(either_cluster, topic, group, orderly=True, **our_options("a")) as (_, seen):
             group_is("a", "b")
             send()
             until(lambda: len(set(consumed())) == sent, "every message is consumed")

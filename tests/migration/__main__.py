@@ -61,7 +61,7 @@ def options_in(text: str) -> list[str]:
     return [name for name in _QUOTED.findall(text) if name in OPTIONS]
 
 
-def made(name: str, old: str) -> str:
+def build_table(name: str, old: str) -> str:
     """Return a table as it should be."""
     if name == ONLY_HERE:
         options = [option for row in rows(old) for option in row.names]
@@ -101,7 +101,7 @@ def default_of(option: str) -> str:
 
 def document(page: str) -> str:
     """Return the page as it should be."""
-    return _TABLE.sub(lambda found: f"{found[1]}{made(found[2], found[3])}{found[4]}", page)
+    return _TABLE.sub(lambda found: f"{found[1]}{build_table(found[2], found[3])}{found[4]}", page)
 
 
 if __name__ == "__main__":

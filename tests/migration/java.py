@@ -26,7 +26,7 @@ def recorded() -> Names:
     return names
 
 
-def asked() -> Names:
+def fetched() -> Names:
     """Return the names of the newest release, from its jars.
 
     Raises:
@@ -43,4 +43,4 @@ def asked() -> Names:
 
 
 if __name__ == "__main__":
-    RECORDED.write_text(json.dumps(asked(), indent=1, sort_keys=True) + "\n")
+    RECORDED.write_text(json.dumps(fetched(), indent=1, sort_keys=True) + "\n")

@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def test_the_names_recorded_are_those_of_the_release(real_version):
-    assert java.asked() == java.recorded(), "record them anew: python -m tests.migration.java"
+    assert java.fetched() == java.recorded(), "record them anew: python -m tests.migration.java"
 
 
 def test_the_java_blocks_compile(real_version, tmp_path):

@@ -19,7 +19,7 @@ from pyrocket_consumer.testing import drop, drop_answer
 from tests.simulation.history import History
 from tests.simulation.member import Member
 from tests.simulation.plans import DEFAULTS, Plan
-from tests.simulation.running import begin, lived_through
+from tests.simulation.running import parse_options, run_worlds
 from tests.simulation.scenario import Scenario
 
 BEGINS_S = 12.0
@@ -122,7 +122,7 @@ class Interfered(Scenario):
         member.process.before(step, happen)
 
 
-def live(case: Case) -> int:
+def run_case(case: Case) -> int:
     """Live through one case and look whether all was right; returns how many steps the call took.
 
     Raises:
@@ -136,13 +136,13 @@ def live(case: Case) -> int:
 
 def check(history: History, kind: str) -> None:
     """Look for broken rules."""
-    history.check_nobody_is_left()
+    history.check_group_is_empty()
     history.check_nothing_is_left()
     history.check_starts_and_closes_end(start_s=SILENT_S + 5, close_s=10)
     if kind == "broadcasting":
         history.check_every_member_consumed_everything()
         return
-    history.check_nothing_is_passed_over()
+    history.check_no_message_is_skipped()
     history.check_resets_are_kept()
     history.check_everything_was_consumed()
     if kind == "orderly":
@@ -163,17 +163,17 @@ def main() -> int:
     parser.add_argument("--interference", choices=INTERFERENCES, action="append")
     parser.add_argument("--step", type=int, help="only before this step")
     parser.add_argument("--sample", type=int, metavar="N", help="before N steps of each, not before all")
-    options = begin(parser)
+    options = parse_options(parser)
 
     def worlds() -> Iterator[tuple[str, str, Callable[[], object]]]:
         for kind, call in product(options.kind or KINDS, options.call or CALLS):
-            steps = [options.step] if options.step is not None else sample(live(Case(kind, call)), options.sample)
+            steps = [options.step] if options.step is not None else sample(run_case(Case(kind, call)), options.sample)
             for interference, step in product(options.interference or INTERFERENCES, steps):
                 if (call, interference) != ("hand-over", "cancelled"):  # nobody waits for it
                     case = Case(kind, call, interference, step)
-                    yield kind, f"tests.simulation.every_await {case}", partial(live, case)
+                    yield kind, f"tests.simulation.every_await {case}", partial(run_case, case)
 
-    return lived_through(worlds())
+    return run_worlds(worlds())
 
 
 if __name__ == "__main__":

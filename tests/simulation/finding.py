@@ -19,7 +19,7 @@ from typing import Any
 from tests import planted
 from tests.simulation import plans, producing, scenario
 from tests.simulation.mistakes import MISTAKES, PRODUCER_MISTAKES
-from tests.simulation.running import begin
+from tests.simulation.running import parse_options
 
 KEPT = Path(__file__).with_name("mistakes.json")
 STORE = "python -m tests.simulation.finding --store"
@@ -51,14 +51,14 @@ OF_KEYS = (
     ("two-workers-on-one-key", "by-key", "began beside"),
     ("two-workers-on-one-key", "by-asked-key", "began beside"),
     ("retry-behind-the-next", "by-key", "came after"),
-    ("rest-of-a-key-goes-on", "by-asked-key", "came after"),
+    ("rest-of-a-key-continues", "by-asked-key", "came after"),
     ("unlock-while-a-key-runs", "by-key", "began beside"),
 )
 OF_PRODUCERS = (
-    ("attempts-not-told", "brokers", "SendResult.attempts="),
+    ("attempts-not-reported", "brokers", "SendResult.attempts="),
     ("key-ignored", "brokers", "was stored at"),
     ("old-route-kept", "routes", "s later"),
-    ("told-before-it-is-stored", "brokers", "as it was told"),
+    ("acknowledged-before-it-is-stored", "brokers", "as it was told"),
 )
 """Mistakes, the plans that find them, and what is then wrong."""
 
@@ -68,7 +68,7 @@ ALL = {
 }
 
 
-def live(mistake: str | None, plan: str, seed: int, times: dict[str, float]) -> str:
+def run_world(mistake: str | None, plan: str, seed: int, times: dict[str, float]) -> str:
     """Return what is wrong with a world."""
     if mistake is not None:
         (MISTAKES | PRODUCER_MISTAKES)[mistake]()
@@ -78,7 +78,7 @@ def live(mistake: str | None, plan: str, seed: int, times: dict[str, float]) -> 
             scenario.check(scenario.Scenario(seed, how).run(), how)
         else:
             sending = replace(producing.PLANS[plan], **times)  # type: ignore[arg-type]
-            producing.check(producing.Producing(seed, sending).run(), sending)
+            producing.check(producing.ProducerScenario(seed, sending).run(), sending)
     except AssertionError as error:
         return f"seed {seed}: {error}"
     return ""
@@ -89,7 +89,7 @@ def finds(name: str, seed: int, times: dict[str, float]) -> bool:
     mistake, plan, wrong = ALL[name]
 
     def what_is_wrong(with_mistake: str | None) -> str:
-        return str(planted.in_fork(partial(live, with_mistake, plan, seed, times)))
+        return str(planted.in_fork(partial(run_world, with_mistake, plan, seed, times)))
 
     return re.search(wrong, what_is_wrong(mistake)) is not None and not what_is_wrong(None)
 
@@ -119,7 +119,7 @@ def replay() -> dict[str, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", action="store_true", help="search what is missing, and keep it")
-    options = begin(parser, has_log=False)
+    options = parse_options(parser, has_log=False)
     found = replay()
     if options.store:
         lost = [name for name, is_found in found.items() if not is_found]

@@ -19,13 +19,13 @@ from pyrocket_consumer.testing import EmbeddedCluster
 
 NEVER = float("inf")
 
-Place = tuple[MessageQueue, int]
-Line = tuple[MessageQueue, str | None]
+QueuePosition = tuple[MessageQueue, int]
+KeyLane = tuple[MessageQueue, str | None]
 
 GRACE_S = 1.0
 """How long a queue that moves waits for its listener calls."""
 
-TAKEN_FOR_A_LOSS_S = 30.0
+TREATED_AS_LOSS_S = 30.0
 """A reset by a member's own program so soon after a broker was away may be taken for a loss by another member, which
 goes on where it was, and says so: a documented limit."""
 
@@ -38,7 +38,7 @@ class Consumed:
     begun: float
     member: str
     body: bytes
-    place: Place
+    position: QueuePosition
     success: bool
 
 
@@ -53,7 +53,7 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class TimedCall:
     """A start or a close: from when, or by when it should have ended, to when it did, and how."""
 
     member: str
@@ -76,26 +76,28 @@ class History:
         self.addresses: dict[str, str] = {}  # the client's end of a connection -> member
         self.corrections: list[tuple[float, MessageQueue, int]] = []  # when misplaced; where brokers will move it
         self.disturbed_at: list[float] = []  # from then on, a broker or a member may know less than it did
-        self.starts: list[Course] = []
-        self.closes: list[Course] = []
+        self.starts: list[TimedCall] = []
+        self.closes: list[TimedCall] = []
         self.left: list[tuple[float, str, str]] = []  # when, by whom, what: tasks and connections after a close
         self.settled_at = NEVER  # by then all should be done, without anybody ending or joining
         self.begins_at_the_end = False  # a group that is new does
-        self.booked: list[tuple[str, MessageQueue, int, str | None]] = []  # what a database has committed, see Ledger
+        self.ledger_rows: list[
+            tuple[str, MessageQueue, int, str | None]
+        ] = []  # what a database has committed, see Ledger
         self.busy = 0  # how often one of its transactions waited for another
         self.stored: dict[MessageQueue, int] = {}  # where the database has the group at the end
-        self.promised: dict[MessageQueue, int] = {}  # where queues ended when a start that took them on returned
+        self.ends_at_start: dict[MessageQueue, int] = {}  # where queues ended when a start that took them on returned
 
     def digest(self) -> str:
         """Return a digest of all that happened, the same for the same seed."""
-        events = [f"{each.at:.6f} {each.member} {each.place} {each.success}" for each in self.consumed]
+        events = [f"{each.at:.6f} {each.member} {each.position} {each.success}" for each in self.consumed]
         events += [f"{at:.6f} {queue} {offset}" for at, _, queue, offset in self.commits()]
-        events += [f"{what} {queue} {offset}" for what, queue, offset, _ in self.booked]
+        events += [f"{what} {queue} {offset}" for what, queue, offset, _ in self.ledger_rows]
         return hashlib.sha256("\n".join(events).encode()).hexdigest()[:16]
 
     # --- from the brokers
 
-    def _bodies(self) -> dict[Place, bytes]:
+    def _bodies(self) -> dict[QueuePosition, bytes]:
         return {(message.queue, message.queue_offset): message.body for message in self.cluster.messages(self.topic)}
 
     def _requests(self, code: RequestCode) -> list[tuple[float, str, str, Any]]:
@@ -142,8 +144,8 @@ class History:
         found = []
         for at, broker, _, request in self._requests(RequestCode.CONSUMER_SEND_MSG_BACK):
             header = command.ConsumerSendMsgBackHeader.from_fields(request.fields)
-            if (place := (broker, header.offset)) in places:
-                found.append((at, places[place]))
+            if (position := (broker, header.offset)) in places:
+                found.append((at, places[position]))
         for at, _, _, request in self._requests(RequestCode.SEND_MESSAGE_V2):
             if command.SendMessageHeader.from_fields(request.fields).topic.startswith("%RETRY%"):
                 found.append((at, request.body))
@@ -151,14 +153,14 @@ class History:
 
     # --- the rules
 
-    def check_nothing_is_passed_over(self) -> None:
+    def check_no_message_is_skipped(self) -> None:
         """Every commit: all below it, from the first pull on, was consumed, or handed back for a retry, before.
 
         Two that start at once may find different ends: where they begin is not judged, what they commit after it is.
         """
         returned = [each for each in self.starts if each.error is None] if self.begins_at_the_end else []
         first = min((each.ended for each in returned), default=0.0)
-        promised_at = max((each.ended for each in returned if each.due <= first), default=0.0)
+        first_start_ended_at = max((each.ended for each in returned if each.due <= first), default=0.0)
         bodies = self._bodies()
         handled_at: dict[bytes, float] = {}
         for each in self.consumed:
@@ -168,7 +170,7 @@ class History:
             handled_at[body] = min(at, handled_at.get(body, at))
         edge = self._first_pulled()
         for at, client, queue, offset in self.commits():
-            if at <= promised_at:
+            if at <= first_start_ended_at:
                 continue
             for number in range(edge.setdefault(queue, 0), offset):
                 body = bodies.get((queue, number))
@@ -190,14 +192,14 @@ class History:
             is_waiting = 2 * so_far.count(None) > len(so_far)
             targets = (each.target for each in later if each.target is not None)
             following = next(targets, None) if is_waiting else None
-            may_be_lost = any(0 <= reset.at - at <= TAKEN_FOR_A_LOSS_S for at in self.disturbed_at)
+            may_be_lost = any(0 <= reset.at - at <= TREATED_AS_LOSS_S for at in self.disturbed_at)
             ends = [each.at for each in later] + [at for at in self.disturbed_at if at > reset.at]
-            since = [each for each in self.consumed if each.place[0] == reset.queue and each.begun >= reset.at]
-            again = {each.place[1]: each.at for each in reversed(since)}
+            since = [each for each in self.consumed if each.position[0] == reset.queue and each.begun >= reset.at]
+            again = {each.position[1]: each.at for each in reversed(since)}
             for at, client, queue, offset in commits:
                 if queue != reset.queue or not reset.at < at < min(ends, default=NEVER):
                     continue
-                missing = [place for place in range(reset.target, offset) if again.get(place, NEVER) > at]
+                missing = [position for position in range(reset.target, offset) if again.get(position, NEVER) > at]
                 is_own = self.addresses.get(client) == reset.member
                 if missing and (offset == following or (may_be_lost and not is_own)):
                     break
@@ -209,16 +211,16 @@ class History:
         """In calm, before the end, every message owed was consumed; in the end all queues are committed to theirs."""
         done = {each.body for each in self.consumed if each.success and each.at <= self.settled_at}
         bodies, first = self._bodies(), self._first_pulled()
-        for queue, end in self.promised.items():
+        for queue, end in self.ends_at_start.items():
             if first.get(queue, end) > end:
                 raise Wrong(f"{queue} ended at {end} when a start returned that took it on; begun at {first[queue]}")
         nobodys = {queue for queue, _ in bodies} - first.keys()
         if nobodys:
             raise Wrong(f"nobody ever pulled from {min(nobodys)} ({len(nobodys)} queues)")
-        owed = {place: body for place, body in bodies.items() if place[1] >= first[place[0]]}
+        owed = {position: body for position, body in bodies.items() if position[1] >= first[position[0]]}
         missing = sorted(set(owed.values()) - done)
         if missing:
-            places = [str(place) for place, body in owed.items() if body in missing[:3]]
+            places = [str(position) for position, body in owed.items() if body in missing[:3]]
             raise Wrong(f"{len(missing)} of {len(owed)} messages were never consumed: {missing[:3]} at {places}")
         ends: dict[MessageQueue, int] = defaultdict(int)
         for queue, offset in bodies:
@@ -248,18 +250,18 @@ class History:
             begun_at[queue].append(at)
         for queue, calls in self._by_queue().items():
             through: dict[int, float] = {}  # when the last holder was through with everything up to an offset
-            for _, held in groupby(calls, lambda each: bisect(begun_at[each.place[0]], each.begun)):
+            for _, held in groupby(calls, lambda each: bisect(begun_at[each.position[0]], each.begun)):
                 period = list(held)
                 for each in period:
-                    late_s = each.begun - through.get(each.place[1], each.begun)
+                    late_s = each.begun - through.get(each.position[1], each.begun)
                     if late_s > allowed_s:
-                        what = f"t={each.begun:.3f} {each.body!r} at {each.place[1]} of {queue} came again at"
+                        what = f"t={each.begun:.3f} {each.body!r} at {each.position[1]} of {queue} came again at"
                         raise Wrong(f"{what} {each.member}, {late_s:.1f} s after its last holder was through with it")
                 through, at, last_begun = {}, 0.0, period[-1].begun
-                for each in sorted(period, key=lambda each: each.place[1]):
+                for each in sorted(period, key=lambda each: each.position[1]):
                     # what ended after the last call began, and took long, may have ended when its queue was gone
                     is_cut = each.at > last_begun and each.at - each.begun > GRACE_S
-                    at = through[each.place[1]] = max(at, NEVER if is_cut else each.at)
+                    at = through[each.position[1]] = max(at, NEVER if is_cut else each.at)
 
     def _begun(self) -> list[tuple[float, str, MessageQueue]]:
         """Return when members, by connection, have asked where to begin a queue."""
@@ -269,10 +271,10 @@ class History:
     def _by_queue(self) -> dict[MessageQueue, list[Consumed]]:
         found: dict[MessageQueue, list[Consumed]] = defaultdict(list)
         for each in sorted(self.consumed, key=lambda each: each.begun):
-            found[each.place[0]].append(each)
+            found[each.position[0]].append(each)
         return found
 
-    def check_former_holders_set_nothing_back(self) -> None:
+    def check_former_owners_lower_no_commit(self) -> None:
         """A member lowers no commit of a queue after another one has begun it."""
         moves = [(at, 0, client, queue, 0) for at, client, queue in self._begun()]
         moves += [(at, 1, client, queue, offset) for at, client, queue, offset in self.commits()]
@@ -316,7 +318,7 @@ class History:
         """Each effect is that of the next message of its queue, wherever the group was moved; and none is missing."""
         places: dict[MessageQueue, int] = {}
         owners: dict[MessageQueue, str | None] = {}
-        for what, queue, offset, owner in self.booked:
+        for what, queue, offset, owner in self.ledger_rows:
             if queue.topic != self.topic:
                 continue
             if what == "effect" and places.get(queue) != offset:
@@ -331,11 +333,11 @@ class History:
                 queue = message.queue
                 if queue.broker_name == broker.name and places.get(queue, 0) <= message.queue_offset:
                     raise Wrong(f"{queue} {message.queue_offset} has no effect; the group is at {places.get(queue)}")
-        for queue, place in places.items():
-            if self.stored.get(queue) != place:
-                raise Wrong(f"{queue} is at {self.stored.get(queue)} in the table, and its effects are at {place}")
+        for queue, position in places.items():
+            if self.stored.get(queue) != position:
+                raise Wrong(f"{queue} is at {self.stored.get(queue)} in the table, and its effects are at {position}")
 
-    def check_nobody_is_left(self) -> None:
+    def check_group_is_empty(self) -> None:
         """When all have closed, the group has no members."""
         for broker in self.cluster.brokers:
             if left := broker.members(self.group):
@@ -364,36 +366,38 @@ class History:
         keeps to that also if it was cut off for so long that another one had the queue's lock in between: what failed
         there it may have consumed before.
         """
-        key_of: dict[Place, Line] = {}
-        number_of: dict[Place, int] = {}
-        counts: dict[Line, int] = defaultdict(int)
+        key_of: dict[QueuePosition, KeyLane] = {}
+        number_of: dict[QueuePosition, int] = {}
+        counts: dict[KeyLane, int] = defaultdict(int)
         for message in self.cluster.messages(self.topic):  # by queue, in order of offset
-            line = (message.queue, message.property(PropertyName.SHARDING_KEY))
-            place = (message.queue, message.queue_offset)
-            key_of[place], number_of[place] = line, counts[line]
-            counts[line] += 1
+            lane = (message.queue, message.property(PropertyName.SHARDING_KEY))
+            position = (message.queue, message.queue_offset)
+            key_of[position], number_of[position] = lane, counts[lane]
+            counts[lane] += 1
         begun_at: dict[tuple[str | None, MessageQueue], list[float]] = defaultdict(list)
         for at, client, queue in self._begun():
             begun_at[self.addresses.get(client), queue].append(at)
-        latest: dict[Line, Consumed] = {}
-        of_period: dict[tuple[Line, str, int], Consumed] = {}
-        consumed_at: dict[tuple[Line, int], float] = {}
+        latest: dict[KeyLane, Consumed] = {}
+        of_period: dict[tuple[KeyLane, str, int], Consumed] = {}
+        consumed_at: dict[tuple[KeyLane, int], float] = {}
         for each in sorted(self.consumed, key=lambda each: each.begun):
-            line, number = key_of[each.place], number_of[each.place]
-            what = f"t={each.begun:.3f} {each.body!r} at {each.place[1]} of {line[0]}, key {line[1]}, at {each.member}"
-            other = latest.get(line)
+            lane, number = key_of[each.position], number_of[each.position]
+            what = (
+                f"t={each.begun:.3f} {each.body!r} at {each.position[1]} of {lane[0]}, key {lane[1]}, at {each.member}"
+            )
+            other = latest.get(lane)
             if other is not None and other.at > each.begun:
                 raise Wrong(f"{what} began beside {other.body!r} at {other.member}, which ran until {other.at:.3f}")
-            latest[line] = each
-            period = (line, each.member, bisect(begun_at[each.member, each.place[0]], each.begun))
+            latest[lane] = each
+            period = (lane, each.member, bisect(begun_at[each.member, each.position[0]], each.begun))
             before = of_period.get(period)
             of_period[period] = each
-            if before is not None and number > number_of[before.place] + before.success:
+            if before is not None and number > number_of[before.position] + before.success:
                 raise Wrong(f"{what} came after {before.body!r}, which failed, or is not the one before it")
-            if number and consumed_at.get((line, number - 1), NEVER) > each.begun:
+            if number and consumed_at.get((lane, number - 1), NEVER) > each.begun:
                 raise Wrong(f"{what} came before the one before it was consumed")
             if each.success:
-                consumed_at.setdefault((line, number), each.at)
+                consumed_at.setdefault((lane, number), each.at)
 
     def check_corrections_are_stored_first(self) -> None:
         """After a correction the first pull from its target comes after the target was committed."""

@@ -19,7 +19,7 @@ from pyrocket_consumer.offsets.database.errors import ErrorKind
 from pyrocket_consumer.offsets.database.sqlalchemy_access import Scope, SqlDatabase
 from tests.simulation.world import CURRENT, Process, World
 
-Booked = tuple[str, MessageQueue, int, str | None]
+LedgerRow = tuple[str, MessageQueue, int, str | None]
 """What happened, to which queue, at which offset, and who has, or had, the queue."""
 
 _TABLES = """
@@ -88,7 +88,7 @@ class Ledger:
         """Tell whether a commit that was done is not heard of."""
         return self.lost_answers > 0 and self._world.random.random() < self.lost_answers
 
-    def rows(self) -> list[Booked]:
+    def rows(self) -> list[LedgerRow]:
         """Return effects, moves of offsets and changes of owners, in the order of their commits."""
         with sqlite3.connect(self.path) as connection:
             columns = "what, topic, broker_name, queue_id, queue_offset, owner"

@@ -22,7 +22,7 @@ from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.offsets.local.disks import MemoryDisk
-from tests.simulation.history import Consumed, Course, History, Reset
+from tests.simulation.history import Consumed, History, Reset, TimedCall
 from tests.simulation.ledger import Ledger, effect_of
 from tests.simulation.plans import EPOCH, Plan
 from tests.simulation.world import CURRENT, Process, World, kill
@@ -33,7 +33,7 @@ SOON = 30
 """Steps of a process within which most calls are done."""
 
 
-class Io:
+class WorldIoThread:
     """Stands for the I/O thread: the world's loop is everybody's."""
 
     def __init__(self, world: World) -> None:
@@ -63,7 +63,7 @@ class Member:
         self.disk = MemoryDisk()
         self._world, self._history, self._embedded = world, history, cluster
         self._lives = 0
-        self.is_at_peace = False  # its listeners only listen
+        self.is_calm = False  # its listeners only listen
         self._ledger = ledger
         self.store = ledger.store() if ledger is not None else None
         self.config = ConsumerConfig(
@@ -96,7 +96,7 @@ class Member:
             self.process.before(cancelled_at, task.cancel)
         return task
 
-    def soon(self) -> int:
+    def step_soon(self) -> int:
         """Return a step that comes soon, or is the next."""
         return self.process.steps + self._world.random.randrange(SOON)
 
@@ -116,7 +116,7 @@ class Member:
         """Start, as the faces of a consumer do."""
         world = self._world
         rng = random.Random(world.random.random())
-        self.cluster = cluster = Cluster(self.config, client_id, io=Io(world), rng=rng)  # type: ignore[arg-type]
+        self.cluster = cluster = Cluster(self.config, client_id, io=WorldIoThread(world), rng=rng)  # type: ignore[arg-type]
         commits: Commits = BrokerCommits(cluster, GROUP)
         if self.plan.broadcasting:
             store = LocalFileOffsetStore("/store", disk=self.disk, clock=world.time)
@@ -133,7 +133,7 @@ class Member:
             await member.start()
         except (RocketError, asyncio.CancelledError) as error:
             if isinstance(error, RocketError):
-                self._history.starts.append(Course(self.name, begun, world.now, error))
+                self._history.starts.append(TimedCall(self.name, begun, world.now, error))
             if member is not None:
                 await member.close(0)
             else:
@@ -141,10 +141,10 @@ class Member:
             await cluster.close_on_loop()
             raise
         self.member = member
-        self._history.starts.append(Course(self.name, begun, world.now))
+        self._history.starts.append(TimedCall(self.name, begun, world.now))
         for queue in member.assignments.held(TOPIC):
             end = self._embedded.broker(queue.broker_name).max_offset(TOPIC, queue.queue_id)
-            self._history.promised.setdefault(queue, end)
+            self._history.ends_at_start.setdefault(queue, end)
 
     def _workers(self, is_async: bool, outcome: Outcome) -> AsyncWorkers:
         return AsyncWorkers(self.config.consume_threads, outcome, self.config.consume_timeout_s, self._world)
@@ -152,7 +152,7 @@ class Member:
     def _listener(self) -> Listener:
         if self.store is None:
             return Listener.of(self._handle)
-        return Listener.of(self.store.exactly_once(self._book), self.config.listener_batch_size)
+        return Listener.of(self.store.exactly_once(self._record_effect), self.config.listener_batch_size)
 
     def kill(self, power: bool = False) -> None:
         """Die as with kill -9, or with the machine."""
@@ -171,14 +171,14 @@ class Member:
             await self._run(self._close(member))
             if process is not None:
                 await asyncio.sleep(1)
-                left = (each for each in self._world.left_of(process) if not each.startswith("Member."))
+                left = (each for each in self._world.leftovers_of(process) if not each.startswith("Member."))
                 self._history.left += [(self._world.now, self.name, each) for each in left]
                 self._world.end(process)
 
     async def _close(self, member: GroupMember) -> None:
         timeout_s, begun = self.config.shutdown_timeout_s, self._world.now
         await member.close(timeout_s)
-        self._history.closes.append(Course(self.name, begun + timeout_s, self._world.now))
+        self._history.closes.append(TimedCall(self.name, begun + timeout_s, self._world.now))
         await self.cluster.close_on_loop()
 
     def cancel_close(self, cancelled_at: int, ends_after_s: float) -> None:
@@ -192,9 +192,9 @@ class Member:
         def end() -> None:
             if self.process is process:
                 self.kill()
-                self._world.outside(5, self.start)
+                self._world.call_outside(5, self.start)
 
-        self._world.outside(ends_after_s, end)
+        self._world.call_outside(ends_after_s, end)
 
     def fail(self) -> None:
         """Something of the consumer's own ends by surprise. Its program does not notice."""
@@ -250,7 +250,7 @@ class Member:
 
     # --- its listener
 
-    async def _book(self, messages: list[Message], session: Any) -> None:
+    async def _record_effect(self, messages: list[Message], session: Any) -> None:
         """Have an effect for each message, which is written at the end, and take one's time before."""
         rng, plan = self._world.random, self.plan
         await asyncio.sleep(rng.uniform(0, plan.slowest_s if rng.random() < plan.slow else plan.quickest_s))
@@ -267,8 +267,8 @@ class Member:
         success = rng.random() >= plan.failing
         if plan.calling and rng.random() < plan.calling:
             success = await self._call_from_inside(message) and success
-        place = (message.queue, message.queue_offset)
-        self._history.consumed.append(Consumed(world.now, begun, self.name, message.body, place, success))
+        position = (message.queue, message.queue_offset)
+        self._history.consumed.append(Consumed(world.now, begun, self.name, message.body, position, success))
         if not success:
             raise ValueError("this one failed")
 
@@ -278,7 +278,7 @@ class Member:
         kind = rng.choice(("pause", "reset", "close", "cancel"))
         process = CURRENT.get()
         running = member is not None and member.state is ConsumerState.RUNNING
-        if self.is_at_peace or not running or process is None or process.dead:
+        if self.is_calm or not running or process is None or process.dead:
             return True
         if kind == "pause":
             self.pause(rng.uniform(0, 3))
@@ -287,13 +287,13 @@ class Member:
             await self._reset(member, message.queue, max(0, edge - rng.randrange(3)))
         elif kind == "close":
             world.run_as(None, self.close())  # from outside: the process ends with it
-            world.outside(rng.uniform(15, 40), self.start)
+            world.call_outside(rng.uniform(15, 40), self.start)
         elif kind == "cancel":
             asyncio.current_task().cancel()
             try:
                 await asyncio.sleep(0)
             except asyncio.CancelledError:
-                place = (message.queue, message.queue_offset)
-                self._history.consumed.append(Consumed(world.now, world.now, self.name, message.body, place, False))
+                position = (message.queue, message.queue_offset)
+                self._history.consumed.append(Consumed(world.now, world.now, self.name, message.body, position, False))
                 raise
         return True

@@ -250,7 +250,7 @@ def retry_behind_the_next(right, self, listener, messages):
 
 
 @mistake()
-def rest_of_a_key_goes_on():
+def rest_of_a_key_continues():
     """What a worker has in hand of a key goes on although a message of it has failed."""
 
     def judge(right, self, unit, result):
@@ -278,7 +278,7 @@ def unlock_while_a_key_runs(right, self, window=None):
 
 
 @mistake(SendRequest, "results", of=PRODUCER_MISTAKES)
-def attempts_not_told(right, self, queue, answer):
+def attempts_not_reported(right, self, queue, answer):
     """A message that was sent twice looks as if it had been sent once."""
     self.possible_stores = 1
     return right(self, queue, answer)
@@ -298,7 +298,7 @@ def old_route_kept(right, error):
 
 
 @mistake(SendDispatcher, "_handle_response", of=PRODUCER_MISTAKES)
-def told_before_it_is_stored(right, self, sending, queue, *rest):
+def acknowledged_before_it_is_stored(right, self, sending, queue, *rest):
     """A message that was refused as "busy" is taken for stored."""
     if isinstance(answer := rest[-1], RemotingCommand) and answer.code == ResponseCode.SYSTEM_BUSY:
         answer.code = ResponseCode.SUCCESS

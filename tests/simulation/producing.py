@@ -24,11 +24,11 @@ from pyrocket_consumer.protocol.message import BatchItem, decode_batch, encode_b
 from pyrocket_consumer.protocol.properties import PropertyName, encode_properties
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster, EmbeddedNode, Exchange, Fault, faults
 from pyrocket_consumer.testing.faults import answer, delay, delay_request, drop, drop_answer, duplicate, now_and_then
-from tests.simulation.member import Io
+from tests.simulation.member import WorldIoThread
 from tests.simulation.mistakes import PRODUCER_MISTAKES
 from tests.simulation.plans import EPOCH
 from tests.simulation.running import main
-from tests.simulation.sent import Given, Sent, Stored, Stream, Waiter
+from tests.simulation.sent import SendLog, SentMessage, Stored, Stream, Waiter
 from tests.simulation.world import START_S, World
 
 TOPIC = "orders"
@@ -77,16 +77,16 @@ class Plan:
     trouble_s: float = 40.0
     fault_every_s: float = 3.0
     at_least_every_s: float = 0.0  # so that one is over when the next comes
-    away_s: tuple[float, float] = (0.05, 6.0)  # how long a broker that restarts is away
+    downtime_s: tuple[float, float] = (0.05, 6.0)  # how long a broker that restarts is away
     rate: float = 5.0  # of each stream, per second
     bursts: tuple[int, ...] = (1, 1, 1, 1, 15)
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 PLANS = {
-    "routes": Plan(ROUTE_CHANGES, fault_every_s=1.0, at_least_every_s=5.0, away_s=(0.05, 0.9)),
-    "one-broker": Plan(("restart", "shrink", "grow"), brokers=1, at_least_every_s=5.0, away_s=(0.05, 0.9)),
-    "old-broker": Plan(ROUTE_CHANGES, version="4.9.7", fault_every_s=1.0, at_least_every_s=5.0, away_s=(0.05, 0.9)),
+    "routes": Plan(ROUTE_CHANGES, fault_every_s=1.0, at_least_every_s=5.0, downtime_s=(0.05, 0.9)),
+    "one-broker": Plan(("restart", "shrink", "grow"), brokers=1, at_least_every_s=5.0, downtime_s=(0.05, 0.9)),
+    "old-broker": Plan(ROUTE_CHANGES, version="4.9.7", fault_every_s=1.0, at_least_every_s=5.0, downtime_s=(0.05, 0.9)),
     "brokers": Plan(TROUBLES),
     "all": Plan((*TROUBLES, *ROUTE_CHANGES), fault_every_s=1.5),
     "one-in-trouble": Plan((*TROUBLES, *ROUTE_CHANGES), brokers=1),
@@ -115,7 +115,7 @@ class _Watched:
         self._exchange.handle(noted)
 
 
-class Producing:
+class ProducerScenario:
     """A plan on a seed: a producer, brokers with slaves, and what goes wrong."""
 
     def __init__(self, seed: int, plan: Plan) -> None:
@@ -133,24 +133,24 @@ class Producing:
             wall_clock=lambda: EPOCH + self.world.now,
             record_limit=1,
         )
-        self.sent = Sent()
+        self.sent = SendLog()
         self._numbers = 0
         self._troubled: dict[EmbeddedNode, Fault] = {}
         self._is_over = False
 
-    def run(self) -> Sent:
+    def run(self) -> SendLog:
         """Live through it; returns what happened."""
         try:
             return self.world.run_until_complete(self._run())
         finally:
             self.world.end_all(self.embedded)
 
-    async def _run(self) -> Sent:
+    async def _run(self) -> SendLog:
         world, sent = self.world, self.sent
         await self.embedded.open()
         self.embedded.create_topic(TOPIC, queues=8)
         for node in self.embedded.nodes:
-            node.on(None, self._meets(node), times=None)
+            node.on(None, self._fault_of(node), times=None)
         producer = world.process("producer")
         await world.run_as(producer, self._begin())
         sending = [world.run_as(producer, self._send_all(stream)) for stream in STREAMS]
@@ -163,7 +163,7 @@ class Producing:
         await asyncio.wait(sending)
         await world.run_as(producer, self._close())
         await asyncio.sleep(1)
-        sent.left = world.left_of(producer)
+        sent.left = world.leftovers_of(producer)
         for work in sending:
             work.result()
         return sent
@@ -173,7 +173,7 @@ class Producing:
     async def _begin(self) -> None:
         config = ProducerConfig(name_server=self.embedded.name_server, **self.plan.options)
         rng = random.Random(self.random.random())
-        self.cluster = Cluster(config, "10.0.0.1@1", io=Io(self.world), rng=rng)  # type: ignore[arg-type]
+        self.cluster = Cluster(config, "10.0.0.1@1", io=WorldIoThread(self.world), rng=rng)  # type: ignore[arg-type]
         self.cluster.add_producer(config.group)
         await self.cluster.start_on_loop()
         self.config = config
@@ -193,14 +193,14 @@ class Producing:
         while not self._is_over:
             await asyncio.sleep(self.random.expovariate(self.plan.rate))
             for _ in range(self.random.choice(self.plan.bursts)):
-                ended = self._give(stream)
+                ended = self._send_one(stream)
                 if stream.is_waited_for:
                     await ended.wait()
 
-    def _give(self, stream: Stream) -> asyncio.Event:
+    def _send_one(self, stream: Stream) -> asyncio.Event:
         """Hand a message over, or a batch; the event is set when it has its result."""
         messages = stream.batch or 1
-        given = Given(self._numbers, messages, stream, self.world.now, self.config.send_timeout_s)
+        given = SentMessage(self._numbers, messages, stream, self.world.now, self.config.send_timeout_s)
         self._numbers += messages
         self.sent.given.append(given)
         ids = tuple(f"{given.number + index:032X}" for index in range(messages))
@@ -232,7 +232,7 @@ class Producing:
 
     # --- the brokers
 
-    def _meets(self, node: EmbeddedBroker) -> Fault:
+    def _fault_of(self, node: EmbeddedBroker) -> Fault:
         """Return what every request meets at `node`: its trouble of the moment; and what it stores is noted."""
 
         def note(request: RemotingCommand, answer: RemotingCommand) -> None:
@@ -271,7 +271,7 @@ class Producing:
         if kind == "restart":
             end = rng.choice((broker.kill, broker.stop))
             end(keep_route=rng.random() < 0.5)
-            await asyncio.sleep(rng.uniform(*self.plan.away_s))
+            await asyncio.sleep(rng.uniform(*self.plan.downtime_s))
             await broker.open()
             self._changed(f"{broker.name} is back")
         elif kind == "shrink":
@@ -329,13 +329,13 @@ class Producing:
         self.embedded.create_topic(TOPIC, queues=8)
 
 
-def check(sent: Sent, plan: Plan) -> None:
+def check(sent: SendLog, plan: Plan) -> None:
     """Look for broken rules."""
-    sent.check_errors_are_ours()
+    sent.check_errors_are_documented()
     sent.check_nothing_acknowledged_is_missing()
     sent.check_order()
     sent.check_everything_ended()
-    sent.check_copies_are_told(plan.options.get("send_attempts", 3))
+    sent.check_copies_are_reported(plan.options.get("send_attempts", 3))
     if set(plan.faults) <= set(ROUTE_CHANGES):
         sent.check_recovers(allowed_s=2.0)
         sent.check_only_chosen_queues_fail()
@@ -345,4 +345,4 @@ def check(sent: Sent, plan: Plan) -> None:
 
 if __name__ == "__main__":
     module = "tests.simulation.producing"
-    sys.exit(main(module, __doc__, PLANS, PRODUCER_MISTAKES, lambda *world: Producing(*world).run(), check))
+    sys.exit(main(module, __doc__, PLANS, PRODUCER_MISTAKES, lambda *world: ProducerScenario(*world).run(), check))

@@ -25,7 +25,7 @@ def simulate(*arguments: str, module: str = "tests.simulation") -> subprocess.Co
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
-def begin(parser: argparse.ArgumentParser, has_log: bool = True) -> argparse.Namespace:
+def parse_options(parser: argparse.ArgumentParser, has_log: bool = True) -> argparse.Namespace:
     """Read the options, and start anew where sets of text have another order."""
     if has_log:
         parser.add_argument("--log", action="store_true", help="show the client's log")
@@ -36,18 +36,18 @@ def begin(parser: argparse.ArgumentParser, has_log: bool = True) -> argparse.Nam
     return options
 
 
-def lived_through(worlds: Iterable[tuple[str, str, Callable[[], object]]], first_wrong: bool = False) -> int:
+def run_worlds(worlds: Iterable[tuple[str, str, Callable[[], object]]], first_wrong: bool = False) -> int:
     """Live through worlds: each has a group, the command that repeats it, and what raises where a rule is broken.
 
     Returns the exit code. With `first_wrong`, go on with the next group after a wrong world.
     """
     began, wrong, count, given_up = time.monotonic(), 0, 0, set()
-    for group, again, live in worlds:
+    for group, again, run_world in worlds:
         if group in given_up:
             continue
         count += 1
         try:
-            live()
+            run_world()
         except AssertionError as error:
             wrong += 1
             print(f"WRONG {again.split(maxsplit=1)[1]}: {error}\n  repeat: python -m {again}", flush=True)
@@ -62,7 +62,7 @@ def main(
     doc: str | None,
     plans: Mapping[str, Any],
     mistakes: Mapping[str, Callable[[], None]],
-    live: Callable[[int, Any], Any],
+    run_world: Callable[[int, Any], Any],
     check: Callable[[Any, Any], None],
 ) -> int:
     """Run the plans on some seeds."""
@@ -72,18 +72,18 @@ def main(
     parser.add_argument("--seeds", default="0-19", metavar="FIRST-LAST", help="or one seed")
     parser.add_argument("--mistake", choices=sorted(mistakes), help="put a mistake in, to see it found")
     parser.add_argument("--digest", action="store_true", help="print a digest of each world")
-    options = begin(parser)
+    options = parse_options(parser)
     if options.mistake:
         mistakes[options.mistake]()
     first, _, last = options.seeds.partition("-")
 
     def run(name: str, seed: int) -> None:
-        happened = live(seed, plans[name])
+        happened = run_world(seed, plans[name])
         if options.digest:
             print(name, seed, happened.digest(), flush=True)
         check(happened, plans[name])
 
-    return lived_through(
+    return run_worlds(
         (
             (name, f"{module} --plan {name} --seeds {seed}", lambda name=name, seed=seed: run(name, seed))
             for name in options.plan or plans

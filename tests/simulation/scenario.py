@@ -76,13 +76,17 @@ class Scenario:
         self._heal()
         sending.cancel()
         for member in self.members:
-            member.is_at_peace = True
+            member.is_calm = True
         await asyncio.sleep(self.plan.calm_s)
         history.settled_at = self.world.now
         for member in self.members:
             await member.close()
         if self.ledger is not None:
-            history.booked, history.stored, history.busy = self.ledger.rows(), self.ledger.offsets(), self.ledger.busy
+            history.ledger_rows, history.stored, history.busy = (
+                self.ledger.rows(),
+                self.ledger.offsets(),
+                self.ledger.busy,
+            )
         return history
 
     def _add(self, name: str) -> None:
@@ -134,7 +138,7 @@ class Scenario:
             world.network.cut(lambda end: end.process is member.process)
         elif kind == "part":
             self.history.disturbed_at.append(world.now)
-            world.network.part(lambda end: member.process in (end.process, end.peer.process), rng.uniform(0.5, 40))
+            world.network.partition(lambda end: member.process in (end.process, end.peer.process), rng.uniform(0.5, 40))
         elif kind == "broker":
             broker = rng.choice(self.cluster.brokers)
             if broker.running:
@@ -150,7 +154,7 @@ class Scenario:
                 await node.open()
         elif kind == "slow":
             world.network.slowest_s = rng.choice((0.001, 0.01, 0.3))
-        elif kind == "reset" and not world.network.parted and self._each_queue_has_one_owner():
+        elif kind == "reset" and not world.network.is_partitioned and self._each_queue_has_one_owner():
             member.reset(rng.random)
         elif kind == "misplace":
             await self._misplace()
@@ -207,12 +211,12 @@ class Scenario:
         elif not member.running:
             return
         elif kind == "cancelled-close":
-            member.cancel_close(member.soon(), rng.uniform(0, 40))
+            member.cancel_close(member.step_soon(), rng.uniform(0, 40))
         elif kind == "cancelled-reset":
-            if not self.world.network.parted and self._each_queue_has_one_owner():
-                member.reset(rng.random, cancelled_at=member.soon())
+            if not self.world.network.is_partitioned and self._each_queue_has_one_owner():
+                member.reset(rng.random, cancelled_at=member.step_soon())
         elif kind == "unsubscribe":
-            member.unsubscribe(rng.uniform(0, 5), rng.choice((None, member.soon())))
+            member.unsubscribe(rng.uniform(0, 5), rng.choice((None, member.step_soon())))
 
     async def _misplace(self) -> None:
         """While nobody runs, the group's offsets get beyond the queues' ends: brokers will correct them."""
@@ -246,7 +250,7 @@ class Scenario:
 
 def check(history: History, plan: Plan) -> None:
     """Look for broken rules."""
-    history.check_nobody_is_left()
+    history.check_group_is_empty()
     history.check_nothing_is_left()
     if set(plan.faults) <= {"join", "restart", "reset", "fail", "slow-node"}:
         history.check_starts_and_closes_end(start_s=15, close_s=10)
@@ -256,7 +260,7 @@ def check(history: History, plan: Plan) -> None:
     if plan.broadcasting:
         history.check_every_member_consumed_everything()
         return
-    history.check_nothing_is_passed_over()
+    history.check_no_message_is_skipped()
     history.check_resets_are_kept()
     if plan.orderly:
         history.check_unlocked_only_after_the_last_commit()
@@ -265,7 +269,7 @@ def check(history: History, plan: Plan) -> None:
     if set(plan.faults) <= {"join", "restart"} and not plan.failing:
         history.check_queues_move_without_repeats(allowed_s=3.5 if plan.slow else 0.5)
     if set(plan.faults) <= {"join", "restart", "pause", "fail"}:
-        history.check_former_holders_set_nothing_back()
+        history.check_former_owners_lower_no_commit()
     if not plan.faults and not plan.orderly:
         history.check_failures_go_back_soon(allowed_s=10)
     history.check_corrections_are_stored_first()

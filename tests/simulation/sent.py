@@ -34,7 +34,7 @@ class Stream:
 
 
 @dataclass(eq=False)
-class Given:
+class SentMessage:
     """A message, or a batch, that a producer was given; and what it said became of it."""
 
     number: int  # of its first message; those of a batch follow
@@ -53,7 +53,7 @@ class Given:
 class Waiter:
     """Notes what became of a message; then calls whoever waits."""
 
-    def __init__(self, given: Given, clock: Callable[[], float], then: Callable[[], None]) -> None:
+    def __init__(self, given: SentMessage, clock: Callable[[], float], then: Callable[[], None]) -> None:
         self._given, self._clock, self._then = given, clock, then
 
     def set_result(self, result: Any) -> None:
@@ -76,14 +76,14 @@ class Stored(NamedTuple):
     """A broker stored a message, or a copy."""
 
     at: float
-    place: tuple[MessageQueue, int]
+    position: tuple[MessageQueue, int]
 
 
-class Sent:
+class SendLog:
     """Everything that was sent, and the rules. Times are the world's."""
 
     def __init__(self) -> None:
-        self.given: list[Given] = []
+        self.given: list[SentMessage] = []
         self.stored: list[tuple[int, Stored]] = []  # in the order in which brokers did
         self.changes: list[tuple[float, str]] = []  # from when on the name servers knew, and what it was
         self.left: list[str] = []  # of the producer, after its close
@@ -102,7 +102,7 @@ class Sent:
             found[number].append(stored)
         return found
 
-    def _given_of(self) -> dict[int, Given]:
+    def _given_of(self) -> dict[int, SentMessage]:
         return {given.number + index: given for given in self.given for index in range(given.messages)}
 
     # --- the rules
@@ -130,7 +130,7 @@ class Sent:
             if given.ended > since + given.timeout_s + GRACE_S:
                 raise Wrong(f"{given}: its result came {given.ended - since:.3f} s later, of {given.timeout_s:g} s")
 
-    def check_errors_are_ours(self) -> None:
+    def check_errors_are_documented(self) -> None:
         """Who fails says why, in the errors that are documented."""
         for given in self.given:
             if given.error is not None and not isinstance(given.error, RocketError):
@@ -141,11 +141,13 @@ class Sent:
         stores = self._stores()
         for given in self.given:
             for index, result in enumerate(given.results):
-                place = (result.queue, result.queue_offset)
-                if place not in [stored.place for stored in stores[given.number + index]]:
-                    raise Wrong(f"{given}: not stored at {place}, as it was told, but {stores[given.number + index]}")
+                position = (result.queue, result.queue_offset)
+                if position not in [stored.position for stored in stores[given.number + index]]:
+                    raise Wrong(
+                        f"{given}: not stored at {position}, as it was told, but {stores[given.number + index]}"
+                    )
 
-    def check_copies_are_told(self, send_attempts: int) -> None:
+    def check_copies_are_reported(self, send_attempts: int) -> None:
         """Who gets a result knows whether there may be copies; and there are no more than attempts."""
         stores = self._stores()
         for given in self.given:

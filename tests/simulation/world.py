@@ -75,15 +75,15 @@ class World(asyncio.BaseEventLoop):
         self.random = random.Random(seed)
         self.network = Network(self)
         self.processes: list[Process] = []
-        self.surprises: list[dict[str, Any]] = []
-        self._put_offs = 0
-        self._left: set[asyncio.Task[Any]] = set()
+        self.loop_errors: list[dict[str, Any]] = []
+        self._deferred = 0
+        self._dead_tasks: set[asyncio.Task[Any]] = set()
         self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], Process] = weakref.WeakKeyDictionary()
         self._selector = _NoSelector(self)
-        self.set_exception_handler(self._surprised)
+        self.set_exception_handler(self._on_loop_error)
 
-    def _surprised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        self.surprises.append(context)
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        self.loop_errors.append(context)
 
     # --- what BaseEventLoop needs
 
@@ -108,7 +108,7 @@ class World(asyncio.BaseEventLoop):
             self._owners[task] = process
         return task
 
-    def left_of(self, process: Process) -> list[str]:
+    def leftovers_of(self, process: Process) -> list[str]:
         """Return what a process still has, by name: tasks and connections."""
         mine = (task for task, owner in self._owners.items() if owner is process and not task.done())
         tasks = sorted(task.get_coro().__qualname__ for task in mine)
@@ -122,15 +122,15 @@ class World(asyncio.BaseEventLoop):
         run what the dead have in `except` and `finally`, in the midst of the living.
         """
         process.dead = True
-        self._left |= asyncio.all_tasks(self)
+        self._dead_tasks |= asyncio.all_tasks(self)
 
-    def _alive(self, callback: Callable[..., Any], context: contextvars.Context | None) -> Callable[..., Any]:
+    def _wrap_callback(self, callback: Callable[..., Any], context: contextvars.Context | None) -> Callable[..., Any]:
         process = (context or contextvars.copy_context()).get(CURRENT)
         if process is None:
             return lambda *arguments: callback(*arguments)
 
         def run(*arguments: Any) -> None:
-            if self._put_off(process, run, arguments, context) or run.handle.cancelled():
+            if self._defer_if_frozen(process, run, arguments, context) or run.handle.cancelled():
                 return
             if not process.dead:
                 process.step()
@@ -139,24 +139,24 @@ class World(asyncio.BaseEventLoop):
 
         return run
 
-    def _known(self, handle: Any, run: Callable[..., Any]) -> Any:
+    def _attach_handle(self, handle: Any, run: Callable[..., Any]) -> Any:
         """Remember the handle of what may be put off: it may be cancelled then as well."""
         run.handle = handle  # type: ignore[attr-defined]
         return handle
 
-    def _put_off(
+    def _defer_if_frozen(
         self, process: Process | None, run: Callable[..., Any], arguments: Any, context: contextvars.Context | None
     ) -> bool:
         """Have what comes to a process that stands still done when it goes on, in the same order."""
         if process is None or process.dead or self.now >= process.frozen_until:
             return False
-        self._put_offs += 1
-        super().call_at(process.frozen_until + 1e-7 * self._put_offs, run, *arguments, context=context)
+        self._deferred += 1
+        super().call_at(process.frozen_until + 1e-7 * self._deferred, run, *arguments, context=context)
         return True
 
     def call_soon(self, callback: Any, *arguments: Any, context: contextvars.Context | None = None) -> asyncio.Handle:
-        run = self._alive(callback, context)
-        return self._known(super().call_soon(run, *arguments, context=context), run)
+        run = self._wrap_callback(callback, context)
+        return self._attach_handle(super().call_soon(run, *arguments, context=context), run)
 
     def call_soon_threadsafe(
         self, callback: Any, *arguments: Any, context: contextvars.Context | None = None
@@ -166,10 +166,10 @@ class World(asyncio.BaseEventLoop):
     def call_at(
         self, when: float, callback: Any, *arguments: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        run = self._alive(callback, context)
-        return self._known(super().call_at(when, run, *arguments, context=context), run)
+        run = self._wrap_callback(callback, context)
+        return self._attach_handle(super().call_at(when, run, *arguments, context=context), run)
 
-    def outside(self, delay_s: float, action: Callable[[], object]) -> None:
+    def call_outside(self, delay_s: float, action: Callable[[], object]) -> None:
         """Have `action` called later, whatever process asks for it, and whether that still lives."""
         contextvars.Context().run(self.call_later, delay_s, action)
 
@@ -194,19 +194,19 @@ class World(asyncio.BaseEventLoop):
         context.run(CURRENT.set, process)
         return self.create_task(work, context=context)
 
-    def take_apart(self) -> None:
+    def destroy_tasks(self) -> None:
         """End the tasks of dead processes, whose steps will never come. What they begin while they end is dead, too."""
-        apart = {asyncio.current_task(self)}
+        destroyed = {asyncio.current_task(self)}
         left = Process("what was left")
         left.dead = True
         before = CURRENT.set(left)
-        while tasks := asyncio.all_tasks(self) - apart:
+        while tasks := asyncio.all_tasks(self) - destroyed:
             for task in tasks:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
                 with suppress(RuntimeError, asyncio.CancelledError), warnings.catch_warnings():
                     warnings.simplefilter("ignore", RuntimeWarning)  # some died before their first step
                     task.get_coro().close()
-            apart |= tasks
+            destroyed |= tasks
         CURRENT.reset(before)
 
     def end_all(self, cluster: EmbeddedCluster) -> None:
@@ -221,9 +221,9 @@ class World(asyncio.BaseEventLoop):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1)
-        self.take_apart()
-        if self.surprises:
-            raise AssertionError(str(self.surprises[0]))
+        self.destroy_tasks()
+        if self.loop_errors:
+            raise AssertionError(str(self.loop_errors[0]))
 
     # --- sockets
 
@@ -291,15 +291,15 @@ class Network:
     def held_until(self, transport: Transport) -> float:
         """Return when bytes of `transport` may travel again: packets of a parted network arrive after it heals."""
         now = self.world.now
-        self._partitions = [part for part in self._partitions if part[1] > now]
+        self._partitions = [partition for partition in self._partitions if partition[1] > now]
         return max((until for applies, until in self._partitions if applies(transport)), default=now)
 
     @property
-    def parted(self) -> bool:
+    def is_partitioned(self) -> bool:
         """Whether some connections are held now."""
         return any(until > self.world.now for _, until in self._partitions)
 
-    def part(self, applies: Callable[[Transport], bool], seconds: float) -> None:
+    def partition(self, applies: Callable[[Transport], bool], seconds: float) -> None:
         """Hold what travels on some connections for a while."""
         self._partitions.append((applies, self.world.now + seconds))
 
@@ -346,7 +346,7 @@ class Transport(transport.Transport):
 
 def _unless_dead(end: Transport, what: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
-        if end.network.world._put_off(end.process, run, arguments, end.context):
+        if end.network.world._defer_if_frozen(end.process, run, arguments, end.context):
             return
         if end.process is None or not end.process.dead:
             what(*arguments)

@@ -16,7 +16,7 @@ from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop
 from tests.consumer.commits.faults import PullsCarryCommits
 from tests.consuming import WAIT_S, Seen, numbered, until
-from tests.hazards.company import AnotherComes, DropsWithoutStoring
+from tests.hazards.company import AnotherMember, DropsWithoutStoring
 from tests.hazards.connection import Wire
 from tests.hazards.members import (
     Kind,
@@ -27,8 +27,8 @@ from tests.hazards.members import (
     give_time_to,
     of,
     ours,
-    patience_s,
     settle,
+    wait_limit_s,
 )
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
@@ -141,7 +141,7 @@ def test_a_pull_that_is_late_commits_nothing_over_the_next_owner(embedded, names
         until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
         broker.on(PULL, late, times=None, when=of(topic))
         late.wait_held(1, WAIT_S)
-        AnotherComes(embedded, group, consumer, topic).come()
+        AnotherMember(embedded, group, consumer, topic).take_queue()
         broker.commit(group, topic, {0: 25})
         late.open()
         give_time_to(lambda: embedded.committed(group, topic) != {0: 25}, member)
@@ -177,7 +177,7 @@ def test_a_slow_commit_is_not_overtaken_by_the_next(embedded, broker, member):
         give_time_to(lambda: (0, 20) in committed_values(broker, "T"), member)
         slow.open()
         give_time_to(lambda: consumer.stored() != {queue("T", 0): 20}, member)
-        until(lambda: consumer.stored() == {queue("T", 0): 20}, "the broker has the last one", patience_s(member))
+        until(lambda: consumer.stored() == {queue("T", 0): 20}, "the broker has the last one", wait_limit_s(member))
         values = [offset for _, offset in committed_values(broker, "T")]
         assert values == sorted(values)
 
@@ -210,7 +210,7 @@ def test_an_offset_of_0_is_stored_as_any_other(cluster, names, member):
         try:
             consumer.reset(topic, {queue(topic, 0): 0})
             consumer.seen.wait(lambda seen: len(seen.messages) > 10)
-            until(lambda: consumer.stored() == {queue(topic, 0): 0}, "0 is stored", patience_s(member))
+            until(lambda: consumer.stored() == {queue(topic, 0): 0}, "0 is stored", wait_limit_s(member))
         finally:
             release.set()
 
@@ -228,7 +228,7 @@ def test_a_commit_that_is_lost_is_made_again(embedded, broker, member):
     with member(embedded, "T", "G", call_timeout_s=0.2) as consumer:
         consumer.seen.wait_for(10)
         all_stored = {queue("T", 0): 5, queue("T", 1): 5}
-        until(lambda: consumer.stored() == all_stored, "what was lost is committed again", patience_s(member))
+        until(lambda: consumer.stored() == all_stored, "what was lost is committed again", wait_limit_s(member))
 
 
 @pytest.mark.hazard("H33")
@@ -331,7 +331,7 @@ def test_commits_go_on_while_the_name_server_is_silent(embedded, member):
             fill(embedded, "T", 5, start=5)
             consumer.seen.wait_for(10)
             go_on = "commits go on while a name server is silent"
-            until(lambda: consumer.stored() == {queue("T", 0): 10}, go_on, patience_s(member))
+            until(lambda: consumer.stored() == {queue("T", 0): 10}, go_on, wait_limit_s(member))
         finally:
             silent.open()
             name_server.clear_faults()
@@ -360,7 +360,7 @@ def test_commits_go_on_while_another_broker_is_silent(member):
                 silent.wait_held(1, WAIT_S)
                 cluster.send("T", b"--", broker_name="broker-b")
                 go_on = "commits go on at one broker while another is silent"
-                until(lambda: consumer.stored()[queue("T", 0, "broker-b")] == 2, go_on, patience_s(member))
+                until(lambda: consumer.stored()[queue("T", 0, "broker-b")] == 2, go_on, wait_limit_s(member))
             finally:
                 silent.open()
 
@@ -401,7 +401,7 @@ def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool)
         if questions:
             asking.start()
         try:
-            other = AnotherComes(cluster, group, consumer, topic)
+            other = AnotherMember(cluster, group, consumer, topic)
             for stage in range(2):
                 fill(cluster, topic, 5, start=5 * stage)
                 consumer.seen.wait_for(5 * (stage + 1))
@@ -409,8 +409,8 @@ def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool)
                     until(lambda stage=stage: consumer.held().get(queue(topic, 0)) == 5 * (stage + 1), "consumed")
                 if questions:
                     ask(peer, consumer.client_id)
-                other.come()
-                other.go()
+                other.take_queue()
+                other.give_queue_back()
         finally:
             ended.set()
             if questions:

@@ -16,7 +16,7 @@ from pyrocket_consumer import Message, MessageQueue, Suspend
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate
 from tests.consuming import WAIT_S, Seen, numbered, until
-from tests.hazards.members import Kind, faulty, filled, give_time_to, of, ours, patience_s, settle
+from tests.hazards.members import Kind, faulty, filled, give_time_to, of, ours, settle, wait_limit_s
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import queue
 from tests.testing.raw_client import RawClient
@@ -257,7 +257,7 @@ def test_nothing_a_listener_raises_stops_an_orderly_queue(embedded, names, membe
 
     with member(embedded, topic, group, listener, orderly=True) as consumer:
         with says(lambda: f"stuck behind {consumer.seen.bodies[-1]!r}"):
-            consumer.seen.wait_for(5, patience_s(member))
+            consumer.seen.wait_for(5, wait_limit_s(member))
         assert consumer.seen.bodies == [b"m0", b"m1", b"m2", b"m2", b"m3", b"m4"]
         until(lambda: consumer.stored() == {queue(topic, 0): 5}, "committed")
 
@@ -356,7 +356,7 @@ def test_orderly_broadcasting_takes_no_locks(cluster, names, tmp_path, member):
     ):
         one.seen.wait_for(10)
         with says(lambda: "the second member gets nothing"):
-            two.seen.wait_for(10, patience_s(member))
+            two.seen.wait_for(10, wait_limit_s(member))
         assert one.seen.bodies == two.seen.bodies == numbered(10)
     if hasattr(cluster, "changes") and member is ours:
         assert not cluster.broker("broker-a").requests(RequestCode.LOCK_BATCH_MQ)
@@ -393,7 +393,7 @@ def test_an_orderly_queue_that_comes_back_is_pulled_at_once(embedded, names, mem
         release.set()
         embedded.send(topic, b"after", queue_id=1)
         with says(lambda: "it is silent since it came back"):
-            consumer.seen.wait(lambda seen: b"after" in seen.bodies, patience_s(member))
+            consumer.seen.wait(lambda seen: b"after" in seen.bodies, wait_limit_s(member))
         until(lambda: consumer.stored().get(queue(topic, 1)) == 2, "committed")
         assert consumer.seen.bodies.count(b"after") == 1
 

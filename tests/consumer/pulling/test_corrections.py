@@ -22,7 +22,16 @@ from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import Exchange, Fault, Gate, answer
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
 from tests.consuming import WAIT_S, Seen, numbered, until
-from tests.hazards.members import Held, broadcasting, committed_values, faulty, full_disk, ours, pulled_offsets, settle
+from tests.hazards.members import (
+    HeldRequests,
+    broadcasting,
+    committed_values,
+    faulty,
+    full_disk,
+    ours,
+    pulled_offsets,
+    settle,
+)
 from tests.hazards.naive import NaiveMember, Window
 from tests.offsets.local.disks import WRITES, Failing, MemoryDisk, WatchedDisk
 from tests.resetting import fill, queue
@@ -82,7 +91,7 @@ def test_a_correction_while_consuming_takes_effect_once(orders):
 
 def test_what_is_cached_is_consumed_before_a_correction(orders, broker):
     """Not even messages that nobody has begun are passed over; those the broker lost exist only here."""
-    begun, release, held = threading.Event(), threading.Event(), Held()
+    begun, release, held = threading.Event(), threading.Event(), HeldRequests()
 
     def judge(message):
         begun.set()
@@ -154,7 +163,7 @@ def test_every_wrong_offset_is_corrected_once(embedded, broker, tmp_path, member
 class SaysNothing(NaiveMember):
     """Follows a correction, and tells nobody but its log."""
 
-    def tell(self, *about: object, **facts: object) -> None:
+    def emit(self, *about: object, **facts: object) -> None:
         pass
 
 

@@ -86,7 +86,7 @@ def test_what_the_old_master_acknowledged_the_new_one_gets(embedded, broker, sla
 
 
 class TellsNobody(NaiveMember):
-    def tell(self, *about: object, **facts: object) -> None:
+    def emit(self, *about: object, **facts: object) -> None:
         pass
 
 
@@ -235,9 +235,9 @@ def test_a_reset_heard_of_before_the_route_is_known_counts(embedded, broker):
 class StaysAtTheSlave(NaiveMember):
     """Takes a suggested broker from answers with messages only."""
 
-    def on_pull_answer(self, window: Window, answer: RemotingCommand) -> None:
+    def on_pull_response(self, window: Window, answer: RemotingCommand) -> None:
         before = window.pull_from
-        super().on_pull_answer(window, answer)
+        super().on_pull_response(window, answer)
         if answer.code != ResponseCode.SUCCESS:
             window.pull_from = before
 

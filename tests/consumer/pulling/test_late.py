@@ -15,8 +15,8 @@ from pyrocket_consumer.protocol.message import StoredMessage, decode_messages, e
 from pyrocket_consumer.testing import answer
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, ours_and
 from tests.consuming import WAIT_S, Seen, numbered, until
-from tests.hazards.company import AnotherComes
-from tests.hazards.members import Held, committed_values, faulty, give_time_to, settle, tell_members
+from tests.hazards.company import AnotherMember
+from tests.hazards.members import HeldRequests, committed_values, faulty, give_time_to, send_reset_to_members, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import queue
 
@@ -26,9 +26,9 @@ ANSWERS = {"found": 0, "refused": 1, "no-new": 19, "no-matched": 20, "offset-mov
 class BelievesLateAnswers(NaiveMember):
     """Java and Go: these branches do not look whether the window was dropped, and acks only ever raise the offset."""
 
-    def on_pull_answer(self, window: Window, answer: RemotingCommand) -> None:
+    def on_pull_response(self, window: Window, answer: RemotingCommand) -> None:
         if not window.dropped or self.closing.is_set():
-            super().on_pull_answer(window, answer)
+            super().on_pull_response(window, answer)
             return
         next_offset = int(answer.fields["nextBeginOffset"])
         if answer.code == 0:  # neither Java nor Go: here the messages of the answer are consumed
@@ -58,7 +58,7 @@ def test_the_answer_of_a_pull_from_before_a_reset_is_nobody_s(embedded, broker, 
     """
     # A pull waits at 20; a reset to 5 comes; the replay is at 10 when the pull is answered after all.
     orders, times = Orders(embedded, messages=20), Counter[int]()
-    held, go_on, end = Held(), threading.Event(), threading.Event()
+    held, go_on, end = HeldRequests(), threading.Event(), threading.Event()
     orders.on(RequestCode.PULL_MESSAGE, held, queueOffset=20)
 
     def judge(message: Message) -> None:
@@ -70,7 +70,7 @@ def test_the_answer_of_a_pull_from_before_a_reset_is_nobody_s(embedded, broker, 
         consumer.seen.wait_for(20)
         held.wait()
         until(lambda: consumer.stored() == {QUEUE: 20}, "consumed")
-        tell_members(broker, GROUP, {QUEUE: 5})
+        send_reset_to_members(broker, GROUP, {QUEUE: 5})
         consumer.seen.wait(lambda seen: len(seen.bodies) == 35)
         fields = {"nextBeginOffset": 30, "minOffset": 0, "maxOffset": 30, "suggestWhichBrokerId": 0}
         stray = encode_message(StoredMessage(topic=TOPIC, body=b"stray", queue_offset=20))
@@ -91,7 +91,7 @@ def test_the_answer_of_a_pull_from_before_a_reset_is_nobody_s(embedded, broker, 
 
 
 def test_a_late_answer_that_is_a_reset_counts(orders):
-    held = Held()
+    held = HeldRequests()
     orders.fill(10)
     orders.on(RequestCode.PULL_MESSAGE, held, queueOffset=10)
     with orders.consuming() as (consumer, seen):
@@ -191,9 +191,9 @@ def test_an_acknowledgement_counts_for_its_own_period_only(embedded, member):
 
     with member(embedded, TOPIC, GROUP, Seen(judge), rebalance_interval_s=0.1) as consumer:
         consumer.seen.wait(lambda seen: len(seen.messages) == 5)
-        other = AnotherComes(embedded, GROUP, consumer, TOPIC)
-        other.come()
-        other.go()
+        other = AnotherMember(embedded, GROUP, consumer, TOPIC)
+        other.take_queue()
+        other.give_queue_back()
         consumer.seen.wait(lambda seen: len(seen.messages) == 10)
         first.set()
         settle()

@@ -13,7 +13,7 @@ from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from tests.consuming import consuming, numbered, until
-from tests.hazards.members import Held, Kind, Queues, faulty, filled, of, ours, patience_s
+from tests.hazards.members import HeldRequests, Kind, Queues, faulty, filled, of, ours, wait_limit_s
 from tests.hazards.naive import NaiveMember
 from tests.real_brokers.remoting import Peer, Refused
 from tests.resetting import fill, queue
@@ -139,7 +139,7 @@ def test_a_reset_made_at_the_broker_reaches_every_member(cluster, names, stores,
             return {*each.seen.bodies} == {*numbered(12)} and all(each.seen.bodies.count(m) == 2 for m in numbered(10))
 
         with suppress(AssertionError):  # told apart below
-            until(lambda: all(map(has_replayed, members)), "all replay", patience_s(member))
+            until(lambda: all(map(has_replayed, members)), "all replay", wait_limit_s(member))
         replayed = [each.client_id for each in members if has_replayed(each)]
         assert len(replayed) == 3, f"only {replayed} of three members replayed"
         if is_embedded:
@@ -165,7 +165,7 @@ def test_a_reset_the_broker_told_is_durable_before_the_next_pull(embedded, broke
     Faulty: a target that is in memory until the timer's next tick; the broker does not tell it again.
     """
     # The broker tells a reset once. Killed at the next pull, the member must go on at the target.
-    held = Held()
+    held = HeldRequests()
     fill(embedded, "S", 10)
     with member(embedded, "S", "G", **stores) as consumer:  # so that the file has 10
         until(lambda: consumer.stored() == {SINGLE: 10}, "consumed")

@@ -28,7 +28,16 @@ from pyrocket_consumer.testing import answer
 from tests.consuming import Events, consuming, until
 from tests.hazards.members import of
 from tests.offsets.local.disks import Failing, MemoryDisk, WatchedDisk
-from tests.resetting import caught_up, fill, queue, record, reset, tell_members, wait_until_seen, wait_until_stored
+from tests.resetting import (
+    caught_up,
+    fill,
+    queue,
+    record,
+    reset,
+    send_reset_to_members,
+    wait_until_seen,
+    wait_until_stored,
+)
 from tests.testing.raw_client import RawClient
 
 RETRY = "%RETRY%G"
@@ -259,8 +268,8 @@ def test_a_brokers_word_for_what_was_just_done_is_not_obeyed(embedded, broker, s
     with caught_up(embedded, "T", "G", 20, **stores) as (consumer, seen):
         send_plan(broker, consumer, TARGETS)
         seen.wait(lambda seen: len(seen.messages) == 31)
-        tell_members(broker, "G", "T", encode_offset_table(TARGETS))
-        tell_members(broker, "G", "T", encode_offset_table({queue("T", 0): 9}))  # and this is another
+        send_reset_to_members(broker, "G", "T", encode_offset_table(TARGETS))
+        send_reset_to_members(broker, "G", "T", encode_offset_table({queue("T", 0): 9}))  # and this is another
         seen.wait(lambda seen: len(seen.messages) >= 32)
         wait_until_stored(consumer, "T", 20)
         assert len(seen.messages) == 32
@@ -365,7 +374,7 @@ def test_one_who_refuses_stays_where_it_is(embedded, broker, tmp_path, model):
     with caught_up(embedded, "T", "G", 20, pull_hold_s=0.2, **options) as (consumer, seen):
         wait_until_stored(consumer, "T", 20)
         for number, table in enumerate((encode_offset_table(TARGETS), b"this is no table"), 1):
-            tell_members(broker, "G", "T", table)
+            send_reset_to_members(broker, "G", "T", table)
             events.wait_for("offset-reset", number)
         for plan in (encode_plan(PlanBody("T", 5000, TARGETS)), b"neither is this a plan"):
             told = order(broker, consumer, plan)

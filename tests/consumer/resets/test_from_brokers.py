@@ -19,7 +19,7 @@ from tests.consumer.commits.faults import PullsCarryCommits
 from tests.consuming import WAIT_S, Events, Seen, consuming, numbered, until
 from tests.hazards.connection import Wire
 from tests.hazards.members import (
-    Held,
+    HeldRequests,
     Kind,
     Queues,
     committed_values,
@@ -28,12 +28,12 @@ from tests.hazards.members import (
     give_time_to,
     of,
     ours,
-    patience_s,
     settle,
+    wait_limit_s,
 )
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
-from tests.resetting import caught_up, fill, queue, tell_members, wait_until_seen, wait_until_stored
+from tests.resetting import caught_up, fill, queue, send_reset_to_members, wait_until_seen, wait_until_stored
 
 PULL, COMMIT = RequestCode.PULL_MESSAGE, RequestCode.UPDATE_CONSUMER_OFFSET
 SINGLE = queue("S", 0)
@@ -69,7 +69,7 @@ def test_a_reset_is_stored_before_the_first_pull_from_there(embedded, broker, me
     Faulty: C++ lets the pull carry the offset of before, which the broker stores after it has told of the reset.
     """
     fill(embedded, "S", 10)
-    held = Held()
+    held = HeldRequests()
     with member(embedded, "S", "G") as consumer:
         until(lambda: consumer.stored() == {SINGLE: 10}, "committed")
         consumer.pause()
@@ -116,16 +116,16 @@ def test_a_reset_reaches_a_consumer_that_reads_from_a_slave(member):
             reset_at_broker(cluster, "G", "S")
             fill(cluster, "S", 1, start=10)
             stands = "the group stands at 0 whatever it commits, and reads on"
-            until(lambda: len(consumer.seen.bodies) >= 21, stands, patience_s(member))
+            until(lambda: len(consumer.seen.bodies) >= 21, stands, wait_limit_s(member))
             until(lambda: consumer.stored() == {SINGLE: 11}, "committed again")
 
 
 class DropsLateAnswers(NaiveMember):
     """An answer to a pull of before is nobody's any more, whatever it says."""
 
-    def on_pull_answer(self, window: Window, answer: RemotingCommand) -> None:
+    def on_pull_response(self, window: Window, answer: RemotingCommand) -> None:
         if not window.dropped:
-            super().on_pull_answer(window, answer)
+            super().on_pull_response(window, answer)
 
 
 class WaitsNoLonger(NaiveMember):
@@ -137,7 +137,7 @@ class WaitsNoLonger(NaiveMember):
 def a_late_reset_is_obeyed(cluster: Any, member: Kind, *, timed_out: bool, **options: Any) -> None:
     """A pull at 10 is kept back until nobody waits for it; then it is answered with a reset to 4."""
     fill(cluster, "S", 10)
-    broker, held = cluster.broker("broker-a"), Held()
+    broker, held = cluster.broker("broker-a"), HeldRequests()
     broker.on(PULL, held, when=of("S", queueOffset=10))
     with member(cluster, "S", "G", **options) as consumer:
         consumer.seen.wait_for(10)
@@ -151,7 +151,7 @@ def a_late_reset_is_obeyed(cluster: Any, member: Kind, *, timed_out: bool, **opt
             consumer.seen.wait(lambda seen: len(seen.bodies) == consumed)
         held.answer(21, "OFFSET_RESET", MARK)
         lost = "the reset is lost: it was told to that pull only"
-        until(lambda: len(consumer.seen.bodies) == consumed + 6, lost, patience_s(member))
+        until(lambda: len(consumer.seen.bodies) == consumed + 6, lost, wait_limit_s(member))
         until(lambda: consumer.stored() == {SINGLE: 10}, "committed again")
         assert Counter(consumer.seen.bodies[consumed:]) == Counter(numbered(6, 4))
         if member is ours:
@@ -201,7 +201,7 @@ def both_members_replay(cluster: Any, names: Any, member: Kind) -> None:
                 return sum(times > 1 for body, times in Counter(seen.bodies).items() if body in old)
 
             with suppress(AssertionError):  # told below
-                until(lambda: again() == 40, "all are consumed again", patience_s(member))
+                until(lambda: again() == 40, "all are consumed again", wait_limit_s(member))
             assert again() == 40, f"{again()} of 40 messages were consumed again"
             seen.wait_for(44)
             at_end = dict.fromkeys(everything, 11)
@@ -273,10 +273,10 @@ def test_a_reset_of_one_topic_does_not_hold_up_another(embedded, broker, member)
         until(lambda: consumer.stored().get(SINGLE) == 10 and queue("other", 0) in consumer.held(), "both")
         broker.on(COMMIT, gate, times=None, when=of("S"))  # that of the target is not acknowledged for a while
         try:
-            tell_members(broker, "G", "S", encode_offset_table({SINGLE: 2}))
+            send_reset_to_members(broker, "G", "S", encode_offset_table({SINGLE: 2}))
             until(lambda: (0, 2) in committed_values(broker, "S") or getattr(consumer, "paused", False), "it has begun")
             fill(embedded, "other", 5)
-            until(lambda: len(others.bodies) == 5, "a reset of one topic holds up another", patience_s(member))
+            until(lambda: len(others.bodies) == 5, "a reset of one topic holds up another", wait_limit_s(member))
         finally:
             broker.clear_faults()
             gate.open()
@@ -294,7 +294,7 @@ def test_a_paused_consumer_stays_paused(embedded, broker, member):
     with member(embedded, "S", "G") as consumer:
         until(lambda: consumer.stored() == {SINGLE: 10}, "committed")
         consumer.pause()
-        tell_members(broker, "G", "S", encode_offset_table({SINGLE: 2}))
+        send_reset_to_members(broker, "G", "S", encode_offset_table({SINGLE: 2}))
         consumer.events.wait_for("offset-reset")
         give_time_to(lambda: len(consumer.seen.bodies) > 10, member)
         more = len(consumer.seen.bodies) - 10
@@ -330,7 +330,7 @@ def test_one_pull_loop_is_left_for_each_queue(embedded, broker, member):
         broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, when=of("S", queueId=1))
         embedded.create_topic("S", queues=2)
         gate.wait_held(timeout_s=WAIT_S)  # the queue is just being added when a reset of all queues comes
-        tell_members(broker, "G", "S", encode_offset_table({SINGLE: 3, queue("S", 1): 0}))
+        send_reset_to_members(broker, "G", "S", encode_offset_table({SINGLE: 3, queue("S", 1): 0}))
         consumer.events.wait_for("offset-reset") if member is ours else settle()
         gate.open()
         until(lambda: len(consumer.held()) == 2, "both queues")
@@ -388,9 +388,9 @@ def test_every_spelling_of_a_reset_is_obeyed(embedded, broker, tmp_path, member,
     with member(embedded, "T", "G", message_model=model, offset_store_dir=tmp_path) as consumer:
         consumer.seen.wait_for(20)
         until(lambda: sum(consumer.stored().values()) == 20, "stored")
-        tell_members(broker, "G", "T", SPELLINGS[spelling])
+        send_reset_to_members(broker, "G", "T", SPELLINGS[spelling])
         ignored = f"the {spelling} form was ignored"
-        until(lambda: len(consumer.seen.bodies) == 20 + 8 + 3, ignored, patience_s(member))
+        until(lambda: len(consumer.seen.bodies) == 20 + 8 + 3, ignored, wait_limit_s(member))
         again = [(message.queue.queue_id, message.queue_offset) for message in consumer.seen.messages[20:]]
         assert sorted(again) == [*((0, offset) for offset in range(2, 10)), *((1, offset) for offset in range(7, 10))]
         until(lambda: sum(consumer.stored().values()) == 20, "stored again")
@@ -422,11 +422,11 @@ def test_an_order_that_cannot_be_read_moves_nothing_and_is_told(embedded, broker
             return has_ended or len(consumer.events.of("offset-reset")) == number
 
         for number, body in enumerate((b"{", b'{"offsetTable":7}', b'{"offsetTable":[[1]]}', b"\xff\xfe"), 1):
-            tell_members(broker, "G", "S", body)
+            send_reset_to_members(broker, "G", "S", body)
             until(lambda number=number: has_read(number), "it has been read")
             sent = fill(embedded, "S", 1, start=4 + number)
             ended = f"{body!r}, which cannot be read, ended the consumer"
-            until(lambda sent=sent: sent[0] in consumer.seen.bodies, ended, patience_s(member))
+            until(lambda sent=sent: sent[0] in consumer.seen.bodies, ended, wait_limit_s(member))
             assert "cannot be read, nothing moved" in consumer.events.wait_for("offset-reset", number).text
         assert sorted(consumer.seen.bodies) == numbered(9)
 
@@ -436,7 +436,7 @@ def test_what_names_nothing_moves_nothing(embedded, broker, body):
     elsewhere = {queue("U", 0): 0, MessageQueue("T", "broker-z", 0): 0}
     with caught_up(embedded, "T", "G", 10) as (_, seen):
         for table in (body, encode_offset_table(elsewhere)):
-            tell_members(broker, "G", "T", table)
+            send_reset_to_members(broker, "G", "T", table)
         fill(embedded, "T", 2, start=10)
         wait_until_seen(seen, 1, 12)
 
@@ -457,12 +457,12 @@ def test_a_table_that_no_broker_would_send_moves_nothing(embedded, broker, tmp_p
     events = Events()
     options = {"message_model": model, "offset_store_dir": tmp_path, "on_event": events}
     with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
-        tell_members(broker, "G", topic, encode_offset_table(targets))
+        send_reset_to_members(broker, "G", topic, encode_offset_table(targets))
         told = events.wait_for("offset-reset").text
         assert reason in told and "nothing moved" in told
         assert consumer.state is ConsumerState.RUNNING
         right = {queue("T", 0): 8, queue("T", 7): 0}  # 7: no route has it yet
-        tell_members(broker, "G", "T", encode_offset_table(right))
+        send_reset_to_members(broker, "G", "T", encode_offset_table(right))
         seen.wait(lambda seen: len(seen.messages) == 22)
         assert {message.queue_offset for message in seen.messages[20:]} == {8, 9}
         assert "-> 8" in events.wait_for("offset-reset", 2).text
@@ -473,7 +473,7 @@ def test_of_several_resets_at_once_the_last_counts(embedded, broker):
     with caught_up(embedded, "T", "G", 20) as (consumer, seen):
         consumer.pause()
         for target in (0, 3, 8):
-            tell_members(broker, "G", "T", encode_offset_table(dict.fromkeys(TARGETS, target)))
+            send_reset_to_members(broker, "G", "T", encode_offset_table(dict.fromkeys(TARGETS, target)))
         until(lambda: {consumer.progress()[each].start_offset for each in TARGETS} == {8}, "the last target")
         consumer.resume()
         seen.wait(lambda seen: len(seen.messages) == 24)
@@ -500,7 +500,7 @@ def test_a_reset_of_a_queue_being_given_up_counts_afterwards(embedded, broker):
             time.sleep(10)
             assert theirs in consumer.progress(), "given up when its call has returned, or has taken too long"
             broker.commit("G", "T", {1: 2})
-            tell_members(broker, "G", "T", encode_offset_table({theirs: 2}))
+            send_reset_to_members(broker, "G", "T", encode_offset_table({theirs: 2}))
             until(lambda: theirs not in consumer.progress(), "given up")
         until(lambda: theirs in consumer.progress(), "it is back")
         frees.set()
@@ -514,7 +514,7 @@ def test_a_reset_of_a_topic_that_is_left_tells_nobody(embedded, broker, tmp_path
     model = "clustering" if refuses else "broadcasting"
     options = {"message_model": model, "offset_store_dir": tmp_path, "remote_reset": "refuse" if refuses else "accept"}
     fill(embedded, "S", 10)
-    broker.on(PULL, held := Held(), when=of("S", queueOffset=10))
+    broker.on(PULL, held := HeldRequests(), when=of("S", queueOffset=10))
     with consuming(embedded, "S", "G", on_event=(events := Events()), **options) as (consumer, seen):
         consumer.subscribe("T", seen)
         seen.wait_for(10)

@@ -12,7 +12,17 @@ import pytest
 from pyrocket_consumer import Message
 from pyrocket_consumer.protocol.codes import RequestCode
 from tests.consuming import WAIT_S, Seen, numbered, until
-from tests.hazards.members import Held, Queues, committed_values, faulty, give_time_to, of, ours, settle, tell_members
+from tests.hazards.members import (
+    HeldRequests,
+    Queues,
+    committed_values,
+    faulty,
+    give_time_to,
+    of,
+    ours,
+    send_reset_to_members,
+    settle,
+)
 from tests.hazards.naive import NaiveMember, Window
 from tests.resetting import fill, queue
 
@@ -61,7 +71,7 @@ def reset_by_call(consumer: Any, broker: Any, target: int) -> None:
 
 
 def reset_by_broker(consumer: Any, broker: Any, target: int) -> None:
-    tell_members(broker, "G", {SINGLE: target})
+    send_reset_to_members(broker, "G", {SINGLE: target})
 
 
 @pytest.mark.hazard("H02")
@@ -78,7 +88,7 @@ def test_a_listener_that_returns_after_a_reset_changes_nothing(embedded, broker,
     Faulty: a client that stores an acknowledgement whenever it comes.
     """
     # The listener has 9 while the queue goes back to 2, and returns after that: or while 2 is being stored.
-    begun, release, held = threading.Event(), threading.Event(), Held()
+    begun, release, held = threading.Event(), threading.Event(), HeldRequests()
     fill(embedded, "S", 10)
 
     def listener(message: Message) -> None:
@@ -161,7 +171,7 @@ def test_two_resets_in_a_row_leave_one_pull_and_one_replay(embedded, broker, mem
         until(lambda: consumer.stored() == {SINGLE: 10}, "consumed")
         consumer.pause()
         for _ in range(2):
-            tell_members(broker, "G", {SINGLE: 0})
+            send_reset_to_members(broker, "G", {SINGLE: 0})
             threading.Event().wait(0.1)
         if member is not WaitsBeforeItResets:  # which begins when both have come
             consumer.events.wait_for("offset-reset", 2)
