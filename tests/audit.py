@@ -68,7 +68,7 @@ class Database:
     def __init__(self, pip_audit: str) -> None:
         self._pip_audit = pip_audit
 
-    def told(self, requirements: Path) -> list[dict[str, Any]] | None:
+    def read_report(self, requirements: Path) -> list[dict[str, Any]] | None:
         """Return what pip-audit says of each version; None when it got no answer."""
         command = [self._pip_audit, "-s", "pypi", "--format", "json", "--progress-spinner", "off", "--disable-pip"]
         try:
@@ -89,15 +89,15 @@ class Database:
         with tempfile.TemporaryDirectory() as directory:
             weak = Path(directory) / "requirements.txt"
             weak.write_text(f"{KNOWN_TO_BE_WEAK}\n")
-            told = self.told(weak)
-        return bool(told and told[0].get("vulns"))
+            read_report = self.read_report(weak)
+        return bool(read_report and read_report[0].get("vulns"))
 
     def weaknesses(self, lock: Path) -> Iterator[tuple[str, bool]]:
         """Yield a sentence for each weakness of what a lock names, and whether it can be mended."""
-        told = self.told(lock)
-        if told is None:
+        read_report = self.read_report(lock)
+        if read_report is None:
             yield "pip-audit got no answer for the lock", True
-        for each in told or ():
+        for each in read_report or ():
             if "skip_reason" in each:
                 yield f"{each['name']}: {each['skip_reason']}", False
             for weakness in each.get("vulns", ()):

@@ -177,16 +177,16 @@ def test_spark_pushdown_has_messages_of_the_age_it_says():
 
 
 @for_each(
-    "options, told",
+    "options, expected",
     [
         (["--sides", "pyrocket,jvaa"], "no side is called jvaa"),
         (["--sides", "pure,before"], "needs --before"),
         (["--before", "/nowhere"], "'/nowhere' is no checkout"),
     ],
 )
-def test_consume_says_what_it_cannot_measure(options, told):
+def test_consume_says_what_it_cannot_measure(options, expected):
     done = ended("consume", *options)
-    assert (done.returncode, told in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, expected in done.stderr) == (2, True), done.stderr
 
 
 def test_produce_measures_both_ways_of_sending(measured, cluster):

@@ -47,7 +47,7 @@ def test_allowed_addresses_are_hosts_places_and_networks(given, means):
 
 
 @for_each(
-    "given, told",
+    "given, expected",
     [
         ([], "leave it out to allow any"),
         ("", "must be a name"),
@@ -61,10 +61,10 @@ def test_allowed_addresses_are_hosts_places_and_networks(given, means):
         ("a\nb", "give a host"),
     ],
 )
-def test_what_is_no_allowed_address_is_told(given, told):
+def test_what_is_no_allowed_address_is_told(given, expected):
     with pytest.raises(ConfigError, match="allowed_addresses") as raised:
         allowed(given)
-    assert told in str(raised.value)
+    assert expected in str(raised.value)
 
 
 ACCOUNT = {"access_key": "reader-1", "secret_key": "do-not-show-2", "security_token": "do-not-show-3"}
@@ -99,18 +99,18 @@ def test_a_config_with_an_account_is_not_pickled_unawares():
 
 
 def test_a_config_is_copied_and_changed_with_its_account():
-    told = []
-    config = ConsumerConfig(group="g", on_event=told.append, tls=create_default_context(), **PLACE, **ACCOUNT)
+    expected = []
+    config = ConsumerConfig(group="g", on_event=expected.append, tls=create_default_context(), **PLACE, **ACCOUNT)
     for other in (copy.copy(config), copy.deepcopy(config), replace(config, consume_threads=3)):
         assert (other.access_key, other.secret_key, other.tls) == ("reader-1", "do-not-show-2", config.tls)
-        assert other.on_event.__self__ is told, "events go where they went"
+        assert other.on_event.__self__ is expected, "events go where they went"
     plain = ClientConfig(**PLACE, **ACCOUNT)
     assert ClientConfig.from_options(asdict(plain)) == plain
 
 
 @for_each("name", ACCOUNT)
 @for_each(
-    "value, told",
+    "value, expected",
     [
         (5, "is of type int; it must be a text"),
         (b"do-not-show", "is of type bytes"),
@@ -121,10 +121,10 @@ def test_a_config_is_copied_and_changed_with_its_account():
         ("do-not-show-ключ", "printable ASCII"),
     ],
 )
-def test_each_part_of_an_account_is_a_text_of_printable_ascii(name, value, told):
+def test_each_part_of_an_account_is_a_text_of_printable_ascii(name, value, expected):
     with pytest.raises(ConfigError, match=name) as raised:
         ClientConfig(**PLACE, **{**ACCOUNT, name: value})
-    assert told in str(raised.value)
+    assert expected in str(raised.value)
     assert_hidden(str(raised.value))
 
 

@@ -44,13 +44,13 @@ PUBLIC = {
 @for_each("public", sorted(PUBLIC, key=repr), ids=lambda public: public.__qualname__)
 def test_what_is_public_has_a_docstring(public):
     methods = vars(public).items() if inspect.isclass(public) else ()
-    told = {"": public.__doc__} | {
+    docstrings = {"": public.__doc__} | {
         name: inspect.getdoc(getattr(public, name))
         for name, value in methods
         if not name.startswith("_")
         and (isinstance(value, (property, classmethod, staticmethod)) or inspect.isfunction(value))
     }
-    assert [name for name, text in told.items() if not text or text.startswith(f"{public.__name__}(")] == []
+    assert [name for name, text in docstrings.items() if not text or text.startswith(f"{public.__name__}(")] == []
 
 
 def test_the_design_notes_print_the_table_of_states():

@@ -37,10 +37,10 @@ def test_an_error_names_some_of_many_groups(embedded, admin, names):
     body = json.dumps({"subscriptionGroupTable": {name: {"groupName": name} for name in names}}).encode()
     embedded.broker("broker-a").on(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG, answer(0, body=body), times=None)
     began = time.process_time()
-    with pytest.raises(ConfigError, match="no broker knows group '(ab)+'") as told:
+    with pytest.raises(ConfigError, match="no broker knows group '(ab)+'") as raised:
         admin.lag("ab" * 60)
     assert time.process_time() - began < 3, "names were compared for long"
-    assert len(str(told.value)) < 4000
+    assert len(str(raised.value)) < 4000
 
 
 def test_an_error_names_some_of_many_brokers(embedded, admin):
@@ -50,9 +50,9 @@ def test_an_error_names_some_of_many_brokers(embedded, admin):
     body = json.dumps({"brokerAddrTable": brokers, "clusterAddrTable": {"c": list(brokers)}}).encode()
     embedded.name_server_node.on(RequestCode.GET_BROKER_CLUSTER_INFO, answer(0, body=body), times=None)
     for call in (lambda: admin.create_topic("T", brokers=["another"]), admin.groups):
-        with pytest.raises((ConfigError, ConnectError), match="4980 more") as told:
+        with pytest.raises((ConfigError, ConnectError), match="4980 more") as raised:
             call()
-        assert len(str(told.value)) < 4000
+        assert len(str(raised.value)) < 4000
 
 
 @pytest.mark.parametrize(("low", "high"), [(5, 2), (-1, 2), (0, 2**63 - 1)])

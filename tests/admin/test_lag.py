@@ -77,11 +77,11 @@ def test_a_broker_tells_nothing_of_the_queues_of_another():
                 more = body.format('{"offsetTable":{' + queue) + given.body.partition(b'"offsetTable":{')[2].decode()
                 return replace(given, body=more.encode())
 
-            for code, told in (
+            for code, text in (
                 (RequestCode.GET_CONSUME_STATS, '{}:{{"brokerOffset":2,"consumerOffset":2,"lastTimestamp":5}},'),
                 (RequestCode.GET_TOPIC_STATS_INFO, '{}:{{"minOffset":2,"maxOffset":2,"lastUpdateTimestamp":5}},'),
             ):
-                cluster.broker(name).on(code, rewrite(partial(and_of_the_other, body=told)), times=None)
+                cluster.broker(name).on(code, rewrite(partial(and_of_the_other, body=text)), times=None)
         assert admin.lag("G").rows == honest.rows
         assert admin.topic_offsets("T") == ranges
 
@@ -126,8 +126,8 @@ def test_broadcasting_members_that_are_all_offline_are_not_known(embedded, admin
     until(lambda: embedded.members("G") == [], "it has left")
     found = admin.lag("G")
     assert (found.is_complete, found.rows) == (False, ())
-    code, told = exit_code(1_000_000)
-    assert (code, "not known: nobody of G is online, and it has committed nothing" in told) == (3, True)
+    code, text = exit_code(1_000_000)
+    assert (code, "not known: nobody of G is online, and it has committed nothing" in text) == (3, True)
 
 
 def test_the_last_reset_of_offline_broadcasting_members_is_known(embedded, admin, exit_code, tmp_path):
@@ -140,8 +140,8 @@ def test_the_last_reset_of_offline_broadcasting_members_is_known(embedded, admin
     found = admin.lag("G")
     (row,) = found.rows
     assert (row.queue, row.member, row.committed, row.lag) == (queue("T", 0), "(offline)", 3, 2)
-    code, told = exit_code(1_000_000)
-    assert (code, "no reset tells of T/broker-a/1" in told) == (3, True)
+    code, text = exit_code(1_000_000)
+    assert (code, "no reset tells of T/broker-a/1" in text) == (3, True)
     assert reset(admin, "G", "T", "latest").verified
     assert (exit_code(0), admin.lag("G").total) == ((0, ""), 0)
     fill(embedded, "T", 2, start=10)
@@ -153,8 +153,8 @@ def test_what_is_committed_above_the_end_is_told_and_not_known(admin, committed,
     found = admin.offsets("G", "T")
     assert [(row.committed, row.max, row.is_above_end) for row in found.rows] == [(999, 5, True), (5, 5, False)]
     assert not found.is_complete
-    code, told = exit_code(1_000_000)
-    assert (code, "T/broker-a/0 is committed at 999, above its end 5" in told) == (3, True)
+    code, text = exit_code(1_000_000)
+    assert (code, "T/broker-a/0 is committed at 999, above its end 5" in text) == (3, True)
     assert reset(admin, "G", "T", "latest").verified
     assert exit_code(0) == (0, "")
 

@@ -338,8 +338,8 @@ def test_who_cannot_be_moved_alone_is_told(embedded, admin, stores):
 
 
 def test_clustering_members_have_no_offsets_of_their_own(embedded, admin):
-    told = pytest.raises(ConfigError, match="share its offsets; leave it out")
-    with caught_up(embedded, "T", "G", 10) as (consumer, _), told:
+    refused = pytest.raises(ConfigError, match="share its offsets; leave it out")
+    with caught_up(embedded, "T", "G", 10) as (consumer, _), refused:
         admin.plan_reset("G", "T", "earliest", member=consumer.client_id)
 
 
@@ -487,8 +487,8 @@ def test_a_group_with_a_java_member_is_reset_by_its_broker(version, server_side)
 def test_an_old_broker_with_a_java_member_takes_no_single_queues():
     with administered(version="4.9.7") as (cluster, admin):
         cluster.create_topic("T", queues=2)
-        told = pytest.raises(ConfigError, match=r"broker-a can reset only all queues.*10.0.0.9@java")
-        with ForeignMember(cluster, "G", "T", {}, model="CLUSTERING"), told:
+        refused = pytest.raises(ConfigError, match=r"broker-a can reset only all queues.*10.0.0.9@java")
+        with ForeignMember(cluster, "G", "T", {}, model="CLUSTERING"), refused:
             admin.plan_reset("G", "T", {queue("T", 0): 0})
 
 

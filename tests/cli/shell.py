@@ -46,7 +46,7 @@ class Running:
             [*through, *COMMAND, *arguments], env=environment(PYTHONUNBUFFERED="1"), **pipes
         )
         self.send_signal = self.process.send_signal
-        self.told = ""
+        self.stderr = ""
         """What it told on standard error, once it has ended."""
 
     def __enter__(self) -> Self:
@@ -82,6 +82,6 @@ class Running:
         began = time.monotonic()
         code = self.process.wait(60)
         assert time.monotonic() - began < within_s
-        self.told = self.process.stderr.read().decode()
-        assert "Traceback" not in self.told, self.told
+        self.stderr = self.process.stderr.read().decode()
+        assert "Traceback" not in self.stderr, self.stderr
         return code

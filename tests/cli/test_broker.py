@@ -35,6 +35,6 @@ def test_it_runs_where_it_is_told_until_ctrl_c(pyrocket):
 def test_a_port_that_is_taken_is_named(pyrocket):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, _, told = pyrocket("broker", "--port", str(port))
+        code, _, stderr = pyrocket("broker", "--port", str(port))
     reason = f"port {port} cannot be used: {os.strerror(errno.EADDRINUSE)}; choose another with --port"
-    assert (code, told) == (1, f"pyrocket: {reason}\n")
+    assert (code, stderr) == (1, f"pyrocket: {reason}\n")

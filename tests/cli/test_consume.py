@@ -43,9 +43,9 @@ def consume(cluster, pyrocket):
     """Run it with these arguments; returns the lines that it printed, and what it told on standard error."""
 
     def run(*arguments):
-        code, printed, told = pyrocket("consume", "orders", "-n", cluster.name_server, *arguments)
-        assert code == 0, told
-        return printed.splitlines(), told
+        code, printed, stderr = pyrocket("consume", "orders", "-n", cluster.name_server, *arguments)
+        assert code == 0, stderr
+        return printed.splitlines(), stderr
 
     return run
 
@@ -154,8 +154,8 @@ def test_a_new_group_begins_with_what_comes(orders):
 def test_a_broadcasting_group_is_not_joined(orders, pyrocket, tmp_path):
     with consuming(orders, "orders", "g", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
         seen.wait_for(5)
-        code, _, told = pyrocket("consume", "orders", "-n", orders.name_server, *MEMBER)
-    assert (code, "g is a broadcasting group" in told) == (2, True), told
+        code, _, stderr = pyrocket("consume", "orders", "-n", orders.name_server, *MEMBER)
+    assert (code, "g is a broadcasting group" in stderr) == (2, True), stderr
     assert orders.committed("g", "orders") == {}
 
 
@@ -262,14 +262,14 @@ def test_messages_that_are_deleted_meanwhile_are_told(orders, consume):
     ],
 )
 def test_what_is_not_there_is_told(orders, pyrocket, arguments, reason):
-    code, _, told = pyrocket("consume", "orders", "-n", orders.name_server, *arguments)
-    assert (code, reason in told) == (2, True), told
+    code, _, stderr = pyrocket("consume", "orders", "-n", orders.name_server, *arguments)
+    assert (code, reason in stderr) == (2, True), stderr
 
 
 def test_who_may_not_look_is_told_what_it_takes(orders, pyrocket):
     orders.broker("broker-a").on(RequestCode.PULL_MESSAGE, answer(16, "no permission"), times=None)
-    code, _, told = pyrocket("consume", "orders", "-n", orders.name_server)
-    assert (code, "the right to subscribe with group TOOLS_CONSUMER" in told) == (1, True), told
+    code, _, stderr = pyrocket("consume", "orders", "-n", orders.name_server)
+    assert (code, "the right to subscribe with group TOOLS_CONSUMER" in stderr) == (1, True), stderr
 
 
 @pytest.mark.parametrize("as_member", [[], [*MEMBER, "--count", "10"]], ids=["looking", "member"])

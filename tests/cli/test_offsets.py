@@ -96,8 +96,8 @@ def test_a_plan_changes_nothing_and_execute_does_it(embedded, offsets, stores):
 
 def undoing(text: str) -> list[list[str]]:
     """Return the commands that undo a reset, without `pyrocket`."""
-    told = text.rpartition("To undo it:\n")[2]
-    return [shlex.split(line)[1:] for line in told.splitlines() if line.startswith("  pyrocket ")]
+    stderr = text.rpartition("To undo it:\n")[2]
+    return [shlex.split(line)[1:] for line in stderr.splitlines() if line.startswith("  pyrocket ")]
 
 
 def test_a_clustering_reset_is_undone_by_what_is_printed(embedded, been_here, offsets):
@@ -202,24 +202,24 @@ def test_without_a_command_it_shows_what_there_is(pyrocket):
 def test_the_command_an_orphaned_store_s_event_names_adopts_it(embedded, tmp_path, pyrocket):
     """As the event says it, word for word."""
 
-    def told_while_consuming(**options):
+    def events_while_consuming(**options):
         events = Events()
         where = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "on_event": events}
         with consuming(embedded, "T", "G", **where, **options) as (consumer, seen):
             until(lambda: sum(each.committed or 0 for each in consumer.progress().values()) == 20, "consumed")
         return seen, events.of("store-orphaned")
 
-    first, told = told_while_consuming(client_ip="10.0.0.5")
-    assert (len(first.messages), told) == (20, [])
-    _, (orphaned,) = told_while_consuming(client_ip="10.0.0.9")
+    first, stderr = events_while_consuming(client_ip="10.0.0.5")
+    assert (len(first.messages), stderr) == (20, [])
+    _, (orphaned,) = events_while_consuming(client_ip="10.0.0.9")
     command = orphaned.text.partition("adopt it: ")[2].split()
     assert command[:3] == ["pyrocket", "offsets", "adopt"]
-    code, _, told = pyrocket(*command[1:])
-    assert (code, "holds offsets of 2 queues already" in told) == (1, True), told
+    code, _, stderr = pyrocket(*command[1:])
+    assert (code, "holds offsets of 2 queues already" in stderr) == (1, True), stderr
     code, printed, _ = pyrocket(*command[1:], "--replace")
     assert (code, f"its offsets are in {command[4]} now" in printed) == (0, True), printed
-    after, told = told_while_consuming(client_ip="10.0.0.9")
-    assert (after.messages, told) == ([], [])
+    after, stderr = events_while_consuming(client_ip="10.0.0.9")
+    assert (after.messages, stderr) == ([], [])
 
 
 @pytest.mark.live
@@ -237,7 +237,7 @@ def test_a_reset_that_is_interrupted_tells_what_that_means(embedded, number, out
         running.send_signal(number)
         printed = running.process.stdout.read().decode()
         assert running.end(60) == 1
-    assert "stopped in the middle of the reset: what has moved stays moved" in running.told
+    assert "stopped in the middle of the reset: what has moved stays moved" in running.stderr
     undo = "--queue broker-a/0=5 --execute"
     if output == "json":
         shown = json.loads(printed)

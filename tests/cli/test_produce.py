@@ -75,9 +75,9 @@ def test_a_body_is_a_line_and_an_empty_line_is_none(cluster, pyrocket, given, ex
 
 
 def test_json_ends_with_how_many_were_sent(cluster, pyrocket):
-    code, printed, told = pyrocket(*command(cluster, "first", "-", "-o", "json"), given=b"\na\n\nb\n")
+    code, printed, stderr = pyrocket(*command(cluster, "first", "-", "-o", "json"), given=b"\na\n\nb\n")
     *stored, summary = map(json.loads, printed.splitlines())
-    assert (code, told, [each["offset"] for each in stored]) == (0, "", [0, 1, 2])
+    assert (code, stderr, [each["offset"] for each in stored]) == (0, "", [0, 1, 2])
     assert summary == {"topic": "orders", "sent": 3, "last": "line 4 of standard input", "stopped_by": None}
 
 
@@ -97,8 +97,8 @@ def test_a_broker_that_refuses_in_the_middle(cluster, pyrocket, output):
         exchange.handle(exchange.answer) if next(left, "") else refuse(exchange)
 
     on_sends(cluster, accept_two, times=None)
-    code, printed, told = pyrocket(*command(cluster, "-", "-o", output), given=b"a\n\nb\nc\nd\n")
-    ended, why = told.splitlines(keepends=True)
+    code, printed, stderr = pyrocket(*command(cluster, "-", "-o", output), given=b"a\n\nb\nc\nd\n")
+    ended, why = stderr.splitlines(keepends=True)
     assert (code, ended) == (1, stopped(2, "line 3 of standard input"))
     assert "the topic is read only" in why
     if output == "table":
@@ -117,7 +117,7 @@ def test_a_broker_that_goes_away(cluster):
         cluster.broker("broker-a").stop()
         reading.give(b"c\n", 2)
         assert reading.end() == 1
-    assert stopped(2) in reading.told
+    assert stopped(2) in reading.stderr
 
 
 @not_on_windows
@@ -127,7 +127,7 @@ def test_a_signal_while_it_waits_for_input(cluster, number):
     with Reading(cluster) as reading:
         reading.give(b"a\nb\n", 2)
         reading.send_signal(number)
-        assert (reading.end(), reading.told) == (1, stopped(2))
+        assert (reading.end(), reading.stderr) == (1, stopped(2))
 
 
 @not_on_windows
@@ -141,7 +141,7 @@ def test_a_message_on_its_way_at_a_signal_is_counted(cluster):
         reading.send_signal(signal.SIGTERM)
         exchange, reply = held[0]
         cluster.call(lambda: exchange.later(0.3, lambda: exchange.answer(reply)))
-        assert (reading.end(), reading.told) == (1, stopped(1))
+        assert (reading.end(), reading.stderr) == (1, stopped(1))
     assert bodies(cluster) == [b"a"]
 
 
@@ -151,7 +151,7 @@ def test_a_reader_that_leaves(cluster):
         reading.give(b"a\n", 1)
         reading.leave()
         reading.give(b"b\n", 2)
-        assert (reading.end(), reading.told) == (1, stopped(2))
+        assert (reading.end(), reading.stderr) == (1, stopped(2))
 
 
 @pytest.mark.live
@@ -175,7 +175,7 @@ def test_a_line_that_is_too_long_is_named_and_not_kept_whole(cluster):
     with Reading(cluster) as reading:
         reading.give(b"a\n" + b"x" * (4 * 1024 * 1024 + 2), 1)
         code = reading.end()  # the input goes on: it does not wait for the line's end
-    ended, why = reading.told.splitlines(keepends=True)
+    ended, why = reading.stderr.splitlines(keepends=True)
     assert (code, ended) == (1, stopped(1))
     assert why.startswith("pyrocket: line 2 of standard input has more than 4194304 bytes"), why
 

@@ -28,8 +28,8 @@ def test_the_commands(orders, pyrocket, tmp_path, model):
     with consuming(orders, "orders", "orders-app", message_model=model, offset_store_dir=tmp_path) as (_, seen):
         wait_until_seen(seen, 1, 20)
         for line in SHELL.replace(ADDRESS, orders.name_server).splitlines():
-            code, _, told = pyrocket(*shlex.split(line)[1:])
-            assert code == 0, told
+            code, _, stderr = pyrocket(*shlex.split(line)[1:])
+            assert code == 0, stderr
         wait_until_seen(seen, 2, 20)
 
 

@@ -30,10 +30,10 @@ def secured(pyrocket, monkeypatch):
                 environment.delenv(name, raising=False)
             for name, value in account.items():
                 environment.setenv(name, value)
-            code, printed, told = pyrocket(*arguments, "-n", cluster.name_server)
-        assert SECRET_KEY not in printed + told
-        assert "Traceback" not in told, told
-        return code, printed, told
+            code, printed, stderr = pyrocket(*arguments, "-n", cluster.name_server)
+        assert SECRET_KEY not in printed + stderr
+        assert "Traceback" not in stderr, stderr
+        return code, printed, stderr
 
     with EmbeddedCluster(tls=context, account=(ACCESS_KEY, SECRET_KEY)) as cluster:
         cluster.create_topic("orders", queues=1)
@@ -41,17 +41,17 @@ def secured(pyrocket, monkeypatch):
 
 
 def test_a_secured_cluster_is_used_from_the_shell(secured):
-    sent, printed, told = secured("produce", "orders", "first", "second", *TRUSTING)
-    assert (sent, printed) == (0, "2 messages sent to orders\n"), told
-    code, printed, told = secured("consume", "orders", *TRUSTING)
-    assert (code, len(printed.splitlines())) == (0, 2), told
+    sent, printed, stderr = secured("produce", "orders", "first", "second", *TRUSTING)
+    assert (sent, printed) == (0, "2 messages sent to orders\n"), stderr
+    code, printed, stderr = secured("consume", "orders", *TRUSTING)
+    assert (code, len(printed.splitlines())) == (0, 2), stderr
     member = ("--group", "pyrocket-cli", "--from", "first", "--count", "2")
-    code, printed, told = secured("consume", "orders", *member, *TRUSTING)
-    assert (code, len(printed.splitlines())) == (0, 2), told
-    code, _, told = secured("offsets", "reset", "pyrocket-cli", "orders", "--to", "earliest", "--execute", *TRUSTING)
-    assert code == 0, told
-    _, printed, told = secured("offsets", "show", "pyrocket-cli", "orders", "-o", "json", *TRUSTING)
-    assert '"committed": 0' in printed, told
+    code, printed, stderr = secured("consume", "orders", *member, *TRUSTING)
+    assert (code, len(printed.splitlines())) == (0, 2), stderr
+    code, _, stderr = secured("offsets", "reset", "pyrocket-cli", "orders", "--to", "earliest", "--execute", *TRUSTING)
+    assert code == 0, stderr
+    _, printed, stderr = secured("offsets", "show", "pyrocket-cli", "orders", "-o", "json", *TRUSTING)
+    assert '"committed": 0' in printed, stderr
     assert secured("offsets", "lag", "pyrocket-cli", "--max", "1", *TRUSTING)[0] == 3
 
 
@@ -68,9 +68,9 @@ def test_a_secured_cluster_is_used_from_the_shell(secured):
     ids=["unknown authority", "no file", "no certificates", "no secret", "no access key", "wrong secret"],
 )
 def test_what_is_missing_is_said_in_one_sentence(secured, options, account, reason):
-    code, _, told = secured("offsets", "show", "some-group", "orders", *options, account=account)
+    code, _, stderr = secured("offsets", "show", "some-group", "orders", *options, account=account)
     assert code not in (0, 3)
-    assert reason in told, told
+    assert reason in stderr, stderr
 
 
 def test_help_says_where_an_account_comes_from(secured):
@@ -81,11 +81,11 @@ def test_help_says_where_an_account_comes_from(secured):
 @pytest.mark.slow("starts programs")
 def test_only_brokers_at_allowed_addresses_are_connected_to(secured):
     def produce(allowed):
-        code, _, told = secured("produce", "orders", "one", *TRUSTING, "--allowed-addresses", allowed)
-        return code, told
+        code, _, stderr = secured("produce", "orders", "one", *TRUSTING, "--allowed-addresses", allowed)
+        return code, stderr
 
-    code, told = produce("10.0.0.0/8,broker-a")
+    code, stderr = produce("10.0.0.0/8,broker-a")
     assert code == 1
-    assert "allowed_addresses=['10.0.0.0/8', 'broker-a'] has no such address" in told
+    assert "allowed_addresses=['10.0.0.0/8', 'broker-a'] has no such address" in stderr
     assert produce("127.0.0.1,10.0.0.0/8")[0] == 0
     assert produce("10.0.0.1/8")[0] == 2

@@ -68,8 +68,8 @@ def test_help_is_written_in_characters_that_every_console_has(command):
 @for_each("encoding", ["ascii", "cp437"])
 @for_each("command", [[], ["consume"], ["offsets", "reset"]], ids=" ".join)
 def test_help_comes_out_on_a_poor_console(console, command, encoding):
-    code, printed, told = console(encoding, *command, "--help")
-    assert (code, told) == (0, b"")
+    code, printed, stderr = console(encoding, *command, "--help")
+    assert (code, stderr) == (0, b"")
     assert printed.startswith(b"usage: pyrocket")
 
 
@@ -79,8 +79,8 @@ def test_what_a_console_lacks_is_written_as_an_escape(cluster, console, encoding
     cluster.send(encoding, "日本".encode())
     lacking = rb"/broker-a/0@0  -  \u65e5\u672c" + b"\n"
     assert console(encoding, "consume", encoding, "-n", cluster.name_server) == (0, encoding.encode() + lacking, b"")
-    code, _, told = console(encoding, "offsets", "show", "日本", "T", "-n", cluster.name_server)
-    assert (code, rb"'\u65e5\u672c' has a character that is not allowed" in told) == (2, True), told
+    code, _, stderr = console(encoding, "offsets", "show", "日本", "T", "-n", cluster.name_server)
+    assert (code, rb"'\u65e5\u672c' has a character that is not allowed" in stderr) == (2, True), stderr
 
 
 @for_each("encoding", ["ascii", "cp437", "latin-1", "utf-8"])
@@ -172,11 +172,11 @@ def test_what_belongs_to_errors_does_not_go_to_the_output(orders):
 )
 def test_a_signal_ends_it_without_a_traceback(command, begun, code, number):
     with Running(*command, stderr=subprocess.STDOUT) as running:
-        told = b""
-        while begun not in told:
+        stderr = b""
+        while begun not in stderr:
             piece = running.process.stdout.read1()
-            assert piece, told
-            told += piece
+            assert piece, stderr
+            stderr += piece
         running.send_signal(number)
-        told += running.process.stdout.read()
-        assert (running.process.wait(60), b"Traceback" in told) == (code, False), told
+        stderr += running.process.stdout.read()
+        assert (running.process.wait(60), b"Traceback" in stderr) == (code, False), stderr

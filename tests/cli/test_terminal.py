@@ -77,8 +77,8 @@ def test_a_program_gets_bodies_as_they_are_and_so_does_who_asks(cluster):
     assert FORGED in shown and NAUGHTY in shown
     assert r"\x1b[31m" in shown and "\x1b[31m" not in shown, "tags have nothing to do there"
     assert "\x1b[2J" in "\n".join(on_a_terminal(cluster, "consume", "orders", "--raw"))
-    _, told = through_a_pipe(cluster, "consume", "orders", "--raw", "-o", "json", code=2)
-    assert "--raw is for text" in told
+    _, stderr = through_a_pipe(cluster, "consume", "orders", "--raw", "-o", "json", code=2)
+    assert "--raw is for text" in stderr
 
 
 def test_json_has_escapes_for_all_a_terminal_obeys(cluster):

@@ -22,7 +22,7 @@ TABLE = {MessageQueue("T", "broker-a", 0): 5}
 
 
 @pytest.fixture
-def told(pyrocket, monkeypatch):
+def fail_with(pyrocket, monkeypatch):
     """Run `pyrocket …`; returns the exit code and the one sentence on stderr."""
     monkeypatch.delenv("NAMESRV_ADDR", raising=False)
 
@@ -61,31 +61,31 @@ NAME_SERVED = [
 
 
 @for_each("command", NAME_SERVED, ids=" ".join)
-def test_a_name_server_that_is_missing_wrong_or_away(told, command):
-    code, sentence = told(*command)
+def test_a_name_server_that_is_missing_wrong_or_away(fail_with, command):
+    code, sentence = fail_with(*command)
     assert (code, "no name server" in sentence) == (2, True)
     assert "-n host:9876" in sentence and "NAMESRV_ADDR" in sentence, sentence
     for wrong in ("localhost", "127.0.0.1:99999", "127.0.0.1:9876;bad"):
-        code, sentence = told(*command, "-n", wrong)
+        code, sentence = fail_with(*command, "-n", wrong)
         assert code == 2
         assert f"{wrong.rpartition(';')[2]!r} is not host:port with a port from 1 to 65535" in sentence
-    code, sentence = told(*command, "-n", "127.0.0.1:1")
+    code, sentence = fail_with(*command, "-n", "127.0.0.1:1")
     assert (code, "cannot connect to 127.0.0.1:1" in sentence, "check the address" in sentence) == (1, True, True)
 
 
 @pytest.mark.live
 @pytest.mark.slow("a name server has 3 s")
-def test_a_name_server_that_says_nothing(told):
+def test_a_name_server_that_says_nothing(fail_with):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = "{}:{}".format(*silent.getsockname())
-        code, sentence = told("produce", "T", "hello", "-n", where)
+        code, sentence = fail_with("produce", "T", "hello", "-n", where)
     assert code == 1
     seconds = r"(3|2\.\d+)"  # what is left of them when the connection is there
     assert re.search(f"{where}: no answer within {seconds} s: it is busy or not well, or something else", sentence)
 
 
 @pytest.mark.live
-def test_an_address_where_something_else_listens(told):
+def test_an_address_where_something_else_listens(fail_with):
     def answer_http(listening):
         while True:
             try:
@@ -99,18 +99,18 @@ def test_an_address_where_something_else_listens(told):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         where = "{}:{}".format(*listening.getsockname())
         threading.Thread(target=answer_http, args=(listening,), daemon=True).start()
-        code, sentence = told("consume", "T", "-n", where)
+        code, sentence = fail_with("consume", "T", "-n", where)
         listening.shutdown(socket.SHUT_RDWR)
     assert code == 1
     assert f"{where} sent what is no frame of RocketMQ's remoting protocol" in sentence
     assert "b'HTTP'" in sentence and "check the address: something else listens there" in sentence
 
 
-def test_known_groups_are_shown_nearest_first_and_counted(told, cluster):
+def test_known_groups_are_shown_nearest_first_and_counted(fail_with, cluster):
     for number in range(30):
         cluster.broker("broker-a").create_group(f"other-{number}")
     cluster.broker("broker-a").create_group("orders-app")
-    code, sentence = told("offsets", "lag", "order-app", "-n", cluster.name_server)
+    code, sentence = fail_with("offsets", "lag", "order-app", "-n", cluster.name_server)
     assert code == 2
     assert "(known: orders-app, " in sentence
     assert re.search(r" and 1\d more\)$", sentence), sentence
@@ -141,8 +141,8 @@ def test_known_groups_are_shown_nearest_first_and_counted(told, cluster):
         (["offsets", "forget-reset", "G", "T"], "no broker knows group 'G'", "check its name"),
     ],
 )
-def test_what_the_cluster_or_the_protocol_does_not_allow(told, cluster, command, value, remedy):
-    code, sentence = told(*command, "-n", cluster.name_server)
+def test_what_the_cluster_or_the_protocol_does_not_allow(fail_with, cluster, command, value, remedy):
+    code, sentence = fail_with(*command, "-n", cluster.name_server)
     assert code == (1 if value == "'nowhere'" else 2), "a topic may come yet; the rest is wrong for good"
     assert value in sentence and remedy in sentence, sentence
 
@@ -196,8 +196,8 @@ def test_what_the_cluster_or_the_protocol_does_not_allow(told, cluster, command,
         (["broker", "--brokers", "27"], "brokers=27; give 1 to 26", ""),
     ],
 )
-def test_wrong_usage(told, command, value, allowed):
-    code, sentence = told(*command)
+def test_wrong_usage(fail_with, command, value, allowed):
+    code, sentence = fail_with(*command)
     assert (code, value in sentence, allowed in sentence) == (2, True, True), sentence
 
 
@@ -210,43 +210,43 @@ def test_a_body_that_is_not_text_is_sent_as_it_is(cluster, pyrocket):
 
 
 @for_each("orphan, value", [("/nowhere", "/nowhere"), ("a-file", "a-file"), ("empty", "empty")])
-def test_what_is_adopted_must_be_a_store(told, tmp_path, orphan, value):
+def test_what_is_adopted_must_be_a_store(fail_with, tmp_path, orphan, value):
     (tmp_path / "a-file").write_text("")
     (tmp_path / "empty").mkdir(exist_ok=True)
-    code, sentence = told("offsets", "adopt", str(tmp_path / orphan), str(tmp_path / "new"))
+    code, sentence = fail_with("offsets", "adopt", str(tmp_path / orphan), str(tmp_path / "new"))
     assert (code, f"{value} is no offset store" in sentence) == (1, True)
     assert "name the directory with offsets.json in it: DIRECTORY/CLIENT-ID/GROUP" in sentence
     assert not (tmp_path / "new").exists()
 
 
 @for_each("text", [b"", b"{not json", b"[]", b'{"offsetTable":5}'], ids=str)
-def test_a_store_that_is_damaged_is_not_adopted(told, tmp_path, store, text):
+def test_a_store_that_is_damaged_is_not_adopted(fail_with, tmp_path, store, text):
     damaged = store(f"damaged-{len(text)}", text)
-    code, sentence = told("offsets", "adopt", str(damaged), str(tmp_path / "new"))
+    code, sentence = fail_with("offsets", "adopt", str(damaged), str(tmp_path / "new"))
     assert (code, f"offset store {damaged}: offsets.json" in sentence) == (1, True)
     assert "Restore the file from a copy" in sentence
     assert (damaged / "offsets.json").read_bytes() == text
 
 
-def test_where_nothing_can_be_adopted_to(told, tmp_path, store):
+def test_where_nothing_can_be_adopted_to(fail_with, tmp_path, store):
     old, used = store("old"), store("used")
     (tmp_path / "file").write_text("")
-    code, sentence = told("offsets", "adopt", str(old), str(tmp_path / "file"))
+    code, sentence = fail_with("offsets", "adopt", str(old), str(tmp_path / "file"))
     assert (code, f"offset store {tmp_path / 'file'} cannot be opened: " in sentence) == (1, True)
-    code, sentence = told("offsets", "adopt", str(old), str(old))
+    code, sentence = fail_with("offsets", "adopt", str(old), str(old))
     assert code == 1
     assert "cannot adopt itself; name the store left behind first, then the one used now" in sentence
-    code, sentence = told("offsets", "adopt", str(old), str(used))
+    code, sentence = fail_with("offsets", "adopt", str(old), str(used))
     assert (code, f"{used} holds offsets of 1 queues already" in sentence, "--replace" in sentence) == (1, True, True)
     with LocalFileOffsetStore(old):
-        code, sentence = told("offsets", "adopt", str(old), str(tmp_path / "new"))
+        code, sentence = fail_with("offsets", "adopt", str(old), str(tmp_path / "new"))
     assert (code, f"{old} is in use" in sentence, "stop it" in sentence) == (1, True, True)
     assert read_store(old).offsets == read_store(used).offsets == TABLE
 
 
-def test_a_store_that_cannot_be_renamed_is_adopted_all_the_same(told, tmp_path, store):
+def test_a_store_that_cannot_be_renamed_is_adopted_all_the_same(fail_with, tmp_path, store):
     old = store("x" * 250)
-    code, sentence = told("offsets", "adopt", str(old), str(tmp_path / "new"))
+    code, sentence = fail_with("offsets", "adopt", str(old), str(tmp_path / "new"))
     assert code == 1
     assert f"the offsets of {old} are in {tmp_path / 'new'} now, but it could not be renamed" in sentence
     assert sentence.endswith("move it away yourself")

@@ -19,7 +19,7 @@ from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
 from tests.consuming import PATIENT_S, WAIT_S
 
 
-class Told:
+class RecordedCalls:
     """A hook that remembers what it was told, in order."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Told:
         return self._facts.get(timeout=timeout_s)
 
     @property
-    def nothing(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether nothing was told that was not asked for yet."""
         return self._facts.empty()
 

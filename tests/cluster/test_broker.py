@@ -96,8 +96,8 @@ def test_an_offset_outside_the_queue_is_corrected(embedded, broker, do):
     broker.delete_before("orders", 0, 2)
     for offset, to in ((-5, 2), (0, 2), (9, 4)):
         found, messages = pull(do, offset)
-        told = (found.status, found.next_offset, found.offset_reset, messages)
-        assert told == (PullStatus.OFFSET_MOVED, to, False, [])
+        result = (found.status, found.next_offset, found.offset_reset, messages)
+        assert result == (PullStatus.OFFSET_MOVED, to, False, [])
     broker.on(PULL, answer(21, "OFFSET_RESET", {"nextBeginOffset": "7", "minOffset": "0", "maxOffset": "9"}))
     found, _ = pull(do, 0)
     assert (found.status, found.next_offset, found.offset_reset) == (PullStatus.OFFSET_MOVED, 7, True)

@@ -13,7 +13,7 @@ from pyrocket_consumer.protocol.bodies import decode_heartbeat
 from pyrocket_consumer.protocol.codes import RequestCode, version_ordinal
 from pyrocket_consumer.protocol.command import UnregisterClientHeader
 from pyrocket_consumer.testing import Gate, answer, delay, drop
-from tests.cluster.conftest import Told, consumer_of, find_route, join
+from tests.cluster.conftest import RecordedCalls, consumer_of, find_route, join
 from tests.consuming import until
 
 HEARTBEAT = RequestCode.HEART_BEAT
@@ -33,14 +33,14 @@ def two_brokers(cluster_of):
 
 def watch(client, *hooks):
     """Return what is told by hooks from now on."""
-    told = [Told() for _ in hooks]
+    calls = [RecordedCalls() for _ in hooks]
 
     async def work():
-        for hook, each in zip(hooks, told, strict=True):
+        for hook, each in zip(hooks, calls, strict=True):
             getattr(client, hook)(each)
 
     client.run(work(), 30)
-    return told
+    return calls
 
 
 def beat(client, broker):
@@ -75,9 +75,9 @@ def test_heartbeats_go_on_by_themselves_but_not_without_groups(broker, embedded,
 def test_a_heartbeat_tells_all_groups_and_asks_for_no_v2(broker, client):
     join(client, consumer="app", producer="maker")
     body = broker.requests(HEARTBEAT)[-1].command.body
-    told = decode_heartbeat(body)
-    assert (told.client_id, told.producers) == (client.client_id, ("maker",))
-    assert [consumer.group for consumer in told.consumers] == ["app"]
+    calls = decode_heartbeat(body)
+    assert (calls.client_id, calls.producers) == (client.client_id, ("maker",))
+    assert [consumer.group for consumer in calls.consumers] == ["app"]
     assert (json.loads(body).get("heartbeatFingerprint", 0), json.loads(body).get("withoutSub", False)) == (0, False)
 
 
@@ -150,7 +150,7 @@ def test_a_broker_no_route_names_any_more_is_disconnected(two_brokers, connect):
     two_brokers.wait_until(lambda: not gone.connections)
     assert set(client.broker_addresses()) == {"broker-a"}
     assert client.address("broker-b") is None
-    assert lost.nothing
+    assert lost.is_empty
 
 
 def test_a_broker_that_left_the_routes_is_kept_while_in_use(two_brokers, connect):
@@ -251,7 +251,7 @@ def test_slow_calls_end_no_connection_with_heartbeats(embedded, broker, connect)
         with pytest.raises(RequestTimeout):
             client.run(client.broker("broker-a").max_offset(queue), 30)
     assert client.run(client.broker("broker-a").max_offset(queue), 30) == 0
-    assert lost.nothing
+    assert lost.is_empty
 
 
 def test_neither_a_silent_broker_nor_one_away_holds_others_up(with_slaves, connect):
@@ -271,9 +271,9 @@ def test_leaving_a_group_is_known_at_once(with_slaves, connect):
     client.run(client.unregister(producer_group="maker"), 30)
     assert with_slaves.members("app") == []
     for node in with_slaves.nodes:
-        told = [UnregisterClientHeader.from_fields(each.command.fields) for each in node.requests(UNREGISTER)]
-        groups = [(each.consumer_group, each.producer_group) for each in told]
-        assert (told[0].client_id, groups) == (client.client_id, [("app", None), (None, "maker")])
+        calls = [UnregisterClientHeader.from_fields(each.command.fields) for each in node.requests(UNREGISTER)]
+        groups = [(each.consumer_group, each.producer_group) for each in calls]
+        assert (calls[0].client_id, groups) == (client.client_id, [("app", None), (None, "maker")])
 
 
 def test_a_heartbeat_under_way_does_not_join_again_who_leaves(client, broker):

@@ -19,7 +19,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from pyrocket_consumer.transport.io_thread import IoThread
-from tests.cluster.conftest import Told, consumer_of, find_route
+from tests.cluster.conftest import RecordedCalls, consumer_of, find_route
 from tests.consuming import until
 from tests.for_each import for_each
 
@@ -164,8 +164,8 @@ def defect(*facts):
 
 @pytest.mark.parametrize("where", ["on_route_changed", "on_answer", "in the background"])
 def test_a_defect_is_reported_and_harms_no_call(embedded, where):
-    client, told = unstarted(embedded.name_server), Told()
-    client.on_failure(told)
+    client, calls = unstarted(embedded.name_server), RecordedCalls()
+    client.on_failure(calls)
     if where == "on_route_changed":
         client.on_route_changed(defect)
     client.start()
@@ -183,9 +183,9 @@ def test_a_defect_is_reported_and_harms_no_call(embedded, where):
             connection.send(lambda opaque: b"", defect, 0.01)
 
     client.run(work(), 30)
-    (error,) = told.next()
+    (error,) = calls.next()
     assert isinstance(error, ZeroDivisionError)
-    assert told.nothing
+    assert calls.is_empty
     assert find_route(client, refresh=True) is route
     client.close()
 

@@ -12,7 +12,7 @@ from pyrocket_consumer.errors import BrokerError, ConnectError, RequestTimeout, 
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.command import GetKvConfigHeader, HeartbeatHeader, PutKvConfigHeader
 from pyrocket_consumer.testing import answer, close_connection, drop, garbage, rewrite
-from tests.cluster.conftest import Told, find_route
+from tests.cluster.conftest import RecordedCalls, find_route
 from tests.consuming import quick
 
 ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
@@ -58,8 +58,8 @@ def test_one_is_enough_and_when_all_fail_every_reason_is_told(three, connect):
     broken.on(ROUTE, answer(1, "name server not ready"), times=None)
     with pytest.raises(ConnectError) as raised:
         find_route(client)
-    for told in (*(node.address for node in three.name_server_nodes), "was not answered", "name server not ready"):
-        assert told in str(raised.value)
+    for text in (*(node.address for node in three.name_server_nodes), "was not answered", "name server not ready"):
+        assert text in str(raised.value)
 
 
 def test_a_silent_connection_is_given_up_after_two_calls(embedded, connect):
@@ -120,16 +120,16 @@ def test_changes_are_told_to_all_name_servers_or_one_is_named(three, connect):
 
 def test_routes_in_use_stay_fresh_and_outlive_name_servers(embedded, connect):
     client = connect(embedded, route_refresh_interval_s=0.05)
-    told = Told()
+    calls = RecordedCalls()
 
     async def watch():
-        client.on_route_changed(told)
+        client.on_route_changed(calls)
 
     client.run(watch(), 30)
     route = find_route(client)
-    assert told.next() == ("orders", route)
+    assert calls.next() == ("orders", route)
     embedded.create_topic("orders", queues=6)
-    topic, changed = told.next()
+    topic, changed = calls.next()
     assert len(changed.consume_queues()) == 6
     embedded.stop_name_server()
     began = time.monotonic()
@@ -143,7 +143,7 @@ def test_routes_in_use_stay_fresh_and_outlive_name_servers(embedded, connect):
     assert client.known_route("orders") == changed
     embedded.name_server_node.register()
     assert find_route(client, refresh=True) == changed
-    assert told.nothing
+    assert calls.is_empty
 
 
 def padded(body: bytes) -> bytes:

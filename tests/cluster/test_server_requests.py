@@ -12,7 +12,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.command import GetConsumerRunningInfoHeader, NotifyConsumerIdsChangedHeader
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.asking import Asking
-from tests.cluster.conftest import Told, find_route, join
+from tests.cluster.conftest import RecordedCalls, find_route, join
 
 
 @pytest.fixture
@@ -50,15 +50,15 @@ def test_a_handler_gets_request_and_address_and_answers(embedded, broker, connec
     with pytest.raises(BrokerError, match="request type 307 not supported") as raised:
         ask(embedded, connect, member)
     assert raised.value.code == 3
-    told = Told()
+    calls = RecordedCalls()
 
     async def answer(command, address):
-        told(command.fields["consumerGroup"], address)
+        calls(command.fields["consumerGroup"], address)
         return command.make_response(body=b'{"properties":{}}')
 
     handle(member, RUNNING_INFO, answer)
     assert ask(embedded, connect, member).body == b'{"properties":{}}'
-    assert told.next() == ("app", broker.address)
+    assert calls.next() == ("app", broker.address)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_handler_that_fails_answers_why_and_logs_it_once(embedded, connect, me
 
 
 def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, broker, connect, member):
-    told = Told()
+    calls = RecordedCalls()
     go_on = asyncio.Event()
 
     async def slow(command, address):
@@ -89,7 +89,7 @@ def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, broker, connec
         return command.make_response(body=b"{}")
 
     async def changed(command, address):
-        told(NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group)
+        calls(NotifyConsumerIdsChangedHeader.from_fields(command.fields).consumer_group)
 
     handle(member, RUNNING_INFO, slow)
     handle(member, RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, changed)
@@ -99,7 +99,7 @@ def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, broker, connec
     )
     broker.wait_for(RUNNING_INFO)
     join(connect(embedded), consumer="app")
-    assert told.next() == ("app",)  # one-way: the member list changed
+    assert calls.next() == ("app",)  # one-way: the member list changed
     queue = find_route(member).consume_queues()[0]
     assert member.run(member.broker("broker-a").max_offset(queue), 30) == 0
 
@@ -111,12 +111,12 @@ def test_only_brokers_in_routes_or_in_use_may_ask(connect):
     """Name servers may lose sight of a broker that is up; what it asks is heard while there is something of it."""
     with EmbeddedCluster(brokers=2) as embedded:
         embedded.create_topic("orders", queues=2)
-        client, told, held = connect(embedded, route_refresh_interval_s=0.1), Told(), True
+        client, calls, held = connect(embedded, route_refresh_interval_s=0.1), RecordedCalls(), True
 
         async def answer(command, address):
             return command.make_response(body=b"{}")
 
-        client.on_request_refused(told)
+        client.on_request_refused(calls)
         client.keep_reachable(lambda broker_name: held)
         join(client, consumer="app")
         handle(client, RUNNING_INFO, answer)
@@ -124,13 +124,13 @@ def test_only_brokers_in_routes_or_in_use_may_ask(connect):
         embedded.call(lambda: embedded.unregister(other))
         embedded.wait_until(lambda: find_route(client).brokers[-1].broker_name == "broker-a")
         assert Asking(other).ask(RUNNING_INFO, fields).body == b"{}"
-        assert told.nothing
+        assert calls.is_empty
         answer = Asking(embedded.name_server_node).ask(RUNNING_INFO, fields)
         assert (answer.code, answer.remark) == (
             1,
             "GET_CONSUMER_RUNNING_INFO is not obeyed: only brokers of the topics in use may ask",
         )
-        assert told.next() == (307, embedded.name_server, "only brokers of the topics in use may ask")
+        assert calls.next() == (307, embedded.name_server, "only brokers of the topics in use may ask")
         held = False
         embedded.wait_until(lambda: not other.connections)
 
@@ -145,7 +145,7 @@ def test_a_refused_request_is_logged_once(embedded, client, caplog):
 
 
 def test_only_so_many_requests_are_under_way(broker, member):
-    handled, told, go_on = Told(), Told(), asyncio.Event()
+    handled, calls, go_on = RecordedCalls(), RecordedCalls(), asyncio.Event()
 
     async def slow(command, address):
         handled(command.fields["n"])
@@ -153,7 +153,7 @@ def test_only_so_many_requests_are_under_way(broker, member):
         return command.make_response(body=b"{}")
 
     async def register():
-        member.on_request_refused(told)
+        member.on_request_refused(calls)
         member.on_request(RUNNING_INFO, slow)
 
     member.run(register(), 30)
@@ -164,12 +164,12 @@ def test_only_so_many_requests_are_under_way(broker, member):
         (2, "GET_CONSUMER_RUNNING_INFO is not obeyed: 64 of them are under way")
     }
     assert [handled.next() for _ in range(64)] == [(str(number),) for number in range(64)]
-    assert [told.next()[0] for _ in range(6)] == 6 * [307]
+    assert [calls.next()[0] for _ in range(6)] == 6 * [307]
     assert asking.ask(65_000, {}).code == 3, "others are answered meanwhile"
     set_event(member, go_on)
     assert [next(answers).body for _ in range(64)] == 64 * [b"{}"]
     assert asking.ask(RUNNING_INFO, {"n": "70"}).body == b"{}"
-    assert told.nothing
+    assert calls.is_empty
 
 
 def test_only_so_many_bytes_of_requests_are_under_way(broker, member):

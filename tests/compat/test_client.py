@@ -802,9 +802,9 @@ WRONG = [
 ]
 
 
-@for_each("name, value, error, told", WRONG)
-def test_a_wrong_argument_is_refused(name, value, error, told):
-    with pytest.raises(error, match=told or None):
+@for_each("name, value, error, expected", WRONG)
+def test_a_wrong_argument_is_refused(name, value, error, expected):
+    with pytest.raises(error, match=expected or None):
         CALLS[name](value)
 
 
@@ -1036,5 +1036,5 @@ def test_install_does_not_replace_what_is_imported_already(cluster, topic, tmp_p
     """
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     with run(script, cluster, topic, begin="", env=env) as process:
-        told, errors = process.communicate(timeout=WAIT_S)
-    assert ("imported already" in told, str(tmp_path) in told, errors) == (True, True, "")
+        expected, errors = process.communicate(timeout=WAIT_S)
+    assert ("imported already" in expected, str(tmp_path) in expected, errors) == (True, True, "")

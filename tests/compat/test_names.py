@@ -56,8 +56,8 @@ def test_the_facade_has_every_name_of_the_old_package(old, ours):
 
 @for_each("name", sorted(LEFT_OUT | ADDED))
 def test_what_is_listed_does_differ(old, ours, name):
-    (told,) = differences(old, ours, left_out=LEFT_OUT - {name}, added=ADDED - {name})
-    assert told.startswith(f"{name}: ")
+    (difference,) = differences(old, ours, left_out=LEFT_OUT - {name}, added=ADDED - {name})
+    assert difference.startswith(f"{name}: ")
 
 
 # --- the comparison can fail
@@ -158,7 +158,7 @@ def test_what_stands_in_may_be_written_in_its_own_way(monkeypatch):
 
 
 @for_each(
-    "module, text, instead, told",
+    "module, text, instead, difference",
     [
         ("client", "class Sender(Base)", "class Sneder(Base)", "client.Sender: is missing"),
         ("client", "class Sender(Base)", "class Sender", "client.Sender: is no Base"),
@@ -195,11 +195,11 @@ def test_what_stands_in_may_be_written_in_its_own_way(monkeypatch):
         ("exceptions", "line: int)", "line: int = 0)", "exceptions.StartFailed.__init__: is (self, text, line=0)"),
     ],
 )
-def test_what_differs_is_told(monkeypatch, module, text, instead, told):
+def test_what_differs_is_told(monkeypatch, module, text, instead, difference):
     assert text in OURS[module]
     tampered = OURS | {module: OURS[module].replace(text, instead, 1)}
     found = differences(OLD, facade_of(tampered, monkeypatch))
-    assert any(line.startswith(told) for line in found), found
+    assert any(line.startswith(difference) for line in found), found
 
 
 def test_a_module_that_is_missing_is_told(monkeypatch):
@@ -220,5 +220,5 @@ def test_what_is_listed_may_differ(monkeypatch):
 def test_what_was_added_must_be_optional(monkeypatch):
     more = OURS["client"].replace("def start(self)", "def start(self, wait)")
     ours = facade_of(OURS | {"client": more}, monkeypatch)
-    (told,) = differences(OLD, ours, added={"client.Base.start.wait"})
-    assert told == "client.Base.start: what was added must be given"
+    (difference,) = differences(OLD, ours, added={"client.Base.start.wait"})
+    assert difference == "client.Base.start: what was added must be given"

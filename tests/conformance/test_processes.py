@@ -82,11 +82,11 @@ def test_a_consumer_refuses_to_work_in_a_forked_child(cluster, topic, group):
         if pid == 0:  # the child: it only tells what happened, and leaves without running anything of pytest's
             try:
                 consumer.progress()
-                told = b"worked"
+                outcome = b"worked"
             except ConsumerClosed as error:
-                told = str(error).encode()
+                outcome = str(error).encode()
             finally:
-                os.write(write_end, told)
+                os.write(write_end, outcome)
                 os._exit(0)
         os.close(write_end)
         with os.fdopen(read_end, "rb") as pipe:

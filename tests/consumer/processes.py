@@ -69,8 +69,8 @@ class Child:
             self.process.kill()
             for reader in self._readers:
                 reader.join(10)
-            told = "\n".join([*self.lines[-5:], *self.errors])
-            raise AssertionError(f"no end within {timeout_s:g} s; printed:\n{told}") from None
+            printed = "\n".join([*self.lines[-5:], *self.errors])
+            raise AssertionError(f"no end within {timeout_s:g} s; printed:\n{printed}") from None
         for reader in self._readers:
             reader.join(timeout_s)
         return code

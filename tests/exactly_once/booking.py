@@ -107,11 +107,11 @@ def goes_on_after(
         until_all(cluster, ledger, before)
         with trouble():
             send(cluster, after)
-            told = events.wait_for("store-unreachable")
+            event = events.wait_for("store-unreachable")
         until_all(cluster, ledger)
     assert ledger.bodies() == once(BODIES)
     assert not events.of("listener-failed") and not events.of("message-given-up")
-    return told
+    return event
 
 
 def failing(ledger: Ledger, *outcomes: Any, when: Callable[[list[Message]], bool] = lambda messages: True) -> Any:

@@ -58,8 +58,8 @@ def test_a_password_in_the_query_is_not_shown(embedded, capsys):
     with Admin(name_server=embedded.name_server) as admin:
         admin.create_group(GROUP)
     assert main(["offsets", "lag", GROUP, "-n", embedded.name_server, "--store", IN_QUERY]) == 1
-    told = capsys.readouterr()
-    assert "***" in told.err and "swordfish" not in told.err + told.out
+    output = capsys.readouterr()
+    assert "***" in output.err and "swordfish" not in output.err + output.out
 
 
 def test_secrets_do_not_show():
@@ -121,16 +121,16 @@ def test_an_address_that_a_tool_cannot_use_is_named(embedded, monkeypatch, capsy
     send(embedded, [])
     embedded.broker("broker-a").create_group(GROUP)
     assert main(["offsets", *command, "-n", embedded.name_server, "--store", url]) == 2
-    told = capsys.readouterr().err
-    assert said in told and "word" not in told and len(told.splitlines()) == 1
+    output = capsys.readouterr().err
+    assert said in output and "word" not in output and len(output.splitlines()) == 1
 
 
 def test_an_asynchronous_address_works(embedded, ledger, monkeypatch, reset):
     assert DatabaseOffsets.at(ledger.database.async_url).offsets(GROUP) == []
     consumed(embedded, ledger)
     monkeypatch.setenv("LEDGER_URL", ledger.database.async_url)
-    code, told = reset(what="show")
-    assert (code, [each["committed"] for each in told["queues"]]) == (0, [25] * 4)
+    code, output = reset(what="show")
+    assert (code, [each["committed"] for each in output["queues"]]) == (0, [25] * 4)
     assert reset("--to", "earliest", "--execute")[0] == 0
     assert [ledger.offset(queue_id=number) for number in range(4)] == [0] * 4
 

@@ -34,9 +34,9 @@ def test_a_message_that_was_stored_twice_has_its_effect_once(embedded, with_inbo
     send_twice(embedded, BODIES, queues)
     with billing(embedded, with_inbox, on_event=events):
         until_at(embedded, with_inbox, 200 // queues, queues)
-        told = events.wait_for("message-left-out")
+        event = events.wait_for("message-left-out")
     assert with_inbox.bodies() == once(BODIES)
-    assert "stored them twice" in told.text and told.facts["message_id"].startswith("id-")
+    assert "stored them twice" in event.text and event.facts["message_id"].startswith("id-")
     assert with_inbox.query("SELECT COUNT(*) FROM pyrocket_inbox") == [(100,)]
     assert not events.of("listener-failed")
 
@@ -210,8 +210,8 @@ def test_a_fail_over_while_it_runs_passes_nothing_over(embedded, ledger, events,
         broker.start()
         embedded.send(TOPIC, lambda number: b"new %d" % number, count=new)
         broker.clear_faults()
-        told = events.wait_for("log-diverged", timeout_s=60)
-        assert told.queue == queue(TOPIC, 0)
+        event = events.wait_for("log-diverged", timeout_s=60)
+        assert event.queue == queue(TOPIC, 0)
         assert ledger.offset(GROUP, 0, TOPIC) == 20
     assert ledger.bodies() == once(BODIES[:20])
 

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.versions("4.9.7", "5.5.0")
 @pytest.mark.databases("sqlite", "postgresql")
 def test_the_ledger_has_each_message_once(cluster, database, names):
-    told: list[str] = []
-    wrong = run(cluster, database, 3000, every_s=0.7, tell=told.append, topic=names.topic(), group=names.group())
-    assert wrong == "", told[-1]
-    assert ", 0 kills" not in told[-1]
+    printed: list[str] = []
+    wrong = run(cluster, database, 3000, every_s=0.7, tell=printed.append, topic=names.topic(), group=names.group())
+    assert wrong == "", printed[-1]
+    assert ", 0 kills" not in printed[-1]
 
 
 @pytest.mark.slow("kills members until some message comes twice", proof=True)

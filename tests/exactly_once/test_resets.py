@@ -32,11 +32,11 @@ def test_a_group_that_runs_and_rests_is_reset(embedded, ledger, events, reset):
     with billing(embedded, ledger, on_event=events) as (consumer, _):
         until_all(embedded, ledger)
         ledger.execute("DELETE FROM ledger")
-        code, told = reset("--to", "earliest", "--execute")
+        code, output = reset("--to", "earliest", "--execute")
         assert code == 0
-        assert told["plan"]["way"] == "store"
-        assert {each["state"] for each in told["result"]["outcomes"]} == {"moved"}
-        assert all(consumer.client_id in each["text"] for each in told["result"]["outcomes"])
+        assert output["plan"]["way"] == "store"
+        assert {each["state"] for each in output["result"]["outcomes"]} == {"moved"}
+        assert all(consumer.client_id in each["text"] for each in output["result"]["outcomes"])
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
     assert len(events.of("queue-fenced")) == 4
@@ -46,11 +46,11 @@ def test_a_group_that_runs_and_rests_is_reset(embedded, ledger, events, reset):
 def test_a_group_that_does_not_run_is_reset(embedded, ledger, reset):
     consumed(embedded, ledger)
     ledger.execute("DELETE FROM ledger")
-    code, told = reset("--queue", "broker-a/0=10", "--queue", "broker-a/1=20", "--execute")
+    code, output = reset("--queue", "broker-a/0=10", "--queue", "broker-a/1=20", "--execute")
     assert code == 0
-    assert [(each["current"], each["target"]) for each in told["plan"]["moves"]] == [(25, 10), (25, 20)]
-    assert [each["text"] for each in told["result"]["outcomes"]] == ["in the database"] * 2
-    assert "env:LEDGER_URL" in told["undo"][0] and "broker-a/0=25" in told["undo"][0]
+    assert [(each["current"], each["target"]) for each in output["plan"]["moves"]] == [(25, 10), (25, 20)]
+    assert [each["text"] for each in output["result"]["outcomes"]] == ["in the database"] * 2
+    assert "env:LEDGER_URL" in output["undo"][0] and "broker-a/0=25" in output["undo"][0]
     assert embedded.committed(GROUP, TOPIC)[0] == 10  # for whoever looks there
     with billing(embedded, ledger):
         embedded.wait_until(lambda: len(ledger.rows()) >= 20)
@@ -60,18 +60,18 @@ def test_a_group_that_does_not_run_is_reset(embedded, ledger, reset):
 def test_a_plan_changes_nothing(embedded, ledger, reset):
     consumed(embedded, ledger)
     before = ledger.query("SELECT * FROM pyrocket_offsets")
-    code, told = reset("--to", "earliest")
-    assert code == 0 and told["result"] is None
+    code, output = reset("--to", "earliest")
+    assert code == 0 and output["result"] is None
     assert ledger.query("SELECT * FROM pyrocket_offsets") == before
 
 
 def test_show_and_lag_have_what_the_database_has(embedded, ledger, reset):
     consumed(embedded, ledger)
     ledger.execute("UPDATE pyrocket_offsets SET next_offset = 5")
-    code, told = reset(what="show")
+    code, output = reset(what="show")
     assert code == 0
-    assert [each["committed"] for each in told["queues"]] == [5] * 4 and told["lag"] == 80
-    assert all(each["consumed_at"] for each in told["queues"])
+    assert [each["committed"] for each in output["queues"]] == [5] * 4 and output["lag"] == 80
+    assert all(each["consumed_at"] for each in output["queues"])
 
 
 def test_queues_that_were_never_consumed_are_reset(embedded, ledger, admin, reset):
@@ -248,11 +248,11 @@ def test_the_retry_topic_comes_along_and_is_told(moving, ledger, capsys):
     assert main(here) == 0
     assert f"{RETRIES}/broker-a/0 will be set to 5, where the brokers have it" in capsys.readouterr().out
     assert main([*here, "--execute", "-o", "json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     place = {"topic": RETRIES, "broker": "broker-a", "queue": 0}
-    assert told["plan"]["retries"] == [{**place, "committed": 5, "target": 5}]
+    assert output["plan"]["retries"] == [{**place, "committed": 5, "target": 5}]
     outcome = {"who": f"{RETRIES}/broker-a/0", "state": "moved", "text": "in the database, where the brokers have it"}
-    assert told["result"]["outcomes"][-1] == outcome
+    assert output["result"]["outcomes"][-1] == outcome
     assert ledger.offset(GROUP, 0, RETRIES) == 5
     ledger.execute("UPDATE pyrocket_offsets SET next_offset = 3 WHERE topic = :topic", topic=RETRIES)
     assert main([*here, "--execute", "-o", "json"]) == 0
@@ -312,8 +312,8 @@ def test_a_group_that_the_database_has_rows_of_is_known(embedded, ledger, capsys
 
     code, printed, _ = run(GROUP)
     assert code == 0
-    told = json.loads(printed)
-    assert [(each["queue"], each["committed"], each["lag"]) for each in told["queues"]] == [(0, 0, 3), (1, 1, 2)]
+    output = json.loads(printed)
+    assert [(each["queue"], each["committed"], each["lag"]) for each in output["queues"]] == [(0, 0, 3), (1, 1, 2)]
     code, _, beside = run("nobody")
     assert (code, "no broker knows group 'nobody'" in beside) == (2, True)
 
@@ -321,8 +321,8 @@ def test_a_group_that_the_database_has_rows_of_is_known(embedded, ledger, capsys
 def test_a_queue_that_is_consumed_to_its_end_is_shown(embedded, ledger, reset):
     embedded.create_topic(TOPIC, queues=1)
     ledger.offsets.reset(GROUP, {queue(TOPIC, 0): 0}, 1)
-    code, told = reset(what="show")
-    assert (code, [(each["committed"], each["lag"]) for each in told["queues"]]) == (0, [(0, 0)])
+    code, output = reset(what="show")
+    assert (code, [(each["committed"], each["lag"]) for each in output["queues"]]) == (0, [(0, 0)])
 
 
 @pytest.fixture
@@ -342,13 +342,13 @@ def test_a_reset_in_another_database_is_unconfirmed(embedded, ledger, wrong, cap
         embedded.wait_until(lambda: embedded.committed(GROUP, TOPIC) == dict.fromkeys(range(4), 25))
         words = ["--to", "earliest", "--execute", "--wait", "3", "-o", "json"]
         code = main(["offsets", "reset", GROUP, TOPIC, "-n", embedded.name_server, "--store", wrong, *words])
-        told = json.loads(capsys.readouterr().out)
+        output = json.loads(capsys.readouterr().out)
         assert code == 3
-        outcomes = told["result"]["outcomes"]
+        outcomes = output["result"]["outcomes"]
         assert {each["state"] for each in outcomes} == {"unconfirmed", "moved"}
         unclaimed = "is set, and no member that is online has claimed it: is this their database, and table?"
         assert {each["text"] for each in outcomes if each["who"].startswith("broker-a")} == {unclaimed}
-        (problem,) = told["plan"]["problems"]
+        (problem,) = output["plan"]["problems"]
         assert problem.startswith(f"{consumer.client_id}: consumes the topic, and the database has no row of it")
         assert embedded.committed(GROUP, TOPIC) == dict.fromkeys(range(4), 25), "brokers have what members tell them"
     assert ledger.bodies() == once(BODIES)
@@ -415,17 +415,17 @@ def test_a_row_that_means_nothing_is_named_in_a_line(embedded, ledger, capsys, w
     ledger.execute(f"UPDATE pyrocket_offsets SET {wrong} WHERE queue_id = 1")
     words = [GROUP, *([TOPIC] if what != "lag" else []), *(["--to", "latest", "--execute"] if what == "reset" else [])]
     code = main(["offsets", what, *words, "-n", embedded.name_server, "--store", ledger.database.url])
-    (told,) = capsys.readouterr().err.splitlines()
+    (output,) = capsys.readouterr().err.splitlines()
     assert code == 1
-    assert re.search(r"the row of topic .*, broker 'broker-a', queue .* has ", told) and "Set the row right" in told
+    assert re.search(r"the row of topic .*, broker 'broker-a', queue .* has ", output) and "Set the row right" in output
 
 
 def test_an_epoch_from_the_future_spoils_no_reset(embedded, ledger, reset):
     consumed(embedded, ledger)
     ledger.execute("UPDATE pyrocket_offsets SET reset_epoch = 32503680000000 WHERE queue_id = 0")  # in the year 3000
-    code, told = reset("--to", "earliest", "--execute")
+    code, output = reset("--to", "earliest", "--execute")
     assert code == 0
-    assert told["result"]["epoch"] <= time.time() * 1000
+    assert output["result"]["epoch"] <= time.time() * 1000
     ledger.execute("DELETE FROM ledger")
     with billing(embedded, ledger):
         until_all(embedded, ledger)

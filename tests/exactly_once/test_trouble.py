@@ -59,8 +59,8 @@ def test_a_row_that_is_locked_for_long_is_no_failure(embedded, ledger, events):
 
 @every_database
 def test_a_table_that_is_away_for_a_while_is_no_failure(embedded, ledger, events):
-    told = goes_on_after(lambda: renamed(ledger), embedded, ledger, events)
-    assert "pyrocket_offsets" in told.text
+    event = goes_on_after(lambda: renamed(ledger), embedded, ledger, events)
+    assert "pyrocket_offsets" in event.text
 
 
 @servers

@@ -44,9 +44,9 @@ def main() -> int:
     if options.input:
         if len(options.targets) != 1:
             parser.error("--input wants one target")
-        told = try_input(TARGETS[options.targets[0]], options.input.read_bytes())
-        print(told or "borne")
-        return 1 if told else 0
+        finding = try_input(TARGETS[options.targets[0]], options.input.read_bytes())
+        print(finding or "borne")
+        return 1 if finding else 0
     if options.engine == "atheris" and not has_atheris():
         parser.error("atheris is not installed: pip install atheris (or --engine mutation)")
     engine = options.engine if options.engine != "auto" else "atheris" if has_atheris() else "mutation"
@@ -58,9 +58,9 @@ def main() -> int:
     for run in each(names, engine, options.executions, options.seconds, seed):
         total += run.executions
         slowest = f"{run.slowest_s * 1000:.1f}" if run.slowest_s else "-"
-        told = run.finding.again if run.finding else "-"
+        finding = run.finding.again if run.finding else "-"
         per_s = run.executions / max(run.seconds, 1e-9)
-        print(f"{run.target:<32}{run.executions:>12}{per_s:>9.0f}{slowest:>12}  {told}", flush=True)
+        print(f"{run.target:<32}{run.executions:>12}{per_s:>9.0f}{slowest:>12}  {finding}", flush=True)
         if run.finding:
             found += 1
             print(run.finding.text, file=sys.stderr)

@@ -19,8 +19,8 @@ def main() -> None:
     mutators: dict[int, Mutator] = {}
 
     def read(data: bytes) -> None:
-        if told := try_input(target, data):
-            raise AssertionError(told)
+        if finding := try_input(target, data):
+            raise AssertionError(finding)
 
     def change(data: bytes, max_size: int, seed: int) -> bytes:
         """Half of the changes are of the fuzzer's own, half are ours, which know what the bytes mean."""

@@ -63,7 +63,7 @@ def keep(target: Target, data: bytes, text: str) -> Finding:
     return Finding(target.name, path, text)
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Where it happened, and what: the rest of either is of no use."""
     lines = traceback.format_exception(error, limit=-4)
     return "".join(f"{line:.600}\n" if len(line) > 600 else line for line in lines)
@@ -79,7 +79,7 @@ def try_input(target: Target, data: bytes) -> str:
     try:
         target.read(data)
     except Exception as error:
-        return _told(error)
+        return _describe(error)
     return _too_slow(data, time.thread_time() - begin)
 
 
@@ -88,25 +88,25 @@ def mutate(target: Target, executions: int, seconds: float, seed: int) -> Run:
     run = Run(target.name, "mutation")
     mutator, read, clock = Mutator(target.originals(), seed), target.read, time.thread_time
     begin, memory, before = time.monotonic(), _peak_bytes(), clock()
-    told = ""
-    while run.executions < executions and not told:
+    finding = ""
+    while run.executions < executions and not finding:
         data = mutator.next()
         started = clock()
         try:
             read(data)
         except Exception as error:
-            told = _told(error)
+            finding = _describe(error)
         run.executions += 1
-        if not told and (spent := clock() - started) > run.slowest_s:
+        if not finding and (spent := clock() - started) > run.slowest_s:
             run.slowest_s = spent
-            told = _too_slow(data, spent)
-        if run.executions % _LOOK_EVERY == 0 and not told:
+            finding = _too_slow(data, spent)
+        if run.executions % _LOOK_EVERY == 0 and not finding:
             if (grown := _peak_bytes() - memory) > MOST_GROWTH_BYTES:
-                told = f"memory grew by {grown} bytes: this input, or one before"
+                finding = f"memory grew by {grown} bytes: this input, or one before"
             elif time.monotonic() - begin > seconds:
                 break
-    if told:
-        run.finding = keep(target, data, told)
+    if finding:
+        run.finding = keep(target, data, finding)
     run.seconds = clock() - before
     return run
 

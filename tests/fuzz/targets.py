@@ -78,9 +78,9 @@ def bearing(read: Callable[[bytes], object], *errors: type[Exception]) -> Callab
         try:
             read(data)
         except (ProtocolError, *errors) as error:
-            told = str(error)
+            text = str(error)
             most = 500 if isinstance(error, ProtocolError) else 1000
-            assert len(told) < most, f"an error of {len(told)} characters"
+            assert len(text) < most, f"an error of {len(text)} characters"
 
     return bear
 

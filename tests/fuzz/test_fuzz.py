@@ -44,16 +44,16 @@ def wordy(data):
 
 
 @pytest.mark.parametrize(
-    ("read", "told"), [(raising, "RecursionError"), (slow, "of CPU time"), (bearing(wordy), "5000 characters")]
+    ("read", "expected"), [(raising, "RecursionError"), (slow, "of CPU time"), (bearing(wordy), "5000 characters")]
 )
-def test_what_is_planted_is_found_and_kept(read, told, tmp_path, monkeypatch):
+def test_what_is_planted_is_found_and_kept(read, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "FINDINGS", tmp_path)
     monkeypatch.setattr(running, "LONGEST_S", 0.05)
     target = Target("planted", read, lambda: [b"a" * 90])
     run = mutate(target, 100_000, 60, seed=1)
-    assert told in run.finding.text
+    assert expected in run.finding.text
     assert [path.name for path in tmp_path.iterdir()] == [run.finding.path.name]
-    assert told in running.try_input(target, run.finding.path.read_bytes())
+    assert expected in running.try_input(target, run.finding.path.read_bytes())
 
 
 def test_a_seed_makes_the_same_inputs():

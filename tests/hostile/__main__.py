@@ -65,12 +65,12 @@ def main() -> int:
             if not todo and time.monotonic() - begin < arguments.seconds:
                 todo = chance.sample(names, len(names))
         unmet = sum(not report.is_met for report in reports)  # the consumer did not come back to the server
-        consumed, sent = made.told[-1]["consumed"], made.sent
+        consumed, sent = made.samples[-1]["consumed"], made.sent
         print(
             f"{time.monotonic() - begin:.0f} s, {len(reports)} attacks, {unmet} not met; honest messages {consumed} of "
-            f"{sent}, {made.told[-1]['twice']} twice; most memory {max(each.rss for each in reports) >> 20} MiB; "
+            f"{sent}, {made.samples[-1]['twice']} twice; most memory {max(each.rss for each in reports) >> 20} MiB; "
             f"longest pause of the I/O thread {max(each.pause_s for each in reports) * 1000:.1f} ms, "
-            f"{max(each.pause_cpu_s for each in reports) * 1000:.1f} ms of CPU; events {made.told[-1]['events']}"
+            f"{max(each.pause_cpu_s for each in reports) * 1000:.1f} ms of CPU; events {made.samples[-1]['events']}"
         )
     if arguments.output:
         arguments.output.write_text(json.dumps([asdict(report) for report in reports], indent=1))

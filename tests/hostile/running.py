@@ -54,7 +54,7 @@ class World:
     ) -> None:
         self.cluster, self.server = cluster, server
         self.sent = 0
-        self.told: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []
         self._heard = threading.Condition()
         self.process = subprocess.Popen(
             [
@@ -78,7 +78,7 @@ class World:
         assert self.process.stdout
         for line in self.process.stdout:
             with self._heard:
-                self.told.append(json.loads(line))
+                self.samples.append(json.loads(line))
                 self._heard.notify_all()
         with self._heard:
             self._heard.notify_all()
@@ -93,8 +93,8 @@ class World:
         """Wait until what the member told last satisfies `reached`."""
         with self._heard:
             return self._heard.wait_for(
-                lambda: self.process.poll() is not None or (bool(self.told) and reached(self.told[-1])), timeout_s
-            ) and bool(self.told and reached(self.told[-1]))
+                lambda: self.process.poll() is not None or (bool(self.samples) and reached(self.samples[-1])), timeout_s
+            ) and bool(self.samples and reached(self.samples[-1]))
 
     def is_pulled_from(self, within_s: float) -> bool:
         """Wait until the consumer pulls from the hostile server."""
@@ -109,8 +109,8 @@ class World:
         It begins when the consumer pulls from it: after the attack before it may have left the server alone.
         """
         report = Report(name, is_met=self.is_pulled_from(SETTLE_S))
-        first, sent = len(self.told), self.sent
-        before = self.told[-1] if self.told else {}
+        first, sent = len(self.samples), self.sent
+        before = self.samples[-1] if self.samples else {}
         begin = time.monotonic()
         self.server.do(ATTACKS[name]())
         while time.monotonic() - begin < seconds and self.process.poll() is None:
@@ -119,16 +119,16 @@ class World:
         self.server.do(Attack())
         ended = time.monotonic()
         wanted = self.sent
-        self.wait_until(lambda told: told["consumed"] >= wanted, patience_s)
+        self.wait_until(lambda samples: samples["consumed"] >= wanted, patience_s)
         report.latest_s = time.monotonic() - ended
         report.seconds = time.monotonic() - begin
-        told = self.told[first:]
-        if not told:
+        samples = self.samples[first:]
+        if not samples:
             report.state = f"ended with {self.process.poll()}"
             return report
-        last = told[-1]
+        last = samples[-1]
         for worst in ("rss", "pause_s", "pause_cpu_s", "longest_line", "threads"):
-            setattr(report, worst, max(each[worst] for each in told))
+            setattr(report, worst, max(each[worst] for each in samples))
         for grown in ("cpu_s", "lines", "forged"):
             setattr(report, grown, last[grown] - before.get(grown, 0))
         report.sent, report.consumed = self.sent - sent, last["consumed"] - before.get("consumed", 0)
@@ -158,7 +158,7 @@ def world(directory: Path, **options: Any) -> Iterator[World]:
             made = World(cluster, server, directory, options)
             try:
                 made.send(10)
-                assert made.wait_until(lambda told: told["consumed"] >= 10, 60), "the member did not begin"
+                assert made.wait_until(lambda samples: samples["consumed"] >= 10, 60), "the member did not begin"
                 yield made
             finally:
                 made.end()

@@ -48,7 +48,7 @@ def test_messages_of_an_honest_broker_are_consumed(between, name):
     assert report.is_met, report
     assert report.state.endswith("RUNNING"), report
     assert report.consumed >= report.sent, report
-    assert here.told[-1]["consumed"] == here.sent, report
+    assert here.samples[-1]["consumed"] == here.sent, report
     assert report.rss < MOST_BYTES, report
     assert report.pause_cpu_s < LONGEST_CPU_S, report
     assert report.lines < MOST_LINES, report

@@ -62,7 +62,7 @@ def test_ours_goes_on_where_the_java_member_ended_and_back(real_cluster, java, t
         else:
             with ours(real_cluster, java, topic, group) as (consumer, seen):
                 assert consumer.client_id == client_id(NAME)
-                assert {told.origin for told in consumer.progress().values()} == {"stored"}
+                assert {progress.origin for progress in consumer.progress().values()} == {"stored"}
                 seen.wait_for(12)
             bodies = seen.bodies
         assert Counter(bodies) == Counter(numbered(12, 12 * turn))

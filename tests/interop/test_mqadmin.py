@@ -76,15 +76,15 @@ def test_consumer_status(either_cluster, java, topic, names):
     assert [topic, "broker-a", "0", "10"] in section(ours, "Consumer Offset")
     our_queues, java_queues = (queue_details(report) for report in (ours, javas))
     assert our_queues.keys() == java_queues.keys()
-    for queue, ours_told in our_queues.items():
-        javas_told = java_queues[queue]
-        assert ours_told.keys() == javas_told.keys()
-        assert ours_told["commitOffset"] == javas_told["commitOffset"].replace("-1", "0"), queue
+    for queue, our_rows in our_queues.items():
+        java_rows = java_queues[queue]
+        assert our_rows.keys() == java_rows.keys()
+        assert our_rows["commitOffset"] == java_rows["commitOffset"].replace("-1", "0"), queue
         for name in ("cachedMsgCount", "cachedMsgMinOffset", "cachedMsgMaxOffset", "droped"):
-            assert ours_told[name] == javas_told[name], (queue, name)
-        assert within_a_minute(ours_told["lastPullTimestamp"], javas_told["lastPullTimestamp"])
+            assert our_rows[name] == java_rows[name], (queue, name)
+        assert within_a_minute(our_rows["lastPullTimestamp"], java_rows["lastPullTimestamp"])
         if queue[0] == topic:
-            assert within_a_minute(ours_told["lastConsumeTimestamp"], javas_told["lastConsumeTimestamp"])
+            assert within_a_minute(our_rows["lastConsumeTimestamp"], java_rows["lastConsumeTimestamp"])
     rates = {row[0]: row[1:] for row in section(ours, "Consumer RT&TPS")}
     java_rates = {row[0]: row[1:] for row in section(javas, "Consumer RT&TPS")}
     assert {len(row) for row in rates.values()} == {len(row) for row in java_rates.values()}

@@ -147,8 +147,8 @@ def registration(topic: str) -> Request:
     topics = {name: {"topicName": name, **settings} for name in (topic, str(ELSEWHERE["brokerName"]))}
     wrapper = {"dataVersion": {"counter": 1, "timestamp": 1}, "topicConfigTable": topics}
     body = json.dumps({"topicConfigSerializeWrapper": wrapper, "filterServerList": []}).encode()
-    told = {**ELSEWHERE, "haServerAddr": "127.0.0.1:9", "compressed": False, "bodyCrc32": crc32(body) & 0x7FFFFFFF}
-    return Request(REGISTER_BROKER, "add a server to its topic's route, at the name server", told, body)
+    fields = {**ELSEWHERE, "haServerAddr": "127.0.0.1:9", "compressed": False, "bodyCrc32": crc32(body) & 0x7FFFFFFF}
+    return Request(REGISTER_BROKER, "add a server to its topic's route, at the name server", fields, body)
 
 
 def _place(offset_message_id: str) -> int:

@@ -89,8 +89,8 @@ def replay(cluster, mqadmin, topic, group, *extra):
         at = min(message.stored_at_ms for message in seen.messages if message.queue_offset == 5)
         release.clear()
         try:
-            told = mqadmin("resetOffsetByTime", "-g", group, "-t", topic, "-s", str(at), *extra)
-            assert rows(told) == {(str(queue_id), "5") for queue_id in range(QUEUES)}
+            output = mqadmin("resetOffsetByTime", "-g", group, "-t", topic, "-s", str(at), *extra)
+            assert rows(output) == {(str(queue_id), "5") for queue_id in range(QUEUES)}
             fill(cluster, topic, QUEUES, start=40)  # ends the pulls that the broker holds; else up to 6 s later
             events.wait_for("offset-reset", QUEUES)
             wait_for_commits(cluster, group, topic, 5)
@@ -133,8 +133,8 @@ def test_accumulated_messages_are_skipped(real_cluster, mqadmin, topic, group):
             wait_for_commits(real_cluster, group, topic, 2)
             fill(real_cluster, topic, 8 * QUEUES, start=2 * QUEUES)
             seen.wait_for(2 * QUEUES + 8)
-            told = mqadmin("skipAccumulatedMessage", "-g", group, "-t", topic, "-f", "true")
-            assert rows(told) == {(str(queue_id), "10") for queue_id in range(QUEUES)}
+            output = mqadmin("skipAccumulatedMessage", "-g", group, "-t", topic, "-f", "true")
+            assert rows(output) == {(str(queue_id), "10") for queue_id in range(QUEUES)}
             events.wait_for("offset-reset", QUEUES)
             wait_for_commits(real_cluster, group, topic, 10)
         finally:
@@ -237,9 +237,9 @@ def test_mqadmin_s_reset_of_a_broadcasting_group(real_cluster, java, topic, grou
     with members(real_cluster, topic, group, "abc", **options) as ours:
         for _, seen in ours:
             wait_until_seen(seen, 1, 20)
-        told = java.mqadmin(real_cluster.name_server, "resetOffsetByTime", "-g", group, "-t", topic, "-s", "0")
+        output = java.mqadmin(real_cluster.name_server, "resetOffsetByTime", "-g", group, "-t", topic, "-s", "0")
         if real_cluster.version in ("4.9.7", "5.1.4"):
-            assert "not exist" in told
+            assert "not exist" in output
             return
         for _, seen in ours:
             wait_until_seen(seen, 2, 20)

@@ -98,7 +98,7 @@ def test_dead_letters_are_the_same_as_a_java_members(real_cluster, java, topic, 
     assert [message.reconsume_times for message in seen.messages] == [0, 1]
     assert [message.reconsume_times for message in java_member.messages] == [0, 1]
     ours, javas = _dead_letters(real_cluster, our_group, java_group)
-    assert _told(ours) == _told(javas)
+    assert describe(ours) == describe(javas)
     assert (ours.body, ours.message_id) == (b"poison", sent.message_id)
     assert [message.body for message in java_dead.messages] == [b"poison"]
     assert [(message.body, message.tags, message.keys) for message in our_dead.messages] == [(b"poison", "paid", "k1")]
@@ -108,7 +108,7 @@ def _dead_letters(cluster, *groups):
     return [message for group in groups for message in cluster.messages(dlq_topic(group))]
 
 
-def _told(message):
+def describe(message):
     """What a dead letter says, but for the place of the retry it was made of, which is its group's."""
     own_place = dict.fromkeys(["DLQ_ORIGIN_MESSAGE_ID", "ORIGIN_MESSAGE_ID", "REAL_TOPIC"], "…")
     return {

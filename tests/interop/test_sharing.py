@@ -172,7 +172,12 @@ def test_an_orderly_group_keeps_the_order_of_each_queue(either_cluster, java, to
             send()
             until(lambda: len(set(consumed())) == sent, "every message is consumed")
             ours = running_info(either_cluster, group, client_id("a")).queues.items()
-            assert {queue.queue_id for queue, told in ours if queue.topic == topic and told.locked} == {0, 1, 2, 3}
+            assert {queue.queue_id for queue, progress in ours if queue.topic == topic and progress.locked} == {
+                0,
+                1,
+                2,
+                3,
+            }
         group_is("b")
         send()
         until(lambda: len(set(consumed())) == sent, "every message is consumed")

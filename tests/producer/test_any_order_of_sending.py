@@ -194,7 +194,7 @@ class AnyOrderOfSending(World):
         self.programs = [Program(name, self) for name in range(programs)]
         self.admins = [Admin(name_server=self.cluster.name_server)]
         self.given: list[Given] = []
-        self.told: list[tuple[int, SendResult]] = []  # by calls that wait for it
+        self.results_read: list[tuple[int, SendResult]] = []  # by calls that wait for it
         self.defects: list[str] = []  # of other threads
         self._lock = threading.Lock()
         self._numbers = 0
@@ -277,7 +277,7 @@ class AnyOrderOfSending(World):
             "batch",
         )
         if results is not None:
-            self.told += zip(numbers, results, strict=True)
+            self.results_read += zip(numbers, results, strict=True)
 
     @rule(which=st.integers(0, 3), timeout_s=st.sampled_from([None, 0.01, 0.5]))
     def flush(self, which: int, timeout_s: float | None) -> None:
@@ -429,10 +429,10 @@ class AnyOrderOfSending(World):
             error = future.exception(0)
             assert error is None or isinstance(error, SEND_RAISES), f"message {number}: {error!r}"
             if error is None:
-                self.told.append((number, future.result(0)))
+                self.results_read.append((number, future.result(0)))
         stored = sorted(self.cluster.messages(TOPIC), key=lambda message: message.commit_log_offset)
         at = {(message.queue, message.queue_offset): message.body for message in stored}
-        for number, result in self.told:
+        for number, result in self.results_read:
             assert at.get((result.queue, result.queue_offset)) == b"%d" % number, f"{number} is not at {result}"
         lane_of = {b"%d" % number: (lane, number) for number, lane, _ in self.given if lane is not None}
         orders: dict[object, list[int]] = defaultdict(list)

@@ -60,8 +60,8 @@ def test_closing_may_be_interrupted(embedded, gate):
     keyed = [producer.send_async("orders", b"x", sharding_key="k") for _ in range(3)]
     free = producer.send_async("orders", b"x")
     gate.wait_held(2)
-    told = []
-    free.add_done_callback(told.append)
+    notified = []
+    free.add_done_callback(notified.append)
 
     def interrupt_close() -> None:
         embedded.wait_until(lambda: producer.state is ProducerState.CLOSED)
@@ -71,7 +71,7 @@ def test_closing_may_be_interrupted(embedded, gate):
         producer.close()
     gate.open()
     assert all(isinstance(future.exception(0), SendError) for future in [*keyed, free])
-    assert told == [free]
+    assert notified == [free]
 
 
 def test_a_signal_that_closes_once_more_returns_at_once(embedded, gate):

@@ -307,28 +307,28 @@ def test_a_broker_that_asks_without_end_leaves_room_to_others(producing, slow_ch
 
 
 @for_each(
-    "fault, error, told",
+    "fault, error, expected",
     [
         # how the transaction ended could not be told: what the application did would be undone, or not delivered
         (answer(0, fields={"msgId": "none", "queueId": "0", "queueOffset": "0"}), ProtocolError, "message id 'none'"),
         (answer(13, "illegal"), SendError, "illegal"),
     ],
 )
-def test_what_is_not_stored_or_without_a_place_runs_nothing(quick, transacting, fault, error, told):
+def test_what_is_not_stored_or_without_a_place_runs_nothing(quick, transacting, fault, error, expected):
     quick.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, fault, times=1)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=expected):
         transacting(never).send_in_transaction(PAID, never)
 
 
 def test_wrong_arguments_are_told(transacting):
     producer = transacting(never)
-    for call, told in (
+    for call, expected in (
         (lambda: transacting(None), "not callable"),
         (lambda: transacting(never, topics="orders"), "list of topics"),
         (lambda: producer.send_in_transaction(OutgoingMessage(b"x"), commit), "with its topic"),
         (lambda: producer.send_in_transaction(PAID, None), "not callable"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=expected):
             call()
 
 

@@ -192,8 +192,8 @@ def _mutate(target: str, numbers: range, shared: mmap) -> str:
         data = mutator.next()
         if number in numbers:
             shared[: 16 + len(data)] = number.to_bytes(8) + len(data).to_bytes(8) + data
-            if told := _read(target, data):
-                return told
+            if finding := _read(target, data):
+                return finding
     return ""
 
 
@@ -257,8 +257,8 @@ def main() -> int:
         return 0
     kept = planted.read(KEPT)
     for mistakes in (MISTAKES, OF_SANITIZERS):
-        told = ask("replay", mistakes)
-        lost = {name: mistake for name, mistake in mistakes.items() if told[RIGHT] or not told[name]}
+        finding = ask("replay", mistakes)
+        lost = {name: mistake for name, mistake in mistakes.items() if finding[RIGHT] or not finding[name]}
         print(f"{len(mistakes) - len(lost)} of {len(mistakes)} are found")
         if options.store and lost:
             kept |= {name: found for name, found in ask("store", lost).items() if found}

@@ -350,14 +350,14 @@ def test_a_variable_switches_it_off(value, pure):
 def test_the_command_line_says_in_one_line_which_is_used(tmp_path):
     both.copy(pure=False)
     copied(tmp_path)
-    for folder, value, told in (
+    for folder, value, expected in (
         (ROOT, "0", "with its compiled part\n"),
         (ROOT, "1", "in Python alone: PYROCKET_PURE is set\n"),
         (tmp_path, "0", "in Python alone: there is no build of it here"),
     ):
         command = ("-m", "pyrocket_consumer.cli", "--version")
         answer = python(*command, cwd=folder, PYTHONPATH=str(folder), COLUMNS="40", PYROCKET_PURE=value)
-        assert answer.stdout.startswith(f"pyrocket-consumer {pyrocket_consumer.__version__}, {told}"), answer.stderr
+        assert answer.stdout.startswith(f"pyrocket-consumer {pyrocket_consumer.__version__}, {expected}"), answer.stderr
         assert answer.stdout.count("\n") == 1
 
 

@@ -20,9 +20,9 @@ ANEW = f"the kept input finds it no longer: {STORE}"
 @pytest.mark.parametrize("mistakes", [MISTAKES, OF_SANITIZERS], ids=["compared", "sanitized"])
 def test_kept_inputs_find_each_mistake(mistakes, subtests):
     compiler()
-    told = ask("replay", mistakes)
-    assert told.pop(RIGHT) == ""
-    for mistake, wrong in told.items():
+    found = ask("replay", mistakes)
+    assert found.pop(RIGHT) == ""
+    for mistake, wrong in found.items():
         with subtests.test(mistake):
             assert wrong if mistakes is MISTAKES else wrong == f"{DIED} {SANITIZERS_STATUS}", ANEW
 

@@ -144,8 +144,8 @@ def test_deleting_a_group_writes_the_flag_under_both_names():
 def test_a_request_takes_the_code_of_its_header_or_another():
     oneway = headers.request(headers.UpdateConsumerOffsetHeader("g", "T", 0, 5, "broker-a"), opaque=3, oneway=True)
     assert (oneway.code, oneway.opaque, oneway.flag) == (15, 3, 2)
-    told = {"consumerGroup": "g", "topic": "T", "queueId": "0", "commitOffset": "5", "bname": "broker-a"}
-    assert oneway.fields == told
+    expected = {"consumerGroup": "g", "topic": "T", "queueId": "0", "commitOffset": "5", "bname": "broker-a"}
+    assert oneway.fields == expected
     batch = headers.request(headers.SendMessageHeader("P", "T"), b"body", code=RequestCode.SEND_BATCH_MESSAGE)
     assert (batch.code, batch.body, batch.flag) == (320, b"body", 0)
     bits = (PullFlag.COMMIT, PullFlag.SUSPEND, PullFlag.SUBSCRIPTION, PullFlag.CLASS_FILTER, PullFlag.LITE)

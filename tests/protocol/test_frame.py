@@ -127,8 +127,8 @@ def test_every_recorded_frame_of_a_reset_reads_as_its_index_says(entry):
 
 
 def test_no_recorded_frame_is_left_out_of_the_index():
-    told = {(entry.version, entry.name) for entry in golden.index()}
-    assert told == {(version, name) for version in golden.VERSIONS for name in golden.frames(version)}
+    text = {(entry.version, entry.name) for entry in golden.index()}
+    assert text == {(version, name) for version in golden.VERSIONS for name in golden.frames(version)}
     assert {entry.name for entry in golden.reset_index()} == set(golden.frames("reset"))
 
 
@@ -394,12 +394,12 @@ def test_a_header_nested_deep_is_a_command_or_a_protocol_error(header, kind, dep
     begin, _, end = kind.partition("|")
     frame = frame_of((header % (begin * depth + "1" + end * depth)).encode())
     for decode in READERS[:3]:
-        told = ""
+        text = ""
         try:
             decode(frame)
         except ProtocolError as error:
-            told = str(error)
-        assert len(told) < 500
+            text = str(error)
+        assert len(text) < 500
 
 
 def sized_header(size: int) -> bytes:

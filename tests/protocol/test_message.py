@@ -63,8 +63,8 @@ def test_a_message_of_a_real_broker_is_what_the_index_says(entry):
     messages = messages_of(entry)
     records = read_records(decode_command(entry.frame()).body)
     for message, line, record in zip(messages, entry.records, records, strict=True):
-        told = RECORD_LINE.fullmatch(line)
-        assert told, line
+        expected = RECORD_LINE.fullmatch(line)
+        assert expected, line
         numbers = {
             "queue_id": message.queue.queue_id,
             "queue_offset": message.queue_offset,
@@ -78,15 +78,15 @@ def test_a_message_of_a_real_broker_is_what_the_index_says(entry):
             "prepared": message.prepared_transaction_offset,
             "crc": message.body_crc,
         }
-        assert numbers == {name: int(told[name]) for name in numbers}
-        assert (message.born_host, message.store_host) == (told["born_host"], told["store_host"])
-        assert message.queue.topic == told["topic"]
-        assert "; ".join(f"{name}={shown(value)}" for name, value in message.properties.items()) == told["props"]
-        if told["body"].isalnum():
-            assert message.body.hex() == told["body"]
+        assert numbers == {name: int(expected[name]) for name in numbers}
+        assert (message.born_host, message.store_host) == (expected["born_host"], expected["store_host"])
+        assert message.queue.topic == expected["topic"]
+        assert "; ".join(f"{name}={shown(value)}" for name, value in message.properties.items()) == expected["props"]
+        if expected["body"].isalnum():
+            assert message.body.hex() == expected["body"]
         else:
             digest = hashlib.sha256(record.stored_body).hexdigest()[:16]
-            assert told["body"] == f"{len(record.stored_body)} bytes sha256 {digest}"
+            assert expected["body"] == f"{len(record.stored_body)} bytes sha256 {digest}"
         assert body_crc(record.stored_body) == message.body_crc
 
 

@@ -62,16 +62,16 @@ def event(found):
 
 
 def test_a_listener_is_told_after_each_batch():
-    told = []
-    listener = LagListener(lambda name, found: told.append((name, found)))
+    reported = []
+    listener = LagListener(lambda name, found: reported.append((name, found)))
     listener.onQueryStarted(event({}))
     listener.onQueryProgress(event(progress(source(END_TEXT, LATEST_TEXT))))
     listener.onQueryProgress(event(progress(source(END_TEXT, LATEST_TEXT), name=None)))
     listener.onQueryProgress(event(progress()))
     listener.onQueryIdle(event({}))
     listener.onQueryTerminated(event({}))
-    assert [name for name, _ in told] == ["copy", "id-1"]
-    assert all(isinstance(found, Lag) and found.total == 9 for _, found in told)
+    assert [name for name, _ in reported] == ["copy", "id-1"]
+    assert all(isinstance(found, Lag) and found.total == 9 for _, found in reported)
 
 
 def test_a_report_that_raises_is_logged(caplog):

@@ -22,9 +22,9 @@ def test_bodies_of_4_mib_are_written_and_read_back(spark, cluster, names):
     bodies = [noise.randbytes(LARGEST), compressible, bytes(LARGEST), b"small"]
     rows = spark.createDataFrame([(bytearray(body),) for body in bodies], "body binary")
     through(rows.write, cluster, topic=topic, sendTimeoutMs="30000").mode("append").save()
-    told = through(spark.read, cluster, subscribe=topic).load()
-    found = told.selectExpr("length(body) AS size", "sha2(body, 256) AS hash").collect()
+    frame = through(spark.read, cluster, subscribe=topic).load()
+    found = frame.selectExpr("length(body) AS size", "sha2(body, 256) AS hash").collect()
     wanted = sorted((len(body), hashlib.sha256(body).hexdigest()) for body in bodies)
     assert sorted((row["size"], row["hash"]) for row in found) == wanted
-    largest = told.where(f"length(body) = {LARGEST - 1}").select("body").first()
+    largest = frame.where(f"length(body) = {LARGEST - 1}").select("body").first()
     assert hashlib.sha256(largest["body"]).digest() == hashlib.sha256(bodies[1]).digest(), "up to the driver"

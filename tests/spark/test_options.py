@@ -288,7 +288,7 @@ def test_what_a_stream_or_a_batch_cannot_have(streaming, options, text):
 
 
 @for_each(
-    "name, told",
+    "name, expected",
     [
         ("subscribes", "did you mean subscribe"),
         ("nameservers", "did you mean nameServer"),
@@ -297,8 +297,8 @@ def test_what_a_stream_or_a_batch_cannot_have(streaming, options, text):
         ("zzz", "there are nameServer, subscribe"),
     ],
 )
-def test_an_unknown_option_is_named_with_the_nearest(name, told):
-    with pytest.raises(ConfigError, match=f"option '{name}' is unknown; {told}"):
+def test_an_unknown_option_is_named_with_the_nearest(name, expected):
+    with pytest.raises(ConfigError, match=f"option '{name}' is unknown; {expected}"):
         check_options({**ORDERS, name: "x"})
 
 

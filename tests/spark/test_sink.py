@@ -174,9 +174,9 @@ def test_what_is_left_out_is_told_once(embedded, sink, caplog):
     made = sink()
     for _ in range(3):
         made.write("body string, properties map<string,string>", *[("x", given)] * 50)
-    (told,) = [record.getMessage() for record in caplog.records if "POP_CK" in record.getMessage()]
-    assert "__RMQ.TRANSIENT." in told
-    assert "own" not in told.split()
+    (logged,) = [record.getMessage() for record in caplog.records if "POP_CK" in record.getMessage()]
+    assert "__RMQ.TRANSIENT." in logged
+    assert "own" not in logged.split()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -317,8 +317,8 @@ def test_what_may_be_there_twice_is_told(embedded, sink, caplog, kind):
     assert [body for body in dict.fromkeys(bodies) if bodies.count(body) == 2] == [b"3"]
     marks = [message.properties["spark_row"] for message in embedded.messages("orders") if message.body == b"3"]
     assert marks == ["3", "3"]
-    (told,) = [record.getMessage() for record in caplog.records if "there may be copies" in record.getMessage()]
-    assert "rows=1 " in told
+    (logged,) = [record.getMessage() for record in caplog.records if "there may be copies" in record.getMessage()]
+    assert "rows=1 " in logged
 
 
 def degraded(command):

@@ -222,8 +222,8 @@ def test_a_topic_that_is_not_there_is_told_soon(embedded, sink, caplog):
     with pytest.raises(RocketError, match="row 0 of partition 0: .*unknown.*autoCreateTopic=true"):
         sink(topic="unknown", requestTimeoutMs="2000").write("body string", *[("x",)] * 300)
     assert time.monotonic() - began < 60, "sendTimeoutMs is 120 s"
-    (told,) = [record.getMessage() for record in caplog.records if "writing waits" in record.getMessage()]
-    assert "'unknown'" in told
+    (logged,) = [record.getMessage() for record in caplog.records if "writing waits" in record.getMessage()]
+    assert "'unknown'" in logged
 
 
 def test_a_topic_may_come_late(embedded, sink, caplog):

@@ -55,9 +55,9 @@ def test_messages_go_through_a_stream_and_are_read_back(spark, cluster, names, t
     rows = copied.collect()
     assert [bytes(row["body"]) for row in rows] == [b"order"] * 40
     assert {(row["tags"], row["keys"], row["properties"]["region"]) for row in rows} == {("paid", "k1 k2", "eu")}
-    told = {tuple(row["properties"][name] for name in MARKS) for row in rows}
-    assert len(told) == 40
-    assert {each[0] for each in told} == {str(query.id)}
+    marks = {tuple(row["properties"][name] for name in MARKS) for row in rows}
+    assert len(marks) == 40
+    assert {each[0] for each in marks} == {str(query.id)}
     copy(orders, cluster, second, tmp_path / "checkpoint")
     assert copied.count() == 40, "the query went on where it was: there was nothing new"
 

@@ -111,12 +111,12 @@ def test_heartbeats_without_subscriptions(broker, client, version):
         }
         return client.call(RequestCode.HEART_BEAT, body=fastjson.dumps(data)).fields.get("IS_SUB_CHANGE")
 
-    told = [beat(77, False), beat(77, False), beat(77, True)]
+    changed = [beat(77, False), beat(77, False), beat(77, True)]
     kept = "T" in broker.subscriptions("G")
     if version == "4.9.7":
-        assert (told, kept) == ([None, None, None], False)
+        assert (changed, kept) == ([None, None, None], False)
     else:
-        assert (told, kept) == (["true", "false", "false"], True)
+        assert (changed, kept) == (["true", "false", "false"], True)
     beat(0, True)  # with fingerprint 0 it is a full heartbeat without topics
     assert broker.subscriptions("G") == {}
 

@@ -86,9 +86,9 @@ def test_members_are_told_in_the_form_of_the_admins_language(mode: tuple[str, bo
         answer = reset(client, 0, language=language)
         assert (answer.code, answer.remark, targets(answer)) == (0, "not set any response code", {0: 0, 1: 0})
         for member in (client, second):
-            [told] = member.wait_asked(RequestCode.RESET_CONSUMER_CLIENT_OFFSET)
-            assert told.is_oneway
-            assert told.fields == {
+            [order] = member.wait_asked(RequestCode.RESET_CONSUMER_CLIENT_OFFSET)
+            assert order.is_oneway
+            assert order.fields == {
                 "topic": "T",
                 "group": "G",
                 "timestamp": "0",
@@ -97,8 +97,8 @@ def test_members_are_told_in_the_form_of_the_admins_language(mode: tuple[str, bo
             }
             name = f"220_{mode[0]}{'cs' if mode[0] == '5.5.0' else ''}_admin{language}.bin"
             recorded = golden.frame("reset", name)
-            assert (b'"offsetTable":[' in told.body) == (b'"offsetTable":[' in recorded) == (language == "CPP")
-            assert {queue.queue_id: offset for queue, offset in decode_offset_table(told.body).items()} == {0: 0, 1: 0}
+            assert (b'"offsetTable":[' in order.body) == (b'"offsetTable":[' in recorded) == (language == "CPP")
+            assert {queue.queue_id: offset for queue, offset in decode_offset_table(order.body).items()} == {0: 0, 1: 0}
         assert broker.committed("G", "T") == {0: 3, 1: 0}  # only members change it
 
 

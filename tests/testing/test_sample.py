@@ -96,7 +96,7 @@ def test_it_is_like_one_that_was_sent():
 
 
 @for_each(
-    "wrong, told",
+    "wrong, expected",
     [
         ({"body": "text"}, "body"),
         ({"body": 5}, "body"),
@@ -118,8 +118,8 @@ def test_it_is_like_one_that_was_sent():
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said(wrong, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_wrong_is_said(wrong, expected):
+    with pytest.raises(ConfigError, match=expected):
         message(**wrong)
 
 

@@ -95,10 +95,10 @@ def test_a_consumer_goes_only_where_it_may_and_says_so_once(cluster, elsewhere):
         leading(cluster, "broker-a", place(elsewhere)),
         consuming(cluster, "orders", "g", allowed_addresses=addresses_of(cluster), on_event=events) as (consumer, seen),
     ):
-        told = events.wait_for("address-refused")
+        refused = events.wait_for("address-refused")
         wait_for_broker_b(cluster, seen)
-        assert place(elsewhere) in told.text and "allowed_addresses" in told.text
-        assert told.facts == {"address": place(elsewhere)}
+        assert place(elsewhere) in refused.text and "allowed_addresses" in refused.text
+        assert refused.facts == {"address": place(elsewhere)}
         events.wait_for("broker-unreachable")  # several attempts later
         assert len(events.of("address-refused")) == 1
         assert_nobody_came(elsewhere)
@@ -154,8 +154,8 @@ def test_producer_and_admin_name_address_option_and_remedy(cluster, elsewhere):
     allowed = {"allowed_addresses": ["10.0.0.0/8", "broker-a:10911"]}
     with Producer(name_server=cluster.name_server, **allowed) as producer, pytest.raises(SendError) as raised:
         producer.send("orders", b"one")
-    for told in (addresses_of(cluster)[0], "allowed_addresses=['10.0.0.0/8', 'broker-a:10911']", "add it if"):
-        assert told in str(raised.value)
+    for refused in (addresses_of(cluster)[0], "allowed_addresses=['10.0.0.0/8', 'broker-a:10911']", "add it if"):
+        assert refused in str(raised.value)
 
     async def send():
         async with AsyncProducer(name_server=cluster.name_server, allowed_addresses="10.0.0.0/8") as producer:
@@ -202,8 +202,8 @@ def test_what_is_allowed_is_used_as_always(cluster, allowed):
     ],
 )
 def test_hosts_places_and_networks(allowed, address, may):
-    told = []
-    addresses = Addresses(["192.0.2.1:9876"], allowed, lambda address, why: told.append(address))
+    refused = []
+    addresses = Addresses(["192.0.2.1:9876"], allowed, lambda address, why: refused.append(address))
     if may:
         assert addresses.resolve(address)[1] == int(address.rpartition(":")[2])
     for _ in range(0 if may else 2):
@@ -211,13 +211,13 @@ def test_hosts_places_and_networks(allowed, address, may):
             addresses.resolve(address)
         assert isinstance(raised.value, ConnectError)
         assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
-    assert told == ([] if may else [address])
+    assert refused == ([] if may else [address])
 
 
 def test_a_flood_of_addresses_is_told_a_hundred_times():
-    told = []
-    addresses = Addresses([], ["10.0.0.0/8"], lambda *facts: told.append(facts))
+    refused = []
+    addresses = Addresses([], ["10.0.0.0/8"], lambda *facts: refused.append(facts))
     for port in range(1, 1000):
         with pytest.raises(AddressRefused):
             addresses.resolve(f"127.0.0.1:{port}")
-    assert len(told) == 100
+    assert len(refused) == 100

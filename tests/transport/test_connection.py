@@ -86,22 +86,22 @@ async def test_a_late_answer_is_ignored_and_the_connection_goes_on(connection, p
 
 
 async def test_a_late_answer_reaches_whoever_asked_for_it_once(connection, peer):
-    told: list[object] = []
+    results: list[object] = []
     late: list[bytes] = []
 
     def on_late(answer) -> None:
         late.append(answer.body)
 
     for each in (on_late, None, on_late):
-        send(connection, told.append, 0.02, on_late=each)
+        send(connection, results.append, 0.02, on_late=each)
     asked = [await peer.next() for _ in range(3)]
-    await until(lambda: len(told) == 3)
-    assert {type(each) for each in told} == {RequestTimeout}
+    await until(lambda: len(results) == 3)
+    assert {type(each) for each in results} == {RequestTimeout}
     for each in (asked[0], asked[0], asked[1]):
         peer.answer(each, body=b"late")
     await until(lambda: late)
     await answered(connection, peer, body=b"new")
-    assert (late, len(told)) == ([b"late"], 3)
+    assert (late, len(results)) == ([b"late"], 3)
 
 
 async def test_answers_that_never_come_are_not_remembered_without_end(connection, peer):
@@ -236,12 +236,12 @@ async def test_what_was_said_before_closing_still_goes_out():
 
 
 async def test_a_forgotten_call_is_never_told(connection, peer):
-    told: list[object] = []
-    opaque = send(connection, told.append, 0.05)
+    results: list[object] = []
+    opaque = send(connection, results.append, 0.05)
     connection.forget(opaque)
     peer.answer(await peer.next())
     await asyncio.sleep(0.1)
-    assert told == []
+    assert results == []
 
 
 # --- the quick form
@@ -249,13 +249,13 @@ async def test_a_forgotten_call_is_never_told(connection, peer):
 
 @pytest.mark.parametrize("end", ["answer", "timeout", "lost", "closed", "garbage", "closed before"])
 async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, connection, peer):
-    told: list[RemotingCommand | Exception] = []
+    results: list[RemotingCommand | Exception] = []
     if end == "closed before":
         connection.close("over")
-        send(connection, told.append, 0.05)
-        assert told == [], "a caller is never called back before its call has returned"
+        send(connection, results.append, 0.05)
+        assert results == [], "a caller is never called back before its call has returned"
     else:
-        send(connection, told.append, 0.05 if end == "timeout" else 30)
+        send(connection, results.append, 0.05 if end == "timeout" else 30)
         asked = await peer.next()
         {
             "answer": lambda: peer.answer(asked),
@@ -264,11 +264,11 @@ async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, conn
             "closed": lambda: connection.close("over"),
             "garbage": lambda: peer.send(b"\xff" * 8),
         }[end]()
-    await until(lambda: told)
+    await until(lambda: results)
     connection.close("over")
     await asyncio.sleep(0.1)
     expected = {"answer": RemotingCommand, "timeout": RequestTimeout, "garbage": ProtocolError}
-    assert [type(each) for each in told] == [expected.get(end, ConnectionLost)]
+    assert [type(each) for each in results] == [expected.get(end, ConnectionLost)]
 
 
 @pytest.mark.live
@@ -294,8 +294,8 @@ async def test_what_callbacks_return_runs_after_their_requests(connection, peer)
 
 
 async def test_a_callback_that_raises_harms_no_other():
-    told: list[dict] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    results: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: results.append(context))
 
     def bad(answer):
         raise ZeroDivisionError("in a callback")
@@ -307,11 +307,11 @@ async def test_a_callback_that_raises_harms_no_other():
         asked = [await peer.next() for _ in range(3)]
         peer.send(b"".join(encode_command(each.make_response()) for each in asked))
         assert (await good).code == 0
-        await until(lambda: len(told) == 2)
+        await until(lambda: len(results) == 2)
         assert not connection.closed
         send(connection, bad, 0.05)
-        await until(lambda: len(told) == 3)
-    assert {type(context["exception"]) for context in told} == {ZeroDivisionError}
+        await until(lambda: len(results) == 3)
+    assert {type(context["exception"]) for context in results} == {ZeroDivisionError}
 
 
 # --- requests of the server
@@ -351,8 +351,8 @@ def not_today(asked):
     ids=["an error of ours", "a bug", "too large"],
 )
 async def test_a_request_that_fails_is_answered_with_the_reason(answer, remark):
-    told: list[dict] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    results: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: results.append(context))
 
     async def on_request(asked, connection):
         return answer(asked)
@@ -362,7 +362,7 @@ async def test_a_request_that_fails_is_answered_with_the_reason(answer, remark):
         answered = await peer.next()
         assert (answered.code, answered.opaque) == (1, 2)
         assert remark in answered.remark if remark == "at most" else answered.remark == remark
-    assert ["GET_CONSUMER_RUNNING_INFO" in context["message"] for context in told] == [True] * ("Zero" in remark)
+    assert ["GET_CONSUMER_RUNNING_INFO" in context["message"] for context in results] == [True] * ("Zero" in remark)
 
 
 @pytest.mark.live

@@ -156,7 +156,7 @@ def test_threads_started_and_stopped_leave_nothing_behind():
 @pytest.mark.parametrize("way", ["run", "submit"])
 def test_work_that_comes_while_it_ends_is_refused(io, way):
     """Without a deadline, too: it is handed over in the last moment, when work under way is being cancelled."""
-    begun, ending, handed_over, told = (threading.Event() for _ in range(4))
+    begun, ending, handed_over, reported = (threading.Event() for _ in range(4))
 
     async def hold():
         try:
@@ -170,7 +170,7 @@ def test_work_that_comes_while_it_ends_is_refused(io, way):
         work = asyncio.sleep(3600)
         with pytest.raises((ConsumerClosed, CancelledError)):
             io.run(work, None) if way == "run" else io.submit(work).result()
-        told.set()
+        reported.set()
 
     asyncio.run_coroutine_threadsafe(hold(), io.loop)
     begun.wait(30)
@@ -180,7 +180,7 @@ def test_work_that_comes_while_it_ends_is_refused(io, way):
     ending.wait(30)
     time.sleep(0.2)  # it is handed over, or else it comes a moment later and is refused as well
     handed_over.set()
-    assert told.wait(30)
+    assert reported.wait(30)
     for thread in threads:
         thread.join(30)
     with pytest.raises(ConsumerClosed):

@@ -316,10 +316,10 @@ class Member:
         self.lets_go = asyncio.Event()
         self.hangs: set[str] = set()
         self.stored: list[MessageQueue] = []
-        self.told: list[tuple[float, EventKind, str]] = []
+        self.emitted: list[tuple[float, EventKind, str]] = []
 
     def trouble(self, kind: EventKind, text: str, queue: MessageQueue | None = None) -> None:
-        self.told.append((self.loop.time(), kind, text))
+        self.emitted.append((self.loop.time(), kind, text))
 
     def all(self) -> list[MessageQueue]:
         return [ONE, FAR]
@@ -342,16 +342,16 @@ async def test_what_is_not_stored_for_long_is_told_and_delays_no_other():
     member.hangs = {"b"}
     timer = asyncio.create_task(CommitTimer(member, member, member, member).run())  # type: ignore[arg-type]
     await asyncio.sleep(14)
-    assert member.told == []
+    assert member.emitted == []
     await asyncio.sleep(7)
-    ((at, kind, text),) = member.told[:1]
+    ((at, kind, text),) = member.emitted[:1]
     assert (at, kind) == (15.0, EventKind.COMMIT_FAILED)
     assert "b has not stored offsets for 10 s" in text
     assert member.stored == [ONE] * 4
     member.lets_go.set()
     await asyncio.sleep(5)
-    member.told.clear()
+    member.emitted.clear()
     await asyncio.sleep(50)
-    assert member.told == [], "it stores again"
+    assert member.emitted == [], "it stores again"
     assert member.stored.count(FAR) > 10
     timer.cancel()

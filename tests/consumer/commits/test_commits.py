@@ -476,5 +476,5 @@ def test_an_offset_deleted_at_the_broker_is_no_new_group(cluster, names, member)
         until(lambda: first.stored() == all_stored, "all is committed")
         assert not (passed := set(numbered(14)) - set(first.seen.bodies)), f"{len(passed)} messages were passed over"
         assert len(first.seen.bodies) == 15
-        told = [each for each in first.events.of("offset-forgotten") if each.queue == lost]
-        assert [each.facts["offset"] for each in told] == [5]
+        forgotten = [each for each in first.events.of("offset-forgotten") if each.queue == lost]
+        assert [each.facts["offset"] for each in forgotten] == [5]

@@ -44,8 +44,8 @@ def test_commits_are_tried_again_and_told_once_in_a_while(embedded, broker, topi
         broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, 6, when=is_ours)
         assert embedded.committed(group, topic) == {0: 0, 1: 0}
         events.wait_for("commit-failed")
-        told = [event for event in events.of("commit-failed") if "final" not in event.text]
-        assert len(told) <= 1 + (time.monotonic() - began) // 10, "told every 10 s"
+        failures = [event for event in events.of("commit-failed") if "final" not in event.text]
+        assert len(failures) <= 1 + (time.monotonic() - began) // 10, "told every 10 s"
         fill(embedded, topic, 10, 10)
         seen.wait_for(20)
         broker.clear_faults()

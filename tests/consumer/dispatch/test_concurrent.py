@@ -33,7 +33,7 @@ from tests.consuming import WAIT_S
 until = partial(consuming.until, what="reached")
 
 
-class Told:
+class Reports:
     """What workers reported."""
 
     def __init__(self) -> None:
@@ -58,8 +58,8 @@ class Told:
 class Working:
     """Workers, what they told, and a way to hand them work."""
 
-    def __init__(self, workers: Workers, told: Told, io: IoThread) -> None:
-        self.workers, self.told, self.loop, self._io = workers, told, io.loop, io
+    def __init__(self, workers: Workers, reports: Reports, io: IoThread) -> None:
+        self.workers, self.reports, self.loop, self._io = workers, reports, io.loop, io
 
     def consume(self, function: Any, count: int, *, batch_size: int = 1, tell=lambda queue, offset: None):
         """Hand over `count` messages as one chunk; returns their window."""
@@ -99,8 +99,8 @@ def io() -> Iterator[IoThread]:
 
 
 @contextmanager
-def working(workers: Workers, told: Told, io: IoThread) -> Iterator[Working]:
-    yield Working(workers, told, io)
+def working(workers: Workers, reports: Reports, io: IoThread) -> Iterator[Working]:
+    yield Working(workers, reports, io)
     workers.stop()
     workers.abandon()
     until(lambda: not living("pyrocket-consume", "pyrocket-listener"))
@@ -108,13 +108,13 @@ def working(workers: Workers, told: Told, io: IoThread) -> Iterator[Working]:
 
 @pytest.fixture
 def threads(io: IoThread) -> Iterator[Working]:
-    with working(ThreadWorkers(2, told := Told(), 900, io.loop), told, io) as made:
+    with working(ThreadWorkers(2, reports := Reports(), 900, io.loop), reports, io) as made:
         yield made
 
 
 @pytest.fixture
 def coroutines(io: IoThread) -> Iterator[Working]:
-    with working(AsyncWorkers(2, told := Told(), 900), told, io) as made:
+    with working(AsyncWorkers(2, reports := Reports(), 900), reports, io) as made:
         yield made
 
 
@@ -135,7 +135,7 @@ def test_wrong_results_are_told_once_a_listener_and_type(either):
     for _ in range(2):
         either.consume(either.as_kind(lambda message: results[message.queue_offset]), 5)
         until(lambda: either.idle)
-    assert either.told.unknown == [True, 1, "x", True, 1, "x"]
+    assert either.reports.unknown == [True, 1, "x", True, 1, "x"]
 
 
 ALL = [0, 1, 2, 3]
@@ -159,10 +159,10 @@ def test_known_results_of_a_batch(either, result, again):
 
     window = either.consume(either.as_kind(handle), 4, batch_size=2)
     until(lambda: either.idle)
-    assert either.told.failures == again
+    assert either.reports.failures == again
     assert window.finished == 4 - len(again)
-    assert either.told.unknown == []
-    assert either.told.raised == ([result] * 2 if isinstance(result, Exception) else [])
+    assert either.reports.unknown == []
+    assert either.reports.raised == ([result] * 2 if isinstance(result, Exception) else [])
 
 
 @pytest.mark.parametrize("named", [lambda message: message, lambda message: message.detach()], ids=["it", "a copy"])
@@ -170,13 +170,13 @@ def test_one_bad_message_of_a_batch_comes_again_alone(either, named):
     """A listener may keep detached copies; one it asks for again must not count as consumed."""
     window = either.consume(either.as_kind(lambda messages: Retry([named(messages[1])])), 6, batch_size=3)
     until(lambda: either.idle)
-    assert either.told.failures == [(1, 0), (4, 0)]
+    assert either.reports.failures == [(1, 0), (4, 0)]
     assert (window.commit_offset(), window.finished) == (1, 4)
 
 
 def test_an_ended_loop_is_not_kept_waiting_by_its_workers(io):
     """Whoever runs asyncio cancels every task at the end, and waits until it is gone."""
-    told, began = Told(), threading.Event()
+    reports, began = Reports(), threading.Event()
     window, messages = window_of(1)
 
     async def main():
@@ -184,13 +184,13 @@ def test_an_ended_loop_is_not_kept_waiting_by_its_workers(io):
             began.set()
             await asyncio.sleep(3600)
 
-        workers = AsyncWorkers(2, told, 900, asyncio.get_running_loop())
+        workers = AsyncWorkers(2, reports, 900, asyncio.get_running_loop())
         workers.put(Chunk(window, Listener.of(listen), deque(messages)))
         await asyncio.to_thread(began.wait, WAIT_S)
         return workers
 
     workers = asyncio.run(main())
-    assert told.failures == [(0, 0)]
+    assert reports.failures == [(0, 0)]
     workers.put(Chunk(window, Listener.of(print), deque()))
     workers.stop()
 
@@ -224,10 +224,10 @@ def test_a_logging_that_raises_costs_no_message(either):
         if message.queue_offset == 1:
             raise ValueError
 
-    either.told.listener_raised = raises
+    either.reports.listener_raised = raises
     window = either.consume(either.as_kind(handle), 4)
-    until(lambda: either.told.worker_failures)
-    assert either.told.failures == [(1, 0)]
+    until(lambda: either.reports.worker_failures)
+    assert either.reports.failures == [(1, 0)]
     assert window.commit_offset() == 1
     either.works()
 
@@ -259,8 +259,8 @@ def test_a_store_that_raises_inside_an_ack_ends_no_worker(either):
         raise OSError("no space left")
 
     either.consume(either.as_kind(lambda message: None), 1, tell=tell)
-    until(lambda: either.told.worker_failures)
-    assert isinstance(either.told.worker_failures[0], OSError)
+    until(lambda: either.reports.worker_failures)
+    assert isinstance(either.reports.worker_failures[0], OSError)
     either.works()
 
 

@@ -17,14 +17,14 @@ from tests.consuming import WAIT_S, Seen, until
 
 def test_what_waits_for_a_slow_on_event_is_bounded():
     passed: list[ConsumerEvent] = []
-    begun, goes_on, told = threading.Event(), threading.Event(), threading.Event()
+    begun, goes_on, notified = threading.Event(), threading.Event(), threading.Event()
 
     def on_event(event: ConsumerEvent) -> None:
         passed.append(event)
         begun.set()
         goes_on.wait(WAIT_S)
         if event.kind is EventKind.EVENTS_LEFT_OUT:
-            told.set()
+            notified.set()
 
     events = Events(on_event)
     events.tell(ConsumerEvent(EventKind.LISTENER_FAILED, "0"))
@@ -32,7 +32,7 @@ def test_what_waits_for_a_slow_on_event_is_bounded():
     for number in range(1, MOST_WAITING + 501):
         events.tell(ConsumerEvent(EventKind.LISTENER_FAILED, str(number)))
     goes_on.set()
-    assert told.wait(WAIT_S)
+    assert notified.wait(WAIT_S)
     events.close()
     failed = [event.text for event in passed if event.kind is EventKind.LISTENER_FAILED]
     assert failed == [str(number) for number in range(len(failed))], "the first ones, in order"
@@ -85,17 +85,17 @@ def test_each_failure_is_an_event_and_few_a_traceback_in_the_log(orders, tmp_pat
 
 
 def test_an_on_event_that_raises_is_called_again(orders):
-    told = []
+    events = []
 
     def on_event(event):
-        told.append(event)
-        raise (SystemExit, ValueError)[len(told) % 2]
+        events.append(event)
+        raise (SystemExit, ValueError)[len(events) % 2]
 
     orders.fill(3)
     with orders.consuming(on_event=on_event) as (consumer, seen):
         seen.wait_for(3)
         consumer.reset_offsets(TOPIC, "earliest")
-        until(lambda: {str(event.kind) for event in told} >= {"queue-assigned", "offset-reset"}, "both were told")
+        until(lambda: {str(event.kind) for event in events} >= {"queue-assigned", "offset-reset"}, "both were told")
         assert consumer.state is ConsumerState.RUNNING
 
 
@@ -135,18 +135,18 @@ def test_on_event_may_close_the_consumer(orders):
 
 def test_of_a_flood_of_events_some_are_told_the_others_counted():
     now = [0.0]
-    floods, told = Floods(lambda: now[0]), []
+    floods, admitted = Floods(lambda: now[0]), []
     for _ in range(10_000):
         now[0] += 0.01
         left_out = floods.admit(EventKind.OFFSET_CORRECTED, QUEUE)
         if left_out is not None:
-            told.append(left_out)
-    assert AT_ONCE < len(told) < AT_ONCE + 12
-    assert told[:AT_ONCE] == [0] * AT_ONCE
-    assert 5_000 < sum(told) + len(told) <= 10_000
+            admitted.append(left_out)
+    assert AT_ONCE < len(admitted) < AT_ONCE + 12
+    assert admitted[:AT_ONCE] == [0] * AT_ONCE
+    assert 5_000 < sum(admitted) + len(admitted) <= 10_000
     assert floods.admit(EventKind.OFFSET_CORRECTED, MessageQueue(TOPIC, "broker-a", 1)) == 0  # another queue
     now[0] += 300
-    assert floods.admit(EventKind.OFFSET_CORRECTED, QUEUE) == 10_000 - sum(told) - len(told)
+    assert floods.admit(EventKind.OFFSET_CORRECTED, QUEUE) == 10_000 - sum(admitted) - len(admitted)
     assert [floods.admit(EventKind.OFFSET_CORRECTED, QUEUE) for _ in range(5)] == [0] * 5
 
 

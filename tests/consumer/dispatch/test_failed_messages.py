@@ -352,9 +352,9 @@ def test_retries_of_a_topic_nobody_reads_go_to_no_other(orders):
         until(lambda: len(orders.dead) == 20, "those are kept where somebody may look")
         until(lambda: orders.cluster.committed(GROUP, RETRY) == ends(), "and the retry topic goes on")
     assert Counter(seen.bodies) == Counter(2 * numbered(5))
-    told = [event for event in orders.events.all if other in event.text]
-    assert len(told) == 1, "once, not for each"
-    assert "subscribe" in told[0].text
+    warnings = [event for event in orders.events.all if other in event.text]
+    assert len(warnings) == 1, "once, not for each"
+    assert "subscribe" in warnings[0].text
 
 
 class KeepsFailedMessages(NaiveMember):

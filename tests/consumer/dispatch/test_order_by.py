@@ -237,12 +237,12 @@ def test_a_key_that_leaves_no_room_in_the_end_is_told(orders, deed):
 
     send(orders, "bad", *"abcd" * 100)
     with by_key(orders, ByKey(judge), max_span=50) as (consumer, _):
-        told = orders.events.wait_for("message-stuck")
+        event = orders.events.wait_for("message-stuck")
         oldest = consumer.progress()[QUEUE].oldest_unfinished
         cured.set()
         orders.wait_committed(401)
-    assert f"the key 'bad' {deed} at offset 0" in told.text
-    assert told.facts == {"offset": 0, "message_id": oldest, "key": "'bad'"}
+    assert f"the key 'bad' {deed} at offset 0" in event.text
+    assert event.facts == {"offset": 0, "message_id": oldest, "key": "'bad'"}
 
 
 @pytest.mark.parametrize("result", [Suspend(for_s=0.01), ConsumeResult.RETRY])
@@ -259,11 +259,11 @@ def test_an_oldest_message_without_a_key_is_told_once(orders):
     send(orders, "bad", *"abcd" * 100)
     asked, consuming = by_function(orders, Seen(), raising, max_span=50)
     with consuming:
-        told = orders.events.wait_for("message-stuck")
+        event = orders.events.wait_for("message-stuck")
         enough = asked[0] + 7
         until(lambda: asked[0] == enough, "it is asked for again and again, once a second")
-    assert told.facts["offset"] == 0
-    assert "no such order" in told.facts["key"]
+    assert event.facts["offset"] == 0
+    assert "no such order" in event.facts["key"]
     assert len(orders.events.of("message-stuck")) == 1
 
 
@@ -346,7 +346,7 @@ class Odd:
         return self._show()
 
 
-def told_of_a_key(orders, show):
+def reported_keys(orders, show):
     """Return what is told of a key that fails, and on which threads it was asked how it is shown."""
     threads = []
 
@@ -357,10 +357,10 @@ def told_of_a_key(orders, show):
     send(orders, "bad", *"abcd" * 10)
     options = {"order_by": lambda message: Odd(key_of(message), show, threads)}
     with by_key(orders, ByKey(judge), **options) as (consumer, _):
-        told = {orders.events.wait_for("listener-failed").facts["key"], consumer.progress()[QUEUE].oldest_key}
+        keys = {orders.events.wait_for("listener-failed").facts["key"], consumer.progress()[QUEUE].oldest_key}
     assert set(threads) == {"pyrocket-consume-"}, "the I/O thread runs no code of users"
     assert len(threads) <= 5, "once for each key"
-    return told
+    return keys
 
 
 SHOWN = [
@@ -369,9 +369,9 @@ SHOWN = [
 ]
 
 
-@pytest.mark.parametrize(("shows", "told"), SHOWN)
-def test_a_key_is_told_as_one_short_line(orders, shows, told):
-    assert told_of_a_key(orders, lambda: shows) == {told}
+@pytest.mark.parametrize(("shows", "expected"), SHOWN)
+def test_a_key_is_told_as_one_short_line(orders, shows, expected):
+    assert reported_keys(orders, lambda: shows) == {expected}
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
@@ -379,7 +379,7 @@ def test_a_key_that_cannot_be_shown_is_told_by_its_type(orders, error):
     def show():
         raise error("not shown")
 
-    assert told_of_a_key(orders, show) == {"<Odd, whose repr raises>"}
+    assert reported_keys(orders, show) == {"<Odd, whose repr raises>"}
 
 
 def test_what_order_by_raises_is_not_shown_by_the_io_thread(orders):
@@ -662,10 +662,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "told"), REFUSED)
+@pytest.mark.parametrize(("options", "expected"), REFUSED)
 @pytest.mark.parametrize("face", [PushConsumer, AsyncPushConsumer])
-def test_what_is_not_allowed_is_told_with_its_remedy(face, options, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_not_allowed_is_told_with_its_remedy(face, options, expected):
+    with pytest.raises(ConfigError, match=expected):
         face(GROUP, name_server="127.0.0.1:9876", **options)
 
 

@@ -48,7 +48,7 @@ class Member:
         self.sent, self.delivered = [], []
         self.fails_at_once = lambda window, message: None
         self.late: list[Any] = []  # what is called when an answer comes too late
-        self.told, self.surprises = [], []
+        self.emitted, self.surprises = [], []
         self.under_way = self.most_under_way = 0
         self.call_s = 0.0
         self.retries = Retries(self, self, Counts())  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ class Member:
         return self.found
 
     def emit(self, kind, text, *others, **more):
-        self.told.append(kind)
+        self.emitted.append(kind)
 
     emit_throttled = emit
 
@@ -182,7 +182,7 @@ async def test_a_message_nobody_takes_is_tried_here_again(found):
     member.found = NOBODY[found]
     window, messages = await sent_back(member)
     assert window.commit_offset() == 0
-    assert member.told == [EventKind.SEND_BACK_FAILED]
+    assert member.emitted == [EventKind.SEND_BACK_FAILED]
     assert member.delivered == []
     await asyncio.sleep(LOCAL_RETRY_S + 0.1)
     assert member.delivered == messages
@@ -197,7 +197,7 @@ async def test_what_may_have_been_done_is_not_done_in_another_form(kind, trouble
     member = Member(trouble) if kind == "send_back" else Member(REFUSED, sends=[trouble])
     window, messages = await sent_back(member)
     assert member.kinds_of_calls == (["send_back"] if kind == "send_back" else ["send_back", "send"])
-    assert member.told == [EventKind.SEND_BACK_FAILED]
+    assert member.emitted == [EventKind.SEND_BACK_FAILED]
     assert window.commit_offset() == 0
 
 
@@ -215,10 +215,10 @@ async def test_a_late_answer_counts():
     window, messages = await sent_back(member)
     member.late[0]()
     assert window.commit_offset() == 1
-    assert member.told == [EventKind.SEND_BACK_FAILED, EventKind.MESSAGE_SENT_BACK]
+    assert member.emitted == [EventKind.SEND_BACK_FAILED, EventKind.MESSAGE_SENT_BACK]
     member.late[0]()
     await asyncio.sleep(60)
-    assert (member.delivered, len(member.told), len(member.calls)) == ([], 2, 1)
+    assert (member.delivered, len(member.emitted), len(member.calls)) == ([], 2, 1)
 
 
 def copies_of(message: Message, count: int = 1) -> tuple[ProcessQueue, list[Message]]:
@@ -317,7 +317,7 @@ async def test_what_goes_to_the_dead_letters_is_told_as_given_up(delay_level, li
     member.config.most_attempts = limit
     window, messages = await sent_back(member, delay_level)
     assert messages[0].reconsume_times == 2
-    assert member.told == [kind]
+    assert member.emitted == [kind]
 
 
 async def test_attempts_made_here_do_not_count_for_the_broker():
@@ -326,7 +326,7 @@ async def test_attempts_made_here_do_not_count_for_the_broker():
     member.fails_again()
     await sent_back(member)
     await asyncio.sleep(10)
-    assert member.told == [EventKind.SEND_BACK_FAILED, EventKind.MESSAGE_SENT_BACK]
+    assert member.emitted == [EventKind.SEND_BACK_FAILED, EventKind.MESSAGE_SENT_BACK]
 
 
 async def test_giving_up_waits_longer_each_time_it_is_not_answered():
@@ -334,7 +334,7 @@ async def test_giving_up_waits_longer_each_time_it_is_not_answered():
     pauses = [await member.retries.give_up(window, messages[0]) for _ in range(5)]
     assert pauses == [1, 2, 1, 4, 0]
     assert window.commit_offset() == 1
-    assert member.told.count(EventKind.MESSAGE_GIVEN_UP) == 1
+    assert member.emitted.count(EventKind.MESSAGE_GIVEN_UP) == 1
 
 
 async def test_a_late_answer_to_giving_up_counts():

@@ -78,8 +78,8 @@ def test_a_store_that_fails_is_reported_and_asked_again(orders, methods, error):
         until(lambda: [each.persisted for each in of(consumer)] == [5], "stored")
         store.breaks = True
         orders.make(queues=2)
-        told = "broker-unreachable" if methods == ALL else "store-unwritable"  # is its place unknown, or not stored?
-        until(lambda: any("in the store" in each.text for each in orders.events.of(told)), "it is told")
+        kind = "broker-unreachable" if methods == ALL else "store-unwritable"  # is its place unknown, or not stored?
+        until(lambda: any("in the store" in each.text for each in orders.events.of(kind)), "it is told")
         store.breaks = False
         until(lambda: len(of(consumer)) == 2, "the new queue has begun")
         assert consumer.state is ConsumerState.RUNNING

@@ -281,8 +281,8 @@ def test_the_retry_topic_begins_at_its_first_message(cluster, names, member, con
         except AssertionError:
             raise AssertionError(f"only {len(consumer.seen.bodies)} of 3 retries were consumed") from None
         if isinstance(cluster, EmbeddedCluster):
-            told = cluster.broker("broker-a").subscriptions(group)
-            assert (told[retry].expression, told[topic].expression) == ("*", "paid")
+            subscriptions = cluster.broker("broker-a").subscriptions(group)
+            assert (subscriptions[retry].expression, subscriptions[topic].expression) == ("*", "paid")
 
 
 @pytest.mark.hazard("H22", "H23", "H24")

@@ -212,13 +212,13 @@ def test_who_waits_on_a_loop_that_has_ended_disturbs_nobody():
 
 
 def test_sigterm_handlers_nest_and_are_restored():
-    told = []
+    called = []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with on_sigterm(lambda: told.append("outer")):
-        with on_sigterm(lambda: told.append("inner")):
+    with on_sigterm(lambda: called.append("outer")):
+        with on_sigterm(lambda: called.append("inner")):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-    assert told == ["outer", "inner", "outer"]
+    assert called == ["outer", "inner", "outer"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with pytest.raises(Terminated) as raised, on_sigterm(terminate):
         signal.raise_signal(signal.SIGTERM)

@@ -350,9 +350,9 @@ def test_who_gets_another_slot_is_told(orders, stores):
     events = Events()
     with orders.consumer(**stores) as first, orders.consumer(on_event=events, **stores) as second:
         assert second.client_id == f"{first.client_id}-1"
-        told = events.wait_for("store-slot")
-        assert first.client_id in told.text
-        assert "instance_name" in told.text
+        event = events.wait_for("store-slot")
+        assert first.client_id in event.text
+        assert "instance_name" in event.text
     assert orders.events.of("store-slot") == []
 
 

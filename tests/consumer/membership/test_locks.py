@@ -77,8 +77,8 @@ def test_a_queue_whose_lock_another_member_has_is_given_up(orders, broker, other
         orders.fill(1, start=1)
         broker.expire_locks()
         other(RequestCode.LOCK_BATCH_MQ)
-        told = orders.events.wait_for("lock-lost")
-        assert (told.queue, "up to 1 may come again" in told.text) == (QUEUE, True)
+        event = orders.events.wait_for("lock-lost")
+        assert (event.queue, "up to 1 may come again" in event.text) == (QUEUE, True)
         assert "has its lock still" in orders.events.wait_for("lock-lost", 2).text
         time.sleep(10)
         assert QUEUE not in consumer.progress()

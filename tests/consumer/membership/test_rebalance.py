@@ -78,7 +78,7 @@ class Group:
         self.begin_s: dict[MessageQueue, float] = {}
         self.mine: set[MessageQueue] = set()
         self.happened: list[Any] = []
-        self.told: list[tuple[EventKind, str]] = []
+        self.emitted: list[tuple[EventKind, str]] = []
         self.asked: list[str] = []
 
     def topics(self):
@@ -88,7 +88,7 @@ class Group:
         self.happened.append(("version", *sorted(topics)))
 
     def emit(self, kind, text, *others, **more):
-        self.told.append((kind, text))
+        self.emitted.append((kind, text))
 
     emit_throttled = emit
 
@@ -327,7 +327,7 @@ async def test_what_is_held_is_kept_while_the_members_are_not_known(error):
     group.mine, group.ids = set(FIRST), error
     assert await group.rebalance().round() == RETRY_ROUND_S
     assert (group.mine, group.happened) == (FIRST, [])
-    assert str(error) in group.told[0][1]
+    assert str(error) in group.emitted[0][1]
 
 
 @pytest.mark.parametrize("error", TROUBLE, ids=str)
@@ -335,7 +335,7 @@ async def test_another_broker_of_the_topic_is_asked_when_one_fails(error):
     async with rebalancing(routes={"orders": route(2, brokers="ab")}, ids={"a": error, "b": ["me"]}) as group:
         assert group.asked == ["a", "b"]
         assert len(group.mine) == 4
-        assert group.told == []
+        assert group.emitted == []
 
 
 @pytest.mark.parametrize("error", [RouteNotFound("orders", "ns:1"), ConnectError("ns:1", "refused")], ids=str)
@@ -343,7 +343,7 @@ async def test_trouble_with_one_topic_does_not_stop_the_others(error):
     routes = {"orders": error, "payments": route(2, "payments")}
     async with rebalancing(routes=routes, mine=set(FIRST), wait_s=1.5 * RETRY_ROUND_S) as group:
         assert group.mine == FIRST | set(queues(0, 1, topic="payments"))
-        assert len([text for kind, text in group.told if "orders" in text]) == (2 if "refused" in str(error) else 1)
+        assert len([text for kind, text in group.emitted if "orders" in text]) == (2 if "refused" in str(error) else 1)
 
 
 async def test_a_member_that_is_not_listed_sends_a_heartbeat():
@@ -389,9 +389,9 @@ def test_a_strategy_that_fails_keeps_the_assignment(strategy, words):
     async def scenario():
         async with rebalancing(strategy, mine=set(FIRST), wait_s=1.5 * RETRY_ROUND_S) as group:
             assert group.mine == FIRST
-            assert len(group.told) == 2
-            assert words in group.told[0][1]
-            assert "rebalance of orders failed, assignment kept" in group.told[0][1]
+            assert len(group.emitted) == 2
+            assert words in group.emitted[0][1]
+            assert "rebalance of orders failed, assignment kept" in group.emitted[0][1]
 
     asyncio.run(scenario())
 
@@ -408,7 +408,7 @@ def test_a_strategy_runs_where_it_may_take_its_time():
     async def scenario():
         routes = {topic: route(topic=topic) for topic in topics}
         async with rebalancing(slow, routes=routes, wait_s=3 * rebalance.STRATEGY_S / 2.5 + 0.1) as group:
-            assert group.told == []
+            assert group.emitted == []
             assert {queue.topic for queue in group.mine} == set(topics)
             assert len(group.mine) == 12
 

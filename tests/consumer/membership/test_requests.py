@@ -47,7 +47,7 @@ def offsets(offset, *queue_ids):
 
 
 @contextmanager
-def told(embedded, count, queues=1, **options):
+def requested(embedded, count, queues=1, **options):
     """Run a consumer that has consumed so many messages, and stored that; gives its listener and its events."""
     events = Events()
     with caught_up(embedded, "T", "G", count, queues=queues, on_event=events, **options) as (consumer, seen):
@@ -67,7 +67,7 @@ def goes_on(embedded, seen, count):
 
 @pytest.mark.parametrize("code", ASKED)
 def test_a_name_server_may_ask_nothing(embedded, code):
-    with told(embedded, 5) as (seen, events):
+    with requested(embedded, 5) as (seen, events):
         answer = Asking(embedded.name_server_node).ask(code, ASKED[code], body_of(code, embedded))
         assert answer.code == 1
         assert "only brokers of the topics in use may ask" in answer.remark
@@ -80,14 +80,14 @@ def test_a_name_server_may_ask_nothing(embedded, code):
 
 
 def test_a_name_server_gets_no_answer_to_what_wants_none(embedded):
-    with told(embedded, 5) as (seen, events):
+    with requested(embedded, 5) as (seen, events):
         Asking(embedded.name_server_node).tell(RESET, ASKED[RESET], offsets(0))
         events.wait_for(REFUSED)
         goes_on(embedded, seen, 5)
 
 
 def test_what_is_asked_in_vain_is_told_with_how_often(embedded):
-    with told(embedded, 1) as (seen, events):
+    with requested(embedded, 1) as (seen, events):
         name_server = Asking(embedded.name_server_node)
         name_server.tell(NOTICE, ASKED[NOTICE], times=2000)
         goes_on(embedded, seen, 1)
@@ -133,13 +133,13 @@ def retried(group, topic):
 
 
 def test_a_message_that_comes_again_goes_to_its_topics_listener(embedded):
-    with told(embedded, 1) as (seen, _):
+    with requested(embedded, 1) as (seen, _):
         assert outcome(directed(embedded, retried("G", "T"))) == "CR_SUCCESS"
         assert [(message.topic, message.queue.topic) for message in seen.messages[1:]] == [("T", "%RETRY%G")]
 
 
 def test_without_server_messages_nothing_passed_on_is_consumed(embedded):
-    with told(embedded, 1, server_messages=False) as (seen, events):
+    with requested(embedded, 1, server_messages=False) as (seen, events):
         answer = directed(embedded)
         assert (answer.code, answer.remark) == (1, "this consumer has server_messages=False")
         assert "this consumer has server_messages=False" in events.wait_for(REFUSED).text
@@ -213,7 +213,7 @@ def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded, broker
 
 def test_a_request_too_large_is_refused_and_the_connection_kept(embedded, broker, asking):
     too_many = f"{10 << 20} bytes are too many"
-    with told(embedded, 1) as (seen, events):
+    with requested(embedded, 1) as (seen, events):
         connections = broker.connections
         answer = asking.ask(INFO, ASKED[INFO], bytes(10 << 20))
         assert (answer.code, answer.remark) == (1, f"GET_CONSUMER_RUNNING_INFO is not obeyed: {too_many}")
@@ -223,7 +223,7 @@ def test_a_request_too_large_is_refused_and_the_connection_kept(embedded, broker
 
 
 def test_a_reset_of_a_thousand_queues_and_4_mib_are_obeyed(embedded, asking):
-    with told(embedded, 4, queues=2) as (seen, events):
+    with requested(embedded, 4, queues=2) as (seen, events):
         asking.tell(RESET, ASKED[RESET], offsets(1, 0, 1) + b" " * 214_000)  # as many as queues with long names take
         seen.wait(lambda _: len(seen.messages) == 6)
         assert outcome(directed(embedded, encode_message(StoredMessage("T", bytes(4 << 20))))) == "CR_SUCCESS"
@@ -310,7 +310,7 @@ def test_questions_in_their_thousands_are_answered_busy(embedded, asking, code, 
 
 @pytest.mark.parametrize("code", [NOTICE, RESET])
 def test_notices_in_their_thousands_hold_up_nothing(embedded, broker, asking, code):
-    with told(embedded, 1) as (seen, _):
+    with requested(embedded, 1) as (seen, _):
         asking.tell(code, ASKED[code], offsets(0, 77), times=20_000)
         broker.forget_requests()
         fill(embedded, "T", 5, start=1)
@@ -320,7 +320,7 @@ def test_notices_in_their_thousands_hold_up_nothing(embedded, broker, asking, co
 
 def test_a_flood_of_notices_moves_queues_now_and_then_only(embedded, broker, asking):
     """Each has the member ask who is there; a broker that always tells others would have queues move without end."""
-    with told(embedded, 1, rebalance_interval_s=3600):
+    with requested(embedded, 1, rebalance_interval_s=3600):
         broker.forget_requests()
         for _ in range(60):
             asking.tell(NOTICE, ASKED[NOTICE])

@@ -285,8 +285,8 @@ def test_they_tell_once_who_differs_in_what(orders, embedded, broker):
         ends = time.monotonic() + 3
         until(lambda: both_have_told() and time.monotonic() > ends, "a while")
         assert len(broker.requests(BEAT)) <= 12, "each of the two less than every half second"
-    for told, ours, theirs in ((events, one, other), (others, other, one)):
-        (event,) = told.of("subscription-differs")
+    for recorded, ours, theirs in ((events, one, other), (others, other, one)):
+        (event,) = recorded.of("subscription-differs")
         assert ours in event.facts["ours"]
         assert theirs in event.facts["at_the_broker"]
         (client_id,) = event.facts["others"]

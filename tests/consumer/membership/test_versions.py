@@ -105,5 +105,5 @@ def test_the_subscription_has_a_new_version_with_its_queues_only(embedded, broke
         carried, beats = int(pull.command.fields["subVersion"]), versions(broker)
         assert abs(carried / 1000 - time.time()) < 86400, f"version {carried} is not in milliseconds"
         assert {version for _, version in beats} <= {before, carried} and carried > before
-        told = [at_s for at_s, version in beats if version == carried]
-        assert told and told[0] <= pull.at_s, "a pull came before the heartbeat with its version"
+        sent_at = [at_s for at_s, version in beats if version == carried]
+        assert sent_at and sent_at[0] <= pull.at_s, "a pull came before the heartbeat with its version"

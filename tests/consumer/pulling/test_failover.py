@@ -140,10 +140,12 @@ def reset_at(broker: EmbeddedBroker) -> None:
         peer.call(RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, fields)
 
 
-def given_up_and_taken_back(cluster: Any, member: Any, *, was_away: bool, to: int = 5, told: bool = False) -> list[int]:
+def given_up_and_taken_back(
+    cluster: Any, member: Any, *, was_away: bool, to: int = 5, is_reset: bool = False
+) -> list[int]:
     """A queue is given up at 20, its offset at the broker becomes 5, and it is taken back: how often is each seen?
 
-    `told`: the members are told of a reset to 0, which the one that holds the queue meanwhile follows.
+    `is_reset`: the members are told of a reset to 0, which the one that holds the queue meanwhile follows.
     """
     orders = Orders(cluster)
     broker, other = orders.broker, queue(orders.make(1, "other"), 0)
@@ -155,7 +157,7 @@ def given_up_and_taken_back(cluster: Any, member: Any, *, was_away: bool, to: in
         until(lambda: QUEUE not in consumer.held(), "given up")
         if was_away:
             go_away(broker)
-        if told:
+        if is_reset:
             reset_at(broker)
         broker.commit(GROUP, TOPIC, {0: to})
         consumer.subscribe(TOPIC, consumer.seen)
@@ -163,7 +165,7 @@ def given_up_and_taken_back(cluster: Any, member: Any, *, was_away: bool, to: in
         consumer.seen.wait_for(23)
         until(lambda: consumer.stored()[QUEUE] == 23, "everything is committed")
         went_back = [(event.queue, dict(event.facts)) for event in consumer.events.of("offset-went-back")]
-        assert member is not ours or went_back == ([] if told else [(QUEUE, {"stored": to, "known": 20})])
+        assert member is not ours or went_back == ([] if is_reset else [(QUEUE, {"stored": to, "known": 20})])
         times = Counter(message.queue_offset for message in consumer.seen.messages)
     return [times[offset] for offset in range(23)]
 
@@ -200,7 +202,7 @@ def test_a_reset_heard_of_while_the_queue_is_not_held_counts(embedded, member):
 
     Faulty: clients that go on from what they once knew.
     """
-    times = given_up_and_taken_back(embedded, member, was_away=True, to=0, told=True)
+    times = given_up_and_taken_back(embedded, member, was_away=True, to=0, is_reset=True)
     assert times == 20 * [2] + 3 * [1], "the reset is passed over"
 
 

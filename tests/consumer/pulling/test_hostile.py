@@ -25,18 +25,18 @@ from tests.hostile.server import BROKER, MAX_OFFSET, Attack, HostileServer, pull
 @contextmanager
 def beside(attack, tmp_path, **options):
     """A consumer with default options, between a broker of ours and one that attacks."""
-    seen, told = Seen(), Events()
+    seen, events = Seen(), Events()
     with EmbeddedCluster() as cluster:
         cluster.create_topic(TOPIC, queues=2)
         honest = cluster.brokers[0]
         with HostileServer(TOPIC, (honest.name, honest.address), honest_queues=2) as server:
             server.do(attack)
             options |= {"name_server": server.name_server, "consume_from": "first", "offset_store_dir": tmp_path}
-            consumer = PushConsumer(GROUP, on_event=told, **options)
+            consumer = PushConsumer(GROUP, on_event=events, **options)
             consumer.subscribe(TOPIC, seen)
             with consumer:
                 cluster.send(TOPIC, b"honest")
-                yield consumer, server, seen, told
+                yield consumer, server, seen, events
                 cluster.send(TOPIC, b"honest to the end")
                 seen.wait(lambda seen: {b"honest", b"honest to the end"} <= set(seen.bodies))
                 assert consumer.state is ConsumerState.RUNNING
@@ -60,8 +60,8 @@ CODES = [ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_OFFSET_MOVED, ResponseCo
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("to", [2**63 - 1, 2**63, 2**64, 10**30, -1, MAX_OFFSET + 100_000])
 def test_a_place_that_no_queue_has_is_not_followed(to, code, model, tmp_path):
-    with beside(Leads(to, code), tmp_path, message_model=model) as (consumer, server, _, told):
-        event = told.wait_for(EventKind.ANSWER_REFUSED)
+    with beside(Leads(to, code), tmp_path, message_model=model) as (consumer, server, _, events):
+        event = events.wait_for(EventKind.ANSWER_REFUSED)
         assert event.queue.broker_name == BROKER
         pulls = server.requests[RequestCode.PULL_MESSAGE]
         server.do(Attack())
@@ -78,18 +78,18 @@ class OutOfOrder(Found):
 
 
 def test_messages_in_no_order_of_offset_are_asked_for_again(tmp_path):
-    with beside(OutOfOrder(), tmp_path) as (_, _, seen, told):
-        assert "out of order" in told.wait_for(EventKind.ANSWER_REFUSED).text
+    with beside(OutOfOrder(), tmp_path) as (_, _, seen, events):
+        assert "out of order" in events.wait_for(EventKind.ANSWER_REFUSED).text
         assert b"x" not in seen.bodies
 
 
 @pytest.mark.parametrize("attack", [Moved, ResetEndlessly, NothingAtOnce])
 def test_a_broker_that_leads_about_takes_no_time_from_others(attack, tmp_path):
-    with beside(attack(), tmp_path) as (_, server, _, told):
+    with beside(attack(), tmp_path) as (_, server, _, events):
         time.sleep(4)
         pulls = server.requests[RequestCode.PULL_MESSAGE]
         assert 4 < pulls < 150  # it was thousands
-        assert len(told.all) < 250
+        assert len(events.all) < 250
 
 
 # --- JSON that is nested deeper than anybody needs

@@ -24,7 +24,7 @@ def messages(*offsets: int) -> list[Message]:
     return decode_messages(b"".join(map(encode_message, stored)), QUEUE)
 
 
-class Told(list):
+class Edges(list):
     """What the window said to its store."""
 
     def __call__(self, queue: MessageQueue, offset: int) -> None:
@@ -32,9 +32,9 @@ class Told(list):
 
 
 def started_window(
-    offset: int, told: Told | None = None, budget: MemoryBudget | None = None, **limits: int
+    offset: int, edges: Edges | None = None, budget: MemoryBudget | None = None, **limits: int
 ) -> ProcessQueue:
-    window = ProcessQueue(QUEUE, 1, Limits(**limits), told or Told(), budget=budget)
+    window = ProcessQueue(QUEUE, 1, Limits(**limits), edges or Edges(), budget=budget)
     window.start(offset)
     return window
 
@@ -46,18 +46,18 @@ def put(window: ProcessQueue, *offsets: int) -> list[Message]:
 
 
 def test_after_a_drop_acks_count_and_after_the_fence_nothing():
-    window = started_window(0, told := Told())
+    window = started_window(0, edges := Edges())
     first, second = put(window, 0, 1)
     window.drop()
     assert not window.put(messages(2), 3, 1)
     window.ack([first])
     assert window.fence() == 1
     window.ack([second])
-    assert (window.commit_offset(), told) == (1, [])
+    assert (window.commit_offset(), edges) == (1, [])
 
 
 def test_a_window_that_never_started_has_no_offset():
-    window = ProcessQueue(QUEUE, 1, Limits(), Told())
+    window = ProcessQueue(QUEUE, 1, Limits(), Edges())
     window.drop()
     assert window.fence() is None
 
@@ -65,7 +65,7 @@ def test_a_window_that_never_started_has_no_offset():
 @pytest.mark.parametrize("state", list(QueueState))
 @pytest.mark.parametrize("event", list(QueueEvent))
 def test_moves_outside_the_table_are_refused(state, event):
-    window = ProcessQueue(QUEUE, 1, Limits(), Told())
+    window = ProcessQueue(QUEUE, 1, Limits(), Edges())
     act = {QueueEvent.START: lambda: window.start(0), QueueEvent.DROP: window.drop, QueueEvent.FENCE: window.fence}
     path = {"ASSIGNED": [], "PULLING": ["START"], "DROPPED": ["DROP"], "FENCED": ["DROP", "FENCE"]}[state.name]
     for step in path:
@@ -96,7 +96,7 @@ def filled(budget: MemoryBudget | None = None, **limits: int) -> ProcessQueue:
 
 def test_room_made_is_told_once():
     woken: list[ProcessQueue] = []
-    window = ProcessQueue(QUEUE, 1, Limits(messages=2), Told(), woken.append)
+    window = ProcessQueue(QUEUE, 1, Limits(messages=2), Edges(), woken.append)
     window.start(0)
     first, second = put(window, 0, 1)
     assert not window.may_pull(1)
@@ -124,7 +124,7 @@ class Sharing:
         self.budget = budget or MemoryBudget(limit)
         self.woken: list[int] = []
         queues = (MessageQueue("orders", "a", number) for number in range(count))
-        self.windows = [ProcessQueue(each, 1, Limits(), Told(), self.wake, budget=self.budget) for each in queues]
+        self.windows = [ProcessQueue(each, 1, Limits(), Edges(), self.wake, budget=self.budget) for each in queues]
         for window in self.windows:
             window.start(0)
 
@@ -252,7 +252,7 @@ async def test_a_window_goes_on_when_others_have_made_room():
 async def test_room_by_count_without_bytes_is_not_forgotten():
     woken: list[ProcessQueue] = []
     budget = MemoryBudget(1000, asyncio.get_running_loop())
-    window = ProcessQueue(QUEUE, 1, Limits(messages=2), Told(), woken.append, budget=budget)
+    window = ProcessQueue(QUEUE, 1, Limits(messages=2), Edges(), woken.append, budget=budget)
     window.start(0)
     _, second = put(window, 0, 1)
     assert not window.may_pull(1, 100), "two are there"
@@ -340,7 +340,7 @@ def test_the_estimate_of_listener_time_falls_slowly():
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=12), st.randoms())
 def test_against_a_naive_model(answers, random):
     """Random answers and acks in random order: the edge is the smallest offset not acknowledged. An ack counts once."""
-    window = started_window(0, told := Told())
+    window = started_window(0, edges := Edges())
     waiting, next_offset, put_so_far = {}, 0, 0
     for count, gap in answers:
         offsets = [next_offset + number * (gap + 1) for number in range(count)]
@@ -352,7 +352,7 @@ def test_against_a_naive_model(answers, random):
             window.ack([message, message])
             assert window.commit_offset() == (min(waiting) if waiting else next_offset)
         assert (window.unfinished()[0], window.finished) == (len(waiting), put_so_far - len(waiting))
-    assert told == sorted(told)
+    assert edges == sorted(edges)
     window.ack(list(waiting.values()))
     assert window.unfinished()[:2] == (0, 0)
 

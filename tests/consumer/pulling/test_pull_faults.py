@@ -237,8 +237,8 @@ def test_pulls_without_an_answer_are_asked_again(orders, broker):
             broker.wait_for(PULL, when=of(each))
             orders.send(b"m%d" % number, topic=each)
         seen.wait_for(3)
-        told = "PULL_MESSAGE was not answered"
-        until(lambda: any(told in event.text for event in orders.events.of("broker-unreachable")), "it is told")
+        reason = "PULL_MESSAGE was not answered"
+        until(lambda: any(reason in event.text for event in orders.events.of("broker-unreachable")), "it is told")
         orders.send(b"m3", topic="late")
         seen.wait_for(4)
     assert Counter(seen.bodies) == Counter(numbered(4))

@@ -145,8 +145,8 @@ class Pulling:
     ) -> None:
         self.host = host or Host()
         self.edges: list[int] = []
-        told = lambda queue, offset: self.edges.append(offset)  # noqa: E731
-        self.window = ProcessQueue(QUEUE, 1, Limits(**limits), told, lambda window: self.wake())
+        on_edge = lambda queue, offset: self.edges.append(offset)  # noqa: E731
+        self.window = ProcessQueue(QUEUE, 1, Limits(**limits), on_edge, lambda window: self.wake())
         self.window.start(start)
         options = {"hold_s": hold_s, "call_timeout_s": 3.0, "retry_delay_s": 1.0, "read_ahead": read_ahead}
         self.pull_loop = PullLoop(self.host, self.window, start, batch=BATCH, **options)

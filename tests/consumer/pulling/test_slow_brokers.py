@@ -132,10 +132,10 @@ def test_a_close_ends_in_time_and_says_what_is_not_stored(embedded, silent, code
     silence(silent, *codes)
     assert seconds(lambda: consumer.close(timeout_s=2)) < 10
 
-    def told() -> set[MessageQueue | None]:
+    def reported_queues() -> set[MessageQueue | None]:
         return {event.queue for event in orders.events.of("commit-failed") if "final" in event.text}
 
-    until(lambda: {message.queue for message in seen.messages} <= told(), "each is told")
+    until(lambda: {message.queue for message in seen.messages} <= reported_queues(), "each is told")
     assert consumer.state is ConsumerState.CLOSED
 
 

@@ -243,9 +243,9 @@ def test_places_that_somebody_has_filled_are_taken(embedded, broker, admin, stor
     with caught_up(embedded, "T", "G", 20, **stores) as (consumer, seen):
         wait_until_stored(consumer, "T", 20)
     broker.commit("G", RETRY, {area.name: 4711 for area in record_areas("T")})
-    told = []
-    admin.plan_reset("G", "T", "earliest", model="broadcasting").execute(told.append)
-    assert any("are taken" in each.text for each in told)
+    response = []
+    admin.plan_reset("G", "T", "earliest", model="broadcasting").execute(response.append)
+    assert any("are taken" in each.text for each in response)
     with consuming(embedded, "T", "G", **stores) as (_, again):
         again.wait_for(20)
 
@@ -279,8 +279,8 @@ def test_a_queue_moves_once_per_order_in_clustering(embedded, broker):
     with caught_up(embedded, "T", "G", 20) as (consumer, seen):
         targets = {**TARGETS, MessageQueue("T", "broker-z", 0): 5}
         for _ in range(2):
-            told = send_plan(broker, consumer, targets, epoch=1, pyrocketId="one")
-            assert decode_report(told.body).moved == TARGETS
+            response = send_plan(broker, consumer, targets, epoch=1, pyrocketId="one")
+            assert decode_report(response.body).moved == TARGETS
         seen.wait(lambda seen: len(seen.messages) == 31)
         assert embedded.wait_until(lambda: embedded.committed("G", "T") == {0: 10, 1: 10})
         assert len(seen.messages) == 31
@@ -318,10 +318,10 @@ def test_a_full_disk_moves_in_memory_and_is_confirmed_later(embedded, broker):
     with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
         wait_until_stored(consumer, "T", 20)
         failing.error = errno.ENOSPC
-        told = send_plan(broker, consumer, TARGETS)
-        assert state(told) == "pending"
-        assert "memory only" in told.fields["pyrocketReason"]
-        assert decode_report(told.body).epochs == {}
+        response = send_plan(broker, consumer, TARGETS)
+        assert state(response) == "pending"
+        assert "memory only" in response.fields["pyrocketReason"]
+        assert decode_report(response.body).epochs == {}
         seen.wait(lambda seen: len(seen.messages) == 31)
         failing.error = None
         everywhere = dict.fromkeys(TARGETS, 5000)
@@ -377,9 +377,9 @@ def test_one_who_refuses_stays_where_it_is(embedded, broker, tmp_path, model):
             send_reset_to_members(broker, "G", "T", table)
             events.wait_for("offset-reset", number)
         for plan in (encode_plan(PlanBody("T", 5000, TARGETS)), b"neither is this a plan"):
-            told = order(broker, consumer, plan)
-            assert state(told) == "refused"
-            assert told.fields["pyrocketReason"] == "this consumer has remote_reset='refuse'"
+            response = order(broker, consumer, plan)
+            assert state(response) == "refused"
+            assert response.fields["pyrocketReason"] == "this consumer has remote_reset='refuse'"
         assert reset_at_broker(broker).code == 0
         events.wait_for("offset-reset", 5)
         assert all("refused" in event.text for event in events.of("offset-reset"))

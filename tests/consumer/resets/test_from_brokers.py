@@ -458,8 +458,8 @@ def test_a_table_that_no_broker_would_send_moves_nothing(embedded, broker, tmp_p
     options = {"message_model": model, "offset_store_dir": tmp_path, "on_event": events}
     with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
         send_reset_to_members(broker, "G", topic, encode_offset_table(targets))
-        told = events.wait_for("offset-reset").text
-        assert reason in told and "nothing moved" in told
+        text = events.wait_for("offset-reset").text
+        assert reason in text and "nothing moved" in text
         assert consumer.state is ConsumerState.RUNNING
         right = {queue("T", 0): 8, queue("T", 7): 0}  # 7: no route has it yet
         send_reset_to_members(broker, "G", "T", encode_offset_table(right))

@@ -65,11 +65,11 @@ def in_a_fork(work: Callable[[Callable[[Any], None]], object]) -> tuple[list[Any
         finally:
             os._exit(1)
     writing.close()
-    told = []
+    reports = []
     with reading, suppress(EOFError):
         while True:
-            told.append(reading.recv())
-    return told, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            reports.append(reading.recv())
+    return reports, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 class History:

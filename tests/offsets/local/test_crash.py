@@ -56,11 +56,11 @@ def live(directory, durability, seed, last, tell):
     history.acknowledged(history.memory)
 
 
-def history_of(told, start):
+def history_of(reports, start):
     """Return what may be found after a life that began with the offsets `start`."""
     history = History()
     history.restarted(start)
-    for what, offsets in told:
+    for what, offsets in reports:
         if what != "killed":
             history.memory.update(offsets)
             getattr(history, what)(offsets)
@@ -74,22 +74,22 @@ def history_of(told, start):
 @pytest.mark.live
 def test_a_process_killed_before_any_file_operation(tmp_path, durability, seed):
     # Each life but the first works on a copy of what that one has left
-    told, code = in_a_fork(partial(live, tmp_path / "0", durability, seed + 1000, 0))
+    reports, code = in_a_fork(partial(live, tmp_path / "0", durability, seed + 1000, 0))
     assert code == 0
-    start = {queue: values[-1] for queue, values in history_of(told, {}).possible.items() if values[-1] is not None}
+    start = {queue: values[-1] for queue, values in history_of(reports, {}).possible.items() if values[-1] is not None}
     killed_before = set()
     for number in count(1):
         place = tmp_path / str(number)
         shutil.copytree(tmp_path / "0", place)
-        told, code = in_a_fork(partial(live, place, durability, seed, number))
+        reports, code = in_a_fork(partial(live, place, durability, seed, number))
         assert code in (0, -signal.SIGKILL)
         crash_points["kills of a process"] += 1
         with LocalFileOffsetStore(place) as store:  # the lock is free again
-            assert history_of(told, start).violations(store.clone_offset_table()) == [], told[-1]
+            assert history_of(reports, start).violations(store.clone_offset_table()) == [], reports[-1]
             assert store.found.source == "file"
         if code == 0:
             break
-        killed_before.add(told[-1][1])
+        killed_before.add(reports[-1][1])
     wanted = {
         "create offsets.json.new",
         "sync offsets.json.new",

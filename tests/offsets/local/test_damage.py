@@ -195,9 +195,9 @@ def test_the_error_names_the_option_its_reader_has_in_hand(policy, tmp_path):
     options = {"message_model": "broadcasting", "client_ip": "10.0.0.1", "offset_store_dir": tmp_path}
     with EmbeddedCluster() as cluster, pytest.raises(OffsetStoreCorrupt) as consumers:
         PushConsumer("g", name_server=cluster.name_server, on_unreadable_store=policy, **options).start()
-    told = str(consumers.value)
-    assert f"on_unreadable_store={policy!r}" in told
-    assert "on_unreadable=" not in told
+    text = str(consumers.value)
+    assert f"on_unreadable_store={policy!r}" in text
+    assert "on_unreadable=" not in text
     for error in (alone, consumers):
         assert "'start_over'" in str(error.value) and "Restore the file" in str(error.value)
 

@@ -233,8 +233,8 @@ def test_unreadable_files_are_told_or_stop_the_start(make, backup):
     except OffsetStoreCorrupt:
         assert disk.files()[MAIN] == b"\0" * 200, "what is unreadable is left for somebody to look at"
         return
-    told = [event.kind for event in events]
-    assert EventKind.STORE_FALLBACK in told, f"found {store.read_offset(QUEUE)}, and nobody was told"
+    kinds = [event.kind for event in events]
+    assert EventKind.STORE_FALLBACK in kinds, f"found {store.read_offset(QUEUE)}, and nobody was told"
     assert b"\0" * 200 in disk.files().values(), "what was unreadable is set aside"
 
 

@@ -112,8 +112,8 @@ def test_a_changed_address_names_the_directory_left_behind(embedded, names, memb
         left = store_directory(tmp_path, consumer.client_id, group)
     with member(embedded, topic, group, **broadcasting(tmp_path, client_ip="10.0.0.9")) as consumer:
         consumer.seen.wait_for(5)  # it begins anew, with what it was configured to begin with
-        told = [event for event in consumer.events.of("store-orphaned") if str(left) in event.text]
-        assert told, f"nobody was told that {left} is left behind"
+        orphaned = [event for event in consumer.events.of("store-orphaned") if str(left) in event.text]
+        assert orphaned, f"nobody was told that {left} is left behind"
 
 
 @pytest.mark.hazard("H12")

@@ -146,7 +146,7 @@ def test_power_fails_while_threads_share_flushes():
 
             store = LocalFileOffsetStore("/s", journal_bytes=4096, disk=WatchedDisk(disk, cut))
             store.load()
-            tried, told = [0] * len(queues), [0] * len(queues)
+            tried, confirmed = [0] * len(queues), [0] * len(queues)
 
             def work(number: int) -> None:
                 try:
@@ -154,7 +154,7 @@ def test_power_fails_while_threads_share_flushes():
                         tried[number] += 1  # noqa: B023
                         store.update_offset(queues[number], tried[number])  # noqa: B023
                         store.persist(queues[number])  # noqa: B023
-                        told[number] = tried[number]  # noqa: B023
+                        confirmed[number] = tried[number]  # noqa: B023
                 except PowerCut:
                     pass
 
@@ -163,7 +163,7 @@ def test_power_fails_while_threads_share_flushes():
             crash_points["power failures in the model"] += 1
             found = disk.after_power_loss(rng).recovered()
             for number, queue in enumerate(queues):
-                assert told[number] <= found.get(queue, 0) <= tried[number], f"seed {seed}"
+                assert confirmed[number] <= found.get(queue, 0) <= tried[number], f"seed {seed}"
     finally:
         sys.setswitchinterval(interval)
 

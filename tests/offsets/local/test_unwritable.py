@@ -292,7 +292,7 @@ def test_a_failed_flush_fails_for_everyone_who_waited_for_it(new):
     """Eight threads share flushes; one flush fails and so does every checkpoint: nobody may be told it is durable."""
     for queue in ORDERS:
         new.persist(1, queue)
-    everyone_waits, told = threading.Barrier(8), []
+    everyone_waits, text = threading.Barrier(8), []
 
     def first_sync_fails(operation, path):
         return (operation == "sync" and path.endswith(".journal")) or operation == "create"
@@ -304,11 +304,11 @@ def test_a_failed_flush_fails_for_everyone_who_waited_for_it(new):
         for offset in range(2, 20):
             with suppress(OffsetStoreUnwritable):
                 new.persist(offset, queue)
-                told.append((queue, offset))
+                text.append((queue, offset))
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, ORDERS, timeout=60))
-    assert told == []
+    assert text == []
     new.heal()
     new.store.persist_all()
     assert new.after_a_kill() == dict.fromkeys(ORDERS, 19)
@@ -379,10 +379,10 @@ def test_a_store_that_cannot_be_opened_gives_the_remedy(number, remedy, operatio
     bench.fail(number, operation)
     with pytest.raises(OffsetStoreUnwritable) as refused:
         bench.store.load()
-    told = str(refused.value)
-    assert told.startswith(f"offset store /s cannot be opened: {os.strerror(number)}; {remedy}"), told
-    assert told.endswith("or choose another directory. Nothing was started"), told
-    assert "memory" not in told, told
+    text = str(refused.value)
+    assert text.startswith(f"offset store /s cannot be opened: {os.strerror(number)}; {remedy}"), text
+    assert text.endswith("or choose another directory. Nothing was started"), text
+    assert "memory" not in text, text
     bench.heal()
     bench.store.load()
     bench.persist(5)
@@ -400,7 +400,7 @@ def test_a_directory_that_cannot_be_made_fails_the_start(tmp_path):
 def test_closing_an_unwritable_store_says_so_and_frees_it(bench):
     bench.fail(errno.ENOSPC)
     bench.store.update_offset(QUEUE, 9)
-    bench.refuses(bench.store.close, "/s before it was closed: .*free some space.* come again")
+    bench.refuses(bench.store.close, "/s before it was closed: .*free some space.* redelivered")
     bench.heal()
     bench.store.load()
     assert bench.store.read_offset(QUEUE) == 5
@@ -424,8 +424,8 @@ def test_closing_on_a_full_disk_uses_the_journal(durability, persisted, waits_s)
     bench.store.close()
     assert bench.after_a_kill() == {QUEUE: 6, QUEUES[1]: 7}
     assert bench.kinds() == ["store-unwritable"]
-    told = bench.events[0].text
-    assert "/s" in told and "free some space" in told and "Nothing is lost" in told and "memory" not in told, told
+    text = bench.events[0].text
+    assert "/s" in text and "free some space" in text and "Nothing is lost" in text and "memory" not in text, text
     bench.heal()
     with bench.store:
         assert bench.store.clone_offset_table() == {QUEUE: 6, QUEUES[1]: 7}
