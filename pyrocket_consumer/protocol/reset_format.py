@@ -20,7 +20,7 @@ from pyrocket_consumer.protocol.header import Header, wire
 from pyrocket_consumer.protocol.json_object import read_number, read_object
 
 RELAY_VERSION = 1
-MAX_QUEUE_ID = 32_000
+MAX_RECORDED_QUEUE_ID = 32_000
 MAX_PLAN_BYTES = 512 * 1024  # 19,000 queues; the largest request may have twice that
 MAX_STATUS_REQUEST_BYTES = 4096
 MAX_RECORDED_OFFSET = 2**63 - 2  # one is added to it in the record
@@ -249,7 +249,7 @@ def _flat(topic: str, table: Mapping[Any, Any], what: str) -> dict[MessageQueue,
         for key, value in queues.items():
             queue_id = read_number(key, "a queue id", what)
             offset = read_number(value, f"the value of queue {queue_id}", what)
-            if not 0 <= queue_id <= MAX_QUEUE_ID or not 0 <= offset <= MAX_RECORDED_OFFSET:
+            if not 0 <= queue_id <= MAX_RECORDED_QUEUE_ID or not 0 <= offset <= MAX_RECORDED_OFFSET:
                 raise ProtocolError(f"{what}: queue {queue_id} with {offset} is out of range")
             offsets[MessageQueue(topic, broker_name, queue_id)] = offset
     return offsets

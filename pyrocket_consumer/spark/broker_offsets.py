@@ -1,7 +1,7 @@
-"""Which queues there are, where they begin and end, and where a group is: what the driver asks brokers.
+"""The driver's requests to brokers: which queues exist, their first and last offsets, and a group's offsets.
 
-Brokers fail, restart and come back while a query runs for months. So whatever can be asked again is; and what a broker
-that is away has, is left as it was known, while the others go on.
+A query runs for months, and brokers fail and restart meanwhile. So requests are repeated while the error may pass. The
+queues of an unreachable broker keep the offsets known so far, and the query continues with the other queues.
 """
 
 from __future__ import annotations
@@ -61,31 +61,32 @@ Q = TypeVar("Q")
 FetchOffsets = Callable[[Broker, Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int | RocketError]]]
 
 MAX_CONCURRENT_CALLS = 64
-"""Calls under way to one broker."""
+"""Most calls in progress to one broker."""
 
 CLOCK_SKEW_MS = 10_000
-"""By so much the clocks of brokers that were masters of one queue may differ."""
+"""How far apart the clocks of brokers may be that were masters of one queue."""
 
-_GROUP_SIZE = 32  # so many are sent and awaited as one: that takes less than half the time of as many single ones
+_GROUP_SIZE = 32  # calls that are sent and awaited as one: that takes less than half the time of single calls
 
 _FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 5.0  # between two attempts to reach a broker that is away
-_AUTO_CREATE_TOPIC = "TBW102"  # what brokers that make topics on demand make them like
-_DISCOVERY = ""  # among the names of brokers
+_MAX_RECONNECT_PAUSE_S = 5.0  # between two attempts to reach an unreachable broker
+_AUTO_CREATE_TOPIC = "TBW102"  # the template from which brokers create topics on demand
+_DISCOVERY = ""  # the key of route discovery among the names of brokers
 _TRANSIENT = (ConnectError, ConnectionLost, RequestTimeout, RouteNotFound)
 
 
 class _NoSuchTopic(RouteNotFound):
-    """Brokers are up, and for a while none of them has had the topic."""
+    """Brokers are up, and none of them has had the topic for the whole startup grace."""
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerSnapshot:
-    """What the brokers said at one moment.
+    """The offsets that the brokers reported at one moment.
 
-    `ends` has the end of each queue that answered, `begins` the oldest offset of those with something to read. `unreachable`
-    are queues, known before, that cannot be asked now, and why; `gone` those of them whose broker is up and has them
-    no more. `unresponsive` are the servers that should have answered, and did not. `requested_ms` is when each broker was asked.
+    `ends` has the end offset of each queue whose broker responded. `begins` has the oldest offset of queues with unread
+    messages. `unreachable` gives the reason for each known queue whose broker did not respond. `gone` are those of them
+    whose broker is up and no longer has the queue. `unresponsive` names the servers that should have responded and did
+    not. `requested_ms` has the time of the request to each broker.
     """
 
     begins: Mapping[MessageQueue, int]
@@ -98,7 +99,7 @@ class BrokerSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class _QueueBounds:
-    """Where the queues of one broker begin and end, and when it was asked."""
+    """The first and last offsets of one broker's queues, and the time of the request."""
 
     requested_ms: int
     begins: Mapping[MessageQueue, int]
@@ -107,7 +108,7 @@ class _QueueBounds:
 
 @dataclass(slots=True)
 class _UnreachableBroker:
-    """A broker that did not answer: when to try again, and how long to wait if that fails, too."""
+    """A broker that did not respond: when to try again, and how long to pause if that fails, too."""
 
     until: float
     pause_s: float
@@ -115,9 +116,9 @@ class _UnreachableBroker:
 
 
 class BrokerOffsets:
-    """Asks the brokers. Blocking, for one thread; it connects with the first call.
+    """Fetches offsets from brokers. Its methods block; use it in one thread. The first call connects.
 
-    New queues are looked for at most every `discovery_interval_s` seconds.
+    It searches for new queues at most every `discovery_interval_s` seconds.
     """
 
     def __init__(self, options: SourceOptions, *, discovery_interval_s: float = 5.0) -> None:
@@ -129,7 +130,7 @@ class BrokerOffsets:
         self._knows_queues = True
         self._gone: frozenset[MessageQueue] = frozenset()
         self._poll = StragglerPoll[_QueueBounds | None]()
-        self._last_bounds: dict[str, _QueueBounds | None] = {}  # answers, by broker
+        self._last_bounds: dict[str, _QueueBounds | None] = {}  # the last responses, by broker
         self._unreachable: dict[str, _UnreachableBroker] = {}
         self._filter_checked: set[str] = set()  # brokers that accept the SQL filter
         self._warned_of: set[str] = set()
@@ -141,7 +142,7 @@ class BrokerOffsets:
         """The connected cluster.
 
         Raises:
-            ConnectError: no name server answers, however long asked.
+            ConnectError: no name server responded in any attempt.
         """
         if self._cluster is None:
             self._cluster = self._connect()
@@ -172,14 +173,14 @@ class BrokerOffsets:
     # --- queues
 
     def discover(self, *, follows: bool = False) -> frozenset[MessageQueue]:
-        """Return the queues there are to read, all of them.
+        """Return all queues that the options choose.
 
-        Where brokers make topics on demand, one of `subscribe` need not be there yet for a query that `follows`.
+        With `follows`, a topic of `subscribe` may be missing so far if brokers create topics on demand.
 
         Raises:
             ConfigError: a queue of `assign` does not exist, or a broker refuses the filter.
             RouteNotFound: a topic of `subscribe` does not exist.
-            RocketError: nobody answers, however long asked.
+            RocketError: no server responded in any attempt.
         """
         startup_grace = self._options.read.startup_grace()
         return self.cluster.run(self._retry(lambda: self._discover(startup_grace, follows)), None)
@@ -193,13 +194,13 @@ class BrokerOffsets:
         for topic, outcome in zip(named, outcomes, strict=True):
             if isinstance(outcome, RouteNotFound):
                 if not await self._brokers_up():
-                    startup_grace.reset()  # one that starts may have no topics for a moment, however long it was away
+                    startup_grace.reset()  # a broker that starts may have no topics for a moment
                     raise outcome
                 if startup_grace.failed() is not None:
                     raise outcome
                 if not (follows and topic in self._options.topics and await self._creates_topics()):
                     raise _NoSuchTopic(topic, outcome.name_servers)
-                log.warning("topic=%s is not there yet; when it is made, it is read from its first message", topic)
+                log.warning("topic=%s does not exist yet; once created, it is read from its first message", topic)
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
@@ -214,7 +215,7 @@ class BrokerOffsets:
         return queues
 
     async def _creates_topics(self) -> bool:
-        """Tell whether some broker makes topics on demand."""
+        """Return whether a broker creates topics on demand."""
         try:
             await self.cluster.route(_AUTO_CREATE_TOPIC, refresh=True)
         except RouteNotFound:
@@ -230,14 +231,14 @@ class BrokerOffsets:
         return [wrap(namespace, name) for name in names if pattern.fullmatch(name)]
 
     def selects(self, queue: MessageQueue) -> bool:
-        """Tell whether the options choose `queue`; after a restart they may be others than before."""
+        """Return whether the options choose `queue`. A restart may have changed the options."""
         options = self._options
         return queue in options.assigned if options.assigned else options.chooses(queue.topic)
 
     async def _rediscover(self, known: Iterable[MessageQueue]) -> None:
-        """Find the queues that are there now, of those known and new ones; an error leaves what was found before.
+        """Find the queues that exist now, known and new ones. An error leaves the set of queues as it was.
 
-        A topic that has no route any more has no queues: whether it was deleted or its brokers are away, who knows.
+        A topic without a route has no queues. Its route does not show whether it was deleted or its brokers are down.
         """
         known = list(filter(self.selects, known))
         topics = {queue.topic for queue in known}
@@ -246,13 +247,11 @@ class BrokerOffsets:
             found = await self._find_queues(topics)
             if missing := frozenset(known) - found:
                 gone = await self._whose_broker_is_up(missing)
-            if gone:  # or their broker has only just come back
+            if gone:  # or their broker has only just restarted
                 found = await self._find_queues(topics)
             self._knows_queues = True
         except _TRANSIENT as error:
-            log.log(
-                logging.WARNING if self._knows_queues else logging.DEBUG, "queues stay as they are known: %s", error
-            )
+            log.log(logging.WARNING if self._knows_queues else logging.DEBUG, "the known queues are kept: %s", error)
             self._knows_queues = False
             found, gone = self._queues or frozenset(known), frozenset()
         await self._check_filter(found)
@@ -273,7 +272,7 @@ class BrokerOffsets:
         return frozenset(found)
 
     async def _check_filter(self, queues: Collection[MessageQueue]) -> None:
-        """Have each broker look at the SQL filter: reads with a bad one would return everything."""
+        """Have each broker check the SQL filter, because reads with a bad one would return everything."""
         selector = self._options.read.selector
         if selector.expression_type == TAG:
             return
@@ -297,18 +296,18 @@ class BrokerOffsets:
                 continue
             self._filter_checked.add(broker)
 
-    # --- offsets, of a query that begins: all queues answer, or it is an error
+    # --- offsets for a query that starts: each queue must have one
 
     def begins(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int]:
         """Return the offset of the oldest message of each queue."""
         return self.cluster.run(self._fetch_offsets(queues, Broker.min_offsets), None) if queues else {}
 
     def ends(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int]:
-        """Return the offset that the next message of each queue will have."""
+        """Return the end offset of each queue, which its next message will have."""
         return self.cluster.run(self._fetch_offsets(queues, Broker.max_offsets), None) if queues else {}
 
     async def _fetch_offsets(self, queues: Collection[MessageQueue], fetch: FetchOffsets) -> dict[MessageQueue, int]:
-        """Return what `fetch` gives for each queue, asking again what failed."""
+        """Return the offset that `fetch` gives for each queue; retry those that failed."""
 
         async def at(name: str, queues: Sequence[MessageQueue]) -> dict[MessageQueue, int]:
             broker = self.cluster.broker(name)
@@ -322,12 +321,12 @@ class BrokerOffsets:
     def resolve(
         self, bound: Bound, queues: Collection[MessageQueue], chosen: Collection[MessageQueue] | None = None
     ) -> dict[MessageQueue, int]:
-        """Return the offset of each queue at `bound`. Where the group has none it is the oldest message.
+        """Return the offset of each queue at `bound`. A queue without an offset of the group starts at its oldest one.
 
-        `chosen` are all queues that the options choose, where `queues` are some of them.
+        `chosen` are all queues that the options choose; `queues` may be some of them.
 
         Raises:
-            ConfigError: what is given by queue or topic is not given for those chosen.
+            ConfigError: the option gives offsets or times, but not for each of the chosen queues.
         """
         chosen = queues if chosen is None else chosen
         if isinstance(bound, StoredAtByTopic):
@@ -356,19 +355,18 @@ class BrokerOffsets:
         return await broker.search_offset(queue, at_ms, group=self._options.read.group)
 
     def narrow_by_time(self, ranges: Collection[QueueRange], stored_ms: Span) -> dict[MessageQueue, QueueRange]:
-        """Return of each range, one per queue, what has all its messages stored in `stored_ms`, and maybe more.
+        """Return each range, one per queue, narrowed to all messages stored within `stored_ms`, and maybe more.
 
-        Store times need not be in order where a queue's masters change; by `CLOCK_SKEW_MS` they may differ.
+        Store times within a queue may be out of order by `CLOCK_SKEW_MS`, because its master may have changed.
         """
         by_queue = {each.queue: each for each in ranges}
         return self._fetch_each(by_queue.keys(), lambda queue: self._narrow_by_time(by_queue[queue], stored_ms))
 
     async def _narrow_by_time(self, whole: QueueRange, stored_ms: Span) -> QueueRange:
-        """Search the edges, and believe a broker only when messages show it: a wrong edge would lose some.
+        """Search both edges, and accept an offset only if the messages there confirm it. A wrong edge would lose messages.
 
-        It looks for a time beyond the skew: brokers stop at a message of just that time, and by the whole skew may
-        others before it be later, or others behind it be earlier. One message of a wrong clock leads a search astray,
-        so the next one and the last must say the same.
+        The search has a margin of CLOCK_SKEW_MS, because store times within a queue may be out of order by that much.
+        One message with a wrong clock misleads a search. So the neighbour and the last message must confirm it, too.
         """
         queue, begin, end = whole.queue, whole.begin, whole.end
 
@@ -381,7 +379,7 @@ class BrokerOffsets:
                 return False
             agree = all(is_outside(each) for each in times_ms if each is not None)
             if not agree:
-                log.warning("queue=%s is read whole on one side, its store times are out of order", queue)
+                log.warning("queue=%s is read to its edge on one side, its store times are out of order", queue)
             return agree
 
         try:
@@ -398,12 +396,12 @@ class BrokerOffsets:
         except (BrokerError, ProtocolError) as error:
             if isinstance(error, BrokerError) and error.retryable:
                 raise
-            log.debug("queue=%s is read whole, it could not be searched by time reason=%s", queue, error)
+            log.debug("queue=%s is read completely, a search by time failed reason=%s", queue, error)
             return whole
         return QueueRange(queue, begin, end)
 
     async def _fetch_stored_ms(self, queue: MessageQueue, offset: int) -> int | None:
-        """Return when the message at `offset` was stored; None if there is none just there."""
+        """Return when the message at exactly `offset` was stored; None without such a message."""
         broker, subscription = self.cluster.broker(queue.broker_name), Subscription(queue.topic)
         group = self._options.read.group
         _, found = await broker.pull(queue, offset, group=group, subscription=subscription, max_messages=1)
@@ -416,7 +414,7 @@ class BrokerOffsets:
     def _fetch_each(
         self, queues: Collection[MessageQueue], fetch: Callable[[MessageQueue], Awaitable[T]]
     ) -> dict[MessageQueue, T]:
-        """Return what `fetch` gives for each queue; some at a time at each broker."""
+        """Return the result of `fetch` for each queue, with a limited number of calls to each broker."""
         return self.cluster.run(self._fetch_each_async(queues, fetch), None) if queues else {}
 
     async def _fetch_each_async(
@@ -425,12 +423,12 @@ class BrokerOffsets:
         by_broker = (_gather_limited(each, fetch, MAX_CONCURRENT_CALLS) for each in _by_broker(queues).values())
         return {queue: response for responses in await asyncio.gather(*by_broker) for queue, response in responses}
 
-    # --- offsets, of a query that runs: brokers may be away
+    # --- offsets for a running query: brokers may be unreachable
 
     def stored_since(self, times_ms: Mapping[MessageQueue, int | None]) -> dict[MessageQueue, int]:
-        """Return the offset of the first message stored at a time or later, or the oldest where no time is known.
+        """Return the offset of the first message stored at a time or later, or the oldest if no time is known.
 
-        Queues that cannot be asked now are left out.
+        The result omits queues whose broker does not respond.
         """
 
         async def first_since(queue: MessageQueue) -> int | None:
@@ -440,19 +438,19 @@ class BrokerOffsets:
                     return await broker.min_offset(queue)
                 return await self._search_offset(queue, at_ms)
             except (*_TRANSIENT, BrokerError) as error:
-                log.debug("queue=%s time=%s could not be searched for reason=%s", queue, at_ms, error)
+                log.debug("queue=%s time=%s search failed reason=%s", queue, at_ms, error)
                 return None
 
         offsets = self._fetch_each(times_ms.keys(), first_since)
         return {queue: offset for queue, offset in offsets.items() if offset is not None}
 
     def snapshot(self, known: Mapping[MessageQueue, int]) -> BrokerSnapshot:
-        """Return where queues begin and end: those known, with the offset to read next, and new ones.
+        """Return the first and last offsets of known and new queues. `known` has the next offset to read.
 
-        Servers that do not answer do not hold up the others: they are asked beside, and so are name servers.
+        A slow broker or name server does not delay the others; its response counts in a later snapshot.
 
         Raises:
-            RocketError: a broker refuses to say.
+            RocketError: a broker refuses the request.
         """
         return self.cluster.run(self._snapshot(known), None)
 
@@ -474,7 +472,7 @@ class BrokerOffsets:
         ends: dict[MessageQueue, int] = {}
         for broker, bounds in found.items():
             begins.update(bounds.begins)
-            for queue, end in bounds.ends.items():  # of one that is late, the last answer: more may be known since
+            for queue, end in bounds.ends.items():  # the last response of a late broker may be older than `known`
                 ends[queue] = end if broker in responses else max(end, known.get(queue, 0))
         return BrokerSnapshot(
             begins=begins,
@@ -488,18 +486,18 @@ class BrokerOffsets:
 
     def _why_unreachable(self, queue: MessageQueue) -> str:
         if not self.selects(queue):
-            return "the options do not choose it any more"
+            return "the options no longer choose it"
         unreachable = self._unreachable.get(queue.broker_name)
         if unreachable is not None:
             return unreachable.reason
-        return "its broker has not answered yet" if queue in self._queues else "no route names it"
+        return "its broker has not responded yet" if queue in self._queues else "no route names it"
 
     async def _fetch_bounds(
         self, name: str, queues: list[MessageQueue], known: Mapping[MessageQueue, int]
     ) -> _QueueBounds | None:
-        """Return begins and ends of queues of one broker, None if it is away: the first queue finds out.
+        """Return the bounds of one broker's queues, None if it is unreachable. The first queue alone tests that.
 
-        Where nothing is to be read the begin does not matter, and is not asked for.
+        A queue without unread messages needs no first offset, so none is requested.
         """
         requested_ms, broker = now_ms(), self.cluster.broker(name)
         begins: dict[MessageQueue, int] = {}
@@ -517,14 +515,14 @@ class BrokerOffsets:
             if isinstance(error, BrokerError) and not (error.retryable or error.code == ResponseCode.TOPIC_NOT_EXIST):
                 raise
             unreachable = self._unreachable.get(name)
-            pause_s = _FIRST_PAUSE_S if unreachable is None else min(2 * unreachable.pause_s, _LONGEST_PAUSE_S)
+            pause_s = _FIRST_PAUSE_S if unreachable is None else min(2 * unreachable.pause_s, _MAX_RECONNECT_PAUSE_S)
             self._unreachable[name] = _UnreachableBroker(time.monotonic() + pause_s, pause_s, str(error))
             return None
         self._unreachable.pop(name, None)
         return _QueueBounds(requested_ms, begins, ends)
 
     async def _whose_broker_is_up(self, missing: Iterable[MessageQueue]) -> frozenset[MessageQueue]:
-        """Return those of `missing` whose broker is up: it would have them if they were there."""
+        """Return those of `missing` whose broker is up. It would have them if they existed."""
         up = await self._brokers_up()
         return frozenset(queue for queue in missing if queue.broker_name in up)
 
@@ -536,15 +534,15 @@ class BrokerOffsets:
             return ()
 
     def expire_discovery(self) -> None:
-        """Have the next look find queues anew, and try every broker."""
+        """Make the next snapshot discover queues again, and try every broker."""
         self._discovered_at = None
         for unreachable in self._unreachable.values():
             unreachable.until = 0.0
 
-    # --- asking again
+    # --- retries
 
     async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return what `call()` gives; repeat it, with growing pauses, while it fails for a reason that may pass."""
+        """Return the result of `call()`; repeat it, with growing pauses, while it fails for a reason that may pass."""
         retry_policy = self._options.read.retry_policy()
         while True:
             try:
@@ -559,14 +557,14 @@ class BrokerOffsets:
             await asyncio.sleep(pause_s)
 
     def _warn_retrying(self, error: RocketError, retry_policy: RetryPolicy) -> None:
-        """Warn once of each reason to wait that does not pass at once."""
+        """Warn once of each error that lasts for several attempts."""
         if retry_policy.failures == WARN_AFTER_FAILURES and (text := str(error)) not in self._warned_of:
             self._warned_of.add(text)
-            log.warning("asking again, for %g s at most: %s", self._options.read.read_timeout_s, text)
+            log.warning("retrying for at most %g s: %s", self._options.read.read_timeout_s, text)
 
 
 def now_ms() -> int:
-    """Return the time in milliseconds since 1970, after the one in which we are."""
+    """Return the next millisecond, counted since 1970."""
     return time.time_ns() // 1_000_000 + 1
 
 
@@ -582,7 +580,7 @@ async def _fetch_all(
     fetch: Callable[[Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int | RocketError]]],
     retry: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]],
 ) -> dict[MessageQueue, int]:
-    """Return what `fetch` gives for each queue; only those that failed are asked again, as often as `retry` calls."""
+    """Return the result of `fetch` for each queue. Each call that `retry` makes fetches only those that failed."""
     found: dict[MessageQueue, int] = {}
 
     async def fetch_rest() -> None:
@@ -592,7 +590,7 @@ async def _fetch_all(
                 failed.append(response)
             else:
                 found[queue] = response
-        if failed:  # one that will not pass is told first
+        if failed:  # raise a permanent error first
             raise next((error for error in failed if isinstance(error, BrokerError) and not error.retryable), failed[0])
 
     await retry(fetch_rest)
@@ -603,13 +601,13 @@ async def _retry_once(call: Callable[[], Awaitable[None]]) -> None:
     try:
         await call()
     except (ConnectError, ConnectionLost):
-        await call()  # the connection had ended since the last look
+        await call()  # the connection had closed since the last snapshot
 
 
 async def _fetch_in_groups(
     queues: Sequence[MessageQueue], fetch: Callable[[Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int]]]
 ) -> dict[MessageQueue, int]:
-    """Return what `fetch` gives for each queue of one broker, asking for several at once."""
+    """Return the result of `fetch` for each queue of one broker, several queues per call."""
     parts = [queues[first : first + _GROUP_SIZE] for first in range(0, len(queues), _GROUP_SIZE)]
     found: dict[MessageQueue, int] = {}
     for _, responses in await _gather_limited(parts, fetch, MAX_CONCURRENT_CALLS // _GROUP_SIZE):
@@ -618,7 +616,7 @@ async def _fetch_in_groups(
 
 
 async def _gather_limited(requests: Iterable[Q], fetch: Callable[[Q], Awaitable[T]], limit: int) -> list[tuple[Q, T]]:
-    """Return each question with what `fetch` gives, with so many under way that a broker bears it."""
+    """Return each request with the result of `fetch`; at most `limit` are in progress."""
     rest, responses = iter(requests), list[tuple[Q, T]]()
 
     async def work() -> None:

@@ -1,7 +1,7 @@
-"""Windowed counts before your eyes: messages -> stream -> counts per window and tag -> topic -> table.
+"""Show windowed counts: messages -> stream -> counts per window and tag -> topic -> table.
 
-Everything runs here, on an embedded cluster unless a name server is given. The counts are written to a topic by the
-sink, read back from it, and compared with what was sent.
+Everything runs on this host, on an embedded cluster unless you name a name server. The sink writes the counts to a
+topic. The demo reads them back, and compares them with the messages that it sent.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Examples:
 TAGS = ("paid", "open", "refunded")
 END_TAG = "end"  # tag of the messages that close the last window
 WINDOW_S = 2
-MAX_LATENESS_S = 3  # how much later than others a message may come and still be counted
+MAX_LATENESS_S = 3  # how late a message may arrive and still count
 QUEUES = 4
-WAIT_S = 120.0
+QUERY_TIMEOUT_S = 120.0
 
 
 class Demo:
@@ -64,7 +64,7 @@ class Demo:
         self._table = Table()
 
     def run(self) -> dict[str, Any]:
-        """Play it, and return what was counted."""
+        """Run the demo, and return the counts."""
         with Admin(name_server=self._name_server) as admin:
             for topic in (self._orders, self._counts):
                 admin.create_topic(topic, queues=QUEUES)
@@ -93,20 +93,20 @@ class Demo:
                 self._watch(query)
                 self._stop.set()
                 sending.join(10)
-                query.processAllAvailable()  # a batch that is stopped in its middle tells so
+                query.processAllAvailable()  # stopping within a batch would log an error
         finally:
             self._stop.set()
             query.stop()
         return self._result()
 
     def _windows(self) -> DataFrame:
-        """Return the stream of counts: a row for each window and tag, once no message for it can come any more."""
+        """Return the stream of counts: a row for each window and tag, once no more message can count in it."""
         orders = (
             self._spark.readStream.format("rocketmq")
             .option("nameServer", self._name_server)
             .option("subscribe", self._orders)
             .option("startingOffsets", "earliest")
-            .schema("tags string, bornTimestamp timestamp")  # what is not named is not read
+            .schema("tags string, bornTimestamp timestamp")  # the source reads only these columns
             .load()
         )
         counted = (
@@ -132,10 +132,10 @@ class Demo:
                 time.sleep(0.01)
             self._all_sent.set()
             while not self._stop.wait(WINDOW_S + MAX_LATENESS_S):
-                producer.send(self._orders, b"-", tags=END_TAG)  # of a later time: the windows before it are over
+                producer.send(self._orders, b"-", tags=END_TAG)  # its later time closes the windows before it
 
     def _watch(self, query: Any) -> None:
-        """Show progress until every message is counted, or until nothing has changed for two minutes."""
+        """Print progress until every message is counted, or nothing has changed for two minutes."""
         state, since = None, time.monotonic()
         while (counted := self._table.total()) < sum(self._sent.values()) or not self._all_sent.is_set():
             if (error := query.exception()) is not None:
@@ -145,8 +145,8 @@ class Demo:
             now = (sum(self._sent.values()), counted, progress["batchId"] if progress else None)
             if now != state:
                 state, since = now, time.monotonic()
-            elif time.monotonic() - since > WAIT_S:
-                self._print_progress(f"nothing has moved for {WAIT_S:g} s")
+            elif time.monotonic() - since > QUERY_TIMEOUT_S:
+                self._print_progress(f"nothing has moved for {QUERY_TIMEOUT_S:g} s")
                 return
             stage = f"batch {now[2]}" if progress else query.status["message"].lower()
             self._print_progress(
@@ -168,7 +168,7 @@ class Demo:
 
 
 class Table:
-    """A listener that gathers the counts. What the sink has sent twice it knows by the marks, and counts once."""
+    """A listener that collects the counts. It recognizes duplicates of the sink by their marks, and counts them once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -190,12 +190,12 @@ class Table:
             return sorted(self._rows.values(), key=lambda row: (row["window"], row["tag"]))
 
     def total(self) -> int:
-        """Return how many messages were counted so far."""
+        """Return the number of messages counted so far."""
         return sum(row["count"] for row in self.rows())
 
 
 def report(result: dict[str, Any], output: str) -> int:
-    """Print what was counted; returns the exit code: 3 when that is not what was sent."""
+    """Print the counts; return the exit code, 3 if they differ from the messages sent."""
     right = all(row["sent"] == row["counted"] for row in result["tags"])
     if output == "json":
         print(json.dumps(result, indent=2))
@@ -228,7 +228,7 @@ def session() -> SparkSession:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo as the command line says."""
+    """Run the demo with the arguments of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m pyrocket_consumer.spark.demo",
         description=__doc__,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
-_LONGEST_WAIT_S = 1.0
+_SIGNAL_CHECK_S = 1.0
 """A signal that comes just before a thread begins to sleep does not wake it: Python looks at it after that."""
 
 
@@ -47,11 +47,11 @@ class Latch:
         self._waiting.append(notify)
         try:
             while not self._is_set:
-                left = _LONGEST_WAIT_S if deadline is None else deadline - time.monotonic()
+                left = _SIGNAL_CHECK_S if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     break
                 try:
-                    wakes.get(timeout=min(left, _LONGEST_WAIT_S))
+                    wakes.get(timeout=min(left, _SIGNAL_CHECK_S))
                 except queue.Empty:
                     pass
         finally:

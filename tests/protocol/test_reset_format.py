@@ -19,7 +19,7 @@ QUEUE = MessageQueue("T", "broker-a", 3)
 
 topics = st.text(min_size=1, max_size=30)
 queues = st.builds(
-    MessageQueue, st.just("T"), st.text(min_size=1, max_size=9), st.integers(0, reset_format.MAX_QUEUE_ID)
+    MessageQueue, st.just("T"), st.text(min_size=1, max_size=9), st.integers(0, reset_format.MAX_RECORDED_QUEUE_ID)
 )
 tables = st.dictionaries(queues, st.integers(0, reset_format.MAX_RECORDED_OFFSET), max_size=20)
 
@@ -39,7 +39,7 @@ def test_no_two_things_share_a_slot_and_none_is_a_real_queue(topic):
     for area in areas:
         assert area.base >= 2**30
         assert area.head < 2**31
-        assert area.epoch(reset_format.MAX_QUEUE_ID) < area.name < area.head
+        assert area.epoch(reset_format.MAX_RECORDED_QUEUE_ID) < area.name < area.head
     assert 0 < reset_format.topic_digest(topic) < 2**63
 
 

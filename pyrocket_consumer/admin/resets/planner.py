@@ -64,7 +64,7 @@ from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.protocol.bodies import decode_java_properties
 from pyrocket_consumer.protocol.codes import version_ordinal
 from pyrocket_consumer.protocol.command import GetBrokerConfigHeader
-from pyrocket_consumer.protocol.reset_format import MAX_QUEUE_ID, encode_status_request
+from pyrocket_consumer.protocol.reset_format import MAX_RECORDED_QUEUE_ID, encode_status_request
 from pyrocket_consumer.text import join_truncated
 
 _SERVER_SIDE_SETTING = "useServerSideResetOffset"
@@ -292,8 +292,8 @@ def _choose_queues(
             raise ConfigError(f"topic {topic} has no queue {queue_name(strangers[0])}; its queues: {names}")
     if not chosen:
         raise ConfigError(f"no queue of topic {topic} is chosen; it has {len(there)} that can be read")
-    if max(queue.queue_id for queue in chosen) > MAX_QUEUE_ID:
-        raise ConfigError(f"queue ids above {MAX_QUEUE_ID} cannot be reset")
+    if max(queue.queue_id for queue in chosen) > MAX_RECORDED_QUEUE_ID:
+        raise ConfigError(f"queue ids above {MAX_RECORDED_QUEUE_ID} cannot be reset")
     return sorted(set(chosen))
 
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 CALL_S = 30.0
 """How long a call of the database's is waited for; none other is made until it has returned."""
 
-LOOK_EVERY_S = 5.0
+STORE_CHECK_EVERY_S = 5.0
 """How often it is looked whether queues are ours still, so that a reset in the database reaches those that are idle."""
 
 CALM_S = 60.0
@@ -32,7 +32,7 @@ CALM_S = 60.0
 MOST_CLAIMED = 500
 """How many queues are claimed together."""
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 20.0
+FIRST_STORE_PAUSE_S, MAX_STORE_PAUSE_S = 1.0, 20.0
 """Pauses before it is, when members keep taking a queue from each other, or another session has locked its row."""
 
 
@@ -129,7 +129,7 @@ class DatabaseCommits:
         """Claim a queue later, and later and later if that happens again and again."""
         now = self._loop.time()
         before_s, until = self._pauses.get(queue, (0.0, 0.0))
-        pause_s = min(2 * before_s, LONGEST_PAUSE_S) if before_s and now < until + CALM_S else FIRST_PAUSE_S
+        pause_s = min(2 * before_s, MAX_STORE_PAUSE_S) if before_s and now < until + CALM_S else FIRST_STORE_PAUSE_S
         self._pauses[queue] = pause_s, now + pause_s
 
     # --- calls of the database
@@ -306,7 +306,7 @@ class DatabaseCommits:
         try:
             await self._do("tidying the inbox", self._store.tidy, self._group)
             if self._loop.time() >= self._look_at:  # who has nothing to consume would not hear of it
-                self._look_at = self._loop.time() + LOOK_EVERY_S
+                self._look_at = self._loop.time() + STORE_CHECK_EVERY_S
                 claims = list(self._claims.values())
                 for claim in await self._do("looking at claims", self._store.fenced_among, self._group, claims):
                     self._fenced(claim)

@@ -49,7 +49,7 @@ LOGGED_SELDOM = frozenset(
 )
 """Of these there is one for each message: `on_event` has them all, the log some."""
 
-AT_ONCE = 20
+EVENT_BURST = 20
 """So many of a kind, for one queue, are told as they come; then one in a while that grows."""
 
 FIRST_WHILE_S, LONGEST_WHILE_S = 1.0, 60.0
@@ -91,8 +91,8 @@ class Floods:
                 like.left_out += 1
                 return None
             like.told += 1
-            if like.told >= AT_ONCE:
-                like.quiet_until = now + min(FIRST_WHILE_S * 2 ** min(like.told - AT_ONCE, 16), LONGEST_WHILE_S)
+            if like.told >= EVENT_BURST:
+                like.quiet_until = now + min(FIRST_WHILE_S * 2 ** min(like.told - EVENT_BURST, 16), LONGEST_WHILE_S)
             left_out, like.left_out = like.left_out, 0
             return left_out
 

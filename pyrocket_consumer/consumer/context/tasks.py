@@ -10,7 +10,7 @@ from pyrocket_consumer.errors import RocketError
 
 T = TypeVar("T")
 
-LONGEST_PAUSE_S = 1.0
+MAX_WORK_PAUSE_S = 1.0
 """Between two turns."""
 
 
@@ -100,5 +100,5 @@ class Turns:
 
     async def __aexit__(self, *raised: object) -> None:
         now = self._loop.time()
-        self._not_before = now + min(9 * (now - self._began), LONGEST_PAUSE_S)
+        self._not_before = now + min(9 * (now - self._began), MAX_WORK_PAUSE_S)
         self._lock.release()

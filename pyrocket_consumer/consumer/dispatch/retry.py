@@ -34,13 +34,13 @@ log = logger("consumer")
 SEND_BACK_TRIES = 3
 """How often a broker that is busy is asked before another one is."""
 
-FIRST_PAUSE_S = 0.1
+FIRST_SEND_BACK_PAUSE_S = 0.1
 LOCAL_RETRY_S = 5.0
-LONGEST_PAUSE_S = 300.0
+MAX_SEND_BACK_PAUSE_S = 300.0
 GIVE_UP_AGAIN_S = 1.0
 _COMPRESSION = SysFlag.COMPRESSED | SysFlag.COMPRESSION_MASK
 
-AT_ONCE = 32
+SEND_BACK_LIMIT = 32
 """Most send-backs under way at one broker: it answers more than it can store in 200 ms with "busy"."""
 
 UNANSWERED = (RequestTimeout, ConnectionLost)
@@ -154,7 +154,7 @@ class Retries:
             await self._rest(doubt.due_at - self._context.loop.time(), doubt)
         while not message._done and not window.dropped:
             try:
-                async with self._at_once.setdefault(window.queue.broker_name, asyncio.Semaphore(AT_ONCE)):
+                async with self._at_once.setdefault(window.queue.broker_name, asyncio.Semaphore(SEND_BACK_LIMIT)):
                     given_up = await self._send_back(window, message, going.delay_level)
                 self._settle(window, message, given_up)
             except RocketError as error:
@@ -256,7 +256,7 @@ class Retries:
         now = self._context.loop.time()
         if (doubt := self._doubt(window, message)) is not None:
             doubt.asked = message
-            doubt.pause_s = min(2 * doubt.pause_s, LONGEST_PAUSE_S)
+            doubt.pause_s = min(2 * doubt.pause_s, MAX_SEND_BACK_PAUSE_S)
             doubt.due_at = now + doubt.pause_s
             return doubt.pause_s
         self._doubts = {
@@ -276,7 +276,7 @@ class Retries:
         Raises:
             RocketError: no broker took it; one of UNANSWERED: or perhaps one did.
         """
-        context, pause_s = self._context, FIRST_PAUSE_S
+        context, pause_s = self._context, FIRST_SEND_BACK_PAUSE_S
         most = context.config.most_attempts
         given_up = delay_level < 0 or (most is not None and stored_times(message) >= most)
         for _ in range(SEND_BACK_TRIES):

@@ -11,7 +11,7 @@ from pyrocket_consumer.model import BrokerData, QueueData, TopicRoute
 from pyrocket_consumer.protocol import fastjson
 from pyrocket_consumer.protocol.json_object import JsonObject, read_number, read_object, read_text
 
-MAX_QUEUES = 1 << 16
+MAX_ROUTE_QUEUES = 1 << 16
 """Nobody has more queues of a topic; a larger number is a broken route."""
 
 MAX_ADDRESSES = 10_000
@@ -25,8 +25,10 @@ def decode_route(topic: str, body: bytes) -> TopicRoute:
     for each in found.objects("queueDatas"):
         read, write = each.number("readQueueNums"), each.number("writeQueueNums")
         all_read, all_write = all_read + read, all_write + write
-        if min(read, write) < 0 or max(all_read, all_write) > MAX_QUEUES:
-            raise ProtocolError(f"route: {read} queues to read and {write} to write; 0 to {MAX_QUEUES} are possible")
+        if min(read, write) < 0 or max(all_read, all_write) > MAX_ROUTE_QUEUES:
+            raise ProtocolError(
+                f"route: {read} queues to read and {write} to write; 0 to {MAX_ROUTE_QUEUES} are possible"
+            )
         queues.append(QueueData(each.text("brokerName"), read, write, each.number("perm"), each.number("topicSysFlag")))
     brokers = _brokers(found.items("brokerDatas"), "route.brokerDatas")
     order_conf = found.optional_text("orderTopicConf")
@@ -38,8 +40,8 @@ def decode_route(topic: str, body: bytes) -> TopicRoute:
 def _check_order(order_conf: str) -> None:
     """Look whether the queues that the order of a topic names can be as many."""
     counts = [count for _, _, count in (part.rpartition(":") for part in order_conf.split(";")) if count.isdecimal()]
-    if max(map(len, counts), default=0) > 9 or sum(map(int, counts)) > MAX_QUEUES:
-        raise ProtocolError(f"route: orderTopicConf names more than {MAX_QUEUES} queues: {order_conf!r:.200}")
+    if max(map(len, counts), default=0) > 9 or sum(map(int, counts)) > MAX_ROUTE_QUEUES:
+        raise ProtocolError(f"route: orderTopicConf names more than {MAX_ROUTE_QUEUES} queues: {order_conf!r:.200}")
 
 
 def _brokers(items: Iterable[Any], what: str) -> Iterator[BrokerData]:

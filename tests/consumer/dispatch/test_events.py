@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pyrocket_consumer import ConsumeResult, ConsumerState, MessageQueue, RocketError
-from pyrocket_consumer.consumer.context.events import AT_ONCE, MOST_WAITING, Events, Floods
+from pyrocket_consumer.consumer.context.events import EVENT_BURST, MOST_WAITING, Events, Floods
 from pyrocket_consumer.model import ConsumerEvent, EventKind
 from tests.consumer.orders import QUEUE, TOPIC
 from tests.consuming import WAIT_S, Seen, until
@@ -141,8 +141,8 @@ def test_of_a_flood_of_events_some_are_told_the_others_counted():
         left_out = floods.admit(EventKind.OFFSET_CORRECTED, QUEUE)
         if left_out is not None:
             admitted.append(left_out)
-    assert AT_ONCE < len(admitted) < AT_ONCE + 12
-    assert admitted[:AT_ONCE] == [0] * AT_ONCE
+    assert EVENT_BURST < len(admitted) < EVENT_BURST + 12
+    assert admitted[:EVENT_BURST] == [0] * EVENT_BURST
     assert 5_000 < sum(admitted) + len(admitted) <= 10_000
     assert floods.admit(EventKind.OFFSET_CORRECTED, MessageQueue(TOPIC, "broker-a", 1)) == 0  # another queue
     now[0] += 300

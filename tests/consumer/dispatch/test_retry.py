@@ -13,7 +13,7 @@ import pytest
 from pyrocket_consumer import errors
 from pyrocket_consumer.consumer.context.statistics import Counts
 from pyrocket_consumer.consumer.context.tasks import Tasks
-from pyrocket_consumer.consumer.dispatch.retry import AT_ONCE, LOCAL_RETRY_S, Retries
+from pyrocket_consumer.consumer.dispatch.retry import LOCAL_RETRY_S, SEND_BACK_LIMIT, Retries
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import BrokerError, ConnectError, ConnectionLost, FlowControl, RequestTimeout
 from pyrocket_consumer.model import PERM_READ, BrokerData, EventKind, MessageQueue, QueueData, TopicRoute
@@ -365,16 +365,16 @@ async def test_what_is_finished_or_given_up_already_is_not_sent_back():
 
 
 async def test_not_all_go_at_once():
-    member, (window, messages) = Member(), filled(3 * AT_ONCE)
+    member, (window, messages) = Member(), filled(3 * SEND_BACK_LIMIT)
     member.call_s = 1.0
     await member.fail(window, *messages)
-    assert member.most_under_way == AT_ONCE
-    assert window.commit_offset() == 3 * AT_ONCE
+    assert member.most_under_way == SEND_BACK_LIMIT
+    assert window.commit_offset() == 3 * SEND_BACK_LIMIT
 
 
 async def test_a_broker_that_does_not_answer_delays_no_other():
     """What is cancelled stays unfinished."""
-    member, (window, messages) = Member(), filled(2 * AT_ONCE)
+    member, (window, messages) = Member(), filled(2 * SEND_BACK_LIMIT)
     member.call_s = 3600.0
     member.retries.add(window, [(message, 0) for message in messages])
     await asyncio.sleep(1)
