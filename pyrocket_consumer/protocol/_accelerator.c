@@ -1,11 +1,11 @@
-/* What every message pays, compiled. Each name here has its Python counterpart, which is what people read: see
-   accelerator.py. Nothing here raises an error of ours: where a record is damaged or unusual, the Python code is asked,
-   which then says so.
+/* The work for every message, compiled. Each function has a Python counterpart with the same name; read that first. See
+   accelerator.py. This file raises no error of the package: it leaves a damaged or unusual record to the Python code,
+   which raises it.
 
-   Every length was sent by somebody else: none is believed before it was compared with the bytes that are there. */
+   A peer may send any length. Compare each length with the bytes that are there before you use it. */
 
-/* setup.py has Py_LIMITED_API defined, so that one build serves 3.11 and all that come after it, but for free-threaded
-   ones, which have no such thing. */
+/* setup.py defines Py_LIMITED_API, so one build serves Python 3.11 and all later versions. A free-threaded Python has no
+   limited API and needs its own build. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -18,11 +18,11 @@
 #endif
 
 #ifdef Py_GIL_DISABLED
-#define BEGIN_ALONE(object) Py_BEGIN_CRITICAL_SECTION(object);
-#define END_ALONE() Py_END_CRITICAL_SECTION()
-#else /* the GIL is held from the first look at a record to what is kept of it */
-#define BEGIN_ALONE(object) {
-#define END_ALONE() }
+#define BEGIN_LOCKED(object) Py_BEGIN_CRITICAL_SECTION(object);
+#define END_LOCKED() Py_END_CRITICAL_SECTION()
+#else /* the GIL protects a record from the first read to the last write */
+#define BEGIN_LOCKED(object) {
+#define END_LOCKED() }
 #endif
 
 enum { /* SysFlag */
@@ -34,38 +34,38 @@ enum { /* SysFlag */
 };
 
 #define MAGIC_V1 0xDAA320A7u /* topic length in one byte */
-enum { MAGIC = 4, QUEUE_OFFSET = 20, SYS_FLAG = 36, BODY_LENGTH = 84, BODY = 88, SHORTEST_RECORD = 91 }; /* IPv4 hosts */
+enum { MAGIC = 4, QUEUE_OFFSET = 20, SYS_FLAG = 36, BODY_LENGTH = 84, BODY = 88, MIN_RECORD_BYTES = 91 }; /* IPv4 hosts */
 
-static inline uint32_t u32_at(const unsigned char *place)
+static inline uint32_t u32_at(const unsigned char *at)
 {
-    return (uint32_t)place[0] << 24 | (uint32_t)place[1] << 16 | (uint32_t)place[2] << 8 | place[3];
+    return (uint32_t)at[0] << 24 | (uint32_t)at[1] << 16 | (uint32_t)at[2] << 8 | at[3];
 }
 
-static inline int64_t i64_at(const unsigned char *place)
+static inline int64_t i64_at(const unsigned char *at)
 {
-    return (int64_t)((uint64_t)u32_at(place) << 32 | u32_at(place + 4));
+    return (int64_t)((uint64_t)u32_at(at) << 32 | u32_at(at + 4));
 }
 
-/* --- names of properties: the same few in all messages, so their strings are kept */
+/* --- names of properties: all messages use the same few names, so their strings are cached */
 
-enum { KEPT_NAMES = 128, LONGEST_KEPT = 47 };
+enum { KEPT_NAMES = 128, MAX_KEPT_BYTES = 47 };
 
 typedef struct {
-    PyObject *text; /* NULL: nothing here yet */
+    PyObject *text; /* NULL: this slot is empty */
     unsigned char length;
-    char bytes[LONGEST_KEPT];
+    char bytes[MAX_KEPT_BYTES];
 } KeptName;
 
 typedef struct {
     PyTypeObject *record_type, *rows_type;
-    PyObject *unpacked, *properties_start, *get; /* names of methods */
+    PyObject *unpack_body, *properties_start, *get; /* names of methods */
     KeptName names[KEPT_NAMES];
 } State;
 
-static PyObject *name_of(State *state, const char *bytes, Py_ssize_t length)
+static PyObject *decode_name(State *state, const char *bytes, Py_ssize_t length)
 {
 #ifndef Py_GIL_DISABLED
-    if (length <= LONGEST_KEPT) {
+    if (length <= MAX_KEPT_BYTES) {
         uint32_t hash = 2166136261u;
         for (Py_ssize_t each = 0; each < length; each++) {
             hash = (hash ^ (unsigned char)bytes[each]) * 16777619u;
@@ -78,7 +78,7 @@ static PyObject *name_of(State *state, const char *bytes, Py_ssize_t length)
         if (text == NULL) {
             return NULL;
         }
-        PyObject *before = kept->text; /* not interned: 3.12 keeps what is interned for ever, and senders choose names */
+        PyObject *before = kept->text; /* not interned: 3.12 never frees interned strings, producers choose names */
         kept->text = Py_NewRef(text);
         kept->length = (unsigned char)length;
         memcpy(kept->bytes, bytes, (size_t)length);
@@ -96,16 +96,16 @@ typedef struct {
     Py_ssize_t name_length, value_length;
 } Item;
 
-/* Find the next item that has a name and a value from `*place` on; return whether there is one. */
-static inline int next_item(const char **place, const char *end, Item *item)
+/* Find the next item with a name and a value, at or after `*at`. Return whether there is one. */
+static inline int next_item(const char **at, const char *end, Item *item)
 {
-    while (*place < end) {
-        const char *start = *place;
+    while (*at < end) {
+        const char *start = *at;
         const char *stop = memchr(start, 2, (size_t)(end - start));
         if (stop == NULL) {
-            stop = end; /* brokers may leave the last one out */
+            stop = end; /* brokers may omit the last separator */
         }
-        *place = stop + (stop < end);
+        *at = stop + (stop < end);
         const char *name_end = memchr(start, 1, (size_t)(stop - start));
         if (name_end != NULL && name_end > start && name_end + 1 < stop) {
             *item = (Item){start, name_end + 1, name_end - start, stop - name_end - 1};
@@ -120,7 +120,7 @@ static PyObject *properties_in(State *state, const char *text, const char *end)
     PyObject *properties = PyDict_New();
     Item item;
     while (properties != NULL && next_item(&text, end, &item)) {
-        PyObject *name = name_of(state, item.name, item.name_length);
+        PyObject *name = decode_name(state, item.name, item.name_length);
         PyObject *value = name ? PyUnicode_DecodeUTF8(item.value, item.value_length, "replace") : NULL;
         if (value == NULL || PyDict_SetItem(properties, name, value) < 0) {
             Py_CLEAR(properties);
@@ -139,12 +139,12 @@ typedef struct {
     long long extra_attempts;
     Py_ssize_t start, body_end, end;
     int sys_flag;
-    PyObject *data, *queue, *fixed, *body, *properties, *done, *key_line;
+    PyObject *data, *queue, *fixed, *body, *properties, *done, *key_lane;
 } Record;
 
 static void record_dealloc(PyObject *self);
 
-/* Return the state of this module for a Record, or for what is derived from it. */
+/* Return the state of this module for a Record or an instance of a subclass. */
 static State *state_of(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -164,7 +164,7 @@ static int record_traverse(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(record->body);
     Py_VISIT(record->properties);
     Py_VISIT(record->done);
-    Py_VISIT(record->key_line);
+    Py_VISIT(record->key_lane);
     return 0;
 }
 
@@ -177,7 +177,7 @@ static int record_clear(PyObject *self)
     Py_CLEAR(record->body);
     Py_CLEAR(record->properties);
     Py_CLEAR(record->done);
-    Py_CLEAR(record->key_line);
+    Py_CLEAR(record->key_lane);
     return 0;
 }
 
@@ -190,18 +190,18 @@ static void record_dealloc(PyObject *self)
     Py_DECREF(type);
 }
 
-/* Let the collector look at a record from now on: it may be part of a circle. */
-static void watch(PyObject *record)
+/* Have the garbage collector track a record from now on, because it may be part of a reference cycle. */
+static void track(PyObject *record)
 {
     if (!PyObject_GC_IsTracked(record)) {
         PyObject_GC_Track(record);
     }
 }
 
-/* Make a record of `type`; where it lies in `data` was looked at.
+/* Return a new record of `type`. The caller has checked its bounds in `data`.
 
-   The collector does not look at it before `properties` or `_key_line` refer to what may refer to it in turn: to look
-   at the thousands that wait in windows, again and again, was a seventh of a consumer's time. */
+   The garbage collector does not track it until `properties` or `_key_lane` is set, because only those can refer back
+   to the record. Windows hold thousands of records; to traverse them took a seventh of a consumer's CPU time. */
 static Record *new_record(
     PyTypeObject *type, PyObject *data, Py_ssize_t start, Py_ssize_t body_end, Py_ssize_t end, long long queue_offset,
     int sys_flag, PyObject *queue, PyObject *fixed)
@@ -224,7 +224,7 @@ static Record *new_record(
     return record;
 }
 
-/* Return the bytes a record lies in, once it is certain that it does. */
+/* Return the bytes that hold a record; NULL, with an exception, if decode_messages did not make it. */
 static const unsigned char *bytes_of(Record *record)
 {
     if (record->data == NULL) {
@@ -234,7 +234,7 @@ static const unsigned char *bytes_of(Record *record)
     return (const unsigned char *)PyBytes_AsString(record->data);
 }
 
-/* Find the properties: after topic and length, and up to the record's end. */
+/* Return the start of the properties. They follow the topic and their length, and end with the record. */
 static const char *properties_of(Record *record)
 {
     const unsigned char *data = bytes_of(record);
@@ -249,10 +249,10 @@ static const char *properties_of(Record *record)
     }
     if (start > record->end || start + (data[start - 2] << 8 | data[start - 1]) != record->end) {
         PyObject *raised = PyObject_CallMethodObjArgs(
-            (PyObject *)record, state_of((PyObject *)record)->properties_start, NULL); /* says what is wrong */
+            (PyObject *)record, state_of((PyObject *)record)->properties_start, NULL); /* raises the error */
         if (raised != NULL) {
             Py_DECREF(raised);
-            PyErr_SetString(PyExc_SystemError, "a damaged record that is none");
+            PyErr_SetString(PyExc_SystemError, "Python reads a record that the compiled part finds damaged");
         }
         return NULL;
     }
@@ -263,7 +263,7 @@ static PyObject *record_body(PyObject *self, void *closure)
 {
     Record *record = (Record *)self;
     PyObject *body = NULL;
-    BEGIN_ALONE(self)
+    BEGIN_LOCKED(self)
     if (record->body != NULL && record->body != Py_None) {
         body = Py_NewRef(record->body);
     } else {
@@ -276,7 +276,7 @@ static PyObject *record_body(PyObject *self, void *closure)
             body = PyBytes_FromStringAndSize((const char *)data + start, length > 0 ? length : 0);
             if (body != NULL && flag & (COMPRESSED | UNPACK)) {
                 PyObject *stored = body;
-                body = PyObject_CallMethodObjArgs(self, state_of(self)->unpacked, stored, NULL);
+                body = PyObject_CallMethodObjArgs(self, state_of(self)->unpack_body, stored, NULL);
                 Py_DECREF(stored);
             }
         }
@@ -286,12 +286,12 @@ static PyObject *record_body(PyObject *self, void *closure)
             Py_XDECREF(before);
         }
     }
-    END_ALONE()
+    END_LOCKED()
     return body;
 }
 
-/* Return the properties, which are kept: a new reference. */
-static PyObject *kept_properties(Record *record)
+/* Return a new reference to the properties, which the record caches. */
+static PyObject *cached_properties(Record *record)
 {
     if (record->properties == NULL || record->properties == Py_None) {
         const char *text = properties_of(record);
@@ -306,7 +306,7 @@ static PyObject *kept_properties(Record *record)
         PyObject *before = record->properties;
         record->properties = properties;
         Py_XDECREF(before);
-        watch((PyObject *)record);
+        track((PyObject *)record);
     }
     return Py_NewRef(record->properties);
 }
@@ -314,19 +314,19 @@ static PyObject *kept_properties(Record *record)
 static PyObject *record_properties(PyObject *self, void *closure)
 {
     PyObject *properties;
-    BEGIN_ALONE(self)
-    properties = kept_properties((Record *)self);
-    END_ALONE()
+    BEGIN_LOCKED(self)
+    properties = cached_properties((Record *)self);
+    END_LOCKED()
     return properties;
 }
 
 /* Return `dictionary.get(name)`. */
-static PyObject *got(State *state, PyObject *dictionary, PyObject *name)
+static PyObject *call_get(State *state, PyObject *dictionary, PyObject *name)
 {
     return PyObject_CallMethodObjArgs(dictionary, state->get, name, NULL);
 }
 
-/* Return the property `name` in a text: the last item of that name that has a value. */
+/* Return the property `name` of a text: the value of its last item with that name and a value. */
 static PyObject *property_in(State *state, const char *text, const char *end, PyObject *name)
 {
     if (!PyUnicode_Check(name)) {
@@ -334,17 +334,17 @@ static PyObject *property_in(State *state, const char *text, const char *end, Py
     }
     Py_ssize_t length;
     const char *wanted = PyUnicode_AsUTF8AndSize(name, &length);
-    if (wanted == NULL) { /* half of a surrogate pair: no text has that */
+    if (wanted == NULL) { /* half of a surrogate pair, which no UTF-8 text contains */
         if (!PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
             return NULL;
         }
         PyErr_Clear();
         return Py_NewRef(Py_None);
     }
-    for (Py_ssize_t place = 0; place + 2 < length; place++) { /* U+FFFD may stand for any bytes that are no UTF-8 */
-        if (memcmp(wanted + place, "\xef\xbf\xbd", 3) == 0) {
+    for (Py_ssize_t index = 0; index + 2 < length; index++) { /* U+FFFD replaces any bytes that are not UTF-8 */
+        if (memcmp(wanted + index, "\xef\xbf\xbd", 3) == 0) {
             PyObject *properties = properties_in(state, text, end);
-            PyObject *value = properties ? got(state, properties, name) : NULL;
+            PyObject *value = properties ? call_get(state, properties, name) : NULL;
             Py_XDECREF(properties);
             return value;
         }
@@ -370,45 +370,45 @@ static PyObject *record_property(PyObject *self, PyObject *const *arguments, Py_
         return NULL;
     }
     PyObject *name = arguments[0], *value = NULL;
-    BEGIN_ALONE(self)
+    BEGIN_LOCKED(self)
     if (record->properties != NULL && record->properties != Py_None) {
-        value = got(state_of(self), record->properties, name);
+        value = call_get(state_of(self), record->properties, name);
     } else {
         const char *text = properties_of(record);
         if (text != NULL) {
             value = property_in(state_of(self), text, PyBytes_AsString(record->data) + record->end, name);
         }
     }
-    END_ALONE()
+    END_LOCKED()
     return value;
 }
 
-static PyObject *record_key_line(PyObject *self, void *closure)
+static PyObject *record_key_lane(PyObject *self, void *closure)
 {
-    PyObject *line;
-    BEGIN_ALONE(self)
-    line = Py_XNewRef(((Record *)self)->key_line);
-    END_ALONE()
-    if (line == NULL) {
-        PyErr_SetString(PyExc_AttributeError, "_key_line");
+    PyObject *lane;
+    BEGIN_LOCKED(self)
+    lane = Py_XNewRef(((Record *)self)->key_lane);
+    END_LOCKED()
+    if (lane == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "_key_lane");
     }
-    return line;
+    return lane;
 }
 
-static int record_set_key_line(PyObject *self, PyObject *line, void *closure)
+static int record_set_key_lane(PyObject *self, PyObject *lane, void *closure)
 {
     PyObject *before;
-    BEGIN_ALONE(self)
-    before = ((Record *)self)->key_line;
-    ((Record *)self)->key_line = Py_XNewRef(line);
-    watch(self);
-    END_ALONE()
+    BEGIN_LOCKED(self)
+    before = ((Record *)self)->key_lane;
+    ((Record *)self)->key_lane = Py_XNewRef(lane);
+    track(self);
+    END_LOCKED()
     Py_XDECREF(before);
     return 0;
 }
 
 static PyMemberDef record_members[] = {
-    {"queue_offset", T_LONGLONG, offsetof(Record, queue_offset), 0, "Its place in its queue."},
+    {"queue_offset", T_LONGLONG, offsetof(Record, queue_offset), 0, "Its offset in its queue."},
     {"sys_flag", T_INT, offsetof(Record, sys_flag), READONLY, "See SysFlag."},
     {"_data", T_OBJECT_EX, offsetof(Record, data), READONLY, NULL},
     {"_start", T_PYSSIZET, offsetof(Record, start), READONLY, NULL},
@@ -424,9 +424,9 @@ static PyMemberDef record_members[] = {
 };
 
 static PyGetSetDef record_getset[] = {
-    {"body", record_body, NULL, "What was sent, decompressed; b\"\" when nothing was.", NULL},
-    {"properties", record_properties, NULL, "Every property, the reserved ones too (see PropertyName).", NULL},
-    {"_key_line", record_key_line, record_set_key_line, NULL, NULL},
+    {"body", record_body, NULL, "The body as sent, decompressed; b\"\" for a message without a body.", NULL},
+    {"properties", record_properties, NULL, "All properties, including the reserved ones (see PropertyName).", NULL},
+    {"_key_lane", record_key_lane, record_set_key_lane, NULL, NULL},
     {NULL},
 };
 
@@ -437,7 +437,7 @@ static PyMethodDef record_methods[] = {
 };
 
 static PyType_Slot record_slots[] = {
-    {Py_tp_doc, "A stored record, read where it lies. See pyrocket_consumer.protocol.record."},
+    {Py_tp_doc, "A stored record, read in place. See pyrocket_consumer.protocol.record."},
     {Py_tp_members, record_members},
     {Py_tp_getset, record_getset},
     {Py_tp_methods, record_methods},
@@ -456,12 +456,12 @@ static PyType_Spec record_spec = {
 
 /* --- functions: see record.py */
 
-/* Tell whether `kind` is derived from Record. */
+/* Return whether `kind` is a subclass of Record; if not, set TypeError. */
 static int is_kind(PyObject *module, PyObject *kind)
 {
     State *state = PyModule_GetState(module);
     if (!PyType_Check(kind) || !PyType_IsSubtype((PyTypeObject *)kind, state->record_type)) {
-        PyErr_Format(PyExc_TypeError, "%R is no kind of Record", kind);
+        PyErr_Format(PyExc_TypeError, "%R is not a type of Record", kind);
         return 0;
     }
     return 1;
@@ -477,29 +477,30 @@ static PyObject *make_record(PyObject *module, PyObject *args)
                           &queue, &fixed) || !is_kind(module, kind)) {
         return NULL;
     }
-    if (start < 0 || start > end - SHORTEST_RECORD || body_end < start || body_end > end - 3 || end > PyBytes_Size(data)) {
+    if (start < 0 || start > end - MIN_RECORD_BYTES || body_end < start || body_end > end - 3 ||
+        end > PyBytes_Size(data)) {
         return PyErr_Format(PyExc_ValueError, "no record from %zd to %zd, its body to %zd, of %zd bytes", start, end,
                             body_end, PyBytes_Size(data));
     }
     PyObject *record = (PyObject *)new_record(
         (PyTypeObject *)kind, data, start, body_end, end, queue_offset, sys_flag, queue, fixed);
     if (record != NULL) {
-        watch(record); /* of a kind that may hold more: only what cut_records makes is told to be Message */
+        track(record); /* its type may hold more references; decode_records makes only Message */
     }
     return record;
 }
 
-static PyObject *cut_records(PyObject *module, PyObject *args)
+static PyObject *decode_records(PyObject *module, PyObject *args)
 {
-    PyObject *kind, *data, *queue, *messages, *unusual;
+    PyObject *kind, *data, *queue, *messages, *decode_unusual;
     Py_ssize_t start, until;
-    if (!PyArg_ParseTuple(args, "OO!SnnOO:cut_records", &kind, &PyList_Type, &messages, &data, &start, &until, &queue,
-                          &unusual) || !is_kind(module, kind)) {
+    if (!PyArg_ParseTuple(args, "OO!SnnOO:decode_records", &kind, &PyList_Type, &messages, &data, &start, &until, &queue,
+                          &decode_unusual) || !is_kind(module, kind)) {
         return NULL;
     }
     const unsigned char *bytes = (const unsigned char *)PyBytes_AsString(data);
     Py_ssize_t size = PyBytes_Size(data);
-    if (start < 0 || until > size - SHORTEST_RECORD) {
+    if (start < 0 || until > size - MIN_RECORD_BYTES) {
         return PyErr_Format(PyExc_ValueError, "no records from %zd to %zd in %zd bytes", start, until, size);
     }
     while (start <= until) {
@@ -507,7 +508,7 @@ static PyObject *cut_records(PyObject *module, PyObject *args)
         int64_t total = u32_at(head), body_length = u32_at(head + BODY_LENGTH);
         int sys_flag = (int)u32_at(head + SYS_FLAG);
         if (u32_at(head + MAGIC) == MAGIC_V1 && !(sys_flag & UNUSUAL) && total <= size - start &&
-            body_length <= total - SHORTEST_RECORD) {
+            body_length <= total - MIN_RECORD_BYTES) {
             PyObject *message = (PyObject *)new_record(
                 (PyTypeObject *)kind, data, start, start + BODY + (Py_ssize_t)body_length, start + (Py_ssize_t)total,
                 i64_at(head + QUEUE_OFFSET), sys_flag, queue, Py_None);
@@ -517,9 +518,9 @@ static PyObject *cut_records(PyObject *module, PyObject *args)
             }
             Py_DECREF(message);
             start += (Py_ssize_t)total;
-        } else { /* or damaged, which is then told */
+        } else { /* or damaged: decode_unusual raises the error */
             PyObject *at = PyLong_FromSsize_t(start);
-            PyObject *stop = at ? PyObject_CallFunctionObjArgs(unusual, at, NULL) : NULL;
+            PyObject *stop = at ? PyObject_CallFunctionObjArgs(decode_unusual, at, NULL) : NULL;
             Py_XDECREF(at);
             if (stop == NULL) {
                 return NULL;
@@ -535,7 +536,7 @@ static PyObject *cut_records(PyObject *module, PyObject *args)
     return PyLong_FromSsize_t(start);
 }
 
-static PyObject *rising(PyObject *module, PyObject *messages)
+static PyObject *are_offsets_rising(PyObject *module, PyObject *messages)
 {
     State *state = PyModule_GetState(module);
     PyObject *each, *all = PyObject_GetIter(messages);
@@ -543,7 +544,7 @@ static PyObject *rising(PyObject *module, PyObject *messages)
     long long before = 0;
     while (all != NULL && rises && (each = PyIter_Next(all)) != NULL) {
         if (!PyObject_TypeCheck(each, state->record_type)) {
-            PyErr_Format(PyExc_TypeError, "%R is no message", each);
+            PyErr_Format(PyExc_TypeError, "%R is not a message", each);
             rises = 0;
         } else {
             long long offset = ((Record *)each)->queue_offset;
@@ -557,11 +558,11 @@ static PyObject *rising(PyObject *module, PyObject *messages)
     return PyErr_Occurred() ? NULL : PyBool_FromLong(rises);
 }
 
-/* Note that one message is done; return whether it was not before, or -1. */
-static int finish_one(State *state, PyObject *message)
+/* Mark one message as done. Return 1 if it was not done before, 0 if it was, -1 with an exception. */
+static int mark_one_done(State *state, PyObject *message)
 {
     if (!PyObject_TypeCheck(message, state->record_type)) {
-        PyErr_Format(PyExc_TypeError, "%R is no message", message);
+        PyErr_Format(PyExc_TypeError, "%R is not a message", message);
         return -1;
     }
     Record *record = (Record *)message;
@@ -574,13 +575,13 @@ static int finish_one(State *state, PyObject *message)
     return 1;
 }
 
-static PyObject *finish(PyObject *module, PyObject *messages)
+static PyObject *mark_done(PyObject *module, PyObject *messages)
 {
     State *state = PyModule_GetState(module);
     PyObject *each, *all = PyObject_GetIter(messages);
     Py_ssize_t count = 0;
     while (all != NULL && (each = PyIter_Next(all)) != NULL) {
-        int is_new = finish_one(state, each);
+        int is_new = mark_one_done(state, each);
         Py_DECREF(each);
         if (is_new < 0) {
             break;
@@ -591,50 +592,50 @@ static PyObject *finish(PyObject *module, PyObject *messages)
     return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(count);
 }
 
-/* --- RecordRows: the records of many answers, for columns.py, which does the same with numpy
+/* --- RecordRows: the records of many responses, for columns.py, which has the same code with numpy
 
-   A column is given as Arrow holds it: which rows have a value (None: all), then the values; or of texts where each
-   begins, then all of them. */
+   A column is a tuple of Arrow's buffers. The first one is the validity bitmap, or None if no value is missing. The
+   values follow: numbers in one buffer; texts in two, the start of each text and then the bytes of all. */
 
-enum { IRREGULAR, REGULAR, FAILED }; /* left to the Python code; as it should be; an exception is set */
+enum { IRREGULAR, REGULAR, FAILED }; /* the Python code must read it; everything was read; an exception is set */
 enum {
     FLAG = 16, COMMIT_LOG_OFFSET = 28, BORN_AT = 40, BORN_HOST = 48, STORED_AT = 56, STORE_HOST = 64, RECONSUME_TIMES = 72,
-    MORE_FOR_V6 = 12, LONGEST_HOST = 26, LONGEST_ID = 56,
-    MOST_ITEMS = 64, /* of one record: its names are compared with one another */
+    MORE_FOR_V6 = 12, MAX_HOST_BYTES = 26, MAX_ID_BYTES = 56,
+    MAX_ITEMS = 64, /* per record, because each name is compared with all others */
 };
 #define MAGIC_V2 0xDAA320ABu /* topic length in two bytes */
 
-static const int64_t FIRST_MS = -62135596800000, LAST_MS = 253402300799999; /* what a datetime can hold */
+static const int64_t MIN_MS = -62135596800000, MAX_MS = 253402300799999; /* the range of datetime */
 
 typedef struct {
-    const char *bytes; /* NULL: there is none */
+    const char *bytes; /* NULL: no text */
     size_t length;
 } Text;
 
-typedef struct { /* in the properties text, which has at most 65,535 bytes */
+typedef struct { /* offsets in the properties text, which has at most 65,535 bytes */
     uint16_t name, name_length, value, value_length;
-} Place;
+} Span;
 
 typedef struct {
     const unsigned char *start;
-    uint32_t body_end, properties, end; /* counted from the start; properties: once they were looked for */
+    uint32_t body_end, properties, end; /* offsets from `start`; find_spans sets properties */
     int sys_flag;
-    uint32_t answer, item_count;
+    uint32_t response, item_count;
     size_t first_item;
 } Row;
 
 typedef struct {
     PyObject_HEAD
-    Py_buffer *answers; /* held, so that nothing frees or moves them */
-    size_t answer_count, row_count, row_room, item_count, item_room;
+    Py_buffer *responses; /* exported buffers, so that nothing frees or moves them */
+    size_t response_count, row_count, row_capacity, item_count, item_capacity;
     Row *rows;
-    Place *items;
+    Span *items;
     int has_items;
 } RecordRows;
 
-static inline uint32_t u16_at(const unsigned char *place)
+static inline uint32_t u16_at(const unsigned char *at)
 {
-    return (uint32_t)place[0] << 8 | place[1];
+    return (uint32_t)at[0] << 8 | at[1];
 }
 
 static inline uint32_t born_v6(const Row *row)
@@ -647,48 +648,49 @@ static inline uint32_t store_v6(const Row *row)
     return row->sys_flag & STORE_HOST_V6 ? MORE_FOR_V6 : 0;
 }
 
-/* See that an array has room for one more thing of `size` bytes. */
-static int has_room(void **array, size_t count, size_t *room, size_t size)
+/* Grow an array if it has no space for one more item of `size` bytes. */
+static int ensure_capacity(void **array, size_t count, size_t *capacity, size_t size)
 {
-    if (count < *room) {
+    if (count < *capacity) {
         return 1;
     }
-    size_t wanted = *room ? *room * 2 : 1024;
+    size_t wanted = *capacity ? *capacity * 2 : 1024;
     void *larger = wanted > (size_t)PY_SSIZE_T_MAX / size ? NULL : PyMem_Realloc(*array, wanted * size);
     if (larger == NULL) {
         PyErr_NoMemory();
         return 0;
     }
     *array = larger;
-    *room = wanted;
+    *capacity = wanted;
     return 1;
 }
 
-/* Add a row for each record of an answer whose offset is from `first` to before `end`. */
+/* Add a row for each record of a response whose offset is at least `first` and less than `end`. */
 static int add_rows(
-    RecordRows *self, uint32_t answer, const unsigned char *place, size_t left, int64_t first, int64_t end, size_t most)
+    RecordRows *self, uint32_t response, const unsigned char *at, size_t left, int64_t first, int64_t end,
+    size_t max_records)
 {
-    for (size_t count = 0; left >= SHORTEST_RECORD; count++) {
-        uint32_t size = u32_at(place), magic = u32_at(place + MAGIC);
-        Row row = {.start = place, .end = size, .answer = answer, .sys_flag = (int)u32_at(place + SYS_FLAG)};
+    for (size_t count = 0; left >= MIN_RECORD_BYTES; count++) {
+        uint32_t size = u32_at(at), magic = u32_at(at + MAGIC);
+        Row row = {.start = at, .end = size, .response = response, .sys_flag = (int)u32_at(at + SYS_FLAG)};
         uint32_t shift = born_v6(&row) + store_v6(&row);
-        if (count == most || size > left || size < SHORTEST_RECORD + shift || (row.sys_flag & UNPACK) == UNPACK ||
-            (magic != MAGIC_V1 && magic != MAGIC_V2)) {
+        if (count == max_records || size > left || size < MIN_RECORD_BYTES + shift ||
+            (row.sys_flag & UNPACK) == UNPACK || (magic != MAGIC_V1 && magic != MAGIC_V2)) {
             return IRREGULAR;
         }
-        uint32_t body_length = u32_at(place + shift + BODY_LENGTH);
-        if (body_length > size - shift - SHORTEST_RECORD) {
+        uint32_t body_length = u32_at(at + shift + BODY_LENGTH);
+        if (body_length > size - shift - MIN_RECORD_BYTES) {
             return IRREGULAR;
         }
         row.body_end = BODY + shift + body_length;
-        int64_t offset = i64_at(place + QUEUE_OFFSET);
+        int64_t offset = i64_at(at + QUEUE_OFFSET);
         if (first <= offset && offset < end) {
-            if (!has_room((void **)&self->rows, self->row_count, &self->row_room, sizeof(Row))) {
+            if (!ensure_capacity((void **)&self->rows, self->row_count, &self->row_capacity, sizeof(Row))) {
                 return FAILED;
             }
             self->rows[self->row_count++] = row;
         }
-        place += size;
+        at += size;
         left -= size;
     }
     return left ? IRREGULAR : REGULAR;
@@ -696,29 +698,29 @@ static int add_rows(
 
 /* --- properties of rows */
 
-static int is_utf8(const unsigned char *place, const unsigned char *end)
+static int is_utf8(const unsigned char *at, const unsigned char *end)
 {
-    while (place < end) {
+    while (at < end) {
         uint64_t eight;
-        if (end - place >= 8 && (memcpy(&eight, place, 8), !(eight & 0x8080808080808080u))) {
-            place += 8;
+        if (end - at >= 8 && (memcpy(&eight, at, 8), !(eight & 0x8080808080808080u))) {
+            at += 8;
             continue;
         }
-        unsigned char first = *place++;
+        unsigned char first = *at++;
         if (first < 0x80) {
             continue;
         }
         int more = first >= 0xF0 ? 3 : first >= 0xE0 ? 2 : 1;
-        if (first < 0xC2 || first > 0xF4 || end - place < more) {
+        if (first < 0xC2 || first > 0xF4 || end - at < more) {
             return 0;
         }
-        unsigned char lowest = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80; /* below: there is a shorter form */
-        unsigned char highest = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF; /* above: surrogates, or nothing */
-        if (*place < lowest || *place > highest) {
+        unsigned char lowest = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80; /* below: an overlong form */
+        unsigned char highest = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF; /* above: surrogates, beyond Unicode */
+        if (*at < lowest || *at > highest) {
             return 0;
         }
-        for (place++; --more > 0; place++) {
-            if ((*place & 0xC0) != 0x80) {
+        for (at++; --more > 0; at++) {
+            if ((*at & 0xC0) != 0x80) {
                 return 0;
             }
         }
@@ -726,29 +728,29 @@ static int is_utf8(const unsigned char *place, const unsigned char *end)
     return 1;
 }
 
-static inline Text name_at(const Row *row, const Place *place)
+static inline Text name_at(const Row *row, const Span *span)
 {
-    return (Text){(const char *)row->start + row->properties + place->name, place->name_length};
+    return (Text){(const char *)row->start + row->properties + span->name, span->name_length};
 }
 
-static inline Text value_at(const Row *row, const Place *place)
+static inline Text value_at(const Row *row, const Span *span)
 {
-    return (Text){(const char *)row->start + row->properties + place->value, place->value_length};
+    return (Text){(const char *)row->start + row->properties + span->value, span->value_length};
 }
 
-/* Return where a row has the property `name`, NULL if it has none. */
-static Place *place_of(const RecordRows *self, const Row *row, const char *name, size_t length)
+/* Return the span of the property `name` in a row, NULL if the row does not have it. */
+static Span *span_of(const RecordRows *self, const Row *row, const char *name, size_t length)
 {
-    for (Place *place = self->items + row->first_item, *end = place + row->item_count; place < end; place++) {
-        if (place->name_length == length && memcmp(name_at(row, place).bytes, name, length) == 0) {
-            return place;
+    for (Span *span = self->items + row->first_item, *end = span + row->item_count; span < end; span++) {
+        if (span->name_length == length && memcmp(name_at(row, span).bytes, name, length) == 0) {
+            return span;
         }
     }
     return NULL;
 }
 
-/* Find the properties of a row. Of items with the same name the last one's value counts. */
-static int find_places(RecordRows *self, Row *row)
+/* Find the properties of a row. If items have the same name, the value of the last one counts. */
+static int find_spans(RecordRows *self, Row *row)
 {
     const unsigned char *topic = row->start + row->body_end;
     size_t topic_size = u32_at(row->start + MAGIC) == MAGIC_V1 ? topic[0] + 3u : u16_at(topic) + 4;
@@ -765,34 +767,34 @@ static int find_places(RecordRows *self, Row *row)
     row->item_count = 0;
     Item item;
     for (const char *next = text; next_item(&next, end, &item);) {
-        Place *place = NULL;
+        Span *span = NULL;
         if (row->item_count) {
-            place = place_of(self, row, item.name, (size_t)item.name_length);
+            span = span_of(self, row, item.name, (size_t)item.name_length);
         }
-        if (place == NULL) {
-            if (row->item_count == MOST_ITEMS) {
+        if (span == NULL) {
+            if (row->item_count == MAX_ITEMS) {
                 return IRREGULAR;
             }
-            if (!has_room((void **)&self->items, self->item_count, &self->item_room, sizeof(Place))) {
+            if (!ensure_capacity((void **)&self->items, self->item_count, &self->item_capacity, sizeof(Span))) {
                 return FAILED;
             }
-            place = &self->items[self->item_count++];
-            place->name = (uint16_t)(item.name - text);
-            place->name_length = (uint16_t)item.name_length;
+            span = &self->items[self->item_count++];
+            span->name = (uint16_t)(item.name - text);
+            span->name_length = (uint16_t)item.name_length;
             row->item_count++;
         }
-        place->value = (uint16_t)(item.value - text);
-        place->value_length = (uint16_t)item.value_length;
+        span->value = (uint16_t)(item.value - text);
+        span->value_length = (uint16_t)item.value_length;
     }
     return REGULAR;
 }
 
-static int find_all_places(RecordRows *self)
+static int find_all_spans(RecordRows *self)
 {
     if (!self->has_items) {
         self->item_count = 0;
         for (size_t each = 0; each < self->row_count; each++) {
-            int found = find_places(self, &self->rows[each]);
+            int found = find_spans(self, &self->rows[each]);
             if (found != REGULAR) {
                 return found;
             }
@@ -804,7 +806,7 @@ static int find_all_places(RecordRows *self)
 
 /* --- columns */
 
-/* Make bytes for `count` things of `size` bytes; return where these are to be written. */
+/* Create a bytes object for `count` items of `size` bytes. Return a pointer to its content. */
 static void *new_bytes(PyObject **bytes, size_t count, size_t size)
 {
     *bytes = count > (size_t)PY_SSIZE_T_MAX / 2 / size
@@ -813,8 +815,8 @@ static void *new_bytes(PyObject **bytes, size_t count, size_t size)
     return *bytes ? PyBytes_AsString(*bytes) : NULL;
 }
 
-/* Return bits that tell which rows have a value; None when all have. */
-static PyObject *presence(const Text *texts, size_t count)
+/* Return Arrow's validity bitmap; None if all rows have a value. */
+static PyObject *validity_bits(const Text *texts, size_t count)
 {
     size_t missing = 0;
     for (size_t each = 0; each < count; each++) {
@@ -834,39 +836,39 @@ static PyObject *presence(const Text *texts, size_t count)
     return bytes;
 }
 
-/* Return texts one behind the other, and where each begins: None, if that are too many bytes for one array. */
-static PyObject *joined(const Text *texts, size_t count)
+/* Return the start of each text and the bytes of all texts; None if they are too long for 32-bit offsets. */
+static PyObject *join_texts(const Text *texts, size_t count)
 {
     size_t size = 0;
     PyObject *offsets, *data;
-    int32_t *places = new_bytes(&offsets, count + 1, sizeof(int32_t));
-    if (places == NULL) {
+    int32_t *starts = new_bytes(&offsets, count + 1, sizeof(int32_t));
+    if (starts == NULL) {
         return NULL;
     }
     for (size_t each = 0; each < count; each++) {
-        places[each] = (int32_t)size;
+        starts[each] = (int32_t)size;
         size += texts[each].length;
         if (size > INT32_MAX) {
             Py_DECREF(offsets);
             return Py_NewRef(Py_None);
         }
     }
-    places[count] = (int32_t)size;
-    char *place = new_bytes(&data, size, 1);
-    if (place == NULL) {
+    starts[count] = (int32_t)size;
+    char *at = new_bytes(&data, size, 1);
+    if (at == NULL) {
         Py_DECREF(offsets);
         return NULL;
     }
     for (size_t each = 0; each < count; each++) {
         if (texts[each].length) {
-            memcpy(place, texts[each].bytes, texts[each].length);
-            place += texts[each].length;
+            memcpy(at, texts[each].bytes, texts[each].length);
+            at += texts[each].length;
         }
     }
     return Py_BuildValue("(NN)", offsets, data);
 }
 
-static char *write_number(char *place, uint32_t number)
+static char *write_number(char *at, uint32_t number)
 {
     char digits[10];
     int count = 0;
@@ -874,18 +876,18 @@ static char *write_number(char *place, uint32_t number)
         digits[count++] = (char)('0' + number % 10);
     } while (number /= 10);
     while (count) {
-        *place++ = digits[--count];
+        *at++ = digits[--count];
     }
-    return place;
+    return at;
 }
 
-static char *write_hex(char *place, const unsigned char *bytes, size_t count)
+static char *write_hex(char *at, const unsigned char *bytes, size_t count)
 {
     for (size_t each = 0; each < count; each++) {
-        *place++ = "0123456789ABCDEF"[bytes[each] >> 4];
-        *place++ = "0123456789ABCDEF"[bytes[each] & 15];
+        *at++ = "0123456789ABCDEF"[bytes[each] >> 4];
+        *at++ = "0123456789ABCDEF"[bytes[each] & 15];
     }
-    return place;
+    return at;
 }
 
 static Text body_of(const RecordRows *self, const Row *row, char *scratch)
@@ -904,35 +906,35 @@ static Text store_host_of(const RecordRows *self, const Row *row, char *scratch)
     return (Text){(const char *)row->start + STORE_HOST + born_v6(row), 8 + store_v6(row)};
 }
 
-static Text written_host(Text host, char *scratch)
+static Text host_text(Text host, char *scratch)
 {
     if (host.length != 8) {
-        return (Text){NULL, 0}; /* of IPv6, which is written by rules of its own */
+        return (Text){NULL, 0}; /* Python formats IPv6 addresses */
     }
-    char *place = scratch;
+    char *at = scratch;
     const unsigned char *bytes = (const unsigned char *)host.bytes;
     for (int each = 0; each < 4; each++) {
-        place = write_number(place, bytes[each]);
-        *place++ = each < 3 ? '.' : ':';
+        at = write_number(at, bytes[each]);
+        *at++ = each < 3 ? '.' : ':';
     }
-    place = write_number(place, u32_at(bytes + 4));
-    return (Text){scratch, (size_t)(place - scratch)};
+    at = write_number(at, u32_at(bytes + 4));
+    return (Text){scratch, (size_t)(at - scratch)};
 }
 
-static Text written_born_host_of(const RecordRows *self, const Row *row, char *scratch)
+static Text born_host_text_of(const RecordRows *self, const Row *row, char *scratch)
 {
-    return written_host(born_host_of(self, row, NULL), scratch);
+    return host_text(born_host_of(self, row, NULL), scratch);
 }
 
-static Text written_store_host_of(const RecordRows *self, const Row *row, char *scratch)
+static Text store_host_text_of(const RecordRows *self, const Row *row, char *scratch)
 {
-    return written_host(store_host_of(self, row, NULL), scratch);
+    return host_text(store_host_of(self, row, NULL), scratch);
 }
 
 static Text property_of(const RecordRows *self, const Row *row, const char *name)
 {
-    const Place *place = place_of(self, row, name, strlen(name));
-    return place ? value_at(row, place) : (Text){NULL, 0};
+    const Span *span = span_of(self, row, name, strlen(name));
+    return span ? value_at(row, span) : (Text){NULL, 0};
 }
 
 static Text tags_of(const RecordRows *self, const Row *row, char *scratch)
@@ -950,7 +952,7 @@ static Text retry_topic_of(const RecordRows *self, const Row *row, char *scratch
     return property_of(self, row, "RETRY_TOPIC");
 }
 
-/* The id its producer gave, else the one that says where the message is stored. */
+/* Return the id that the producer gave, or the offset message id without one. */
 static Text message_id_of(const RecordRows *self, const Row *row, char *scratch)
 {
     Text unique = property_of(self, row, "UNIQ_KEY");
@@ -958,9 +960,9 @@ static Text message_id_of(const RecordRows *self, const Row *row, char *scratch)
         return unique;
     }
     Text host = store_host_of(self, row, NULL);
-    char *place = write_hex(scratch, (const unsigned char *)host.bytes, host.length);
-    place = write_hex(place, row->start + COMMIT_LOG_OFFSET, 8);
-    return (Text){scratch, (size_t)(place - scratch)};
+    char *at = write_hex(scratch, (const unsigned char *)host.bytes, host.length);
+    at = write_hex(at, row->start + COMMIT_LOG_OFFSET, 8);
+    return (Text){scratch, (size_t)(at - scratch)};
 }
 
 typedef struct {
@@ -971,12 +973,12 @@ typedef struct {
 
 static const TextColumn TEXT_COLUMNS[] = {
     {"body", body_of, 0, 0},
-    {"msgId", message_id_of, LONGEST_ID, 1},
+    {"msgId", message_id_of, MAX_ID_BYTES, 1},
     {"tags", tags_of, 0, 1},
     {"keys", keys_of, 0, 1},
     {"RETRY_TOPIC", retry_topic_of, 0, 1},
-    {"bornHost", written_born_host_of, LONGEST_HOST, 0},
-    {"storeHost", written_store_host_of, LONGEST_HOST, 0},
+    {"bornHost", born_host_text_of, MAX_HOST_BYTES, 0},
+    {"storeHost", store_host_text_of, MAX_HOST_BYTES, 0},
     {"bornHost as stored", born_host_of, 0, 0},
     {"storeHost as stored", store_host_of, 0, 0},
 };
@@ -992,7 +994,7 @@ static PyObject *text_column(RecordRows *self, const TextColumn *column)
     for (size_t each = 0; each < count; each++) {
         texts[each] = column->text_of(self, &self->rows[each], scratch + each * scratch_size);
     }
-    PyObject *present = presence(texts, count), *pair = present ? joined(texts, count) : NULL, *buffers = NULL;
+    PyObject *present = validity_bits(texts, count), *pair = present ? join_texts(texts, count) : NULL, *buffers = NULL;
     if (pair != NULL && pair != Py_None) {
         buffers = PyTuple_Pack(3, present, PyTuple_GetItem(pair, 0), PyTuple_GetItem(pair, 1));
     } else if (pair != NULL) {
@@ -1022,16 +1024,16 @@ static PyObject *map_column(RecordRows *self)
     if (first != NULL) {
         for (size_t each = 0; each < count; each++) {
             const Row *row = &self->rows[each];
-            const Place *places = self->items + row->first_item;
+            const Span *spans = self->items + row->first_item;
             first[each] = (int32_t)item;
             for (uint32_t other = 0; other < row->item_count; other++, item++) {
-                names[item] = name_at(row, &places[other]);
-                values[item] = value_at(row, &places[other]);
+                names[item] = name_at(row, &spans[other]);
+                values[item] = value_at(row, &spans[other]);
             }
         }
         first[count] = (int32_t)item;
-        all_names = joined(names, items);
-        all_values = all_names ? joined(values, items) : NULL;
+        all_names = join_texts(names, items);
+        all_values = all_names ? join_texts(values, items) : NULL;
     }
     if (all_values != NULL) {
         map = all_names == Py_None || all_values == Py_None ? Py_NewRef(Py_None)
@@ -1046,7 +1048,7 @@ static PyObject *map_column(RecordRows *self)
 
 typedef struct {
     const char *name;
-    int place, is_long, is_time, follows_born_v6, follows_store_v6;
+    int offset, is_long, is_time, follows_born_v6, follows_store_v6;
 } NumberColumn;
 
 static const NumberColumn NUMBER_COLUMNS[] = {
@@ -1068,14 +1070,14 @@ static PyObject *number_column(RecordRows *self, const NumberColumn *column)
         memset(bits, 0xFF, count / 8 + 1);
         for (size_t each = 0; each < count; each++) {
             const Row *row = &self->rows[each];
-            const unsigned char *place = row->start + column->place;
-            place += (column->follows_born_v6 ? born_v6(row) : 0) + (column->follows_store_v6 ? store_v6(row) : 0);
+            const unsigned char *at = row->start + column->offset;
+            at += (column->follows_born_v6 ? born_v6(row) : 0) + (column->follows_store_v6 ? store_v6(row) : 0);
             if (!column->is_long) {
-                ((int32_t *)numbers)[each] = (int32_t)u32_at(place);
+                ((int32_t *)numbers)[each] = (int32_t)u32_at(at);
                 continue;
             }
-            int64_t number = i64_at(place);
-            if (column->is_time && (number < FIRST_MS || number > LAST_MS)) {
+            int64_t number = i64_at(at);
+            if (column->is_time && (number < MIN_MS || number > MAX_MS)) {
                 bits[each / 8] &= (unsigned char)~(1u << each % 8);
                 missing++;
                 number = 0;
@@ -1089,7 +1091,7 @@ static PyObject *number_column(RecordRows *self, const NumberColumn *column)
     return buffers;
 }
 
-static PyObject *column_named(RecordRows *self, const char *name)
+static PyObject *find_column(RecordRows *self, const char *name)
 {
     for (size_t each = 0; each < sizeof NUMBER_COLUMNS / sizeof *NUMBER_COLUMNS; each++) {
         if (strcmp(name, NUMBER_COLUMNS[each].name) == 0) {
@@ -1106,7 +1108,7 @@ static PyObject *column_named(RecordRows *self, const char *name)
         return PyErr_Format(PyExc_KeyError, "no column %s", name);
     }
     if (column == NULL || column->is_of_properties) {
-        int found = find_all_places(self);
+        int found = find_all_spans(self);
         if (found != REGULAR) {
             return found == FAILED ? NULL : Py_NewRef(Py_None);
         }
@@ -1122,14 +1124,14 @@ static PyObject *rows_column(PyObject *self, PyObject *name)
     const char *wanted = PyUnicode_AsUTF8AndSize(name, NULL);
     PyObject *column = NULL;
     if (wanted != NULL) {
-        BEGIN_ALONE(self)
-        column = column_named((RecordRows *)self, wanted);
-        END_ALONE()
+        BEGIN_LOCKED(self)
+        column = find_column((RecordRows *)self, wanted);
+        END_LOCKED()
     }
     return column;
 }
 
-static int is_chosen(Text tag, const Text *tags, Py_ssize_t count)
+static int has_one_of(Text tag, const Text *tags, Py_ssize_t count)
 {
     for (Py_ssize_t each = 0; tag.bytes != NULL && each < count; each++) {
         if (tags[each].length == tag.length && memcmp(tags[each].bytes, tag.bytes, tag.length) == 0) {
@@ -1139,10 +1141,10 @@ static int is_chosen(Text tag, const Text *tags, Py_ssize_t count)
     return 0;
 }
 
-static PyObject *rows_choose(PyObject *object, PyObject *args)
+static PyObject *rows_filter_tags(PyObject *object, PyObject *args)
 {
     PyObject *names, *chosen = NULL;
-    if (!PyArg_ParseTuple(args, "O!:choose", &PyTuple_Type, &names)) {
+    if (!PyArg_ParseTuple(args, "O!:filter_tags", &PyTuple_Type, &names)) {
         return NULL;
     }
     Py_ssize_t count = PyTuple_Size(names);
@@ -1159,20 +1161,20 @@ static PyObject *rows_choose(PyObject *object, PyObject *args)
         }
         tags[each] = (Text){bytes, (size_t)length};
     }
-    BEGIN_ALONE(object)
+    BEGIN_LOCKED(object)
     RecordRows *self = (RecordRows *)object;
-    int found = find_all_places(self);
+    int found = find_all_spans(self);
     if (found == REGULAR) {
         size_t kept = 0;
         for (size_t each = 0; each < self->row_count; each++) {
-            if (is_chosen(tags_of(self, &self->rows[each], NULL), tags, count)) {
+            if (has_one_of(tags_of(self, &self->rows[each], NULL), tags, count)) {
                 self->rows[kept++] = self->rows[each];
             }
         }
         self->row_count = kept;
     }
     chosen = found == FAILED ? NULL : PyBool_FromLong(found == REGULAR);
-    END_ALONE()
+    END_LOCKED()
     PyMem_Free(tags);
     return chosen;
 }
@@ -1182,28 +1184,28 @@ static PyObject *rows_count(PyObject *self, void *closure)
     return PyLong_FromSize_t(((RecordRows *)self)->row_count);
 }
 
-static PyObject *rows_answers(PyObject *object, void *closure)
+static PyObject *rows_responses(PyObject *object, void *closure)
 {
     PyObject *bytes;
-    BEGIN_ALONE(object)
+    BEGIN_LOCKED(object)
     RecordRows *self = (RecordRows *)object;
-    int32_t *answers = new_bytes(&bytes, self->row_count, sizeof(int32_t));
-    for (size_t each = 0; answers != NULL && each < self->row_count; each++) {
-        answers[each] = (int32_t)self->rows[each].answer;
+    int32_t *responses = new_bytes(&bytes, self->row_count, sizeof(int32_t));
+    for (size_t each = 0; responses != NULL && each < self->row_count; each++) {
+        responses[each] = (int32_t)self->rows[each].response;
     }
-    END_ALONE()
+    END_LOCKED()
     return bytes;
 }
 
 static PyObject *rows_compressed(PyObject *object, void *closure)
 {
     int compressed = 0;
-    BEGIN_ALONE(object)
+    BEGIN_LOCKED(object)
     RecordRows *self = (RecordRows *)object;
     for (size_t each = 0; each < self->row_count; each++) {
         compressed |= self->rows[each].sys_flag & COMPRESSED;
     }
-    END_ALONE()
+    END_LOCKED()
     return PyBool_FromLong(compressed);
 }
 
@@ -1212,10 +1214,10 @@ static void rows_dealloc(PyObject *object)
     RecordRows *self = (RecordRows *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
-    for (size_t each = 0; each < self->answer_count; each++) {
-        PyBuffer_Release(&self->answers[each]);
+    for (size_t each = 0; each < self->response_count; each++) {
+        PyBuffer_Release(&self->responses[each]);
     }
-    PyMem_Free(self->answers);
+    PyMem_Free(self->responses);
     PyMem_Free(self->rows);
     PyMem_Free(self->items);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
@@ -1226,27 +1228,28 @@ static int rows_traverse(PyObject *object, visitproc visit, void *arg)
 {
     RecordRows *self = (RecordRows *)object;
     Py_VISIT(Py_TYPE(object));
-    for (size_t each = 0; each < self->answer_count; each++) {
-        Py_VISIT(self->answers[each].obj);
+    for (size_t each = 0; each < self->response_count; each++) {
+        Py_VISIT(self->responses[each].obj);
     }
     return 0;
 }
 
 static PyMethodDef rows_methods[] = {
-    {"column", rows_column, METH_O, "Return what Arrow holds of a column, None if it is irregular."},
-    {"choose", rows_choose, METH_VARARGS, "Keep the rows with one of the tags; return whether all could be read."},
+    {"column", rows_column, METH_O, "Return the Arrow buffers of a column, None if the Python code must read it."},
+    {"filter_tags", rows_filter_tags, METH_VARARGS,
+     "Keep the rows with one of the tags. Return whether all tags could be read."},
     {NULL},
 };
 
 static PyGetSetDef rows_getset[] = {
     {"count", rows_count, NULL, "How many rows there are.", NULL},
-    {"answers", rows_answers, NULL, "The answer each row is of, as numbers of 32 bits.", NULL},
+    {"responses", rows_responses, NULL, "The index of the response of each row, as 32-bit numbers.", NULL},
     {"compressed", rows_compressed, NULL, "Whether any body is compressed.", NULL},
     {NULL},
 };
 
 static PyType_Slot rows_slots[] = {
-    {Py_tp_doc, "Where each part of each record is, in the bytes of all answers. See pyrocket_consumer.protocol.columns."},
+    {Py_tp_doc, "The records of pull responses. See pyrocket_consumer.protocol.columns."},
     {Py_tp_methods, rows_methods},
     {Py_tp_getset, rows_getset},
     {Py_tp_traverse, rows_traverse},
@@ -1261,53 +1264,53 @@ static PyType_Spec rows_spec = {
     .slots = rows_slots,
 };
 
-/* Take one of the answers: (data, start, stop, first offset, offset before which it ends). */
-static int add_answer(RecordRows *self, PyObject *answer, Py_ssize_t most)
+/* Add one response: (data, start, stop, first offset, end offset). The end offset is exclusive. */
+static int add_response(RecordRows *self, PyObject *response, Py_ssize_t max_records)
 {
     PyObject *data;
     Py_ssize_t start, stop;
     long long first, end;
-    if (!PyTuple_Check(answer)) {
-        PyErr_Format(PyExc_TypeError, "an answer is a tuple, not %R", (PyObject *)Py_TYPE(answer));
+    if (!PyTuple_Check(response)) {
+        PyErr_Format(PyExc_TypeError, "a response is a tuple, not %R", (PyObject *)Py_TYPE(response));
         return FAILED;
     }
-    if (!PyArg_ParseTuple(answer, "OnnLL", &data, &start, &stop, &first, &end)) {
+    if (!PyArg_ParseTuple(response, "OnnLL", &data, &start, &stop, &first, &end)) {
         return FAILED;
     }
-    Py_buffer *held = &self->answers[self->answer_count];
+    Py_buffer *held = &self->responses[self->response_count];
     if (PyObject_GetBuffer(data, held, PyBUF_SIMPLE) < 0) {
         return FAILED;
     }
-    uint32_t number = (uint32_t)self->answer_count++;
+    uint32_t number = (uint32_t)self->response_count++;
     if (start < 0 || stop < start || stop > held->len) {
         PyErr_Format(PyExc_ValueError, "no records from %zd to %zd in %zd bytes", start, stop, held->len);
         return FAILED;
     }
     return add_rows(self, number, (const unsigned char *)held->buf + start, (size_t)(stop - start), first, end,
-                    (size_t)most);
+                    (size_t)max_records);
 }
 
 static PyObject *find_rows(PyObject *module, PyObject *args)
 {
     State *state = PyModule_GetState(module);
-    PyObject *answers;
-    Py_ssize_t most;
-    if (!PyArg_ParseTuple(args, "O!n:find_rows", &PyTuple_Type, &answers, &most)) {
+    PyObject *responses;
+    Py_ssize_t max_records;
+    if (!PyArg_ParseTuple(args, "O!n:find_rows", &PyTuple_Type, &responses, &max_records)) {
         return NULL;
     }
-    Py_ssize_t count = PyTuple_Size(answers);
+    Py_ssize_t count = PyTuple_Size(responses);
     RecordRows *self = (RecordRows *)PyType_GenericAlloc(state->rows_type, 0);
     if (self == NULL) {
         return NULL;
     }
     int found = REGULAR;
-    self->answers = count > INT32_MAX ? NULL : PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
-    if (self->answers == NULL) {
+    self->responses = count > INT32_MAX ? NULL : PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
+    if (self->responses == NULL) {
         PyErr_NoMemory();
         found = FAILED;
     }
     for (Py_ssize_t each = 0; found == REGULAR && each < count; each++) {
-        found = add_answer(self, PyTuple_GetItem(answers, each), most);
+        found = add_response(self, PyTuple_GetItem(responses, each), max_records);
     }
     if (found != REGULAR) {
         Py_DECREF(self);
@@ -1318,24 +1321,24 @@ static PyObject *find_rows(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"make_record", make_record, METH_VARARGS, "See pyrocket_consumer.protocol.record."},
-    {"cut_records", cut_records, METH_VARARGS, "See pyrocket_consumer.protocol.record."},
-    {"rising", rising, METH_O, "See pyrocket_consumer.protocol.record."},
-    {"finish", finish, METH_O, "See pyrocket_consumer.protocol.record."},
+    {"decode_records", decode_records, METH_VARARGS, "See pyrocket_consumer.protocol.record."},
+    {"are_offsets_rising", are_offsets_rising, METH_O, "See pyrocket_consumer.protocol.record."},
+    {"mark_done", mark_done, METH_O, "See pyrocket_consumer.protocol.record."},
     {"find_rows", find_rows, METH_VARARGS, "See pyrocket_consumer.protocol.columns."},
     {NULL},
 };
 
 /* --- the module */
 
-static int begin(PyObject *module)
+static int execute(PyObject *module)
 {
     State *state = PyModule_GetState(module);
-    state->unpacked = PyUnicode_InternFromString("_unpacked");
+    state->unpack_body = PyUnicode_InternFromString("_unpack_body");
     state->properties_start = PyUnicode_InternFromString("_properties_start");
     state->get = PyUnicode_InternFromString("get");
     state->record_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &record_spec, NULL);
     state->rows_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &rows_spec, NULL);
-    if (!state->rows_type || !state->unpacked || !state->properties_start || !state->get || !state->record_type) {
+    if (!state->rows_type || !state->unpack_body || !state->properties_start || !state->get || !state->record_type) {
         return -1;
     }
     if (PyModule_AddStringConstant(module, "SOURCE", SOURCE) < 0) {
@@ -1356,7 +1359,7 @@ static int module_clear(PyObject *module)
     State *state = PyModule_GetState(module);
     Py_CLEAR(state->record_type);
     Py_CLEAR(state->rows_type);
-    Py_CLEAR(state->unpacked);
+    Py_CLEAR(state->unpack_body);
     Py_CLEAR(state->properties_start);
     Py_CLEAR(state->get);
     for (int each = 0; each < KEPT_NAMES; each++) {
@@ -1371,7 +1374,7 @@ static void module_free(void *module)
 }
 
 static PyModuleDef_Slot module_slots[] = {
-    {Py_mod_exec, begin},
+    {Py_mod_exec, execute},
 #ifdef Py_GIL_DISABLED
     {Py_mod_gil, Py_MOD_GIL_NOT_USED},
 #endif
@@ -1393,8 +1396,8 @@ static PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__accelerator(void)
 {
-    if (Py_Version >= 0x030c0000) { /* has a word for what the stable interface of 3.11 cannot say */
-        enum { MULTIPLE_INTERPRETERS = 3, EACH_MAY_HAVE_ITS_GIL = 2 }; /* all state is the module's own */
+    if (Py_Version >= 0x030c0000) { /* later versions have a slot that the stable ABI of 3.11 does not */
+        enum { MULTIPLE_INTERPRETERS = 3, EACH_MAY_HAVE_ITS_GIL = 2 }; /* the module has no global state */
         size_t last = sizeof(module_slots) / sizeof(module_slots[0]) - 2;
         module_slots[last] = (PyModuleDef_Slot){MULTIPLE_INTERPRETERS, (void *)(intptr_t)EACH_MAY_HAVE_ITS_GIL};
     }

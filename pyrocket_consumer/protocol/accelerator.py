@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pyrocket_consumer.text import logger
 
-SOURCE = "3c11207d94e132cc"
+SOURCE = "72c1c8068b9af1b2"
 """The digest of the C file that belongs to this Python code: a build of another one is not used."""
 
 
@@ -20,12 +20,12 @@ class RecordRows(Protocol):
     """The records of many answers: a row each."""
 
     count: int
-    answers: bytes
+    responses: bytes
     """Which answer each row is of, as numbers of 32 bits."""
     compressed: bool
     """Whether any body is."""
 
-    def choose(self, tags: tuple[bytes, ...], /) -> bool:
+    def filter_tags(self, tags: tuple[bytes, ...], /) -> bool:
         """Keep the rows with one of `tags`; return whether the properties of all could be read."""
 
     def column(self, name: str, /) -> tuple[Any, ...] | None:
@@ -33,10 +33,10 @@ class RecordRows(Protocol):
 
 
 class FindRows(Protocol):
-    """Finds the records of answers, no more than `most` in each, whose offsets are in a range."""
+    """Finds the records of answers, no more than `max_records` in each, whose offsets are in a range."""
 
     def __call__(
-        self, answers: tuple[tuple[bytes | bytearray, int, int, int, int], ...], most: int, /
+        self, responses: tuple[tuple[bytes | bytearray, int, int, int, int], ...], max_records: int, /
     ) -> RecordRows | None:
         """Take data, start, stop, first offset and the one after the last; None: something is unusual or damaged."""
 
@@ -68,13 +68,13 @@ ACCELERATED: bool = compiled is not None
 """Whether the compiled part is used; else everything runs in Python, slower. `REASON` tells why."""
 
 if TYPE_CHECKING or compiled is None:
-    from pyrocket_consumer.protocol.record import Record, cut_records, finish, make_record, rising
+    from pyrocket_consumer.protocol.record import Record, are_offsets_rising, decode_records, make_record, mark_done
 else:
     Record = compiled.Record
     make_record = compiled.make_record
-    cut_records = compiled.cut_records
-    rising = compiled.rising
-    finish = compiled.finish
+    decode_records = compiled.decode_records
+    are_offsets_rising = compiled.are_offsets_rising
+    mark_done = compiled.mark_done
 
 find_rows: FindRows | None = compiled.find_rows if compiled is not None else None
 """For `columns`, which does the same with numpy where there is none."""
@@ -85,9 +85,9 @@ __all__ = [
     "REASON",
     "Record",
     "RecordRows",
-    "cut_records",
+    "decode_records",
     "find_rows",
-    "finish",
+    "mark_done",
     "make_record",
-    "rising",
+    "are_offsets_rising",
 ]

@@ -117,11 +117,11 @@ def record_batches(
     rows: _Columnar | _Rows
     try:
         rows = _Compiled(pulled, accelerator.find_rows) if accelerator.find_rows is not None else _InNumpy(pulled)
-        rows.choose(tags)
+        rows.filter_tags(tags)
         yield from rows.batches(columns, substitute, max_body_bytes)
     except _IrregularError:
         rows = _Rows(pulled, substitute, max_body_bytes)
-        rows.choose(tags)
+        rows.filter_tags(tags)
         yield from rows.batches(columns)
 
 
@@ -171,7 +171,7 @@ class _Rows:
         ]
         self._tags = frozenset[str]()
 
-    def choose(self, tags: frozenset[str]) -> None:
+    def filter_tags(self, tags: frozenset[str]) -> None:
         self._tags = tags
 
     def batches(self, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -256,7 +256,7 @@ class _Columnar:
 
     _pulled: Sequence[PulledRecords]
 
-    def choose(self, tags: frozenset[str]) -> None:
+    def filter_tags(self, tags: frozenset[str]) -> None:
         """Keep the rows with one of the tags, if there are any. Raises _IrregularError: properties are damaged."""
         raise NotImplementedError
 
@@ -334,23 +334,23 @@ class _Compiled(_Columnar):
     def __init__(self, pulled: Sequence[PulledRecords], find_rows: accelerator.FindRows) -> None:
         """Raises _IrregularError: an inner batch, or a record that is damaged."""
         self._pulled = pulled
-        answers = tuple(
+        responses = tuple(
             (each.records.data, each.records.start, each.records.stop, each.begin, each.end) for each in pulled
         )
-        found = find_rows(answers, MAX_RECORDS)
+        found = find_rows(responses, MAX_RECORDS)
         if found is None:
             raise _IrregularError
         self._rows = found
 
-    def choose(self, tags: frozenset[str]) -> None:
-        if tags and not self._rows.choose(tuple(tag.encode() for tag in tags)):
+    def filter_tags(self, tags: frozenset[str]) -> None:
+        if tags and not self._rows.filter_tags(tuple(tag.encode() for tag in tags)):
             raise _IrregularError
 
     def _count(self) -> int:
         return self._rows.count
 
     def _responses(self) -> Numbers:
-        return np.frombuffer(self._rows.answers, np.int32)
+        return np.frombuffer(self._rows.responses, np.int32)
 
     def _any_compressed(self) -> bool:
         return self._rows.compressed
@@ -455,7 +455,7 @@ class _InNumpy(_Columnar):
             setattr(self, name, getattr(self, name)[wanted])
         self.__dict__.pop("_properties", None)
 
-    def choose(self, tags: frozenset[str]) -> None:
+    def filter_tags(self, tags: frozenset[str]) -> None:
         if tags and len(self._starts):
             found = self._properties.column(PropertyName.TAGS, pa.binary())
             chosen = pc.is_in(found, value_set=pa.array([tag.encode() for tag in tags], pa.binary()))

@@ -14,7 +14,7 @@ from typing import Any
 
 from pyrocket_consumer.errors import ConfigError, ProtocolError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
-from pyrocket_consumer.protocol.accelerator import Record, cut_records, make_record
+from pyrocket_consumer.protocol.accelerator import Record, decode_records, make_record
 from pyrocket_consumer.protocol.codes import SysFlag
 from pyrocket_consumer.protocol.compression import (
     MAX_BODY_BYTES,
@@ -134,7 +134,7 @@ class Message(Record):
             return self.property(PropertyName.RETRY_TOPIC) or topic
         return topic
 
-    def _unpacked(self, stored: bytes) -> bytes:
+    def _unpack_body(self, stored: bytes) -> bytes:
         flag, limit = self.sys_flag, self._limit_or_error()
         if isinstance(limit, ProtocolError):
             raise _copy_error(limit)
@@ -374,7 +374,7 @@ def decode_messages(
     start, last = 0, size - MIN_RECORD_BYTES
     unpacked = extra = 0
 
-    def unusual(start: int) -> int:
+    def decode_unusual(start: int) -> int:
         nonlocal unpacked, extra
         before = len(messages)
         end, unpacked = _decode_unusual(data, start, queue, messages, unpacked, unpack, body_limit)
@@ -383,7 +383,7 @@ def decode_messages(
 
     while start <= last:
         until = last if max_records is None else min(last, start + _CHUNK_BYTES)
-        start = cut_records(Message, messages, data, start, until, queue, unusual)
+        start = decode_records(Message, messages, data, start, until, queue, decode_unusual)
         if max_records is not None and len(messages) - extra > max_records:
             raise ProtocolError(f"more than {max_records} records in {size} bytes, which no pull asks for")
     if start != size:

@@ -35,7 +35,7 @@ _UNUSUAL = _HOSTS_V6 | _PACKED
 class Record:
     """A stored record: where it lies in an answer, and what was read of it. What users see of it is `Message`."""
 
-    # Without __init__ and with few slots: making one is most of what a pull costs. cut_records sets them all.
+    # Without __init__ and with few slots: making one is most of what a pull costs. decode_records sets them all.
     __slots__ = (
         "queue_offset",  # its place in its queue
         "sys_flag",  # see SysFlag
@@ -49,7 +49,7 @@ class Record:
         "_properties",
         "_done",  # for the consumer: it has finished with the message
         "_extra_attempts",  # for the consumer: attempts the record does not count
-        "_key_line",  # for the consumer, with order_by only: the line of its key; else it is not set
+        "_key_lane",  # for the consumer, with order_by only: the line of its key; else it is not set
     )
 
     queue_offset: int
@@ -64,7 +64,7 @@ class Record:
     _properties: dict[str, str] | None
     _done: bool
     _extra_attempts: int
-    _key_line: Any
+    _key_lane: Any
 
     @property
     def body(self) -> bytes:
@@ -82,7 +82,7 @@ class Record:
                 start += _MORE_FOR_V6 if flag & _HOSTS_V6 != _HOSTS_V6 else 2 * _MORE_FOR_V6
             body = self._data[start : self._body_end]
             if flag & _PACKED:
-                body = self._unpacked(body)
+                body = self._unpack_body(body)
             self._body = body
         return body
 
@@ -97,7 +97,7 @@ class Record:
 
     if TYPE_CHECKING:  # what kinds of records have to add
 
-        def _unpacked(self, stored: bytes) -> bytes: ...
+        def _unpack_body(self, stored: bytes) -> bytes: ...
 
         def _properties_start(self) -> int: ...
 
@@ -135,19 +135,19 @@ def make_record(
     return record
 
 
-def cut_records(
+def decode_records(
     kind: type[R],
     records: list[R],
     data: bytes,
     start: int,
     until: int,
     queue: MessageQueue | None,
-    unusual: Callable[[int], int],
+    decode_unusual: Callable[[int], int],
 ) -> int:
     """Add a `kind` of record to `records` for each that starts from `start` to `until`; return where the last ends.
 
     At `until` there must be `MIN_RECORD_BYTES` bytes. What is damaged, or has IPv6 hosts, a long topic or a packed body,
-    is left to `unusual`: it takes where such a record starts, adds what stands for it, and returns where it ends.
+    is left to `decode_unusual`: it takes where such a record starts, adds what stands for it, and returns where it ends.
     """
     add, read_head, size = records.append, RECORD_HEAD.unpack_from, len(data)
     while start <= until:
@@ -168,16 +168,16 @@ def cut_records(
             add(record)
             start = end
         else:
-            start = unusual(start)
+            start = decode_unusual(start)
     return start
 
 
-def rising(records: Iterable[Record]) -> bool:
+def are_offsets_rising(records: Iterable[Record]) -> bool:
     """Tell whether the offset of each record is above that of the one before."""
     return all(one < other for one, other in pairwise([record.queue_offset for record in records]))
 
 
-def finish(records: Iterable[Record]) -> int:
+def mark_done(records: Iterable[Record]) -> int:
     """Note that records are consumed; return how many were not before. The window's lock is held."""
     finished = 0
     for record in records:

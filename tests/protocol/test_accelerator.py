@@ -181,8 +181,8 @@ def in_properties(message, sign):
 
 
 def in_its_line(message, sign):
-    message._key_line, sign.message = sign, message
-    assert message._key_line is sign
+    message._key_lane, sign.message = sign, message
+    assert message._key_lane is sign
 
 
 @for_each("bind", [in_properties, in_its_line])
@@ -258,13 +258,13 @@ def test_threads_read_the_same_message(which):
 
 
 def test_what_is_finished_counts_once(which):
-    finish = which.module("protocol.accelerator").finish
+    mark_done = which.module("protocol.accelerator").mark_done
     messages = [one(which, queue_offset=each) for each in range(3)]
-    assert finish(messages[:2]) == 2
-    assert finish(iter(messages)) == 1
-    assert finish(messages) == finish([]) == 0
+    assert mark_done(messages[:2]) == 2
+    assert mark_done(iter(messages)) == 1
+    assert mark_done(messages) == mark_done([]) == 0
     with pytest.raises((TypeError, AttributeError)):
-        finish([object()])
+        mark_done([object()])
 
 
 @for_each(
@@ -272,7 +272,7 @@ def test_what_is_finished_counts_once(which):
 )
 def test_rising_offsets_are_told_from_others(which, offsets, rises):
     messages = [one(which, queue_offset=each) for each in offsets]
-    assert which.module("protocol.accelerator").rising(messages) is rises
+    assert which.module("protocol.accelerator").are_offsets_rising(messages) is rises
 
 
 @for_each("places", [(-1, 88, 91), (0, 88, 92), (0, -1, 91), (0, 89, 91), (1, 89, 91), (0, 0, 0), (0, 2**40, 2**41)])
@@ -292,12 +292,12 @@ def test_the_compiled_part_makes_nothing_else_than_its_records(kind):
     with pytest.raises(TypeError, match="no kind of Record"):
         accelerator.make_record(kind, bytes(91), 0, 88, 91, 0, 0, None, None)
     with pytest.raises(TypeError, match="no kind of Record"):
-        accelerator.cut_records(kind, [], bytes(91), 0, 0, None, int)
+        accelerator.decode_records(kind, [], bytes(91), 0, 0, None, int)
 
 
 def test_a_wrong_end_of_a_record_is_refused_by_the_compiled_part():
     which = both.copy(pure=False)
-    kind, cut = which.module("protocol.message").Message, which.module("protocol.accelerator").cut_records
+    kind, cut = which.module("protocol.message").Message, which.module("protocol.accelerator").decode_records
     for end in (0, -5, "x", None, 2**80):
         with pytest.raises((ValueError, TypeError, OverflowError)):
             cut(kind, [], bytes(200), 0, 100, None, lambda start, end=end: end)

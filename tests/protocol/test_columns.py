@@ -418,7 +418,7 @@ def test_the_compiled_part_refuses_what_is_no_column_or_tag(find_rows):
             found.column(name)
     for tags in [["A"], ("A",), (None,), b"A"]:
         with pytest.raises(TypeError):
-            found.choose(tags)
+            found.filter_tags(tags)
     with pytest.raises(TypeError):
         type(found)()
     assert found.count == 1

@@ -170,7 +170,7 @@ def said(error: BaseException) -> str:
 
 def shown_key(message: Message) -> str | None:
     """Return the key of a message as it is told; None without `order_by`, and until the key was asked for."""
-    line = getattr(message, "_key_line", None)
+    line = getattr(message, "_key_lane", None)
     return None if line is None else line.text
 
 

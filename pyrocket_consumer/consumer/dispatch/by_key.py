@@ -179,7 +179,7 @@ class QueueLines:
 
     def add(self, line: KeyLine, listener: Listener, message: Message) -> None:
         """Add a message to the end of its line."""
-        message._key_line = line
+        message._key_lane = line
         waiting = line.waiting
         if waiting and waiting[-1][1].queue_offset > message.queue_offset:  # its key could not be told at first
             line.waiting = deque(sorted([*waiting, (listener, message)], key=_offset))
@@ -192,7 +192,7 @@ class QueueLines:
         """Add units, in order, before what waits of their keys."""
         for unit in reversed(units):
             messages = messages_of(unit)
-            messages[0]._key_line.put_back(listener, messages)
+            messages[0]._key_lane.put_back(listener, messages)
 
     def release(self, line: KeyLine) -> None:
         """A line is with nobody any more."""
@@ -237,11 +237,11 @@ class KeyTurn:
         if left:
             # Nothing behind it may pass it. The I/O thread may be taking back from the right of `todo` meanwhile: each
             # unit is then with one of us, and goes back to its place in the line.
-            line: KeyLine = messages[0]._key_line
+            line: KeyLine = messages[0]._key_lane
             rest: list[Any] = []
             others: list[Any] = []
             for each in pop_all(chunk.todo):
-                (rest if messages_of(each)[0]._key_line is line else others).append(each)
+                (rest if messages_of(each)[0]._key_lane is line else others).append(each)
             chunk.todo.extend(others)
             self._service.post(partial(self._service.line_failed, self, line, left, rest, suspend_s))
         return True, known
@@ -405,7 +405,7 @@ class KeyedService(Service):
         oldest = window.unfinished()[2]
         if oldest is None:
             return
-        line = getattr(oldest, "_key_line", None)
+        line = getattr(oldest, "_key_lane", None)
         stands = oldest is former and window.finished == finished and window.is_waiting_for_space and not lines.ready
         if stands and line is not None and lines.told != oldest.queue_offset:
             lines.told = oldest.queue_offset
@@ -494,7 +494,7 @@ class KeyedService(Service):
         lines.put_back(chunk.listener, rest)
         accounted = [message for unit in rest for message in messages_of(unit)] + done
         for message in accounted:
-            line: KeyLine = message._key_line
+            line: KeyLine = message._key_lane
             if line.holder is turn:
                 line.out -= 1
         try:
@@ -618,7 +618,7 @@ class KeyedService(Service):
         lines.is_sorting = False
         for (listener, message), line in zip(turn.entries, turn.found, strict=False):
             if isinstance(line, KeylessLine):  # it has failed
-                message._key_line = line
+                message._key_lane = line
                 line.waiting.append((listener, message))
                 self._fail(lines, line, [message], SUSPEND_S)
             else:

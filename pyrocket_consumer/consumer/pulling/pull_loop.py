@@ -18,7 +18,7 @@ from pyrocket_consumer.consumer.commits.store_thread import UserThread
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus, Subscription
-from pyrocket_consumer.protocol.accelerator import rising
+from pyrocket_consumer.protocol.accelerator import are_offsets_rising
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.command import PullMessageHeader, PullTemplate, request
 from pyrocket_consumer.protocol.compression import BodyTooLarge
@@ -451,7 +451,7 @@ class PullLoop:
         bodies = self.window.budget.bodies
         try:
             messages = decode_messages(body, self.queue, self._unpack, bodies, MAX_RECORDS) if body else []
-            if not rising(messages):  # the window's edge would go to and fro
+            if not are_offsets_rising(messages):  # the window's edge would go to and fro
                 raise ProtocolError(f"pull of {self.queue} at {offset} was answered with messages out of order")
             if (
                 messages

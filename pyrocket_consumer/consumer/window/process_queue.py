@@ -12,7 +12,7 @@ from enum import Enum
 from pyrocket_consumer.consumer.window.memory_budget import MemoryBudget, PullWaiter, wake_all
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.database.claim import Claim
-from pyrocket_consumer.protocol.accelerator import finish
+from pyrocket_consumer.protocol.accelerator import mark_done
 from pyrocket_consumer.protocol.message import Message
 
 
@@ -172,7 +172,7 @@ class ProcessQueue:
                 taken = elapsed_s / units
                 mean = self.listener_time_s
                 self.listener_time_s = mean + (taken - mean) * (0.5 if taken > mean else 0.2)
-            finished = finish(messages)
+            finished = mark_done(messages)
             if not finished:
                 return
             window = self._window
