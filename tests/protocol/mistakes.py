@@ -82,15 +82,15 @@ MISTAKES = {
     "bytes too few for a record are passed over": _of_columns("return left ? IRREGULAR : REGULAR;", "return REGULAR;"),
     "what is no UTF-8 is text": _of_columns("if (!is_utf8((const", "if (0 && !is_utf8((const"),
     "the first value is as long as the last": _of_columns(
-        "        place->value_length = (uint16_t)item.value_length;\n    }\n",
-        "        if (!place->value_length) {place->value_length = (uint16_t)item.value_length;}\n    }\n",
+        "        span->value_length = (uint16_t)item.value_length;\n    }\n",
+        "        if (!span->value_length) {span->value_length = (uint16_t)item.value_length;}\n    }\n",
     ),
-    "a time that is no date is one": _of_columns("number < FIRST_MS || number > LAST_MS", "number < FIRST_MS"),
+    "a time that is no date is one": _of_columns("number < MIN_MS || number > MAX_MS", "number < MIN_MS"),
     "texts overlap": _of_columns(
-        "            place += texts[each].length;\n", "            place += texts[each].length - 1;\n"
+        "            at += texts[each].length;\n", "            at += texts[each].length - 1;\n"
     ),
     "rows with any tag are kept": _of_columns(
-        "if (is_chosen(tags_of(self, &self->rows[each], NULL), tags, count))", "if (1)"
+        "if (has_one_of(tags_of(self, &self->rows[each], NULL), tags, count))", "if (1)"
     ),
     "an id is of the producer's host": _of_columns(
         "Text host = store_host_of(self, row, NULL);", "Text host = born_host_of(self, row, NULL);"
