@@ -62,8 +62,8 @@ def test_what_a_listener_says_of_a_body_forges_no_line(embedded, written, kind):
     with consuming(embedded, "orders", "g", fails, on_event=events, **options):
         events.wait_for("listener-failed")
     whole = assert_fit(written)
-    for told in ("  | Traceback", "in fails", "LookupError: 12", "direct cause", "ValueError: (driver) 12"):
-        assert told in whole, whole
+    for line in ("  | Traceback", "in fails", "LookupError: 12", "direct cause", "ValueError: (driver) 12"):
+        assert line in whole, whole
 
 
 def test_what_sqlalchemy_says_forges_no_line_and_hides_bodies(embedded, written, tmp_path):
@@ -130,7 +130,7 @@ def test_a_long_traceback_is_cut_and_shows_where_it_was_raised(written):
         assert len(whole) < LONGEST
         assert f"in {function.__name__}" in whole
         if function is begins:
-            assert all(told in whole for told in ("in fails", "ValueError: first", "LookupError: last"))
+            assert all(line in whole for line in ("in fails", "ValueError: first", "LookupError: last"))
             assert "more characters)" in whole
         written.seek(0)
         written.truncate()
