@@ -79,7 +79,7 @@ class Wire:
         frames = FrameBuffer()
         try:
             while count := self._socket.recv_into(frames.space()):
-                for command in frames.received(count):
+                for command in frames.read_commands(count):
                     if command.is_response:
                         if (responses := self._waiting.get(command.opaque)) is not None:
                             responses.put(command)
