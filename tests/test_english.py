@@ -30,7 +30,7 @@ NOT_CLEAN_YET: set[str] = {
     "CONTRIBUTING.md", "Makefile", "SECURITY.md", "benchmarks", "docs", "docs/benchmarks.md",
     "docs/design.md", "docs/fidelity.md", "docs/from-java-and-kafka.md",
     "docs/from-rocketmq-client-python.md", "docs/hazards.md",
-    "docs/security.md", "docs/spark.md", "docs/testing.md", "pyrocket_consumer",
+    "docs/spark.md", "pyrocket_consumer",
     "pyrocket_consumer/admin", "pyrocket_consumer/cli", "pyrocket_consumer/cluster", "pyrocket_consumer/compat",
     "pyrocket_consumer/consumer", "pyrocket_consumer/offsets", "pyrocket_consumer/producer",
     "pyrocket_consumer/protocol", "pyrocket_consumer/spark", "pyrocket_consumer/testing",

@@ -95,14 +95,14 @@ def requests(cluster: Any, topic: str, group: str, member: str) -> Iterator[Requ
     yield Request(code.INVOKE_BROKER_TO_GET_CONSUMER_STATUS, "ask a member for its offsets", status)
     yield Request(code.GET_CONSUMER_RUNNING_INFO, "ask a member how it does", {**our_options, "jstackEnable": True})
     order = {**our_options, "jstackEnable": False, "pyrocketOp": "reset", "pyrocketId": "1", "pyrocketV": 1}
-    yield Request(code.GET_CONSUMER_RUNNING_INFO, "order a reset of ours", order, encode_plan(plan))
+    yield Request(code.GET_CONSUMER_RUNNING_INFO, "order a reset of this package", order, encode_plan(plan))
     directly = {**our_options, "msgId": sent.offset_message_id, "brokerName": "broker-a", "topic": topic}
     yield Request(code.CONSUME_MESSAGE_DIRECTLY, "have its listener called with a message", directly)
     reset = {"topic": topic, "group": group, "timestamp": -1, "isForce": True}
     yield Request(code.INVOKE_BROKER_TO_RESET_OFFSET, "reset it", reset)
     yield Request(code.UPDATE_CONSUMER_OFFSET, "write its offset", {"consumerGroup": group, **queue, "commitOffset": 1})
     slot = {"consumerGroup": group, "topic": retry_topic(group), "queueId": 2**30, "commitOffset": 1}
-    yield Request(code.UPDATE_CONSUMER_OFFSET, "write a record of ours", slot)
+    yield Request(code.UPDATE_CONSUMER_OFFSET, "write a reset record of this package", slot)
     clone = {"srcGroup": "nobodys-group", "destGroup": group, "topic": topic, "offline": False}
     yield Request(code.CLONE_GROUP_OFFSET, "write another group's offsets over its own", clone)
     lock = bodies.encode_lock_request(bodies.LockRequest(group, STRANGER, theirs))

@@ -27,7 +27,7 @@ def test_the_tests_of_the_page_pass(block, tmp_path):
     (tmp_path / "test_example.py").write_text(block)
     plugin = ["-p", "pyrocket_consumer.testing.pytest_plugin", "--strict-markers", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "pytest", "-W", "error", *plugin, str(tmp_path)],
+        [sys.executable, "-W", "error", "-m", "pytest", "-c", os.devnull, "-W", "error", *plugin, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
