@@ -39,31 +39,31 @@ def for_each(
             for case, name in zip(given, labels, strict=True):
                 values = case if len(keys) > 1 else (case,)
                 assert len(values) == len(keys), f"{case!r} is not a value each for {', '.join(keys)}"
-                said = [partial(ids, value) for value in values] if callable(ids) else [partial(str, name)]
+                captions = [partial(ids, value) for value in values] if callable(ids) else [partial(str, name)]
                 for arguments, more in inner():
-                    yield dict(zip(keys, values, strict=True)) | arguments, (*said, *more)
+                    yield dict(zip(keys, values, strict=True)) | arguments, (*captions, *more)
 
         @contextmanager
-        def noting(subtests: pytest.Subtests, said: Iterable[Callable[[], object]]) -> Iterator[None]:
+        def noting(subtests: pytest.Subtests, captions: Iterable[Callable[[], object]]) -> Iterator[None]:
             """Make a case that fails a failed subtest; one that passes is none, which would cost what an item costs."""
             try:
                 yield
             except BaseException:
-                with subtests.test(", ".join(str(say())[:100] for say in said)):
+                with subtests.test(", ".join(str(say())[:100] for say in captions)):
                     raise
 
         @functools.wraps(test)
         def loop(subtests: pytest.Subtests, **fixtures: Any) -> None:
             __tracebackhide__ = True
-            for arguments, said in combined():
-                with noting(subtests, said):
+            for arguments, captions in combined():
+                with noting(subtests, captions):
                     body(**fixtures, **arguments)
 
         @functools.wraps(test)
         async def loop_of_coroutines(subtests: pytest.Subtests, **fixtures: Any) -> None:
             __tracebackhide__ = True
-            for arguments, said in combined():
-                with noting(subtests, said):
+            for arguments, captions in combined():
+                with noting(subtests, captions):
                     await body(**fixtures, **arguments)
 
         made: Test = loop_of_coroutines if inspect.iscoroutinefunction(body) else loop

@@ -30,8 +30,8 @@ def pythons() -> dict[str, str]:
             *UNPACKED.glob(f"3.{minor}/usr/bin/{name}"),
         ]
         for place in filter(None, map(str, filter(None, places))):
-            asked = subprocess.run([place, "-c", "import venv, ensurepip"], capture_output=True, check=False)
-            if asked.returncode == 0:
+            done = subprocess.run([place, "-c", "import venv, ensurepip"], capture_output=True, check=False)
+            if done.returncode == 0:
                 found[f"3.{minor}"] = place
                 break
     return found

@@ -423,13 +423,13 @@ def _spark_options() -> Iterator[str]:
     from pyrocket_consumer.spark import options
 
     tree = ast.parse(inspect.getsource(options))
-    asked: dict[str, set[str]] = {name: set() for name in options.NAMES}
+    checked: dict[str, set[str]] = {name: set() for name in options.NAMES}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             name = node.args[0].value
-            if name in asked and isinstance(node.func, ast.Attribute) and len(node.args) > 1:
-                asked[name].add(", ".join(_evaluated(each, vars(options)) for each in node.args[1:]))
-    for name, values in asked.items():
+            if name in checked and isinstance(node.func, ast.Attribute) and len(node.args) > 1:
+                checked[name].add(", ".join(_evaluated(each, vars(options)) for each in node.args[1:]))
+    for name, values in checked.items():
         yield f"{name} {' or '.join(sorted(values)) or '-'}"
     yield f"the group in whose name queues are read: {options.DEFAULT_GROUP}"
 

@@ -38,7 +38,7 @@ def row(cpu, wall=None, rounds=7, noise=0.02, seed=1):
 
 
 @for_each(
-    "cpu, wall, said",
+    "cpu, wall, expected",
     [
         (1.0, 1.0, "no slower"),
         (1.2, 1.2, "slower"),
@@ -49,10 +49,10 @@ def row(cpu, wall=None, rounds=7, noise=0.02, seed=1):
         (1.2, 0.9, "slower"),
     ],
 )
-def test_a_verdict_goes_by_both_times(cpu, wall, said):
+def test_a_verdict_goes_by_both_times(cpu, wall, expected):
     made = row(cpu, wall)
-    assert made.verdict() == said
-    assert made.is_worse() == said.startswith("slower")
+    assert made.verdict() == expected
+    assert made.is_worse() == expected.startswith("slower")
 
 
 def test_noise_alone_is_hardly_ever_slower():
@@ -93,9 +93,9 @@ def test_samples_count_in_pairs(base, new, spread):
 
 def test_what_fails_on_new_only_is_worse():
     verdicts = {("base",): "fails on base", ("new",): "fails on new", ("base", "new"): "fails"}
-    for sides, said in verdicts.items():
+    for sides, expected in verdicts.items():
         made = Row(failed=dict.fromkeys(sides, "ConfigError: unknown option"))
-        assert (made.verdict(), made.is_worse()) == (said, said == "fails on new")
+        assert (made.verdict(), made.is_worse()) == (expected, expected == "fails on new")
 
 
 def test_the_table_has_both_times_and_the_verdict():
@@ -126,7 +126,7 @@ def test_the_list_names_every_subject_and_help_what_slower_means():
 
 @live
 @for_each(
-    "arguments, said",
+    "arguments, expected",
     [
         ([], "BASE is missing"),
         (["HEAD", "--rounds", "0"], "'0' is not allowed; give a whole number"),
@@ -135,10 +135,10 @@ def test_the_list_names_every_subject_and_help_what_slower_means():
         (["--new", "-x"], "expected one argument"),
     ],
 )
-def test_bad_input_is_named_with_its_remedy(arguments, said):
+def test_bad_input_is_named_with_its_remedy(arguments, expected):
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr.splitlines()[-1]
+    assert expected in done.stderr.splitlines()[-1]
 
 
 needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
@@ -146,14 +146,14 @@ needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git c
 
 @live
 @needs_git
-@pytest.mark.parametrize(("tools", "said"), [([], "no C compiler"), (["cc", "gcc"], "no Java")])
-def test_a_missing_tool_is_named_with_its_remedy(tools, said, tmp_path):
+@pytest.mark.parametrize(("tools", "expected"), [([], "no C compiler"), (["cc", "gcc"], "no Java")])
+def test_a_missing_tool_is_named_with_its_remedy(tools, expected, tmp_path):
     for tool in (*tools, "git"):
         (tmp_path / tool).symlink_to(shutil.which("git"))
     done = run("HEAD", "--only", "spark-read", PATH=str(tmp_path), JAVA_HOME="", PYROCKET_PURE="")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert said in line
+    assert expected in line
     assert "make system-packages" in line
 
 

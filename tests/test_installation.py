@@ -99,8 +99,8 @@ def test_it_installs_with_a_compiler_and_without(source, tmp_path, environment, 
     out, folder = tmp_path / "out", tmp_path / "installed"
     out.mkdir()
     folder.mkdir()
-    wheel, said = wheel_of(source, out, **environment)
-    assert "error" not in said.lower()
+    wheel, output = wheel_of(source, out, **environment)
+    assert "error" not in output.lower()
     assert consumes(sys.executable, unpacked(wheel, folder), PYTHONPATH=str(folder)) == accelerated
 
 

@@ -107,7 +107,7 @@ def test_links_that_hold(built):
 
 
 @for_each(
-    "text, said",
+    "text, expected",
     [
         ('<a href="three.html">', "one.html links to three.html, which is not there"),
         ('<a href="two.html#x">', "one.html links to two.html#x, but that page has no such anchor"),
@@ -117,8 +117,8 @@ def test_links_that_hold(built):
         ('<link rel="preconnect" href="//example.org">', "one.html needs //example.org"),
     ],
 )
-def test_links_that_do_not_hold(text, said, built):
-    assert built(one=text, two="") == [said]
+def test_links_that_do_not_hold(text, expected, built):
+    assert built(one=text, two="") == [expected]
 
 
 def test_a_site_without_pages_is_wrong(built):

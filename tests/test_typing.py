@@ -167,13 +167,13 @@ def test_mypy_finds_the_mistakes_and_nothing_else(tmp_path):
         check=False,
     )
     assert done.stderr == ""
-    said: dict[tuple[str, int], set[str]] = {}
+    revealed: dict[tuple[str, int], set[str]] = {}
     for line in done.stdout.splitlines():
         found = SAID.match(line)
         assert found, line
         place = found[1], int(found[2])
         if found[3] == "error":
-            said.setdefault(place, set()).add(found[5])
+            revealed.setdefault(place, set()).add(found[5])
         elif found[4].startswith("Revealed"):
-            said.setdefault(place, set()).add(re.sub(r"(\w+\.)+(\w+)", r"\2", found[4]))
-    assert said == wanted, done.stdout
+            revealed.setdefault(place, set()).add(re.sub(r"(\w+\.)+(\w+)", r"\2", found[4]))
+    assert revealed == wanted, done.stdout

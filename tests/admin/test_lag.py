@@ -186,13 +186,13 @@ def pair_admin(pair):
         yield admin
 
 
-asked = pytest.mark.parametrize(
+by_both_requests = pytest.mark.parametrize(
     "ask", [Admin.lag, lambda admin, group: admin.offsets(group, "T")], ids=["lag", "offsets"]
 )
 
 
 @pytest.mark.parametrize("keep_route", [True, False], ids=["registered", "forgotten"])
-@asked
+@by_both_requests
 def test_the_queues_of_a_broker_that_went_away_are_told(pair, pair_admin, ask, keep_route):
     assert (ask(pair_admin, "G").total, ask(pair_admin, "G").is_complete) == (3, True)
     pair.broker("broker-b").stop(keep_route=keep_route)
@@ -223,7 +223,7 @@ WAYS = {"connection": close_connection, "silence": drop, "refusal": answer(Respo
 
 
 @pytest.mark.parametrize("way", WAYS)
-@asked
+@by_both_requests
 @pytest.mark.parametrize(
     "code",
     [

@@ -95,8 +95,8 @@ def test_what_is_recorded_is_followed_without_a_word(embedded, stores):
         seen.wait(lambda seen: len(seen.messages) == 13)
         embedded.broker("broker-a").forget_requests()
         embedded.broker("broker-a").wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 4)
-        asked = embedded.broker("broker-a").requests(RequestCode.QUERY_CONSUMER_OFFSET)
-        places = {each.command.fields["queueId"] for each in asked}
+        queries = embedded.broker("broker-a").requests(RequestCode.QUERY_CONSUMER_OFFSET)
+        places = {each.command.fields["queueId"] for each in queries}
         assert places == {str(area().head)}, "one small request while there is nothing new"
 
 

@@ -64,9 +64,9 @@ def assert_only_committed(cluster, count):
 
 
 def test_a_member_ends_after_so_many(orders, consume):
-    printed, beside = consume(*MEMBER, "--count", "2")
+    printed, stderr = consume(*MEMBER, "--count", "2")
     assert printed == ["orders/broker-a/0@0  paid  m0", "orders/broker-a/0@1  paid  m1"]
-    assert beside == "consuming orders as a member of g; Ctrl-C ends\n2 messages printed\n"
+    assert stderr == "consuming orders as a member of g; Ctrl-C ends\n2 messages printed\n"
     assert_only_committed(orders, 2)
     printed, _ = consume(*MEMBER, "--count", "3", "-o", "json")
     assert [json.loads(line)["body"] for line in printed] == ["m2", "m3", "m4"]
@@ -170,9 +170,9 @@ def groups_asked(cluster):
 
 
 def test_who_looks_sees_what_there_is_and_changes_nothing(many, consume):
-    printed, beside = consume()
+    printed, stderr = consume()
     assert [line.rpartition(" ")[2] for line in printed] == [f"m{number}" for number in range(MANY)]
-    assert beside == ""
+    assert stderr == ""
     assert groups_asked(many) == set()
 
 
@@ -246,9 +246,9 @@ def test_messages_that_are_deleted_meanwhile_are_told(orders, consume):
     broker = orders.broker("broker-a")
     broker.on(RequestCode.GET_MIN_OFFSET, answer(0, fields={"offset": "0"}))  # what it was a moment ago
     broker.delete_before("orders", 0, 3)
-    printed, beside = consume()
+    printed, stderr = consume()
     assert [line.rpartition(" ")[2] for line in printed] == ["m3", "m4"]
-    assert beside == "orders/broker-a/0 has nothing at 0; going on at 3\n"
+    assert stderr == "orders/broker-a/0 has nothing at 0; going on at 3\n"
 
 
 @for_each(

@@ -75,9 +75,9 @@ def test_a_broadcasting_member_that_does_not_tell_is_named(embedded, offsets, st
         ForeignMember(embedded, "G", "T", {}, silent=True) as silent,
     ):
         wait_until_seen(seen, 1, 20)
-        code, text, beside = offsets("lag", "G")
+        code, text, stderr = offsets("lag", "G")
         assert (code, consumer.client_id in text) == (0, True)
-        assert f"{silent.client_id} did not tell" in beside
+        assert f"{silent.client_id} did not tell" in stderr
         assert offsets("lag", "G", "--max", "1000")[0] == 3, "what is not known may be above"
 
 
@@ -88,9 +88,9 @@ def test_a_plan_changes_nothing_and_execute_does_it(embedded, offsets, stores):
         code, text, _ = offsets("reset", "G", "T", "--to", "earliest")
         assert (code, len(seen.messages)) == (0, 20)
         assert "Nothing was changed. Add --execute" in text and consumer.client_id in text
-        code, text, beside = offsets("reset", "G", "T", "--to", "earliest", "--execute")
+        code, text, stderr = offsets("reset", "G", "T", "--to", "earliest", "--execute")
         assert (code, ": verified" in text) == (0, True)
-        assert f"member {consumer.client_id}: moved" in beside
+        assert f"member {consumer.client_id}: moved" in stderr
         wait_until_seen(seen, 2, 20)
 
 
@@ -152,9 +152,9 @@ def test_exit_code_3_when_somebody_has_not_moved(embedded, offsets, stores):
         wait_until_seen(seen, 1, 20)
         code, text, _ = offsets("reset", "G", "T", "--to", "earliest", "--execute")
         assert (code, "NOT verified" in text) == (3, True)
-        code, text, beside = offsets("reset", "G", "T", "--to", "earliest", "--execute", "-o", "json")
+        code, text, stderr = offsets("reset", "G", "T", "--to", "earliest", "--execute", "-o", "json")
         done = json.loads(text)
-        assert (code, done["result"]["verified"], beside) == (3, False, "")
+        assert (code, done["result"]["verified"], stderr) == (3, False, "")
         assert {each["who"]: each["state"] for each in done["result"]["outcomes"]}[java.client_id] == "unreached"
         assert java.client_id in done["plan"]["problems"][0]
 
@@ -181,11 +181,11 @@ def test_what_is_recorded_can_be_removed(embedded, offsets, stores):
 
 
 def test_errors_are_one_sentence_and_an_exit_code(offsets):
-    code, text, beside = offsets("show", "G", "nowhere")
+    code, text, stderr = offsets("show", "G", "nowhere")
     assert (code, text) == (1, "")
-    assert beside.startswith("pyrocket: no route for topic 'nowhere'")
-    code, _, beside = offsets("lag", "nobody")
-    assert (code, "no broker knows group 'nobody'" in beside) == (2, True)
+    assert stderr.startswith("pyrocket: no route for topic 'nowhere'")
+    code, _, stderr = offsets("lag", "nobody")
+    assert (code, "no broker knows group 'nobody'" in stderr) == (2, True)
 
 
 @for_each("command", [[], ["show"], ["lag"], ["reset"], ["forget-reset"], ["adopt"]])

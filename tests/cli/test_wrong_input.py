@@ -27,11 +27,11 @@ def fail_with(pyrocket, monkeypatch):
     monkeypatch.delenv("NAMESRV_ADDR", raising=False)
 
     def run(*arguments: str) -> tuple[int, str]:
-        code, printed, beside = pyrocket(*arguments)
+        code, printed, stderr = pyrocket(*arguments)
         assert printed == ""
-        *usage, sentence = beside.splitlines()
-        assert not usage or usage[0].startswith("usage: pyrocket"), beside
-        assert sentence.startswith("pyrocket"), beside
+        *usage, sentence = stderr.splitlines()
+        assert not usage or usage[0].startswith("usage: pyrocket"), stderr
+        assert sentence.startswith("pyrocket"), stderr
         return code, sentence
 
     return run

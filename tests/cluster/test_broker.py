@@ -175,8 +175,8 @@ def test_a_pull_from_the_suggested_slave_commits_nothing(with_slave, connect):
     assert found.suggested_broker_id == 1
     found, messages = pull(do, 0, broker_id=found.suggested_broker_id)
     assert offsets(messages) == [0, 1]
-    (asked,) = with_slave.broker("broker-a-1").requests(PULL)
-    assert PullMessageHeader.from_fields(asked.command.fields).sys_flag & 1 == 0
+    (received,) = with_slave.broker("broker-a-1").requests(PULL)
+    assert PullMessageHeader.from_fields(received.command.fields).sys_flag & 1 == 0
     assert with_slave.broker("broker-a-1").committed("app", "orders") == {}
 
 
@@ -230,8 +230,8 @@ def test_a_commit_is_answered_and_a_refusal_is_an_error(broker, do):
     assert broker.requests(RequestCode.UPDATE_CONSUMER_OFFSET) == []
     pull(do, 0)
     do("commit_offset", "app", QUEUE, 7)
-    (asked,) = broker.requests(RequestCode.UPDATE_CONSUMER_OFFSET)
-    assert not asked.command.is_oneway
+    (received,) = broker.requests(RequestCode.UPDATE_CONSUMER_OFFSET)
+    assert not received.command.is_oneway
     with pytest.raises(BrokerError) as raised:  # 5.3 and later know their groups
         do("commit_offset", "unknown", QUEUE, 7)
     assert raised.value.code == 26

@@ -24,7 +24,7 @@ def three(cluster_of):
     return cluster_of(name_servers=3)
 
 
-def asked(cluster, client, topic="orders"):
+def requested_nodes(cluster, client, topic="orders"):
     """Which name servers were asked for the route now."""
     for node in cluster.name_server_nodes:
         node.forget_requests()
@@ -34,17 +34,17 @@ def asked(cluster, client, topic="orders"):
 
 def test_one_is_asked_while_it_answers_and_the_next_one_stays(three, connect):
     client = connect(three)
-    (first,) = asked(three, client)
-    assert [asked(three, client) for _ in range(5)] == [[first]] * 5
+    (first,) = requested_nodes(three, client)
+    assert [requested_nodes(three, client) for _ in range(5)] == [[first]] * 5
     with pytest.raises(RouteNotFound, match="'nowhere'"):  # a no is an answer
-        asked(three, client, "nowhere")
+        requested_nodes(three, client, "nowhere")
     assert sum(len(node.requests(ROUTE)) for node in three.name_server_nodes) == 1
     first.stop()
-    (second,) = asked(three, client)
+    (second,) = requested_nodes(three, client)
     first.start()
-    assert asked(three, client) == [second] != [first]
+    assert requested_nodes(three, client) == [second] != [first]
     second.on(ROUTE, answer(2, "[REJECTREQUEST]system busy"), times=1)
-    assert len(asked(three, client)) == 2
+    assert len(requested_nodes(three, client)) == 2
 
 
 def test_one_is_enough_and_when_all_fail_every_reason_is_told(three, connect):
@@ -159,12 +159,12 @@ def test_a_large_answer_does_not_stop_the_io_thread(embedded, client):
     async def longest_piece() -> float:
         """Return the most CPU time that the I/O thread needs in one piece while it gets a route."""
         longest, last = 0.0, time.thread_time()
-        asked = asyncio.ensure_future(client.route("orders", refresh=True))
-        while not asked.done():
+        requested_nodes = asyncio.ensure_future(client.route("orders", refresh=True))
+        while not requested_nodes.done():
             await asyncio.sleep(0)
             last, before = time.thread_time(), last
             longest = max(longest, last - before)
-        assert len((await asked).queues) == 1
+        assert len((await requested_nodes).queues) == 1
         return longest
 
     assert quick(0.05, lambda: client.run(longest_piece(), 60))
@@ -176,10 +176,10 @@ UNREADABLE = [b"", b"[]", b"{", b'{"queueDatas":5}', b"[" * 1000 + b"]" * 1000, 
 @pytest.mark.parametrize("body", UNREADABLE, ids=lambda body: f"{len(body)} bytes")
 def test_an_unreadable_answer_makes_it_ask_another(three, connect, body):
     client = connect(three)
-    (first,) = asked(three, client)
+    (first,) = requested_nodes(three, client)
     first.on(ROUTE, answer(0, body=body), times=None)
     assert find_route(client, refresh=True).topic == "orders"
-    assert first not in asked(three, client)
+    assert first not in requested_nodes(three, client)
     for node in three.name_server_nodes:
         node.on(ROUTE, answer(0, body=body), times=None)
     with pytest.raises(ConnectError) as failure:

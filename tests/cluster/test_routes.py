@@ -24,12 +24,12 @@ class NameServer:
 
     def __init__(self, **routes):
         self.routes = routes
-        self.asked = []
+        self.requested = []
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def ask(self, topic):
-        self.asked.append(topic)
+        self.requested.append(topic)
         await self.gate.wait()
         answer = self.routes.get(topic, RouteNotFound(topic, "ns:9876"))
         if isinstance(answer, Exception):
@@ -44,8 +44,8 @@ class Watched(Routes):
         self.changes = []
         super().__init__(name_server.ask, self.remember)
 
-    def remember(self, route, came, went):
-        self.changes.append((route, set(came), set(went)))
+    def remember(self, route, added, removed):
+        self.changes.append((route, set(added), set(removed)))
 
 
 async def watched(**routes):
@@ -66,7 +66,7 @@ RUN = asyncio.run
 async def test_a_route_is_asked_for_once_and_remembered():
     name_server, routes = await watched(T=T_AT_A)
     assert await routes.get("T") is await routes.get("T") is routes.known("T")
-    assert name_server.asked == ["T"]
+    assert name_server.requested == ["T"]
 
 
 async def test_callers_at_once_share_one_request_and_its_failure():
@@ -81,7 +81,7 @@ async def test_callers_at_once_share_one_request_and_its_failure():
     assert isinstance(outcomes[0], asyncio.CancelledError)
     assert outcomes[1] is outcomes[2] is routes.known("T")
     assert all(isinstance(outcome, RouteNotFound) for outcome in outcomes[3:])
-    assert sorted(name_server.asked) == ["T", "none"]
+    assert sorted(name_server.requested) == ["T", "none"]
 
 
 @pytest.mark.live
@@ -92,15 +92,15 @@ async def test_callers_that_want_a_newer_route_share_questions():
     name_server.routes["T"] = route_of("T", a={0: "a:2"})
     for _ in range(20):
         assert (await routes.get("T", after=before)).brokers[0].addresses == {0: "a:2"}
-    assert len(name_server.asked) == 2
+    assert len(name_server.requested) == 2
     began = now()
     for _ in range(3):  # each saw the route fail after the last question
         await routes.get("T", after=now())
     assert now() - began > 0.1
-    assert len(name_server.asked) == 5
+    assert len(name_server.requested) == 5
     wanted = now()
     await asyncio.gather(*(routes.get("T", after=wanted) for _ in range(20)))
-    assert len(name_server.asked) == 6
+    assert len(name_server.requested) == 6
 
 
 async def test_a_topic_that_was_not_found_is_asked_for_again():
@@ -125,10 +125,10 @@ async def test_a_topic_that_is_gone_keeps_its_route():
 async def test_routes_stay_while_no_name_server_answers():
     name_server, routes = await watched(T=T_AT_A, U=U_AT_B)
     before = list(routes.changes)
-    name_server.asked.clear()
+    name_server.requested.clear()
     name_server.routes = dict.fromkeys(["T", "U"], ConnectError("ns:9876", "refused"))
     await routes.refresh()
-    assert (name_server.asked, routes.addresses, routes.changes) == (["T"], {"a:1", "b:1"}, before)
+    assert (name_server.requested, routes.addresses, routes.changes) == (["T"], {"a:1", "b:1"}, before)
     with pytest.raises(ConnectError):
         await routes.get("U", refresh=True)
 

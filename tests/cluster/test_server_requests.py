@@ -11,8 +11,8 @@ from pyrocket_consumer.errors import BrokerError, OffsetStoreUnwritable
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.command import GetConsumerRunningInfoHeader, NotifyConsumerIdsChangedHeader
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.asking import Asking
 from tests.cluster.conftest import RecordedCalls, find_route, join
+from tests.server_requests import RequestSender
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, broker, connec
     handle(member, RUNNING_INFO, slow)
     handle(member, RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, changed)
     admin = connect(embedded)
-    asking = admin.submit(
+    sender = admin.submit(
         admin.call(broker.address, GetConsumerRunningInfoHeader("app", member.client_id), timeout_s=5)
     )
     broker.wait_for(RUNNING_INFO)
@@ -104,7 +104,7 @@ def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, broker, connec
     assert member.run(member.broker("broker-a").max_offset(queue), 30) == 0
 
     set_event(member, go_on)
-    assert asking.result(30).body == b"{}"
+    assert sender.result(30).body == b"{}"
 
 
 def test_only_brokers_in_routes_or_in_use_may_ask(connect):
@@ -123,9 +123,9 @@ def test_only_brokers_in_routes_or_in_use_may_ask(connect):
         other, fields = embedded.broker("broker-b"), {"consumerGroup": "app", "clientId": client.client_id}
         embedded.call(lambda: embedded.unregister(other))
         embedded.wait_until(lambda: find_route(client).brokers[-1].broker_name == "broker-a")
-        assert Asking(other).ask(RUNNING_INFO, fields).body == b"{}"
+        assert RequestSender(other).call(RUNNING_INFO, fields).body == b"{}"
         assert calls.is_empty
-        answer = Asking(embedded.name_server_node).ask(RUNNING_INFO, fields)
+        answer = RequestSender(embedded.name_server_node).call(RUNNING_INFO, fields)
         assert (answer.code, answer.remark) == (
             1,
             "GET_CONSUMER_RUNNING_INFO is not obeyed: only brokers of the topics in use may ask",
@@ -138,7 +138,7 @@ def test_only_brokers_in_routes_or_in_use_may_ask(connect):
 def test_a_refused_request_is_logged_once(embedded, client, caplog):
     find_route(client)
     for _ in range(3):
-        assert Asking(embedded.name_server_node).ask(RequestCode.CHECK_TRANSACTION_STATE, {}).code == 1
+        assert RequestSender(embedded.name_server_node).call(RequestCode.CHECK_TRANSACTION_STATE, {}).code == 1
     why = "only brokers of the topics in use may ask"
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert lines == [f"request=CHECK_TRANSACTION_STATE from={embedded.name_server} not obeyed: {why}"]
@@ -157,18 +157,18 @@ def test_only_so_many_requests_are_under_way(broker, member):
         member.on_request(RUNNING_INFO, slow)
 
     member.run(register(), 30)
-    asking = Asking(broker)
-    answers = asking.ask_each(RUNNING_INFO, [{"n": str(number)} for number in range(70)])
+    sender = RequestSender(broker)
+    answers = sender.call_each(RUNNING_INFO, [{"n": str(number)} for number in range(70)])
     busy = [next(answers) for _ in range(6)]
     assert {(answer.code, answer.remark) for answer in busy} == {
         (2, "GET_CONSUMER_RUNNING_INFO is not obeyed: 64 of them are under way")
     }
     assert [handled.next() for _ in range(64)] == [(str(number),) for number in range(64)]
     assert [calls.next()[0] for _ in range(6)] == 6 * [307]
-    assert asking.ask(65_000, {}).code == 3, "others are answered meanwhile"
+    assert sender.call(65_000, {}).code == 3, "others are answered meanwhile"
     set_event(member, go_on)
     assert [next(answers).body for _ in range(64)] == 64 * [b"{}"]
-    assert asking.ask(RUNNING_INFO, {"n": "70"}).body == b"{}"
+    assert sender.call(RUNNING_INFO, {"n": "70"}).body == b"{}"
     assert calls.is_empty
 
 
@@ -180,10 +180,10 @@ def test_only_so_many_bytes_of_requests_are_under_way(broker, member):
         return command.make_response(body=b"%d" % len(command.body))
 
     handle(member, RequestCode.CONSUME_MESSAGE_DIRECTLY, slow)
-    asking, large = Asking(broker), bytes(9 << 20)
-    answers = asking.ask_each(RequestCode.CONSUME_MESSAGE_DIRECTLY, [{}, {}], large)
+    sender, large = RequestSender(broker), bytes(9 << 20)
+    answers = sender.call_each(RequestCode.CONSUME_MESSAGE_DIRECTLY, [{}, {}], large)
     assert (busy := next(answers)).code == 2
     assert busy.remark == f"CONSUME_MESSAGE_DIRECTLY is not obeyed: requests under way hold {len(large)} bytes"
     set_event(member, go_on)
     assert next(answers).body == b"%d" % len(large)
-    assert asking.ask(RequestCode.CONSUME_MESSAGE_DIRECTLY, {}, large).body == b"%d" % len(large)
+    assert sender.call(RequestCode.CONSUME_MESSAGE_DIRECTLY, {}, large).body == b"%d" % len(large)

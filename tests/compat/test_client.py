@@ -458,10 +458,10 @@ def test_what_is_no_decision_is_left_to_the_checker(cluster, topic, got, outcome
         return outcome
 
     def check(msg):
-        asked.append(msg.id)
-        return decide() if len(asked) == 1 and outcome != TransactionStatus.UNKNOWN else TransactionStatus.COMMIT
+        checked.append(msg.id)
+        return decide() if len(checked) == 1 and outcome != TransactionStatus.UNKNOWN else TransactionStatus.COMMIT
 
-    asked, producer = [], TransactionMQProducer("tp", check, None, 5000)
+    checked, producer = [], TransactionMQProducer("tp", check, None, 5000)
     with consuming(cluster, topic, lambda msg: got.put(msg.id)), client(producer, cluster):
         stored = producer.send_message_in_transaction(message(topic), decide)
         assert stored.status == SendStatus.OK
@@ -967,8 +967,8 @@ def test_what_is_set_after_the_start_counts_from_the_next_one(cluster, topic):
     with run(script, cluster, topic) as process:
         _, errors = process.communicate(timeout=WAIT_S)
     settings = ["set_group", "set_name_server_domain", "set_thread_count", "set_session_credentials"]
-    said = "called after start(): it takes effect at the next one"
-    assert errors.splitlines() == [f"{each}: {said}" for each in settings]
+    warning = "called after start(): it takes effect at the next one"
+    assert errors.splitlines() == [f"{each}: {warning}" for each in settings]
 
 
 @pytest.mark.slow("starts processes")

@@ -18,11 +18,11 @@ def window_of(
     *,
     epoch: int = 1,
     first: int = 0,
-    tell: Callable[[MessageQueue, int], None] = lambda queue, offset: None,
+    on_edge: Callable[[MessageQueue, int], None] = lambda queue, offset: None,
     record: Callable[[int], dict[str, Any]] = lambda offset: {},
 ) -> tuple[ProcessQueue, list[Message]]:
     """Return a window that holds `count` messages, and those; `record` says what is special about each."""
-    window = ProcessQueue(queue, epoch, Limits(), tell)
+    window = ProcessQueue(queue, epoch, Limits(), on_edge)
     window.start(first)
     usual = {"topic": queue.topic, "body": b"x"}
     stored = [StoredMessage(**{**usual, "queue_offset": at, **record(at)}) for at in range(first, first + count)]

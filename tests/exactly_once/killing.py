@@ -31,7 +31,7 @@ from tests.databases import KINDS, SERVERS, Database, running
 from tests.exactly_once.member import WAYS
 from tests.real_brokers import NEWEST, RealCluster
 
-Tell = Callable[[str], object]
+Report = Callable[[str], object]
 
 TOPIC, GROUP = "ledger-orders", "ledger-app"
 MEMBERS = 3
@@ -127,7 +127,7 @@ def run(
     *,
     topic: str = TOPIC,
     group: str = GROUP,
-    tell: Tell = lambda text: None,
+    report: Report = lambda text: None,
 ) -> str:
     """Send messages, and disturb who consumes them; returns what is wrong in the end, "" if nothing is."""
     engine = create_engine(database.url)
@@ -143,7 +143,7 @@ def run(
     try:
         for _ in range(MEMBERS):
             members.start()
-        _send_and_disturb(cluster, topic, members, messages, every_s, rate, ledger, tell)
+        _send_and_disturb(cluster, topic, members, messages, every_s, rate, ledger, report)
         members.wake(everybody=True)
         deadline = time.monotonic() + SETTLE_S
         while ledger.distinct() < messages and time.monotonic() < deadline and not ledger.repeats():
@@ -157,7 +157,7 @@ def run(
     places, bodies = Counter((queue, offset) for _, queue, offset in rows), {body for body, _, _ in rows}
     twice = [place for place, count in places.items() if count > 1]
     missing = [f"m{number}" for number in range(messages) if f"m{number}" not in bodies]
-    tell(
+    report(
         f"{messages} messages, {members.killed} kills, {members.frozen} freezes in {time.monotonic() - began:.0f} s: "
         f"{len(rows)} effects, {len(missing)} missing, {len(twice)} twice"
     )
@@ -195,11 +195,18 @@ class Ledger:
 
 
 def _send_and_disturb(
-    cluster: Any, topic: str, members: Members, messages: int, every_s: float, rate: float, ledger: Ledger, tell: Tell
+    cluster: Any,
+    topic: str,
+    members: Members,
+    messages: int,
+    every_s: float,
+    rate: float,
+    ledger: Ledger,
+    report: Report,
 ) -> None:
     sent = done = disturbed = 0  # disturbed: how much was booked when somebody was disturbed last
     began = time.monotonic()
-    next_at, told_at, log_checked_at = began + every_s, began, 0.0
+    next_at, reported_at, log_checked_at = began + every_s, began, 0.0
     with Producer(name_server=cluster.name_server) as producer:
         while sent < messages or done < 0.9 * messages:
             now = time.monotonic()
@@ -215,11 +222,11 @@ def _send_and_disturb(
             if now >= next_at and done > disturbed:  # on a busy machine, members need longer to begin
                 members.disturb()
                 next_at, disturbed = now + every_s, done
-            if now - told_at > 10:
-                told_at = now
+            if now - reported_at > 10:
+                reported_at = now
                 if ledger.repeats():
                     return
-                tell(f"{sent} of {messages} sent, {done} booked, {members.killed} kills, {members.frozen} freezes")
+                report(f"{sent} of {messages} sent, {done} booked, {members.killed} kills, {members.frozen} freezes")
 
 
 def main() -> int:
@@ -236,7 +243,7 @@ def main() -> int:
     made = EmbeddedCluster() if given.version == "embedded" else RealCluster(given.version)
     with made as cluster, database_of(given.database) as database:
         counts = (given.messages, given.way, given.every, given.seed, given.rate)
-        wrong = run(cluster, database, *counts, tell=lambda text: print(text, flush=True))
+        wrong = run(cluster, database, *counts, report=lambda text: print(text, flush=True))
     print(wrong or "the ledger has each message once")
     return 1 if wrong else 0
 

@@ -81,7 +81,7 @@ def test_a_password_with_an_at_in_it_is_not_shown(make):
 
 
 @for_each(
-    "url, said",
+    "url, expected",
     [
         ("postgresql://app:sword#fish@db:port/app", "cannot be read"),
         ("postgresql+psycopg://app:swordfish@[::1/app", "cannot be read"),
@@ -92,14 +92,14 @@ def test_a_password_with_an_at_in_it_is_not_shown(make):
         ("sqlite:////tmp/there/is/none.db", "there is no such file"),
     ],
 )
-def test_an_address_that_cannot_be_used_is_not_shown(url, said):
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_an_address_that_cannot_be_used_is_not_shown(url, expected):
+    with pytest.raises(ConfigError, match=expected) as caught:
         DatabaseOffsets.at(url)
     assert "sword" not in str(caught.value).replace("password", "") and caught.value.__cause__ is None
 
 
 @for_each(
-    "url, said",
+    "url, expected",
     [
         ("nonsense", "one of SQLAlchemy's"),
         ("env:NOT_THERE", "there is no variable NOT_THERE in the environment; set it"),
@@ -115,14 +115,14 @@ def test_an_address_that_cannot_be_used_is_not_shown(url, said):
     ],
 )
 @for_each("command", [("show", GROUP, TOPIC), ("lag", GROUP)])
-def test_an_address_that_a_tool_cannot_use_is_named(embedded, monkeypatch, capsys, url, said, command):
+def test_an_address_that_a_tool_cannot_use_is_named(embedded, monkeypatch, capsys, url, expected, command):
     monkeypatch.setenv("EMPTY", "")
     monkeypatch.setenv("NO_TEXT", "sqlite:////\udcff.db")
     send(embedded, [])
     embedded.broker("broker-a").create_group(GROUP)
     assert main(["offsets", *command, "-n", embedded.name_server, "--store", url]) == 2
     output = capsys.readouterr().err
-    assert said in output and "word" not in output and len(output.splitlines()) == 1
+    assert expected in output and "word" not in output and len(output.splitlines()) == 1
 
 
 def test_an_asynchronous_address_works(embedded, ledger, monkeypatch, reset):
@@ -171,15 +171,15 @@ def test_a_database_in_memory_is_refused_whatever_its_pool(url):
 
 
 @for_each(
-    "options, said",
+    "options, expected",
     [
         ({"orderly": False}, "needs orderly=True"),
         ({"auto_commit": False}, "needs orderly=True, with auto_commit"),
         ({"message_model": "broadcasting"}, "clustering group only"),
     ],
 )
-def test_a_consumer_that_cannot_be_exact_is_refused(ledger, options, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_consumer_that_cannot_be_exact_is_refused(ledger, options, expected):
+    with pytest.raises(ConfigError, match=expected):
         PushConsumer(GROUP, name_server="x:1", offset_store=ledger.offsets, **{"orderly": True, **options})
 
 
@@ -208,9 +208,9 @@ WRONG = {
 }
 
 
-@for_each("said, make", WRONG.items(), WRONG)
-def test_bad_arguments_are_named(ledger, tmp_path, said, make):
-    with pytest.raises(ConfigError, match=said):
+@for_each("expected, make", WRONG.items(), WRONG)
+def test_bad_arguments_are_named(ledger, tmp_path, expected, make):
+    with pytest.raises(ConfigError, match=expected):
         make(ledger, f"sqlite:///{tmp_path}/x.db")
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.databases("sqlite", "postgresql")
 def test_the_ledger_has_each_message_once(cluster, database, names):
     printed: list[str] = []
-    wrong = run(cluster, database, 3000, every_s=0.7, tell=printed.append, topic=names.topic(), group=names.group())
+    wrong = run(cluster, database, 3000, every_s=0.7, report=printed.append, topic=names.topic(), group=names.group())
     assert wrong == "", printed[-1]
     assert ", 0 kills" not in printed[-1]
 

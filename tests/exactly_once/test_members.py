@@ -24,17 +24,17 @@ MAX_MEMBERS_PER_CHECK = 200
 """In one look."""
 
 
-def telling(count, language, name="m{}"):
+def list_members(count, language, name="m{}"):
     """A fault: the broker names so many members, of whom it knows nothing when it is to ask them."""
     member = {"clientAddr": "1.1.1.1:1", "language": language, "version": 435}
-    said = {
+    text = {
         "connectionSet": [{**member, "clientId": name.format(number)} for number in range(count)],
         "subscriptionTable": {},
         "consumeType": "CONSUME_PASSIVELY",
         "messageModel": "CLUSTERING",
         "consumeFromWhere": "CONSUME_FROM_FIRST_OFFSET",
     }
-    return answer(0, "", {}, json.dumps(said).encode())
+    return answer(0, "", {}, json.dumps(text).encode())
 
 
 def late(cluster):
@@ -47,13 +47,13 @@ def is_refused(cluster, ledger, match):
     return refused(billing(cluster, ledger), match, ConfigError)
 
 
-def until_looked(cluster, times):
+def wait_for_checks(cluster, times):
     """Wait until the members have been asked for more often."""
-    looks = asked(cluster, WHO)
-    cluster.wait_until(lambda: asked(cluster, WHO) > looks + times)
+    checks = count_requests(cluster, WHO)
+    cluster.wait_until(lambda: count_requests(cluster, WHO) > checks + times)
 
 
-def asked(cluster, code):
+def count_requests(cluster, code):
     return len(cluster.broker("broker-a").requests(code))
 
 
@@ -104,7 +104,7 @@ def test_a_later_one_of_another_client_is_told_once(embedded, ledger, events):
         stack.callback(member.close)
         event = events.wait_for("foreign-member")
         assert member.client_id in event.text and "stop" in event.text
-        until_looked(embedded, 3)
+        wait_for_checks(embedded, 3)
     assert len(events.of("foreign-member")) == 1
 
 
@@ -130,14 +130,14 @@ def test_one_that_is_not_heard_at_a_start_is_told_when_it_is(embedded, ledger, e
     ):
         (line,) = [record.getMessage() for record in caplog.records if "not known" in record.getMessage()]
         assert former.client_id in line and "busy" in line
-        until_looked(embedded, 20)
+        wait_for_checks(embedded, 20)
         assert events.of("foreign-member") == []
-        assert asked(embedded, HOW) < asked(embedded, WHO) / 2, "less and less often"
+        assert count_requests(embedded, HOW) < count_requests(embedded, WHO) / 2, "less and less often"
         broker.clear_faults()
         assert former.client_id in events.wait_for("foreign-member").text
-        heard = asked(embedded, HOW)
-        until_looked(embedded, 5)
-        assert asked(embedded, HOW) == heard, "who is known is asked no more"
+        known = count_requests(embedded, HOW)
+        wait_for_checks(embedded, 5)
+        assert count_requests(embedded, HOW) == known, "who is known is asked no more"
     assert len(events.of("foreign-member")) == 1
 
 
@@ -150,7 +150,7 @@ def test_a_later_one_of_ours_is_told_once(embedded, ledger, events, fault):
         with late(embedded) as (member, _):
             event = events.wait_for("foreign-member")
             assert member.client_id in event.text and "stop" in event.text
-            until_looked(embedded, 5)
+            wait_for_checks(embedded, 5)
     assert len(events.of("foreign-member")) == 1
 
 
@@ -168,21 +168,21 @@ def test_one_is_not_told_again_after_a_silence(embedded, ledger, events):
     with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2), late(embedded):
         events.wait_for("foreign-member")
         embedded.broker("broker-a").on(WHO, answer(1, "busy"), times=3)
-        until_looked(embedded, 6)
+        wait_for_checks(embedded, 6)
     assert len(events.of("foreign-member")) == 1
 
 
 def test_a_refused_start_is_short_and_says_the_remedy(embedded, ledger):
     send(embedded, [])
-    embedded.broker("broker-a").on(WHO, telling(5000, "JAVA", "\x1b[31m{}" + "x" * 200), times=None)
-    said = is_refused(embedded, ledger, "5000 members of another client.*stop them.*: .*and 4990 more$")
-    assert said.isprintable() and len(said) < 3000
+    embedded.broker("broker-a").on(WHO, list_members(5000, "JAVA", "\x1b[31m{}" + "x" * 200), times=None)
+    text = is_refused(embedded, ledger, "5000 members of another client.*stop them.*: .*and 4990 more$")
+    assert text.isprintable() and len(text) < 3000
 
 
 def test_an_event_of_many_is_short_and_says_the_remedy(embedded, ledger, events):
     send(embedded, [])
     with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2):
-        embedded.broker("broker-a").on(WHO, telling(5000, "JAVA", "\x1b[31m{}" + "x" * 200), times=None)
+        embedded.broker("broker-a").on(WHO, list_members(5000, "JAVA", "\x1b[31m{}" + "x" * 200), times=None)
         event = events.wait_for("foreign-member")
     assert "stop them" in event.text and event.text.endswith("and 4990 more")
     assert event.facts["count"] == 5000
@@ -193,10 +193,12 @@ def test_an_event_of_many_is_short_and_says_the_remedy(embedded, ledger, events)
 def test_so_many_members_are_asked_in_a_look(embedded, ledger):
     send(embedded, [])
     with billing(embedded, ledger, rebalance_interval_s=0.2):
-        looks, before = asked(embedded, WHO), asked(embedded, HOW)
-        embedded.broker("broker-a").on(WHO, telling(1000, "PYTHON"), times=None)
-        embedded.wait_until(lambda: asked(embedded, HOW) >= before + 1000)
-        assert asked(embedded, HOW) - before <= MAX_MEMBERS_PER_CHECK * (asked(embedded, WHO) - looks)
+        checks, before = count_requests(embedded, WHO), count_requests(embedded, HOW)
+        embedded.broker("broker-a").on(WHO, list_members(1000, "PYTHON"), times=None)
+        embedded.wait_until(lambda: count_requests(embedded, HOW) >= before + 1000)
+        assert count_requests(embedded, HOW) - before <= MAX_MEMBERS_PER_CHECK * (
+            count_requests(embedded, WHO) - checks
+        )
         requests = embedded.broker("broker-a").requests(HOW)[before : before + 1000]
         assert len({request.command.fields["clientId"] for request in requests}) == 1000, "each has its turn"
 

@@ -110,22 +110,22 @@ def test_a_reset_of_the_broker_reaches_who_has_the_queue(embedded, ledger, admin
 
 def test_a_reset_of_a_queue_another_has_claimed_does_nothing(embedded, ledger, events):
     """It is asked for while the member is just looking whether the queue is its own still."""
-    idle, looking, goes_on = threading.Event(), threading.Event(), threading.Event()
+    idle, checking, goes_on = threading.Event(), threading.Event(), threading.Event()
 
-    def look(statement):
-        if statement.startswith("SELECT") and idle.is_set() and not looking.is_set():
-            looking.set()
+    def intercept(statement):
+        if statement.startswith("SELECT") and idle.is_set() and not checking.is_set():
+            checking.set()
             assert goes_on.wait(WAIT_S)
 
     send(embedded, queues=1)
     with (
-        offsets_driven(ledger, look) as offsets,
+        offsets_driven(ledger, intercept) as offsets,
         ThreadPoolExecutor() as pool,
         billing(embedded, ledger, offsets=offsets, on_event=events) as (consumer, _),
     ):
         until_at(embedded, ledger, 100)
         idle.set()
-        assert looking.wait(WAIT_S)
+        assert checking.wait(WAIT_S)
         ledger.execute("UPDATE pyrocket_offsets SET epoch = epoch + 1, next_offset = 90 WHERE topic = :t", t=TOPIC)
         resetting = pool.submit(consumer.reset_offsets, TOPIC, {queue(TOPIC, 0): 10})
         time.sleep(0.1)
@@ -314,8 +314,8 @@ def test_a_group_that_the_database_has_rows_of_is_known(embedded, ledger, capsys
     assert code == 0
     output = json.loads(printed)
     assert [(each["queue"], each["committed"], each["lag"]) for each in output["queues"]] == [(0, 0, 3), (1, 1, 2)]
-    code, _, beside = run("nobody")
-    assert (code, "no broker knows group 'nobody'" in beside) == (2, True)
+    code, _, stderr = run("nobody")
+    assert (code, "no broker knows group 'nobody'" in stderr) == (2, True)
 
 
 def test_a_queue_that_is_consumed_to_its_end_is_shown(embedded, ledger, reset):

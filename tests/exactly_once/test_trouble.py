@@ -85,8 +85,8 @@ def test_a_database_that_dies_again_and_again(embedded, ledger):
 def test_a_database_that_is_away_at_the_start_is_named(embedded, ledger):
     send(embedded)
     with dead(ledger):
-        said = refused(billing(embedded, ledger), "cannot be reached.*check the address")
-        assert str(ledger.database.server.port) in said and ":app@" not in said
+        refusal = refused(billing(embedded, ledger), "cannot be reached.*check the address")
+        assert str(ledger.database.server.port) in refusal and ":app@" not in refusal
     with billing(embedded, ledger):
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)

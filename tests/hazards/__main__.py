@@ -151,9 +151,9 @@ def document() -> str:
     for number, (title, effects) in HAZARDS.items():
         about = [test for test in tests if number in test.numbers]
         parts.append(f"## H{number:02} {title}\n\n*{_sentence(effects)}.*\n")
-        said = dict.fromkeys((test.text, test.faulty) for test in about if test.text)
-        if said:
-            points = [f"- {text}" + (f" *Elsewhere:* {faulty}" if faulty else "") for text, faulty in said]
+        claims = dict.fromkeys((test.text, test.faulty) for test in about if test.text)
+        if claims:
+            points = [f"- {text}" + (f" *Elsewhere:* {faulty}" if faulty else "") for text, faulty in claims]
             parts.append("\n".join(points) + "\n")
         if number in REMARKS:
             parts.append(f"{REMARKS[number]}\n")

@@ -88,7 +88,7 @@ def main() -> None:
         last = ended.wait(0.2)
         with open("/proc/self/statm") as statm:
             rss = int(statm.read().split()[1]) * resource.getpagesize()
-        tell = {
+        report = {
             "state": str(consumer.state),
             "rss": rss,
             "threads": threading.active_count(),
@@ -105,7 +105,7 @@ def main() -> None:
             "events": dict(Counter(dict(events)).most_common(12)),
         }
         Pauses.longest_s = Pauses.longest_cpu_s = 0.0
-        print(json.dumps(tell), flush=True)
+        print(json.dumps(report), flush=True)
         if last:
             break
     consumer.close(5)

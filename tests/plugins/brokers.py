@@ -44,13 +44,21 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cluster(**options): how the test's cluster is made, for example brokers=2")
     config.addinivalue_line("markers", "versions(*names): the RocketMQ releases a test is about; others are left out")
     config.addinivalue_line("markers", "differs(*which): shows what embedded or real brokers do unlike the others")
-    asked = config.getoption("--real")
-    named = VERSIONS if asked == "all" else () if asked == NO_VERSION else tuple(asked.split(",")) if asked else None
+    requested = config.getoption("--real")
+    named = (
+        VERSIONS
+        if requested == "all"
+        else ()
+        if requested == NO_VERSION
+        else tuple(requested.split(","))
+        if requested
+        else None
+    )
     versions = OLDEST_AND_NEWEST if named is None else named
     if set(versions) - set(VERSIONS):
-        raise pytest.UsageError(f"--real={asked}: choose none, all, or some of {','.join(VERSIONS)}")
+        raise pytest.UsageError(f"--real={requested}: choose none, all, or some of {','.join(VERSIONS)}")
     config.stash[_versions], config.stash[_not_run] = versions, "" if versions else "--real=none was given"
-    config.stash[_required] = asked is not None or os.environ.get("CI") == "true"
+    config.stash[_required] = requested is not None or os.environ.get("CI") == "true"
 
 
 def pytest_report_header(config: pytest.Config) -> str:

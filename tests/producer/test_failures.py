@@ -150,11 +150,11 @@ def test_a_broker_that_failed_is_left_alone_for_a_moment(embedded, producer):
         started = time.monotonic()
         sent = {producer.send("orders", b"x").queue.broker_name for _ in range(10)}
         was_quick = time.monotonic() - started < 0.4  # the moment is a second
-        asked = len(failing.requests(SEND))
+        sends = len(failing.requests(SEND))
         wait_until(lambda: producer.send("orders", b"x").queue.broker_name == "broker-a", "it is trusted again")
         if was_quick:
             break
-    assert (sent, asked) == ({"broker-b"}, 1)
+    assert (sent, sends) == ({"broker-b"}, 1)
 
 
 def test_what_a_broker_refuses_at_one_time_is_one_failure_of_it(embedded, producer):

@@ -166,11 +166,11 @@ def test_a_callback_may_close_the_producer(embedded):
 
 
 def test_a_future_is_told_once(callbacks):
-    for tell in (lambda promise: promise.set_result(1), lambda promise: promise.set_exception(ValueError())):
+    for resolve in (lambda promise: promise.set_result(1), lambda promise: promise.set_exception(ValueError())):
         future = SendFuture(callbacks)
         Promise(future).set_result(0)
         with pytest.raises(InvalidStateError):
-            tell(Promise(future))
+            resolve(Promise(future))
         assert future.result(0) == 0
 
 
@@ -187,12 +187,12 @@ def test_however_threads_meet_nobody_waits_in_vain(callbacks):
             meeting.wait(30)
             seen[what] = work()
 
-        def tell(futures=futures):
+        def resolve(futures=futures):
             for number, future in enumerate(futures):
                 Promise(future).set_result(number)
 
         works = {
-            "tell": tell,
+            "tell": resolve,
             "result": lambda futures=futures: sum(future.result(30) for future in futures),
             "wait": lambda futures=futures: len(concurrent.futures.wait(futures, 30).done),
             "as_completed": lambda futures=futures: len(list(concurrent.futures.as_completed(futures, 30))),
@@ -230,9 +230,9 @@ def test_what_is_not_callable_is_refused_where_it_is_added(producer, gate, wrong
 @pytest.mark.parametrize("pin", [{}, {"sharding_key": "key"}], ids=["free", "key"])
 def test_a_user_cannot_tell_the_outcome_of_a_message(producer, gate, pin):
     futures = [producer.send_async("orders", b"%d" % number, **pin) for number in range(10)]
-    for tell in (lambda: futures[3].set_result(None), lambda: futures[3].set_exception(ValueError())):
+    for resolve in (lambda: futures[3].set_result(None), lambda: futures[3].set_exception(ValueError())):
         with pytest.raises(InvalidStateError, match="the producer tells"):
-            tell()
+            resolve()
     gate.open()
     producer.flush(30)
     assert len({future.result(0).message_id for future in futures}) == 10
@@ -363,7 +363,7 @@ def test_a_signals_handler_may_wait_wherever_it_comes(act):
     def handle(number, frame):
         nonlocal came
         came = True
-        telling.start()
+        resolver.start()
         try:
             results = [future.result(3) for future in (other, interrupted)]
         except TimeoutError:
@@ -371,7 +371,7 @@ def test_a_signals_handler_may_wait_wherever_it_comes(act):
         if results != [1, 1]:
             late.append(step)
 
-    def tell():
+    def resolve():
         for future in (interrupted, other):
             Promise(future).set_result(1)
 
@@ -382,7 +382,7 @@ def test_a_signals_handler_may_wait_wherever_it_comes(act):
             thread = CallbackThread()
             interrupted, other, called = SendFuture(thread), SendFuture(thread), []
             interrupted.add_done_callback(called.append)
-            telling = threading.Thread(target=tell)
+            resolver = threading.Thread(target=resolve)
             left = step
             sys.settrace(at_step)
             try:
@@ -390,7 +390,7 @@ def test_a_signals_handler_may_wait_wherever_it_comes(act):
             finally:
                 sys.settrace(trace)
             if came:
-                telling.join(10)
+                resolver.join(10)
                 thread.stop(10)
                 assert called == [interrupted]
     finally:

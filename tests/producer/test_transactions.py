@@ -12,10 +12,10 @@ from pyrocket_consumer.producer import OutgoingMessage, TransactionProducer, Tra
 from pyrocket_consumer.protocol.codes import RequestCode, SysFlag
 from pyrocket_consumer.protocol.message import StoredMessage, encode_message
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
-from tests.asking import Asking
 from tests.for_each import for_each
 from tests.producer.programs import in_a_thread, producer_threads
 from tests.real_brokers import wait_until
+from tests.server_requests import RequestSender
 
 # The broker looks every second, and asks about half messages older than a second.
 QUICK_CHECKS = {"transactionCheckInterval": "1000", "transactionTimeOut": "1000"}
@@ -27,11 +27,11 @@ class Check:
     def __init__(self, *answers):
         self._answers = list(answers)
         self._changed = threading.Condition()
-        self.asked = []
+        self.checked = []
 
     def __call__(self, message):
         with self._changed:
-            self.asked.append(message)
+            self.checked.append(message)
             self._changed.notify_all()
         given = self._answers.pop(0) if self._answers else TransactionState.UNKNOWN
         if isinstance(given, Exception):
@@ -40,8 +40,8 @@ class Check:
 
     def wait_for(self, count, timeout_s=30):
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.asked) >= count, timeout_s), self.asked
-        return self.asked[count - 1]
+            assert self._changed.wait_for(lambda: len(self.checked) >= count, timeout_s), self.checked
+        return self.checked[count - 1]
 
 
 PAID = OutgoingMessage(b"x", topic="orders")
@@ -114,8 +114,13 @@ def test_a_broker_that_does_not_know_asks(cluster, topic, names, producing):
     message = OutgoingMessage(b"later", tags="t", properties={"CHECK_IMMUNITY_TIME_IN_SECONDS": "1"}, topic=topic)
     result = producer.send_in_transaction(message, unknown)
     assert result.state is TransactionState.UNKNOWN
-    asked = check.wait_for(3)
-    assert (asked.message_id, asked.body, asked.tags, asked.topic) == (result.sent.message_id, b"later", "t", topic)
+    checked = check.wait_for(3)
+    assert (checked.message_id, checked.body, checked.tags, checked.topic) == (
+        result.sent.message_id,
+        b"later",
+        "t",
+        topic,
+    )
     wait_until(lambda: cluster.messages(topic), "the committed message")
 
 
@@ -147,7 +152,7 @@ def test_a_decision_that_does_not_reach_the_broker_is_asked_for(quick, transacti
     quick.broker("broker-a").on(RequestCode.END_TRANSACTION, drop)
     result = producer.send_in_transaction(PAID, commit)
     assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
-    assert "was not answered" in result.not_told
+    assert "was not answered" in result.not_sent
     check.wait_for(1)
     quick.wait_until(lambda: quick.messages("orders") != [])
 
@@ -157,7 +162,7 @@ def test_a_decision_that_the_broker_refuses_is_not_taken(quick, transacting, cap
     quick.broker("broker-a").on(RequestCode.END_TRANSACTION, answer(1, "Find prepared transaction message failed"))
     result = producer.send_in_transaction(PAID, commit)
     assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
-    assert "Find prepared transaction message failed" in result.not_told
+    assert "Find prepared transaction message failed" in result.not_sent
     assert "has not taken COMMIT" in caplog.text
 
 
@@ -166,10 +171,10 @@ class SlowCheck:
 
     def __init__(self):
         self.began, self.may_answer = threading.Event(), threading.Event()
-        self.asked = []
+        self.checked = []
 
     def __call__(self, message):
-        self.asked.append(message.message_id)
+        self.checked.append(message.message_id)
         self.began.set()
         self.may_answer.wait(60)
         return TransactionState.COMMIT
@@ -200,7 +205,7 @@ def test_what_a_broker_asks_again_meanwhile_is_checked_once(slow_check, producin
         slow_check.may_answer.set()
         cluster.wait_until(lambda: cluster.messages("orders") != [])
         producer.close()
-        assert len(slow_check.asked) == 1
+        assert len(slow_check.checked) == 1
 
 
 def test_no_check_begins_after_close(quick, slow_check):
@@ -211,18 +216,18 @@ def test_no_check_begins_after_close(quick, slow_check):
     with in_a_thread(producer.close):
         quick.wait_until(lambda: producer.state.value == "closed")
         slow_check.may_answer.set()
-    assert len(slow_check.asked) == 1
+    assert len(slow_check.checked) == 1
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
 def test_a_check_that_wants_to_exit_is_asked_again(quick, transacting, error):
     def check(message):
-        asked.append(message)
-        if len(asked) == 1:
+        checked.append(message)
+        if len(checked) == 1:
             raise error
         return TransactionState.COMMIT
 
-    asked = []
+    checked = []
     undecided(transacting(check))
     quick.wait_until(lambda: quick.messages("orders") != [])
 
@@ -242,13 +247,13 @@ def test_another_producer_answers_for_one_that_is_gone(quick, transacting):
     quick.wait_until(lambda: quick.messages("orders") != [])
 
 
-ASKED = {"tranStateTableOffset": "0", "commitLogOffset": "0", "msgId": "A"}
+CHECK_FIELDS = {"tranStateTableOffset": "0", "commitLogOffset": "0", "msgId": "A"}
 
 
 def test_a_name_server_may_not_ask(quick, transacting):
     transacting(never, topics=["orders"])
     record = encode_message(StoredMessage("orders", b"x", {"UNIQ_KEY": "A"}))
-    refused = Asking(quick.name_server_node).ask(RequestCode.CHECK_TRANSACTION_STATE, ASKED, record)
+    refused = RequestSender(quick.name_server_node).call(RequestCode.CHECK_TRANSACTION_STATE, CHECK_FIELDS, record)
     assert refused.remark == "CHECK_TRANSACTION_STATE is not obeyed: only brokers of the topics in use may ask"
 
 
@@ -257,7 +262,9 @@ def test_what_is_asked_about_is_not_unpacked_before_its_check(quick, transacting
     transacting(check := Check(), topics=["orders"])
     quick.broker("broker-a").wait_for(RequestCode.HEART_BEAT)
     packed = StoredMessage("orders", b"no zlib", {"UNIQ_KEY": "A"}, sys_flag=SysFlag.COMPRESSED)
-    Asking(quick.broker("broker-a")).tell(RequestCode.CHECK_TRANSACTION_STATE, ASKED, encode_message(packed))
+    RequestSender(quick.broker("broker-a")).oneway(
+        RequestCode.CHECK_TRANSACTION_STATE, CHECK_FIELDS, encode_message(packed)
+    )
     message = check.wait_for(1)
     assert message.message_id == "A"
     with pytest.raises(ProtocolError):
@@ -270,18 +277,18 @@ def test_what_is_asked_about_is_not_unpacked_before_its_check(quick, transacting
 def test_what_is_asked_again_and_larger_then_is_not_held(quick, transacting, slow_check, fields, body):
     transacting(slow_check, topics=["orders"])
     quick.broker("broker-a").wait_for(RequestCode.HEART_BEAT)
-    asking = Asking(quick.broker("broker-a"))
+    sender = RequestSender(quick.broker("broker-a"))
 
-    def ask(fields, body):
+    def send_check(fields, body):
         for number in range(120):
             record = encode_message(StoredMessage("orders", body, {"UNIQ_KEY": str(number)}))
-            asking.tell(RequestCode.CHECK_TRANSACTION_STATE, ASKED | fields, record)
-            asking.ask(9999, {})  # its answer comes when the one before has been taken
+            sender.oneway(RequestCode.CHECK_TRANSACTION_STATE, CHECK_FIELDS | fields, record)
+            sender.call(9999, {})  # its answer comes when the one before has been taken
 
-    ask({}, b"x")
+    send_check({}, b"x")
     tracemalloc.start()
     try:
-        ask(fields, body)
+        send_check(fields, body)
         assert tracemalloc.get_traced_memory()[0] < 80 << 20
     finally:
         tracemalloc.stop()
@@ -294,16 +301,16 @@ def test_a_broker_that_asks_without_end_leaves_room_to_others(producing, slow_ch
         producing(cluster, TransactionProducer, group="payments", check=slow_check, topics=["orders"])
         for name in ("broker-a", "broker-b"):
             cluster.broker(name).wait_for(RequestCode.HEART_BEAT)
-        many, one = (Asking(cluster.broker(name)) for name in ("broker-a", "broker-b"))
-        for asking, count in ((many, 1500), (one, 1)):
+        many, one = (RequestSender(cluster.broker(name)) for name in ("broker-a", "broker-b"))
+        for sender, count in ((many, 1500), (one, 1)):
             for number in range(count):
                 record = encode_message(StoredMessage("orders", b"x", {"UNIQ_KEY": f"{number} of {count}"}))
-                asking.tell(RequestCode.CHECK_TRANSACTION_STATE, ASKED, record)
-            asking.ask(9999, {})  # its answer comes when the ones before have been taken
-        assert len(slow_check.asked) == 1
+                sender.oneway(RequestCode.CHECK_TRANSACTION_STATE, CHECK_FIELDS, record)
+            sender.call(9999, {})  # its answer comes when the ones before have been taken
+        assert len(slow_check.checked) == 1
         slow_check.may_answer.set()
-        cluster.wait_until(lambda: len(slow_check.asked) == 252)  # one that ran, 250, and that of the other
-        assert "0 of 1" in slow_check.asked[:3]
+        cluster.wait_until(lambda: len(slow_check.checked) == 252)  # one that ran, 250, and that of the other
+        assert "0 of 1" in slow_check.checked[:3]
 
 
 @for_each(
@@ -349,5 +356,5 @@ def test_closed_while_the_transaction_runs_it_tells_the_decision(embedded):
 
     result = producer.send_in_transaction(PAID, run)
     assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
-    assert result.not_told is not None
-    assert "closed" in result.not_told
+    assert result.not_sent is not None
+    assert "closed" in result.not_sent

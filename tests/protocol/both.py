@@ -120,12 +120,14 @@ def outcome(call: Callable[[], object]) -> object:
 def all_of(message: Any, names: Iterable[str] = ()) -> list[object]:
     """Return everything a message says of itself, the errors of what it cannot say included."""
     every = (*NAMES, *names)
-    said = [outcome(partial(message.property, name)) for name in every]  # before all properties were read, and after
-    said += [_plain(outcome(partial(getattr, message, name))) for name in ATTRIBUTES]
-    said += [outcome(partial(message.property, name)) for name in every]
-    said += [outcome(partial(message.property_bytes, name)) for name in every]
+    outcomes = [
+        outcome(partial(message.property, name)) for name in every
+    ]  # before all properties were read, and after
+    outcomes += [_plain(outcome(partial(getattr, message, name))) for name in ATTRIBUTES]
+    outcomes += [outcome(partial(message.property, name)) for name in every]
+    outcomes += [outcome(partial(message.property_bytes, name)) for name in every]
     make, arguments = message.__reduce__()
-    return [*said, repr(message), arguments[0], repr(make(*arguments))]
+    return [*outcomes, repr(message), arguments[0], repr(make(*arguments))]
 
 
 def _plain(value: object) -> object:

@@ -289,9 +289,9 @@ def test_the_compiled_part_makes_no_record_outside_of_the_bytes(places):
 def test_the_compiled_part_makes_nothing_else_than_its_records(kind):
     which = both.copy(pure=False)  # whose Message is another one
     accelerator = which.module("protocol.accelerator")
-    with pytest.raises(TypeError, match="no kind of Record"):
+    with pytest.raises(TypeError, match="not a type of Record"):
         accelerator.make_record(kind, bytes(91), 0, 88, 91, 0, 0, None, None)
-    with pytest.raises(TypeError, match="no kind of Record"):
+    with pytest.raises(TypeError, match="not a type of Record"):
         accelerator.decode_records(kind, [], bytes(91), 0, 0, None, int)
 
 
@@ -330,7 +330,7 @@ def python(*command: str, executable: str = sys.executable, cwd: Path = ROOT, **
     )
 
 
-def tells(folder: Path, **variables: str) -> tuple[str, str]:
+def run_import(folder: Path, **variables: str) -> tuple[str, str]:
     """Return what a fresh process says of its compiled part, and what it logs."""
     answer = python("-c", TELLS, cwd=folder, PYTHONPATH=str(folder), **variables)
     assert answer.returncode == 0, answer.stderr
@@ -341,9 +341,9 @@ def tells(folder: Path, **variables: str) -> tuple[str, str]:
 @for_each("value, pure", [("1", True), ("yes", True), ("0", False), ("", False)])
 def test_a_variable_switches_it_off(value, pure):
     both.copy(pure=False)  # else there is nothing to switch off
-    said, logged = tells(ROOT, PYROCKET_PURE=value)
-    assert said.startswith(f"{not pure} ") and said.endswith(" b'x'") and not logged
-    assert ("PYROCKET_PURE is set" in said) is pure
+    printed, logged = run_import(ROOT, PYROCKET_PURE=value)
+    assert printed.startswith(f"{not pure} ") and printed.endswith(" b'x'") and not logged
+    assert ("PYROCKET_PURE is set" in printed) is pure
 
 
 @pytest.mark.live
@@ -383,8 +383,8 @@ def test_a_build_that_cannot_be_used_is_said_once(tmp_path, suffix, content, rea
     wire = copied(folder)
     if suffix:
         (wire / f"_accelerator{suffix}").write_bytes(content)
-    said, logged = tells(folder)
-    assert said.startswith(f"False {reason}") and said.endswith(" b'x'")
+    printed, logged = run_import(folder)
+    assert printed.startswith(f"False {reason}") and printed.endswith(" b'x'")
     assert logged.count("\n") == 0
     if suffix:
         assert logged.startswith("WARNING Python code is used in place of the compiled part")

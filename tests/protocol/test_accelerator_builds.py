@@ -65,8 +65,8 @@ def test_what_a_free_threaded_python_compiles_is_right():
     if "3.13" not in pythons():
         pytest.skip("there is no Python 3.13")
     ask_headers = "import sysconfig; print(sysconfig.get_path('include'))"
-    asked = subprocess.run([pythons()["3.13"], "-c", ask_headers], capture_output=True, text=True, check=True)
-    headers = asked.stdout.strip()
+    done = subprocess.run([pythons()["3.13"], "-c", ask_headers], capture_output=True, text=True, check=True)
+    headers = done.stdout.strip()
     flags = ("-fsyntax-only", "-Wall", "-Werror", "-DPy_GIL_DISABLED=1", '-DSOURCE=""', "-I", headers)
     command = [compiler(), *flags, str(SOURCE)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

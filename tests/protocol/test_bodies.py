@@ -222,8 +222,8 @@ def decode_lock(version: str, client_id: str) -> frozenset[MessageQueue]:
     answers = {}
     for request, answer in zip(golden.index(), golden.index()[1:], strict=False):
         if request.version == version and request.code == RequestCode.LOCK_BATCH_MQ and not request.is_response:
-            asked = bodies.decode_lock_request(decode_command(request.frame()).body)
-            answers[asked.client_id] = bodies.decode_lock_answer(decode_command(answer.frame()).body)
+            lock_request = bodies.decode_lock_request(decode_command(request.frame()).body)
+            answers[lock_request.client_id] = bodies.decode_lock_answer(decode_command(answer.frame()).body)
     return frozenset(answers[client_id])
 
 

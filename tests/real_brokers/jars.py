@@ -94,8 +94,8 @@ def _resolve(version: str, partial: Path) -> None:
             raise CannotRun(f"Maven did not resolve RocketMQ {version} within {RESOLVE_TIMEOUT_S} s") from error
         if answer.returncode == 0:
             return
-    said = (answer.stdout + answer.stderr).strip()[-2000:]
-    raise CannotRun(f"Maven could not resolve RocketMQ {version} in {RESOLVE_ATTEMPTS} attempts: {said}")
+    output = (answer.stdout + answer.stderr).strip()[-2000:]
+    raise CannotRun(f"Maven could not resolve RocketMQ {version} in {RESOLVE_ATTEMPTS} attempts: {output}")
 
 
 def classes(version: str) -> Path:

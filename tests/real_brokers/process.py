@@ -169,22 +169,22 @@ def _kill_all() -> None:
             process.kill()
 
 
-class Speaking(ABC):
+class ControlledClient(ABC):
     """Who tells events, and takes commands, from `with` to its end."""
 
     wait_until: Callable[..., Any]
     """Returns the first true value of a function, which is asked again after each event. Fails after a while."""
 
     @abstractmethod
-    def said(self) -> list[dict[str, Any]]:
+    def all_events(self) -> list[dict[str, Any]]:
         """Return the events so far, oldest first."""
 
-    def answers(self) -> list[dict[str, Any]]:
+    def results(self) -> list[dict[str, Any]]:
         """Return those of the events that answer commands."""
-        return self.said()
+        return self.all_events()
 
     @abstractmethod
-    def tell(self, command: Mapping[str, object]) -> None:
+    def send_command(self, command: Mapping[str, object]) -> None:
         """Give a command without waiting for what it does."""
 
     @abstractmethod
@@ -199,24 +199,24 @@ class Speaking(ABC):
 
     def of_kind(self, event: str) -> list[dict[str, Any]]:
         """Return the events of one kind, oldest first."""
-        return [each for each in self.said() if each["event"] == event]
+        return [each for each in self.all_events() if each["event"] == event]
 
     def wait_for(self, event: str, count: int = 1, timeout_s: float = 60) -> dict[str, Any]:
         """Return the `count`-th event of a kind, waiting for it."""
         found = self.wait_until(lambda: self.of_kind(event)[count - 1 : count], f"event {event} {count}", timeout_s)
         return dict(found[0])
 
-    def ask(self, command: Mapping[str, object], timeout_s: float = 60) -> dict[str, Any]:
+    def run_command(self, command: Mapping[str, object], timeout_s: float = 60) -> dict[str, Any]:
         """Give a command and return the event that answers it, which must be no failure. One at a time."""
-        before = len(self.answers())
-        self.tell(command)
+        before = len(self.results())
+        self.send_command(command)
         what = f"answer to {dict(command)}"
-        answer = dict(self.wait_until(lambda: self.answers()[before : before + 1], what, timeout_s)[0])
+        answer = dict(self.wait_until(lambda: self.results()[before : before + 1], what, timeout_s)[0])
         assert answer["event"] != "failed", answer["error"]
         return answer
 
 
-class Program(Speaking):
+class Program(ControlledClient):
     """One of the programs in `java/`: commands go in as query strings, events come out as JSON objects."""
 
     def __init__(self, version: str, main: str, options: Mapping[str, object]) -> None:
@@ -242,7 +242,7 @@ class Program(Speaking):
                 self._ended = True
                 self._changed.notify_all()
 
-    def said(self) -> list[dict[str, Any]]:
+    def all_events(self) -> list[dict[str, Any]]:
         return self.events
 
     def wait_until(self, ready: Callable[[], T], what: str, timeout_s: float = 60) -> T:
@@ -253,12 +253,12 @@ class Program(Speaking):
                 left = deadline - time.monotonic()
                 if left <= 0 or self._ended:
                     state = f"it ended with {self.process.exit_code}" if self._ended else f"waited {timeout_s:g} s"
-                    said = f"last events {self.events[-5:]}; output:\n{self.process.tail()}"
-                    raise AssertionError(f"{what}: {state}; {said}")
+                    output = f"last events {self.events[-5:]}; output:\n{self.process.tail()}"
+                    raise AssertionError(f"{what}: {state}; {output}")
                 self._changed.wait(left)
         return value
 
-    def tell(self, command: Mapping[str, object]) -> None:
+    def send_command(self, command: Mapping[str, object]) -> None:
         assert self.process.stdin is not None
         line = _query(command).encode() + b"\n"
         with self._writing:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pyrocket_consumer.model import MessageQueue
-from tests.real_brokers.process import Program, Speaking
+from tests.real_brokers.process import ControlledClient, Program
 
-_TOLD_ANY_TIME = ("message", "queues")
+_UNSOLICITED = ("message", "queues")
 """Events that answer no command."""
 
 
@@ -67,7 +67,7 @@ class JavaMachine:
     def mqadmin(self, name_server: str, command: str, *arguments: str) -> str:
         """Run a command of Java's `mqadmin` and return what it prints, exceptions included."""
         whole = "\n".join([command, "-n", name_server, *arguments])
-        text: str = JavaClient(self).ask({"do": "mqadmin", "arguments": whole})["text"]
+        text: str = JavaClient(self).run_command({"do": "mqadmin", "arguments": whole})["text"]
         return "\n".join(line for line in text.splitlines() if " |-" not in line)  # logback tells of its start
 
     def new_name(self) -> str:
@@ -79,27 +79,27 @@ class JavaMachine:
         self.program.close()
 
 
-class JavaClient(Speaking):
+class JavaClient(ControlledClient):
     """One client of a machine: the events that name it, and commands to it. It runs from `with` to its end."""
 
     def __init__(self, machine: JavaMachine) -> None:
         self._program, self._name, self._closed = machine.program, machine.new_name(), False
         self.wait_until = self._program.wait_until
 
-    def said(self) -> list[dict[str, Any]]:
+    def all_events(self) -> list[dict[str, Any]]:
         return [each for each in list(self._program.events) if each.get("client") == self._name]
 
-    def answers(self) -> list[dict[str, Any]]:
-        return [each for each in self.said() if each["event"] not in _TOLD_ANY_TIME]
+    def results(self) -> list[dict[str, Any]]:
+        return [each for each in self.all_events() if each["event"] not in _UNSOLICITED]
 
-    def tell(self, command: Mapping[str, object]) -> None:
-        self._program.tell({**command, "client": self._name})
+    def send_command(self, command: Mapping[str, object]) -> None:
+        self._program.send_command({**command, "client": self._name})
 
     def close(self) -> None:
         """Shut it down in order, and wait. A second close does nothing."""
         if not self._closed:
             self._closed = True
-            self.ask({"do": "close"})
+            self.run_command({"do": "close"})
 
 
 class JavaProducer(JavaClient):
@@ -107,7 +107,7 @@ class JavaProducer(JavaClient):
 
     def __init__(self, machine: JavaMachine, **options: object) -> None:
         super().__init__(machine)
-        self.ask({**options, "do": "Produce"})
+        self.run_command({**options, "do": "Produce"})
 
     def send(
         self,
@@ -140,7 +140,7 @@ class JavaProducer(JavaClient):
             "deliverMs": deliver_at_ms,
             **{f"property.{name}": value for name, value in (properties or {}).items()},
         }
-        messages: list[dict[str, Any]] = self.ask(command, timeout_s=60 + count)["messages"]
+        messages: list[dict[str, Any]] = self.run_command(command, timeout_s=60 + count)["messages"]
         return messages
 
 
@@ -159,7 +159,7 @@ class JavaConsumer(JavaClient):
         """
         super().__init__(machine)
         model = "BROADCASTING" if broadcasting else "CLUSTERING"
-        started = self.ask({**options, "do": "Consume", "model": model, "pauseMs": int(pause_s * 1000)})
+        started = self.run_command({**options, "do": "Consume", "model": model, "pauseMs": int(pause_s * 1000)})
         self.client_id: str = started["clientId"]
 
     @property
@@ -224,4 +224,4 @@ class JavaOffsetStore(Program):
 
     def _do(self, operation: str, queues: Iterable[MessageQueue] = (), **values: object) -> dict[str, Any]:
         names = " ".join(f"{queue.topic},{queue.broker_name},{queue.queue_id}" for queue in queues)
-        return self.ask({"do": operation, "queues": names, **values})
+        return self.run_command({"do": operation, "queues": names, **values})

@@ -104,8 +104,8 @@ def test_an_incomplete_installation_hides_no_other_source(folder, missing):
         except AttributeError as error:
             print(error)
     """
-    said = run(code, {}, folder, blocked=missing)
-    assert f"pyspark_rocketmq.DefaultSource needs what is not installed: No module named '{missing}" in said
+    output = run(code, {}, folder, blocked=missing)
+    assert f"pyspark_rocketmq.DefaultSource needs what is not installed: No module named '{missing}" in output
 
 
 @pytest.mark.live
@@ -121,8 +121,8 @@ def test_what_is_not_installed_is_told_with_how_to_install_it(folder, missing, c
         except pyrocket_consumer.ConfigError as error:
             print(error)
     """
-    said = run(code, {}, folder, blocked=missing)
-    assert said == f"{missing} is not installed for {sys.executable}: pip install 'pyrocket-consumer[spark]'\n"
+    output = run(code, {}, folder, blocked=missing)
+    assert output == f"{missing} is not installed for {sys.executable}: pip install 'pyrocket-consumer[spark]'\n"
 
 
 @pytest.mark.timeout(280)
@@ -149,11 +149,11 @@ with EmbeddedCluster() as cluster:
     print("attempts:", sorted(calls(Path("calls"))))
 spark.stop()
 """
-    said = run(SESSION + code, spark_environment, folder)
-    assert "not found: True" in said
-    assert "registered: 20" in said
-    assert "rows: 20 20" in said
-    assert f"attempts: {[f'read: attempt {n}' for n in (0, 0, 1, 1, 2, 2)]}" in said
+    output = run(SESSION + code, spark_environment, folder)
+    assert "not found: True" in output
+    assert "registered: 20" in output
+    assert "rows: 20 20" in output
+    assert f"attempts: {[f'read: attempt {n}' for n in (0, 0, 1, 1, 2, 2)]}" in output
 
 
 @pytest.mark.timeout(280)
@@ -173,9 +173,9 @@ with EmbeddedCluster() as cluster:
     read_and_write(spark, cluster)
 spark.stop()
 """
-    said = run(SESSION + code, spark_environment, folder)
-    assert "not found: True" in said
-    assert READ_AND_WRITTEN in said
+    output = run(SESSION + code, spark_environment, folder)
+    assert "not found: True" in output
+    assert READ_AND_WRITTEN in output
 
 
 @pytest.mark.spark_connect

@@ -49,9 +49,9 @@ def test_when_brokers_were_asked_is_written_by_topic_and_broker():
     assert decode_offset(encoded) == offset
 
 
-@for_each("version, said", [(2, "2, .* up to 1"), (10**4000, "")], ids=["2", "a number without end"])
-def test_a_newer_version_is_refused_with_a_sentence(version, said):
-    newer = f"newer release of pyrocket-consumer: its offsets have version {said}"
+@for_each("version, expected", [(2, "2, .* up to 1"), (10**4000, "")], ids=["2", "a number without end"])
+def test_a_newer_version_is_refused_with_a_sentence(version, expected):
+    newer = f"newer release of pyrocket-consumer: its offsets have version {expected}"
     with pytest.raises(ConfigError, match=newer) as refused:
         decode_offset({"version": version, "queues": {}})
     assert len(str(refused.value)) < 1000

@@ -129,15 +129,15 @@ def test_starting_offsets_for_queues_brokers_and_topics():
 
 
 @for_each(
-    "options, said",
+    "options, expected",
     [
         ({"subscribe": "orders,payments", "startingTimestamp": '{"orders": 5}'}, "lacks payments"),
         ({"subscribe": "orders", "startingTimestamp": '{"orders": 5, "other": 5}'}, "names other"),
         ({"subscribePattern": "pay.*", "startingTimestamp": '{"orders": 5}'}, "names orders, which no option chooses"),
     ],
 )
-def test_times_by_topic_are_of_the_topics_to_read(options, said):
-    with pytest.raises(ConfigError, match=f"startingTimestamp .*{said}"):
+def test_times_by_topic_are_of_the_topics_to_read(options, expected):
+    with pytest.raises(ConfigError, match=f"startingTimestamp .*{expected}"):
         parse_source(given(SERVER, **options), None)
 
 
@@ -176,7 +176,7 @@ WRONG = [
     ("subExpression", "a", "are the same", {"tags": "a"}),
     ("sqlFilter", "  ", "empty", {}),
     ("startingOffsets", "yesterday", "'earliest', 'latest', 'group'", {}),
-    ("startingOffsets", "{", "no JSON", {}),
+    ("startingOffsets", "{", "is not JSON", {}),
     ("startingOffsets", '{"orders": 5}', "5 for orders", {}),
     ("startingOffsets", '{"orders": {"b": 5}}', "5 for orders/b", {}),
     ("startingOffsets", '{"orders": {"b": {"0": -3}}}', "-3 for orders/b/0", {}),
@@ -184,16 +184,16 @@ WRONG = [
     ("startingOffsets", '{"orders": {"b": {"0": true}}}', "True for orders/b/0", {}),
     ("startingOffsets", '{"orders": {"b": {"x": 1}}}', "'x' of orders/b", {}),
     ("startingOffsets", '{"orders": {"b": {"0": 1, "0": 2}}}', "twice", {}),
-    ("startingOffsets", '{"orders": {"b": {"0": 1, "00": 2}}}', "'00' of orders/b is no queue id", {}),
-    ("startingOffsets", f'{{"orders": {{"b": {{"{"9" * 5000}": 1}}}}}}', "is no queue id", {}),
-    ("startingOffsets", f'{{"orders": {{"b": {{"0": {"9" * 5000}}}}}}}', "no JSON", {}),
+    ("startingOffsets", '{"orders": {"b": {"0": 1, "00": 2}}}', "'00' of orders/b is not a queue id", {}),
+    ("startingOffsets", f'{{"orders": {{"b": {{"{"9" * 5000}": 1}}}}}}', "is not a queue id", {}),
+    ("startingOffsets", f'{{"orders": {{"b": {{"0": {"9" * 5000}}}}}}}', "is not JSON", {}),
     ("startingOffsets", "group", "consumerGroup", {}),
     ("startingTimestamp", "2024-05-01T12:00:00", "no time zone", {}),
     ("startingTimestamp", "-5", "out of range", {}),
     ("startingTimestamp", "1969-12-31T00:00:00Z", "out of range", {}),
     ("startingTimestamp", "noon", "no time", {}),
     ("startingTimestamp", "9" * 5000, "no time", {}),
-    ("startingTimestamp", '{"orders": "noon"}', "'noon' for orders is no time", {}),
+    ("startingTimestamp", '{"orders": "noon"}', "'noon' for orders is not a time", {}),
     ("startingTimestamp", '{"orders": "2024-05-01T12:00:00"}', "for orders has no time zone", {}),
     ("startingTimestamp", '{"orders": -5}', "for orders is out of range", {}),
     ("startingTimestamp", '{"orders": 1.5}', "1.5 for orders is not allowed; give one time, or JSON like", {}),
@@ -202,9 +202,9 @@ WRONG = [
     ("startingTimestamp", '{"orders": 5, "orders": 6}', "one of them twice", {}),
     ("startingTimestamp", '{"a b": 5}', "a b", {}),
     ("startingTimestamp", "{}", "names no topic", {}),
-    ("startingTimestamp", '{"orders"', "no JSON", {}),
-    ("startingTimestamp", f'{{"orders": {"9" * 5000}}}', "no JSON", {}),
-    ("endingTimestamp", '{"orders": "noon"}', "'noon' for orders is no time", {}),
+    ("startingTimestamp", '{"orders"', "is not JSON", {}),
+    ("startingTimestamp", f'{{"orders": {"9" * 5000}}}', "is not JSON", {}),
+    ("endingTimestamp", '{"orders": "noon"}', "'noon' for orders is not a time", {}),
     ("endingOffsets", "earliest", "'latest'", {}),
     ("endingOffsets", '{"orders": -2}', "-2 for orders", {}),
     ("endingTimestamp", "2024-05-01T12:00:00", "no time zone", {}),
@@ -242,23 +242,23 @@ def test_a_wrong_value_is_refused_whatever_the_source_is_for(name, value, text, 
 
 
 @for_each(
-    "options, said",
+    "options, expected",
     [
-        ({"assign": "{"}, "no JSON.*give JSON like"),
-        ({"assign": "[]"}, "no JSON object.*give JSON like"),
+        ({"assign": "{"}, "not JSON.*give JSON like"),
+        ({"assign": "[]"}, "is not a JSON object.*give JSON like"),
         ({"assign": "{}"}, "names no queue.*give JSON like"),
         ({"assign": '{"orders": [0]}'}, r"\[0\] of topic 'orders'.*give JSON like"),
         ({"assign": '{"orders": {"b": []}}'}, r"\[\] of broker 'b'.*give JSON like"),
         ({"assign": '{"orders": {"b": [-1]}}'}, r"\[-1\] of broker 'b'.*give JSON like"),
         ({"assign": '{"orders": {"b": ["0"]}}'}, r"\['0'\] of broker 'b'.*give JSON like"),
-        ({"assign": f'{{"orders": {{"b": [{"9" * 5000}]}}}}'}, "no JSON.*give JSON like"),
-        ({"subscribePattern": "("}, r"subscribePattern='\(' is no regular expression"),
+        ({"assign": f'{{"orders": {{"b": [{"9" * 5000}]}}}}'}, "not JSON.*give JSON like"),
+        ({"subscribePattern": "("}, r"subscribePattern='\(' is not a regular expression"),
         ({"nameServer": None, "subscribe": "orders"}, "nameServer is missing"),
     ],
     ids=lambda each: str(each)[:40],
 )
-def test_what_cannot_be_read_is_refused(options, said):
-    with pytest.raises(ConfigError, match=f"(?s){said}"):
+def test_what_cannot_be_read_is_refused(options, expected):
+    with pytest.raises(ConfigError, match=f"(?s){expected}"):
         check_options({name: text for name, text in given(SERVER, **options).items() if text is not None})
 
 

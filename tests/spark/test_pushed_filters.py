@@ -218,9 +218,9 @@ def test_without_filters_all_is_read(cluster):
 
 @pytest.mark.live
 def test_only_the_offsets_asked_for_are_read(cluster):
-    asked = where("GreaterThan", "queueOffset", 89), where("LessThan", "queueOffset", 95)
-    assert ranges(cluster, *asked) == {("orders", 0): (90, 95), ("orders", 1): (90, 95)}
-    assert read(cluster, *asked, where("EqualTo", "queueId", 1)) == [(1, offset) for offset in range(90, 95)]
+    bounds = where("GreaterThan", "queueOffset", 89), where("LessThan", "queueOffset", 95)
+    assert ranges(cluster, *bounds) == {("orders", 0): (90, 95), ("orders", 1): (90, 95)}
+    assert read(cluster, *bounds, where("EqualTo", "queueId", 1)) == [(1, offset) for offset in range(90, 95)]
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.3.2"])
@@ -312,9 +312,9 @@ def test_lost_messages_that_nobody_asks_for_are_no_loss(cluster):
     assert ranges(cluster, low, **options)["orders", 0] == (50, 100)
     assert ranges(cluster, late, **options)["orders", 0] == (70, 100)
     lower = where("GreaterThanOrEqual", "queueOffset", 49)
-    for asked in ([], [lower], [stored("GreaterThan", 90_000)], [stored("LessThan", 1000)]):
+    for bounds in ([], [lower], [stored("GreaterThan", 90_000)], [stored("LessThan", 1000)]):
         with pytest.raises(DataLoss):  # who knows what was stored there
-            ranges(cluster, *asked, **options)
+            ranges(cluster, *bounds, **options)
 
 
 def test_an_end_beyond_all_matters_to_who_asks_for_it(cluster):
@@ -371,8 +371,8 @@ def test_busy_answers_to_every_other_call_cost_one_more_try_each(cluster):
         cluster.broker("broker-a").on(
             code, lambda exchange: busy(exchange) if next(turns) else exchange.handle(exchange.answer), times=None
         )
-    asked = stored("GreaterThanOrEqual", 90_000), stored("LessThan", 100_000), where("EqualTo", "queueId", 0)
-    assert ranges(cluster, *asked, retries=1) == {("orders", 0): (40, 55)}
+    bounds = stored("GreaterThanOrEqual", 90_000), stored("LessThan", 100_000), where("EqualTo", "queueId", 0)
+    assert ranges(cluster, *bounds, retries=1) == {("orders", 0): (40, 55)}
 
 
 def search_of_java(times_ms, wanted_ms):

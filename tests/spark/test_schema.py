@@ -25,20 +25,20 @@ def test_the_schema_is_what_the_documentation_says():
 
 
 def test_columns_asked_for_are_read_in_the_order_asked_for():
-    asked = StructType([READ_SCHEMA["body"], READ_SCHEMA["queueOffset"]])
-    assert project_schema(asked) == asked
-    assert arrow_schema(asked) == pa.schema([("body", pa.binary()), ("queueOffset", pa.int64())])
+    schema = StructType([READ_SCHEMA["body"], READ_SCHEMA["queueOffset"]])
+    assert project_schema(schema) == schema
+    assert arrow_schema(schema) == pa.schema([("body", pa.binary()), ("queueOffset", pa.int64())])
 
 
 def test_what_is_never_null_may_be_declared_so():
-    asked = StructType([StructField("topic", StringType(), False)])
-    assert arrow_schema(project_schema(asked)) == pa.schema([pa.field("topic", pa.string(), nullable=False)])
+    schema = StructType([StructField("topic", StringType(), False)])
+    assert arrow_schema(project_schema(schema)) == pa.schema([pa.field("topic", pa.string(), nullable=False)])
     values = StructType([StructField("properties", MapType(StringType(), StringType(), False), False)])
     assert project_schema(values) == values
 
 
 @for_each(
-    "fields, said",
+    "fields, expected",
     [
         ([], "the schema has no column; name some of topic string, brokerName string, queueId int,"),
         ([StructField("value", StringType())], "column 'value' is unknown; there are topic string"),
@@ -50,7 +50,7 @@ def test_what_is_never_null_may_be_declared_so():
         ([StructField("tags", StringType(), False)], "column 'tags' is null where a message has none"),
     ],
 )
-def test_anything_else_is_an_error_that_names_the_columns(fields, said):
+def test_anything_else_is_an_error_that_names_the_columns(fields, expected):
     with pytest.raises(ConfigError) as raised:
         project_schema(StructType(fields))
-    assert said in str(raised.value)
+    assert expected in str(raised.value)

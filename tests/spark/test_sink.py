@@ -76,7 +76,7 @@ QUEUES = [(f"broker-{'ab'[n % 2]}", n // 2 % 2) for n in range(8)]
 
 @for_each("kind", KINDS)
 @for_each(
-    "more, rows, look, seen",
+    "more, rows, read_field, seen",
     [
         ("", [("grün",)], lambda message: message.body, ["grün".encode()]),
         ("keys array<string>", [("x", ["a", "b"]), ("y", None), ("z", [])], keys, [["a", "b"], [], []]),
@@ -87,12 +87,12 @@ QUEUES = [(f"broker-{'ab'[n % 2]}", n // 2 % 2) for n in range(8)]
     ],
 )
 @for_each("binary", [False, True])
-def test_what_columns_make_of_a_message(embedded, names, sink, kind, more, rows, look, seen, binary):
+def test_what_columns_make_of_a_message(embedded, names, sink, kind, more, rows, read_field, seen, binary):
     topic, schema = names.topic(), f"body {'binary' if binary else 'string'}{', ' * bool(more)}{more}"
     embedded.create_topic(topic, queues=2)
     given = [(row[0].encode() if binary else row[0], *row[1:]) for row in rows]
     assert sink(topic=topic).write(schema, *given, kind=kind) == len(rows)
-    found = {message.body: look(message) for message in embedded.messages(topic)}
+    found = {message.body: read_field(message) for message in embedded.messages(topic)}
     assert found == {row[0].encode(): each for row, each in zip(rows, seen, strict=True)}
 
 
@@ -317,7 +317,7 @@ def test_what_may_be_there_twice_is_told(embedded, sink, caplog, kind):
     assert [body for body in dict.fromkeys(bodies) if bodies.count(body) == 2] == [b"3"]
     marks = [message.properties["spark_row"] for message in embedded.messages("orders") if message.body == b"3"]
     assert marks == ["3", "3"]
-    (logged,) = [record.getMessage() for record in caplog.records if "there may be copies" in record.getMessage()]
+    (logged,) = [record.getMessage() for record in caplog.records if "may have copies" in record.getMessage()]
     assert "rows=1 " in logged
 
 

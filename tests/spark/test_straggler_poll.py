@@ -17,60 +17,60 @@ class Server:
     """Answers with the number of times it was asked, once it may."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.requested = 0
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
     async def ask(self) -> int:
-        self.asked += 1
+        self.requested += 1
         await self.may_answer.wait()
-        return self.asked
+        return self.requested
 
 
 @asynccontextmanager
-async def asking() -> AsyncIterator[tuple[StragglerPoll[int], Server, Server]]:
-    beside = StragglerPoll[int](GRACE_S)
+async def polling() -> AsyncIterator[tuple[StragglerPoll[int], Server, Server]]:
+    poll = StragglerPoll[int](GRACE_S)
     try:
         async with asyncio.timeout(30):
-            yield beside, Server(), Server()
+            yield poll, Server(), Server()
     finally:
-        await beside.stop()
+        await poll.stop()
 
 
 async def test_all_are_waited_for_the_first_time():
-    async with asking() as (beside, quick, slow):
+    async with polling() as (poll, quick, slow):
         slow.may_answer.clear()
         asyncio.get_running_loop().call_later(3 * GRACE_S, slow.may_answer.set)
-        assert await beside.poll({"quick": quick.ask, "slow": slow.ask}) == {"quick": 1, "slow": 1}
+        assert await poll.poll({"quick": quick.ask, "slow": slow.ask}) == {"quick": 1, "slow": 1}
 
 
 async def test_one_that_is_late_is_asked_once():
-    async with asking() as (beside, quick, silent):
+    async with polling() as (poll, quick, silent):
         both = {"quick": quick.ask, "silent": silent.ask}
-        await beside.poll(both)
+        await poll.poll(both)
         silent.may_answer.clear()
         for number in range(2, 50):
-            assert await beside.poll(both) == {"quick": number}
-        assert silent.asked == 2  # one question is under way
-        assert await beside.poll({"silent": silent.ask}) == {}, "nobody else is a reason to wait for long"
+            assert await poll.poll(both) == {"quick": number}
+        assert silent.requested == 2  # one question is under way
+        assert await poll.poll({"silent": silent.ask}) == {}, "nobody else is a reason to wait for long"
         silent.may_answer.set()
-        while "silent" not in (found := await beside.poll(both)):
+        while "silent" not in (found := await poll.poll(both)):
             pass
         assert found["silent"] == 2
 
 
 async def test_one_that_is_new_and_silent_has_no_answer():
-    async with asking() as (beside, quick, silent):
-        await beside.poll({"quick": quick.ask})
+    async with polling() as (poll, quick, silent):
+        await poll.poll({"quick": quick.ask})
         silent.may_answer.clear()
-        assert await beside.poll({"quick": quick.ask, "silent": silent.ask}) == {"quick": 2}
+        assert await poll.poll({"quick": quick.ask, "silent": silent.ask}) == {"quick": 2}
 
 
 async def test_an_error_is_raised_where_the_answer_would_be():
     async def fail() -> int:
         raise ValueError("no")
 
-    async with asking() as (beside, quick, _):
+    async with polling() as (poll, quick, _):
         with pytest.raises(ValueError, match="no"):
-            await beside.poll({"quick": quick.ask, "bad": fail})
-        assert await beside.poll({"quick": quick.ask}) == {"quick": 2}
+            await poll.poll({"quick": quick.ask, "bad": fail})
+        assert await poll.poll({"quick": quick.ask}) == {"quick": 2}

@@ -268,23 +268,23 @@ def test_brokers_are_asked_no_more_often_than_told(embedded, begun):
     broker.forget_requests()
     assert run.batch() is None
     assert run.batch() is None
-    asked = [each.at_s for each in broker.requests(RequestCode.GET_MAX_OFFSET)]
-    assert len(asked) == 4  # two looks at two queues
-    assert asked[2] - asked[1] >= 0.35
+    requested_at = [each.at_s for each in broker.requests(RequestCode.GET_MAX_OFFSET)]
+    assert len(requested_at) == 4  # two looks at two queues
+    assert requested_at[2] - requested_at[1] >= 0.35
 
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_expired_messages_are_data_loss(embedded, caplog, fails):
-    said = "orders/broker-a/1: wanted offsets from 0 up to 5, available from 3 on"
+    expected = "orders/broker-a/1: wanted offsets from 0 up to 5, available from 3 on"
     with running(embedded, failOnDataLoss=fails, **FROM_FIRST) as run:
         run.reader.initialOffset()
         embedded.broker("broker-a").delete_before("orders", 1, 3)
         if fails:
-            with pytest.raises(DataLoss, match=f"{said}.*failOnDataLoss"):
+            with pytest.raises(DataLoss, match=f"{expected}.*failOnDataLoss"):
                 run.batch()
         else:
             found = run.batch()
             assert [offset for queue, offset in found if queue == QUEUES[1]] == [3, 4]
             assert len(found) == 17
             assert run.batch() is None
-            assert caplog.text.count(said) == 1
+            assert caplog.text.count(expected) == 1

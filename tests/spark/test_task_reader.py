@@ -11,7 +11,7 @@ from itertools import islice
 import pyarrow as pa
 import pytest
 
-from pyrocket_consumer.config import ConfigError
+from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, SysFlag
 from pyrocket_consumer.protocol.message import BatchItem, StoredMessage, compress, encode_batch, encode_message
@@ -205,8 +205,8 @@ def test_several_pulls_of_each_queue_are_under_way(embedded, broker):
 def test_one_pull_at_a_time_if_the_user_wants_that(embedded, broker):
     embedded.send("orders", count=200, queue_id=0)
     assert offsets(embedded, wanted(0, 200), pulls_in_flight=1, pull_batch_size=50) == list(range(200))
-    asked = [offset for _, offset, _ in pulls(broker)]
-    assert asked == sorted(asked)
+    pulled_offsets = [offset for _, offset, _ in pulls(broker)]
+    assert pulled_offsets == sorted(pulled_offsets)
 
 
 def test_answers_of_any_length_leave_no_holes(embedded, broker):
@@ -303,17 +303,17 @@ def test_a_broker_that_leads_from_gap_to_gap_is_followed_slower(embedded, broker
 
 
 @pytest.mark.parametrize(
-    ("fault", "place", "said"),
+    ("fault", "place", "expected"),
     [
         (answer(21, "OFFSET_TOO_SMALL", place(90, 90, 100)), 64, "available 90 up to 100; offsets 64 up to 90"),
         (answer(20, "MESSAGE_WAS_REMOVING", place(20, 0, 100)), 0, "offsets 0 up to 20"),
     ],
     ids=["they have expired", "they are just being deleted"],
 )
-def test_messages_that_go_while_the_range_is_read_are_lost(embedded, broker, fault, place, said):
+def test_messages_that_go_while_the_range_is_read_are_lost(embedded, broker, fault, place, expected):
     embedded.send("orders", count=100, queue_id=0)
     broker.on(PULL, fault, times=None, when=lambda command: command.fields["queueOffset"] == str(place))
-    with pytest.raises(DataLoss, match=f"from 0 up to 100, .*{said} are gone"):
+    with pytest.raises(DataLoss, match=f"from 0 up to 100, .*{expected} are gone"):
         offsets(embedded, wanted(0, 100), pulls_in_flight=1)
 
 
@@ -390,8 +390,8 @@ def test_a_task_outlives_the_restart_of_a_broker(embedded, broker):
     name_server.forget_requests()
     with ThreadPoolExecutor() as pool:
         rest = pool.submit(lambda: sum(batch.num_rows for batch in found))
-        asked = RequestCode.GET_ROUTEINFO_BY_TOPIC
-        embedded.wait_until(lambda: len(name_server.requests(asked)) >= 7 or rest.done(), WAIT_S)
+        pulled_offsets = RequestCode.GET_ROUTEINFO_BY_TOPIC
+        embedded.wait_until(lambda: len(name_server.requests(pulled_offsets)) >= 7 or rest.done(), WAIT_S)
         broker.start()
         assert first + rest.result(WAIT_S) == 6000
 
@@ -403,7 +403,7 @@ def damage(answer):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("fault", "options", "said", "least"),
+    ("fault", "options", "expected", "least"),
     [
         (answer(2, "busy"), {"retries": None, "read_timeout_s": 1.0}, r"failed after \d tries: .*busy", 3),
         (answer(16, "you may not"), {"retries": 9}, r"after 1 try: .* NO_PERMISSION \(16\): you may not", 1),
@@ -411,10 +411,10 @@ def damage(answer):
     ],
     ids=["beyond all patience", "a refusal that will not change", "a damaged record"],
 )
-def test_trouble_that_does_not_end_fails_the_task(embedded, broker, fault, options, said, least):
+def test_trouble_that_does_not_end_fails_the_task(embedded, broker, fault, options, expected, least):
     embedded.send("orders", count=40, queue_id=0)
     broker.on(PULL, fault, times=None)
-    with pytest.raises(ReadFailed, match=said):
+    with pytest.raises(ReadFailed, match=expected):
         offsets(embedded, wanted(0, 40), **options)
     assert len(pulls(broker)) >= least
 
@@ -501,11 +501,11 @@ def test_a_damaged_body_is_an_error_left_out_or_as_stored(embedded, broker, coun
     assert [row["queueOffset"] for row in found] == [each for each in range(count) if each not in (5, 7)]
     assert {row["body"] for row in found} == {b"fine"}
     (record,) = caplog.records
-    assert "2 damaged bodies were left out: orders/broker-a/0 at offset 5 (" in record.getMessage()
+    assert "2 damaged bodies were skipped: orders/broker-a/0 at offset 5 (" in record.getMessage()
     found = read_with(DamagedBodies.RAW)
     assert [row["queueOffset"] for row in found] == list(range(count))
     assert (found[5]["body"], found[5]["sysFlag"]) == (b"no zlib", SysFlag.COMPRESSED)
-    assert "2 damaged bodies were given as stored: orders/broker-a/0 at offset 5 (" in caplog.text
+    assert "2 damaged bodies were returned as stored: orders/broker-a/0 at offset 5 (" in caplog.text
 
 
 @pytest.mark.parametrize("what", DamagedBodies)

@@ -24,7 +24,7 @@ class RawClient:
 
     def __init__(self, address: str, client_id: str = "c1") -> None:
         self.client_id = client_id
-        self.asked: list[RemotingCommand] = []
+        self.received: list[RemotingCommand] = []
         host, port = address.split(":")
         self._socket = socket.create_connection((host, int(port)), PATIENCE_S)
         self._frames = FrameBuffer()
@@ -91,10 +91,10 @@ class RawClient:
             self._read(deadline)
         return self._answers[opaque].pop(0)
 
-    def wait_asked(self, code: int, count: int = 1, timeout_s: float = PATIENCE_S) -> list[RemotingCommand]:
+    def wait_received(self, code: int, count: int = 1, timeout_s: float = PATIENCE_S) -> list[RemotingCommand]:
         """Return the server's requests of `code` once there are `count`."""
         deadline = time.monotonic() + timeout_s
-        while len(found := [command for command in self.asked if command.code == code]) < count:
+        while len(found := [command for command in self.received if command.code == code]) < count:
             self._read(deadline)
         return found
 
@@ -108,7 +108,7 @@ class RawClient:
         return before == self._count()
 
     def _count(self) -> int:
-        return sum(map(len, self._answers.values())) + len(self.asked)
+        return sum(map(len, self._answers.values())) + len(self.received)
 
     def wait_closed(self, timeout_s: float = PATIENCE_S) -> str:
         """Wait until the server ends the connection; return "closed" or "reset"."""
@@ -128,7 +128,7 @@ class RawClient:
             if command.is_response:
                 self._answers.setdefault(command.opaque, []).append(command)
             else:
-                self.asked.append(command)
+                self.received.append(command)
 
     # --- requests tests make often
 

@@ -126,8 +126,8 @@ def test_single_messages_are_found(broker, client):
     assert (missing.code, missing.remark) == (1, "can not find message by the offset, 7")
 
     def query(key: str, **fields: object) -> list[bytes]:
-        asked = {"topic": "T", "key": key, "maxNum": 10, "beginTimestamp": 0, "endTimestamp": 2**62, **fields}
-        answer = client.call(RequestCode.QUERY_MESSAGE, asked)
+        request_fields = {"topic": "T", "key": key, "maxNum": 10, "beginTimestamp": 0, "endTimestamp": 2**62, **fields}
+        answer = client.call(RequestCode.QUERY_MESSAGE, request_fields)
         if answer.code == 22:
             assert answer.fields == {"indexLastUpdateTimestamp": "0", "indexLastUpdatePhyoffset": "0"}
         return [message.body for message in decode_messages(answer.body)]

@@ -146,21 +146,21 @@ def test_answers_are_those_of_a_real_broker(version: str) -> None:
                             b"gold-%d" % number,
                             properties={"UNIQ_KEY": f"G{number}", "TAGS": tag, "KEYS": f"kg{number}"},
                         )
-                asked = decode_command(request_entry.frame())
-                topic = asked.fields.get("topic", "")
+                request = decode_command(request_entry.frame())
+                topic = request.fields.get("topic", "")
                 if topic.startswith("%RETRY%") and answer_entry is not None and answer_entry.code == 0:
                     cluster.wait_until(lambda topic=topic: broker.max_offset(topic, 0) == 1)
-                elif asked.fields.get("queueOffset") == "3" and "committed transactional" in request_entry.what:
+                elif request.fields.get("queueOffset") == "3" and "committed transactional" in request_entry.what:
                     cluster.wait_until(lambda: broker.max_offset(TOPIC, 0) == 4)
-                places.here(asked)
-                client = to_name_server if asked.code in TO_NAME_SERVER else to_broker
-                client.send(asked, asked.header_type)
+                places.here(request)
+                client = to_name_server if request.code in TO_NAME_SERVER else to_broker
+                client.send(request, request.header_type)
                 if answer_entry is None:
-                    assert asked.is_oneway, request_entry
+                    assert request.is_oneway, request_entry
                     continue
-                ours = client.answer(asked.opaque)
+                ours = client.answer(request.opaque)
                 recorded = decode_command(answer_entry.frame())
-                is_half = asked.fields.get("f") == "4"
+                is_half = request.fields.get("f") == "4"
                 if ours.code == recorded.code:
                     places.learn(recorded, ours, is_half)
                 expected, got = comparable(recorded, is_half), comparable(ours, is_half)

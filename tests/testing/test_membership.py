@@ -28,7 +28,7 @@ def test_the_first_heartbeat(version: str) -> None:
             {} if version == "4.9.7" else {"IS_SUPPORT_HEART_BEAT_V2": "true", "IS_SUB_CHANGE": "true"}
         )
         assert members(client) == ["c1"]
-        [notice] = client.wait_asked(NOTIFY)
+        [notice] = client.wait_received(NOTIFY)
         assert (notice.fields, notice.is_oneway, notice.body) == ({"consumerGroup": "G"}, True, b"")
         assert to_name_server.call(RequestCode.GET_ROUTEINFO_BY_TOPIC, {"topic": "%RETRY%G"}).code == 0
         client.heartbeat("G", "T")
@@ -41,15 +41,15 @@ def test_everybody_is_told_of_a_new_member_and_of_one_that_left(broker, client):
     with RawClient(broker.address, "c2") as second:
         second.heartbeat("G", "T")
         assert sorted(members(client)) == ["c1", "c2"]
-        client.wait_asked(NOTIFY, 2)
-        second.wait_asked(NOTIFY, 1)
+        client.wait_received(NOTIFY, 2)
+        second.wait_received(NOTIFY, 1)
         second.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c2", "consumerGroup": "G"})
-        client.wait_asked(NOTIFY, 3)
+        client.wait_received(NOTIFY, 3)
         assert members(client) == ["c1"]
         second.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c2", "consumerGroup": "G"})
         second.heartbeat("G", "T")
-        client.wait_asked(NOTIFY, 4)
-    client.wait_asked(NOTIFY, 5)  # the connection ended
+        client.wait_received(NOTIFY, 4)
+    client.wait_received(NOTIFY, 5)  # the connection ended
     assert members(client) == ["c1"]
 
 
@@ -64,7 +64,7 @@ def test_the_broker_knows_members_by_connection() -> None:
 def test_notices_of_broadcasting_groups_ended_with_5_3_1(broker, client, version):
     client.heartbeat("G", "T", model="BROADCASTING")
     if version in ("4.9.7", "5.1.4"):
-        client.wait_asked(NOTIFY)
+        client.wait_received(NOTIFY)
     else:
         assert client.is_silent()
     assert broker.core.state.topics.get("%RETRY%G") is not None
@@ -225,8 +225,8 @@ def test_query_assignment(version: str) -> None:
     ):
 
         def assigned(client_id: str, strategy: str = "AVG", model: str = "CLUSTERING") -> list[int] | None:
-            asked = {"topic": "T", "consumerGroup": "G", "clientId": client_id, "strategyName": strategy}
-            body = fastjson.dumps({**asked, "messageModel": model})
+            fields = {"topic": "T", "consumerGroup": "G", "clientId": client_id, "strategyName": strategy}
+            body = fastjson.dumps({**fields, "messageModel": model})
             answer = client.call(RequestCode.QUERY_ASSIGNMENT, body=body)
             assert answer.code == (3 if version == "4.9.7" else 0)
             found = fastjson.loads(answer.body).get("messageQueueAssignments") if answer.code == 0 else None

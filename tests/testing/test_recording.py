@@ -14,17 +14,17 @@ from pyrocket_consumer.testing import EmbeddedCluster, RequestCode
 
 def test_what_happens_while_the_cluster_rests_is_seen() -> None:
     happened = threading.Event()
-    looks: list[bool] = []
+    checks: list[bool] = []
 
-    def look() -> bool:
-        looks.append(happened.is_set())
-        if len(looks) == 2:
+    def check() -> bool:
+        checks.append(happened.is_set())
+        if len(checks) == 2:
             happened.set()  # by nobody whom the cluster knows
-        return looks[-1]
+        return checks[-1]
 
     with EmbeddedCluster(long_poll_tick_s=600, scan_interval_s=600, flush_offsets_s=600) as cluster:
-        assert cluster.wait_until(look, timeout_s=10)
-    assert looks == [False, False, True]
+        assert cluster.wait_until(check, timeout_s=10)
+    assert checks == [False, False, True]
 
 
 def test_a_slow_listener_is_heard_when_it_returns(rocketmq_cluster) -> None:
@@ -55,10 +55,10 @@ def test_a_condition_is_looked_at_once_more_at_the_end(rocketmq_cluster) -> None
 
 
 def test_with_no_time_at_all_it_is_looked_at_once(rocketmq_cluster) -> None:
-    looks: list[bool] = []
+    checks: list[bool] = []
     with pytest.raises(TimeoutError):
-        rocketmq_cluster.wait_until(lambda: looks.append(True), timeout_s=0)  # type: ignore[func-returns-value]
-    assert len(looks) == 1
+        rocketmq_cluster.wait_until(lambda: checks.append(True), timeout_s=0)  # type: ignore[func-returns-value]
+    assert len(checks) == 1
 
 
 def test_the_error_says_what_was_waited_for(rocketmq_cluster) -> None:

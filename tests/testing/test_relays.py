@@ -20,9 +20,9 @@ def test_a_relay_changes_nothing(version: str) -> None:
         member.heartbeat("G", "T")
         fields = {"consumerGroup": "G", "clientId": "c1", "jstackEnable": "false", "own": "x"}
         opaque = admin.post(RUNNING_INFO, fields, b"a body")
-        [asked] = member.wait_asked(RUNNING_INFO)
-        assert (asked.fields, asked.body) == (fields, b"a body")
-        member.reply(asked, 0, b"\x00info", "remark", {"told": "y"})
+        [received] = member.wait_received(RUNNING_INFO)
+        assert (received.fields, received.body) == (fields, b"a body")
+        member.reply(received, 0, b"\x00info", "remark", {"told": "y"})
         answer = admin.answer(opaque)
         assert (answer.code, answer.body, answer.remark, answer.fields, answer.language) == (
             0,
@@ -44,12 +44,12 @@ def test_a_member_that_is_not_there_or_does_not_answer() -> None:
         start = time.monotonic()
         assert admin.call(RUNNING_INFO, fields).code == 207
         assert time.monotonic() - start >= 0.2
-        [late] = member.wait_asked(RUNNING_INFO)
+        [late] = member.wait_received(RUNNING_INFO)
         member.reply(late)  # ignored
     with talking(relay_timeout_s=600) as (broker, admin), RawClient(broker.address) as member:
         member.heartbeat("G", "T")
         opaque = admin.post(RUNNING_INFO, fields)
-        member.wait_asked(RUNNING_INFO)
+        member.wait_received(RUNNING_INFO)
         member.close()
         assert admin.answer(opaque).code == 207  # at once: nobody is there to wait for
 
@@ -61,10 +61,10 @@ def test_consume_directly_carries_the_stored_message(version: str) -> None:
         member.heartbeat("G", "T")
         message_id = admin.produce("T", b"hello").fields["msgId"]
         opaque = admin.post(code, {"consumerGroup": "G", "clientId": "c1", "msgId": message_id, "topic": "T"})
-        [asked] = member.wait_asked(code)
-        assert decode_messages(asked.body)[0].body == b"hello"
+        [received] = member.wait_received(code)
+        assert decode_messages(received.body)[0].body == b"hello"
         added = {} if version == "4.9.7" else {"topicSysFlag": "0", "groupSysFlag": "0"}
-        assert asked.fields == {
+        assert received.fields == {
             "consumerGroup": "G",
             "clientId": "c1",
             "msgId": message_id,
@@ -72,14 +72,14 @@ def test_consume_directly_carries_the_stored_message(version: str) -> None:
             "brokerName": "broker-a",
             **added,
         }
-        member.reply(asked, body=b'{"consumeResult":"CR_SUCCESS"}')
+        member.reply(received, body=b'{"consumeResult":"CR_SUCCESS"}')
         assert admin.answer(opaque).body == b'{"consumeResult":"CR_SUCCESS"}'
         for wrong in ("U1", message_id[:-1] + "7"):
             assert admin.call(code, {"consumerGroup": "G", "clientId": "c1", "msgId": wrong}).code == 1
 
 
 def test_the_status_of_every_member() -> None:
-    code, asked_code = RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS, RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT
+    code, request_code = RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS, RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT
     queue = MessageQueue("T", "broker-a", 0)
     with (
         talking(status_timeout_s=1.5) as (broker, admin),
@@ -90,10 +90,10 @@ def test_the_status_of_every_member() -> None:
         first.heartbeat("G", "T")
         second.heartbeat("G", "T")
         opaque = admin.post(code, {"topic": "T", "group": "G", "clientAddr": ""})
-        [asked] = first.wait_asked(asked_code)
-        assert asked.fields == {"topic": "T", "group": "G"}
-        first.reply(asked, body=encode_consumer_status({queue: 16}))
-        second.wait_asked(asked_code)  # which stays silent, and is missing
+        [received] = first.wait_received(request_code)
+        assert received.fields == {"topic": "T", "group": "G"}
+        first.reply(received, body=encode_consumer_status({queue: 16}))
+        second.wait_received(request_code)  # which stays silent, and is missing
         answer = admin.answer(opaque)
         assert (answer.remark, decode_consumer_status_table(answer.body)) == (
             "not set any response code",
@@ -102,5 +102,5 @@ def test_the_status_of_every_member() -> None:
         nobody = admin.call(code, {"topic": "T", "group": "G", "clientAddr": "c9"})
         assert (nobody.code, decode_consumer_status_table(nobody.body)) == (0, {})
         opaque = admin.post(code, {"topic": "T", "group": "G", "clientAddr": "c2"})
-        second.reply(second.wait_asked(asked_code, 2)[1], body=b"not a body")
+        second.reply(second.wait_received(request_code, 2)[1], body=b"not a body")
         assert decode_consumer_status_table(admin.answer(opaque).body) == {}

@@ -86,7 +86,7 @@ def test_members_are_told_in_the_form_of_the_admins_language(mode: tuple[str, bo
         answer = reset(client, 0, language=language)
         assert (answer.code, answer.remark, targets(answer)) == (0, "not set any response code", {0: 0, 1: 0})
         for member in (client, second):
-            [order] = member.wait_asked(RequestCode.RESET_CONSUMER_CLIENT_OFFSET)
+            [order] = member.wait_received(RequestCode.RESET_CONSUMER_CLIENT_OFFSET)
             assert order.is_oneway
             assert order.fields == {
                 "topic": "T",

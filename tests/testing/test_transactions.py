@@ -64,7 +64,7 @@ def test_the_broker_asks_what_became_of_it(version: str) -> None:
     with talking(version=version, settings=settings) as (broker, client):
         client.call(RequestCode.HEART_BEAT, body=encode_heartbeat(HeartbeatData("c1", producers=("P",))))
         half = produce_half(client)
-        first, second = client.wait_asked(RequestCode.CHECK_TRANSACTION_STATE, 2)[:2]
+        first, second = client.wait_received(RequestCode.CHECK_TRANSACTION_STATE, 2)[:2]
         assert first.is_oneway
         assert first.fields["tranStateTableOffset"] == half.fields["queueOffset"]
         assert (first.fields["msgId"], first.fields["bname"]) == ("U1", "broker-a")

@@ -31,16 +31,16 @@ class Server:
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
-        self._came = b""
+        self._received = b""
 
-    def asked(self) -> RemotingCommand:
+    def next_request(self) -> RemotingCommand:
         """Return the next request."""
-        while len(self._came) < 4 or len(self._came) < 4 + int.from_bytes(self._came[:4]):
+        while len(self._received) < 4 or len(self._received) < 4 + int.from_bytes(self._received[:4]):
             data = self.end.recv(1 << 16)
             assert data, "the connection ended"
-            self._came += data
-        size = 4 + int.from_bytes(self._came[:4])
-        frame, self._came = self._came[:size], self._came[size:]
+            self._received += data
+        size = 4 + int.from_bytes(self._received[:4])
+        frame, self._received = self._received[:size], self._received[size:]
         return decode_command(frame)
 
     def answer(self, request: RemotingCommand, body: bytes = b"", code: int = 0) -> None:
@@ -58,7 +58,7 @@ def connected() -> Iterator[tuple[BlockingConnection, Server]]:
         connection.close("the test is over")
 
 
-class Asked:
+class SentRequest:
     """A request, and what became of it."""
 
     def __init__(self, connection: BlockingConnection, *, now: float = 0.0, timeout_s: float = TIMEOUT_S) -> None:
@@ -105,11 +105,11 @@ def server(link: tuple[BlockingConnection, Server]) -> Server:
 
 
 def test_answers_find_their_requests_in_any_order(connection, server):
-    first, second = Asked(connection), Asked(connection)
+    first, second = SentRequest(connection), SentRequest(connection)
     assert connection.has_unsent
     connection.flush()
     assert not connection.has_unsent
-    one, two = server.asked(), server.asked()
+    one, two = server.next_request(), server.next_request()
     server.answer(two, b"two")
     receive(connection)
     assert (first.bodies, second.bodies) == ([], [b"two"])
@@ -123,7 +123,7 @@ def test_answers_find_their_requests_in_any_order(connection, server):
 
 
 def test_a_request_without_an_answer_ends_at_its_deadline(connection, server):
-    soon, later = Asked(connection, now=100, timeout_s=1), Asked(connection, now=100, timeout_s=9)
+    soon, later = SentRequest(connection, now=100, timeout_s=1), SentRequest(connection, now=100, timeout_s=9)
     assert connection.next_deadline == 101
     connection.expire(100.9)
     assert soon.answers == []
@@ -133,8 +133,8 @@ def test_a_request_without_an_answer_ends_at_its_deadline(connection, server):
     assert later.answers == []
     assert connection.next_deadline == 109
     connection.flush()
-    server.answer(server.asked(), b"too late")
-    server.answer(server.asked(), b"in time")
+    server.answer(server.next_request(), b"too late")
+    server.answer(server.next_request(), b"in time")
     receive_all(connection)
     assert (len(soon.answers), later.bodies) == (1, [b"in time"])
 
@@ -145,7 +145,7 @@ def test_a_lost_connection_ends_every_request_once(how, connection, server):
     connection.flush()
     assert connection.next_deadline is None
     connection.expire(1e9)  # nothing waits
-    asked = [Asked(connection) for _ in range(3)]
+    sent = [SentRequest(connection) for _ in range(3)]
     connection.flush()
     if how == "by us":
         connection.close("enough")
@@ -154,12 +154,12 @@ def test_a_lost_connection_ends_every_request_once(how, connection, server):
         receive(connection)
     else:
         if how == "reset":
-            server.asked()
+            server.next_request()
         server.end.close()  # with requests unread, it is a reset
         while not connection.closed:
             receive(connection)
     error = ProtocolError if how == "no frame" else ConnectionLost
-    assert [[isinstance(answer, error) for answer in each.answers] for each in asked] == [[True]] * 3
+    assert [[isinstance(answer, error) for answer in each.answers] for each in sent] == [[True]] * 3
     assert connection.closed
     assert not connection.receive()
     connection.flush()
@@ -167,11 +167,11 @@ def test_a_lost_connection_ends_every_request_once(how, connection, server):
 
 
 def test_requests_that_do_not_fit_the_socket_are_sent_later(connection, server):
-    asked = [Asked(connection) for _ in range(20_000)]
+    sent = [SentRequest(connection) for _ in range(20_000)]
     connection.flush()
     assert connection.has_unsent
     requests = []
-    reader = threading.Thread(target=lambda: requests.extend(server.asked() for _ in asked))
+    reader = threading.Thread(target=lambda: requests.extend(server.next_request() for _ in sent))
     reader.start()
     while connection.has_unsent:
         assert select.select([], [connection.socket], [], WAIT_S)[1]
@@ -181,15 +181,15 @@ def test_requests_that_do_not_fit_the_socket_are_sent_later(connection, server):
 
 
 def test_bodies_stay_until_their_room_is_given_back(connection, server):
-    asked = []
+    sent = []
     for number in range(50):
-        asked.append(Asked(connection))
+        sent.append(SentRequest(connection))
         connection.flush()
-        server.answer(server.asked(), b"%03d" % number * 10_000)
+        server.answer(server.next_request(), b"%03d" % number * 10_000)
         receive_all(connection)
         if number % 10 == 9:
-            connection.release_except(extent for each in asked[number - 3 :] for extent in each.extents)
-            assert [each.bodies for each in asked[number - 3 :]] == [
+            connection.release_except(extent for each in sent[number - 3 :] for extent in each.extents)
+            assert [each.bodies for each in sent[number - 3 :]] == [
                 [b"%03d" % n * 10_000] for n in range(number - 3, number + 1)
             ]
 
@@ -237,11 +237,11 @@ def test_an_idle_connection_is_used_again_while_it_lives():
 
 def test_what_waits_for_answers_or_comes_at_the_end_is_closed():
     idle = IdleConnections()
-    with connected() as (asking, _), connected() as (kept, _), connected() as (late, _):
-        asked = Asked(asking)
-        idle.put(asking)
-        assert asking.closed
-        assert isinstance(asked.answers[0], ConnectionLost)
+    with connected() as (busy, _), connected() as (kept, _), connected() as (late, _):
+        sent = SentRequest(busy)
+        idle.put(busy)
+        assert busy.closed
+        assert isinstance(sent.answers[0], ConnectionLost)
         assert idle.take("broker:1") is None
         idle.put(kept)
         idle.close()

@@ -33,8 +33,8 @@ async def test_many_calls_at_once_are_answered_in_any_order(connection, peer):
     assert [(await answer).body for answer in answers] == [b"%d" % number for number in range(500)]
     assert connection.waiting == 0
     together = connection.call_many([command(n=str(number)) for number in range(2000)], 30)
-    asked = [await peer.next() for _ in range(2000)]
-    peer.send(b"".join(encode_command(each.make_response(body=each.fields["n"].encode())) for each in asked))
+    received = [await peer.next() for _ in range(2000)]
+    peer.send(b"".join(encode_command(each.make_response(body=each.fields["n"].encode())) for each in received))
     peer.close()  # what came before the end reaches its calls
     assert [each.body for each in await together] == [b"%d" % number for number in range(2000)]
 
@@ -42,9 +42,9 @@ async def test_many_calls_at_once_are_answered_in_any_order(connection, peer):
 @pytest.mark.live
 async def test_requests_sent_together_get_an_answer_or_error_each(connection, peer):
     answers = connection.call_many([command(n=str(number)) for number in range(3)], 5)
-    asked = [await peer.next() for _ in range(3)]
-    peer.answer(asked[2], body=b"third")
-    peer.answer(asked[0], 21, body=b"first")
+    received = [await peer.next() for _ in range(3)]
+    peer.answer(received[2], body=b"third")
+    peer.answer(received[0], 21, body=b"first")
     await until(lambda: connection.waiting == 1)
     peer.reset()
     first, second, third = await answers
@@ -71,9 +71,9 @@ async def test_answers_nobody_waits_for_are_ignored(connection, peer):
     for stray in (0, -1, 12345, 2**31 - 1):
         peer.send(encode_command(RemotingCommand(0, flag=1, opaque=stray, body=b"stray")))
     first = connection.call(command(), 30)
-    asked = await peer.next()
+    received = await peer.next()
     for body in (b"first", b"again"):
-        peer.answer(asked, body=body)
+        peer.answer(received, body=body)
     await answered(connection, peer, body=b"second")
     assert (await first).body == b"first"
 
@@ -94,10 +94,10 @@ async def test_a_late_answer_reaches_whoever_asked_for_it_once(connection, peer)
 
     for each in (on_late, None, on_late):
         send(connection, results.append, 0.02, on_late=each)
-    asked = [await peer.next() for _ in range(3)]
+    received = [await peer.next() for _ in range(3)]
     await until(lambda: len(results) == 3)
     assert {type(each) for each in results} == {RequestTimeout}
-    for each in (asked[0], asked[0], asked[1]):
+    for each in (received[0], received[0], received[1]):
         peer.answer(each, body=b"late")
     await until(lambda: late)
     await answered(connection, peer, body=b"new")
@@ -164,8 +164,8 @@ async def test_frames_are_as_large_as_they_may_be(max_frame_bytes):
     async with connected(max_frame_bytes=max_frame_bytes) as (connection, peer):
         body = b"x" * (max_frame_bytes - 1000)
         call = connection.call(command(), 30)
-        asked = await peer.next()
-        peer.send(encode_command(asked.make_response(body=body), max_frame_bytes=max_frame_bytes))
+        received = await peer.next()
+        peer.send(encode_command(received.make_response(body=body), max_frame_bytes=max_frame_bytes))
         assert (await call).body == body
         with pytest.raises(ProtocolError, match=f"max_frame_bytes={max_frame_bytes}"):
             connection.call(RemotingCommand(10, body=b"x" * max_frame_bytes), 30)
@@ -184,8 +184,8 @@ async def test_an_answer_cut_anywhere_is_a_lost_connection():
         lost = Lost()
         async with connected(on_lost=lost) as (connection, peer):
             call = connection.call(command(), 30)
-            asked = await peer.next()
-            peer.send(encode_command(asked.make_response(0, None, {"offset": "5"}, b"body"))[:cut])
+            received = await peer.next()
+            peer.send(encode_command(received.make_response(0, None, {"offset": "5"}, b"body"))[:cut])
             peer.close()
             with pytest.raises(ConnectionLost, match="closed by the server"):
                 await call
@@ -194,8 +194,8 @@ async def test_an_answer_cut_anywhere_is_a_lost_connection():
 
 async def test_answers_may_come_byte_by_byte(connection, peer):
     calls = [connection.call(command(), 30) for _ in range(3)]
-    asked = [await peer.next() for _ in calls]
-    for byte in b"".join(encode_command(each.make_response(body=b"x" * 40)) for each in asked):
+    received = [await peer.next() for _ in calls]
+    for byte in b"".join(encode_command(each.make_response(body=b"x" * 40)) for each in received):
         peer.send(bytes([byte]))
         await asyncio.sleep(0)  # so that each arrives alone
     assert [(await call).body for call in calls] == [b"x" * 40] * 3
@@ -206,9 +206,9 @@ async def test_a_request_that_is_too_large_is_not_sent(connection, peer):
         await connection.call(RemotingCommand(10, body=b"x" * MAX_FRAME_BYTES), 5)
     assert connection.waiting == 0
     call = connection.call(command(77), 30)
-    asked = await peer.next()
-    assert asked.code == 77
-    peer.answer(asked)
+    received = await peer.next()
+    assert received.code == 77
+    peer.answer(received)
     await call
 
 
@@ -256,9 +256,9 @@ async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, conn
         assert results == [], "a caller is never called back before its call has returned"
     else:
         send(connection, results.append, 0.05 if end == "timeout" else 30)
-        asked = await peer.next()
+        received = await peer.next()
         {
-            "answer": lambda: peer.answer(asked),
+            "answer": lambda: peer.answer(received),
             "timeout": lambda: None,
             "lost": peer.close,
             "closed": lambda: connection.close("over"),
@@ -276,7 +276,7 @@ async def test_what_callbacks_return_runs_after_their_requests(connection, peer)
     """Of answers that come together."""
     order: list[str] = []
 
-    def asking(name: str):
+    def calling(name: str):
         def on_response(answer):
             order.append(f"{name} answered")
             connection.oneway(command(100))
@@ -285,9 +285,9 @@ async def test_what_callbacks_return_runs_after_their_requests(connection, peer)
         return on_response
 
     for name in ("a", "b"):
-        send(connection, asking(name), 5)
-    asked = [await peer.next(), await peer.next()]
-    peer.send(b"".join(encode_command(each.make_response()) for each in asked))
+        send(connection, calling(name), 5)
+    received = [await peer.next(), await peer.next()]
+    peer.send(b"".join(encode_command(each.make_response()) for each in received))
     await until(lambda: len(order) == 4)
     assert order == ["a answered", "b answered", "a delivered", "b delivered"]
     assert [(await peer.next()).code, (await peer.next()).code] == [100, 100]
@@ -304,8 +304,8 @@ async def test_a_callback_that_raises_harms_no_other():
         for on_response in (bad, lambda answer: lambda: bad(answer)):
             send(connection, on_response, 5)
         good = connection.call(command(), 30)
-        asked = [await peer.next() for _ in range(3)]
-        peer.send(b"".join(encode_command(each.make_response()) for each in asked))
+        received = [await peer.next() for _ in range(3)]
+        peer.send(b"".join(encode_command(each.make_response()) for each in received))
         assert (await good).code == 0
         await until(lambda: len(results) == 2)
         assert not connection.closed
@@ -320,9 +320,9 @@ async def test_a_callback_that_raises_harms_no_other():
 async def test_requests_of_the_server_are_answered_while_a_call_waits():
     handled: list[int] = []
 
-    async def on_request(asked, connection):
-        handled.append(asked.code)
-        return asked.make_response(3, f" request type {asked.code} not supported")
+    async def on_request(received, connection):
+        handled.append(received.code)
+        return received.make_response(3, f" request type {received.code} not supported")
 
     async with connected(on_request=on_request) as (connection, peer):
         call = connection.call(command(), 30)
@@ -337,7 +337,7 @@ async def test_requests_of_the_server_are_answered_while_a_call_waits():
         assert (await call).body == b"mine", "an equal opaque of the server's own request is no answer"
 
 
-def not_today(asked):
+def not_today(received):
     raise RocketError("not today")
 
 
@@ -345,8 +345,8 @@ def not_today(asked):
     "answer, remark",
     [
         (not_today, "not today"),
-        (lambda asked: 1 / 0, "ZeroDivisionError: division by zero"),
-        (lambda asked: asked.make_response(body=b"x" * MAX_FRAME_BYTES), "at most"),
+        (lambda received: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda received: received.make_response(body=b"x" * MAX_FRAME_BYTES), "at most"),
     ],
     ids=["an error of ours", "a bug", "too large"],
 )
@@ -354,8 +354,8 @@ async def test_a_request_that_fails_is_answered_with_the_reason(answer, remark):
     results: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: results.append(context))
 
-    async def on_request(asked, connection):
-        return answer(asked)
+    async def on_request(received, connection):
+        return answer(received)
 
     async with connected(on_request=on_request) as (_, peer):
         peer.send(encode_command(RemotingCommand(307, opaque=2)))
@@ -369,7 +369,7 @@ async def test_a_request_that_fails_is_answered_with_the_reason(answer, remark):
 async def test_a_flood_of_requests_leaves_others_their_turn():
     """However many come together, only some are taken in a row."""
     handled = []
-    async with connected(on_request=lambda asked, connection: handled.append(asked)) as (connection, peer):
+    async with connected(on_request=lambda received, connection: handled.append(received)) as (connection, peer):
         call = connection.call(command(), 30)
         ours = await peer.next()
         peer.send(20_000 * encode_command(RemotingCommand(40, flag=2)))
@@ -397,9 +397,9 @@ async def test_a_flood_of_answers_that_nobody_waits_for_ends_no_call(connection,
 async def test_answers_that_the_server_does_not_read_do_not_pile_up():
     handled = []
 
-    def on_request(asked, connection):
-        handled.append(asked)
-        connection.respond(asked, asked.make_response(body=b"x" * 50_000))
+    def on_request(received, connection):
+        handled.append(received)
+        connection.respond(received, received.make_response(body=b"x" * 50_000))
 
     async with connected(on_request=on_request) as (connection, peer):
         peer.stop_reading()
@@ -428,8 +428,8 @@ async def test_requests_are_signed_once_and_last_and_answers_never():
         signed.append(request.code)
         request.fields = {**request.fields, "Signature": f"of {sorted(request.fields)}"}
 
-    async def on_request(asked, connection):
-        return asked.make_response()
+    async def on_request(received, connection):
+        return received.make_response()
 
     async with connected(sign=sign, on_request=on_request) as (connection, peer):
         assert connection.is_signing

@@ -189,7 +189,7 @@ async def test_calls_over_tls():
 @pytest.mark.live
 async def test_a_flood_over_tls_is_taken_little_by_little_and_whole():
     handled = []
-    options = {"tls": trusting(), "on_request": lambda asked, connection: handled.append(asked)}
+    options = {"tls": trusting(), "on_request": lambda request, connection: handled.append(request)}
     async with serving(server_tls()) as server, client(**options) as connections:
         connection = await connections.get(server.address)
         peer = await server.peer()

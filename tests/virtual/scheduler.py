@@ -110,7 +110,7 @@ class Scheduler:
     # --- the clock
 
     def monotonic(self) -> float:
-        self.look()
+        self.check_clock()
         return self.now
 
     def wall(self) -> float:
@@ -149,7 +149,7 @@ class Scheduler:
         if self.random.random() < PAUSES and not _collecting and self._others_could_run():
             self.pause()
 
-    def look(self) -> None:
+    def check_clock(self) -> None:
         """Take a moment; a thread that only looks, again and again, lets others run."""
         self.now += STEP_S
         if self.now - self._turn_began > TURN_S and not _collecting and self._others_could_run():
@@ -212,7 +212,7 @@ class Scheduler:
 
     def join(self, thread: SimulatedThread, timeout_s: float | None) -> bool:
         """Wait for the end of `thread`; returns whether it has ended."""
-        self.look()
+        self.check_clock()
         deadline = None if timeout_s is None else self.now + timeout_s
         while not thread.is_done and (deadline is None or self.now < deadline):
             me = self.me()
@@ -272,12 +272,12 @@ class Scheduler:
     def stacks(self) -> str:
         """Return where each thread is, without what makes its time virtual."""
         frames, here = sys._current_frames(), os.path.dirname(__file__)
-        said = []
+        dumps = []
         for thread in self._threads:
             if (frame := frames.get(thread.ident)) is not None:
                 lines = [each for each in traceback.extract_stack(frame) if os.path.dirname(each.filename) != here]
-                said.append(f"--- {thread.name}\n{''.join(traceback.format_list(lines[-6:]))}")
-        return "\n".join(said)
+                dumps.append(f"--- {thread.name}\n{''.join(traceback.format_list(lines[-6:]))}")
+        return "\n".join(dumps)
 
     # --- its life
 

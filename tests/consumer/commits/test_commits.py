@@ -388,7 +388,7 @@ def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool)
         peer.call(RequestCode.GET_CONSUMER_RUNNING_INFO, running, accept=range(300))
         peer.call(RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS, status, accept=range(300))
 
-    def keep_asking(client_id: str) -> None:
+    def keep_querying(client_id: str) -> None:
         with closing(Peer(broker.address)) as peer:
             while not ended.wait(0.005):
                 ask(peer, client_id)
@@ -397,9 +397,9 @@ def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool)
     if member is not ours:
         options["asked_of"] = topic
     with member(cluster, topic, group, **options) as consumer, closing(Peer(broker.address)) as peer:
-        asking = threading.Thread(target=keep_asking, args=[consumer.client_id])
+        querying = threading.Thread(target=keep_querying, args=[consumer.client_id])
         if questions:
-            asking.start()
+            querying.start()
         try:
             other = AnotherMember(cluster, group, consumer, topic)
             for stage in range(2):
@@ -414,7 +414,7 @@ def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool)
         finally:
             ended.set()
             if questions:
-                asking.join()
+                querying.join()
         assert sorted(consumer.seen.bodies) == numbered(10), "diagnostics made messages come again"
     return [(queue_id, offset) for queue_id, offset in committed_values(broker, topic) if offset]  # 0 is where it began
 
@@ -428,8 +428,8 @@ def test_diagnostics_change_no_offset(embedded, names, member):
     """
     alone = commits_of_a_run(embedded, names, member, questions=False)
     assert alone == [(0, 5), (0, 10)]
-    asked = commits_of_a_run(embedded, names, member, questions=True)
-    assert asked == alone, "diagnostics made other commits"
+    with_queries = commits_of_a_run(embedded, names, member, questions=True)
+    assert with_queries == alone, "diagnostics made other commits"
 
 
 @pytest.mark.hazard("H45")

@@ -61,9 +61,9 @@ class Working:
     def __init__(self, workers: Workers, reports: Reports, io: IoThread) -> None:
         self.workers, self.reports, self.loop, self._io = workers, reports, io.loop, io
 
-    def consume(self, function: Any, count: int, *, batch_size: int = 1, tell=lambda queue, offset: None):
+    def consume(self, function: Any, count: int, *, batch_size: int = 1, on_edge=lambda queue, offset: None):
         """Hand over `count` messages as one chunk; returns their window."""
-        window, messages = window_of(count, tell=tell)
+        window, messages = window_of(count, on_edge=on_edge)
         units: list[Any] = messages
         if batch_size > 1:
             units = [messages[start : start + batch_size] for start in range(0, count, batch_size)]
@@ -255,10 +255,10 @@ def test_tasks_of_async_listeners_end_with_their_loop(coroutines):
 def test_a_store_that_raises_inside_an_ack_ends_no_worker(either):
     """The offset store is called under the window's lock, and may be the user's."""
 
-    def tell(queue, offset):
+    def on_edge(queue, offset):
         raise OSError("no space left")
 
-    either.consume(either.as_kind(lambda message: None), 1, tell=tell)
+    either.consume(either.as_kind(lambda message: None), 1, on_edge=on_edge)
     until(lambda: either.reports.worker_failures)
     assert isinstance(either.reports.worker_failures[0], OSError)
     either.works()
@@ -364,7 +364,7 @@ class Desk:
         self.slots = [Slot() for _ in range(count)]
         self.chunks: deque[Chunk] = deque()
         self.failed: list[Failed] = []
-        self.looks = 0
+        self.checks = 0
         self.put = self.chunks.append
         self.stop = self.abandon = lambda: None
 
@@ -375,7 +375,7 @@ class Desk:
         chunk.failed.clear()
 
     def waiting(self):
-        self.looks += 1
+        self.checks += 1
         return len(self.chunks)
 
     def begin(self, worker: int, now: float) -> Chunk:
@@ -459,9 +459,9 @@ async def test_nobody_looks_for_stuck_workers_when_nothing_waits():
     for worker in (0, 1, 2):
         desk.begin(worker, asyncio.get_running_loop().time())
     await asyncio.sleep(1)
-    looks = desk.looks
+    checks = desk.checks
     await asyncio.sleep(10)
-    assert desk.looks == looks
+    assert desk.checks == checks
     later, messages = window_of(8)
     later.listener_time_s = 1e-6
     service.dispatch(later, Listener.of(handle), messages)

@@ -88,13 +88,13 @@ def test_whatever_the_listener_does_is_told(orders, kind, deed):
         orders.send(b"x")
         seen.wait_for(1)
         direct.set()
-        said = consume_directly(orders, consumer)
+        result = consume_directly(orders, consumer)
         direct.clear()
         if isinstance(deed, BaseException):
-            assert said["consumeResult"] == "CR_THROW_EXCEPTION"
-            assert type(deed).__name__ in said["remark"]
+            assert result["consumeResult"] == "CR_THROW_EXCEPTION"
+            assert type(deed).__name__ in result["remark"]
         else:
-            assert said["consumeResult"] == "CR_LATER"
+            assert result["consumeResult"] == "CR_LATER"
         orders.send(b"y")
         seen.wait(lambda _: b"y" in seen.bodies)
         assert consumer.state is ConsumerState.RUNNING

@@ -224,8 +224,8 @@ def test_send_backs_without_an_answer_make_a_copy_a_try(orders, broker, fault):
     seen = Seen(lambda message: ConsumeResult.RETRY)
     with orders.consuming(seen, call_timeout_s=0.3):
         seen.wait(lambda seen: any(message.reconsume_times == 3 for message in seen.messages), 60)
-        copies, asked = attempts(orders.cluster), len(broker.requests(SEND_BACK))
-        assert sum(copies.values()) == asked
+        copies, requests_before = attempts(orders.cluster), len(broker.requests(SEND_BACK))
+        assert sum(copies.values()) == requests_before
         assert max(copies.values()) <= 3, "each attempt makes as many copies as it has tries, not four for each"
         assert orders.events.of("send-back-failed")
 

@@ -79,13 +79,13 @@ def fails_once(result, *, every):
 
 def by_function(orders, seen, wrong, **options):
     """Consume by a function that does this for the key "bad"; gives how often each message was asked about."""
-    asked = Counter()
+    key_calls = Counter()
 
     def order_by(message):
-        asked[message.queue_offset] += 1
+        key_calls[message.queue_offset] += 1
         return wrong(message) if key_of(message) == "bad" else key_of(message)
 
-    return asked, by_key(orders, seen, order_by=order_by, **options)
+    return key_calls, by_key(orders, seen, order_by=order_by, **options)
 
 
 @contextmanager
@@ -257,11 +257,11 @@ def test_failures_that_pass_are_not_told_as_stuck(orders, result):
 
 def test_an_oldest_message_without_a_key_is_told_once(orders):
     send(orders, "bad", *"abcd" * 100)
-    asked, consuming = by_function(orders, Seen(), raising, max_span=50)
+    key_calls, consuming = by_function(orders, Seen(), raising, max_span=50)
     with consuming:
         event = orders.events.wait_for("message-stuck")
-        enough = asked[0] + 7
-        until(lambda: asked[0] == enough, "it is asked for again and again, once a second")
+        enough = key_calls[0] + 7
+        until(lambda: key_calls[0] == enough, "it is asked for again and again, once a second")
     assert event.facts["offset"] == 0
     assert "no such order" in event.facts["key"]
     assert len(orders.events.of("message-stuck")) == 1
@@ -293,17 +293,17 @@ def test_messages_without_a_key_are_one_line(orders):
 
 
 def test_a_function_is_asked_once_a_message_and_never_by_io(orders):
-    asked, threads = Counter(), set()
+    key_calls, threads = Counter(), set()
 
     def order_by(message):
-        asked[message.queue_offset] += 1
+        key_calls[message.queue_offset] += 1
         threads.add(threading.current_thread().name.rstrip("0123456789"))
         return ("key", message.queue_offset % 5)
 
     send(orders, *"ab" * 100)
     with by_key(orders, Seen(), order_by=order_by) as (_, seen):
         seen.wait_for(200)
-    assert asked == Counter(range(200))
+    assert key_calls == Counter(range(200))
     assert threads == {"pyrocket-consume-"}
 
 
@@ -515,21 +515,21 @@ def test_a_key_that_cannot_be_compared_fails_its_message_only(orders):
 
 def test_what_never_gets_a_key_is_given_up_after_its_attempts(orders):
     send(orders, "a", "bad", "a")
-    asked, consuming = by_function(orders, Seen(), raising, max_reconsume_times=1)
+    key_calls, consuming = by_function(orders, Seen(), raising, max_reconsume_times=1)
     with consuming:
         orders.events.wait_for("message-given-up")
         orders.wait_committed(3)
         with dead_letter(orders) as dead:
             assert dead == [b"bad:1"]
-    assert asked == {0: 1, 1: 2, 2: 1}
+    assert key_calls == {0: 1, 1: 2, 2: 1}
 
 
 def test_a_message_whose_key_is_told_at_last_takes_its_place(orders):
-    asked, freed = Counter(), threading.Event()
+    key_calls, freed = Counter(), threading.Event()
 
     def order_by(message):
-        asked[message.queue_offset] += 1
-        if message.queue_offset == 1 and asked[1] == 1:
+        key_calls[message.queue_offset] += 1
+        if message.queue_offset == 1 and key_calls[1] == 1:
             raise LookupError("not yet")
         return key_of(message)
 
@@ -542,7 +542,7 @@ def test_a_message_whose_key_is_told_at_last_takes_its_place(orders):
     send(orders, *"aaaa")
     seen = ByKey(judge)
     with by_key(orders, seen, order_by=order_by):
-        until(lambda: asked[1] == 2, "it is asked again")
+        until(lambda: key_calls[1] == 2, "it is asked again")
         send(orders, "b", first=4)  # whose key is asked after it
         seen.wait_for(5)
     assert seen.of("a") == [0, 1, 2, 3]
@@ -550,18 +550,18 @@ def test_a_message_whose_key_is_told_at_last_takes_its_place(orders):
 
 
 def test_what_fails_meanwhile_comes_again_behind_it(orders):
-    asked, failed = Counter(), set()
+    key_calls, failed = Counter(), set()
 
     def order_by(message):
-        asked[message.queue_offset] += 1
-        if message.queue_offset == 0 and asked[0] == 1:
+        key_calls[message.queue_offset] += 1
+        if message.queue_offset == 0 and key_calls[0] == 1:
             raise LookupError("not yet")
         return key_of(message)
 
     def judge(message):
         if message.queue_offset == 1 and not failed:
             failed.add(1)
-            until(lambda: asked[0] == 2, "the key of the first is asked again")
+            until(lambda: key_calls[0] == 2, "the key of the first is asked again")
             time.sleep(0.1)
             return Suspend(for_s=0.01)
 

@@ -195,8 +195,8 @@ def test_a_time_has_a_zone(embedded, names, monkeypatch, member):
     for zone in ("UTC", "Asia/Shanghai"):
         topic, group = filled(embedded, names, queues=1, messages=0)
         with time_zone(monkeypatch, zone), member(embedded, topic, group, consume_from=instant):
-            [asked, *_] = broker.wait_for(SEARCH, timeout_s=WAIT_S, when=of(topic))
-            found = int(asked.command.fields["timestamp"])
+            [request, *_] = broker.wait_for(SEARCH, timeout_s=WAIT_S, when=of(topic))
+            found = int(request.command.fields["timestamp"])
             assert found == 1715941800000, f"{(found - 1715941800000) / 3600000:g} hours off in {zone}"
 
 

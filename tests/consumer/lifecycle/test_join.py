@@ -111,13 +111,13 @@ def test_a_signal_ends_a_join_and_what_follows_closes(orders, program, way, numb
 
 @pytest.mark.live
 def test_a_handler_of_the_programs_own_is_left_alone(embedded):
-    heard, before = threading.Event(), signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, lambda *_: heard.set())
+    received, before = threading.Event(), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: received.set())
     try:
         with PushConsumer(GROUP, name_server=embedded.name_server) as consumer:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
             assert consumer.join(1) is False
-        assert heard.is_set()
+        assert received.is_set()
     finally:
         signal.signal(signal.SIGTERM, before)
 

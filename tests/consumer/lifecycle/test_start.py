@@ -33,12 +33,12 @@ def nothing_is_left(embedded):
     """Fails unless threads and connections of all consumers end. Those of the cluster are called otherwise."""
     before = ours()  # some other test may have left them
 
-    def look() -> None:
+    def check() -> None:
         until(lambda: ours() <= before, "threads end")
         nodes = (*embedded.nodes, *embedded.name_server_nodes)
         until(lambda: not any(node.connections for node in nodes), "connections end")
 
-    return look
+    return check
 
 
 @pytest.fixture

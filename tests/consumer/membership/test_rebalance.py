@@ -79,7 +79,7 @@ class Group:
         self.mine: set[MessageQueue] = set()
         self.happened: list[Any] = []
         self.emitted: list[tuple[EventKind, str]] = []
-        self.asked: list[str] = []
+        self.requested: list[str] = []
 
     def topics(self):
         return list(self.routes)
@@ -116,7 +116,7 @@ class Group:
         return SimpleNamespace(consumer_ids=lambda group: self._ids(name))
 
     async def _ids(self, name):
-        self.asked.append(name)
+        self.requested.append(name)
         found = self.ids[name] if isinstance(self.ids, dict) else self.ids
         if isinstance(found, Exception):
             raise found
@@ -333,7 +333,7 @@ async def test_what_is_held_is_kept_while_the_members_are_not_known(error):
 @pytest.mark.parametrize("error", TROUBLE, ids=str)
 async def test_another_broker_of_the_topic_is_asked_when_one_fails(error):
     async with rebalancing(routes={"orders": route(2, brokers="ab")}, ids={"a": error, "b": ["me"]}) as group:
-        assert group.asked == ["a", "b"]
+        assert group.requested == ["a", "b"]
         assert len(group.mine) == 4
         assert group.emitted == []
 
@@ -362,9 +362,9 @@ async def test_a_member_that_is_still_not_listed_looks_again_soon():
     """Its queues are being taken by those who are listed; the next round must not wait for the timer."""
     async with rebalancing(mine=set(FIRST), ids=["you"]) as group:
         assert group.mine == set()
-        asked = len(group.asked)
+        requested = len(group.requested)
         await asyncio.sleep(RETRY_ROUND_S)
-        assert len(group.asked) > asked
+        assert len(group.requested) > requested
 
 
 # --- strategies of the user's

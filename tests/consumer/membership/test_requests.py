@@ -14,14 +14,14 @@ from pyrocket_consumer.protocol import fastjson
 from pyrocket_consumer.protocol.bodies import decode_consumer_status, decode_running_info, encode_offset_table
 from pyrocket_consumer.protocol.message import StoredMessage, encode_message
 from pyrocket_consumer.testing import RequestCode
-from tests.asking import Asking, directly, stored
 from tests.consuming import Events, Seen, consuming, until
 from tests.resetting import caught_up, fill, held, wait_until_stored
+from tests.server_requests import RequestSender, directly, stored
 
 INFO, STATUS = RequestCode.GET_CONSUMER_RUNNING_INFO, RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT
 RESET, NOTICE = RequestCode.RESET_CONSUMER_CLIENT_OFFSET, RequestCode.NOTIFY_CONSUMER_IDS_CHANGED
 CONSUME = RequestCode.CONSUME_MESSAGE_DIRECTLY
-ASKED = {
+FIELDS = {
     RESET: {"topic": "T", "group": "G", "timestamp": "0", "isForce": "true"},
     STATUS: {"topic": "T", "group": "G"},
     INFO: {"consumerGroup": "G", "clientId": "any", "jstackEnable": "true"},
@@ -34,8 +34,8 @@ REFUSED = "request-refused"
 
 
 @pytest.fixture
-def asking(broker):
-    return Asking(broker)
+def sender(broker):
+    return RequestSender(broker)
 
 
 def body_of(code, embedded):
@@ -47,7 +47,7 @@ def offsets(offset, *queue_ids):
 
 
 @contextmanager
-def requested(embedded, count, queues=1, **options):
+def stored_consumer(embedded, count, queues=1, **options):
     """Run a consumer that has consumed so many messages, and stored that; gives its listener and its events."""
     events = Events()
     with caught_up(embedded, "T", "G", count, queues=queues, on_event=events, **options) as (consumer, seen):
@@ -65,10 +65,10 @@ def goes_on(embedded, seen, count):
 # --- who may ask
 
 
-@pytest.mark.parametrize("code", ASKED)
+@pytest.mark.parametrize("code", FIELDS)
 def test_a_name_server_may_ask_nothing(embedded, code):
-    with requested(embedded, 5) as (seen, events):
-        answer = Asking(embedded.name_server_node).ask(code, ASKED[code], body_of(code, embedded))
+    with stored_consumer(embedded, 5) as (seen, events):
+        answer = RequestSender(embedded.name_server_node).call(code, FIELDS[code], body_of(code, embedded))
         assert answer.code == 1
         assert "only brokers of the topics in use may ask" in answer.remark
         refused = events.wait_for(REFUSED)
@@ -80,20 +80,20 @@ def test_a_name_server_may_ask_nothing(embedded, code):
 
 
 def test_a_name_server_gets_no_answer_to_what_wants_none(embedded):
-    with requested(embedded, 5) as (seen, events):
-        Asking(embedded.name_server_node).tell(RESET, ASKED[RESET], offsets(0))
+    with stored_consumer(embedded, 5) as (seen, events):
+        RequestSender(embedded.name_server_node).oneway(RESET, FIELDS[RESET], offsets(0))
         events.wait_for(REFUSED)
         goes_on(embedded, seen, 5)
 
 
 def test_what_is_asked_in_vain_is_told_with_how_often(embedded):
-    with requested(embedded, 1) as (seen, events):
-        name_server = Asking(embedded.name_server_node)
-        name_server.tell(NOTICE, ASKED[NOTICE], times=2000)
+    with stored_consumer(embedded, 1) as (seen, events):
+        name_server = RequestSender(embedded.name_server_node)
+        name_server.oneway(NOTICE, FIELDS[NOTICE], times=2000)
         goes_on(embedded, seen, 1)
 
         def how_often() -> int:
-            name_server.tell(NOTICE, ASKED[NOTICE])
+            name_server.oneway(NOTICE, FIELDS[NOTICE])
             return sum(1 + event.facts.get("left_out", 0) for event in events.of(REFUSED))
 
         until(lambda: how_often() > 2000, "all that came together are told of")
@@ -106,7 +106,7 @@ def test_what_is_asked_in_vain_is_told_with_how_often(embedded):
 def directed(embedded, body=None, **fields):
     """Have the broker ask for a message to be consumed; the last of T, if no record is given."""
     broker = embedded.broker("broker-a")
-    return Asking(broker).ask(CONSUME, directly("G", **fields), stored(broker, "T") if body is None else body)
+    return RequestSender(broker).call(CONSUME, directly("G", **fields), stored(broker, "T") if body is None else body)
 
 
 def outcome(answer):
@@ -133,13 +133,13 @@ def retried(group, topic):
 
 
 def test_a_message_that_comes_again_goes_to_its_topics_listener(embedded):
-    with requested(embedded, 1) as (seen, _):
+    with stored_consumer(embedded, 1) as (seen, _):
         assert outcome(directed(embedded, retried("G", "T"))) == "CR_SUCCESS"
         assert [(message.topic, message.queue.topic) for message in seen.messages[1:]] == [("T", "%RETRY%G")]
 
 
 def test_without_server_messages_nothing_passed_on_is_consumed(embedded):
-    with requested(embedded, 1, server_messages=False) as (seen, events):
+    with stored_consumer(embedded, 1, server_messages=False) as (seen, events):
         answer = directed(embedded)
         assert (answer.code, answer.remark) == (1, "this consumer has server_messages=False")
         assert "this consumer has server_messages=False" in events.wait_for(REFUSED).text
@@ -193,13 +193,13 @@ def test_a_consumer_that_closes_consumes_nothing_passed_on(embedded):
         closing.join(60)
 
 
-def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded, broker, asking):
+def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded, broker, sender):
     fill(embedded, "T", 1, queues=1)
     events, go_on = Events(), threading.Event()
     judge = Seen(lambda message: None if len(judge.messages) == 1 else go_on.wait(60) and None)
     with consuming(embedded, "T", "G", judge, consume_threads=3, on_event=events) as (_, seen):
         seen.wait_for(1)
-        asking.tell(CONSUME, directly("G"), stored(broker, "T"), times=50)
+        sender.oneway(CONSUME, directly("G"), stored(broker, "T"), times=50)
         assert "3 messages of brokers are being consumed already" in events.wait_for(REFUSED).text
         seen.wait(lambda _: len(seen.messages) == 4)
         assert directed(embedded).code == 1
@@ -211,20 +211,20 @@ def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded, broker
 # --- how much
 
 
-def test_a_request_too_large_is_refused_and_the_connection_kept(embedded, broker, asking):
+def test_a_request_too_large_is_refused_and_the_connection_kept(embedded, broker, sender):
     too_many = f"{10 << 20} bytes are too many"
-    with requested(embedded, 1) as (seen, events):
+    with stored_consumer(embedded, 1) as (seen, events):
         connections = broker.connections
-        answer = asking.ask(INFO, ASKED[INFO], bytes(10 << 20))
+        answer = sender.call(INFO, FIELDS[INFO], bytes(10 << 20))
         assert (answer.code, answer.remark) == (1, f"GET_CONSUMER_RUNNING_INFO is not obeyed: {too_many}")
         assert too_many in events.wait_for(REFUSED).text
         goes_on(embedded, seen, 1)
         assert broker.connections == connections
 
 
-def test_a_reset_of_a_thousand_queues_and_4_mib_are_obeyed(embedded, asking):
-    with requested(embedded, 4, queues=2) as (seen, events):
-        asking.tell(RESET, ASKED[RESET], offsets(1, 0, 1) + b" " * 214_000)  # as many as queues with long names take
+def test_a_reset_of_a_thousand_queues_and_4_mib_are_obeyed(embedded, sender):
+    with stored_consumer(embedded, 4, queues=2) as (seen, events):
+        sender.oneway(RESET, FIELDS[RESET], offsets(1, 0, 1) + b" " * 214_000)  # as many as queues with long names take
         seen.wait(lambda _: len(seen.messages) == 6)
         assert outcome(directed(embedded, encode_message(StoredMessage("T", bytes(4 << 20))))) == "CR_SUCCESS"
         assert events.of(REFUSED) == []
@@ -232,14 +232,14 @@ def test_a_reset_of_a_thousand_queues_and_4_mib_are_obeyed(embedded, asking):
 
 @pytest.mark.live
 @pytest.mark.parametrize("by", ["the broker", "an admin of ours"])
-def test_messages_do_not_wait_while_long_resets_are_read(embedded, asking, by):
+def test_messages_do_not_wait_while_long_resets_are_read(embedded, sender, by):
     embedded.create_topic("T", queues=1)
     code, more = RESET, {}
     if by != "the broker":
         code, more = INFO, {"pyrocketOp": "reset", "pyrocketV": "1", "pyrocketId": "1"}
     slow = b'{"offsetTable":{' + b"0:1," * 120_000 + b"0:1}}"
     with consuming(embedded, "T", "G", on_event=(events := Events())) as (_, seen):
-        asking.tell(code, {**ASKED[code], **more}, slow, times=5)
+        sender.oneway(code, {**FIELDS[code], **more}, slow, times=5)
         fill(embedded, "T", 1)
         seen.wait_for(1)
         assert len(events.of("offset-reset")) < 5
@@ -249,17 +249,17 @@ def test_messages_do_not_wait_while_long_resets_are_read(embedded, asking, by):
 # --- how it is
 
 
-def test_of_many_queues_each_is_told(embedded, asking):
+def test_of_many_queues_each_is_told(embedded, sender):
     embedded.create_topic("T", queues=120)
     with consuming(embedded, "T", "G") as (consumer, _):
         until(lambda: len(held(consumer, "T")) == 120, "all queues are held")
-        info = decode_running_info(asking.ask(INFO, ASKED[INFO]).body).queues
-        status = decode_consumer_status(asking.ask(STATUS, ASKED[STATUS]).body)
+        info = decode_running_info(sender.call(INFO, FIELDS[INFO]).body).queues
+        status = decode_consumer_status(sender.call(STATUS, FIELDS[STATUS]).body)
         assert [sum(queue.topic == "T" for queue in each) for each in (info, status)] == [120, 120]
 
 
 @pytest.mark.live
-def test_stacks_tell_where_threads_are_and_no_more(embedded, asking):
+def test_stacks_tell_where_threads_are_and_no_more(embedded, sender):
     fill(embedded, "T", 1, queues=1)
     deep, go_on = threading.Event(), threading.Event()
 
@@ -273,7 +273,7 @@ def test_stacks_tell_where_threads_are_and_no_more(embedded, asking):
 
     with consuming(embedded, "T", "G", handle):
         deep.wait(60)
-        stacks = decode_running_info(asking.ask(INFO, ASKED[INFO]).body).jstack
+        stacks = decode_running_info(sender.call(INFO, FIELDS[INFO]).body).jstack
         go_on.set()
     worker = next(each for each in stacks.split("\n\n") if each.startswith("pyrocket-consume-") and "handle" in each)
     lines = worker.splitlines()
@@ -290,12 +290,12 @@ def test_stacks_tell_where_threads_are_and_no_more(embedded, asking):
     [(INFO, {}), (INFO, {"pyrocketOp": "status", "pyrocketV": "1", "pyrocketId": "1"}), (STATUS, {})],
     ids=["info", "our status", "status"],
 )
-def test_questions_in_their_thousands_are_answered_busy(embedded, asking, code, more):
+def test_questions_in_their_thousands_are_answered_busy(embedded, sender, code, more):
     """And messages are consumed, and offsets stored, meanwhile."""
-    question = {**ASKED[code], **more}
+    question = {**FIELDS[code], **more}
     embedded.create_topic("T", queues=4)
     with consuming(embedded, "T", "G", on_event=(events := Events())) as (consumer, seen):
-        answers = asking.ask_each(code, 3000 * [question])
+        answers = sender.call_each(code, 3000 * [question])
         first = next(answers)
         fill(embedded, "T", 20)
         seen.wait_for(20)
@@ -304,25 +304,25 @@ def test_questions_in_their_thousands_are_answered_busy(embedded, asking, code, 
         assert codes.keys() == {0, 2}
         assert codes[2] > codes[0]
         assert "64 of them are under way" in events.wait_for(REFUSED).text
-        assert asking.ask(code, question).code == 0
+        assert sender.call(code, question).code == 0
         assert events.of("commit-failed") == []
 
 
 @pytest.mark.parametrize("code", [NOTICE, RESET])
-def test_notices_in_their_thousands_hold_up_nothing(embedded, broker, asking, code):
-    with requested(embedded, 1) as (seen, _):
-        asking.tell(code, ASKED[code], offsets(0, 77), times=20_000)
+def test_notices_in_their_thousands_hold_up_nothing(embedded, broker, sender, code):
+    with stored_consumer(embedded, 1) as (seen, _):
+        sender.oneway(code, FIELDS[code], offsets(0, 77), times=20_000)
         broker.forget_requests()
         fill(embedded, "T", 5, start=1)
         seen.wait_for(6)
         assert len(broker.requests(RequestCode.GET_CONSUMER_LIST_BY_GROUP)) < 100
 
 
-def test_a_flood_of_notices_moves_queues_now_and_then_only(embedded, broker, asking):
+def test_a_flood_of_notices_moves_queues_now_and_then_only(embedded, broker, sender):
     """Each has the member ask who is there; a broker that always tells others would have queues move without end."""
-    with requested(embedded, 1, rebalance_interval_s=3600):
+    with stored_consumer(embedded, 1, rebalance_interval_s=3600):
         broker.forget_requests()
         for _ in range(60):
-            asking.tell(NOTICE, ASKED[NOTICE])
+            sender.oneway(NOTICE, FIELDS[NOTICE])
             time.sleep(0.2)
         assert 3 < len(broker.requests(RequestCode.GET_CONSUMER_LIST_BY_GROUP)) < 18

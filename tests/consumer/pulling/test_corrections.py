@@ -290,16 +290,16 @@ def test_a_correction_backwards_is_believed_in_the_end(orders, broker):
 @pytest.mark.parametrize("count", [4, 60], ids=["few", "more than were lost"])
 def test_what_is_sent_while_a_correction_is_doubted_is_consumed(orders, broker, count):
     """The broker came back without its last messages: what has their places is new, and we have not read it."""
-    asked = Gate()
+    gate = Gate()
     with orders.consuming(pull_hold_s=0.5) as (_, seen):
         orders.fill(100)
         seen.wait_for(100)
         orders.wait_committed(100)
-        orders.on(MAX_OFFSET, asked, times=None)
+        orders.on(MAX_OFFSET, gate, times=None)
         broker.truncate(TOPIC, 0, 60)
-        asked.wait_held()
+        gate.wait_held()
         orders.fill(count, 100)
-        asked.open()
+        gate.open()
         seen.wait_for(100 + count)
         assert corrected(orders.events) == (100, 60)
         orders.fill(1, 200)

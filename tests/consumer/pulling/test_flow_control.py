@@ -261,5 +261,5 @@ def test_hundreds_of_queues_do_not_ask_their_broker_all_at_once(orders, broker):
         assert len(gate.wait_held(200, WAIT_S)) == 200
         gate.open()
         seen.wait(lambda seen: len(seen.messages) == 300)
-    asked = [each for each in broker.requests(RequestCode.QUERY_CONSUMER_OFFSET) if of()(each.command)]
-    assert len(asked) == 300
+    queries = [each for each in broker.requests(RequestCode.QUERY_CONSUMER_OFFSET) if of()(each.command)]
+    assert len(queries) == 300

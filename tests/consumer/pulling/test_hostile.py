@@ -23,7 +23,7 @@ from tests.hostile.server import BROKER, MAX_OFFSET, Attack, HostileServer, pull
 
 
 @contextmanager
-def beside(attack, tmp_path, **options):
+def attacked_by(attack, tmp_path, **options):
     """A consumer with default options, between a broker of ours and one that attacks."""
     seen, events = Seen(), Events()
     with EmbeddedCluster() as cluster:
@@ -60,7 +60,7 @@ CODES = [ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_OFFSET_MOVED, ResponseCo
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("to", [2**63 - 1, 2**63, 2**64, 10**30, -1, MAX_OFFSET + 100_000])
 def test_a_place_that_no_queue_has_is_not_followed(to, code, model, tmp_path):
-    with beside(Leads(to, code), tmp_path, message_model=model) as (consumer, server, _, events):
+    with attacked_by(Leads(to, code), tmp_path, message_model=model) as (consumer, server, _, events):
         event = events.wait_for(EventKind.ANSWER_REFUSED)
         assert event.queue.broker_name == BROKER
         pulls = server.requests[RequestCode.PULL_MESSAGE]
@@ -78,14 +78,14 @@ class OutOfOrder(Found):
 
 
 def test_messages_in_no_order_of_offset_are_asked_for_again(tmp_path):
-    with beside(OutOfOrder(), tmp_path) as (_, _, seen, events):
+    with attacked_by(OutOfOrder(), tmp_path) as (_, _, seen, events):
         assert "out of order" in events.wait_for(EventKind.ANSWER_REFUSED).text
         assert b"x" not in seen.bodies
 
 
 @pytest.mark.parametrize("attack", [Moved, ResetEndlessly, NothingAtOnce])
 def test_a_broker_that_leads_about_takes_no_time_from_others(attack, tmp_path):
-    with beside(attack(), tmp_path) as (_, server, _, events):
+    with attacked_by(attack(), tmp_path) as (_, server, _, events):
         time.sleep(4)
         pulls = server.requests[RequestCode.PULL_MESSAGE]
         assert 4 < pulls < 150  # it was thousands
@@ -131,12 +131,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_deep_answers_of_a_name_server_are_left_for_another(what):
-    asked = []
+    requested = []
 
     def judge(node):
         def apply(exchange: Exchange) -> None:
-            asked.append(node)
-            FAULTS[what](exchange) if asked[0] is node else exchange.handle(exchange.answer)
+            requested.append(node)
+            FAULTS[what](exchange) if requested[0] is node else exchange.handle(exchange.answer)
 
         return apply
 
@@ -147,18 +147,18 @@ def test_deep_answers_of_a_name_server_are_left_for_another(what):
         with orders.consumer(seen, consume_from="first") as consumer:
             seen.wait_for(3)
             assert consumer.state is ConsumerState.RUNNING
-        assert len(set(map(id, asked))) == 2
+        assert len(set(map(id, requested))) == 2
 
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_deep_answers_of_a_broker_stop_no_other(what):
     with EmbeddedCluster(brokers=2) as cluster:
         orders, seen = Orders(cluster, queues=4), Seen()
-        (good, bad), asked = cluster.brokers, Counter()
+        (good, bad), requested = cluster.brokers, Counter()
 
         def apply(exchange: Exchange) -> None:
             request = exchange.request
-            asked[request.code, request.fields.get("topic"), request.fields.get("queueId")] += 1
+            requested[request.code, request.fields.get("topic"), request.fields.get("queueId")] += 1
             FAULTS[what](exchange)
 
         with orders.consumer(seen, consume_from="first") as consumer:
@@ -167,7 +167,7 @@ def test_deep_answers_of_a_broker_stop_no_other(what):
             seen.wait_for(6)
             bad.on(None, apply, times=None)
             bad.close_connections()
-            until(lambda: max(asked.values(), default=0) >= 3, "something is asked again")
+            until(lambda: max(requested.values(), default=0) >= 3, "something is asked again")
             orders.fill(3, 6, broker_name=good.name)
             orders.fill(3, 9, broker_name=bad.name)
             seen.wait_for(9)

@@ -134,7 +134,7 @@ class Sharing:
     def asks(self, number: int, expected: int = 100) -> bool:
         return self.windows[number].may_pull(1, expected)
 
-    def all_ask(self, *numbers: int) -> list[bool]:
+    def request_all(self, *numbers: int) -> list[bool]:
         return [self.asks(number) for number in numbers]
 
     def gets(self, number: int, size: int, expected: int = 100) -> Message:
@@ -160,10 +160,10 @@ class Sharing:
 
 def test_what_is_under_way_counts_and_turns_come_in_order():
     sharing = Sharing(200, 4)
-    assert sharing.all_ask(0, 1, 2, 3) == [True, True, False, False]
+    assert sharing.request_all(0, 1, 2, 3) == [True, True, False, False]
     sharing.windows[0].settle(100)  # nothing came
     assert sharing.woken == [2]
-    assert sharing.all_ask(0, 2) == [False, True], "who asks again comes last"
+    assert sharing.request_all(0, 2) == [False, True], "who asks again comes last"
     sharing.windows[1].settle(100)
     sharing.windows[2].settle(100)
     assert sharing.woken == [2, 3, 0]
@@ -171,7 +171,7 @@ def test_what_is_under_way_counts_and_turns_come_in_order():
 
 def test_a_turn_that_is_not_used_is_passed_on():
     sharing = Sharing(100, 4)
-    assert sharing.all_ask(0, 1, 2, 3) == [True, False, False, False]
+    assert sharing.request_all(0, 1, 2, 3) == [True, False, False, False]
     sharing.windows[2].drop()  # it is not waited for
     sharing.windows[0].settle(100)
     assert sharing.woken == [1]
@@ -197,7 +197,7 @@ async def test_while_workers_are_idle_one_window_goes_beyond_the_limit():
     sharing = Sharing(100, 4, MemoryBudget(100, asyncio.get_running_loop(), lambda: is_idle))
     assert sharing.asks(0)
     stuck = sharing.gets(0, 500)
-    assert sharing.all_ask(1, 2, 3) == [False, False, False]
+    assert sharing.request_all(1, 2, 3) == [False, False, False]
     await asyncio.sleep(1)
     assert sharing.woken == [], "the workers are busy"
     is_idle = True
@@ -221,7 +221,7 @@ async def test_an_unanswered_pull_beyond_the_limit_holds_up_none():
     sharing = Sharing(100, 4, MemoryBudget(100, asyncio.get_running_loop(), lambda: True))
     assert sharing.asks(0)
     sharing.gets(0, 500)
-    assert sharing.all_ask(1, 2, 3) == [False, False, False]
+    assert sharing.request_all(1, 2, 3) == [False, False, False]
     await asyncio.sleep(memory_budget.WAITING_CHECK_S * 1.5)
     assert sharing.asks(1)
     await asyncio.sleep(memory_budget.OVER_LIMIT_EVERY_S * 1.5)
@@ -296,14 +296,14 @@ def test_all_is_consumed_and_never_much_more_is_held(limit, sizes, random):
     """Windows pull five answers each, of sizes nobody knows before, while others are acked, at random."""
     sharing = Sharing(limit, len(sizes))
     left = dict.fromkeys(range(len(sizes)), 5)
-    asked, held, awake = {}, [], set(left)
-    while left or asked or held:
-        number = random.choice([*awake, *asked, *(-1 for _ in held)])
+    requested, held, awake = {}, [], set(left)
+    while left or requested or held:
+        number = random.choice([*awake, *requested, *(-1 for _ in held)])
         if number == -1:
             held_by, message = held.pop(random.randrange(len(held)))
             awake.update(sharing.acks(held_by, message))
-        elif number in asked:
-            expected = asked.pop(number)
+        elif number in requested:
+            expected = requested.pop(number)
             window, size = sharing.windows[number], sizes[number]
             if sharing.budget.accept(window, expected, size):
                 held.append((number, sharing.gets(number, size, 0)))
@@ -318,11 +318,11 @@ def test_all_is_consumed_and_never_much_more_is_held(limit, sizes, random):
                 left.pop(number, None)
                 sharing.windows[number].withdraw()
             elif sharing.asks(number, expected := random.randint(1, 400)):
-                asked[number] = expected
+                requested[number] = expected
         awake.update(sharing.woken)
         sharing.woken.clear()
         assert sharing.budget.held <= limit + max(sizes)
-        assert awake or asked or held or not left, "somebody can go on"
+        assert awake or requested or held or not left, "somebody can go on"
     assert (sharing.budget.held, sharing.budget.reserve(sharing.windows[0], 0, 1)) == (0, True)
 
 

@@ -29,7 +29,7 @@ END = 10_000  # the broker's max offset, unless an answer says otherwise
 # --- what is asked for
 
 
-class Asked:
+class SentPull:
     """A pull as the broker sees it."""
 
     def __init__(self, broker_id: int, command: RemotingCommand, on_answer, timeout_s: float, on_late) -> None:
@@ -37,12 +37,12 @@ class Asked:
         self.broker_id, self.offset, self.timeout_s = broker_id, self.header.queue_offset, timeout_s
         self.answer_too_late, self._on_answer = on_late, on_answer
 
-    def answer_later(self, answer: RemotingCommand | Exception) -> Callable[[], None]:
+    def respond_later(self, answer: RemotingCommand | Exception) -> Callable[[], None]:
         """Give the answer, but do not deliver yet what it brought."""
         return self._on_answer(answer) or (lambda: None)
 
     def answer(self, answer: RemotingCommand | Exception) -> None:
-        self.answer_later(answer)()
+        self.respond_later(answer)()
 
     def found(self, count: int = BATCH, *, start: int | None = None, **options: Any) -> None:
         self.answer(found(self.offset if start is None else start, count, **options))
@@ -72,7 +72,7 @@ class Line:
         return encode_command(command)
 
     def send(self, encode, on_answer, timeout_s, what="PULL_MESSAGE", on_late=None) -> int:
-        self._host.asked.append(Asked(self._broker_id, decode_command(encode(1)), on_answer, timeout_s, on_late))
+        self._host.next_pull.append(SentPull(self._broker_id, decode_command(encode(1)), on_answer, timeout_s, on_late))
         self._host.has_asked.set()
         return 1
 
@@ -83,7 +83,7 @@ class Host:
     def __init__(self, selector: str = "*", signs: bool = False) -> None:
         self.loop = asyncio.get_running_loop()
         self.group = "app"
-        self.asked: deque[Asked] = deque()
+        self.sent_pulls: deque[SentPull] = deque()
         self.has_asked = asyncio.Event()
         self.delivered, self.moved, self.late, self.failures = [], [], [], []  # what it is told
         self.refreshed, self.tasks, self.connected = [], [], []  # what it is asked for
@@ -123,8 +123,8 @@ class Host:
     def deliver(self, window, messages):
         self.delivered += messages
 
-    def offset_moved(self, pull_loop, asked, answer):
-        self.moved.append((asked, answer))
+    def offset_moved(self, pull_loop, sent, answer):
+        self.moved.append((sent, answer))
 
     def late_reset(self, queue, answer):
         self.late.append(answer)
@@ -155,33 +155,33 @@ class Pulling:
     def wake(self) -> None:
         self.host.loop.call_soon(self.pull_loop.pull)
 
-    async def asked(self) -> Asked:
+    async def next_pull(self) -> SentPull:
         """Return the next pull, in due time."""
         async with asyncio.timeout(600):
-            while not self.host.asked:
+            while not self.host.sent_pulls:
                 self.host.has_asked.clear()
                 await self.host.has_asked.wait()
-        return self.host.asked.popleft()
+        return self.host.sent_pulls.popleft()
 
-    async def asked_at(self, offset: int) -> Asked:
+    async def pull_at(self, offset: int) -> SentPull:
         """Return the next pull from here; those that were asked before the trouble was known find messages."""
-        while (asked := await self.asked()).offset != offset:
-            asked.found()
-        return asked
+        while (sent := await self.next_pull()).offset != offset:
+            sent.found()
+        return sent
 
     @property
     def silent(self) -> bool:
-        return not self.host.asked
+        return not self.host.sent_pulls
 
     async def stays_silent(self) -> bool:
         await asyncio.sleep(100)
         return self.silent
 
-    async def attempts(self, answer: Callable[[Asked], None], most: int = 10_000) -> int:
+    async def attempts(self, answer: Callable[[SentPull], None], most: int = 10_000) -> int:
         """Answer all pulls of 30 s in this way, and return how many there were."""
         count = 0
         while self.host.loop.time() < 30 and count < most:
-            answer(await self.asked())
+            answer(await self.next_pull())
             count += 1
         return count
 
@@ -189,17 +189,17 @@ class Pulling:
         wanted = set(offsets)
         self.window.ack([each for each in self.host.delivered if not wanted or each.queue_offset in wanted])
 
-    async def reading_ahead(self, count: int = 2, **options: Any) -> list[Asked]:
+    async def reading_ahead(self, count: int = 2, **options: Any) -> list[SentPull]:
         """Answer pulls until some are under way at once; return those."""
         for _ in range(2):
-            (await self.asked()).found(**options)
-        return [await self.asked() for _ in range(count)]
+            (await self.next_pull()).found(**options)
+        return [await self.next_pull() for _ in range(count)]
 
 
 @pytest.mark.parametrize("signs", [False, True])
 async def test_what_a_pull_carries(signs):
     pulling = Pulling(100, host=Host(signs=signs))
-    header = (await pulling.asked()).header
+    header = (await pulling.next_pull()).header
     assert (header.consumer_group, header.topic, header.queue_id) == ("app", "orders", 0)
     assert (header.queue_offset, header.max_msg_nums) == (100, BATCH)
     assert (header.sys_flag, header.suspend_timeout_millis, header.sub_version) == (2, 15000, 7)
@@ -208,8 +208,8 @@ async def test_what_a_pull_carries(signs):
 
 async def test_the_next_pull_is_asked_before_the_answer_is_decoded():
     pulling = Pulling()
-    deliver = (await pulling.asked()).answer_later(found(0))
-    assert pulling.host.asked[0].offset == BATCH
+    deliver = (await pulling.next_pull()).respond_later(found(0))
+    assert pulling.host.sent_pulls[0].offset == BATCH
     assert pulling.host.delivered == []
     deliver()
     assert pulling.host.offsets == list(range(BATCH))
@@ -218,15 +218,15 @@ async def test_the_next_pull_is_asked_before_the_answer_is_decoded():
 async def test_two_pulls_are_under_way_once_the_steps_are_known():
     pulling = Pulling()
     for why in ("nothing is known of the queue yet", "one step is no rule"):
-        asked = await pulling.asked()
+        sent = await pulling.next_pull()
         assert pulling.silent, why
-        asked.found(end=40)
-    third, fourth = await pulling.asked(), await pulling.asked()
+        sent.found(end=40)
+    third, fourth = await pulling.next_pull(), await pulling.next_pull()
     assert (third.offset, fourth.offset) == (16, 24)
     third.found(end=40)
     assert pulling.silent, "only 8 are left behind the fourth: the broker would give less, and the guess be wrong"
     fourth.found(end=40)
-    assert (await pulling.asked()).offset == 32
+    assert (await pulling.next_pull()).offset == 32
     assert pulling.silent
 
 
@@ -238,7 +238,7 @@ async def test_more_are_under_way_as_far_as_the_queue_goes():
     for number, delivered in ((3, 16), (1, 16), (0, 32), (2, 48)):
         ahead[number].found(end=72)
         assert pulling.host.offsets == list(range(delivered)), "what comes after must wait for what comes before"
-    assert [(await pulling.asked()).offset for _ in range(2)] == [48, 56]
+    assert [(await pulling.next_pull()).offset for _ in range(2)] == [48, 56]
     assert pulling.silent, "the last 8 would be a guess"
     pulling.ack()
     assert pulling.edges[-1] == 48
@@ -249,7 +249,7 @@ async def test_a_wrong_guess_ends_all_that_follow_it():
     first, second, third, fourth = await pulling.reading_ahead(4)
     third.found()
     first.found(3)
-    again = await pulling.asked()
+    again = await pulling.next_pull()
     assert again.offset == 19
     for each in (second, fourth, again):
         each.found()
@@ -257,9 +257,9 @@ async def test_a_wrong_guess_ends_all_that_follow_it():
 
 
 WRONG_GUESS = {
-    "fewer than expected": lambda asked: found(asked.offset, 3),
-    "more than expected": lambda asked: found(asked.offset, BATCH + 1),
-    "none that match": lambda asked: answer(NO_MATCHED, asked.offset + 100),
+    "fewer than expected": lambda sent: found(sent.offset, 3),
+    "more than expected": lambda sent: found(sent.offset, BATCH + 1),
+    "none that match": lambda sent: answer(NO_MATCHED, sent.offset + 100),
 }
 
 
@@ -273,7 +273,7 @@ async def test_a_wrong_guess_is_thrown_away_and_nothing_is_passed_over(how, earl
     third.answer(right := WRONG_GUESS[how](third))
     if not early:
         fourth.found()
-    again, next_offset = await pulling.asked(), int(right.fields["nextBeginOffset"])
+    again, next_offset = await pulling.next_pull(), int(right.fields["nextBeginOffset"])
     assert again.offset == next_offset
     again.found()
     assert pulling.host.offsets == sorted(set(pulling.host.offsets))
@@ -315,7 +315,7 @@ async def test_the_answer_of_an_abandoned_pull_changes_nothing(what, stopped):
         assert await pulling.stays_silent()
         assert pulling.host.offsets == seen
     else:
-        assert (await pulling.asked()).offset == 16
+        assert (await pulling.next_pull()).offset == 16
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -332,15 +332,15 @@ async def test_a_reset_told_to_an_abandoned_pull_is_passed_on(early, reset, pass
         fourth.answer(reset)
     assert [each.next_offset for each in pulling.host.late] == passed_on
     assert pulling.host.moved == []
-    assert (await pulling.asked()).offset == 16
+    assert (await pulling.next_pull()).offset == 16
 
 
 @pytest.mark.parametrize("signs", [False, True])
 async def test_of_what_comes_after_a_timeout_only_a_reset_counts(signs):
     pulling = Pulling(host=Host(signs=signs))
-    first = await pulling.asked()
+    first = await pulling.next_pull()
     first.answer(RequestTimeout("PULL_MESSAGE", "broker-a", 30))
-    second = await pulling.asked()
+    second = await pulling.next_pull()
     for harmless in (found(0), answer(MOVED, 5, remark="OFFSET_TOO_SMALL"), answer(1, 0)):
         first.answer_too_late(harmless)
     assert pulling.host.late == []
@@ -396,7 +396,7 @@ async def test_after_an_unusable_answer_the_same_offset_is_asked_for(what, ahead
     assert pulling.host.moved == []
     assert len(pulling.host.failures) == 1
     assert pulling.pull_loop.last_error
-    (await pulling.asked_at(16)).found()
+    (await pulling.pull_at(16)).found()
     assert pulling.host.offsets == list(range(24))
     assert pulling.pull_loop.last_error == ""
     pulling.ack()
@@ -406,9 +406,9 @@ async def test_after_an_unusable_answer_the_same_offset_is_asked_for(what, ahead
 async def test_messages_outside_of_what_was_asked_for_are_left_out():
     """A batch stored as one record comes whole, even if its first messages were not asked for."""
     pulling = Pulling(3)
-    (await pulling.asked()).found(start=0, next_offset=5)
+    (await pulling.next_pull()).found(start=0, next_offset=5)
     assert pulling.host.offsets == [3, 4]
-    (again := await pulling.asked()).found()
+    (again := await pulling.next_pull()).found()
     assert again.offset == 5
     assert pulling.host.offsets == list(range(3, 13))
 
@@ -417,12 +417,12 @@ async def test_good_answers_behind_a_bad_one_are_asked_for_again():
     """Both answers are taken before the first is decoded: the second must not be put behind the hole."""
     pulling = Pulling()
     third, fourth = await pulling.reading_ahead()
-    deliver_third = third.answer_later(answer(FOUND, 24, body=b"\xff" * 200))
-    deliver_fourth = fourth.answer_later(found(24))
+    deliver_third = third.respond_later(answer(FOUND, 24, body=b"\xff" * 200))
+    deliver_fourth = fourth.respond_later(found(24))
     deliver_third()
     deliver_fourth()
     assert pulling.host.offsets == list(range(16))
-    (await pulling.asked_at(16)).found()
+    (await pulling.pull_at(16)).found()
     assert pulling.host.offsets == list(range(24))
 
 
@@ -432,15 +432,15 @@ REMEDIES = [*((code, "heartbeat") for code in (24, 25, 26)), (17, "route"), (501
 @pytest.mark.parametrize(("code", "remedy"), REMEDIES)
 async def test_what_a_refusal_asks_for_is_done_first(code, remedy):
     pulling = Pulling()
-    (await pulling.asked()).answer(answer(code, 0))
-    assert (await pulling.asked()).offset == 0
+    (await pulling.next_pull()).answer(answer(code, 0))
+    assert (await pulling.next_pull()).offset == 0
     assert pulling.host.refreshed == ([remedy] if remedy else [])
 
 
 @pytest.mark.parametrize("code", [24, 17])
 async def test_a_member_that_ends_at_a_refusal_leaves_no_work(code, recwarn):
     pulling = Pulling()
-    (await pulling.asked()).answer(answer(code, 0))
+    (await pulling.next_pull()).answer(answer(code, 0))
     pulling.pull_loop.stop()
     for task in pulling.host.tasks:
         task.cancel()
@@ -457,10 +457,10 @@ PAUSES = [(answer(215, 0), 0.01, 0.1), (ConnectionLost("a:1", "x"), 0.05, 0.5), 
 @pytest.mark.parametrize(("trouble", "least_s", "most_s"), PAUSES)
 async def test_a_pause_precedes_the_next_attempt(trouble, least_s, most_s):
     pulling = Pulling()
-    (await pulling.asked()).answer(trouble)
+    (await pulling.next_pull()).answer(trouble)
     before = pulling.host.loop.time()
     assert pulling.silent
-    await pulling.asked()
+    await pulling.next_pull()
     assert least_s <= pulling.host.loop.time() - before <= most_s
 
 
@@ -474,7 +474,7 @@ async def test_a_broker_that_cannot_be_reached_is_tried_again():
     assert pulling.silent
     assert len(host.connected) > 5
     host.connect_error = None
-    assert (await pulling.asked()).offset == 0
+    assert (await pulling.next_pull()).offset == 0
 
 
 # --- answers without messages
@@ -482,12 +482,12 @@ async def test_a_broker_that_cannot_be_reached_is_tried_again():
 
 async def test_an_empty_answer_moves_on_and_an_empty_window_s_edge():
     pulling = Pulling()
-    (await pulling.asked()).no_matched(50)
+    (await pulling.next_pull()).no_matched(50)
     assert pulling.edges == [50]
-    (await pulling.asked()).found()
-    (await pulling.asked()).no_matched(90)
+    (await pulling.next_pull()).found()
+    (await pulling.next_pull()).no_matched(90)
     assert pulling.edges == [50], "58 messages are unfinished, or fewer"
-    assert (await pulling.asked()).offset == 90
+    assert (await pulling.next_pull()).offset == 90
     pulling.ack()
     assert pulling.edges[-1] == 90
 
@@ -497,23 +497,23 @@ STANDS = [answer(NO_MATCHED, 500, end=0), answer(NO_MATCHED, 500, end=500)]
 
 @pytest.mark.parametrize(("always", "least", "most"), [*((each, 10, 300) for each in STANDS), (answer(215, 0), 20, 60)])
 async def test_a_broker_that_never_gives_more_is_asked_with_pauses(always, least, most):
-    assert least < await Pulling(500).attempts(lambda asked: asked.answer(always)) < most
+    assert least < await Pulling(500).attempts(lambda sent: sent.answer(always)) < most
 
 
 @pytest.mark.parametrize("step", [1, 2])
 async def test_a_queue_of_which_nothing_is_wanted_is_asked_slowly(step):
     pulling = Pulling(host=Host("Aa"))
-    assert 100 < await pulling.attempts(lambda asked: asked.found(step, tags="BB", end=2**40)) < 600
+    assert 100 < await pulling.attempts(lambda sent: sent.found(step, tags="BB", end=2**40)) < 600
     before = pulling.host.loop.time()
     for _ in range(7):
-        (await pulling.asked()).found(step, tags="Aa", end=2**40)
+        (await pulling.next_pull()).found(step, tags="Aa", end=2**40)
     assert pulling.host.loop.time() - before < 0.5, "it goes on at once"
 
 
 async def test_single_messages_that_come_quickly_are_not_slowed():
     pulling = Pulling(read_ahead=4)
     while pulling.pull_loop.pulled < 500:
-        (await pulling.asked()).found(1)
+        (await pulling.next_pull()).found(1)
         pulling.ack(*pulling.host.offsets[-1:])
     assert pulling.host.loop.time() < 1
 
@@ -521,7 +521,7 @@ async def test_single_messages_that_come_quickly_are_not_slowed():
 async def test_an_answer_that_comes_during_a_pause_is_taken_after_it():
     pulling, answered = Pulling(host=Host("Aa"), read_ahead=4), 0
     while not pulling.silent:  # until it rests, with pulls under way whose answers wait
-        pulling.host.asked.popleft().found(1, tags="BB")
+        pulling.host.sent_pulls.popleft().found(1, tags="BB")
         answered += 1
     assert pulling.pull_loop.next_offset < answered
     await asyncio.sleep(5)  # meanwhile the broker holds what is asked
@@ -533,27 +533,27 @@ async def test_an_answer_that_comes_during_a_pause_is_taken_after_it():
 
 async def test_the_broker_that_an_answer_suggests_is_asked_next():
     pulling = Pulling()
-    (await pulling.asked()).no_matched(5, broker_id=1)
-    second = await pulling.asked()
+    (await pulling.next_pull()).no_matched(5, broker_id=1)
+    second = await pulling.next_pull()
     assert (second.broker_id, second.offset) == (1, 5)
     second.no_matched(5, broker_id=0)
-    third = await pulling.asked()
+    third = await pulling.next_pull()
     assert (third.broker_id, third.offset) == (0, 5)
     third.no_matched(9, broker_id=1)
-    (await pulling.asked()).answer(ConnectionLost("b:1", "gone"))
-    assert (await pulling.asked()).broker_id == 0
+    (await pulling.next_pull()).answer(ConnectionLost("b:1", "gone"))
+    assert (await pulling.next_pull()).broker_id == 0
 
 
 async def test_a_master_that_has_a_reset_is_asked_once():
     pulling = Pulling()
-    (await pulling.asked()).no_matched(5, broker_id=1)
-    second = await pulling.asked()
+    (await pulling.next_pull()).no_matched(5, broker_id=1)
+    second = await pulling.next_pull()
     pulling.pull_loop.pull_from_master_next()
     second.no_matched(6, broker_id=1)
-    third = await pulling.asked()
+    third = await pulling.next_pull()
     assert (third.broker_id, third.offset) == (0, 6)
     third.no_matched(7, broker_id=1)
-    assert (await pulling.asked()).broker_id == 1
+    assert (await pulling.next_pull()).broker_id == 1
 
 
 async def test_an_answer_during_a_connect_to_a_slave_is_taken():
@@ -579,39 +579,39 @@ async def test_a_stuck_message_does_not_stop_a_queue_with_few_matches():
     """An answer with few messages may move far ahead; the distance is no room that is taken."""
     pulling = Pulling(host=Host("paid"), messages=100, span=1_000_000)
     for next_offset in (1000, 3000):
-        (await pulling.asked()).found(1, next_offset=next_offset, tags="paid")
+        (await pulling.next_pull()).found(1, next_offset=next_offset, tags="paid")
     assert pulling.window.unfinished()[0] == 2
-    assert (await pulling.asked()).offset == 3000
+    assert (await pulling.next_pull()).offset == 3000
 
 
 async def test_a_full_window_whose_answer_was_left_out_goes_on():
     pulling = Pulling(host=Host("Aa"), messages=2 * BATCH)
-    (await pulling.asked()).found(tags="Aa")
+    (await pulling.next_pull()).found(tags="Aa")
     while pulling.pull_loop.next_offset <= 20 * BATCH:
         assert not pulling.silent or pulling.window.unfinished()[0] < 2 * BATCH
-        (await pulling.asked()).found(tags="BB" if pulling.window.unfinished()[0] == BATCH else "Aa")
+        (await pulling.next_pull()).found(tags="BB" if pulling.window.unfinished()[0] == BATCH else "Aa")
 
 
 async def test_paused_queues_go_on_where_they_were():
     pulling = Pulling()
-    asked = await pulling.asked()
+    sent = await pulling.next_pull()
     pulling.host.is_paused = True
-    asked.found()
+    sent.found()
     assert pulling.host.offsets == list(range(BATCH))
     assert await pulling.stays_silent()
     pulling.host.is_paused = False
     pulling.pull_loop.pull()
-    assert (await pulling.asked()).offset == BATCH
+    assert (await pulling.next_pull()).offset == BATCH
 
 
 async def test_nothing_is_asked_for_a_topic_without_a_subscription():
     pulling = Pulling()
-    asked = await pulling.asked()
+    sent = await pulling.next_pull()
     pulling.host.subscribed = None
-    asked.found()
+    sent.found()
     assert await pulling.stays_silent()
 
 
 async def test_a_pull_may_take_as_long_as_the_broker_may_hold_it():
-    assert (await Pulling().asked()).timeout_s == 30, "twice the hold, as Java"
-    assert (await Pulling(hold_s=1).asked()).timeout_s == 1 + 5 + 3, "the hold, the broker's tick, and any call's"
+    assert (await Pulling().next_pull()).timeout_s == 30, "twice the hold, as Java"
+    assert (await Pulling(hold_s=1).next_pull()).timeout_s == 1 + 5 + 3, "the hold, the broker's tick, and any call's"

@@ -21,9 +21,9 @@ from tests.trials import crash_points, trials
 class SpokenHistory(History):
     """Tells what it notes."""
 
-    def __init__(self, tell):
+    def __init__(self, report):
         super().__init__()
-        self._tell = tell
+        self._tell = report
 
     def writing(self, queues):
         super().writing(queues)
@@ -37,15 +37,17 @@ class SpokenHistory(History):
         return {queue: self.memory[queue] for queue in queues if queue in self.memory}
 
 
-def live(directory, durability, seed, last, tell):
+def live(directory, durability, seed, last, report):
     """Use the store; die before file operation number `last`."""
 
     def kill(number, operation, path):
         if number == last:
-            tell(("killed", f"{operation} {'directory' if operation == 'sync_directory' else os.path.basename(path)}"))
+            report(
+                ("killed", f"{operation} {'directory' if operation == 'sync_directory' else os.path.basename(path)}")
+            )
             os.kill(os.getpid(), signal.SIGKILL)
 
-    history, rng = SpokenHistory(tell), random.Random(seed)
+    history, rng = SpokenHistory(report), random.Random(seed)
     clock = lambda: rng.random() * 1e6 if rng.random() < 0.1 else 0.0  # noqa: E731
     store = opened(directory, durability, journal_bytes=4096, disk=WatchedDisk(LocalDisk(), kill), clock=clock)
     history.memory = store.clone_offset_table()

@@ -249,11 +249,11 @@ def test_an_empty_main_file_is_never_copied_over_a_good_backup():
     """The second crash that costs Java clients everything: at each instant one good generation is there."""
     disk, seen = MemoryDisk.holding(GOOD | {MAIN: b""}), []
 
-    def look(count, operation, path):  # before each operation: would a restart find the offsets?
+    def check(count, operation, path):  # before each operation: would a restart find the offsets?
         if operation in ("create", "link", "replace", "remove"):
             seen.append(disk.files())
 
-    with LocalFileOffsetStore("/s", "checkpoint", journal_bytes=4096, disk=WatchedDisk(disk, look)) as store:
+    with LocalFileOffsetStore("/s", "checkpoint", journal_bytes=4096, disk=WatchedDisk(disk, check)) as store:
         for offset in range(600, 603):
             put(store, QUEUES[0], offset)
     assert len(seen) > 5

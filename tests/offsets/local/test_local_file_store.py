@@ -202,7 +202,7 @@ def test_a_store_opened_again_goes_on_after_another_owner(tmp_path, durability, 
     with pytest.raises(OffsetStoreError, match="not open"):
         store.persist(QUEUE)
     with caplog.at_level(logging.INFO), store:
-        assert f"offsets that memory had are not used: directory={tmp_path} queues=2" in caplog.text
+        assert f"offsets in memory are discarded: directory={tmp_path} queues=2" in caplog.text
         assert store.clone_offset_table() == {QUEUE: 500, ORDERS[1]: 3, ORDERS[2]: 10}
         assert store.reset_epoch(ORDERS[1]) == 77
         store.update_offset(ORDERS[2], 12)
@@ -515,11 +515,11 @@ def test_a_persist_writes_few_bytes_checkpoints_included(queues):
     """A whole life of the journal, from one checkpoint to the next. The interval is not over meanwhile."""
     disk, checkpoints, persists = MemoryDisk(), [], 0
 
-    def look(count, operation, path):
+    def check(count, operation, path):
         if operation == "replace" and path.endswith(".json"):
             checkpoints.append(count)
 
-    with LocalFileOffsetStore("/s", "process", disk=WatchedDisk(disk, look), clock=lambda: 0.0) as store:
+    with LocalFileOffsetStore("/s", "process", disk=WatchedDisk(disk, check), clock=lambda: 0.0) as store:
         update(store, MANY[:queues], 0)
         store.persist_all()
         before = disk.bytes_written

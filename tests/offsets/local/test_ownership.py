@@ -168,12 +168,12 @@ def test_after_a_fork_the_store_stays_with_the_parent(tmp_path):
     with LocalFileOffsetStore(tmp_path) as store:
         put(store, QUEUE, 1)
 
-        def child(tell):
+        def child(report):
             store.update_offset(QUEUE, 99)
             for call in (lambda: store.persist(QUEUE), store.persist_all, store.load):
-                tell(error_of(call))
+                report(error_of(call))
             store.close()  # harmless
-            tell(error_of(LocalFileOffsetStore(tmp_path).load))
+            report(error_of(LocalFileOffsetStore(tmp_path).load))
 
         *refused, in_use = in_a_fork(child)[0]
         assert ["stays with its parent" in error for error in refused] == [True] * 3
@@ -189,7 +189,7 @@ def test_after_a_fork_the_store_stays_with_the_parent(tmp_path):
 def test_a_store_made_after_the_fork_works(tmp_path):
     unopened = LocalFileOffsetStore(tmp_path)
 
-    def child(tell):
+    def child(report):
         with unopened as store:
             store.update_offset(QUEUE, 3)
 

@@ -523,7 +523,7 @@ def test_real_limits_on_file_sizes_and_descriptors_are_survived(tmp_path):
     assert read_store(tmp_path / "descriptors").offsets == {QUEUE: 5}
 
 
-def work_with_small_files(directory, queues, tell):
+def work_with_small_files(directory, queues, report):
     events, refused = [], []
     store = opened(directory, checkpoint_interval_s=0, on_event=lambda event: events.append(str(event.kind)))
     update(store, queues[:10], 1)
@@ -539,10 +539,10 @@ def work_with_small_files(directory, queues, tell):
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     store.persist_all()
     assert events == ["store-unwritable", "store-recovered"], events
-    tell("recovered")
+    report("recovered")
 
 
-def work_with_few_descriptors(directory, tell):
+def work_with_few_descriptors(directory, report):
     events = []
     store = opened(directory, checkpoint_interval_s=0, on_event=lambda event: events.append(str(event.kind)))
     put(store, QUEUE, 1)
@@ -551,10 +551,10 @@ def work_with_few_descriptors(directory, tell):
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     with pytest.raises(OffsetStoreUnwritable, match="raise the limit on open files"):
         LocalFileOffsetStore(f"{directory}-another").load()
-    tell("refused")
+    report("refused")
     for offset in range(2, 5):
         put(store, QUEUE, offset)  # the journal is open
     assert events == ["store-unwritable"], events
     store.update_offset(QUEUE, 5)
     store.close()
-    tell("closed")
+    report("closed")
