@@ -27,7 +27,7 @@ from pyrocket_consumer.config import (
     check_topic,
 )
 from pyrocket_consumer.consumer.assignment.assignments import QueueProgress
-from pyrocket_consumer.consumer.dispatch.concurrent import AsyncWorkers, Outcome, ThreadWorkers, Workers
+from pyrocket_consumer.consumer.dispatch.concurrent import AsyncWorkers, ListenerReporter, ThreadWorkers, Workers
 from pyrocket_consumer.consumer.listener import Listener, MessageListener
 from pyrocket_consumer.consumer.runtime.lifecycle import CLOSE_MARGIN_S, ConsumerLifecycle
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
@@ -238,13 +238,13 @@ class _Face:
             return member
         return self._running()
 
-    def _workers_for(self, is_async: bool, outcome: Outcome) -> Workers:
+    def _workers_for(self, is_async: bool, reporter: ListenerReporter) -> Workers:
         config = self.config
         if is_async:
-            workers = AsyncWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._own_loop)
+            workers = AsyncWorkers(config.consume_threads, reporter, config.consume_timeout_s, self._own_loop)
             self._async_workers = workers
             return workers
-        return ThreadWorkers(config.consume_threads, outcome, config.consume_timeout_s, self._lifecycle.loop)
+        return ThreadWorkers(config.consume_threads, reporter, config.consume_timeout_s, self._lifecycle.loop)
 
     def _begin_to_close(self, timeout_s: float | None) -> float | None:
         """Begin to close; returns how long to wait for the end, None where that would be to wait for oneself."""

@@ -12,7 +12,7 @@ from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.commits.commits import BrokerCommits, Commits, StoreCommits
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
 from pyrocket_consumer.consumer.commits.store_thread import UserThread
-from pyrocket_consumer.consumer.dispatch.concurrent import AsyncWorkers, Outcome
+from pyrocket_consumer.consumer.dispatch.concurrent import AsyncWorkers, ListenerReporter
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import RocketError
@@ -146,8 +146,8 @@ class Member:
             end = self._embedded.broker(queue.broker_name).max_offset(TOPIC, queue.queue_id)
             self._history.ends_at_start.setdefault(queue, end)
 
-    def _workers(self, is_async: bool, outcome: Outcome) -> AsyncWorkers:
-        return AsyncWorkers(self.config.consume_threads, outcome, self.config.consume_timeout_s, self._world)
+    def _workers(self, is_async: bool, reporter: ListenerReporter) -> AsyncWorkers:
+        return AsyncWorkers(self.config.consume_threads, reporter, self.config.consume_timeout_s, self._world)
 
     def _listener(self) -> Listener:
         if self.store is None:

@@ -12,8 +12,8 @@ from sqlalchemy.util import await_only
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.commits.commits import BrokerCommits
 from pyrocket_consumer.consumer.context.tasks import Tasks
-from pyrocket_consumer.consumer.dispatch.by_key import KeyedService, KeyLine, KeyTurn, QueueLines
-from pyrocket_consumer.consumer.dispatch.concurrent import _Runner, pop_all
+from pyrocket_consumer.consumer.dispatch.by_key import KeyedService, KeyLane, KeyLaneBatch, KeyLanes
+from pyrocket_consumer.consumer.dispatch.concurrent import _ChunkRunner, pop_all
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue, QueueState
 from pyrocket_consumer.errors import Fenced
@@ -93,7 +93,7 @@ async def cancelled_move(right, self, work, what):
     return await work
 
 
-@mistake(_Runner, "hand_over")
+@mistake(_ChunkRunner, "settle")
 def chunk_that_keeps_a_failure(right, self, chunk):
     """A failed message is handed over only when the worker is through with its chunk, whatever else is in that."""
     chunk.window.ack(pop_all(chunk.done))
@@ -235,15 +235,15 @@ def claim_that_moves_along(right, self, claim, *arguments):
 # --- of order by key
 
 
-@mistake(QueueLines, "add")
-def two_workers_on_one_key(right, self, line, listener, message):
+@mistake(KeyLanes, "add")
+def two_workers_on_one_key(right, self, lane, listener, message):
     """A message of a key that a worker has is handed to another one."""
-    if isinstance(line.holder, KeyTurn):
-        line.holder = None
-    right(self, line, listener, message)
+    if isinstance(lane.holder, KeyLaneBatch):
+        lane.holder = None
+    right(self, lane, listener, message)
 
 
-@mistake(KeyLine, "put_back")
+@mistake(KeyLane, "put_back")
 def retry_behind_the_next(right, self, listener, messages):
     """A message that failed comes again behind what waits of its key."""
     self.waiting.extend((listener, message) for message in messages)
@@ -253,18 +253,18 @@ def retry_behind_the_next(right, self, listener, messages):
 def rest_of_a_key_continues():
     """What a worker has in hand of a key goes on although a message of it has failed."""
 
-    def judge(right, self, unit, result):
+    def apply_result(right, self, unit, result):
         todo, self.chunk.todo = self.chunk.todo, deque()
         try:
             return right(self, unit, result)
         finally:
             self.chunk.todo = todo
 
-    def resume(right, self, lines, line):
-        if line in lines.paused:  # two failures of one key are two pauses
-            right(self, lines, line)
+    def resume(right, self, lanes, lane):
+        if lane in lanes.paused:  # two failures of one key are two pauses
+            right(self, lanes, lane)
 
-    replace(KeyTurn, "judge", judge)
+    replace(KeyLaneBatch, "apply_result", apply_result)
     replace(KeyedService, "_resume", resume)
 
 

@@ -17,7 +17,7 @@ from pyrocket_consumer.cluster.namespace import unwrap
 from pyrocket_consumer.consumer.assignment.divergence import DivergenceCheck
 from pyrocket_consumer.consumer.assignment.locks import QueueLocks
 from pyrocket_consumer.consumer.commits.commits import Commits
-from pyrocket_consumer.consumer.context.events import shown_id, shown_key
+from pyrocket_consumer.consumer.context.events import describe_id, describe_key
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts, Totals
 from pyrocket_consumer.consumer.dispatch.concurrent import Workers
@@ -189,13 +189,13 @@ class Assignments:
                 next_to_pull=pull_loop.next_offset,
                 cached_bytes=cached_bytes,
                 unfinished=unfinished,
-                oldest_unfinished=shown_id(oldest) if oldest else None,
+                oldest_unfinished=describe_id(oldest) if oldest else None,
                 broker_max=pull_loop.max_offset,
                 origin=assignment.origin,
                 start_offset=assignment.start_offset,
                 paused=self._pull_host.paused(queue),
                 last_error=pull_loop.last_error,
-                oldest_key=shown_key(oldest) if oldest else None,
+                oldest_key=describe_key(oldest) if oldest else None,
             )
         return table
 

@@ -16,11 +16,11 @@ from pyrocket_consumer.text import escape_controls, logger, safe_repr, truncate
 log = logger("consumer")
 
 
-MOST_WAITING = 10_000
+MAX_WAITING = 10_000
 """How many events wait at most for a slow `on_event`."""
 
 
-FLOODS = frozenset(
+LIMITED_KINDS = frozenset(
     {
         EventKind.OFFSET_CORRECTED,
         EventKind.OFFSET_RESET,
@@ -38,7 +38,7 @@ FLOODS = frozenset(
 )
 """What a server can cause as often as it likes. Any other concerns a message, or the user caused it: each is told."""
 
-LOGGED_SELDOM = frozenset(
+LIMITED_IN_LOG = frozenset(
     {
         EventKind.LISTENER_FAILED,
         EventKind.MESSAGE_SENT_BACK,
@@ -52,48 +52,50 @@ LOGGED_SELDOM = frozenset(
 EVENT_BURST = 20
 """So many of a kind, for one queue, are told as they come; then one in a while that grows."""
 
-FIRST_WHILE_S, LONGEST_WHILE_S = 1.0, 60.0
-MOST_KNOWN = 4096
+FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 1.0, 60.0
+MAX_KNOWN_SERIES = 4096
 
 
 @dataclass(slots=True)
-class _Like:
+class _Series:
     """Events of one kind, for one queue."""
 
-    told: int = 0
+    emitted: int = 0
     left_out: int = 0
     last_at: float = 0.0
     quiet_until: float = 0.0
 
 
-class Floods:
+class EventLimiter:
     """Decides which of many like events are told: the first ones, then one in a while for those left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._known: dict[tuple[EventKind, MessageQueue | None], _Like] = {}
+        self._known: dict[tuple[EventKind, MessageQueue | None], _Series] = {}
         self._lock = threading.Lock()
 
     def admit(self, kind: EventKind, queue: MessageQueue | None) -> int | None:
         """Return how many before this one were left out, None if this one is to be left out."""
-        if kind not in FLOODS and kind not in LOGGED_SELDOM:
+        if kind not in LIMITED_KINDS and kind not in LIMITED_IN_LOG:
             return 0
         now = self._clock()
         with self._lock:
-            like = self._known.pop((kind, queue), None)
-            if like is None or now - like.last_at > LONGEST_WHILE_S and now > like.quiet_until:
-                like = _Like(left_out=like.left_out if like else 0)
-            self._known[kind, queue] = like  # the last one, so that the first is the one to forget
-            if len(self._known) > MOST_KNOWN:
+            series = self._known.pop((kind, queue), None)
+            if series is None or now - series.last_at > LONGEST_INTERVAL_S and now > series.quiet_until:
+                series = _Series(left_out=series.left_out if series else 0)
+            self._known[kind, queue] = series  # the last one, so that the first is the one to forget
+            if len(self._known) > MAX_KNOWN_SERIES:
                 del self._known[next(iter(self._known))]
-            like.last_at = now
-            if now < like.quiet_until:
-                like.left_out += 1
+            series.last_at = now
+            if now < series.quiet_until:
+                series.left_out += 1
                 return None
-            like.told += 1
-            if like.told >= EVENT_BURST:
-                like.quiet_until = now + min(FIRST_WHILE_S * 2 ** min(like.told - EVENT_BURST, 16), LONGEST_WHILE_S)
-            left_out, like.left_out = like.left_out, 0
+            series.emitted += 1
+            if series.emitted >= EVENT_BURST:
+                series.quiet_until = now + min(
+                    FIRST_INTERVAL_S * 2 ** min(series.emitted - EVENT_BURST, 16), LONGEST_INTERVAL_S
+                )
+            left_out, series.left_out = series.left_out, 0
             return left_out
 
 
@@ -119,16 +121,16 @@ class Events:
         with self._lock:
             self.counts[kind] = self.counts.get(kind, 0) + 1
 
-    def tell(self, event: ConsumerEvent) -> None:
+    def emit(self, event: ConsumerEvent) -> None:
         """Count an event and have it passed on."""
         with self._lock:
             self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
             if self._on_event is None or self._closed:
                 return
             if self._thread is None:
-                self._thread = threading.Thread(target=self._pass_on, name="pyrocket-events", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="pyrocket-events", daemon=True)
                 self._thread.start()
-            if self._waiting.qsize() < MOST_WAITING:
+            if self._waiting.qsize() < MAX_WAITING:
                 self._waiting.put(event)
             else:
                 self._left_out += 1
@@ -140,17 +142,17 @@ class Events:
                 self._closed = True
                 self._waiting.put(None)
 
-    def _pass_on(self) -> None:
+    def _run(self) -> None:
         assert self._on_event is not None
         while (event := self._waiting.get()) is not None:
-            self._pass(event)
-            if self._left_out and self._waiting.qsize() < MOST_WAITING // 2:
+            self._call(event)
+            if self._left_out and self._waiting.qsize() < MAX_WAITING // 2:
                 with self._lock:
                     left_out, self._left_out = self._left_out, 0
                 text = f"{left_out} events were not passed on, for on_event takes too long; each was counted and logged"
-                self._pass(ConsumerEvent(EventKind.EVENTS_LEFT_OUT, text, None, {"count": left_out}))
+                self._call(ConsumerEvent(EventKind.EVENTS_LEFT_OUT, text, None, {"count": left_out}))
 
-    def _pass(self, event: ConsumerEvent) -> None:
+    def _call(self, event: ConsumerEvent) -> None:
         assert self._on_event is not None
         try:
             self._on_event(event)
@@ -160,7 +162,7 @@ class Events:
             log.error("group=%s on_event raised %s for %s", self._group, safe_repr(error), event, exc_info=trace)
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error of a user's as tools show it, one line of it; some cannot be shown."""
     try:
         return escape_controls(truncate(f"{type(error).__name__}: {error}", MOST_OF_A_REMARK))
@@ -168,19 +170,19 @@ def said(error: BaseException) -> str:
         return escape_controls(f"{truncate(type(error).__name__, MOST_OF_A_REMARK)}, whose str raises")
 
 
-def shown_key(message: Message) -> str | None:
+def describe_key(message: Message) -> str | None:
     """Return the key of a message as it is told; None without `order_by`, and until the key was asked for."""
-    line = getattr(message, "_key_lane", None)
-    return None if line is None else line.text
+    lane = getattr(message, "_key_lane", None)
+    return None if lane is None else lane.text
 
 
 def key_facts(message: Message) -> dict[str, object]:
     """Return what an event tells of the key of a message: nothing without `order_by`."""
-    key = shown_key(message)
+    key = describe_key(message)
     return {} if key is None else {"key": key}
 
 
-def shown_id(message: Message) -> str:
+def describe_id(message: Message) -> str:
     """Return the id of a message as it is told; a damaged record has none that can be read."""
     try:
         return message.message_id

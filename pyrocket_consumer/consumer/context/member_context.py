@@ -11,7 +11,7 @@ from typing import Any
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
-from pyrocket_consumer.consumer.context.events import FLOODS, Events, Floods
+from pyrocket_consumer.consumer.context.events import LIMITED_KINDS, EventLimiter, Events
 from pyrocket_consumer.consumer.context.subscriptions import Subscriptions
 from pyrocket_consumer.consumer.context.tasks import Tasks
 from pyrocket_consumer.errors import RocketError
@@ -21,11 +21,11 @@ from pyrocket_consumer.text import logger
 
 log = logger("consumer")
 
-TROUBLE_EVERY_S = 10.0
+THROTTLE_S = 10.0
 """The same trouble is told once in this time."""
 
 
-MOST_TROUBLES = 1000
+MAX_THROTTLED = 1000
 """How many troubles are remembered before half of them are forgotten."""
 
 
@@ -57,8 +57,8 @@ class MemberContext:
         self.lock_clock = lock_clock or cluster.loop.time
         """Tells how old the broker's confirmation of a lock is, also when the machine slept meanwhile."""
         self._wall_clock = wall_clock
-        self._floods = Floods(cluster.loop.time)
-        self._told: dict[tuple[EventKind, str], float] = {}
+        self._limiter = EventLimiter(cluster.loop.time)
+        self._emitted_at: dict[tuple[EventKind, str], float] = {}
 
     def now_ms(self) -> int:
         """Return the time of day."""
@@ -86,28 +86,28 @@ class MemberContext:
         error: BaseException | None = None,
     ) -> None:
         """Tell the user: one log line, one count, one event; of a flood some, with how many were not. Any thread."""
-        left_out, facts = self._floods.admit(kind, queue), facts or {}
-        if left_out is None and kind in FLOODS:
+        left_out, facts = self._limiter.admit(kind, queue), facts or {}
+        if left_out is None and kind in LIMITED_KINDS:
             self.events.count(kind)
             return
-        if left_out and kind in FLOODS:
+        if left_out and kind in LIMITED_KINDS:
             facts = {**facts, "left_out": left_out}
         event = ConsumerEvent(kind, text, queue, facts)
         if left_out is not None:
-            more = f" ({left_out} like it are not in the log)" if left_out and kind not in FLOODS else ""
+            more = f" ({left_out} like it are not in the log)" if left_out and kind not in LIMITED_KINDS else ""
             log.log(level, "group=%s %s%s", self.name, event, more, exc_info=error)
-        self.events.tell(event)
+        self.events.emit(event)
 
     def emit_throttled(self, kind: EventKind, text: str, queue: MessageQueue | None = None) -> None:
         """Tell the user about something that is tried again, once in a while and not every time."""
         key = (kind, str(queue.broker_name if queue else text[:40]))
         now = self.loop.time()
-        if now - self._told.get(key, -TROUBLE_EVERY_S) < TROUBLE_EVERY_S:
+        if now - self._emitted_at.get(key, -THROTTLE_S) < THROTTLE_S:
             log.debug("group=%s %s %s", self.name, kind, text)
             return
-        if len(self._told) >= MOST_TROUBLES:  # names come from servers
-            self._told = dict(list(self._told.items())[MOST_TROUBLES // 2 :])
-        self._told[key] = now
+        if len(self._emitted_at) >= MAX_THROTTLED:  # names come from servers
+            self._emitted_at = dict(list(self._emitted_at.items())[MAX_THROTTLED // 2 :])
+        self._emitted_at[key] = now
         self.emit(kind, text, queue, level=logging.WARNING)
 
     def report_unexpected(self, what: str, error: BaseException) -> None:
@@ -119,13 +119,13 @@ class MemberContext:
     def start_in_background(self, work: Callable[[], Awaitable[object]], what: str) -> None:
         """Begin a step that nobody waits for: that it could not be done is told."""
 
-        async def told() -> None:
+        async def work_and_report() -> None:
             try:
                 await work()
             except RocketError as error:
                 self.emit_throttled(EventKind.BROKER_UNREACHABLE, f"{what}: {error}")
 
-        self.tasks.begin(told(), what)
+        self.tasks.begin(work_and_report(), what)
 
     def call_soon(self, work: Callable[..., None], *arguments: Any) -> None:
         """Have something done on the I/O thread, unless that has ended: a listener may outlive it. Any thread."""

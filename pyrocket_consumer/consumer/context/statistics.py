@@ -80,7 +80,7 @@ class Statistics:
         self._listener_time_s = listener_time_s
         self._samples: deque[tuple[float, dict[str, Totals]]] = deque([(clock(), {})], HOUR + 1)
 
-    async def keep(self) -> None:
+    async def sample(self) -> None:
         """Take samples until cancelled."""
         while True:
             await asyncio.sleep(SAMPLE_EVERY_S)
@@ -92,7 +92,7 @@ class Statistics:
         _, hour_ago = self._samples[0]
         span = max(self._clock() - since, 0.001)
 
-        def told(topic: str, now: Totals) -> TopicStatus:
+        def status_of(topic: str, now: Totals) -> TopicStatus:
             before = minute_ago.get(topic, _NOTHING)
             pulls = now.pulls - before.pulls
             consumed = (now.finished - now.sent_back) - (before.finished - before.sent_back)
@@ -105,4 +105,4 @@ class Statistics:
                 consume_failed_msgs=now.failed - hour_ago.get(topic, _NOTHING).failed,
             )
 
-        return {topic: told(topic, now) for topic, now in self._totals().items()}
+        return {topic: status_of(topic, now) for topic, now in self._totals().items()}

@@ -32,17 +32,19 @@ class Tasks:
 
     def keep_running(self, work: Coroutine[Any, Any, None], what: str) -> None:
         """Run a loop. That it ends by itself with an error is a surprise."""
-        self._kept(self._loops, work, what)
+        self._create_task(self._loops, work, what)
 
     def begin(self, work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
         """Begin a step that somebody may or may not wait for. Only a RocketError is for whoever waits."""
-        return self._kept(self._steps, work, what)
+        return self._create_task(self._steps, work, what)
 
     async def finish(self, work: Coroutine[Any, Any, T], what: str) -> T:
         """Return what the step returns. The caller may be cancelled; the step goes on."""
         return await asyncio.shield(self.begin(work, what))
 
-    def _kept(self, kind: dict[asyncio.Task[Any], str], work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
+    def _create_task(
+        self, kind: dict[asyncio.Task[Any], str], work: Coroutine[Any, Any, T], what: str
+    ) -> asyncio.Task[T]:
         def ended(task: asyncio.Task[T]) -> None:
             kind.pop(task, None)
             error: BaseException | None
@@ -80,7 +82,7 @@ class Tasks:
         await asyncio.gather(*ending, return_exceptions=True)
 
 
-class Turns:
+class Throttle:
     """Has work done one after the other, and with pauses: however much is asked for, it takes a tenth of the time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

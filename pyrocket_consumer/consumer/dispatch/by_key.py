@@ -24,7 +24,7 @@ from pyrocket_consumer.consumer.dispatch.concurrent import (
     LARGEST_CHUNK,
     STUCK_AFTER_S,
     Chunk,
-    Service,
+    ConsumeService,
     Workers,
     messages_of,
     pop_all,
@@ -39,15 +39,15 @@ from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.protocol.properties import PropertyName
 from pyrocket_consumer.text import safe_repr
 
-LEAST_KNOWN = 64
+MIN_KNOWN_KEYS = 64
 """So many keys of a queue are remembered without looking which of them have no messages any more."""
 
-LONGEST_KEY = 128
+MAX_KEY_CHARS = 128
 """Texts and bytes that are longer are known by a digest: a line takes little, whatever is sent."""
 
-SHOWN_OF_LONG_KEYS = 80
+LONG_KEY_SHOWN_CHARS = 80
 
-SORTED_AT_ONCE = 256
+MAX_KEY_LOOKUPS = 256
 """Most messages that a worker asks `order_by` for the keys of, before they are given to listeners."""
 
 
@@ -55,10 +55,10 @@ _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
 """Keys of these types are shown without any code of users."""
 
 
-class KeyLine:
+class KeyLane:
     """The messages of one key, in one queue, that wait. Changed by the I/O thread only."""
 
-    __slots__ = ("_key", "_text", "waiting", "holder", "out")
+    __slots__ = ("_key", "_text", "waiting", "holder", "out_count")
 
     def __init__(self, key: Hashable, text: str | None = None) -> None:
         """`text` shows a key that is not to be kept, or to be asked how it is shown."""
@@ -66,7 +66,7 @@ class KeyLine:
         self._text = text
         self.waiting: deque[tuple[Listener, Message]] = deque()
         self.holder: object | None = None  # the turn that has messages of it, its pause, or their giving up
-        self.out = 0  # how many messages its turn has, and has not said what became of
+        self.out_count = 0  # how many messages its turn has, and has not said what became of
 
     @property
     def text(self) -> str:
@@ -101,7 +101,7 @@ class KeyLine:
         self.waiting = deque(entry for entry in self.waiting if id(entry[1]) not in ids)
 
 
-class KeylessLine(KeyLine):
+class KeylessLane(KeyLane):
     """A message whose key could not be told, alone."""
 
     __slots__ = ()
@@ -114,79 +114,81 @@ def _offset(entry: tuple[Listener, Message]) -> int:
     return entry[1].queue_offset
 
 
-class QueueLines:
-    """The lines of one window. Confined to the I/O thread, but for `known`: that is of whoever asks for keys."""
+class KeyLanes:
+    """The lines of one window. Confined to the I/O thread, but for `by_key`: that is of whoever asks for keys."""
 
     __slots__ = (
         "window",
-        "known",
+        "by_key",
         "prune_above",
         "ready",
         "paused",
         "arrived",
-        "is_sorting",
-        "waits_for_former",
-        "look",
-        "told",
+        "is_finding_keys",
+        "waits_for_former_calls",
+        "check_timer",
+        "reported_offset",
     )
 
     def __init__(self, window: ProcessQueue) -> None:
         self.window = window
-        self.known: dict[Hashable, KeyLine] = {}
-        self.prune_above = LEAST_KNOWN
-        self.ready: deque[KeyLine] = deque()  # those that wait for a worker
-        self.paused: dict[KeyLine, asyncio.TimerHandle] = {}
+        self.by_key: dict[Hashable, KeyLane] = {}
+        self.prune_above = MIN_KNOWN_KEYS
+        self.ready: deque[KeyLane] = deque()  # those that wait for a worker
+        self.paused: dict[KeyLane, asyncio.TimerHandle] = {}
         self.arrived: deque[tuple[Listener, Message]] = deque()  # whose keys are not known yet
-        self.is_sorting = False
-        self.waits_for_former = False
-        self.look: asyncio.TimerHandle | None = None  # whether a key holds the queue up
-        self.told = -1  # the last offset of which it was told that it holds up the queue
+        self.is_finding_keys = False
+        self.waits_for_former_calls = False
+        self.check_timer: asyncio.TimerHandle | None = None  # whether a key holds the queue up
+        self.reported_offset = -1  # the last offset of which it was told that it holds up the queue
 
     def prune(self) -> None:
         """Forget keys of which there is nothing, now and then. Not while a message is between its key and its line."""
-        known = self.known
+        known = self.by_key
         if len(known) > self.prune_above:
-            for key in [key for key, line in known.items() if line.is_idle]:
+            for key in [key for key, lane in known.items() if lane.is_idle]:
                 try:
                     del known[key]
                 except BaseException:  # noqa: S110 - a key of a user's that cannot be hashed any more is kept
                     pass
-            self.prune_above = max(LEAST_KNOWN, 2 * len(known))
+            self.prune_above = max(MIN_KNOWN_KEYS, 2 * len(known))
 
-    def rest(self) -> None:
+    def clear_if_idle(self) -> None:
         """Forget all keys if there is nothing of any, and there are many; none is asked for that. No turn is left."""
-        if len(self.known) > LEAST_KNOWN and not (self.ready or self.paused or self.arrived or self.is_sorting):
-            self.known.clear()
-            self.prune_above = LEAST_KNOWN
+        if len(self.by_key) > MIN_KNOWN_KEYS and not (
+            self.ready or self.paused or self.arrived or self.is_finding_keys
+        ):
+            self.by_key.clear()
+            self.prune_above = MIN_KNOWN_KEYS
 
-    def line_of(self, key: Hashable) -> KeyLine:
+    def lane_of(self, key: Hashable) -> KeyLane:
         """Return the line of a key."""
-        line = self.known.get(key)
-        return self._first_of(key) if line is None else line
+        lane = self.by_key.get(key)
+        return self._find_or_add(key) if lane is None else lane
 
-    def _first_of(self, key: Hashable) -> KeyLine:
+    def _find_or_add(self, key: Hashable) -> KeyLane:
         """Return the line of a key that is not known as it is."""
-        known = self.known
-        if (type(key) is str or type(key) is bytes) and len(key) > LONGEST_KEY:
+        known = self.by_key
+        if (type(key) is str or type(key) is bytes) and len(key) > MAX_KEY_CHARS:
             digest = _digest(key)
-            line = known.get(digest)
-            if line is None:
-                text = f"{key[:SHOWN_OF_LONG_KEYS]!r}… ({len(key) - SHOWN_OF_LONG_KEYS} more characters)"
-                line = known[digest] = KeyLine(None, text)
-            return line
-        line = known[key] = KeyLine(key) if type(key) in _PLAIN else KeyLine(None, safe_repr(key))
-        return line
+            lane = known.get(digest)
+            if lane is None:
+                text = f"{key[:LONG_KEY_SHOWN_CHARS]!r}… ({len(key) - LONG_KEY_SHOWN_CHARS} more characters)"
+                lane = known[digest] = KeyLane(None, text)
+            return lane
+        lane = known[key] = KeyLane(key) if type(key) in _PLAIN else KeyLane(None, safe_repr(key))
+        return lane
 
-    def add(self, line: KeyLine, listener: Listener, message: Message) -> None:
+    def add(self, lane: KeyLane, listener: Listener, message: Message) -> None:
         """Add a message to the end of its line."""
-        message._key_lane = line
-        waiting = line.waiting
+        message._key_lane = lane
+        waiting = lane.waiting
         if waiting and waiting[-1][1].queue_offset > message.queue_offset:  # its key could not be told at first
-            line.waiting = deque(sorted([*waiting, (listener, message)], key=_offset))
+            lane.waiting = deque(sorted([*waiting, (listener, message)], key=_offset))
             return
         waiting.append((listener, message))
-        if line.holder is None and len(waiting) == 1:
-            self.ready.append(line)
+        if lane.holder is None and len(waiting) == 1:
+            self.ready.append(lane)
 
     def put_back(self, listener: Listener, units: list[Any]) -> None:
         """Add units, in order, before what waits of their keys."""
@@ -194,11 +196,11 @@ class QueueLines:
             messages = messages_of(unit)
             messages[0]._key_lane.put_back(listener, messages)
 
-    def release(self, line: KeyLine) -> None:
+    def release(self, lane: KeyLane) -> None:
         """A line is with nobody any more."""
-        line.holder, line.out = None, 0
-        if line.waiting:
-            self.ready.append(line)
+        lane.holder, lane.out_count = None, 0
+        if lane.waiting:
+            self.ready.append(lane)
 
 
 def _digest(key: str | bytes) -> tuple[type, bytes]:
@@ -207,27 +209,27 @@ def _digest(key: str | bytes) -> tuple[type, bytes]:
     return type(key), sha256(data).digest()
 
 
-class KeyTurn:
+class KeyLaneBatch:
     """The next messages of some lines, while a worker has them."""
 
-    __slots__ = ("lines", "chunk", "key_lines", "_service")
+    __slots__ = ("lanes", "chunk", "held_lanes", "_service")
 
     is_measured = True
 
-    def __init__(self, service: KeyedService, lines: QueueLines, chunk: Chunk) -> None:
-        self.lines = lines
+    def __init__(self, service: KeyedService, lanes: KeyLanes, chunk: Chunk) -> None:
+        self.lanes = lanes
         self.chunk = chunk
-        self.key_lines: list[KeyLine] = []
+        self.held_lanes: list[KeyLane] = []
         self._service = service
 
     def is_held(self) -> bool:
         """Tell whether a call of the turn may be running, or be yet to come."""
-        return any(line.holder is self for line in self.key_lines)
+        return any(lane.holder is self for lane in self.held_lanes)
 
-    def may_go_on(self) -> bool:
-        return self.lines.window.may_consume() and not self._service.stopped
+    def may_continue(self) -> bool:
+        return self.lanes.window.may_consume() and not self._service.stopped
 
-    def judge(self, unit: Any, result: object) -> tuple[bool, bool]:
+    def apply_result(self, unit: Any, result: object) -> tuple[bool, bool]:
         messages, chunk = messages_of(unit), self.chunk
         if result is ConsumeResult.COMMIT:
             chunk.done.extend(messages)
@@ -237,92 +239,92 @@ class KeyTurn:
         if left:
             # Nothing behind it may pass it. The I/O thread may be taking back from the right of `todo` meanwhile: each
             # unit is then with one of us, and goes back to its place in the line.
-            line: KeyLine = messages[0]._key_lane
+            lane: KeyLane = messages[0]._key_lane
             rest: list[Any] = []
             others: list[Any] = []
             for each in pop_all(chunk.todo):
-                (rest if messages_of(each)[0]._key_lane is line else others).append(each)
+                (rest if messages_of(each)[0]._key_lane is lane else others).append(each)
             chunk.todo.extend(others)
-            self._service.post(partial(self._service.line_failed, self, line, left, rest, suspend_s))
+            self._service.post(partial(self._service.lane_failed, self, lane, left, rest, suspend_s))
         return True, known
 
-    def committed(self) -> list[Message]:
+    def take_consumed(self) -> list[Message]:
         return pop_all(self.chunk.done)
 
     def end(self) -> None:
-        self._service.post(partial(self._service.turn_ended, self))
+        self._service.post(partial(self._service.batch_ended, self))
 
 
-class SortTurn:
-    """Messages whose keys a worker asks for, in one call. Its chunk's listener is `order_by`, or rather `ask`."""
+class KeyLookupBatch:
+    """Messages whose keys a worker asks for, in one call. Its chunk's listener is `order_by`, or rather `find_lanes`."""
 
     is_measured = False
 
-    def __init__(self, service: KeyedService, lines: QueueLines, order_by: Callable[[Message], Hashable]) -> None:
-        self.lines = lines
-        self.entries = [lines.arrived.popleft() for _ in range(min(len(lines.arrived), SORTED_AT_ONCE))]
-        self.found: list[KeyLine] = []
+    def __init__(self, service: KeyedService, lanes: KeyLanes, order_by: Callable[[Message], Hashable]) -> None:
+        self.lanes = lanes
+        self.entries = [lanes.arrived.popleft() for _ in range(min(len(lanes.arrived), MAX_KEY_LOOKUPS))]
+        self.lanes_found: list[KeyLane] = []
         self._service = service
         self._order_by = order_by
         is_async = self.entries[0][0].is_async
-        listener = Listener(self._ask_async if is_async else self.ask, SORTED_AT_ONCE, is_async, False)
-        self.chunk = Chunk(lines.window, listener, deque([[message for _, message in self.entries]]))
-        self.chunk.turn = self
+        listener = Listener(self._find_lanes_async if is_async else self.find_lanes, MAX_KEY_LOOKUPS, is_async, False)
+        self.chunk = Chunk(lanes.window, listener, deque([[message for _, message in self.entries]]))
+        self.chunk.lane_batch = self
 
-    def ask(self, messages: list[Message]) -> ConsumeResult:
+    def find_lanes(self, messages: list[Message]) -> ConsumeResult:
         """Find the lines of messages, or of the first of them. What `order_by` and its keys raise is told."""
-        if not self.found:
-            self.lines.prune()
+        if not self.lanes_found:
+            self.lanes.prune()
         for message in messages:
-            if not self.may_go_on():
+            if not self.may_continue():
                 return ConsumeResult.RETRY
             self.chunk.current = message  # which is told if the function does not return
             try:
-                self.found.append(self._line_of(message))
+                self.lanes_found.append(self._line_of(message))
             except BaseException as error:  # SystemExit of a user's function must not end a worker
-                self.found.append(KeylessLine(error))
+                self.lanes_found.append(KeylessLane(error))
                 if message._extra_attempts == 0:
-                    self._service.no_key(self.lines.window, message, error)
+                    self._service.key_failed(self.lanes.window, message, error)
         return ConsumeResult.SUCCESS
 
-    def _line_of(self, message: Message) -> KeyLine:
+    def _line_of(self, message: Message) -> KeyLane:
         key = self._order_by(message)
         if hasattr(type(key), "__await__"):
             close = getattr(key, "close", None)
             if close is not None:
                 close()
             raise TypeError("order_by returned something to await; it must be a plain function")
-        return self.lines.line_of(key)
+        return self.lanes.lane_of(key)
 
-    async def _ask_async(self, messages: list[Message]) -> ConsumeResult:
-        return self.ask(messages)
+    async def _find_lanes_async(self, messages: list[Message]) -> ConsumeResult:
+        return self.find_lanes(messages)
 
-    def may_go_on(self) -> bool:
-        return self.lines.window.may_consume() and not self._service.stopped
+    def may_continue(self) -> bool:
+        return self.lanes.window.may_consume() and not self._service.stopped
 
-    def judge(self, unit: Any, result: object) -> tuple[bool, bool]:
-        return False, True  # none is asked for behind one that was not: `found` is of the first entries
+    def apply_result(self, unit: Any, result: object) -> tuple[bool, bool]:
+        return False, True  # none is asked for behind one that was not: `lanes_found` is of the first entries
 
-    def committed(self) -> list[Message]:
+    def take_consumed(self) -> list[Message]:
         return []
 
     def end(self) -> None:
-        self._service.post(partial(self._service.sort_ended, self))
+        self._service.post(partial(self._service.keys_found, self))
 
 
-class GivingUp:
+class DeadLetterSend:
     """A line whose first messages are on their way to the dead letters."""
 
-    def __init__(self, lines: QueueLines, line: KeyLine) -> None:
-        self.lines = lines
-        self._line = line
+    def __init__(self, lanes: KeyLanes, lane: KeyLane) -> None:
+        self.lanes = lanes
+        self._lane = lane
 
     def is_held(self) -> bool:
         """Tell whether it goes on still."""
-        return self._line.holder is self
+        return self._lane.holder is self
 
 
-class KeyedService(Service):
+class KeyedService(ConsumeService):
     """Gives each key's messages to the workers in order. Confined to the I/O thread, but for `post`."""
 
     def __init__(
@@ -336,10 +338,10 @@ class KeyedService(Service):
         give_up: GiveUp,
         failed: Callable[[ProcessQueue, int], None] = lambda window, count: None,
         held_up: Callable[[ProcessQueue, str], None] = lambda window, why: None,
-        no_key: Callable[[ProcessQueue, Message, BaseException], None] = lambda window, message, error: None,
+        key_failed: Callable[[ProcessQueue, Message, BaseException], None] = lambda window, message, error: None,
         worker_failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """`no_key` hears from workers of messages whose key could not be told; others are as for `OrderlyService`."""
+        """`key_failed` hears from workers of messages whose key could not be told; others are as for `OrderlyService`."""
         super().__init__(loop, workers_for)
         self.stopped = False
         self._order_by: Callable[[Message], Hashable] | None = order_by if callable(order_by) else None
@@ -348,127 +350,131 @@ class KeyedService(Service):
         self._give_up = give_up
         self._failed = failed
         self._held_up = held_up
-        self.no_key = no_key
+        self.key_failed = key_failed
         self._worker_failed = worker_failed
-        self._lines: dict[MessageQueue, QueueLines] = {}
-        self._turns: dict[MessageQueue, set[KeyTurn | GivingUp]] = {}
+        self._lanes: dict[MessageQueue, KeyLanes] = {}
+        self._batches: dict[MessageQueue, set[KeyLaneBatch | DeadLetterSend]] = {}
         self._posted: deque[Callable[[], None]] = deque()  # by workers
         self._wake_due = False
-        self._touched: dict[QueueLines, None] = {}  # by what was posted
+        self._touched: dict[KeyLanes, None] = {}  # by what was posted
         self._tick: asyncio.TimerHandle | None = None
-        self._quiet_looks = 0
+        self._quiet_checks = 0
 
     # --- what comes
 
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
         """Add `messages` to the ends of their lines."""
-        lines = self._lines.get(window.queue)
-        if lines is None or lines.window is not window:
-            lines = self._begin_lines(window)
+        lanes = self._lanes.get(window.queue)
+        if lanes is None or lanes.window is not window:
+            lanes = self._add_lanes(window)
         if self._order_by is not None:
-            lines.arrived.extend((listener, message) for message in messages)
+            lanes.arrived.extend((listener, message) for message in messages)
         else:
-            lines.prune()
+            lanes.prune()
             for message in messages:
-                lines.add(lines.line_of(sharding_key(message)), listener, message)
-        self._next(lines)
-        if lines.look is None and not self.stopped:
-            lines.look = self._loop.call_later(HELD_UP_AFTER_S, self._tell_if_it_stands, lines, None, 0)
+                lanes.add(lanes.lane_of(sharding_key(message)), listener, message)
+        self._dispatch_next(lanes)
+        if lanes.check_timer is None and not self.stopped:
+            lanes.check_timer = self._loop.call_later(HELD_UP_AFTER_S, self._report_if_stalled, lanes, None, 0)
 
-    def _begin_lines(self, window: ProcessQueue) -> QueueLines:
-        lines = self._lines[window.queue] = QueueLines(window)
-        for turn in list(self._turns.get(window.queue, ())):
-            if isinstance(turn, KeyTurn):
-                self._take_back(turn)  # what no worker has begun holds up nobody
-        if self._former_runs(lines):
-            lines.waits_for_former = True
-            self._loop.call_later(HELD_UP_AFTER_S, self._tell_if_held_up, lines)
-        return lines
+    def _add_lanes(self, window: ProcessQueue) -> KeyLanes:
+        lanes = self._lanes[window.queue] = KeyLanes(window)
+        for lane_batch in list(self._batches.get(window.queue, ())):
+            if isinstance(lane_batch, KeyLaneBatch):
+                self._withdraw(lane_batch)  # what no worker has begun holds up nobody
+        if self._has_former_calls(lanes):
+            lanes.waits_for_former_calls = True
+            self._loop.call_later(HELD_UP_AFTER_S, self._report_if_held_up, lanes)
+        return lanes
 
-    def _former_runs(self, lines: QueueLines) -> bool:
-        turns = self._turns.get(lines.window.queue, ())
-        return any(turn.lines is not lines and turn.is_held() for turn in turns)
+    def _has_former_calls(self, lanes: KeyLanes) -> bool:
+        batches = self._batches.get(lanes.window.queue, ())
+        return any(lane_batch.lanes is not lanes and lane_batch.is_held() for lane_batch in batches)
 
-    def _tell_if_held_up(self, lines: QueueLines) -> None:
-        if lines.waits_for_former and self._lines.get(lines.window.queue) is lines and not self.stopped:
+    def _report_if_held_up(self, lanes: KeyLanes) -> None:
+        if lanes.waits_for_former_calls and self._lanes.get(lanes.window.queue) is lanes and not self.stopped:
             self._held_up(
-                lines.window,
+                lanes.window,
                 "a listener call from before the queue began anew still runs; the queue waits until it returns",
             )
 
-    def _tell_if_it_stands(self, lines: QueueLines, former: Message | None, finished: int) -> None:
+    def _report_if_stalled(self, lanes: KeyLanes, former: Message | None, finished: int) -> None:
         """Tell of a key that fails and fails, or hangs, until its queue has room for no more, and nothing else to do.
 
         It has not if since the last look the oldest message is the same, and not one was finished.
         """
-        window, lines.look = lines.window, None
+        window, lanes.check_timer = lanes.window, None
         oldest = window.unfinished()[2]
         if oldest is None:
             return
-        line = getattr(oldest, "_key_lane", None)
-        stands = oldest is former and window.finished == finished and window.is_waiting_for_space and not lines.ready
-        if stands and line is not None and lines.told != oldest.queue_offset:
-            lines.told = oldest.queue_offset
+        lane = getattr(oldest, "_key_lane", None)
+        is_stalled = (
+            oldest is former and window.finished == finished and window.is_waiting_for_space and not lanes.ready
+        )
+        if is_stalled and lane is not None and lanes.reported_offset != oldest.queue_offset:
+            lanes.reported_offset = oldest.queue_offset
             self._held_up(
                 window,
-                f"the key {line.text} {'fails' if oldest._extra_attempts else 'hangs'} at offset "
+                f"the key {lane.text} {'fails' if oldest._extra_attempts else 'hangs'} at offset "
                 f"{oldest.queue_offset}, which holds the offset to commit, and there is room for no more (max_span, "
                 "max_cached_messages): other keys wait for it, too, now",
             )
-        lines.look = self._loop.call_later(HELD_UP_AFTER_S, self._tell_if_it_stands, lines, oldest, window.finished)
+        lanes.check_timer = self._loop.call_later(
+            HELD_UP_AFTER_S, self._report_if_stalled, lanes, oldest, window.finished
+        )
 
     def resume_calls(self, window: ProcessQueue) -> None:
         """The queue's lock is there again."""
-        lines = self._lines.get(window.queue)
-        if lines is not None and lines.window is window:
-            self._next(lines)
+        lanes = self._lanes.get(window.queue)
+        if lanes is not None and lanes.window is window:
+            self._dispatch_next(lanes)
 
     def forget(self, window: ProcessQueue) -> None:
         """The window's life has ended."""
-        lines = self._lines.get(window.queue)
-        if lines is not None and lines.window is window:
-            del self._lines[window.queue]
-            _end_timers(lines)
+        lanes = self._lanes.get(window.queue)
+        if lanes is not None and lanes.window is window:
+            del self._lanes[window.queue]
+            _cancel_timers(lanes)
 
     # --- what goes to workers
 
-    def _next(self, lines: QueueLines, most: int = LARGEST_CHUNK) -> None:
+    def _dispatch_next(self, lanes: KeyLanes, most: int = LARGEST_CHUNK) -> None:
         """Hand over all that may be begun."""
-        if self.stopped or lines.waits_for_former or not lines.window.may_consume():
+        if self.stopped or lanes.waits_for_former_calls or not lanes.window.may_consume():
             return
-        if lines.arrived and not lines.is_sorting and self._order_by is not None:
-            lines.is_sorting = True
-            turn = SortTurn(self, lines, self._order_by)
-            self._workers_of(turn.chunk.listener).put(turn.chunk)
-        while lines.ready:
-            self._put(lines, most)
+        if lanes.arrived and not lanes.is_finding_keys and self._order_by is not None:
+            lanes.is_finding_keys = True
+            lane_batch = KeyLookupBatch(self, lanes, self._order_by)
+            self._workers_of(lane_batch.chunk.listener).put(lane_batch.chunk)
+        while lanes.ready:
+            self._put_chunk(lanes, most)
 
-    def _put(self, lines: QueueLines, most: int) -> None:
+    def _put_chunk(self, lanes: KeyLanes, most: int) -> None:
         """Hand over a chunk of the lines that have waited longest."""
-        window, ready = lines.window, lines.ready
+        window, ready = lanes.window, lanes.ready
         listener = ready[0].waiting[0][0]
         room = min(max(int(CHUNK_TIME_S / window.listener_time_s), 1), most)
         units: deque[Any] = deque()
         chunk = Chunk(window, listener, units)
-        chunk.turn = turn = KeyTurn(self, lines, chunk)
+        chunk.lane_batch = lane_batch = KeyLaneBatch(self, lanes, chunk)
         while ready and room > 0 and ready[0].waiting[0][0] is listener:
-            line = ready.popleft()
-            line.holder = turn  # first: a line without a holder and without messages may be forgotten
-            taken = line.take(room * listener.batch_size)
-            line.out = len(taken)
+            lane = ready.popleft()
+            lane.holder = lane_batch  # first: a line without a holder and without messages may be forgotten
+            taken = lane.take(room * listener.batch_size)
+            lane.out_count = len(taken)
             new = units_of(listener, taken)
             units.extend(new)
             room -= len(new)
-            turn.key_lines.append(line)
-        self._turns.setdefault(window.queue, set()).add(turn)
+            lane_batch.held_lanes.append(lane)
+        self._batches.setdefault(window.queue, set()).add(lane_batch)
         is_long = len(units) > 1
         self._workers_of(listener).put(chunk)
         if is_long:
-            self._quiet_looks = 0
+            self._quiet_checks = 0
             if self._tick is None:
-                self._tick = self._loop.call_later(STUCK_AFTER_S, self._look)
+                self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
 
-    def _look(self) -> None:
+    def _withdraw_from_stuck(self) -> None:
         """Take from workers stuck in a chunk what need not wait for their call; go on while there is any such chunk."""
         self._tick = None
         now, busy = self._loop.time(), False
@@ -476,34 +482,36 @@ class KeyedService(Service):
             busy = busy or workers.waiting() > 0
             for slot in workers.slots:
                 chunk = slot.chunk
-                turn = chunk.turn if chunk is not None else None
-                if chunk is None or not isinstance(turn, KeyTurn) or not (chunk.todo or chunk.done):
+                lane_batch = chunk.lane_batch if chunk is not None else None
+                if chunk is None or not isinstance(lane_batch, KeyLaneBatch) or not (chunk.todo or chunk.done):
                     continue
                 busy = True
                 if chunk.begun_at and now - chunk.begun_at > STUCK_AFTER_S:
-                    self._take_back(turn)
-                    self._next(turn.lines, most=1)  # what is measured of the listener does not hold any more
-        self._quiet_looks = 0 if busy else self._quiet_looks + 1
-        if self._quiet_looks < 3 and not self.stopped:  # a worker may be between taking a chunk and showing it
-            self._tick = self._loop.call_later(STUCK_AFTER_S, self._look)
+                    self._withdraw(lane_batch)
+                    self._dispatch_next(
+                        lane_batch.lanes, most=1
+                    )  # what is measured of the listener does not hold any more
+        self._quiet_checks = 0 if busy else self._quiet_checks + 1
+        if self._quiet_checks < 3 and not self.stopped:  # a worker may be between taking a chunk and showing it
+            self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
 
-    def _take_back(self, turn: KeyTurn) -> None:
+    def _withdraw(self, lane_batch: KeyLaneBatch) -> None:
         """Take what a worker has not begun, and what it has finished; lines of which it has no more are released."""
-        lines, chunk = turn.lines, turn.chunk
+        lanes, chunk = lane_batch.lanes, lane_batch.chunk
         rest, done = pop_all(chunk.todo), pop_all(chunk.done)
-        lines.put_back(chunk.listener, rest)
+        lanes.put_back(chunk.listener, rest)
         accounted = [message for unit in rest for message in messages_of(unit)] + done
         for message in accounted:
-            line: KeyLine = message._key_lane
-            if line.holder is turn:
-                line.out -= 1
+            lane: KeyLane = message._key_lane
+            if lane.holder is lane_batch:
+                lane.out_count -= 1
         try:
-            lines.window.ack(done)
+            lanes.window.ack(done)
         except BaseException as error:  # of the offset store
             self._worker_failed(error)
-        for line in turn.key_lines:
-            if line.holder is turn and line.out == 0:
-                lines.release(line)
+        for lane in lane_batch.held_lanes:
+            if lane.holder is lane_batch and lane.out_count == 0:
+                lanes.release(lane)
 
     # --- what workers say
 
@@ -514,117 +522,119 @@ class KeyedService(Service):
         if not self._wake_due:
             self._wake_due = True
             try:
-                self._loop.call_soon_threadsafe(self._do_posted)
+                self._loop.call_soon_threadsafe(self._run_posted)
             except RuntimeError:
                 pass  # the consumer has ended before its listener
 
-    def _do_posted(self) -> None:
+    def _run_posted(self) -> None:
         self._wake_due = False
         while self._posted:
             self._posted.popleft()()
-        self._next_touched()
+        self._dispatch_touched()
 
-    def _next_touched(self) -> None:
+    def _dispatch_touched(self) -> None:
         touched, self._touched = self._touched, {}
-        for lines in touched:
-            self._next(lines)
-            if lines.window.queue not in self._turns:
-                lines.rest()
+        for lanes in touched:
+            self._dispatch_next(lanes)
+            if lanes.window.queue not in self._batches:
+                lanes.clear_if_idle()
 
-    def turn_ended(self, turn: KeyTurn) -> None:
+    def batch_ended(self, lane_batch: KeyLaneBatch) -> None:
         """A worker is through with a turn."""
-        lines = turn.lines
-        if turn.chunk.todo:
-            lines.put_back(turn.chunk.listener, pop_all(turn.chunk.todo))
-        for line in turn.key_lines:
-            if line.holder is turn:
-                lines.release(line)
-        self._forget_turn(turn)
+        lanes = lane_batch.lanes
+        if lane_batch.chunk.todo:
+            lanes.put_back(lane_batch.chunk.listener, pop_all(lane_batch.chunk.todo))
+        for lane in lane_batch.held_lanes:
+            if lane.holder is lane_batch:
+                lanes.release(lane)
+        self._forget_batch(lane_batch)
 
-    def _forget_turn(self, turn: KeyTurn | GivingUp) -> None:
-        queue = turn.lines.window.queue
-        turns = self._turns[queue]
-        turns.discard(turn)
-        if not turns:
-            del self._turns[queue]
-        present = self._lines.get(queue)
+    def _forget_batch(self, lane_batch: KeyLaneBatch | DeadLetterSend) -> None:
+        queue = lane_batch.lanes.window.queue
+        batches = self._batches[queue]
+        batches.discard(lane_batch)
+        if not batches:
+            del self._batches[queue]
+        present = self._lanes.get(queue)
         if present is not None:
-            if present.waits_for_former:
-                present.waits_for_former = self._former_runs(present)
+            if present.waits_for_former_calls:
+                present.waits_for_former_calls = self._has_former_calls(present)
             self._touched[present] = None
 
-    def line_failed(self, turn: KeyTurn, line: KeyLine, left: list[Message], rest: list[Any], suspend_s: float) -> None:
-        """The listener failed for `left`; they come again first, before the `rest` of the line that the turn had."""
-        lines = turn.lines
-        lines.put_back(turn.chunk.listener, [*units_of(turn.chunk.listener, left), *rest])
-        self._fail(lines, line, left, suspend_s)
+    def lane_failed(
+        self, lane_batch: KeyLaneBatch, lane: KeyLane, left: list[Message], rest: list[Any], suspend_s: float
+    ) -> None:
+        """The listener failed for `left`; they come again first, before the `clear_if_idle` of the line that the turn had."""
+        lanes = lane_batch.lanes
+        lanes.put_back(lane_batch.chunk.listener, [*units_of(lane_batch.chunk.listener, left), *rest])
+        self._fail(lanes, lane, left, suspend_s)
 
-    def _fail(self, lines: QueueLines, line: KeyLine, left: list[Message], suspend_s: float) -> None:
+    def _fail(self, lanes: KeyLanes, lane: KeyLane, left: list[Message], suspend_s: float) -> None:
         """Have a line pause whose first messages have failed, or give them up when they have had their attempts."""
-        self._failed(lines.window, len(left))
+        self._failed(lanes.window, len(left))
         exhausted: list[Message] = []
         for message in left:
             message._extra_attempts += 1
             is_last = self._max_attempts is not None and message.reconsume_times > self._max_attempts
             if is_last or message.is_too_large:
                 exhausted.append(message)
-        line.out = 0
-        if exhausted and not lines.window.dropped:
-            line.holder = giving_up = GivingUp(lines, line)
-            self._turns.setdefault(lines.window.queue, set()).add(giving_up)
-            self._begin(self._dispose(giving_up, line, exhausted), "giving messages up")
+        lane.out_count = 0
+        if exhausted and not lanes.window.dropped:
+            lane.holder = giving_up = DeadLetterSend(lanes, lane)
+            self._batches.setdefault(lanes.window.queue, set()).add(giving_up)
+            self._begin(self._give_up_messages(giving_up, lane, exhausted), "giving messages up")
         else:
-            self._pause(lines, line, suspend_s)
+            self._pause(lanes, lane, suspend_s)
 
-    def _pause(self, lines: QueueLines, line: KeyLine, pause_s: float) -> None:
-        if self._lines.get(lines.window.queue) is not lines or self.stopped:
-            line.holder = None
+    def _pause(self, lanes: KeyLanes, lane: KeyLane, pause_s: float) -> None:
+        if self._lanes.get(lanes.window.queue) is not lanes or self.stopped:
+            lane.holder = None
             return
-        line.holder = lines.paused[line] = self._loop.call_later(pause_s, self._resume, lines, line)
+        lane.holder = lanes.paused[lane] = self._loop.call_later(pause_s, self._resume, lanes, lane)
 
-    def _resume(self, lines: QueueLines, line: KeyLine) -> None:
-        del lines.paused[line]
-        if isinstance(line, KeylessLine):
-            line.holder = None
-            lines.arrived.extend(line.waiting)
-            line.waiting.clear()
+    def _resume(self, lanes: KeyLanes, lane: KeyLane) -> None:
+        del lanes.paused[lane]
+        if isinstance(lane, KeylessLane):
+            lane.holder = None
+            lanes.arrived.extend(lane.waiting)
+            lane.waiting.clear()
         else:
-            lines.release(line)
-        self._next(lines)
+            lanes.release(lane)
+        self._dispatch_next(lanes)
 
-    async def _dispose(self, giving_up: GivingUp, line: KeyLine, exhausted: list[Message]) -> None:
+    async def _give_up_messages(self, giving_up: DeadLetterSend, lane: KeyLane, exhausted: list[Message]) -> None:
         """Give messages up that have had their attempts; those that could not be sent stay at the head."""
-        lines, gone, pause_s = giving_up.lines, list[Message](), 0.0
+        lanes, gone, pause_s = giving_up.lanes, list[Message](), 0.0
         try:
             for message in exhausted:
-                if lines.window.dropped or (pause_s := await self._give_up(lines.window, message)):
+                if lanes.window.dropped or (pause_s := await self._give_up(lanes.window, message)):
                     break
                 gone.append(message)
         finally:
-            line.remove(gone)
-            lines.window.ack(gone)
-            if line.waiting:
-                self._pause(lines, line, pause_s)
+            lane.remove(gone)
+            lanes.window.ack(gone)
+            if lane.waiting:
+                self._pause(lanes, lane, pause_s)
             else:
-                line.holder = None
-            self._forget_turn(giving_up)
-            self._next_touched()
+                lane.holder = None
+            self._forget_batch(giving_up)
+            self._dispatch_touched()
 
     # --- keys
 
-    def sort_ended(self, turn: SortTurn) -> None:
+    def keys_found(self, lane_batch: KeyLookupBatch) -> None:
         """A worker has asked for the keys of messages, or of the first of them."""
-        lines, count = turn.lines, len(turn.found)
-        lines.is_sorting = False
-        for (listener, message), line in zip(turn.entries, turn.found, strict=False):
-            if isinstance(line, KeylessLine):  # it has failed
-                message._key_lane = line
-                line.waiting.append((listener, message))
-                self._fail(lines, line, [message], SUSPEND_S)
+        lanes, count = lane_batch.lanes, len(lane_batch.lanes_found)
+        lanes.is_finding_keys = False
+        for (listener, message), lane in zip(lane_batch.entries, lane_batch.lanes_found, strict=False):
+            if isinstance(lane, KeylessLane):  # it has failed
+                message._key_lane = lane
+                lane.waiting.append((listener, message))
+                self._fail(lanes, lane, [message], SUSPEND_S)
             else:
-                lines.add(line, listener, message)
-        lines.arrived.extendleft(reversed(turn.entries[count:]))
-        self._touched[lines] = None
+                lanes.add(lane, listener, message)
+        lanes.arrived.extendleft(reversed(lane_batch.entries[count:]))
+        self._touched[lanes] = None
 
     # --- what all services do
 
@@ -634,11 +644,11 @@ class KeyedService(Service):
         A queue that began anew may have calls of before: its next owner shall not begin beside them either.
         """
         count = 0
-        for turns in [self._turns.get(window.queue, set())] if window is not None else self._turns.values():
-            for turn in turns:
-                if turn.lines.window.dropped and isinstance(turn, KeyTurn):
-                    self._take_back(turn)  # what no worker has begun keeps nobody waiting
-                count += turn.is_held()
+        for batches in [self._batches.get(window.queue, set())] if window is not None else self._batches.values():
+            for lane_batch in batches:
+                if lane_batch.lanes.window.dropped and isinstance(lane_batch, KeyLaneBatch):
+                    self._withdraw(lane_batch)  # what no worker has begun keeps nobody waiting
+                count += lane_batch.is_held()
         return count
 
     def stop(self) -> None:
@@ -647,22 +657,22 @@ class KeyedService(Service):
         if self._tick is not None:
             self._tick.cancel()
             self._tick = None
-        for lines in self._lines.values():
-            _end_timers(lines)
+        for lanes in self._lanes.values():
+            _cancel_timers(lanes)
         for workers in self.workers():
             workers.stop()
-        for turns in self._turns.values():
-            for turn in turns:
-                if isinstance(turn, KeyTurn):
-                    self._take_back(turn)
+        for batches in self._batches.values():
+            for lane_batch in batches:
+                if isinstance(lane_batch, KeyLaneBatch):
+                    self._withdraw(lane_batch)
 
 
-def _end_timers(lines: QueueLines) -> None:
-    if lines.look is not None:
-        lines.look.cancel()
-    for pause in lines.paused.values():
+def _cancel_timers(lanes: KeyLanes) -> None:
+    if lanes.check_timer is not None:
+        lanes.check_timer.cancel()
+    for pause in lanes.paused.values():
         pause.cancel()
-    lines.paused.clear()
+    lanes.paused.clear()
 
 
 def sharding_key(message: Message) -> Hashable:

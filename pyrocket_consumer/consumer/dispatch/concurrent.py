@@ -35,7 +35,7 @@ STUCK_AFTER_S = 0.005
 BUDGET_CHECK_EVERY_S = 0.01
 """How often a call of an `async def` listener looks whether there is room for what it may unpack."""
 
-LAST_TASKS_S = 1.0
+CANCELLED_TASKS_WAIT_S = 1.0
 """How long tasks that async listeners have left behind are waited for at the end."""
 
 _calling: ContextVar[Workers | None] = ContextVar("pyrocket_calling", default=None)
@@ -48,7 +48,18 @@ class Chunk:
     So can what it has finished, while it is stuck: each message that failed is handed over by whoever takes it out.
     """
 
-    __slots__ = ("window", "listener", "todo", "done", "failed", "begun_at", "current", "turn", "is_long", "parts")
+    __slots__ = (
+        "window",
+        "listener",
+        "todo",
+        "done",
+        "failed",
+        "begun_at",
+        "current",
+        "lane_batch",
+        "is_long",
+        "parts",
+    )
 
     def __init__(self, window: ProcessQueue, listener: Listener, units: deque[list[Message]] | deque[Message]) -> None:
         self.window = window
@@ -58,35 +69,35 @@ class Chunk:
         self.failed: list[Failed] = []
         self.begun_at = 0.0
         self.current: Any = None  # the unit whose listener call is running
-        self.turn: Turn | None = None  # what an orderly queue has to say
+        self.lane_batch: LaneBatch | None = None  # what an orderly queue has to say
         self.is_long = False  # may take long: what is consumed is acknowledged meanwhile
         self.parts = 0  # how often that was done
 
 
-class Turn(Protocol):
+class LaneBatch(Protocol):
     """The part of a chunk that keeps the order of an orderly queue. Called by the worker that has the chunk."""
 
     @property
     def is_measured(self) -> bool:
         """Whether its calls are the listener's, by whose time work is handed over."""
 
-    def may_go_on(self) -> bool:
+    def may_continue(self) -> bool:
         """Tell whether the next listener call may begin."""
 
-    def judge(self, unit: Any, result: object) -> tuple[bool, bool]:
+    def apply_result(self, unit: Any, result: object) -> tuple[bool, bool]:
         """Note the result of a call that did not simply succeed.
 
         Returns whether the turn goes on, and whether the result means something.
         """
 
-    def committed(self) -> list[Message]:
+    def take_consumed(self) -> list[Message]:
         """Return what now counts as consumed."""
 
     def end(self) -> None:
         """The worker is through."""
 
 
-class Outcome(Protocol):
+class ListenerReporter(Protocol):
     """What workers report besides acks; called on the worker's thread."""
 
     def failed(self, window: ProcessQueue, failed: list[Failed]) -> None:
@@ -124,7 +135,7 @@ class Workers(Protocol):
     def waiting(self) -> int:
         """Return how many chunks no worker has begun, about."""
 
-    def hand_over(self, chunk: Chunk) -> None:
+    def settle(self, chunk: Chunk) -> None:
         """Hand over what became of messages of a chunk whose worker is still in it; not for orderly queues."""
 
     def stop(self) -> None:
@@ -137,7 +148,7 @@ class Workers(Protocol):
         """Call a listener where these workers call it, beside their work. Returns its result, or what it raised."""
 
 
-class Service:
+class ConsumeService:
     """What hands messages to workers: plain and async ones, made when the first listener of their kind needs them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, workers_for: Callable[[bool], Workers]) -> None:
@@ -200,71 +211,73 @@ def units_of(listener: Listener, messages: list[Message]) -> list[Any]:
     return messages if size == 1 else [messages[start : start + size] for start in range(0, len(messages), size)]
 
 
-class _Runner:
+class _ChunkRunner:
     """What sync and async workers share: the judgement of one listener call."""
 
-    def __init__(self, outcome: Outcome, consume_timeout_s: float) -> None:
-        self.outcome = outcome
+    def __init__(self, reporter: ListenerReporter, consume_timeout_s: float) -> None:
+        self.reporter = reporter
         self.consume_timeout_s = consume_timeout_s
-        self._told: dict[tuple[int, type], Listener] = {}  # results that mean nothing; kept, so that ids stay theirs
+        self._reported: dict[
+            tuple[int, type], Listener
+        ] = {}  # results that mean nothing; kept, so that ids stay theirs
 
     def context(self, chunk: Chunk, unit: Any) -> ConsumeContext:
         first = messages_of(unit)[0]
         deadline = time.monotonic() + self.consume_timeout_s
         return ConsumeContext(chunk.window.queue, first.reconsume_times + 1, deadline)
 
-    def fitting(self, chunk: Chunk, unit: Any, reservation: Reservation) -> Any:
+    def split_to_fit(self, chunk: Chunk, unit: Any, reservation: Reservation) -> Any:
         """Return what of `unit` may be given to the listener at once; the rest is the chunk's next unit."""
         if reservation.count < len(messages_of(unit)):
             chunk.todo.appendleft(unit[reservation.count :])
             return unit[: reservation.count]
         return unit
 
-    def judge(self, chunk: Chunk, unit: Any, result: object) -> bool:
+    def apply_result(self, chunk: Chunk, unit: Any, result: object) -> bool:
         """Sort the messages of a call that did not simply succeed. Returns whether the chunk goes on."""
         messages = messages_of(unit)
-        if chunk.turn is not None:
-            goes_on, known = chunk.turn.judge(unit, result)
+        if chunk.lane_batch is not None:
+            continues, known = chunk.lane_batch.apply_result(unit, result)
         else:
             bad, known = failed_messages(result, messages)
-            goes_on = True
+            continues = True
             chunk.failed.extend(bad)
             again = {id(message) for message, _ in bad}
             chunk.done.extend(message for message in messages if id(message) not in again)
         if not known:
-            self._unknown(chunk, messages[0], result)
-        return goes_on
+            self._report_unknown(chunk, messages[0], result)
+        return continues
 
-    def _unknown(self, chunk: Chunk, message: Message, result: object) -> None:
+    def _report_unknown(self, chunk: Chunk, message: Message, result: object) -> None:
         """Tell of the first such result of a listener: the thousandth says nothing new."""
         if type(result) is RolledBack:
             result = result.result
         key = (id(chunk.listener), type(result))
-        if key not in self._told:
-            self._told[key] = chunk.listener
-            self.outcome.result_unknown(chunk.window, message, result)
+        if key not in self._reported:
+            self._reported[key] = chunk.listener
+            self.reporter.result_unknown(chunk.window, message, result)
 
-    def raised(self, chunk: Chunk, unit: Any, error: BaseException) -> bool:
+    def note_raised(self, chunk: Chunk, unit: Any, error: BaseException) -> bool:
         """Note that a listener raised. Returns whether the chunk goes on."""
         messages = messages_of(unit)
-        goes_on = True
+        continues = True
         if (claim := chunk.window.claim) is not None:
             claim.end_failed_call()
-        if chunk.turn is not None:
-            goes_on, _ = chunk.turn.judge(unit, ConsumeResult.RETRY)
+        if chunk.lane_batch is not None:
+            continues, _ = chunk.lane_batch.apply_result(unit, ConsumeResult.RETRY)
         else:
             chunk.failed.extend((message, 0) for message in messages)
-        self.outcome.listener_raised(chunk.window, messages[0], error)  # last: a user's logging may raise in turn
-        return goes_on
+        self.reporter.listener_raised(chunk.window, messages[0], error)  # last: a user's logging may raise in turn
+        return continues
 
-    def hand_over(self, chunk: Chunk) -> None:
+    def settle(self, chunk: Chunk) -> None:
         """Hand over what became of messages of a chunk whose worker is still in it. Called on the I/O thread."""
         try:
             chunk.window.ack(pop_all(chunk.done))
         except BaseException as error:
-            self.outcome.worker_failed(error)
+            self.reporter.worker_failed(error)
         if failed := pop_all(chunk.failed):
-            self.outcome.failed(chunk.window, failed)
+            self.reporter.failed(chunk.window, failed)
 
     def finish_part(self, chunk: Chunk, calls: int) -> int:
         """Hand over what is consumed of a chunk that goes on, if it is time. Returns how many calls are uncounted."""
@@ -282,22 +295,22 @@ class _Runner:
         chunk.current = None
         chunk.window.last_consumed_at = now = chunk.window.clock()
         try:
-            turn = chunk.turn
-            done = chunk.done if turn is None else turn.committed()
-            chunk.window.ack(done, now - chunk.begun_at, calls if turn is None or turn.is_measured else 0)
+            lane_batch = chunk.lane_batch
+            done = chunk.done if lane_batch is None else lane_batch.take_consumed()
+            chunk.window.ack(done, now - chunk.begun_at, calls if lane_batch is None or lane_batch.is_measured else 0)
         finally:
             if chunk.failed and (failed := pop_all(chunk.failed)):
-                self.outcome.failed(chunk.window, failed)
-            if chunk.turn is not None:
-                chunk.turn.end()
+                self.reporter.failed(chunk.window, failed)
+            if chunk.lane_batch is not None:
+                chunk.lane_batch.end()
 
-    def leave(self, chunk: Chunk) -> None:
+    def drop(self, chunk: Chunk) -> None:
         """Work has stopped: unfinished messages stay unfinished. They come again, to somebody else."""
-        if chunk.turn is not None:
-            chunk.turn.end()
+        if chunk.lane_batch is not None:
+            chunk.lane_batch.end()
 
 
-class ThreadWorkers(_Runner):
+class ThreadWorkers(_ChunkRunner):
     """`count` threads for plain listeners. To wake one costs more than many quick listener calls, so few are woken.
 
     What was put is looked at once per turn of the loop, just before the loop gives up the GIL to wait for the network.
@@ -306,9 +319,11 @@ class ThreadWorkers(_Runner):
     all the same, one more is woken.
     """
 
-    def __init__(self, count: int, outcome: Outcome, consume_timeout_s: float, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, count: int, reporter: ListenerReporter, consume_timeout_s: float, loop: asyncio.AbstractEventLoop
+    ) -> None:
         """Start the threads. `put` is to be called on `loop`."""
-        super().__init__(outcome, consume_timeout_s)
+        super().__init__(reporter, consume_timeout_s)
         self.slots = [Slot() for _ in range(count)]
         self._loop = loop
         self._chunks: deque[Chunk] = deque()
@@ -318,7 +333,7 @@ class ThreadWorkers(_Runner):
         self._wake_due = False  # from here on confined to the loop
         self._slowest_s = 0.0  # listener time of what was put since the last wake-up
         self._put_since = 0  # how many were put since the last look at what waits
-        self._next_look: asyncio.TimerHandle | None = None
+        self._next_check: asyncio.TimerHandle | None = None
         for number, slot in enumerate(self.slots):
             threading.Thread(target=self._work, args=(slot,), name=f"pyrocket-consume-{number}", daemon=True).start()
 
@@ -330,23 +345,23 @@ class ThreadWorkers(_Runner):
             self._wake_due = True
             self._loop.call_soon(self._wake_enough)
 
-    def _put_again(self, window: ProcessQueue, listener: Listener, unit: Any) -> None:
+    def _requeue(self, window: ProcessQueue, listener: Listener, unit: Any) -> None:
         """Put what had to wait for room behind what has come meanwhile. Any thread."""
         self._chunks.append(Chunk(window, listener, deque((unit,))))
         self._wake(len(self.slots) - len(self._asleep) + 1)
 
     def _wake_enough(self) -> None:
         waiting, slowest_s, self._slowest_s, self._wake_due = len(self._chunks), self._slowest_s, 0.0, False
-        if waiting and self._wake(1 + int(2 * waiting * slowest_s / CHUNK_TIME_S)) and self._next_look is None:
-            self._next_look = self._loop.call_later(STUCK_AFTER_S, self._look)
+        if waiting and self._wake(1 + int(2 * waiting * slowest_s / CHUNK_TIME_S)) and self._next_check is None:
+            self._next_check = self._loop.call_later(STUCK_AFTER_S, self._check_waiting)
 
-    def _look(self) -> None:
-        waiting, self._next_look = len(self._chunks), None
+    def _check_waiting(self) -> None:
+        waiting, self._next_check = len(self._chunks), None
         if waiting > self._put_since:  # the first in line was there at the last look, too
             self._wake(len(self.slots) - len(self._asleep) + 1)
         self._put_since = 0
         if waiting:
-            self._next_look = self._loop.call_later(STUCK_AFTER_S, self._look)
+            self._next_check = self._loop.call_later(STUCK_AFTER_S, self._check_waiting)
 
     def _wake(self, wanted: int) -> bool:
         """See to it that `wanted` workers are awake. Returns whether any sleep on."""
@@ -379,11 +394,11 @@ class ThreadWorkers(_Runner):
             except BaseException as error:  # it must not end the thread, nor the loop that hears of it
                 raised = error
             try:
-                self._loop.call_soon_threadsafe(told, result, raised)
+                self._loop.call_soon_threadsafe(resolve, result, raised)
             except RuntimeError:
                 pass  # the loop has ended
 
-        def told(result: Any, raised: BaseException | None) -> None:
+        def resolve(result: Any, raised: BaseException | None) -> None:
             if not answer.done():
                 answer.set_result((result, raised))
 
@@ -410,11 +425,11 @@ class ThreadWorkers(_Runner):
             slot.chunk = chunk
             try:
                 if self._stopping:
-                    self.leave(chunk)
+                    self.drop(chunk)
                 else:
                     self._consume(chunk)
             except BaseException as error:
-                self.outcome.worker_failed(error)
+                self.reporter.worker_failed(error)
             slot.chunk = None
 
     def _consume(self, chunk: Chunk) -> None:
@@ -422,34 +437,34 @@ class ThreadWorkers(_Runner):
         window, listener, take, done = chunk.window, chunk.listener, chunk.todo.popleft, chunk.done
         call, context = listener.call, listener.wants_context
         add = done.extend if listener.batch_size > 1 else done.append
-        turn, calls, bodies, is_list = chunk.turn, 0, window.budget.bodies, listener.batch_size > 1
+        lane_batch, calls, bodies, is_list = chunk.lane_batch, 0, window.budget.bodies, listener.batch_size > 1
         if (claim := window.claim) is not None:
             claim_of_call.set(claim)
 
         def may_begin() -> bool:
-            return not self._stopping and not window.dropped and (turn is None or turn.may_go_on())
+            return not self._stopping and not window.dropped and (lane_batch is None or lane_batch.may_continue())
 
         try:
-            while not window.dropped and (turn is None or turn.may_go_on()):
+            while not window.dropped and (lane_batch is None or lane_batch.may_continue()):
                 try:
                     unit = take()
                 except IndexError:
                     break
                 reservation = bodies.reserve(messages_of(unit)) if bodies.any_packed else None
                 if reservation is not None and not reservation.is_granted:
-                    if turn is None and not bodies.acquire_or_defer(
-                        window, partial(self._put_again, window, listener, unit)
+                    if lane_batch is None and not bodies.acquire_or_defer(
+                        window, partial(self._requeue, window, listener, unit)
                     ):
                         continue
                     try:
                         bodies.measure(reservation, messages_of(unit))
-                        unit = self.fitting(chunk, unit, reservation)
+                        unit = self.split_to_fit(chunk, unit, reservation)
                         if not reservation.wait(may_begin, self.consume_timeout_s):
                             reservation.release()
                             chunk.todo.appendleft(unit)
                             break
                     finally:
-                        if turn is None:
+                        if lane_batch is None:
                             bodies.release_measuring()
                 chunk.current = unit
                 calls += 1
@@ -461,7 +476,7 @@ class ThreadWorkers(_Runner):
                     if claim is not None:
                         result = claim.final_result(result)
                 except BaseException as error:  # SystemExit of a listener must not end a worker
-                    if self.raised(chunk, unit, error):
+                    if self.note_raised(chunk, unit, error):
                         continue
                     break
                 finally:
@@ -471,31 +486,35 @@ class ThreadWorkers(_Runner):
                     add(unit)
                     if chunk.is_long:
                         calls = self.finish_part(chunk, calls)
-                elif not self.judge(chunk, unit, result):
+                elif not self.apply_result(chunk, unit, result):
                     break
         finally:
             bodies.retry_deferred()
             self.finish(chunk, calls)
 
 
-class AsyncWorkers(_Runner):
+class AsyncWorkers(_ChunkRunner):
     """At most `count` calls of `async def` listeners at once, on `loop` (the caller's, or a thread of our own)."""
 
     def __init__(
-        self, count: int, outcome: Outcome, consume_timeout_s: float, loop: asyncio.AbstractEventLoop | None = None
+        self,
+        count: int,
+        reporter: ListenerReporter,
+        consume_timeout_s: float,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(outcome, consume_timeout_s)
+        super().__init__(reporter, consume_timeout_s)
         self.slots = [Slot() for _ in range(count)]
-        self._own = loop is None
+        self._owns_loop = loop is None
         self._loop = loop or asyncio.new_event_loop()
         self._chunks: asyncio.Queue[Chunk] = asyncio.Queue()
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the number of their slot
-        self._missing: list[int] = []  # slots whose worker was cancelled by somebody else
+        self._missing_workers: list[int] = []  # slots whose worker was cancelled by somebody else
         self._arrived: deque[Chunk] = deque()
         self._stopping = False
         self._abandoned = False
         self._ended = False
-        if self._own:
+        if self._owns_loop:
             threading.Thread(target=self._run_loop, name="pyrocket-listener", daemon=True).start()
         self._loop.call_soon_threadsafe(self._begin)
 
@@ -510,14 +529,14 @@ class AsyncWorkers(_Runner):
         if left := asyncio.all_tasks(self._loop):  # of listeners; as asyncio.run does, but nobody waits for ever
             for task in left:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.wait(left, timeout=LAST_TASKS_S))
+            self._loop.run_until_complete(asyncio.wait(left, timeout=CANCELLED_TASKS_WAIT_S))
         self._loop.close()
 
     def _begin(self) -> None:
         for number in range(len(self.slots)):
-            self._begin_worker(number)
+            self._start_worker(number)
 
-    def _begin_worker(self, number: int) -> None:
+    def _start_worker(self, number: int) -> None:
         task = self._tasks[number] = self._loop.create_task(self._work(self.slots[number]))
         task.add_done_callback(partial(self._worker_ended, number))
 
@@ -531,27 +550,27 @@ class AsyncWorkers(_Runner):
         if self._tasks.get(number) is task:
             del self._tasks[number]  # what ended it has the frames of its listener, and all that is open there
         if not self._stopping:
-            self._missing.append(number)
+            self._missing_workers.append(number)
             if not self._chunks.empty():
-                self._begin_missing()
+                self._start_missing_workers()
 
-    def _begin_missing(self) -> None:
-        while self._missing and not self._stopping:
-            self._begin_worker(self._missing.pop())
+    def _start_missing_workers(self) -> None:
+        while self._missing_workers and not self._stopping:
+            self._start_worker(self._missing_workers.pop())
 
     def put(self, chunk: Chunk) -> None:
         self._arrived.append(chunk)
         is_due = len(self._arrived) == 1 or self._loop.is_closed()  # one wake-up serves all that come before it
-        if is_due and not self._on_loop(self._take_arrived):
+        if is_due and not self._call_on_loop(self._take_arrived):
             text = "the loop that async def listeners run on has ended; close the consumer before it does"
-            self.outcome.worker_failed(ConsumerClosed(text))
+            self.reporter.worker_failed(ConsumerClosed(text))
 
     def waiting(self) -> int:
         return self._chunks.qsize() + len(self._arrived)
 
     def _take_arrived(self) -> None:
-        if self._missing:
-            self._begin_missing()
+        if self._missing_workers:
+            self._start_missing_workers()
         while True:
             try:
                 self._chunks.put_nowait(self._arrived.popleft())
@@ -560,17 +579,17 @@ class AsyncWorkers(_Runner):
 
     def stop(self) -> None:
         self._stopping = True
-        self._on_loop(self._end_idle)
+        self._call_on_loop(self._cancel_idle)
 
     def abandon(self) -> None:
-        self._on_loop(self._end_all)
+        self._call_on_loop(self._cancel_all)
 
     async def ended(self) -> None:
         """Wait a moment, on their loop, until calls that were cancelled have cleaned up: a rollback takes its time."""
         if tasks := list(self._tasks.values()):
-            await asyncio.wait(tasks, timeout=LAST_TASKS_S)
+            await asyncio.wait(tasks, timeout=CANCELLED_TASKS_WAIT_S)
 
-    def _on_loop(self, work: Callable[[], None]) -> bool:
+    def _call_on_loop(self, work: Callable[[], None]) -> bool:
         """Have something done there. Returns False if the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(work)
@@ -578,21 +597,21 @@ class AsyncWorkers(_Runner):
             return False
         return True
 
-    def _end_idle(self) -> None:
+    def _cancel_idle(self) -> None:
         self._take_arrived()
         while not self._chunks.empty():
-            self.leave(self._chunks.get_nowait())
+            self.drop(self._chunks.get_nowait())
         for number, task in self._tasks.items():
             if self.slots[number].chunk is None:
                 task.cancel()
-        if self._own:
+        if self._owns_loop:
             asyncio.gather(*self._tasks.values(), return_exceptions=True).add_done_callback(self._end_loop)
 
     def _end_loop(self, done: object) -> None:
         self._ended = True
         self._loop.stop()
 
-    def _end_all(self) -> None:
+    def _cancel_all(self) -> None:
         self._abandoned = True
         for task in self._tasks.values():
             task.cancel()
@@ -622,35 +641,35 @@ class AsyncWorkers(_Runner):
             except (asyncio.CancelledError, GeneratorExit):
                 raise
             except BaseException as error:
-                self.outcome.worker_failed(error)
+                self.reporter.worker_failed(error)
             finally:
                 slot.chunk = None
 
     async def _consume(self, chunk: Chunk) -> None:
         chunk.begun_at = chunk.window.clock()
-        listener, turn, cancelling = chunk.listener, chunk.turn, _this_task().cancelling
+        listener, lane_batch, cancelling = chunk.listener, chunk.lane_batch, _this_task().cancelling
         add = chunk.done.extend if listener.batch_size > 1 else chunk.done.append
-        calls, goes_on, bodies, is_list = 0, True, chunk.window.budget.bodies, listener.batch_size > 1
+        calls, continues, bodies, is_list = 0, True, chunk.window.budget.bodies, listener.batch_size > 1
         if (claim := chunk.window.claim) is not None:
             claim_of_call.set(claim)
         try:
-            while goes_on and not chunk.window.dropped and (turn is None or turn.may_go_on()):
+            while continues and not chunk.window.dropped and (lane_batch is None or lane_batch.may_continue()):
                 try:
                     unit = chunk.todo.popleft()
                 except IndexError:
                     break
                 reservation = bodies.reserve(messages_of(unit)) if bodies.any_packed else None
                 if reservation is not None and not reservation.is_granted:
-                    again = partial(self._put_again, Chunk(chunk.window, listener, deque((unit,))))
-                    if turn is None and not bodies.acquire_or_defer(chunk.window, again):
+                    again = partial(self._requeue, Chunk(chunk.window, listener, deque((unit,))))
+                    if lane_batch is None and not bodies.acquire_or_defer(chunk.window, again):
                         continue
                     try:
                         bodies.measure(reservation, messages_of(unit))
-                        unit = self.fitting(chunk, unit, reservation)
-                        if not await self._entered(chunk, unit, reservation):
+                        unit = self.split_to_fit(chunk, unit, reservation)
+                        if not await self._wait_for_memory(chunk, unit, reservation):
                             break
                     finally:
-                        if turn is None:
+                        if lane_batch is None:
                             bodies.release_measuring()
                 chunk.current = unit
                 calls += 1
@@ -669,60 +688,60 @@ class AsyncWorkers(_Runner):
                 except asyncio.CancelledError:
                     if self._abandoned:
                         raise  # the message stays unfinished
-                    goes_on = self.raised(chunk, unit, asyncio.CancelledError("the listener was cancelled"))
+                    continues = self.note_raised(chunk, unit, asyncio.CancelledError("the listener was cancelled"))
                 except GeneratorExit as error:  # of the listener, or of whoever takes this task apart
                     if self._loop.is_running():
-                        self.raised(chunk, unit, error)
-                        self._hand_on(chunk)
+                        self.note_raised(chunk, unit, error)
+                        self._requeue_rest(chunk)
                     raise
                 except BaseException as error:
-                    goes_on = self.raised(chunk, unit, error)
+                    continues = self.note_raised(chunk, unit, error)
                 else:
                     if result is None or result is ConsumeResult.SUCCESS:
                         add(unit)
                         if chunk.is_long:
                             calls = self.finish_part(chunk, calls)
                     else:
-                        goes_on = self.judge(chunk, unit, result)
+                        continues = self.apply_result(chunk, unit, result)
                 finally:
                     if reservation is not None:
                         reservation.release()
                 if cancelling():  # this task: the next listener shall not pay for it
-                    self._hand_on(chunk)
+                    self._requeue_rest(chunk)
                     raise asyncio.CancelledError
         finally:
             bodies.retry_deferred()
             self.finish(chunk, calls)
 
-    def _put_again(self, chunk: Chunk) -> None:
+    def _requeue(self, chunk: Chunk) -> None:
         """Put what had to wait for room behind what has come meanwhile. Any thread."""
         try:
             self._loop.call_soon_threadsafe(self._chunks.put_nowait, chunk)
         except RuntimeError:
             pass  # the loop has ended
 
-    async def _entered(self, chunk: Chunk, unit: Any, reservation: Reservation) -> bool:
+    async def _wait_for_memory(self, chunk: Chunk, unit: Any, reservation: Reservation) -> bool:
         """Wait until there is room for what the call may unpack. Tells whether it may begin; else its unit is left."""
-        until, turn = time.monotonic() + self.consume_timeout_s, chunk.turn
+        until, lane_batch = time.monotonic() + self.consume_timeout_s, chunk.lane_batch
         is_granted = False
         try:
             while not (is_granted := reservation.try_acquire(time.monotonic() >= until)):
-                if self._stopping or chunk.window.dropped or not (turn is None or turn.may_go_on()):
+                if self._stopping or chunk.window.dropped or not (lane_batch is None or lane_batch.may_continue()):
                     break
                 await asyncio.sleep(BUDGET_CHECK_EVERY_S)
         except BaseException:  # cancelled, by whoever ends the loop or by a task of a listener's
             chunk.todo.appendleft(unit)
             reservation.release()
-            self._hand_on(chunk)
+            self._requeue_rest(chunk)
             raise
         if not is_granted:
             chunk.todo.appendleft(unit)
             reservation.release()
         return is_granted
 
-    def _hand_on(self, chunk: Chunk) -> None:
+    def _requeue_rest(self, chunk: Chunk) -> None:
         """Leave to another worker what is not begun; the line of an orderly queue sees to that itself."""
-        if chunk.turn is None and (rest := pop_all(chunk.todo)):
+        if chunk.lane_batch is None and (rest := pop_all(chunk.todo)):
             self._chunks.put_nowait(Chunk(chunk.window, chunk.listener, deque(rest)))
 
 
@@ -732,13 +751,13 @@ def _this_task() -> asyncio.Task[Any]:
     return task
 
 
-class ConsumeService(Service):
+class ConcurrentService(ConsumeService):
     """Cuts answers into chunks for the workers, and looks after the slow ones. Confined to the I/O thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, workers_for: Callable[[bool], Workers]) -> None:
         super().__init__(loop, workers_for)
         self._tick: asyncio.TimerHandle | None = None
-        self._quiet_looks = 0
+        self._quiet_checks = 0
 
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
         """Hand `messages` to the workers."""
@@ -750,11 +769,11 @@ class ConsumeService(Service):
         else:
             for start in range(0, len(units), chunk):
                 workers.put(Chunk(window, listener, deque(units[start : start + chunk])))
-        self._quiet_looks = 0
+        self._quiet_checks = 0
         if chunk > 1 and self._tick is None:
-            self._tick = self._loop.call_later(STUCK_AFTER_S, self._take_back)
+            self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
 
-    def _take_back(self) -> None:
+    def _withdraw_from_stuck(self) -> None:
         """Take from workers stuck in a chunk what need not wait for their call; go on while there is any such chunk."""
         self._tick = None
         now = self._loop.time()
@@ -769,10 +788,10 @@ class ConsumeService(Service):
                 if chunk.begun_at and now - chunk.begun_at > STUCK_AFTER_S:
                     for unit in pop_all(chunk.todo):
                         workers.put(Chunk(chunk.window, chunk.listener, deque((unit,))))
-                    workers.hand_over(chunk)
-        self._quiet_looks = 0 if busy else self._quiet_looks + 1
-        if self._quiet_looks < 3:  # a worker may be between taking a chunk and showing it
-            self._tick = self._loop.call_later(STUCK_AFTER_S, self._take_back)
+                    workers.settle(chunk)
+        self._quiet_checks = 0 if busy else self._quiet_checks + 1
+        if self._quiet_checks < 3:  # a worker may be between taking a chunk and showing it
+            self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
 
     def running(self, window: ProcessQueue | None = None) -> int:
         """Return how many listener calls are running (of `window`)."""
@@ -799,14 +818,14 @@ class ConsumeService(Service):
             for slot in workers.slots:
                 if (chunk := slot.chunk) is not None:
                     pop_all(chunk.todo)
-                    workers.hand_over(chunk)
+                    workers.settle(chunk)
 
 
-def pop_all(from_: deque[T] | list[T]) -> list[T]:
+def pop_all(source: deque[T] | list[T]) -> list[T]:
     """Empty a deque or list from the right, while its worker may take from the left or add; return it in order."""
     taken: list[T] = []
     while True:
         try:
-            taken.append(from_.pop())
+            taken.append(source.pop())
         except IndexError:
             return taken[::-1]

@@ -13,7 +13,7 @@ from pyrocket_consumer.model import RETRY_PREFIX
 from pyrocket_consumer.protocol.message import Message
 
 
-class Service(Protocol):
+class MessageDispatcher(Protocol):
     """What hands messages to workers: all at once, or in the order of each queue."""
 
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
@@ -23,7 +23,7 @@ class Service(Protocol):
 class Delivery:
     """Gives messages that are in a window to their listeners. Confined to the I/O thread."""
 
-    def __init__(self, subscriptions: Subscriptions, service: Service) -> None:
+    def __init__(self, subscriptions: Subscriptions, service: MessageDispatcher) -> None:
         self._subscriptions = subscriptions
         self._service = service
         self.on_unwanted: Callable[[ProcessQueue, Message], None] = lambda window, message: None

@@ -17,7 +17,7 @@ from pyrocket_consumer.consumer.dispatch.concurrent import (
     CHUNK_TIME_S,
     LARGEST_CHUNK,
     Chunk,
-    Service,
+    ConsumeService,
     Workers,
     messages_of,
     units_of,
@@ -38,17 +38,17 @@ HELD_UP_AFTER_S = 5.0
 """A line that has waited so long, for a call of before or for a COMMIT, is told."""
 
 
-class Line:
+class QueueLane:
     """The messages of one window that wait for their turn. Confined to the I/O thread, but for `uncommitted`."""
 
-    __slots__ = ("window", "waiting", "pause", "uncommitted", "look")
+    __slots__ = ("window", "waiting", "pause", "uncommitted", "check_timer")
 
     def __init__(self, window: ProcessQueue) -> None:
         self.window = window
         self.waiting: deque[tuple[Listener, deque[Message]]] = deque()  # those next to each other that are alike
         self.pause: asyncio.TimerHandle | None = None
         self.uncommitted: Consumed = []  # consumed, not yet committed by the listener; of the worker in turn
-        self.look: asyncio.TimerHandle | None = None  # when what is uncommitted may be all there is room for
+        self.check_timer: asyncio.TimerHandle | None = None  # when what is uncommitted may be all there is room for
 
     def append(self, listener: Listener, messages: list[Message]) -> None:
         """Add messages to the end."""
@@ -80,14 +80,14 @@ class Line:
             self.append(listener, [message for message in messages if id(message) not in ids])
 
 
-class LineTurn:
+class QueueLaneBatch:
     """The next units of a line, while a worker has them."""
 
     is_measured = True
 
-    def __init__(self, service: OrderlyService, line: Line, chunk: Chunk, workers: Workers) -> None:
+    def __init__(self, service: OrderlyService, lane: QueueLane, chunk: Chunk, workers: Workers) -> None:
         self._workers = workers
-        self.line = line
+        self.lane = lane
         self.chunk = chunk
         self.left: Consumed = []  # what comes again first, when the turn ended early
         self.failed = False  # their listener failed; else it rolled them back
@@ -95,22 +95,22 @@ class LineTurn:
         self._service = service
         self._final: list[Message] = []
 
-    def may_go_on(self) -> bool:
+    def may_continue(self) -> bool:
         """Tell whether the next call may begin; other queues that wait for a worker come first, now and then."""
         if self.chunk.parts and self._workers.waiting():
             return False
-        return self.line.window.may_consume() and not self._service.stopped
+        return self.lane.window.may_consume() and not self._service.stopped
 
-    def judge(self, unit: Any, result: object) -> tuple[bool, bool]:
+    def apply_result(self, unit: Any, result: object) -> tuple[bool, bool]:
         messages, listener, done = messages_of(unit), self.chunk.listener, self.chunk.done
         if result is ConsumeResult.COMMIT:
-            self._final += [*(each for _, some in self.line.uncommitted for each in some), *done, *messages]
-            self.line.uncommitted.clear()
+            self._final += [*(each for _, some in self.lane.uncommitted for each in some), *done, *messages]
+            self.lane.uncommitted.clear()
             done.clear()
             return True, True
         if result is ConsumeResult.ROLLBACK and not self._service.auto_commit:
-            self.left, self.suspend_s = [*self.line.uncommitted, (listener, [*done, *messages])], SUSPEND_S
-            self.line.uncommitted.clear()
+            self.left, self.suspend_s = [*self.lane.uncommitted, (listener, [*done, *messages])], SUSPEND_S
+            self.lane.uncommitted.clear()
             done.clear()
             return False, True
         if type(result) is RolledBack:
@@ -121,26 +121,26 @@ class LineTurn:
             _, self.suspend_s, known = suspension(result.result, messages)
         else:
             left, self.suspend_s, known = suspension(result, messages)
-        if (claim := self.line.window.claim) is not None:  # what was raised after the commit has undone nothing
+        if (claim := self.lane.window.claim) is not None:  # what was raised after the commit has undone nothing
             left = [message for message in left if message.queue_offset >= claim.stored]
         done.extend(messages[: len(messages) - len(left)])
         if left:
             self.left, self.failed = [(listener, left)], True
         return not left, known
 
-    def committed(self) -> list[Message]:
+    def take_consumed(self) -> list[Message]:
         """Return what the turn has finished; without auto-commit, only what the listener committed."""
         if self._service.auto_commit:
             return self._final + self.chunk.done
         if self.chunk.done:
-            self.line.uncommitted.append((self.chunk.listener, self.chunk.done))
+            self.lane.uncommitted.append((self.chunk.listener, self.chunk.done))
         return self._final
 
     def end(self) -> None:
-        self._service.turn_ended(self)
+        self._service.batch_ended(self)
 
 
-class OrderlyService(Service):
+class OrderlyService(ConsumeService):
     """Gives each queue's messages to the workers in order. Confined to the I/O thread."""
 
     def __init__(
@@ -164,147 +164,147 @@ class OrderlyService(Service):
         self._give_up = give_up
         self._failed = failed
         self._held_up = held_up
-        self._lines: dict[MessageQueue, Line] = {}
-        self._in_turn: dict[MessageQueue, Line] = {}  # whose messages are with a worker, or are being given up
+        self._lanes: dict[MessageQueue, QueueLane] = {}
+        self._busy_lanes: dict[MessageQueue, QueueLane] = {}  # whose messages are with a worker, or are being given up
 
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
         """Add `messages` to the end of their line."""
-        line = self._lines.get(window.queue)
-        if line is None or line.window is not window:
-            line = self._lines[window.queue] = Line(window)
-            if window.queue in self._in_turn:
-                self._loop.call_later(HELD_UP_AFTER_S, self._tell_if_held_up, line, self._in_turn[window.queue])
-        line.append(listener, messages)
-        self._next(line)
+        lane = self._lanes.get(window.queue)
+        if lane is None or lane.window is not window:
+            lane = self._lanes[window.queue] = QueueLane(window)
+            if window.queue in self._busy_lanes:
+                self._loop.call_later(HELD_UP_AFTER_S, self._report_if_held_up, lane, self._busy_lanes[window.queue])
+        lane.append(listener, messages)
+        self._dispatch_next(lane)
 
-    def _tell_if_held_up(self, line: Line, former: Line) -> None:
-        queue = line.window.queue
-        if self._in_turn.get(queue) is former and self._lines.get(queue) is line and not self.stopped:
+    def _report_if_held_up(self, lane: QueueLane, former: QueueLane) -> None:
+        queue = lane.window.queue
+        if self._busy_lanes.get(queue) is former and self._lanes.get(queue) is lane and not self.stopped:
             self._held_up(
-                line.window,
+                lane.window,
                 "a listener call from before the queue began anew still runs; the queue waits until it returns",
             )
 
-    def _tell_if_uncommitted(self, line: Line) -> None:
-        line.look = None
-        is_idle = line.uncommitted and not line.waiting and line.window.queue not in self._in_turn
-        if is_idle and self._line(line.window) is line and line.window.is_waiting_for_space and not self.stopped:
-            count = sum(len(messages) for _, messages in line.uncommitted)
+    def _report_if_uncommitted(self, lane: QueueLane) -> None:
+        lane.check_timer = None
+        is_idle = lane.uncommitted and not lane.waiting and lane.window.queue not in self._busy_lanes
+        if is_idle and self._lane(lane.window) is lane and lane.window.is_waiting_for_space and not self.stopped:
+            count = sum(len(messages) for _, messages in lane.uncommitted)
             self._held_up(
-                line.window,
+                lane.window,
                 f"the {count} messages the listener was given wait for its COMMIT, and there is room for no more; have "
                 "it commit sooner, or raise max_cached_messages (or max_cached_bytes)",
             )
 
     def resume_calls(self, window: ProcessQueue) -> None:
         """The queue's lock is there again."""
-        if (line := self._line(window)) is not None:
-            self._next(line)
+        if (lane := self._lane(window)) is not None:
+            self._dispatch_next(lane)
 
-    def _line(self, window: ProcessQueue) -> Line | None:
-        line = self._lines.get(window.queue)
-        return line if line is not None and line.window is window else None
+    def _lane(self, window: ProcessQueue) -> QueueLane | None:
+        lane = self._lanes.get(window.queue)
+        return lane if lane is not None and lane.window is window else None
 
     def forget(self, window: ProcessQueue) -> None:
         """The window's life has ended."""
-        if (line := self._line(window)) is not None:
-            del self._lines[window.queue]
-            for timer in (line.pause, line.look):
+        if (lane := self._lane(window)) is not None:
+            del self._lanes[window.queue]
+            for timer in (lane.pause, lane.check_timer):
                 if timer is not None:
                     timer.cancel()
 
-    def _next(self, line: Line) -> None:
-        window = line.window
-        if line.uncommitted and not line.waiting and line.look is None:
-            line.look = self._loop.call_later(HELD_UP_AFTER_S, self._tell_if_uncommitted, line)
+    def _dispatch_next(self, lane: QueueLane) -> None:
+        window = lane.window
+        if lane.uncommitted and not lane.waiting and lane.check_timer is None:
+            lane.check_timer = self._loop.call_later(HELD_UP_AFTER_S, self._report_if_uncommitted, lane)
         if (
-            window.queue in self._in_turn
-            or line.pause is not None
-            or not line.waiting
+            window.queue in self._busy_lanes
+            or lane.pause is not None
+            or not lane.waiting
             or self.stopped
             or not window.may_consume()
         ):
             return
         is_quick = window.listener_time_s * LARGEST_CHUNK <= CHUNK_TIME_S
         quick_units = min(max(int(CHUNK_TIME_S / window.listener_time_s), 1), LARGEST_CHUNK)
-        listener, units = line.take(LARGEST_CHUNK if self.auto_commit else quick_units)
+        listener, units = lane.take(LARGEST_CHUNK if self.auto_commit else quick_units)
         chunk = Chunk(window, listener, units)
         chunk.is_long = self.auto_commit and not is_quick
         workers = self._workers_of(listener)
-        chunk.turn = LineTurn(self, line, chunk, workers)
-        self._in_turn[window.queue] = line
+        chunk.lane_batch = QueueLaneBatch(self, lane, chunk, workers)
+        self._busy_lanes[window.queue] = lane
         workers.put(chunk)
 
-    def turn_ended(self, turn: LineTurn) -> None:
+    def batch_ended(self, lane_batch: QueueLaneBatch) -> None:
         """A worker is through with a turn. Called by workers."""
         try:
-            self._loop.call_soon_threadsafe(self._ended, turn)
+            self._loop.call_soon_threadsafe(self._handle_end, lane_batch)
         except RuntimeError:
             pass  # the consumer has ended before its listener
 
-    def _ended(self, turn: LineTurn) -> None:
-        line, chunk = turn.line, turn.chunk
+    def _handle_end(self, lane_batch: QueueLaneBatch) -> None:
+        lane, chunk = lane_batch.lane, lane_batch.chunk
         rest = [message for unit in chunk.todo for message in messages_of(unit)]
         chunk.todo.clear()
-        line.put_back(chunk.listener, rest)
-        for listener, messages in reversed(turn.left):
-            line.put_back(listener, messages)
+        lane.put_back(chunk.listener, rest)
+        for listener, messages in reversed(lane_batch.left):
+            lane.put_back(listener, messages)
         exhausted: list[Message] = []
-        if turn.failed:
-            failed = [message for _, messages in turn.left for message in messages]
-            self._failed(line.window, len(failed))
+        if lane_batch.failed:
+            failed = [message for _, messages in lane_batch.left for message in messages]
+            self._failed(lane.window, len(failed))
             for message in failed:
                 message._extra_attempts += 1
                 is_last = self._max_attempts is not None and message.reconsume_times > self._max_attempts
                 if is_last or message.is_too_large:
                     exhausted.append(message)
-        if exhausted and not line.window.dropped:
-            self._begin(self._dispose(line, exhausted), "giving messages up")
+        if exhausted and not lane.window.dropped:
+            self._begin(self._give_up_messages(lane, exhausted), "giving messages up")
         else:
-            self._release(line, turn.suspend_s)
+            self._release(lane, lane_batch.suspend_s)
 
-    def _release(self, line: Line, pause_s: float) -> None:
+    def _release(self, lane: QueueLane, pause_s: float) -> None:
         """End the turn of a line; the next one is its own after a pause, or that of the line that has followed it."""
-        self._in_turn.pop(line.window.queue, None)
-        present = self._lines.get(line.window.queue)
-        if present is not line:
+        self._busy_lanes.pop(lane.window.queue, None)
+        present = self._lanes.get(lane.window.queue)
+        if present is not lane:
             if present is not None:
-                self._next(present)
+                self._dispatch_next(present)
         elif pause_s > 0 and not self.stopped:
-            line.pause = self._loop.call_later(pause_s, self._resume, line)
+            lane.pause = self._loop.call_later(pause_s, self._resume, lane)
         else:
-            self._next(line)
+            self._dispatch_next(lane)
 
-    def _resume(self, line: Line) -> None:
-        line.pause = None
-        self._next(line)
+    def _resume(self, lane: QueueLane) -> None:
+        lane.pause = None
+        self._dispatch_next(lane)
 
-    async def _dispose(self, line: Line, exhausted: list[Message]) -> None:
+    async def _give_up_messages(self, lane: QueueLane, exhausted: list[Message]) -> None:
         """Give messages up that have had their attempts; those that could not be sent stay at the head."""
         gone: list[Message] = []
         pause_s = 0.0
         try:
             for message in exhausted:
-                if line.window.dropped or (pause_s := await self._give_up(line.window, message)):
+                if lane.window.dropped or (pause_s := await self._give_up(lane.window, message)):
                     break
                 gone.append(message)
         finally:
-            line.remove(gone)
-            line.window.ack(gone)
-            self._release(line, pause_s)
+            lane.remove(gone)
+            lane.window.ack(gone)
+            self._release(lane, pause_s)
 
     # --- what both services do
 
     def running(self, window: ProcessQueue | None = None) -> int:
         """Return how many turns are with workers (of `window`)."""
-        return sum(window is None or line.window is window for line in self._in_turn.values())
+        return sum(window is None or lane.window is window for lane in self._busy_lanes.values())
 
     def stop(self) -> None:
         """Begin no further listener call."""
         self.stopped = True
-        for line in self._lines.values():
-            if line.pause is not None:
-                line.pause.cancel()
+        for lane in self._lanes.values():
+            if lane.pause is not None:
+                lane.pause.cancel()
         for workers in self.workers():
             workers.stop()
             for slot in workers.slots:

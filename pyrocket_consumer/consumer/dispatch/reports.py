@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pyrocket_consumer.consumer.context.events import key_facts, shown_id
+from pyrocket_consumer.consumer.context.events import describe_id, key_facts
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts
 from pyrocket_consumer.consumer.dispatch.retry import Retries
@@ -15,8 +15,8 @@ from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.text import safe_repr
 
 
-class Outcomes:
-    """The `Outcome` of every worker of a member. Any thread."""
+class ListenerReports:
+    """The `ListenerReporter` of every worker of a member. Any thread."""
 
     def __init__(self, context: MemberContext, retries: Retries, counts: Counts) -> None:
         self._context = context
@@ -61,12 +61,12 @@ class Outcomes:
         """An orderly queue waits for its listener; the facts are of the oldest message that does."""
         oldest, facts = window.unfinished()[2], dict[str, object]()
         if oldest is not None:
-            facts = {"offset": oldest.queue_offset, "message_id": shown_id(oldest), **key_facts(oldest)}
+            facts = {"offset": oldest.queue_offset, "message_id": describe_id(oldest), **key_facts(oldest)}
         self._context.emit(EventKind.MESSAGE_STUCK, why, window.queue, facts, level=logging.WARNING)
 
-    def no_key(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
+    def key_failed(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
         """The key of a message cannot be told. Called by workers: what the error says of itself is a user's code."""
-        facts = {"offset": message.queue_offset, "message_id": shown_id(message), "error": safe_repr(error)}
+        facts = {"offset": message.queue_offset, "message_id": describe_id(message), "error": safe_repr(error)}
         self._context.emit(
             EventKind.LISTENER_FAILED,
             "order_by raised, or returned what cannot be a key; the message has failed, and is tried again by itself "

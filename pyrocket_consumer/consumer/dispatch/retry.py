@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from pyrocket_consumer.consumer.context.events import key_facts, shown_id
+from pyrocket_consumer.consumer.context.events import describe_id, key_facts
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts
 from pyrocket_consumer.consumer.dispatch.delivery import Delivery
@@ -31,13 +31,13 @@ from pyrocket_consumer.text import logger
 
 log = logger("consumer")
 
-SEND_BACK_TRIES = 3
+MAX_TRIES = 3
 """How often a broker that is busy is asked before another one is."""
 
 FIRST_SEND_BACK_PAUSE_S = 0.1
 LOCAL_RETRY_S = 5.0
 MAX_SEND_BACK_PAUSE_S = 300.0
-GIVE_UP_AGAIN_S = 1.0
+GIVE_UP_RETRY_S = 1.0
 _COMPRESSION = SysFlag.COMPRESSED | SysFlag.COMPRESSION_MASK
 
 SEND_BACK_LIMIT = 32
@@ -48,7 +48,7 @@ UNANSWERED = (RequestTimeout, ConnectionLost)
 
 
 @dataclass(slots=True, eq=False)
-class Return:
+class SendBack:
     """One failed message on its way back."""
 
     window: ProcessQueue
@@ -60,12 +60,12 @@ class Return:
 
 
 @dataclass(slots=True, eq=False)
-class Doubt:
+class UnansweredSendBack:
     """A message some of whose send-backs nobody answered. If they were executed, copies of it will come."""
 
     window: ProcessQueue
     message: Message
-    asked: Message
+    last_sent: Message
     """The copy whose send-back was the last without an answer; `message` is the one that stands for all."""
     pause_s: float
     due_at: float
@@ -84,16 +84,16 @@ class Retries:
         self._context = context
         self._delivery = delivery
         self._counts = counts
-        self._at_once: dict[str, asyncio.Semaphore] = {}  # by broker: one that does not answer delays no other
-        self._going_back: dict[int, Return] = {}  # by id of the message
-        self._doubts: dict[object, Doubt] = {}  # by what copies of a message have in common
-        self._unwanted: set[str] = set()  # topics that nobody here reads, once told
-        self._resting = 0
+        self._slots: dict[str, asyncio.Semaphore] = {}  # by broker: one that does not answer delays no other
+        self._send_backs: dict[int, SendBack] = {}  # by id of the message
+        self._unanswered: dict[object, UnansweredSendBack] = {}  # by what copies of a message have in common
+        self._reported_topics: set[str] = set()  # topics that nobody here reads, once told
+        self._waiting = 0
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """How many messages are being sent back; those that wait to be tried again do not count."""
-        return len(self._going_back) - self._resting
+        return len(self._send_backs) - self._waiting
 
     def add(self, window: ProcessQueue, failed: Iterable[Failed], *, running: bool = False) -> None:
         """Have messages of `window` consumed again, later; not those that are on their way already.
@@ -104,12 +104,12 @@ class Retries:
         for message, delay_level in failed:
             if message._done or window.dropped:
                 continue
-            if (going := self._going_back.get(id(message))) is not None:
-                going.running = going.running and running
+            if (send_back := self._send_backs.get(id(message))) is not None:
+                send_back.running = send_back.running and running
                 continue
             level = -1 if message.is_too_large else delay_level
-            going = self._going_back[id(message)] = Return(window, message, level, running)
-            going.task = self._context.tasks.begin(self._again(going), "sending a failed message back")
+            send_back = self._send_backs[id(message)] = SendBack(window, message, level, running)
+            send_back.task = self._context.tasks.begin(self._handle(send_back), "sending a failed message back")
 
     def add_unwanted(self, window: ProcessQueue, message: Message) -> None:
         """Send a retried message back that is of a topic nobody here reads (any more).
@@ -117,8 +117,8 @@ class Retries:
         Somebody else may read it, or will; after its attempts it is among the dead letters.
         """
         topic = message.topic
-        if topic not in self._unwanted:
-            self._unwanted.add(topic)
+        if topic not in self._reported_topics:
+            self._reported_topics.add(topic)
             text = (
                 f"retried messages of {topic} come here, which this member has not subscribed to: they are sent back "
                 "until they have had their attempts, and are dead letters then; subscribe to it to have them consumed"
@@ -129,52 +129,52 @@ class Retries:
 
     def cancel(self) -> None:
         """Give up what is not done; those messages stay unfinished."""
-        for going in self._going_back.values():
-            if going.task is not None:
-                going.task.cancel()
-        self._going_back.clear()
+        for send_back in self._send_backs.values():
+            if send_back.task is not None:
+                send_back.task.cancel()
+        self._send_backs.clear()
 
-    async def _again(self, going: Return) -> None:
-        window, message = going.window, going.message
+    async def _handle(self, send_back: SendBack) -> None:
+        window, message = send_back.window, send_back.message
         try:
             if self._context.config.broadcasting:
-                self._passed_over(window, message)
+                self._skip(window, message)
             else:
-                await self._back(going)
+                await self._return_to_broker(send_back)
         finally:
-            self._going_back.pop(id(message), None)  # before the listener gets it, who may fail at once
+            self._send_backs.pop(id(message), None)  # before the listener gets it, who may fail at once
         if not message._done and not window.dropped:
             message._extra_attempts += 1
             self._delivery.deliver(window, [message])
 
-    async def _back(self, going: Return) -> None:
+    async def _return_to_broker(self, send_back: SendBack) -> None:
         """Send a message back, or wait until it is its listener's turn again."""
-        window, message = going.window, going.message
-        if (doubt := self._doubt(window, message)) is not None and not message._done:
-            await self._rest(doubt.due_at - self._context.loop.time(), doubt)
+        window, message = send_back.window, send_back.message
+        if (unanswered := self._find_unanswered(window, message)) is not None and not message._done:
+            await self._wait_to_retry(unanswered.due_at - self._context.loop.time(), unanswered)
         while not message._done and not window.dropped:
             try:
-                async with self._at_once.setdefault(window.queue.broker_name, asyncio.Semaphore(SEND_BACK_LIMIT)):
-                    given_up = await self._send_back(window, message, going.delay_level)
+                async with self._slots.setdefault(window.queue.broker_name, asyncio.Semaphore(SEND_BACK_LIMIT)):
+                    given_up = await self._send_back(window, message, send_back.delay_level)
                 self._settle(window, message, given_up)
             except RocketError as error:
-                text = f"message {shown_id(message)} stays here: {error}"
+                text = f"message {describe_id(message)} stays here: {error}"
                 self._context.emit_throttled(EventKind.SEND_BACK_FAILED, text, window.queue)
-                pause_s = self._pause_s(window, message, error, LOCAL_RETRY_S)
-                await self._rest(pause_s, self._doubts.get(identity(message)))
-                if not going.running:
+                pause_s = self._next_pause_s(window, message, error, LOCAL_RETRY_S)
+                await self._wait_to_retry(pause_s, self._unanswered.get(identity(message)))
+                if not send_back.running:
                     return
 
-    async def _rest(self, seconds: float, doubt: Doubt | None) -> None:
+    async def _wait_to_retry(self, seconds: float, unanswered: UnansweredSendBack | None) -> None:
         """Wait for a time, or until the doubt is settled. Nobody need wait for who rests."""
-        self._resting += 1
+        self._waiting += 1
         try:
             async with asyncio.timeout(seconds):
-                await (doubt.answered if doubt is not None else asyncio.Event()).wait()
+                await (unanswered.answered if unanswered is not None else asyncio.Event()).wait()
         except TimeoutError:
             pass
         finally:
-            self._resting -= 1
+            self._waiting -= 1
 
     async def give_up(self, window: ProcessQueue, message: Message) -> float:
         """Send a message of an orderly queue to the dead letters.
@@ -182,87 +182,89 @@ class Retries:
         Returns 0 once it is there, else after how many seconds to try again.
         """
         if self._context.config.broadcasting:
-            self._tell_given_up(window, message, "it counts as consumed")
+            self._report_given_up(window, message, "it counts as consumed")
             return 0.0
         if message._done:  # an answer came late
             return 0.0
         try:
             self._settle(window, message, await self._send_back(window, message, -1))
         except RocketError as error:
-            text = f"message {shown_id(message)} stays: {error}"
+            text = f"message {describe_id(message)} stays: {error}"
             self._context.emit_throttled(EventKind.SEND_BACK_FAILED, text, window.queue)
-            return self._pause_s(window, message, error, GIVE_UP_AGAIN_S)
+            return self._next_pause_s(window, message, error, GIVE_UP_RETRY_S)
         return 0.0
 
     # --- what becomes of a message
 
     def _settle(self, window: ProcessQueue, message: Message, given_up: bool) -> None:
         """A broker has the message: it is finished here."""
-        doubt = self._doubts.get(identity(message))
+        unanswered = self._unanswered.get(identity(message))
         # A late answer to a copy from before says nothing of the one whose own send-back is now waited for.
-        if doubt is not None and (doubt.asked is message or doubt.message is message):
-            del self._doubts[identity(message)]
-            doubt.answered.set()
+        if unanswered is not None and (unanswered.last_sent is message or unanswered.message is message):
+            del self._unanswered[identity(message)]
+            unanswered.answered.set()
         if message._done:
             return  # another answer came before, or a copy of it
         window.ack([message])
         if given_up:
-            self._tell_given_up(window, message, f"it is in {dlq_topic(self._context.name)}")
+            self._report_given_up(window, message, f"it is in {dlq_topic(self._context.name)}")
             return
         self._counts.sent_back(window.queue.topic, 1)
         facts = {"offset": message.queue_offset, "attempt": message.reconsume_times + 1}
         self._context.emit(EventKind.MESSAGE_SENT_BACK, "will come again", window.queue, facts, level=logging.DEBUG)
 
-    def _passed_over(self, window: ProcessQueue, message: Message) -> None:
+    def _skip(self, window: ProcessQueue, message: Message) -> None:
         window.ack([message])
-        self._tell_given_up(window, message, "a broadcasting group has no retry: it counts as consumed")
+        self._report_given_up(window, message, "a broadcasting group has no retry: it counts as consumed")
 
-    def _tell_given_up(self, window: ProcessQueue, message: Message, what: str) -> None:
+    def _report_given_up(self, window: ProcessQueue, message: Message, what: str) -> None:
         self._counts.sent_back(window.queue.topic, 1)
         if message.is_too_large:
             most = self._context.config.max_body_bytes
             text = f"the message, stored in {message.store_size} bytes, holds more than max_body_bytes={most}"
-            too_large = {"offset": message.queue_offset, "message_id": shown_id(message)}
+            too_large = {"offset": message.queue_offset, "message_id": describe_id(message)}
             self._context.emit(EventKind.MESSAGE_TOO_LARGE, text, window.queue, too_large, level=logging.WARNING)
         failures = message.reconsume_times + (0 if self._context.config.orderly else 1)
         text = f"the message is given up after {failures} failure{'s' if failures > 1 else ''}: {what}"
-        facts = {"offset": message.queue_offset, "message_id": shown_id(message), "failures": failures}
+        facts = {"offset": message.queue_offset, "message_id": describe_id(message), "failures": failures}
         facts.update(key_facts(message))
         self._context.emit(EventKind.MESSAGE_GIVEN_UP, text, window.queue, facts, level=logging.WARNING)
 
     # --- send-backs that were not answered
 
-    def _doubt(self, window: ProcessQueue, message: Message) -> Doubt | None:
+    def _find_unanswered(self, window: ProcessQueue, message: Message) -> UnansweredSendBack | None:
         """Return the doubt about send-backs of a message, or of another copy of it.
 
         Of several copies that are unfinished here, one that has been sent back most often stands for all: that it is
         here shows that the broker has executed the send-backs of the others.
         """
-        doubt = self._doubts.get(identity(message))
-        if doubt is None or doubt.message is message:
-            return doubt
-        other, others_window = doubt.message, doubt.window
+        unanswered = self._unanswered.get(identity(message))
+        if unanswered is None or unanswered.message is message:
+            return unanswered
+        other, others_window = unanswered.message, unanswered.window
         if other._done or others_window.dropped or stored_times(message) >= stored_times(other):
-            doubt.window, doubt.message = window, message
+            unanswered.window, unanswered.message = window, message
             others_window.ack([other])
         else:
             window.ack([message])
-        return doubt
+        return unanswered
 
-    def _pause_s(self, window: ProcessQueue, message: Message, error: RocketError, pause_s: float) -> float:
+    def _next_pause_s(self, window: ProcessQueue, message: Message, error: RocketError, pause_s: float) -> float:
         """Return after how long a message is tried again that could not be sent back."""
         if not isinstance(error, UNANSWERED):
             return pause_s
         now = self._context.loop.time()
-        if (doubt := self._doubt(window, message)) is not None:
-            doubt.asked = message
-            doubt.pause_s = min(2 * doubt.pause_s, MAX_SEND_BACK_PAUSE_S)
-            doubt.due_at = now + doubt.pause_s
-            return doubt.pause_s
-        self._doubts = {
-            key: each for key, each in self._doubts.items() if not each.message._done and not each.window.dropped
+        if (unanswered := self._find_unanswered(window, message)) is not None:
+            unanswered.last_sent = message
+            unanswered.pause_s = min(2 * unanswered.pause_s, MAX_SEND_BACK_PAUSE_S)
+            unanswered.due_at = now + unanswered.pause_s
+            return unanswered.pause_s
+        self._unanswered = {
+            key: each for key, each in self._unanswered.items() if not each.message._done and not each.window.dropped
         }
-        self._doubts[identity(message)] = Doubt(window, message, message, pause_s, now + pause_s, asyncio.Event())
+        self._unanswered[identity(message)] = UnansweredSendBack(
+            window, message, message, pause_s, now + pause_s, asyncio.Event()
+        )
         return pause_s
 
     # --- requests
@@ -279,7 +281,7 @@ class Retries:
         context, pause_s = self._context, FIRST_SEND_BACK_PAUSE_S
         most = context.config.most_attempts
         given_up = delay_level < 0 or (most is not None and stored_times(message) >= most)
-        for _ in range(SEND_BACK_TRIES):
+        for _ in range(MAX_TRIES):
             try:
                 await context.cluster.broker(window.queue.broker_name).send_back(
                     context.name, message, delay_level, most, on_late=partial(self._settle, window, message, given_up)
@@ -295,14 +297,14 @@ class Retries:
                 error = refused
                 break
         try:
-            await self._send_again(message, delay_level)
+            await self._send_as_new(message, delay_level)
         except UNANSWERED:
             raise
         except RocketError as also_refused:
             raise error from also_refused
         return delay_level < 0 or (most is not None and message.reconsume_times >= most)
 
-    async def _send_again(self, message: Message, delay_level: int) -> None:
+    async def _send_as_new(self, message: Message, delay_level: int) -> None:
         """Send the message to the retry topic ourselves, through any broker. Source: sendMessageBackAsNormalMessage."""
         context = self._context
         topic = retry_topic(context.name)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from pyrocket_consumer.consumer.context.events import key_facts, shown_id
+from pyrocket_consumer.consumer.context.events import describe_id, key_facts
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.dispatch.retry import Retries
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
@@ -15,7 +15,7 @@ from pyrocket_consumer.model import EventKind
 from pyrocket_consumer.protocol.message import Message
 
 
-class Calls(Protocol):
+class CallMonitor(Protocol):
     """What runs listener calls."""
 
     def stuck(self, timeout_s: float, now: float) -> Sequence[tuple[ProcessQueue, Sequence[Message]]]:
@@ -28,7 +28,7 @@ class StuckCalls:
     Those of orderly and of broadcasting groups are told only.
     """
 
-    def __init__(self, context: MemberContext, calls: Calls, retries: Retries) -> None:
+    def __init__(self, context: MemberContext, calls: CallMonitor, retries: Retries) -> None:
         self._context = context
         self._calls = calls
         self._retries = retries
@@ -39,22 +39,22 @@ class StuckCalls:
         timeout_s = context.config.consume_timeout_s
         pause_s = min(max(timeout_s / 10, 0.01), 1.0)
         asked = ", or order_by," if callable(context.config.order_by) else ""
-        told: set[int] = set()
+        reported: set[int] = set()
         while True:
             await asyncio.sleep(pause_s)
             stuck = self._calls.stuck(timeout_s, context.loop.time())
             ids = {id(messages[0]) for _, messages in stuck}
             for window, messages in stuck:
                 waiting = [message for message in messages if not message._done]
-                if not waiting or id(messages[0]) in told:
+                if not waiting or id(messages[0]) in reported:
                     continue
                 context.emit(
                     EventKind.MESSAGE_STUCK,
                     f"its listener{asked} has run for more than {timeout_s:g} s",
                     window.queue,
-                    {"offset": waiting[0].queue_offset, "message_id": shown_id(waiting[0]), **key_facts(waiting[0])},
+                    {"offset": waiting[0].queue_offset, "message_id": describe_id(waiting[0]), **key_facts(waiting[0])},
                     level=logging.WARNING,
                 )
                 if not context.config.broadcasting and not context.config.orderly:  # the order is more than the message
                     self._retries.add(window, [(message, 3) for message in waiting], running=True)
-            told = ids
+            reported = ids

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.assignment.locks import LOCK_VALID_S
 from pyrocket_consumer.consumer.commits.commits import Commits
-from pyrocket_consumer.consumer.context.events import said
+from pyrocket_consumer.consumer.context.events import describe_error
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Statistics
-from pyrocket_consumer.consumer.context.tasks import Turns
-from pyrocket_consumer.consumer.dispatch.concurrent import Service
+from pyrocket_consumer.consumer.context.tasks import Throttle
+from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService
 from pyrocket_consumer.consumer.listener import ConsumeContext, Listener, failed_messages
 from pyrocket_consumer.consumer.resets.resets import ResetFollower
 from pyrocket_consumer.errors import ProtocolError, RocketError
@@ -69,7 +69,7 @@ class BrokerRequests:
         commits: Commits,
         resets: ResetFollower,
         statistics: Statistics,
-        calls: Service,
+        calls: ConsumeService,
     ) -> None:
         self.started_at_ms = 0
         self._context = context
@@ -82,7 +82,7 @@ class BrokerRequests:
         self._notices = float(NOTICE_BURST)  # how many may be followed at once, as of then
         self._noticed_at = context.loop.time()
         self._notice_timer: asyncio.TimerHandle | None = None
-        self._turns = Turns(context.loop)
+        self._turns = Throttle(context.loop)
 
     def begin(self) -> None:
         """Answer from now on."""
@@ -267,7 +267,7 @@ class BrokerRequests:
             return command.make_response(ResponseCode.CONSUME_MSG_TIMEOUT, "the listener took too long")
         result, raised = call.result()
         if raised is not None:
-            outcome, remark = "CR_THROW_EXCEPTION", said(raised)
+            outcome, remark = "CR_THROW_EXCEPTION", describe_error(raised)
         elif failed_messages(result, [message])[0]:
             outcome = "CR_LATER"
         spent = int((time.perf_counter() - began) * 1000)

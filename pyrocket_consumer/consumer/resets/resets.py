@@ -19,7 +19,7 @@ from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.context.member_context import MemberContext
-from pyrocket_consumer.consumer.context.tasks import Turns
+from pyrocket_consumer.consumer.context.tasks import Throttle
 from pyrocket_consumer.errors import PermissionDenied, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, PullResponse
 from pyrocket_consumer.offsets import DatabaseOffsets, QueueReset
@@ -88,7 +88,7 @@ class ResetFollower:
         self._resets: dict[MessageQueue, tuple[int, int]] = {}  # how many so far, and where the last one led to
         self._is_memory_only_reported = False
         self._route_asked_at = float("-inf")
-        self._decoding = Turns(context.loop)
+        self._decoding = Throttle(context.loop)
 
     def report_reset(
         self, queue: MessageQueue, target: int, why: str, came_from: int | None = None, epoch: int | None = None

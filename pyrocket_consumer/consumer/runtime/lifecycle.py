@@ -15,7 +15,7 @@ from pyrocket_consumer.consumer.assignment.locks import since_boot
 from pyrocket_consumer.consumer.commits.commits import BrokerCommits, Commits, StoreCommits, look_at, wait_for_all
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
 from pyrocket_consumer.consumer.commits.store_thread import UserThread
-from pyrocket_consumer.consumer.dispatch.concurrent import Outcome, Workers
+from pyrocket_consumer.consumer.dispatch.concurrent import ListenerReporter, Workers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import ConfigError, ConsumerClosed, OffsetStoreError
@@ -53,7 +53,7 @@ class ConsumerLifecycle:
     a consumer that runs.
     """
 
-    def __init__(self, config: ConsumerConfig, workers_for: Callable[[bool, Outcome], Workers]) -> None:
+    def __init__(self, config: ConsumerConfig, workers_for: Callable[[bool, ListenerReporter], Workers]) -> None:
         self.config = config
         self.ended = Latch()
         """The consumer has failed, or is closed: what `join` waits for."""

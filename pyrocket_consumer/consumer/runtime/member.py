@@ -15,15 +15,15 @@ from pyrocket_consumer.consumer.assignment.assignments import Assignments, Queue
 from pyrocket_consumer.consumer.assignment.locks import QueueLocks
 from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
-from pyrocket_consumer.consumer.context.events import shown_id
+from pyrocket_consumer.consumer.context.events import describe_id
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts, Statistics
 from pyrocket_consumer.consumer.dispatch.by_key import KeyedService
-from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService, Outcome, Workers
+from pyrocket_consumer.consumer.dispatch.concurrent import ConcurrentService, ListenerReporter, Workers
 from pyrocket_consumer.consumer.dispatch.delivery import Delivery
 from pyrocket_consumer.consumer.dispatch.orderly import OrderlyService
-from pyrocket_consumer.consumer.dispatch.reports import Outcomes
-from pyrocket_consumer.consumer.dispatch.retry import GIVE_UP_AGAIN_S, Retries
+from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
+from pyrocket_consumer.consumer.dispatch.retry import GIVE_UP_RETRY_S, Retries
 from pyrocket_consumer.consumer.dispatch.stuck import StuckCalls
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.membership.broker_requests import BrokerRequests
@@ -75,7 +75,7 @@ class GroupMember:
         config: ConsumerConfig,
         cluster: Cluster,
         commits: Commits,
-        workers_for: Callable[[bool, Outcome], Workers],
+        workers_for: Callable[[bool, ListenerReporter], Workers],
         rng: random.Random | None = None,
         wall_clock: Callable[[], float] = time.time,
         lock_clock: Callable[[], float] | None = None,
@@ -92,11 +92,11 @@ class GroupMember:
         context.on_unexpected_error = self._on_unexpected_error
         counts = Counts()
         self.locks = QueueLocks(context) if self._needs_locks(config) else None
-        self.service = self._service(lambda is_async: workers_for(is_async, self._outcomes), counts)
+        self.service = self._service(lambda is_async: workers_for(is_async, self._reports), counts)
         delivery = Delivery(context.subscriptions, self.service)
         self.retries = Retries(context, delivery, counts)
         delivery.on_unwanted = self.retries.add_unwanted
-        self._outcomes = Outcomes(context, self.retries, counts)
+        self._reports = ListenerReports(context, self.retries, counts)
         self._pull_host = MemberPullHost(context, delivery)
         self.assignments = Assignments(context, commits, self._pull_host, self.service, self.locks, counts)
         self.resets = ResetFollower(context, self.assignments, commits)
@@ -129,12 +129,12 @@ class GroupMember:
                     return 0.0
             except DatabaseError as error:
                 self.context.emit_throttled(EventKind.STORE_UNREACHABLE, str(error), window.queue)
-                return GIVE_UP_AGAIN_S
+                return GIVE_UP_RETRY_S
         return await self.retries.give_up(window, message)
 
     def _report_duplicates(self, queue: MessageQueue, messages: Sequence[Message]) -> None:
         text = f"{len(messages)} messages have had their effect: their producer has stored them twice"
-        facts = {"offset": messages[0].queue_offset, "message_id": shown_id(messages[0])}
+        facts = {"offset": messages[0].queue_offset, "message_id": describe_id(messages[0])}
         self.context.emit(EventKind.MESSAGE_LEFT_OUT, text, queue, facts)
 
     @staticmethod
@@ -147,10 +147,10 @@ class GroupMember:
 
     def _service(
         self, workers_for: Callable[[bool], Workers], counts: Counts
-    ) -> ConsumeService | OrderlyService | KeyedService:
+    ) -> ConcurrentService | OrderlyService | KeyedService:
         config, loop = self.config, self.context.loop
         if not config.orderly:
-            return ConsumeService(loop, workers_for)
+            return ConcurrentService(loop, workers_for)
         if config.order_by is not None:
             return KeyedService(
                 loop,
@@ -160,9 +160,9 @@ class GroupMember:
                 begin=self.context.tasks.begin,
                 give_up=lambda window, message: self.retries.give_up(window, message),
                 failed=lambda window, count: counts.failed(window.queue.topic, count),
-                held_up=lambda window, why: self._outcomes.held_up(window, why),
-                no_key=lambda window, message, error: self._outcomes.no_key(window, message, error),
-                worker_failed=lambda error: self._outcomes.worker_failed(error),
+                held_up=lambda window, why: self._reports.held_up(window, why),
+                key_failed=lambda window, message, error: self._reports.key_failed(window, message, error),
+                worker_failed=lambda error: self._reports.worker_failed(error),
             )
         return OrderlyService(
             loop,
@@ -172,7 +172,7 @@ class GroupMember:
             begin=self.context.tasks.begin,
             give_up=self._give_up_unless_consumed,
             failed=lambda window, count: counts.failed(window.queue.topic, count),
-            held_up=lambda window, why: self._outcomes.held_up(window, why),
+            held_up=lambda window, why: self._reports.held_up(window, why),
         )
 
     # --- subscriptions
@@ -249,7 +249,7 @@ class GroupMember:
         if self.config.broadcasting and self.config.remote_reset == "accept":
             tasks.keep_running(self.resets.keep_reading_records(), "reading recorded resets")
         tasks.keep_running(StuckCalls(context, self.service, self.retries).watch(), "the watch over listeners")
-        tasks.keep_running(self._statistics.keep(), "statistics")
+        tasks.keep_running(self._statistics.sample(), "statistics")
         log.info(
             "group=%s started client_id=%s model=%s topics=%s",
             context.name,
@@ -302,7 +302,7 @@ class GroupMember:
         # Listener calls may take long, and whoever waits for them may lose patience: what is consumed is stored now.
         # The loops go on meanwhile: offsets are stored, locks kept, and queues handed over to members that come.
         context.tasks.begin(self._store_early(), "storing offsets")
-        while (self.service.running() or self.retries.under_way) and loop.time() < self._call_deadline:  # noqa: ASYNC110 - workers keep no count: it would cost each call
+        while (self.service.running() or self.retries.in_flight) and loop.time() < self._call_deadline:  # noqa: ASYNC110 - workers keep no count: it would cost each call
             await asyncio.sleep(0.005)
         if running := self.service.running():
             context.emit(
@@ -361,7 +361,7 @@ class GroupMember:
             )
         for queue, reason in unstored.items():
             text = f"final offset not stored, messages may come again: {reason}"
-            self.context.events.tell(ConsumerEvent(EventKind.COMMIT_FAILED, text, queue))
+            self.context.events.emit(ConsumerEvent(EventKind.COMMIT_FAILED, text, queue))
         return unstored
 
     async def _leave(self, queues: list[MessageQueue]) -> None:
@@ -441,4 +441,4 @@ class GroupMember:
 
     def emit(self, event: ConsumerEvent) -> None:
         """Count an event of the offset store, and pass it to the user."""
-        self.context.events.tell(event)
+        self.context.events.emit(event)

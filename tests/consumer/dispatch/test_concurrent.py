@@ -16,7 +16,7 @@ from pyrocket_consumer.consumer.dispatch import concurrent
 from pyrocket_consumer.consumer.dispatch.concurrent import (
     AsyncWorkers,
     Chunk,
-    ConsumeService,
+    ConcurrentService,
     Slot,
     ThreadWorkers,
     Workers,
@@ -196,7 +196,7 @@ def test_an_ended_loop_is_not_kept_waiting_by_its_workers(io):
 
 
 def test_workers_know_their_own_calls_and_what_those_have_begun(either):
-    service, known = ConsumeService(either.loop, lambda is_async: either.workers), []
+    service, known = ConcurrentService(either.loop, lambda is_async: either.workers), []
 
     def handle(message):
         known.append(service.is_own_call())
@@ -320,19 +320,19 @@ def test_a_worker_survives_that_its_units_were_taken_back(either):
     either.works()
 
 
-class Turn:
+class LaneBatch:
     """What an orderly queue has to say."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
 
-    def may_go_on(self):
+    def may_continue(self):
         return True
 
-    def judge(self, unit, result):
+    def apply_result(self, unit, result):
         return True, True
 
-    def committed(self):
+    def take_consumed(self):
         return []
 
     def end(self):
@@ -345,13 +345,13 @@ def test_a_turn_that_no_worker_has_begun_ends_with_the_work(either):
     window, messages = window_of(5)
     chunks = [Chunk(window, Listener.of(function), deque([message])) for message in messages]
     for chunk in chunks:
-        chunk.turn = Turn()
+        chunk.lane_batch = LaneBatch()
         either.hand_over(chunk)
     for _ in range(2):
         assert begun.acquire(timeout=WAIT_S)
     either.workers.stop()
     release.set()
-    assert all(chunk.turn.ended.wait(WAIT_S) for chunk in chunks)
+    assert all(chunk.lane_batch.ended.wait(WAIT_S) for chunk in chunks)
 
 
 # --- how work is cut and taken back
@@ -385,16 +385,16 @@ class Desk:
         return chunk
 
 
-def serving() -> tuple[ConsumeService, Desk]:
+def serving() -> tuple[ConcurrentService, Desk]:
     desk = Desk(3)
-    return ConsumeService(asyncio.get_running_loop(), lambda is_async: desk), desk
+    return ConcurrentService(asyncio.get_running_loop(), lambda is_async: desk), desk
 
 
 def handle(message):
     pass
 
 
-def dispatched(count: int, time_s: float = 1e-6) -> tuple[ConsumeService, Desk, ProcessQueue, list[Message]]:
+def dispatched(count: int, time_s: float = 1e-6) -> tuple[ConcurrentService, Desk, ProcessQueue, list[Message]]:
     """Hand out so many messages of a listener that takes this long, as one chunk if it is quick."""
     (service, desk), (window, messages) = serving(), window_of(count)
     window.listener_time_s = time_s

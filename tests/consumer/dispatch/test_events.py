@@ -9,7 +9,7 @@ import time
 import pytest
 
 from pyrocket_consumer import ConsumeResult, ConsumerState, MessageQueue, RocketError
-from pyrocket_consumer.consumer.context.events import EVENT_BURST, MOST_WAITING, Events, Floods
+from pyrocket_consumer.consumer.context.events import EVENT_BURST, MAX_WAITING, EventLimiter, Events
 from pyrocket_consumer.model import ConsumerEvent, EventKind
 from tests.consumer.orders import QUEUE, TOPIC
 from tests.consuming import WAIT_S, Seen, until
@@ -27,10 +27,10 @@ def test_what_waits_for_a_slow_on_event_is_bounded():
             notified.set()
 
     events = Events(on_event)
-    events.tell(ConsumerEvent(EventKind.LISTENER_FAILED, "0"))
+    events.emit(ConsumerEvent(EventKind.LISTENER_FAILED, "0"))
     assert begun.wait(WAIT_S)
-    for number in range(1, MOST_WAITING + 501):
-        events.tell(ConsumerEvent(EventKind.LISTENER_FAILED, str(number)))
+    for number in range(1, MAX_WAITING + 501):
+        events.emit(ConsumerEvent(EventKind.LISTENER_FAILED, str(number)))
     goes_on.set()
     assert notified.wait(WAIT_S)
     events.close()
@@ -38,7 +38,7 @@ def test_what_waits_for_a_slow_on_event_is_bounded():
     assert failed == [str(number) for number in range(len(failed))], "the first ones, in order"
     (left_out,) = [event for event in passed if event.kind is EventKind.EVENTS_LEFT_OUT]
     assert left_out.facts == {"count": 500}
-    assert events.counts == {EventKind.LISTENER_FAILED: MOST_WAITING + 501}, "all are counted"
+    assert events.counts == {EventKind.LISTENER_FAILED: MAX_WAITING + 501}, "all are counted"
 
 
 def test_an_on_event_that_raises_shows_its_traceback_once(caplog):
@@ -52,7 +52,7 @@ def test_an_on_event_that_raises_shows_its_traceback_once(caplog):
 
     events = Events(on_event)
     for number in range(3):
-        events.tell(ConsumerEvent(EventKind.LISTENER_FAILED, str(number)))
+        events.emit(ConsumerEvent(EventKind.LISTENER_FAILED, str(number)))
     assert done.wait(WAIT_S)
     events.close()
     raised = [record for record in caplog.records if "on_event raised" in record.getMessage()]
@@ -135,7 +135,7 @@ def test_on_event_may_close_the_consumer(orders):
 
 def test_of_a_flood_of_events_some_are_told_the_others_counted():
     now = [0.0]
-    floods, admitted = Floods(lambda: now[0]), []
+    floods, admitted = EventLimiter(lambda: now[0]), []
     for _ in range(10_000):
         now[0] += 0.01
         left_out = floods.admit(EventKind.OFFSET_CORRECTED, QUEUE)
@@ -151,5 +151,5 @@ def test_of_a_flood_of_events_some_are_told_the_others_counted():
 
 
 def test_what_users_cause_is_told_each_time():
-    floods = Floods(lambda: 0.0)
+    floods = EventLimiter(lambda: 0.0)
     assert {floods.admit(EventKind.MESSAGE_STUCK, None) for _ in range(10_000)} == {0}

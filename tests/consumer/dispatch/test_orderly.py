@@ -45,11 +45,11 @@ class Desk:
             unit = chunk.todo.popleft()
             if result is None:
                 chunk.done.extend(unit if isinstance(unit, list) else [unit])
-            elif not chunk.turn.judge(unit, result)[0]:
+            elif not chunk.lane_batch.apply_result(unit, result)[0]:
                 break
-        chunk.window.ack(chunk.turn.committed())
+        chunk.window.ack(chunk.lane_batch.take_consumed())
         self.slots[0].chunk = None
-        chunk.turn.end()
+        chunk.lane_batch.end()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 

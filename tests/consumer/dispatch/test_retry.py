@@ -70,7 +70,7 @@ class Member:
         await self.settled()
 
     async def settled(self) -> None:
-        while self.retries.under_way:
+        while self.retries.in_flight:
             await asyncio.sleep(0.01)
 
     def fails_again(self) -> None:
