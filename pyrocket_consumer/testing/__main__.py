@@ -23,9 +23,9 @@ The first line printed is the name server's address. The cluster runs until stan
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a cluster until it is told to end."""
     options = _options(arguments)
-    ended = threading.Event()
+    stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, lambda *_: stopped.set())
     try:
         cluster = EmbeddedCluster(
             options.brokers,
@@ -43,17 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.write(f"{cluster.name_server}\n")
             sys.stdout.flush()
             if options.until_stdin_ends:
-                threading.Thread(target=_end_with_input, args=(ended,), daemon=True).start()
-            ended.wait()
+                threading.Thread(target=_stop_with_input, args=(stopped,), daemon=True).start()
+            stopped.wait()
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     return 0
 
 
-def _end_with_input(ended: threading.Event) -> None:
+def _stop_with_input(stopped: threading.Event) -> None:
     sys.stdin.read()
-    ended.set()
+    stopped.set()
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -225,7 +225,7 @@ class AdminRequests:
         last = 0
         if queue is not None and queue.min_offset <= consumed - 1 < queue.max_offset:
             last = queue.stored_at_ms[consumed - 1 - queue.min_offset]
-        pulled = state.offsets.last_pulled(topic, group, queue_id) if state.release.tells_pull_offset else None
+        pulled = state.offsets.last_pulled(topic, group, queue_id) if state.release.returns_pull_offset else None
         return bodies.QueueConsumeStats(state.store.max_offset(topic, queue_id), consumed, last, pulled)
 
     def consumer_connections(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:

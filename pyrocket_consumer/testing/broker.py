@@ -14,7 +14,7 @@ from pyrocket_consumer.testing.broker_state import BrokerState, Refused
 from pyrocket_consumer.testing.clock import Clock, Timer
 from pyrocket_consumer.testing.config import BrokerConfig, Timing
 from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers, error_answer
+from pyrocket_consumer.testing.handlers import Handlers, error_response
 from pyrocket_consumer.testing.intake import Intake
 from pyrocket_consumer.testing.membership import Membership
 from pyrocket_consumer.testing.offset_requests import OffsetRequests
@@ -95,15 +95,15 @@ class Broker:
                 raise Refused(ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f" request type {command.code} not supported")
             if self._accounts is not None:
                 self._accounts.check(command, self.state.release)
-            answer = handler(command, connection)
+            response = handler(command, connection)
         except Refused as refused:
-            answer = error_answer(command, refused)
+            response = error_response(command, refused)
         except (ProtocolError, ConfigError) as error:  # brokers answer with the text of a Java exception here
-            answer = command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
-        if answer is not None:
-            answer.language, answer.version = "JAVA", self.state.release.ordinal
-            answer.header_type = command.header_type if self.state.release.mirrors_header_type else JSON_HEADER
-        return answer
+            response = command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
+        if response is not None:
+            response.language, response.version = "JAVA", self.state.release.ordinal
+            response.header_type = command.header_type if self.state.release.mirrors_header_type else JSON_HEADER
+        return response
 
     def lost(self, connection: Connection) -> None:
         """Note that a connection ended: its members leave and its held pulls are dropped."""

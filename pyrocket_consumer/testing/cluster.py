@@ -25,7 +25,7 @@ from pyrocket_consumer.testing.broker import Broker
 from pyrocket_consumer.testing.clock import Clock
 from pyrocket_consumer.testing.config import BrokerConfig, Timing
 from pyrocket_consumer.testing.embedded_node import EmbeddedBroker, EmbeddedNameServer
-from pyrocket_consumer.testing.feed import Feed, Sent, check_body, wanted_properties
+from pyrocket_consumer.testing.feed import Feed, Sent, check_body, make_properties
 from pyrocket_consumer.testing.loop_thread import LoopThread
 from pyrocket_consumer.testing.name_server import NameServer
 from pyrocket_consumer.testing.recording import Changes, describe
@@ -288,7 +288,7 @@ class EmbeddedCluster:
         On that thread itself nothing can be waited for: asyncio leaves open what it has accepted just before.
         """
         running = self._running()
-        if not running.is_here:
+        if not running.is_current_thread:
             running.run(_finish_accepting(servers))
         running.call(close)
 
@@ -501,7 +501,7 @@ class EmbeddedCluster:
         for what, number in (("queue_id", queue_id), ("stored_at_ms", stored_at_ms)):
             if number is not None:
                 check_int(what, number, 0, 2**31 - 1 if what == "queue_id" else 2**63 - 1)
-        wanted = wanted_properties(tags, keys, properties, delay_level)
+        wanted = make_properties(tags, keys, properties, delay_level)
 
         def put() -> list[Sent]:
             brokers = self.brokers if broker_name is None else [self.broker(broker_name)]
@@ -559,7 +559,7 @@ def _broker_names(brokers: int | Sequence[str]) -> list[str]:
 
 async def _finish_accepting(servers: Sequence[Server]) -> None:
     for server in servers:
-        server.accept_no_more()
+        server.stop_accepting()
     for _ in range(5):
         await asyncio.sleep(0)
 

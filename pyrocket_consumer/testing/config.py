@@ -115,7 +115,7 @@ class Timing:
 
 def _camel(name: str) -> str:
     first, *others = name.split("_")
-    return first + "".join(word.capitalize() for word in others)
+    return first + "".join(part.capitalize() for part in others)
 
 
 def _text(value: object) -> str:

@@ -8,7 +8,7 @@ from itertools import count
 
 from pyrocket_consumer.protocol.frame import RemotingCommand, encode_command
 
-OnAnswer = Callable[[RemotingCommand | None], None]
+OnResponse = Callable[[RemotingCommand | None], None]
 """Called once with a client's answer, or None when none came in time or the connection ended."""
 
 
@@ -32,17 +32,17 @@ class Connection:
         self.diverted: dict[int, Callable[[RemotingCommand], None]] = {}  # by opaque: who takes the answer instead
         self._loop = loop
         self._opaques = count(1)
-        self._waiting: dict[int, tuple[OnAnswer, asyncio.TimerHandle]] = {}
+        self._waiting: dict[int, tuple[OnResponse, asyncio.TimerHandle]] = {}
 
-    def respond(self, request: RemotingCommand, answer: RemotingCommand) -> None:
+    def respond(self, request: RemotingCommand, response: RemotingCommand) -> None:
         """Send the answer to `request`, unless that was one-way or a fault takes the answer."""
         if request.is_oneway or not self.open:
             return
-        answer.opaque = request.opaque
+        response.opaque = request.opaque
         if self.diverted and (take := self.diverted.pop(request.opaque, None)) is not None:
-            take(answer)
+            take(response)
         else:
-            self.write(encode_command(answer, answer.header_type))
+            self.write(encode_command(response, response.header_type))
 
     def oneway(self, command: RemotingCommand) -> None:
         """Send a request that wants no answer."""
@@ -50,25 +50,25 @@ class Connection:
             command.opaque = next(self._opaques)
             self.write(encode_command(command))
 
-    def call(self, command: RemotingCommand, timeout_s: float, on_answer: OnAnswer) -> None:
-        """Send a request and have `on_answer` called with the client's answer, or with None."""
+    def call(self, command: RemotingCommand, timeout_s: float, on_response: OnResponse) -> None:
+        """Send a request and have `on_response` called with the client's answer, or with None."""
         if not self.open:
-            on_answer(None)
+            on_response(None)
             return
         opaque = command.opaque = next(self._opaques)
         timer = self._loop.call_later(timeout_s, self._settle, opaque, None)
-        self._waiting[opaque] = on_answer, timer
+        self._waiting[opaque] = on_response, timer
         self.write(encode_command(command))
 
-    def answered(self, answer: RemotingCommand) -> None:
+    def receive_response(self, response: RemotingCommand) -> None:
         """Take a client's answer; one that nobody waits for is ignored, as late ones are."""
-        self._settle(answer.opaque, answer)
+        self._settle(response.opaque, response)
 
-    def _settle(self, opaque: int, answer: RemotingCommand | None) -> None:
+    def _settle(self, opaque: int, response: RemotingCommand | None) -> None:
         if (waiting := self._waiting.pop(opaque, None)) is not None:
-            on_answer, timer = waiting
+            on_response, timer = waiting
             timer.cancel()
-            on_answer(answer)
+            on_response(response)
 
     def lost(self) -> None:
         """Note that the connection ended: nothing is sent any more, and waiting calls end without an answer."""

@@ -34,7 +34,7 @@ Fault = Callable[[Exchange], None]
 """Decides about one request. Those below are for use as they are; write others where a test needs them."""
 
 
-def meet(fault: Fault, exchange: Exchange) -> None:
+def apply_fault(fault: Fault, exchange: Exchange) -> None:
     """Let an exchange meet its fault.
 
     Raises:

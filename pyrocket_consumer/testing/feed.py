@@ -33,14 +33,14 @@ class Sent:
     offset_message_id: str
 
 
-class _Place(NamedTuple):
+class _Target(NamedTuple):
     """The queue a message goes to, and its broker."""
 
     broker: EmbeddedBroker
     queue: MessageQueue
 
 
-_EACH_BY_ITSELF = {PropertyName.UNIQUE_KEY, PropertyName.DELAY, *TIMERS}
+_NEEDS_OWN_RECORD = {PropertyName.UNIQUE_KEY, PropertyName.DELAY, *TIMERS}
 
 
 class Feed:
@@ -50,7 +50,7 @@ class Feed:
         self._clock = clock
         self._release = release
         self._cluster_name = cluster_name
-        self._turns: dict[str, counter[int]] = {}
+        self._round_robin: dict[str, counter[int]] = {}
 
     def send(
         self,
@@ -67,31 +67,33 @@ class Feed:
         Raises:
             ConfigError: the topic does not exist and may not be created.
         """
-        places = self._places(brokers, topic, queue_id, count)
+        targets = self._choose_targets(brokers, topic, queue_id, count)
         alike = not callable(body) and count > 1
-        if alike and not properties.keys() & _EACH_BY_ITSELF:
+        if alike and not properties.keys() & _NEEDS_OWN_RECORD:
             assert isinstance(body, bytes)
-            return self._fill(places, body, properties, stored_at_ms)
+            return self._fill(targets, body, properties, stored_at_ms)
         bodies = body if callable(body) else lambda number: body
         return [
-            self._put(place, check_body(bodies(number)), properties, stored_at_ms)
-            for number, place in enumerate(places)
+            self._put(target, check_body(bodies(number)), properties, stored_at_ms)
+            for number, target in enumerate(targets)
         ]
 
-    def _places(self, brokers: Sequence[EmbeddedBroker], topic: str, queue_id: int | None, count: int) -> list[_Place]:
+    def _choose_targets(
+        self, brokers: Sequence[EmbeddedBroker], topic: str, queue_id: int | None, count: int
+    ) -> list[_Target]:
         """Return where each of `count` messages goes."""
         found = []
         for broker in brokers:
             config = broker.core.state.topics.for_send(topic, DEFAULT_TOPIC, DEFAULT_QUEUES)
             if config is not None:
                 ids = range(config.write_queues) if queue_id is None else [queue_id]
-                found += [_Place(broker, MessageQueue(topic, broker.name, its_id)) for its_id in ids]
+                found += [_Target(broker, MessageQueue(topic, broker.name, its_id)) for its_id in ids]
         if not found:
             raise ConfigError(f"topic {topic!r} does not exist and may not be created on demand; call create_topic")
-        turn = self._turns.setdefault(topic, counter())
-        return [found[next(turn) % len(found)] for _ in range(count)]
+        round_robin = self._round_robin.setdefault(topic, counter())
+        return [found[next(round_robin) % len(found)] for _ in range(count)]
 
-    def _message(self, place: _Place, body: bytes, properties: dict[str, str], at_ms: int | None) -> StoredMessage:
+    def _message(self, target: _Target, body: bytes, properties: dict[str, str], at_ms: int | None) -> StoredMessage:
         now_ms = self._clock.now_ms() if at_ms is None else at_ms
         complete = {**properties, PropertyName.CLUSTER: self._cluster_name}
         if self._release.adds_own_properties:
@@ -99,38 +101,38 @@ class Feed:
                 {PropertyName.MESSAGE_REGION: REGION, PropertyName.TRACE_ON: "true", PropertyName.WAIT: "true"}
             )
         return StoredMessage(
-            topic=place.queue.topic,
+            topic=target.queue.topic,
             body=body,
             properties=complete,
-            queue_id=place.queue.queue_id,
+            queue_id=target.queue.queue_id,
             born_at_ms=now_ms,
             born_host=BORN_HOST,
             stored_at_ms=now_ms,
-            store_host=place.broker.address,
+            store_host=target.broker.address,
         )
 
-    def _put(self, place: _Place, body: bytes, properties: dict[str, str], at_ms: int | None) -> Sent:
-        core = place.broker.core
+    def _put(self, target: _Target, body: bytes, properties: dict[str, str], at_ms: int | None) -> Sent:
+        core = target.broker.core
         key = properties.get(PropertyName.UNIQUE_KEY) or core.state.ids.next()
         try:
-            placed = core.intake.put(self._message(place, body, {**properties, PropertyName.UNIQUE_KEY: key}, at_ms))
+            result = core.intake.put(self._message(target, body, {**properties, PropertyName.UNIQUE_KEY: key}, at_ms))
         except Refused as refused:
             raise ConfigError(f"no broker takes this message: {refused.remark}") from refused
-        return Sent(place.queue, placed.queue_offset, key, core.state.offset_message_id(placed.commit_log_offset))
+        return Sent(target.queue, result.queue_offset, key, core.state.offset_message_id(result.commit_log_offset))
 
-    def _fill(self, places: list[_Place], body: bytes, properties: dict[str, str], at_ms: int | None) -> list[Sent]:
+    def _fill(self, targets: list[_Target], body: bytes, properties: dict[str, str], at_ms: int | None) -> list[Sent]:
         """Store the same body many times: each queue's share at once."""
-        numbers: dict[_Place, list[int]] = {}
-        for number, place in enumerate(places):
-            numbers.setdefault(place, []).append(number)
+        numbers: dict[_Target, list[int]] = {}
+        for number, target in enumerate(targets):
+            numbers.setdefault(target, []).append(number)
         sent: dict[int, Sent] = {}
-        for place, its_numbers in numbers.items():
-            core = place.broker.core
+        for target, its_numbers in numbers.items():
+            core = target.broker.core
             keys = [core.state.ids.next() for _ in its_numbers]
-            places_there = core.intake.store_copies(self._message(place, body, properties, at_ms), keys)
-            for number, key, (offset, commit_log_offset) in zip(its_numbers, keys, places_there, strict=True):
-                sent[number] = Sent(place.queue, offset, key, core.state.offset_message_id(commit_log_offset))
-        return [sent[number] for number in range(len(places))]
+            results = core.intake.store_copies(self._message(target, body, properties, at_ms), keys)
+            for number, key, (offset, commit_log_offset) in zip(its_numbers, keys, results, strict=True):
+                sent[number] = Sent(target.queue, offset, key, core.state.offset_message_id(commit_log_offset))
+        return [sent[number] for number in range(len(targets))]
 
 
 def check_body(body: object) -> bytes:
@@ -144,7 +146,7 @@ def check_body(body: object) -> bytes:
     return body
 
 
-def wanted_properties(
+def make_properties(
     tags: str | None, keys: Iterable[str], properties: Mapping[str, str] | None, delay_level: int
 ) -> dict[str, str]:
     """Return the properties a test asks for.

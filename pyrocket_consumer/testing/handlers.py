@@ -14,6 +14,6 @@ Handler = Callable[[RemotingCommand, Connection], RemotingCommand | None]
 Handlers = dict[int, Handler]
 
 
-def error_answer(request: RemotingCommand, refused: Refused) -> RemotingCommand:
+def error_response(request: RemotingCommand, refused: Refused) -> RemotingCommand:
     """Return the answer that carries a refusal."""
     return request.make_response(refused.code, refused.remark, dict(refused.fields))

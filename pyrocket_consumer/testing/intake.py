@@ -9,7 +9,7 @@ from pyrocket_consumer.protocol.codes import ResponseCode, SysFlag
 from pyrocket_consumer.protocol.message import PropertyName, StoredMessage
 from pyrocket_consumer.protocol.subscription import tag_hash
 from pyrocket_consumer.testing.broker_state import BrokerState, Refused
-from pyrocket_consumer.testing.message_store import Placed
+from pyrocket_consumer.testing.message_store import AppendResult
 from pyrocket_consumer.testing.records import properties_of, properties_text, write_record
 from pyrocket_consumer.testing.schedule import Schedule
 from pyrocket_consumer.testing.topics import HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC
@@ -34,20 +34,20 @@ class Intake:
         self._delivered = delivered
         self.schedule = Schedule(state.clock, self._deliver)
 
-    def put(self, message: StoredMessage) -> Placed:
+    def put(self, message: StoredMessage) -> AppendResult:
         """Store a message; the place is that in a system topic if it is delayed or a half message."""
         properties = properties_of(message)
         if message.sys_flag & SysFlag.TRANSACTION_MASK == SysFlag.TRANSACTION_PREPARED:
             half = replace(message, sys_flag=message.sys_flag & ~SysFlag.TRANSACTION_MASK)
-            return self.store(_parked(half, HALF_TOPIC, 0))
+            return self.store(_in_system_topic(half, HALF_TOPIC, 0))
         level = _number(properties.get(PropertyName.DELAY))
         if level > 0:
             levels = self._state.config.delay_levels_s()
             level = min(level, len(levels))
             message = replace(message, properties={**properties, PropertyName.DELAY: str(level)})
-            placed = self.store(_parked(message, SCHEDULE_TOPIC, level - 1))
+            result = self.store(_in_system_topic(message, SCHEDULE_TOPIC, level - 1))
             self._delay(message, levels[level - 1])
-            return placed
+            return result
         out_ms = self.timer_out_ms(properties)
         if out_ms is not None:
             return self._put_timer(message, properties, out_ms)
@@ -61,48 +61,48 @@ class Intake:
         self.store_now(message)
         self._delivered()
 
-    def store(self, message: StoredMessage) -> Placed:
+    def store(self, message: StoredMessage) -> AppendResult:
         """Store a message as it is, and wake the pulls that want it."""
-        placed, tag_code = self._append(message)
+        result, tag_code = self._append(message)
         self._arrived(message.topic, message.queue_id, tag_code)
-        return placed
+        return result
 
-    def store_all(self, messages: Iterable[StoredMessage]) -> list[Placed]:
+    def store_all(self, messages: Iterable[StoredMessage]) -> list[AppendResult]:
         """Store messages together: pulls are woken when all are there."""
-        places: list[Placed] = []
+        results: list[AppendResult] = []
         wake: dict[tuple[str, int, int], None] = {}
         for message in messages:
-            placed, tag_code = self._append(message)
-            places.append(placed)
+            result, tag_code = self._append(message)
+            results.append(result)
             wake[message.topic, message.queue_id, tag_code] = None
         for arrived in wake:
             self._arrived(*arrived)
-        return places
+        return results
 
-    def store_copies(self, message: StoredMessage, unique_keys: Iterable[str]) -> list[Placed]:
+    def store_copies(self, message: StoredMessage, unique_keys: Iterable[str]) -> list[AppendResult]:
         """Store the same message under several unique keys: quick, for filling queues."""
-        place_holder = "0" * 32
-        properties = {**properties_of(message), PropertyName.UNIQUE_KEY: place_holder}
+        placeholder = "0" * 32
+        properties = {**properties_of(message), PropertyName.UNIQUE_KEY: placeholder}
         template = write_record(replace(message, properties=properties_text(properties, self._state.release)))
-        key_at = template.rindex(f"{PropertyName.UNIQUE_KEY}\x01{place_holder}".encode())
+        key_at = template.rindex(f"{PropertyName.UNIQUE_KEY}\x01{placeholder}".encode())
         key_at += len(PropertyName.UNIQUE_KEY) + 1
-        tag_code, places = _tag_code(properties), []
+        tag_code, results = _tag_code(properties), []
         for key in unique_keys:
             record = bytearray(template)
             record[key_at : key_at + 32] = key.encode()
-            places.append(
+            results.append(
                 self._state.store.append(message.topic, message.queue_id, record, tag_code, message.stored_at_ms)
             )
-        if places:
+        if results:
             self._arrived(message.topic, message.queue_id, tag_code)
-        return places
+        return results
 
-    def _append(self, message: StoredMessage) -> tuple[Placed, int]:
+    def _append(self, message: StoredMessage) -> tuple[AppendResult, int]:
         tag_code = _tag_code(properties_of(message))
         text = properties_text(message.properties, self._state.release)
         record = write_record(replace(message, properties=text))
-        placed = self._state.store.append(message.topic, message.queue_id, record, tag_code, message.stored_at_ms)
-        return placed, tag_code
+        result = self._state.store.append(message.topic, message.queue_id, record, tag_code, message.stored_at_ms)
+        return result, tag_code
 
     def timer_out_ms(self, properties: dict[str, str]) -> int | None:
         """Return until when a message with timer properties waits; None if it does not, and for old releases.
@@ -138,25 +138,25 @@ class Intake:
             return None
         return (due_ms - 1) // _TIMER_PRECISION_MS * _TIMER_PRECISION_MS
 
-    def _put_timer(self, message: StoredMessage, properties: dict[str, str], out_ms: int) -> Placed:
+    def _put_timer(self, message: StoredMessage, properties: dict[str, str], out_ms: int) -> AppendResult:
         now_ms = self._state.clock.now_ms()
         properties = {**properties, PropertyName.TIMER_OUT_MS: str(out_ms), PropertyName.TIMER_ENQUEUE_MS: str(now_ms)}
         message = replace(message, properties=properties)
-        placed = self.store(_parked(message, TIMER_TOPIC, 0))
+        result = self.store(_in_system_topic(message, TIMER_TOPIC, 0))
         self._delay(message, max(0, out_ms + _TIMER_PRECISION_MS - now_ms) / 1000)
-        return placed
+        return result
 
     def _delay(self, message: StoredMessage, delay_s: float) -> None:
-        delivered = replace(message, properties=_real_place(message))
+        delivered = replace(message, properties=_with_real_queue(message))
         self.schedule.add(delivered, delay_s * self._state.timing.delay_scale)
 
 
-def _parked(message: StoredMessage, topic: str, queue_id: int) -> StoredMessage:
+def _in_system_topic(message: StoredMessage, topic: str, queue_id: int) -> StoredMessage:
     """Return the message as it is kept in a system topic."""
-    return replace(message, topic=topic, queue_id=queue_id, properties=_real_place(message))
+    return replace(message, topic=topic, queue_id=queue_id, properties=_with_real_queue(message))
 
 
-def _real_place(message: StoredMessage) -> dict[str, str]:
+def _with_real_queue(message: StoredMessage) -> dict[str, str]:
     return {
         **properties_of(message),
         PropertyName.REAL_TOPIC: message.topic,

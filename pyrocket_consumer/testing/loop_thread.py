@@ -51,13 +51,13 @@ class LoopThread:
             self.loop.close()
 
     @property
-    def is_here(self) -> bool:
+    def is_current_thread(self) -> bool:
         """Whether the loop runs on this thread, so that what is called here runs there."""
         return not self._owned or threading.current_thread() is self._thread
 
     def call(self, action: Callable[[], _T]) -> _T:
         """Run `action` on the loop's thread and return its result, from any thread."""
-        if self.is_here:
+        if self.is_current_thread:
             return action()
         self._check_running()
         result: concurrent.futures.Future[_T] = concurrent.futures.Future()
@@ -74,7 +74,7 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the loop and return its result; not from the loop's own thread."""
         try:
-            if self.is_here:
+            if self.is_current_thread:
                 raise RuntimeError("this call waits for the loop that runs on this thread; await open() instead")
             self._check_running()
         except RuntimeError:

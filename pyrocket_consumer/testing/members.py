@@ -52,11 +52,11 @@ class OnlineGroup:
 
         A topic's subscription is replaced only by a greater version, and topics left out are dropped.
         """
-        wanted = {subscription.topic: subscription for subscription in subscriptions}
-        changed = wanted.keys() != self.subscriptions.keys()
-        for topic in self.subscriptions.keys() - wanted.keys():
+        by_topic = {subscription.topic: subscription for subscription in subscriptions}
+        changed = by_topic.keys() != self.subscriptions.keys()
+        for topic in self.subscriptions.keys() - by_topic.keys():
             del self.subscriptions[topic]
-        for topic, subscription in wanted.items():
+        for topic, subscription in by_topic.items():
             known = self.subscriptions.get(topic)
             if known is None or subscription.version > known.version:
                 self.subscriptions[topic] = subscription

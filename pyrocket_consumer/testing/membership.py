@@ -75,8 +75,8 @@ class Membership:
             state.members.join_producers(producers, member)
         if not state.release.heartbeat_v2:
             return command.make_response()
-        told = "true" if changed_subscriptions or fingerprint == 0 else "false"
-        return command.make_response(fields={"IS_SUPPORT_HEART_BEAT_V2": "true", "IS_SUB_CHANGE": told})
+        is_changed = "true" if changed_subscriptions or fingerprint == 0 else "false"
+        return command.make_response(fields={"IS_SUPPORT_HEART_BEAT_V2": "true", "IS_SUB_CHANGE": is_changed})
 
     def _join(self, data: ConsumerData, member: Member, fingerprint: int, without_subscriptions: bool) -> bool:
         """Register one group of a heartbeat; True unless the broker knew its fingerprint."""
@@ -148,13 +148,13 @@ class Membership:
     # --- locks
 
     def lock(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        wanted = decode_lock_request(command.body)
-        held = self._state.locks.lock(wanted.group, wanted.client_id, wanted.queues)
+        lock_request = decode_lock_request(command.body)
+        held = self._state.locks.lock(lock_request.group, lock_request.client_id, lock_request.queues)
         return command.make_response(body=encode_lock_answer(held))
 
     def unlock(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        unwanted = decode_lock_request(command.body)
-        self._state.locks.unlock(unwanted.group, unwanted.client_id, unwanted.queues)
+        unlock_request = decode_lock_request(command.body)
+        self._state.locks.unlock(unlock_request.group, unlock_request.client_id, unlock_request.queues)
         return command.make_response()
 
     # --- subscriptions and assignments
@@ -174,8 +174,8 @@ class Membership:
         )
 
     def query_assignment(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        asked = decode_assignment_request(command.body)
-        topic = self._state.topics.get(asked.topic)
+        assignment_request = decode_assignment_request(command.body)
+        topic = self._state.topics.get(assignment_request.topic)
         queues = (
             []
             if topic is None
@@ -184,12 +184,12 @@ class Membership:
                 for queue_id in range(topic.read_queues)
             ]
         )
-        if asked.message_model == "BROADCASTING":
+        if assignment_request.message_model == "BROADCASTING":
             allocated: list[MessageQueue] | None = queues
         else:
-            group = self._state.members.group(asked.consumer_group)
+            group = self._state.members.group(assignment_request.consumer_group)
             members = sorted(set(group.client_ids())) if group is not None else []
-            allocated = _allocate(asked.strategy_name, queues, members, asked.client_id)
+            allocated = _allocate(assignment_request.strategy_name, queues, members, assignment_request.client_id)
         assignments = None if allocated is None else [MessageQueueAssignment(queue) for queue in allocated]
         return command.make_response(body=encode_assignments(assignments))
 

@@ -10,15 +10,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-_PLACE = struct.Struct(">qq")  # queue offset, commit log offset
-_PLACE_AT = 20
+_OFFSETS = struct.Struct(">qq")  # queue offset, commit log offset
+_OFFSETS_AT = 20
 _STORED_AT = struct.Struct(">q")
 
 MAX_SCANNED = 800
 """Most index entries one pull looks at: 16,000 bytes of them. Source: DefaultMessageStore.getMessage."""
 
 
-class Placed(NamedTuple):
+class AppendResult(NamedTuple):
     """Where a message was stored."""
 
     queue_offset: int
@@ -112,7 +112,7 @@ class MessageStore:
         self._queues: dict[str, dict[int, QueueLog]] = {}
         self._by_commit_log_offset: dict[int, tuple[str, bytes]] = {}  # in the order of the log
         self._next_commit_log_offset = 0
-        self._behind: list[tuple[str, int, Placed, bytes, int, int]] | None = None
+        self._behind: list[tuple[str, int, AppendResult, bytes, int, int]] | None = None
 
     def queue(self, topic: str, queue_id: int) -> QueueLog | None:
         """Return a queue, None when nothing was ever stored in it."""
@@ -130,27 +130,29 @@ class MessageStore:
         queue = self.queue(topic, queue_id)
         return queue.min_offset if queue is not None else 0
 
-    def append(self, topic: str, queue_id: int, record: bytearray, tag_code: int, stored_at_ms: int) -> Placed:
+    def append(self, topic: str, queue_id: int, record: bytearray, tag_code: int, stored_at_ms: int) -> AppendResult:
         """Store an encoded record whose place is filled in here."""
-        placed = Placed(self.max_offset(topic, queue_id), self._next_commit_log_offset)
-        _PLACE.pack_into(record, _PLACE_AT, *placed)
-        entry = (topic, queue_id, placed, bytes(record), tag_code, stored_at_ms)
+        result = AppendResult(self.max_offset(topic, queue_id), self._next_commit_log_offset)
+        _OFFSETS.pack_into(record, _OFFSETS_AT, *result)
+        entry = (topic, queue_id, result, bytes(record), tag_code, stored_at_ms)
         self._take(*entry)
         for replica in self.replicas:
             if replica._behind is None:
                 replica._take(*entry)
             else:
                 replica._behind.append(entry)
-        return placed
+        return result
 
-    def _take(self, topic: str, queue_id: int, placed: Placed, record: bytes, tag_code: int, stored_at_ms: int) -> None:
+    def _take(
+        self, topic: str, queue_id: int, result: AppendResult, record: bytes, tag_code: int, stored_at_ms: int
+    ) -> None:
         queues = self._queues.setdefault(topic, {})
         queue = queues.get(queue_id)
         if queue is None:
-            queue = queues[queue_id] = QueueLog(placed.queue_offset)
+            queue = queues[queue_id] = QueueLog(result.queue_offset)
         queue.append(record, tag_code, stored_at_ms)
-        self._by_commit_log_offset[placed.commit_log_offset] = topic, record
-        self._next_commit_log_offset = placed.commit_log_offset + len(record)
+        self._by_commit_log_offset[result.commit_log_offset] = topic, record
+        self._next_commit_log_offset = result.commit_log_offset + len(record)
 
     def pause_replication(self) -> None:
         """Stay behind the master from now on."""
@@ -217,5 +219,5 @@ class MessageStore:
 
     def _forget(self, records: list[bytes]) -> None:
         for record in records:
-            _, commit_log_offset = _PLACE.unpack_from(record, _PLACE_AT)
+            _, commit_log_offset = _OFFSETS.unpack_from(record, _OFFSETS_AT)
             self._by_commit_log_offset.pop(commit_log_offset, None)

@@ -19,7 +19,7 @@ from pyrocket_consumer.protocol.command import (
 from pyrocket_consumer.protocol.frame import JSON_HEADER, RemotingCommand
 from pyrocket_consumer.testing.broker_state import Refused
 from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers, error_answer
+from pyrocket_consumer.testing.handlers import Handlers, error_response
 from pyrocket_consumer.testing.release import Release
 from pyrocket_consumer.testing.topics import TopicConfig
 
@@ -114,20 +114,20 @@ class NameServer:
 
     def handle(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
         handler = self._handlers.get(command.code)
-        if handler is None and not self._release.name_server_answers_unknown_code:
+        if handler is None and not self._release.name_server_refuses_unknown_code:
             return None
         try:
             if handler is None:
                 raise Refused(ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f" request type {command.code} not supported")
-            answer = handler(command, connection)
+            response = handler(command, connection)
         except Refused as refused:
-            answer = error_answer(command, refused)
+            response = error_response(command, refused)
         except ProtocolError as error:
-            answer = command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
-        if answer is not None:
-            answer.language, answer.version = "JAVA", self._release.ordinal
-            answer.header_type = command.header_type if self._release.mirrors_header_type else JSON_HEADER
-        return answer
+            response = command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
+        if response is not None:
+            response.language, response.version = "JAVA", self._release.ordinal
+            response.header_type = command.header_type if self._release.mirrors_header_type else JSON_HEADER
+        return response
 
     def lost(self, connection: Connection) -> None:
         """Clients come and go."""
@@ -138,12 +138,12 @@ class NameServer:
         if route is None:
             remark = f"No topic route info in name server for the topic: {header.topic}{self._release.faq}"
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, remark)
-        asked = command.fields.get("acceptStandardJsonOnly", "").lower() == "true"
-        standard = asked or command.version >= _STANDARD_JSON_SINCE
+        wants_standard = command.fields.get("acceptStandardJsonOnly", "").lower() == "true"
+        standard = wants_standard or command.version >= _STANDARD_JSON_SINCE
         return command.make_response(body=bodies.encode_route(route, standard, self._acting_master()))
 
     def _acting_master(self) -> bool | None:
-        return False if self._release.routes_tell_acting_master else None
+        return False if self._release.routes_have_acting_master else None
 
     def cluster_info(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         clusters: dict[str, tuple[str, ...]] = {}

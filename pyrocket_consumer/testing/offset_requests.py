@@ -48,11 +48,11 @@ class OffsetRequests:
         if offset is None:
             offset = offsets.committed(topic, group, queue_id)
         if offset is not None and offset >= 0:
-            return _offset_answer(command, offset)
+            return _offset_response(command, offset)
         if release.set_zero_if_not_found and header.set_zero_if_not_found is False:
             raise Refused(ResponseCode.QUERY_NOT_FOUND, _NOT_TO_ZERO)
         if self._starts_at_zero(topic, queue_id):
-            return _offset_answer(command, 0)
+            return _offset_response(command, 0)
         raise Refused(ResponseCode.QUERY_NOT_FOUND, _BOOTS_FIRST)
 
     def _starts_at_zero(self, topic: str, queue_id: int) -> bool:
@@ -84,15 +84,15 @@ class OffsetRequests:
         header = SearchOffsetHeader.from_fields(command.fields)
         upper = self._state.release.boundary_type and (header.boundary_type or "").upper() == "UPPER"
         found = search_offset(self._state, header.topic, header.queue_id, header.timestamp, upper)
-        return _offset_answer(command, found)
+        return _offset_response(command, found)
 
     def max_offset(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = GetMaxOffsetHeader.from_fields(command.fields)
-        return _offset_answer(command, self._state.store.max_offset(header.topic, header.queue_id))
+        return _offset_response(command, self._state.store.max_offset(header.topic, header.queue_id))
 
     def min_offset(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = GetMinOffsetHeader.from_fields(command.fields)
-        return _offset_answer(command, self._state.store.min_offset(header.topic, header.queue_id))
+        return _offset_response(command, self._state.store.min_offset(header.topic, header.queue_id))
 
     def earliest_store_time(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = GetEarliestStoreTimeHeader.from_fields(command.fields)
@@ -111,5 +111,5 @@ def search_offset(state: BrokerState, topic: str, queue_id: int, time_ms: int, u
     return queue.last_until(time_ms) if upper else queue.first_since(time_ms)
 
 
-def _offset_answer(command: RemotingCommand, offset: int) -> RemotingCommand:
+def _offset_response(command: RemotingCommand, offset: int) -> RemotingCommand:
     return command.make_response(fields={"offset": str(offset)})

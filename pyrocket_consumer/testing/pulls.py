@@ -13,7 +13,7 @@ from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.subscription import ALL, TAG, tag_hash
 from pyrocket_consumer.testing.broker_state import BrokerState, Refused
 from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers, error_answer
+from pyrocket_consumer.testing.handlers import Handlers, error_response
 from pyrocket_consumer.testing.long_poll import HeldPull, LongPoll, Matches
 
 _DISK_COUNT, _DISK_BYTES = 8, 64 * 1024  # caps of a pull whose messages are on disk only
@@ -29,7 +29,7 @@ _CODES = {
 _INSIDE = ("FOUND", "NO_MATCHED_MESSAGE", "OFFSET_RESET")  # of the queue: even a slave says where to go on
 
 
-class _Asked(NamedTuple):
+class _PullFields(NamedTuple):
     """The fields of a pull that count; a tuple, because one is made for every pull."""
 
     consumer_group: str
@@ -74,71 +74,71 @@ class Pulls:
         return self.pull(command, connection)
 
     def pull(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
-        asked = _asked(command.fields)
-        matches = self._permit(asked, connection)
-        answer = self._evaluate(command, asked, matches)
-        sys_flag = asked.sys_flag
-        if answer.code == ResponseCode.PULL_NOT_FOUND and sys_flag & PullFlag.SUSPEND:
+        pull = _read_fields(command.fields)
+        matches = self._permit(pull, connection)
+        response = self._evaluate(command, pull, matches)
+        sys_flag = pull.sys_flag
+        if response.code == ResponseCode.PULL_NOT_FOUND and sys_flag & PullFlag.SUSPEND:
             config = self._state.config
-            hold_ms = asked.suspend_timeout_millis if config.long_polling_enable else config.short_polling_time_mills
+            hold_ms = pull.suspend_timeout_millis if config.long_polling_enable else config.short_polling_time_mills
             until_s = self._state.clock.monotonic_s() + hold_ms / 1000
-            held = HeldPull(command, connection, asked.queue_offset, until_s, matches)
-            self.long_poll.hold(asked.topic, asked.queue_id, held)
+            held = HeldPull(command, connection, pull.queue_offset, until_s, matches)
+            self.long_poll.hold(pull.topic, pull.queue_id, held)
             hold = True
         else:
             hold = False
         if sys_flag & PullFlag.COMMIT and (not self._state.is_slave or self._state.release.slave_stores_commit_bit):
-            self._state.offsets.commit(asked.topic, asked.consumer_group, asked.queue_id, asked.commit_offset)
-        return None if hold else answer
+            self._state.offsets.commit(pull.topic, pull.consumer_group, pull.queue_id, pull.commit_offset)
+        return None if hold else response
 
     def _wake(self, held: HeldPull) -> None:
         """Evaluate a held pull afresh: by the subscription of now, and without holding it again or committing."""
-        asked = _asked(held.request.fields)
+        pull = _read_fields(held.request.fields)
         try:
-            answer = self._evaluate(held.request, asked, self._permit(asked, held.connection))
+            response = self._evaluate(held.request, pull, self._permit(pull, held.connection))
         except Refused as refused:
-            answer = error_answer(held.request, refused)
-        answer.language, answer.version = "JAVA", self._state.release.ordinal
-        held.connection.respond(held.request, answer)
+            response = error_response(held.request, refused)
+        response.language, response.version = "JAVA", self._state.release.ordinal
+        held.connection.respond(held.request, response)
 
-    def _permit(self, asked: _Asked, connection: Connection) -> Matches | None:
+    def _permit(self, pull: _PullFields, connection: Connection) -> Matches | None:
         """Return the filter of a pull that is allowed; refuse any other, in the order brokers check."""
         state, release = self._state, self._state.release
         if not state.config.broker_permission & PERM_READ:
             raise self._forbidden(1, f"the broker[{state.address}] pulling message is forbidden")
         if state.is_slave and not state.config.slave_read_enable and release.slave_refuses_pulls:
             raise Refused(ResponseCode.SYSTEM_BUSY, "[REJECTREQUEST]system busy, start flow control for a while")
-        name = asked.consumer_group
+        name = pull.consumer_group
         group = state.group_or_refuse(name, f"subscription group [{name}] does not exist, ")
         if not group.consume_enable:
             raise self._forbidden(2, f"subscription group no permission, {name}")
-        topic = state.topics.get(asked.topic)
+        topic = state.topics.get(pull.topic)
         if topic is None:
-            remark = f"topic[{asked.topic}] not exist, apply first please! {release.faq}"
+            remark = f"topic[{pull.topic}] not exist, apply first please! {release.faq}"
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, remark)
         if not topic.perm & PERM_READ:
-            raise self._forbidden(3, f"the topic[{asked.topic}] pulling message is forbidden")
-        if not 0 <= asked.queue_id < topic.read_queues:
+            raise self._forbidden(3, f"the topic[{pull.topic}] pulling message is forbidden")
+        if not 0 <= pull.queue_id < topic.read_queues:
             raise Refused(
                 release.bad_queue_id,
-                f"queueId[{asked.queue_id}] is illegal, topic:[{asked.topic}] "
+                f"queueId[{pull.queue_id}] is illegal, topic:[{pull.topic}] "
                 f"topicConfig.readQueueNums:[{topic.read_queues}] consumer:[/{connection.address}]",
             )
-        if asked.sys_flag & PullFlag.SUBSCRIPTION:
-            return self._filter(asked.expression_type or TAG, asked.subscription or ALL)
-        return self._subscribed(asked, group.consume_broadcast_enable)
+        if pull.sys_flag & PullFlag.SUBSCRIPTION:
+            return self._filter(pull.expression_type or TAG, pull.subscription or ALL)
+        return self._subscribed(pull, group.consume_broadcast_enable)
 
-    def _subscribed(self, asked: _Asked, may_broadcast: bool) -> Matches | None:
+    def _subscribed(self, pull: _PullFields, broadcast_enabled: bool) -> Matches | None:
         state, faq = self._state, self._state.release.faq
-        online = state.members.group(asked.consumer_group)
+        online = state.members.group(pull.consumer_group)
         if online is None:
             raise Refused(ResponseCode.SUBSCRIPTION_NOT_EXIST, f"the consumer's group info not exist{faq}")
-        if online.is_broadcasting and not may_broadcast:
-            raise self._forbidden(4, f"the consumer group[{asked.consumer_group}] can not consume by broadcast way")
-        subscription = online.subscriptions.get(asked.topic)
+        if online.is_broadcasting and not broadcast_enabled:
+            raise self._forbidden(4, f"the consumer group[{pull.consumer_group}] can not consume by broadcast way")
+        subscription = online.subscriptions.get(pull.topic)
         if subscription is None:
             raise Refused(ResponseCode.SUBSCRIPTION_NOT_EXIST, f"the consumer's subscription not exist{faq}")
-        if subscription.version < asked.sub_version:
+        if subscription.version < pull.sub_version:
             raise Refused(ResponseCode.SUBSCRIPTION_NOT_LATEST, "the consumer's subscription not latest")
         return self._subscription_filter(subscription)
 
@@ -158,14 +158,14 @@ class Pulls:
         fields = {"forbiddenType": str(kind)} if self._state.release.is_v5 else {}
         return Refused(ResponseCode.NO_PERMISSION, remark, fields)
 
-    def _evaluate(self, command: RemotingCommand, asked: _Asked, matches: Matches | None) -> RemotingCommand:
+    def _evaluate(self, command: RemotingCommand, pull: _PullFields, matches: Matches | None) -> RemotingCommand:
         """Return the answer of this moment, by the table of every offset a pull can ask for."""
         state, release = self._state, self._state.release
-        topic, queue_id, offset = asked.topic, asked.queue_id, asked.queue_offset
+        topic, queue_id, offset = pull.topic, pull.queue_id, pull.queue_offset
         queue = state.store.queue(topic, queue_id)
         low, high = (queue.min_offset, queue.max_offset) if queue is not None else (0, 0)
         body = b""
-        mark = state.offsets.take_mark(topic, asked.consumer_group, queue_id)
+        mark = state.offsets.take_mark(topic, pull.consumer_group, queue_id)
         if mark is not None:
             status, next_offset = "OFFSET_RESET", mark
         elif high == 0 or queue is None:
@@ -177,14 +177,14 @@ class Pulls:
         elif offset > high:
             status, next_offset = "OFFSET_OVERFLOW_BADLY", high
         else:
-            if asked.max_msg_nums < 0 and release.negative_pull_is_error:
-                remark = f"java.lang.IllegalArgumentException: Illegal Capacity: {asked.max_msg_nums}"
+            if pull.max_msg_nums < 0 and release.negative_pull_is_error:
+                remark = f"java.lang.IllegalArgumentException: Illegal Capacity: {pull.max_msg_nums}"
                 raise Refused(ResponseCode.SYSTEM_ERROR, remark)
             config = state.config
             count, size = config.max_transfer_count_on_message_in_memory, config.max_transfer_bytes_on_message_in_memory
             if state.on_disk:
                 count, size = min(count, _DISK_COUNT), min(size, _DISK_BYTES)
-            found, next_offset = queue.read(offset, min(asked.max_msg_nums, count), size, matches)
+            found, next_offset = queue.read(offset, min(pull.max_msg_nums, count), size, matches)
             status = "FOUND" if found else "NO_MATCHED_MESSAGE"
             body = found[0] if len(found) == 1 else b"".join(found)
         code = _CODES.get(status)
@@ -195,14 +195,14 @@ class Pulls:
             next_offset = offset  # a slave does not correct: the master will
             if code == ResponseCode.PULL_OFFSET_MOVED:
                 code, suggested = ResponseCode.PULL_RETRY_IMMEDIATELY, 0
-        state.offsets.pulled(topic, asked.consumer_group, queue_id, offset)
+        state.offsets.pulled(topic, pull.consumer_group, queue_id, offset)
         fields = {
             "suggestWhichBrokerId": str(suggested),
             "nextBeginOffset": str(next_offset),
             "maxOffset": str(high),
             "minOffset": str(low),
         }
-        if release.pull_tells_sys_flags:
+        if release.pull_returns_sys_flags:
             fields["groupSysFlag"] = fields["topicSysFlag"] = "0"
         return command.make_response(code, status, fields, body)
 
@@ -214,9 +214,9 @@ def sql_refusal(state: BrokerState) -> str:
     return "The broker does not support consumer to filter message by SQL92"
 
 
-def _asked(fields: Mapping[str, str]) -> _Asked:
+def _read_fields(fields: Mapping[str, str]) -> _PullFields:
     try:  # quicker than from_fields, which says what is wrong
-        return _Asked(
+        return _PullFields(
             fields["consumerGroup"],
             fields["topic"],
             int(fields["queueId"]),
@@ -231,7 +231,7 @@ def _asked(fields: Mapping[str, str]) -> _Asked:
         )
     except (KeyError, ValueError):
         header = PullMessageHeader.from_fields(fields)
-        return _Asked(*(getattr(header, name) for name in _Asked._fields))
+        return _PullFields(*(getattr(header, name) for name in _PullFields._fields))
 
 
 @lru_cache(maxsize=1024)

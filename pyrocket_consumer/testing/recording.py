@@ -56,7 +56,7 @@ class Changes:
         while True:
             over = time.monotonic() >= deadline
             with self.condition:
-                seen = self._count
+                before = self._count
             held = condition()
             if iscoroutine(held):
                 held.close()
@@ -64,7 +64,7 @@ class Changes:
             if held or over:
                 return bool(held)
             with self.condition:
-                if self._count == seen:
+                if self._count == before:
                     self.condition.wait(max(0.0, min(STEP_S, deadline - time.monotonic())))
 
 
@@ -88,10 +88,10 @@ class RequestLog:
     def add(self, recorded: Recorded) -> None:
         code = recorded.command.code
         with self._changes.condition:
-            kept = self._requests.get(code)
-            if kept is None:
-                kept = self._requests[code] = deque(maxlen=self._limit)
-            kept.append(recorded)
+            recorded_of_code = self._requests.get(code)
+            if recorded_of_code is None:
+                recorded_of_code = self._requests[code] = deque(maxlen=self._limit)
+            recorded_of_code.append(recorded)
         self._changes.notify()
 
     def forget(self) -> None:
@@ -104,7 +104,10 @@ class RequestLog:
         with self._changes.condition:
             if code is not None:
                 return list(self._requests.get(code, ()))
-            return sorted((each for kept in self._requests.values() for each in kept), key=lambda each: each.at_s)
+            return sorted(
+                (each for recorded_of_code in self._requests.values() for each in recorded_of_code),
+                key=lambda each: each.at_s,
+            )
 
     def wait_for(
         self, code: int, count: int, timeout_s: float, when: Callable[[RemotingCommand], bool] | None

@@ -45,7 +45,7 @@ class Relays:
             RequestCode.CONSUME_MESSAGE_DIRECTLY: self.consume_directly,
         }
 
-    def _ours(self, command: RemotingCommand) -> RemotingCommand:
+    def _as_broker(self, command: RemotingCommand) -> RemotingCommand:
         command.language, command.version = "JAVA", self._state.release.ordinal
         return command
 
@@ -86,13 +86,13 @@ class Relays:
                 "please upgrade it to V3_1_8_SNAPSHOT",
             )
 
-        def answered(answer: RemotingCommand | None) -> None:
-            if answer is None:
+        def on_response(response: RemotingCommand | None) -> None:
+            if response is None:
                 remark = f"consumer <{group}> <{client_id}> Timeout: {self._state.timing.relay_timeout_s:g} s"
-                answer = self._ours(command.make_response(ResponseCode.CONSUME_MSG_TIMEOUT, remark))
-            connection.respond(command, answer)  # the member's own code, remark, fields, language and body
+                response = self._as_broker(command.make_response(ResponseCode.CONSUME_MSG_TIMEOUT, remark))
+            connection.respond(command, response)  # the member's own code, remark, fields, language and body
 
-        member.connection.call(self._ours(relayed), self._state.timing.relay_timeout_s, answered)
+        member.connection.call(self._as_broker(relayed), self._state.timing.relay_timeout_s, on_response)
 
     # --- every member: 223
 
@@ -104,21 +104,23 @@ class Relays:
                 ResponseCode.SYSTEM_ERROR,
                 f"java.lang.NullPointerException: no consumer online in the group <{header.group}>",
             )
-        wanted = [member for member in online.members.values() if header.client_addr in (None, "", member.client_id)]
-        for member in wanted:
+        asked_members = [
+            member for member in online.members.values() if header.client_addr in (None, "", member.client_id)
+        ]
+        for member in asked_members:
             if member.version < _RESETS_SINCE:
                 remark = f"the client <{member.client_id}> is too old to tell its status"
                 raise Refused(ResponseCode.SYSTEM_ERROR, remark)
         found: dict[str, dict[MessageQueue, int]] = {}
 
         def finish() -> None:
-            answer = command.make_response(remark=_NOT_SET, body=encode_consumer_status_table(found))
-            connection.respond(command, self._ours(answer))
+            response = command.make_response(remark=_NOT_SET, body=encode_consumer_status_table(found))
+            connection.respond(command, self._as_broker(response))
 
-        self._ask_each(wanted, header, found, finish)
+        self._request_each(asked_members, header, found, finish)
         return None
 
-    def _ask_each(
+    def _request_each(
         self,
         members: list[Member],
         header: GetConsumerStatusHeader,
@@ -131,25 +133,25 @@ class Relays:
             return
         member, *others = members
 
-        def answered(answer: RemotingCommand | None) -> None:
-            if answer is not None and answer.code == ResponseCode.SUCCESS and answer.body:
+        def on_response(response: RemotingCommand | None) -> None:
+            if response is not None and response.code == ResponseCode.SUCCESS and response.body:
                 try:
-                    found[member.client_id] = decode_consumer_status(answer.body)
+                    found[member.client_id] = decode_consumer_status(response.body)
                 except ProtocolError:
                     pass  # a body it cannot read is a member that is missing from the answer
-            self._ask_each(others, header, found, finish)
+            self._request_each(others, header, found, finish)
 
-        question = RemotingCommand(
+        status_request = RemotingCommand(
             RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, {"topic": header.topic, "group": header.group}
         )
-        member.connection.call(self._ours(question), self._state.timing.status_timeout_s, answered)
+        member.connection.call(self._as_broker(status_request), self._state.timing.status_timeout_s, on_response)
 
     # --- resets: 222
 
     def reset(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = ResetOffsetHeader.from_fields(command.fields)
         if self._state.release.has_server_side_reset and self._state.config.use_server_side_reset_offset:
-            targets = self._reset_here(header)
+            targets = self._reset_at_broker(header)
             return command.make_response(body=encode_offset_table(targets))
         targets = self._reset_at_members(header, command.language)
         return command.make_response(remark=_NOT_SET, body=encode_offset_table(targets))
@@ -199,10 +201,10 @@ class Relays:
                 oneway=True,
                 code=RequestCode.RESET_CONSUMER_CLIENT_OFFSET,
             )
-            member.connection.oneway(self._ours(notice))
+            member.connection.oneway(self._as_broker(notice))
         return targets
 
-    def _reset_here(self, header: ResetOffsetHeader) -> dict[MessageQueue, int]:
+    def _reset_at_broker(self, header: ResetOffsetHeader) -> dict[MessageQueue, int]:
         """Store targets and mark their queues: the next pull of each is answered OFFSET_RESET."""
         state, release = self._state, self._state.release
         if state.is_slave:

@@ -36,8 +36,8 @@ class Release:
         # frames, texts and name server
         self.mirrors_header_type = not v5  # answers a binary header with a binary one, unless the pull was held
         self.names_bad_topics = number >= (5, 5, 0)
-        self.name_server_answers_unknown_code = v5
-        self.routes_tell_acting_master = v5
+        self.name_server_refuses_unknown_code = v5
+        self.routes_have_acting_master = v5
         # membership
         self.heartbeat_v2 = number >= (5, 1, 3)
         self.skips_members_of_unknown_groups = number >= (5, 1, 4)
@@ -45,7 +45,7 @@ class Release:
         self.longest_group = 120 if number >= (5, 5, 0) else 255
         # pulls
         self.lite_pull = v5
-        self.pull_tells_sys_flags = v5
+        self.pull_returns_sys_flags = v5
         self.negative_pull_is_error = not v5
         self.bad_queue_id = ResponseCode.INVALID_PARAMETER if number >= (5, 3, 2) else ResponseCode.SYSTEM_ERROR
         self.bad_topic_name = self.bad_queue_id
@@ -68,7 +68,7 @@ class Release:
         # sends
         self.adds_own_properties = number >= (5, 1, 0)  # MSG_REGION, TRACE_ON, WAIT and a missing UNIQ_KEY
         self.ends_properties = number >= (5, 2, 0)  # the last property is followed by 0x02, too
-        self.tells_transaction_id = v5
+        self.returns_transaction_id = v5
         self.refuses_empty_body = number >= (5, 1, 0)
         self.slave_refuses_sends_as_busy = v5
         self.batch_properties_in_items = number < (5, 5, 0)
@@ -80,7 +80,7 @@ class Release:
         self.timers = v5
         self.recall_handle = number >= (5, 3, 2)
         # administration
-        self.tells_pull_offset = v5
+        self.returns_pull_offset = v5
         self.topic_stats_cover_read_queues = number >= (5, 3, 0)
         self.topic_stats_put_tps = number >= (5, 3, 0)
         self.lists_topic_as_group = number == (5, 3, 3)

@@ -120,19 +120,19 @@ class Sends:
             properties[PropertyName.TRANSACTION_ID] = properties[PropertyName.UNIQUE_KEY]
         if not is_half and (out_ms := self._intake.timer_out_ms(properties)) is not None:
             properties[PropertyName.TIMER_OUT_MS] = str(out_ms)
-        placed = self._intake.put(self._message(header, connection, name, queue_id, body, properties))
+        result = self._intake.put(self._message(header, connection, name, queue_id, body, properties))
         fields = {
-            "msgId": state.offset_message_id(placed.commit_log_offset),
+            "msgId": state.offset_message_id(result.commit_log_offset),
             "queueId": str(queue_id),
-            "queueOffset": str(placed.queue_offset),
+            "queueOffset": str(result.queue_offset),
         }
-        fields.update(self._told_ids(name, properties))
+        fields.update(self._ids_for_response(name, properties))
         return fields
 
-    def _told_ids(self, topic: str, properties: dict[str, str]) -> dict[str, str]:
+    def _ids_for_response(self, topic: str, properties: dict[str, str]) -> dict[str, str]:
         """Return the ids that 5.x adds to an answer: the unique key, and what a timer can be recalled by."""
         release, unique_key = self._state.release, properties.get(PropertyName.UNIQUE_KEY)
-        if not release.tells_transaction_id or not unique_key:
+        if not release.returns_transaction_id or not unique_key:
             return {}
         due_ms = properties.get(PropertyName.TIMER_OUT_MS)
         if due_ms is None or not release.recall_handle:
@@ -165,14 +165,14 @@ class Sends:
             )
         if not messages:
             raise Refused(ResponseCode.MESSAGE_ILLEGAL, _ILLEGAL)
-        places = self._intake.store_all(messages)
+        results = self._intake.store_all(messages)
         fields = {
-            "msgId": ",".join(self._state.offset_message_id(placed.commit_log_offset) for placed in places),
+            "msgId": ",".join(self._state.offset_message_id(result.commit_log_offset) for result in results),
             "queueId": str(queue_id),
-            "queueOffset": str(places[0].queue_offset),
+            "queueOffset": str(results[0].queue_offset),
         }
         unique_key = common.get(PropertyName.UNIQUE_KEY)
-        if unique_key and release.tells_transaction_id:
+        if unique_key and release.returns_transaction_id:
             fields["transactionId"] = unique_key
         return fields
 

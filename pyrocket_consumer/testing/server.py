@@ -16,7 +16,7 @@ from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.protocol.frame import FrameBuffer, RemotingCommand
 from pyrocket_consumer.testing.clock import Clock, Timer
 from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.faults import Faults, meet
+from pyrocket_consumer.testing.faults import Faults, apply_fault
 from pyrocket_consumer.testing.recording import Changes, Recorded, RequestLog
 from pyrocket_consumer.transport.forks import close_in_children
 
@@ -103,15 +103,15 @@ class Server:
         """Listen."""
         async with self._opening:
             if self._listener is None:
-                place: dict[str, Any] = {"host": self.host, "port": self.port}
+                endpoint: dict[str, Any] = {"host": self.host, "port": self.port}
                 if self._reserved is not None:
-                    place = {"sock": self._bound()}
+                    endpoint = {"sock": self._bound()}
                 self._listener = await self.clock.loop.create_server(
-                    lambda: _ServerProtocol(self), **place, ssl=self._tls, backlog=512
+                    lambda: _ServerProtocol(self), **endpoint, ssl=self._tls, backlog=512
                 )
                 self._idle_check.start()
 
-    def accept_no_more(self) -> None:
+    def stop_accepting(self) -> None:
         """Let those wait who connect from now on. asyncio leaves open what it accepted just before the end."""
         for listening in self._listener.sockets if self._listener is not None else ():
             with suppress(NotImplementedError):  # loops of Windows
@@ -160,20 +160,20 @@ class Server:
             protocol.connection.close(True)
         self.changes.notify()
 
-    def chance(self) -> random.Random:
+    def random_for_connection(self) -> random.Random:
         """Return what decides about one more connection."""
         return random.Random(f"{self._seed} {next(self._accepted)}")
 
     def received(self, connection: Connection, command: RemotingCommand) -> None:
         if command.is_response:
-            connection.answered(command)
+            connection.receive_response(command)
             self.changes.notify()
             return
         at_s = self.clock.monotonic_s()
         try:
             fault = self.faults.take(command)
             if fault is not None:
-                meet(fault, _SocketExchange(self, connection, command))
+                apply_fault(fault, _SocketExchange(self, connection, command))
         except Exception as error:  # the test's own fault or condition: it fails when the cluster is closed
             self.on_failure(self.address, error)
             connection.close(True)
@@ -236,7 +236,7 @@ class _ServerProtocol(asyncio.BufferedProtocol):
         self._frames = FrameBuffer()
         self._transport: asyncio.Transport | None = None
         self._out: list[bytes] | None = None  # while commands are handled, what they write; sent at once after
-        self._chance = server.chance()  # which of its requests overtake each other
+        self._random = server.random_for_connection()  # which of its requests overtake each other
         self.last_active_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -263,17 +263,17 @@ class _ServerProtocol(asyncio.BufferedProtocol):
             self._close(False)  # as a real server: no answer to bytes that are not frames
             return
         if self._server.side_by_side_s:
-            self._later(commands)
+            self._handle_out_of_order(commands)
         else:
             self._received(commands)
 
-    def _later(self, commands: Iterable[RemotingCommand]) -> None:
+    def _handle_out_of_order(self, commands: Iterable[RemotingCommand]) -> None:
         """Let requests begin one by one, in another order; answers are taken at once."""
         for command in commands:
             if command.is_response:
                 self._received([command])
             else:
-                begin_s = self.last_active_s + self._chance.uniform(0, self._server.side_by_side_s)
+                begin_s = self.last_active_s + self._random.uniform(0, self._server.side_by_side_s)
                 self._server.clock.loop.call_at(begin_s, self._received_if_open, command)
 
     def _received_if_open(self, command: RemotingCommand) -> None:

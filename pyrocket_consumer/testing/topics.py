@@ -55,8 +55,8 @@ def name_defect(kind: str, name: str, longest: int, release: Release) -> str | N
     if not name.strip():
         return f"The specified {kind} is blank."
     if not _LEGAL.fullmatch(name):
-        told = f": {name}," if release.names_bad_topics else ""
-        return f"The specified {kind}{told} contains illegal characters, allowing only ^[%|a-zA-Z0-9_-]+$"
+        quoted_name = f": {name}," if release.names_bad_topics else ""
+        return f"The specified {kind}{quoted_name} contains illegal characters, allowing only ^[%|a-zA-Z0-9_-]+$"
     if len(name) > longest:
         return f"The specified {kind} is longer than {kind} max length."
     return None
@@ -127,7 +127,7 @@ class Topics:
         self._topics = dict(other._topics)
         self._changed()
 
-    def for_send(self, name: str, template: str, wanted_queues: int) -> TopicConfig | None:
+    def for_send(self, name: str, template: str, max_queues: int) -> TopicConfig | None:
         """Return the topic to send to, made from the template topic if that is allowed; None when it is not."""
         known = self._topics.get(name)
         if known is not None:
@@ -136,7 +136,7 @@ class Topics:
         if template == DEFAULT_TOPIC and not self._config.auto_create_topic_enable:
             base = None
         if base is not None and base.perm & PERM_INHERIT:
-            queues = max(0, min(wanted_queues, base.write_queues))
+            queues = max(0, min(max_queues, base.write_queues))
             return self.put(TopicConfig(name, queues, queues, base.perm & ~PERM_INHERIT, base.sys_flag))
         if name.startswith((RETRY_PREFIX, DLQ_PREFIX)):
             return self.for_group(name, 1)

@@ -20,7 +20,7 @@ from pyrocket_consumer.testing.topics import CHECKED_TOO_OFTEN_TOPIC, HALF_TOPIC
 
 
 @dataclass(slots=True)
-class _Half:
+class _HalfMessage:
     """A half message nobody decided about yet."""
 
     commit_log_offset: int
@@ -34,8 +34,8 @@ class Transactions:
     def __init__(self, state: BrokerState, intake: Intake) -> None:
         self._state = state
         self._intake = intake
-        self._open: dict[int, _Half] = {}  # by offset in the half topic
-        self._seen = 0
+        self._open: dict[int, _HalfMessage] = {}  # by offset in the half topic
+        self._next_offset = 0
 
     def handlers(self) -> Handlers:
         return {RequestCode.END_TRANSACTION: self.end}
@@ -54,7 +54,7 @@ class Transactions:
         half = self._half(header)
         if commits:
             self._commit(half)
-        self._look()
+        self._read_new()
         self._open.pop(half.queue_offset, None)
         return command.make_response()
 
@@ -70,26 +70,26 @@ class Transactions:
             raise Refused(ResponseCode.SYSTEM_ERROR, "The transaction state table offset wrong")
         return half
 
-    def _look(self) -> None:
+    def _read_new(self) -> None:
         """Take note of the half messages that came since the last look."""
         queue = self._state.store.queue(HALF_TOPIC, 0)
-        if queue is None or queue.max_offset < self._seen:  # the store was lost
-            self._seen = 0
+        if queue is None or queue.max_offset < self._next_offset:  # the store was lost
+            self._next_offset = 0
             self._open.clear()
         if queue is None:
             return
-        for offset in range(max(self._seen, queue.min_offset), queue.max_offset):
+        for offset in range(max(self._next_offset, queue.min_offset), queue.max_offset):
             half = read_record(queue.records[offset - queue.min_offset])
-            self._open[offset] = _Half(half.commit_log_offset, self._state.clock.monotonic_s())
-        self._seen = queue.max_offset
+            self._open[offset] = _HalfMessage(half.commit_log_offset, self._state.clock.monotonic_s())
+        self._next_offset = queue.max_offset
 
     def take_over(self, other: Transactions) -> None:
         """Decide from now on about the half messages of another broker, whose master role this one takes."""
-        other._look()
-        self._open, self._seen = other._open, other._seen
-        other._open, other._seen = {}, other._seen
+        other._read_new()
+        self._open, self._next_offset = other._open, other._next_offset
+        other._open, other._next_offset = {}, other._next_offset
 
-    def _message(self, half: _Half) -> StoredMessage | None:
+    def _message(self, half: _HalfMessage) -> StoredMessage | None:
         found = self._state.store.record_at(half.commit_log_offset)
         return _restored(read_record(found[1])) if found is not None else None
 
@@ -110,7 +110,7 @@ class Transactions:
 
     def check(self) -> None:
         """Ask producers about half messages older than transactionTimeOut; give up after transactionCheckMax times."""
-        self._look()
+        self._read_new()
         config, now_s = self._state.config, self._state.clock.monotonic_s()
         for offset, half in list(self._open.items()):
             message = self._message(half)
@@ -126,9 +126,9 @@ class Transactions:
                 del self._open[offset]
                 continue
             half.checks += 1
-            self._ask(offset, half, message)
+            self._send_check(offset, half, message)
 
-    def _ask(self, offset: int, half: _Half, message: StoredMessage) -> None:
+    def _send_check(self, offset: int, half: _HalfMessage, message: StoredMessage) -> None:
         state = self._state
         properties = {**properties_of(message), PropertyName.TRANSACTION_CHECK_TIMES: str(half.checks)}
         producers = state.members.producers(properties.get(PropertyName.PRODUCER_GROUP, ""))
@@ -147,9 +147,9 @@ class Transactions:
             topic=HALF_TOPIC if state.release.is_v5 else None,
             broker_name=state.config.broker_name,
         )
-        question = request(header, bytes(record), oneway=True)
-        question.language, question.version = "JAVA", state.release.ordinal
-        state.random.choice(producers).connection.oneway(question)
+        check_request = request(header, bytes(record), oneway=True)
+        check_request.language, check_request.version = "JAVA", state.release.ordinal
+        state.random.choice(producers).connection.oneway(check_request)
 
 
 def _restored(half: StoredMessage) -> StoredMessage:
