@@ -1,4 +1,4 @@
-"""RocketMQ for PySpark: the data source `rocketmq`, and how far a query is behind."""
+"""RocketMQ for PySpark: the data source `rocketmq`, and the lag of a query."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Lag", "LagListener", "lag", "register"]
 
 
 def register(spark: SparkSession, *, ship: bool = False) -> None:
-    """Make `format("rocketmq")` known to a session. Where this package is installed, newer sessions know it already.
+    """Register `format("rocketmq")` in a session. A newer session finds it by itself if this package is installed.
 
-    With `ship` the package travels to Spark's other processes, also to the one that plans streams, which does not see
-    `--py-files`. What it depends on (filelock, orjson, numpy, pyarrow) must be installed there. Where the package is
-    installed, too, that one is used.
+    With `ship`, Spark's other processes get a copy of this package. That includes the process that plans streams, which
+    does not see `--py-files`. The dependencies (filelock, orjson, numpy, pyarrow) must be installed there. A process
+    uses its installed package, if it has one, and not the copy.
 
     Raises:
-        ConfigError: a package that this needs is not installed; the text says how to install it.
+        ConfigError: a required package is not installed; the text names the command that installs it.
     """
     source = _module("shipping").shipped_source() if ship else _module("data_source").RocketMQDataSource
     spark.dataSource.register(source)

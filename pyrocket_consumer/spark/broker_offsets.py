@@ -64,7 +64,7 @@ MAX_CONCURRENT_CALLS = 64
 """Most calls in progress to one broker."""
 
 CLOCK_SKEW_MS = 10_000
-"""How far apart the clocks of brokers may be that were masters of one queue."""
+"""The most by which the clocks of one queue's masters may differ."""
 
 _GROUP_SIZE = 32  # calls that are sent and awaited as one: that takes less than half the time of single calls
 
@@ -363,7 +363,7 @@ class BrokerOffsets:
         return self._fetch_each(by_queue.keys(), lambda queue: self._narrow_by_time(by_queue[queue], stored_ms))
 
     async def _narrow_by_time(self, whole: QueueRange, stored_ms: Span) -> QueueRange:
-        """Search both edges, and accept an offset only if the messages there confirm it. A wrong edge would lose messages.
+        """Search both edges. Accept an offset only if the messages there confirm it, or messages could be lost.
 
         The search has a margin of CLOCK_SKEW_MS, because store times within a queue may be out of order by that much.
         One message with a wrong clock misleads a search. So the neighbour and the last message must confirm it, too.

@@ -1,4 +1,4 @@
-"""Messages that should be read, and cannot be any more."""
+"""The error for messages that should be read and no longer exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pyrocket_consumer.spark.ranges import QueueRange
 
 
 class DataLoss(RocketError):
-    """A range of a queue is not there (any more). With failOnDataLoss=false the text is a warning instead."""
+    """A range of a queue does not exist, or no longer does. With failOnDataLoss=false its text is a warning."""
 
     def __init__(self, wanted: QueueRange, available: str, reason: str) -> None:
         super().__init__(wanted, available, reason)
@@ -18,5 +18,5 @@ class DataLoss(RocketError):
         return (
             f"data loss in queue {self.wanted.queue}: wanted offsets from {begin} "
             f"{f'up to {end}' if end > begin else 'on'}, available {self.available}; {self.reason}. With the option "
-            "failOnDataLoss=false a query goes on with what there is"
+            "failOnDataLoss=false a query continues with the remaining messages"
         )

@@ -1,4 +1,4 @@
-"""The data source `rocketmq`: what Spark asks for readers and writers."""
+"""The data source `rocketmq`, which makes readers and writers for Spark."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from pyrocket_consumer.spark.source import BatchReader, FilteredBatchReader, Ref
 class RocketMQDataSource(DataSource):
     """Reads and writes RocketMQ topics: `spark.readStream.format("rocketmq").option("subscribe", "orders")…`.
 
-    Made anew for every query and, in a sink, every batch, so it does nothing but look at options. It does not show
-    them: secrets are among them.
+    Spark creates one for every query and, in a sink, for every batch. So it only checks options. Its repr does not show
+    them, because they may hold secrets.
 
     Raises:
         ConfigError: an option is unknown or wrong.
@@ -40,14 +40,14 @@ class RocketMQDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return what comes after `format`."""
+        """Return the name to pass to `format`."""
         return "rocketmq"
 
     def schema(self) -> StructType:
         """Return the columns to read when the user names none.
 
         Raises:
-            ConfigError: the options do not say what to read.
+            ConfigError: no option chooses topics or queues to read.
         """
         parse_source(self.options, streaming=None)
         return project_schema(None)
@@ -62,11 +62,11 @@ class RocketMQDataSource(DataSource):
         if not options.push_filters:
             return BatchReader(options, project_schema(schema))
         if not PUSHES_FILTERS:
-            raise ConfigError("option pushFilters=true needs PySpark 4.1 or newer; leave it out, or install that")
+            raise ConfigError("option pushFilters=true needs PySpark 4.1 or newer; remove it, or install that")
         return FilteredBatchReader(options, project_schema(schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        """Return the reader of a stream; what is wrong with the options it says itself."""
+        """Return the reader of a stream. With wrong options, its first call raises the error."""
         try:
             return StreamReader(parse_source(self.options, streaming=True), project_schema(schema))
         except ConfigError as error:
@@ -84,7 +84,7 @@ class RocketMQDataSource(DataSource):
         return sink.batch_writer(schema, options)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
-        """Return the writer of a stream; `overwrite` tells of output mode complete, whose results are all sent.
+        """Return the writer of a stream. `overwrite` means output mode complete, whose results are all sent.
 
         Raises:
             ConfigError: the options or the columns are wrong.

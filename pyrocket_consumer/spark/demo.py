@@ -168,7 +168,7 @@ class Demo:
 
 
 class Table:
-    """A listener that collects the counts. It recognizes duplicates of the sink by their marks, and counts them once."""
+    """A listener that collects the counts. The sink's marks identify duplicates, which count once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

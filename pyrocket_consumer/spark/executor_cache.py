@@ -1,4 +1,4 @@
-"""What an executor's Python worker keeps between tasks: connections are dear, tasks are many."""
+"""A cache of connected objects in an executor's Python worker, because connections are costly and tasks are many."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar
 
 IDLE_S = 60.0
-"""What no task has asked for in this time is closed when the next task asks for something else."""
+"""An object that no task has used for this time is closed at the next call of `get_or_create`."""
 
 
 class Closable(Protocol):
-    """What can be kept."""
+    """An object that can be cached."""
 
     def close(self) -> None:
         """Disconnect."""
@@ -31,10 +31,10 @@ _pid = os.getpid()
 def get_or_create(
     kind: type[T], key: Hashable, make: Callable[[], T], clock: Callable[[], float] = time.monotonic
 ) -> T:
-    """Return this process's `kind` for `key`, made by the first task that asks.
+    """Return this process's `kind` for `key`; the first task that needs it makes it.
 
-    A worker has one task at a time. Workers are forked from a daemon; what its parent kept is not ours. At the end
-    nothing is closed: Spark ends a worker that has had no task for a minute, and its threads are daemons.
+    A worker has one task at a time. Workers are forked from a daemon, and do not use the objects of their parent.
+    Nothing is closed at the end of a worker: its threads are daemons. Spark ends a worker that is idle for a minute.
     """
     global _pid
     with _lock:
@@ -51,13 +51,13 @@ def get_or_create(
 
 
 def discard(kind: type[Closable], key: Hashable) -> None:
-    """Make the next task start afresh, after what is kept proved broken."""
+    """Drop a broken object, so that the next task makes a new one."""
     with _lock:
         _cache.pop((kind, key), None)
 
 
 def close_all() -> None:
-    """Disconnect everything, for instance at the end of a notebook that has read without Spark."""
+    """Close every cached object, for instance at the end of a notebook that has read without Spark."""
     with _lock:
         for each in _cache.values():
             each.close()
@@ -66,7 +66,7 @@ def close_all() -> None:
 
 
 def is_first_time(what: str) -> bool:
-    """Tell whether no task of this process has asked about `what` before: of what is worth one line, not thousands."""
+    """Return whether this is the first call with `what` in this process. Use it to log a line once, not per task."""
     with _lock:
         if what in _seen:
             return False

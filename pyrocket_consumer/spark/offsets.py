@@ -1,14 +1,15 @@
-"""How far a query is, as JSON in Spark's checkpoint, and which ranges lie between two such places.
+"""The offsets of a query, as JSON in Spark's checkpoint, and the ranges between two of them.
 
     {"version": 1, "queues": {"orders": {"broker-a": {"0": 120, "1": 98}}},
      "from": {"orders": {"broker-a": {"0": 100, "1": 98}}},
      "seen": {"orders": {"broker-a": 1714557600000}}}
 
-`queues` are the offsets to read next. `from` is where the queues begin that the offset before did not name: all of
-them in the first batch; and those that go on elsewhere, because their messages were lost. `seen` is when a broker was
-last asked, in milliseconds since 1970: what was stored since is not read. `"initial": true` marks the place before the
-first batch, which is not the same when it is asked for again; a batch that is repeated must not depend on it. Spark
-compares offsets as text, so equal ones are written alike.
+`queues` has the next offset to read of each queue. `from` has the start of each queue that the offset before does not
+name, which is every queue in the first batch. It also has the queues that continue elsewhere after a loss of messages.
+`seen` has the time of the last request to a broker, in milliseconds since 1970. No message stored later was read.
+
+`"initial": true` marks the offset before the first batch. Spark may ask for it twice and get different values, so a
+repeated batch must not depend on it. Spark compares offsets as text, so equal ones are written alike.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class SourceOffset:
-    """The offset to read next, per queue; `begins` are those of queues that are new in it, or go on elsewhere.
+    """The next offset to read of each queue. `begins` has the start of queues that are new or continue elsewhere.
 
-    `seen_ms` has, by topic and broker name, a time since when nothing stored there was read.
+    `seen_ms` has a time by topic and broker name. No message stored there since that time was read.
     """
 
     queues: Mapping[MessageQueue, int]
@@ -38,7 +39,7 @@ class SourceOffset:
 
 
 def encode_offset(offset: SourceOffset) -> dict[str, Any]:
-    """Return `offset` as Spark writes it down; equal ones give the same text."""
+    """Return `offset` in the form that Spark stores; equal offsets give the same text."""
     encoded: dict[str, Any] = {"version": VERSION, "queues": _nest(offset.queues)}
     if offset.begins:
         encoded["from"] = _nest(offset.begins)
@@ -50,32 +51,32 @@ def encode_offset(offset: SourceOffset) -> dict[str, Any]:
 
 
 def decode_offset(encoded: Mapping[str, Any]) -> SourceOffset:
-    """Return the offset that `encode_offset` gave, or a release before this one.
+    """Return the offset that `encode_offset` of this release or an older one has encoded.
 
     Raises:
-        ConfigError: a newer release wrote it, or it is none.
+        ConfigError: a newer release wrote it, or it is not an offset of this source.
     """
     version = encoded.get("version") if isinstance(encoded, Mapping) else None
     if isinstance(version, int) and version > VERSION:
         raise ConfigError(
-            "the checkpoint was written by a newer release of pyrocket-consumer: its offsets have version "
-            f"{version!r:.20}, and this release reads up to {VERSION}; install the newer release again, or use another "
-            "checkpoint"
+            f"the checkpoint has offsets of version {version!r:.20}, written by a newer release of pyrocket-consumer; "
+            f"this release reads up to {VERSION}. Install the newer release again, or use another checkpoint"
         )
     if version != VERSION:
-        raise ConfigError(f"{encoded!r:.200} in the checkpoint is no offset of this source; use another checkpoint")
+        raise ConfigError(f"{encoded!r:.200} in the checkpoint is not an offset of this source; use another checkpoint")
     return SourceOffset(
         _flatten(encoded, "queues"), _flatten(encoded, "from"), encoded.get("initial") is True, _read_seen(encoded)
     )
 
 
 def ranges_between(start: SourceOffset, end: SourceOffset) -> list[QueueRange]:
-    """Return what a batch from `start` to `end` reads, by queue; always the same for the same `end` of a new query.
+    """Return the range of each queue that a batch from `start` to `end` reads.
 
-    A queue whose end is not beyond its begin has nothing: after a crash the start of a new query may be.
+    The first batch of a query depends on `end` alone. After a crash its `start` may be later than `end`, so a queue
+    whose end is not above its start is skipped.
 
     Raises:
-        ConfigError: a queue of `end` has no begin, so the two are not of one query.
+        ConfigError: a queue of `end` has no start, so the two offsets belong to different queries.
     """
     if start == end or end.initial:
         return []
@@ -84,7 +85,7 @@ def ranges_between(start: SourceOffset, end: SourceOffset) -> list[QueueRange]:
         stop = end.queues[queue]
         begin = end.begins.get(queue, start.queues.get(queue))
         if begin is None:
-            raise ConfigError(f"the checkpoint does not say where {queue} begins; use another checkpoint")
+            raise ConfigError(f"the checkpoint has no start offset of {queue}; use another checkpoint")
         if begin < stop:
             ranges.append(QueueRange(queue, begin, stop))
     return ranges
@@ -122,13 +123,13 @@ def _flatten(encoded: Mapping[str, Any], name: str) -> dict[MessageQueue, int]:
 
 def _check_number(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError("a number that is no offset and no time, which are whole, from 0 to 2^63-1")
+        raise ValueError("a value that is not an offset or a time: a whole number from 0 to 2^63-1")
     return value
 
 
 def _check_queue_id(text: str) -> int:
     if len(text) > 10 or not 0 <= (queue_id := int(text)) < 2**31:
-        raise ValueError(f"{text!r:.50} is no queue, which have numbers from 0 to 2^31-1")
+        raise ValueError(f"{text!r:.50} is not a queue id, a number from 0 to 2^31-1")
     return queue_id
 
 

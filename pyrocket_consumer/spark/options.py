@@ -1,6 +1,6 @@
 """The options of the data source, checked when `load()` or `save()` is called.
 
-Each value travels to the executors inside pickled settings. Secrets show in no repr.
+Executors get them as pickled settings. No repr shows a secret.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
 
 DEFAULT_GROUP = "pyrocket-spark"
-"""The group in whose name queues are read when the user names none; it has no progress."""
+"""The group to pull with when the user names none; no offsets are committed for it."""
 
 EARLIEST = -2
 LATEST = -1
@@ -91,7 +91,7 @@ NAMES = (
     "autoCreateTopic",
     "dedupProperties",
 )
-"""Every option there is, as the documentation writes it; Spark hands them over in lower case."""
+"""Every option, as the documentation writes it. Spark passes their names in lower case."""
 
 _OPTION_NAMES = {
     "name_server": "nameServer",
@@ -101,7 +101,7 @@ _OPTION_NAMES = {
     "deliver_at": "deliverAt",
     "max_message_bytes": "maxMessageBytes",
     "auto_create_topic": "autoCreateTopic",
-}  # what Python's arguments are called in options and columns
+}  # the option or column of each Python argument
 _ARGUMENT = re.compile(rf"(?<![\w'\"])({'|'.join(_OPTION_NAMES)})(?![\w'\"])")  # in quotes it is a value
 
 _SPARK_OPTIONS = frozenset({"path", "paths", "checkpointlocation", "queryname", "outputmode", "numpartitions"})
@@ -119,7 +119,7 @@ _UNITS_S = {
 
 
 class DamagedBodies(StrEnum):
-    """What becomes of a message whose body cannot be unpacked."""
+    """The treatment of a message whose body cannot be unpacked."""
 
     FAIL = "fail"
     SKIP = "skip"
@@ -128,7 +128,7 @@ class DamagedBodies(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """Where the cluster is, and how to prove who we are."""
+    """The addresses of the cluster, and the credentials."""
 
     name_server: str
     namespace: str | None = None
@@ -143,10 +143,10 @@ class ClientOptions:
     retries: int | None = None
 
     def config(self) -> ClientConfig:
-        """Return the settings of a client; made where it is used, because a TLS context cannot travel.
+        """Return the settings of a client. Call this in the process that uses them: a TLS context cannot be pickled.
 
         Raises:
-            ConfigError: the file of authorities is not there, or not such a file.
+            ConfigError: the file of authorities is missing or cannot be read.
         """
         tls: bool | SSLContext = self.tls
         if self.tls and self.tls_ca_file:
@@ -166,13 +166,13 @@ class ClientOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """What a task must know to read its ranges."""
+    """The settings of a task that reads ranges."""
 
     client: ClientOptions
     group: str = DEFAULT_GROUP
-    """The group to pull with, as brokers know it: in the namespace, if there is one."""
+    """The group to pull with, as brokers name it: within the namespace, if there is one."""
     selector: Subscription = field(default_factory=lambda: Subscription(""))
-    """Which messages of a topic, of any topic: its own topic is empty."""
+    """The filter for messages of any topic; the topic in it is empty."""
     pull_batch_size: int = 32
     pulls_in_flight: int = 16
     fail_on_data_loss: bool = True
@@ -181,17 +181,17 @@ class ReadOptions:
     max_body_bytes: int = 64 << 20
 
     def retry_policy(self, clock: Callable[[], float] = time.monotonic) -> RetryPolicy:
-        """Return how long to try again what heals: nobody answers, or says that it cannot just now."""
+        """Return the policy for errors that may pass: no response, or a busy broker."""
         return RetryPolicy(self.read_timeout_s, self.client.retries, clock)
 
     def startup_grace(self, clock: Callable[[], float] = time.monotonic) -> RetryPolicy:
-        """Return how long to ask again a broker that says it lacks what should be there: one that starts does that."""
+        """Return the policy for a broker that lacks expected data, as a broker that starts does for a while."""
         return RetryPolicy(min(self.client.request_timeout_s, self.read_timeout_s), None, clock)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinkOptions:
-    """What a task must know to send its rows."""
+    """The settings of a task that sends rows."""
 
     client: ClientOptions
     topic: str | None = None
@@ -204,12 +204,12 @@ class SinkOptions:
     dedup_properties: bool = True
 
     def retry_policy(self, clock: Callable[[], float] = time.monotonic) -> RetryPolicy:
-        """Return how long to try again what heals and no send waits for: nobody answers who knows a way."""
+        """Return the policy for errors that may pass and that a send does not retry: no route, or no name server."""
         return RetryPolicy(self.send_timeout_s, self.client.retries, clock)
 
 
 class NamedOffset(StrEnum):
-    """Places in a queue that have a name."""
+    """Offsets that have a name."""
 
     EARLIEST = "earliest"
     LATEST = "latest"
@@ -218,13 +218,13 @@ class NamedOffset(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GivenOffsets:
-    """Offsets given as JSON: by (topic, broker, queue id), where None stands for all that there are."""
+    """Offsets given as JSON: by (topic, broker, queue id), where None means all brokers or queues."""
 
     option: str
     offsets: Mapping[tuple[str, str | None, int | None], int]
 
     def offset(self, queue: MessageQueue) -> int | None:
-        """Return what is given for `queue`: an offset, EARLIEST, LATEST; None if nothing is."""
+        """Return the value for `queue`: an offset, EARLIEST or LATEST; None without one."""
         topic, broker, queue_id = queue.topic, queue.broker_name, queue.queue_id
         for key in ((topic, broker, queue_id), (topic, broker, None), (topic, None, None)):
             if (offset := self.offsets.get(key)) is not None:
@@ -232,7 +232,7 @@ class GivenOffsets:
         return None
 
     def check(self, queues: Iterable[MessageQueue]) -> None:
-        """Raise ConfigError unless these are the queues that are given: each of them, and no others."""
+        """Raise ConfigError unless each of `queues`, and no other queue, has a value."""
         queues = sorted(queues)
         if lacking := [queue for queue in queues if self.offset(queue) is None]:
             raise ConfigError(f"option {self.option} covers all queues to read or none; it lacks {listed(lacking)}")
@@ -249,8 +249,8 @@ class GivenOffsets:
             "/".join(str(part) for part in key if part is not None) for key in self.offsets if key not in there
         ]:
             raise ConfigError(
-                f"option {self.option} names {listed(sorted(unknown))}, of which there is nothing to read; "
-                f"there are {listed(queues)}"
+                f"option {self.option} names {listed(sorted(unknown))}, which the query does not read; "
+                f"it reads {listed(queues)}"
             )
 
 
@@ -288,13 +288,13 @@ class StoredAtByTopic:
         """Raise ConfigError if one of the topics is not chosen to be read."""
         if unknown := sorted(topic for topic in self.timestamps_ms if not is_chosen(topic)):
             raise ConfigError(
-                f"option {self.option} names {listed(unknown)}, which no option chooses to be read; leave that out, or "
+                f"option {self.option} names {listed(unknown)}, which no option chooses to read; remove it, or "
                 "read it, too"
             )
 
 
 Bound = NamedOffset | GivenOffsets | StoredAt | StoredAtByTopic
-"""Where reading begins or ends."""
+"""The start or the end of a read."""
 
 TIME_BOUNDS = (StoredAt, StoredAtByTopic)
 """The bounds that are times."""
@@ -302,7 +302,7 @@ TIME_BOUNDS = (StoredAt, StoredAtByTopic)
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSizes:
-    """How many tasks read what there is, and how much each. Sizes are numbers of offsets."""
+    """The number of tasks and the size of each. Sizes are numbers of offsets."""
 
     min_partitions: int | None = None
     max_partitions: int | None = None
@@ -312,7 +312,7 @@ class TaskSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """What the driver must know to find queues, and to plan what of them is read. Names are as brokers know them.
+    """The settings of the driver, which finds queues and plans batches. Names are those that brokers use.
 
     One of `topics`, `pattern` and `assigned` is set.
     """
@@ -337,17 +337,17 @@ class SourceOptions:
         return self.read.client
 
     def chooses(self, topic: str) -> bool:
-        """Tell whether something of `topic` is to be read."""
+        """Return whether the options choose at least one queue of `topic`."""
         if self.pattern is not None:
             return re.fullmatch(self.pattern, unwrap(self.client.namespace, topic)) is not None
         return topic in self.topics or any(queue.topic == topic for queue in self.assigned)
 
 
 def parse_source(options: Mapping[str, str], streaming: bool | None) -> SourceOptions:
-    """Return what `options` say about reading; None for `streaming` means that it is not known yet.
+    """Return the parsed `options` for reading; None for `streaming` means not known yet.
 
     Raises:
-        ConfigError: an option is missing, unknown or wrong; the text names it, its value, and what is allowed.
+        ConfigError: an option is missing, unknown or wrong; the text has its name, its value, and the allowed values.
     """
     given = _RawOptions(options)
     parsed = _source(given)
@@ -361,9 +361,9 @@ def parse_source(options: Mapping[str, str], streaming: bool | None) -> SourceOp
     if streaming is True:
         for name in ("endingOffsets", "endingTimestamp"):
             if given.text(name) is not None:
-                raise ConfigError(f"option {name} is for batch reads; a stream has no end, so leave it out")
+                raise ConfigError(f"option {name} is for batch reads; a stream has no end, so remove it")
         if parsed.push_filters:
-            raise ConfigError("option pushFilters=true is for batch reads; streams get no filters, so leave it out")
+            raise ConfigError("option pushFilters=true is for batch reads; streams get no filters, so remove it")
     if streaming is False:
         if parsed.start is NamedOffset.LATEST:
             raise ConfigError("option startingOffsets='latest' is for streams; a batch read would be empty")
@@ -386,10 +386,10 @@ def _check_times(start: Bound | None, end: Bound) -> None:
 
 
 def parse_sink(options: Mapping[str, str]) -> SinkOptions:
-    """Return what `options` say about writing.
+    """Return the parsed `options` for writing.
 
     Raises:
-        ConfigError: an option is missing, unknown or wrong; the text names it, its value, and what is allowed.
+        ConfigError: an option is missing, unknown or wrong; the text has its name, its value, and the allowed values.
     """
     given = _RawOptions(options)
     topic = given.text("topic")
@@ -407,14 +407,14 @@ def parse_sink(options: Mapping[str, str]) -> SinkOptions:
 
 
 def check_options(options: Mapping[str, str]) -> None:
-    """Raise ConfigError if an option is wrong whatever the data source is going to be used for."""
+    """Raise ConfigError if an option is wrong for reading and for writing."""
     given = _RawOptions(options)
     _source(given)
     parse_sink({name: value for name, value in options.items() if name.lower() != "topic"})
 
 
 def _source(given: _RawOptions) -> SourceOptions:
-    """Return what is given about reading, be it enough or not."""
+    """Return the options for reading. They may be incomplete."""
     client = _client(given)
     topics, pattern, assigned = _selection(given, client.namespace)
     group = given.text("consumerGroup")
@@ -503,7 +503,7 @@ def _allowed_addresses(text: str) -> tuple[str, ...]:
 def _selection(
     given: _RawOptions, namespace: str | None
 ) -> tuple[tuple[str, ...], str | None, tuple[MessageQueue, ...]]:
-    """Return the topics, the pattern or the queues to read; at most one of the three is there."""
+    """Return the topics, the pattern or the queues to read; at most one of the three is set."""
     names = ("subscribe", "topic", "subscribePattern", "assign")
     chosen = [name for name in names if given.text(name) is not None]
     if len(chosen) > 1:
@@ -516,7 +516,9 @@ def _selection(
         try:
             re.compile(text)
         except re.error as error:
-            raise ConfigError(f"option subscribePattern={safe_repr(text)} is no regular expression: {error}") from error
+            raise ConfigError(
+                f"option subscribePattern={safe_repr(text)} is not a regular expression: {error}"
+            ) from error
         return (), text, ()
     if name == "assign":
         return (), None, _assigned(text, namespace)
@@ -554,19 +556,19 @@ def _selector(given: _RawOptions) -> Subscription:
     if tags is not None:
         raise ConfigError(f"options {name} and sqlFilter exclude each other; give one of them")
     if not sql.strip():
-        raise ConfigError(f"option sqlFilter={sql!r} is empty; give an SQL92 expression on properties, or leave it out")
+        raise ConfigError(f"option sqlFilter={sql!r} is empty; give an SQL92 expression on properties, or remove it")
     return Subscription("", sql, frozenset(), SQL92)
 
 
 def _bound(
     given: _RawOptions, edge: str, namespace: str | None, allowed: tuple[NamedOffset, ...], group: str | None
 ) -> Bound | None:
-    """Return where reading begins or ends; a time wins over offsets."""
+    """Return the start or the end of a read; a time takes precedence over offsets."""
     option, offsets = f"{edge}Offsets", given.text(f"{edge}Offsets")
     bound: Bound | None = None
     if offsets is not None:
         word = offsets.strip().lower()
-        word = {"first": "earliest", "last": "latest"}.get(word, word)  # as consumers and the shell say
+        word = {"first": "earliest", "last": "latest"}.get(word, word)  # the words of consumers and the shell
         names = ", ".join(repr(each.value) for each in allowed)
         if word in [each.value for each in allowed]:
             bound = NamedOffset(word)
@@ -588,11 +590,11 @@ def _bound(
 
 def _given_offsets(option: str, text: str, namespace: str | None, lowest: int) -> GivenOffsets:
     words = "-1 (latest) and -2 (earliest)" if lowest == EARLIEST else "-1 (latest)"
-    allowed = f'give JSON like {{"orders": {{"broker-a": {{"0": 23}}}}}}, where {words} may stand for an offset'
+    allowed = f'give JSON like {{"orders": {{"broker-a": {{"0": 23}}}}}}, where {words} may replace an offset'
     offsets: dict[tuple[str, str | None, int | None], int] = {}
 
-    def add(key: tuple[str, str | None, int | None], offset: object, integer: bool) -> None:
-        if not _is_integer(offset) or offset < lowest or (integer and offset >= 0) or offset > _MAX_OFFSET:
+    def add(key: tuple[str, str | None, int | None], offset: object, only_named: bool) -> None:
+        if not _is_integer(offset) or offset < lowest or (only_named and offset >= 0) or offset > _MAX_OFFSET:
             where = "/".join(str(part) for part in key if part is not None)
             raise ConfigError(f"option {option}: {safe_repr(offset)} for {where} is not allowed; {allowed}")
         offsets[key] = offset
@@ -609,7 +611,7 @@ def _given_offsets(option: str, text: str, namespace: str | None, lowest: int) -
             for queue_id, offset in queues.items():
                 if not re.fullmatch("0|[1-9][0-9]{0,9}", queue_id):
                     wrong = safe_repr(queue_id)
-                    raise ConfigError(f"option {option}: {wrong} of {topic}/{broker} is no queue id; {allowed}")
+                    raise ConfigError(f"option {option}: {wrong} of {topic}/{broker} is not a queue id; {allowed}")
                 add((name, broker, int(queue_id)), offset, False)
     return GivenOffsets(option, offsets)
 
@@ -635,10 +637,12 @@ def _timestamp_ms(option: str, text: str, where: str = "") -> int:
         try:
             at = datetime.fromisoformat(text.strip())
         except ValueError as error:
-            raise ConfigError(f"option {option}={safe_repr(text)}{where} is no time; {allowed}") from error
+            raise ConfigError(f"option {option}={safe_repr(text)}{where} is not a time; {allowed}") from error
         if at.tzinfo is None:
             raise ConfigError(f"option {option}={safe_repr(text)}{where} has no time zone; {allowed}")
-        at_ms = -((datetime(1970, 1, 1, tzinfo=UTC) - at) // timedelta(milliseconds=1))  # up: at this time or later
+        at_ms = -(
+            (datetime(1970, 1, 1, tzinfo=UTC) - at) // timedelta(milliseconds=1)
+        )  # rounded up, so that messages before it are excluded
     if not 0 <= at_ms <= _MAX_OFFSET:
         raise ConfigError(f"option {option}={safe_repr(text)}{where} is out of range; {allowed}")
     return at_ms
@@ -655,10 +659,10 @@ def _json_object(option: str, text: str, allowed: str) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=without_duplicates)
     except ConfigError:
         raise
-    except (ValueError, RecursionError) as error:  # a number with thousands of digits is a ValueError of its own
-        raise ConfigError(f"option {option}={safe_repr(text)} is no JSON: {error}; {allowed}") from error
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits is a plain ValueError
+        raise ConfigError(f"option {option}={safe_repr(text)} is not JSON: {error}; {allowed}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"option {option}={safe_repr(text)} is no JSON object; {allowed}")
+        raise ConfigError(f"option {option}={safe_repr(text)} is not a JSON object; {allowed}")
     return value
 
 
@@ -667,7 +671,7 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 
 def _check_option(check: Callable[[str], T], option: str, value: str) -> T:
-    """Return `check(value)`; its complaint names the option."""
+    """Return `check(value)`; its error names the option."""
     try:
         return check(value)
     except ConfigError as error:
@@ -677,19 +681,19 @@ def _check_option(check: Callable[[str], T], option: str, value: str) -> T:
 
 
 def with_option_names(text: str) -> str:
-    """Return an error's text with arguments called as the options and columns are: `sharding_key` is `shardingKey`."""
+    """Return an error's text with the names of options and columns for arguments: `shardingKey` for `sharding_key`."""
     return _ARGUMENT.sub(lambda found: _OPTION_NAMES[found[0]], text)
 
 
 def listed(items: Iterable[object], most: int = 5) -> str:
-    """Return the first few items as text, and how many more there are."""
+    """Return the first few items as text, and the number of the others."""
     items = list(items)
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return (", ".join(map(str, items[:most])) or "none") + more
 
 
 class _RawOptions:
-    """The options as they came, by any case of their names."""
+    """The options as Spark passes them; names match in any case."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._values = {name.lower(): value for name, value in options.items()}
@@ -702,10 +706,14 @@ class _RawOptions:
                 raise ConfigError(f"option {name!r} is unknown; {hint}")
 
     def text(self, name: str) -> str | None:
-        """Return an option as it was given, None if it was not; an empty one only of those that may be empty."""
+        """Return the text of an option, None if it is not set.
+
+        Raises:
+            ConfigError: it is empty.
+        """
         value = self._values.get(name.lower())
         if value is not None and not value.strip():
-            raise ConfigError(f"option {name} is empty; give a value, or leave it out")
+            raise ConfigError(f"option {name} is empty; give a value, or remove it")
         return value
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:

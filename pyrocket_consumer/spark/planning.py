@@ -1,4 +1,4 @@
-"""How much of each queue a batch reads, and which task reads what. Pure: no broker, no Spark."""
+"""Plan how much of each queue a batch reads, and which task reads it. Pure functions, without brokers or Spark."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pyrocket_consumer.spark.ranges import QueueRange
 
 
 def spread(backlogs: Mapping[MessageQueue, int], cap: int) -> dict[MessageQueue, int]:
-    """Return how much to read of each queue: `cap` offsets in all, in proportion to what each has.
+    """Return the number of offsets to read of each queue: `cap` in all, in proportion to its backlog.
 
-    A queue that has anything gets at least 1, so that none waits for ever; with more queues than `cap` it is 1 each.
+    A queue with a backlog gets at least 1, so that none waits forever. With more queues than `cap`, each gets 1.
     """
     waiting = {queue: backlog for queue, backlog in backlogs.items() if backlog > 0}
     left, total = cap, sum(waiting.values())
@@ -37,11 +37,11 @@ def spread(backlogs: Mapping[MessageQueue, int], cap: int) -> dict[MessageQueue,
 
 
 def plan_tasks(ranges: Iterable[QueueRange], sizes: TaskSizes) -> list[tuple[QueueRange, ...]]:
-    """Return what each task reads: every offset of `ranges` once, in few tasks that have enough to do."""
+    """Return the ranges of each task: every offset of `ranges` once, in few tasks of sufficient size."""
     wanted = [each for each in ranges if len(each) > 0]
     parts, smallest = [_parts(each, sizes) for each in wanted], sizes.min_records
     if sizes.max_records is not None:
-        smallest = min(smallest, sizes.max_records // 2)  # or what was split would share a task
+        smallest = min(smallest, sizes.max_records // 2)  # or the parts of a split range would share a task
     if sizes.min_partitions is not None and wanted:
         total, fewest = sum(map(len, wanted)), sizes.min_partitions
         if sum(parts) < fewest:
@@ -57,14 +57,14 @@ def _parts(whole: QueueRange, sizes: TaskSizes) -> int:
 
 
 def _split(whole: QueueRange, parts: int) -> list[QueueRange]:
-    """Return `parts` ranges of about the same size; fewer if there are not so many offsets."""
+    """Return `parts` ranges of about the same size; fewer if there are fewer offsets."""
     size, parts = len(whole), min(parts, len(whole))
     edges = [whole.begin + size * index // parts for index in range(parts + 1)]
     return [QueueRange(whole.queue, begin, end) for begin, end in pairwise(edges)]
 
 
 def _pack(pieces: Iterable[QueueRange], smallest: int) -> list[tuple[QueueRange, ...]]:
-    """Let neighbours that have fewer than `smallest` offsets share a task until it has as many."""
+    """Let neighbours with fewer than `smallest` offsets share a task until it has at least that many."""
     tasks = list[tuple[QueueRange, ...]]()
     shared, size = list[QueueRange](), 0
     for piece in pieces:
@@ -82,7 +82,7 @@ def _pack(pieces: Iterable[QueueRange], smallest: int) -> list[tuple[QueueRange,
 
 
 def _merge(tasks: list[tuple[QueueRange, ...]], most: int | None) -> list[tuple[QueueRange, ...]]:
-    """Join tasks until there are at most `most`: the largest first, each to whichever has least."""
+    """Join tasks until at most `most` are left: the largest first, each to the smallest so far."""
     if most is None or len(tasks) <= most:
         return tasks
     sized = sorted(((sum(map(len, task)), task) for task in tasks), key=lambda each: (-each[0], each[1]))

@@ -1,4 +1,4 @@
-"""Tells the brokers how far a query is, in the name of a group: for people and tools, never for the query itself."""
+"""Publish the progress of a query as a group's offsets at the brokers. People and tools read it; the query does not."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _WARNING_INTERVAL_S = 60.0
 
 
 class GroupProgress:
-    """Publishes finished positions as the offsets of a group: in the background, best effort, only forward.
+    """Publishes finished offsets as the offsets of a group: in the background, best effort, only forward.
 
-    Others may move the group meanwhile, most often with a reset. The query is not moved by that, which one warning
-    says. While there is nothing to publish, the group is looked at every `check_interval_s` seconds.
+    Another client may move the group meanwhile, most often with a reset. The query ignores that, and logs a warning.
+    While there is nothing to publish, it checks the group every `check_interval_s` seconds.
     """
 
     def __init__(self, cluster: Cluster, group: str, *, check_interval_s: float = 10.0) -> None:
         self._cluster = cluster
         self._group = group
         self._check_interval_s = check_interval_s
-        self._seen: dict[MessageQueue, int | None] = {}  # what the brokers had when we were done with them
+        self._seen: dict[MessageQueue, int | None] = {}  # the brokers' offsets after our last request
         self._wanted: Mapping[MessageQueue, int] = {}
         self._published: dict[MessageQueue, int] = {}
         self._refused: frozenset[MessageQueue] = frozenset()
         self._checked_at = 0.0
         self._warned_at: dict[str, float] = {}
-        self._running: dict[str, concurrent.futures.Future[None]] = {}  # by broker: none waits for another
+        self._running: dict[str, concurrent.futures.Future[None]] = {}  # by broker, so that none waits for another
 
     def publish(self, positions: Mapping[MessageQueue, int]) -> None:
-        """Have `positions` published; returns at once. Those given later replace these.
+        """Publish `positions` in the background; return at once. Later ones replace these.
 
-        All brokers are told at once, and each of one topic after the other: two first commits of a topic at the same
-        time can make a broker forget one of them.
+        Requests go to all brokers at once, but to one broker one after the other. Two first commits of a topic at the
+        same time can make a broker lose one of them.
         """
         self._wanted = positions
         now = time.monotonic()
@@ -58,7 +58,7 @@ class GroupProgress:
                 self._running[name] = self._cluster.submit(self._publish_at(name, some))
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until what is wanted is published, at most `timeout_s` seconds."""
+        """Wait until the last positions are published, at most `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while self._running:
             concurrent.futures.wait(self._running.values(), max(0.0, deadline - time.monotonic()))
@@ -75,15 +75,15 @@ class GroupProgress:
             except RocketError as error:
                 log.debug("group=%s queue=%s progress was not published reason=%s", self._group, queue, error)
                 if isinstance(error, (ConnectError, RequestTimeout)):
-                    break  # it would be the same for the others
+                    break  # the other queues would fail in the same way
         self._published = {**self._published, **positions}
         now = time.monotonic()
         if moved and now - self._warned_at.get(name, -_WARNING_INTERVAL_S) >= _WARNING_INTERVAL_S:
             self._warned_at[name] = now
             log.warning(
-                "group=%s is not where this query put it: %s. A reset, another consumer of the group, or a broker that "
-                "lost commits did that. The query is not moved: its checkpoint alone decides what it reads. To read "
-                "from another place, start a query with startingOffsets and a new checkpoint",
+                "group=%s is not at the offsets of this query: %s. A reset, another consumer of the group, or a broker "
+                "that lost commits moved it. The query is not moved, because it reads from its checkpoint. To read "
+                "from other offsets, start a query with startingOffsets and a new checkpoint",
                 self._group,
                 listed(moved),
             )
@@ -93,12 +93,12 @@ class GroupProgress:
         stored = await broker.query_offset(self._group, queue, set_zero_if_not_found=False)
         before = self._seen.get(queue, stored)
         taken = True
-        goes_back = stored == before and position < self._published.get(queue, 0)  # the query itself did, after a loss
+        goes_back = stored == before and position < self._published.get(queue, 0)  # the query went back after a loss
         if stored is None or stored < position or goes_back:
             taken = await broker.commit_offset(self._group, queue, position)
         if stored != before:
             moved.append(f"{queue} at {stored}, was {before}")
         elif not taken and queue not in self._refused:
-            moved.append(f"{queue}, where a reset to {stored} waits to be read")
+            moved.append(f"{queue}, where a reset to {stored} is pending")
         self._refused = self._refused - {queue} if taken else self._refused | {queue}
         self._seen[queue] = position if taken and (stored is None or stored < position or goes_back) else stored

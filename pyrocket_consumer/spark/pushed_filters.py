@@ -1,7 +1,7 @@
-"""What a batch may leave out, by the filters that Spark pushes. Pure: no broker, no Spark.
+"""The messages that a batch may skip, by the filters that Spark pushes. Pure functions, without brokers or Spark.
 
-Spark checks every filter itself, so what is kept here may be more than a filter says, and never less. A filter of which
-nothing is known here leaves out nothing.
+Spark checks every filter itself. So a batch may read more messages than a filter selects, and never fewer. An unknown
+filter skips none.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pyrocket_consumer.protocol.subscription import TAG
 from pyrocket_consumer.spark.ranges import QueueRange
 
 MAX_TAGS = 100
-"""Of so many tags at most a broker is told: they travel with every pull."""
+"""Most tags to request from a broker, because every pull request carries them."""
 
 MAX_TAGS_LENGTH = 4096
-"""So many characters they may have, all together."""
+"""Most characters of these tags, all together."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-# What a broker takes for a tag as it stands: FilterAPI splits at "||", trims, and "*" is every message. U+FFFD may
-# stand in a row for bytes that are no text, which a broker sees otherwise.
+# A tag that a broker takes literally: FilterAPI splits at "||" and trims, and "*" selects every message. U+FFFD in a
+# row may represent bytes that are not text, which a broker compares as bytes.
 _PLAIN_TAG = re.compile(r"[^\s\x00-\x20|*\ufffd]+")
 
 # Filters are known by the names of their classes, which PySpark 4.0 does not have.
@@ -41,18 +41,18 @@ _QUEUE_COLUMNS: dict[str, Callable[[MessageQueue], int | str]] = {
     "topic": lambda queue: queue.topic,
     "brokerName": lambda queue: queue.broker_name,
     "queueId": lambda queue: queue.queue_id,
-}  # columns in which all messages of a queue are alike
+}  # columns that are equal for all messages of a queue
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The whole numbers from `low` to `high`, both of them, too; None is no bound."""
+    """The whole numbers from `low` to `high`, both included; None means no bound."""
 
     low: int | None = None
     high: int | None = None
 
     def within(self, other: Span) -> Span:
-        """Return what is in both."""
+        """Return the numbers in both."""
         lows = [each for each in (self.low, other.low) if each is not None]
         highs = [each for each in (self.high, other.high) if each is not None]
         return Span(max(lows, default=None), min(highs, default=None))
@@ -67,9 +67,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class PushedFilters:
-    """What messages must be like to be read: in these ranges, in queues that pass these filters, with these tags.
+    """The messages to read: within these spans, in queues that pass these filters, with these tags.
 
-    `tags` is None where any will do.
+    `tags` is None if any tag is allowed.
     """
 
     offsets: Span = Span()
@@ -79,15 +79,15 @@ class PushedFilters:
 
     @property
     def match_nothing(self) -> bool:
-        """Whether no message can be like that."""
+        """Whether no message can match."""
         return self.offsets.is_empty or self.stored_ms.is_empty or self.tags == frozenset()
 
     def select(self, queue: MessageQueue) -> bool:
-        """Tell whether `queue`, with its topic named as in rows, may have such messages."""
+        """Return whether `queue`, with its topic named as in rows, may have such messages."""
         return not self.match_nothing and all(_evaluate(each, queue) is not False for each in self.queue_filters)
 
     def narrow(self, whole: QueueRange) -> QueueRange:
-        """Return the part of `whole` that the offsets allow; it may end before it begins."""
+        """Return the part of `whole` within the offsets; its end may be below its start."""
         low, high = self.offsets.low, self.offsets.high
         begin = whole.begin if low is None else max(whole.begin, low)
         return replace(whole, begin=begin, end=whole.end if high is None else min(whole.end, high + 1))
@@ -105,7 +105,7 @@ class PushedFilters:
 
 
 def push_filters(filters: Iterable[object], selector: Subscription) -> tuple[PushedFilters, Subscription]:
-    """Return what `filters` leave, all of them together, and what of it brokers are asked for instead of `selector`."""
+    """Return the combined `filters`, and the subscription to request from brokers in place of `selector`."""
     offsets, stored_us, queue_filters, tags = Span(), Span(), list[object](), None
     for each in filters:
         column, kind = _column(each), type(each).__name__
@@ -127,19 +127,19 @@ def push_filters(filters: Iterable[object], selector: Subscription) -> tuple[Pus
 
 
 def _column(each: Any) -> str | None:
-    """Return the column that a filter is about."""
+    """Return the column that a filter tests."""
     path: tuple[str, ...] = getattr(getattr(each, "child", each), "attribute", ())
     return path[0] if len(path) == 1 else None
 
 
 def _values(each: Any) -> Sequence[object]:
-    """Return what a filter compares with. Null is left out: nothing equals it, or Spark would not compare."""
+    """Return the values that a filter compares with, without null. Nothing equals null, so Spark does not push it."""
     value: Any = getattr(each, "value", None)
     return [one for one in (value if type(each).__name__ == "In" else (value,)) if one is not None]
 
 
 def _evaluate(each: Any, queue: MessageQueue) -> bool | None:
-    """Return what a filter says of all messages of `queue`, None if that is not known here."""
+    """Return the result of a filter for all messages of `queue`, None if unknown."""
     kind, column = type(each).__name__, _column(each)
     if kind == "Not":
         result = _evaluate(each.child, queue)
@@ -154,7 +154,7 @@ def _evaluate(each: Any, queue: MessageQueue) -> bool | None:
 
 
 def _span(kind: str, values: Sequence[object], number: Callable[[object], int | None]) -> Span | None:
-    """Return the least span with all that a filter lets through, None if that is not known here."""
+    """Return the smallest span of all numbers that pass a filter, None if unknown."""
     numbers = [found for value in values if (found := number(value)) is not None]
     if not numbers or len(numbers) < len(values):
         return None
@@ -178,14 +178,14 @@ def _whole(value: object) -> int | None:
 
 
 def _microseconds(value: object) -> int | None:
-    """Return a time as Spark counts it; None for one without a zone, and for anything else."""
+    """Return a time in Spark's unit; None for a time without a zone, and for other values."""
     if not isinstance(value, datetime) or value.tzinfo is None:
         return None
     return (value - _EPOCH) // timedelta(microseconds=1)
 
 
 def _tags(kind: str, values: Sequence[object]) -> frozenset[str] | None:
-    """Return the tags that a filter asks for, None if a broker cannot be asked for just these."""
+    """Return the tags that a filter selects, None if a broker cannot select exactly these."""
     if kind not in ("EqualTo", "EqualNullSafe", "In") or not 0 < len(values) <= MAX_TAGS:
         return None
     plain = frozenset(value for value in values if isinstance(value, str) and _PLAIN_TAG.fullmatch(value))

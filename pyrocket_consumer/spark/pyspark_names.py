@@ -1,6 +1,6 @@
-"""Names of PySpark that its older releases do not have, and stand-ins for those.
+"""Names that older releases of PySpark lack, with replacements for these releases.
 
-4.0 and 4.1 have no read limits and one batch per AvailableNow run; 4.0 streams to rows only.
+4.0 and 4.1 have no read limits and one batch per AvailableNow run; 4.0 writes streams as rows only.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ else:
     except ImportError:
 
         class ReadLimit:
-            """How much a batch may hold; here for its name only."""
+            """How much a batch may hold; a placeholder."""
 
         @dataclass
         class ReadAllAvailable(ReadLimit):
-            """All there is."""
+            """All messages."""
 
         @dataclass
         class ReadMinRows(ReadLimit):
-            """At least so much, else nothing."""
+            """At least `min_rows`, else none."""
 
             min_rows: int
 
         @dataclass
         class ReadMaxRows(ReadLimit):
-            """At most so much."""
+            """At most `max_rows`."""
 
             max_rows: int
 
         class SupportsTriggerAvailableNow:
-            """A reader that can end where the queues ended when it began."""
+            """A reader that can stop at the end offsets that it found when it started."""
 
 
 DataSourceStreamArrowWriter: type | None = getattr(datasource, "DataSourceStreamArrowWriter", None)
-"""None where streams can be written as rows only."""
+"""None if streams can be written as rows only."""
 
 PUSHES_FILTERS = hasattr(datasource.DataSourceReader, "pushFilters")
-"""False before 4.1: Spark tells readers nothing of filters."""
+"""False before 4.1, where Spark does not pass filters to readers."""
 
 __all__ = [
     "PUSHES_FILTERS",

@@ -1,4 +1,4 @@
-"""How far a streaming query is behind the ends of its queues."""
+"""The lag of a streaming query behind the end offsets of its queues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logger("spark")
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Offsets between where a batch ended and the end of each queue; filters make messages fewer than offsets."""
+    """Offsets between the end of a batch and the end of each queue. With filters, fewer messages match."""
 
     max: int
     avg: float
@@ -33,7 +33,7 @@ class Lag:
 
     @property
     def total(self) -> int:
-        """All queues together."""
+        """The sum over all queues."""
         return sum(self.queues.values())
 
     def __str__(self) -> str:
@@ -41,11 +41,11 @@ class Lag:
 
 
 def lag(progress: Mapping[str, Any] | None) -> Lag | None:
-    """Return how far a query was behind at the end of a batch; `progress` is `query.lastProgress`, or a listener's.
+    """Return the lag of a query at the end of a batch; `progress` is `query.lastProgress`, or a listener's.
 
-    None before the first batch, and for a query that reads from no rocketmq source. Of several such sources all queues
-    count. With PySpark 4.0 and 4.1 a source cannot tell Spark where its queues end: there the end is the one that the
-    batch was planned for, so that only what `maxOffsetsPerTrigger` held back shows.
+    The result is None before the first batch, and for a query without a rocketmq source. With several such sources it
+    includes all their queues. PySpark 4.0 and 4.1 do not take end offsets from a source. There the lag includes only
+    the messages that `maxOffsetsPerTrigger` held back.
     """
     behind: dict[MessageQueue, int] = {}
     for source in (progress or {}).get("sources") or ():
@@ -59,9 +59,9 @@ def lag(progress: Mapping[str, Any] | None) -> Lag | None:
 
 
 def _queues(text: object) -> dict[MessageQueue, int]:
-    """Return the offsets that a progress names, none if it is not one of ours.
+    """Return the offsets in a progress report, none if another source wrote it.
 
-    PySpark 4.2 hands over JSON, 4.0 and 4.1 the text of a Python dict, Spark Connect sometimes a dict.
+    PySpark 4.2 passes JSON, 4.0 and 4.1 the text of a Python dict, Spark Connect sometimes a dict.
     """
     offset = text
     if isinstance(text, str):
@@ -89,19 +89,19 @@ def _log(name: str, found: Lag) -> None:
 
 
 class LagListener(StreamingQueryListener):
-    """Calls `report(name, lag)` after each batch of a query that reads from rocketmq; by default it is logged.
+    """Calls `report(name, lag)` after each batch of a query that reads from rocketmq; by default it logs the lag.
 
         spark.streams.addListener(LagListener(lambda name, lag: gauge.set(lag.max)))
 
-    `name` is the query's name, or its id. Spark calls it on a thread of its own, one event at a time; what `report`
-    raises is logged.
+    `name` is the query's name, or its id. Spark calls the listener on its own thread, one event at a time. An exception
+    of `report` is logged.
     """
 
     def __init__(self, report: Callable[[str, Lag], object] = _log) -> None:
         self._report = report
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:
-        """Nothing yet."""
+        """Do nothing."""
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:
         """Report the lag after a batch."""
@@ -113,7 +113,7 @@ class LagListener(StreamingQueryListener):
             log.exception("the lag of a query could not be reported")
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:
-        """Nothing has changed."""
+        """Do nothing, because nothing has changed."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
-        """Nothing more will come."""
+        """Do nothing."""

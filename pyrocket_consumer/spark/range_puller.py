@@ -55,7 +55,7 @@ _BAD_QUEUE_REMARK = "] is illegal, topic:"  # brokers before 5.3.2
 
 
 class ReadFailed(RocketError):
-    """A range could not be read. The task fails; Spark may run it again."""
+    """A range could not be read. The task fails, and Spark may run it again."""
 
     def __init__(self, what: str, tries: int, reason: str) -> None:
         super().__init__(what, tries, reason)
@@ -286,7 +286,7 @@ class RangePuller:
             self._process_responses()
 
     def _process_responses(self) -> None:
-        """Take the answers whose turn has come, and ask for more."""
+        """Process the responses that come next in order, and pull more."""
         in_flight = self._pulls
         while in_flight and in_flight[0].response is not None and in_flight[0].offset <= self._next_offset:
             if self.is_waiting or self._stopped:
@@ -318,22 +318,23 @@ class RangePuller:
             else:
                 self._advance(pull, header.next_offset)
         elif header.offset_reset:
-            log.warning("queue=%s was reset for group=%s; the query goes on where it is", self._row_queue, self._group)
+            log.warning("queue=%s was reset for group=%s; the query ignores the reset", self._row_queue, self._group)
             if pull.offset == self._next_offset:
-                self._retry_or_fail("the broker told of a reset, which does not concern a query")
+                self._retry_or_fail("the broker reported a reset of the group, which a query ignores")
         elif pull.offset < self._next_offset:
-            pass  # where it was asked is behind us, and it found nothing further on
+            pass  # an outdated pull, which found no messages
         elif header.status is PullStatus.OFFSET_MOVED and header.min_offset > self._next_offset:
             self._skip_or_fail(min(header.min_offset, self._wanted.end), header)
         elif pull.broker_id != MASTER_ID or header.status is PullStatus.NO_MATCHED_MESSAGE:
-            self._broker_id, self._connection = MASTER_ID, None  # a replica that is behind, or cannot tell
-            self._retry_or_fail(f"{self._address_text()} has nothing at {self._next_offset}, and is no master")
+            self._broker_id, self._connection = MASTER_ID, None  # the replica may be behind its master
+            self._retry_or_fail(f"{self._address_text()}, a replica, has nothing at {self._next_offset}")
         else:
             self._on_too_short(header)
 
     def _on_found(self, pull: _PullRequest, header: PullResponse) -> None:
         if header.next_offset <= pull.offset or not pull.body:
-            self._on_failure(ProtocolError(f"pull of {self._queue} at {pull.offset} was answered {header}: no way on"))
+            text = f"pull of {self._queue} at {pull.offset}: the response does not advance ({header})"
+            self._on_failure(ProtocolError(text))
             return
         if header.next_offset > self._next_offset:
             end = min(header.next_offset, self._wanted.end)
@@ -343,7 +344,7 @@ class RangePuller:
         self._advance(pull, header.next_offset)
 
     def _advance(self, pull: _PullRequest, next_offset: int) -> None:
-        """Everything up to `next_offset` is delivered."""
+        """Take note that all messages before `next_offset` are delivered."""
         self._reset_policies()
         if pull.count == self._reader.options.pull_batch_size:
             self._pull_span = next_offset - pull.offset
@@ -353,7 +354,7 @@ class RangePuller:
             self._reader.finished(self)
 
     def _switch_broker(self, broker_id: int) -> None:
-        """Pull from the broker that the answer suggests, if it is known."""
+        """Pull from the broker that the response suggests, if the route has it."""
         if broker_id == self._broker_id or self._avoided.get(broker_id, 0) > self._reader.now():
             return
         if self._cluster.address(self._queue.broker_name, broker_id, only_this=True) is not None:
@@ -362,12 +363,12 @@ class RangePuller:
     def _address_text(self) -> str:
         return self._connection.address if self._connection is not None else self._queue.broker_name
 
-    # --- trouble
+    # --- failures
 
     def _on_failure(self, error: Exception) -> None:
-        """Try again, at a replica if there is one; or give up."""
+        """Retry, at a replica if there is one, or fail."""
         if isinstance(error, RequestTimeout) and self._retry_policy.failures and self._connection is not None:
-            self._connection.close("pulls were not answered")  # it may be dead without a word
+            self._connection.close("pulls got no response")  # it may be broken without an error
         is_gone, is_transient = _reports_gone(error), _is_transient(error)
         if not is_gone:
             self._startup_grace.reset()
@@ -393,7 +394,7 @@ class RangePuller:
         self._connection = None
 
     def _retry(self, reason: str, retry_policy: RetryPolicy) -> bool:
-        """Ask again for what is not here yet, after a pause; what was answered out of turn stays. False: no more."""
+        """Pull again after a pause, and keep responses with messages. Return False if no try is left."""
         if (pause_s := retry_policy.failed()) is None:
             return False
         level = logging.WARNING if retry_policy.failures == WARN_AFTER_FAILURES else logging.DEBUG
@@ -411,7 +412,7 @@ class RangePuller:
             self._fail(reason, self._retry_policy.failures)
 
     def _on_too_short(self, header: PullResponse) -> None:
-        """The queue ends before the range does: a broker that has just started may not know better yet."""
+        """Retry if the queue ends before the range, because a broker that has just started reports wrong offsets."""
         reason = f"{self._address_text()} has offsets [{header.min_offset}, {header.max_offset}) only"
         self._connection = None  # the route may have changed, too
         if not self._retry(reason, self._startup_grace):
@@ -431,9 +432,7 @@ class RangePuller:
         if until >= self._wanted.end:
             self.stop()
             self._reader.finished(self)
-        elif (
-            pause_s is not None and self._gap_policy.failures > 1
-        ):  # a broker may lead from one to the next without end
+        elif pause_s is not None and self._gap_policy.failures > 1:  # or one gap after the other would be a busy loop
             self.due = self._reader.now() + pause_s
             self._reader.wake_later(self)
 
@@ -447,7 +446,7 @@ class RangePuller:
             self.connecting = None
 
     def _abandon_pulls(self) -> None:
-        """Wait no longer for what is under way."""
+        """Ignore the responses to the pulls in flight."""
         for pull in self._pulls:
             pull.abandoned = True
         self._reader.in_flight -= len(self._pulls)
@@ -465,7 +464,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _reports_gone(error: Exception) -> bool:
-    """Tell whether the broker itself says so. A name server that knows no route may just have lost the broker."""
+    """Return whether the broker itself reports that. A name server without a route may only have lost the broker."""
     if not isinstance(error, BrokerError):
         return False
     return error.code in _GONE_CODES or (error.code == ResponseCode.SYSTEM_ERROR and _BAD_QUEUE_REMARK in error.remark)

@@ -1,4 +1,4 @@
-"""A part of a queue to read: what the planner hands to tasks."""
+"""A part of a queue to read, which the planner assigns to tasks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from operator import attrgetter
 from pyrocket_consumer.model import MessageQueue
 
 in_order = attrgetter("topic", "broker_name", "queue_id")
-"""The key to sort queues by: in the order they have by themselves, and much quicker where there are thousands."""
+"""The key to sort queues by. It gives their natural order, and is much faster for thousands of queues."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class QueueRange:
-    """The messages of `queue` from offset `begin` up to and without `end`."""
+    """The messages of `queue` from offset `begin` up to, but not including, `end`."""
 
     queue: MessageQueue
     begin: int

@@ -1,4 +1,4 @@
-"""How long what failed is tried again: brokers and name servers restart, and a query is to outlive that."""
+"""How long and how often to retry, because a query must survive restarts of brokers and name servers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 
 WARN_AFTER_FAILURES = 3
-"""After so many failures in a row it is no trifle."""
+"""The number of failures in a row after which to log a warning."""
 
 
 class RetryPolicy:
-    """Says after each failure of one thing how long to wait before the next try, with pauses that grow.
+    """Gives the pause before each retry of one operation; pauses grow.
 
-    It lasts for `time_s` seconds from the first failure in a row, and for `retries` failures, if that is a number.
+    It allows retries for `time_s` seconds from the first failure in a row, and at most `retries` of them unless None.
     """
 
     def __init__(self, time_s: float, retries: int | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,7 +27,7 @@ class RetryPolicy:
         self.failures = 0
 
     def failed(self) -> float | None:
-        """Return how long to wait before the next try; None if there is to be none."""
+        """Count a failure. Return the seconds to wait before the next try; None if no try is left."""
         now = self._clock()
         if self._ends_at is None:
             self._ends_at = now + self._time_s

@@ -1,4 +1,4 @@
-"""The columns that are read, and which of them a user asked for."""
+"""The columns of a read, and the selection that a user makes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TYPES: dict[str, DataType] = {
     "bornHost": StringType(),
     "storeHost": StringType(),
 }
-# Before Spark 4.2 there is no choice: timestamps are in UTC.
+# Spark before 4.2 has no such parameter, and timestamps are in UTC.
 _IN_UTC: dict[str, Any] = {"timezone": "UTC"} if "timezone" in signature(to_arrow_schema).parameters else {}
 _MAY_BE_NULL = frozenset({"tags", "keys", "bornTimestamp", "storeTimestamp"})
 
@@ -48,18 +48,18 @@ READ_SCHEMA = StructType([StructField(name, kind) for name, kind in _TYPES.items
 
 
 def project_schema(schema: StructType | None) -> StructType:
-    """Return the columns to read: those of `schema`, which the user gave, or all when it is None.
+    """Return the columns to read: those of the user's `schema`, or all when it is None.
 
-    Spark cannot tell a Python source which columns a query uses; `.schema("queueOffset long, body binary")` can, and
-    what is left out costs nothing.
+    Spark does not pass the columns that a query uses to a Python source. A user selects them with
+    `.schema("queueOffset long, body binary")`; other columns then cost nothing.
 
     Raises:
-        ConfigError: a column is unknown, comes twice, has another type, or may not be null although it can be.
+        ConfigError: a column is unknown, is named twice, has another type, or is NOT NULL although it can be null.
     """
     if schema is None:
         return READ_SCHEMA
     if not schema.fields:
-        raise ConfigError(f"the schema has no column; name some of {_columns()}")
+        raise ConfigError(f"the schema has no column; name at least one of {_columns()}")
     for field in schema.fields:
         wanted = _TYPES.get(field.name)
         if wanted is None:
@@ -72,17 +72,17 @@ def project_schema(schema: StructType | None) -> StructType:
                 f"there are {_columns()}"
             )
         if not field.nullable and field.name in _MAY_BE_NULL:
-            raise ConfigError(f"column {field.name!r} is null where a message has none; leave NOT NULL out")
+            raise ConfigError(f"column {field.name!r} is null for a message without one; remove NOT NULL")
     return schema
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:
-    """Return `schema` as Spark wants to get it; it compares exactly."""
+    """Return `schema` exactly as Spark compares it."""
     return to_arrow_schema(schema, **_IN_UTC)
 
 
 def _same_type(given: DataType, wanted: DataType) -> bool:
-    if isinstance(given, MapType) and isinstance(wanted, MapType):  # no value is null, whatever the user says of it
+    if isinstance(given, MapType) and isinstance(wanted, MapType):  # no value is null, so NOT NULL makes no difference
         return given.keyType == wanted.keyType and given.valueType == wanted.valueType
     return given == wanted
 

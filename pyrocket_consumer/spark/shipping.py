@@ -1,8 +1,8 @@
-"""Takes this package along to where it is not installed, inside what Spark sends there anyway.
+"""Send this package to Spark processes that do not have it, inside the pickles that Spark sends anyway.
 
-Spark's processes get the data source's class, and later readers and writers, as pickles. Functions and classes that
-are made inside a function travel whole, not as names to import. So here they are made inside one: they carry the
-package's sources and make them importable before anything else is unpickled.
+Spark's processes get the data source's class, and later readers and writers, as pickles. A pickle contains the whole
+code of functions and classes that are made inside a function, and not their names only. So this module makes them
+inside one. They carry the package's sources, and make them importable before anything else is unpickled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PACKAGE = pyrocket_consumer.__name__
 
 
 def shipped_source() -> type[DataSource]:
-    """Return a data source that is RocketMQDataSource, and needs no installation of this package where it arrives."""
+    """Return a data source like RocketMQDataSource that works in processes without this package."""
     install = _installer(zlib.compress(pickle.dumps(_sources())))
 
     def load(pickled: bytes) -> Any:
@@ -41,7 +41,7 @@ def shipped_source() -> type[DataSource]:
         return made
 
     def travelling(made: T) -> T:
-        """Return `made`, which from now on is pickled in such a way that it can be unpickled anywhere."""
+        """Return `made`, changed so that its pickle can be loaded in any process."""
         kind = type(made)
         made.__class__ = type(
             kind.__name__,
@@ -84,7 +84,7 @@ def shipped_source() -> type[DataSource]:
 
 
 def _sources() -> dict[str, tuple[bool, str]]:
-    """Return the text of every module of the package, and whether it is a package, by its name."""
+    """Return, by module name, whether the module is a package, and its source text."""
     root = Path(pyrocket_consumer.__file__).parent
     sources = {}
     for path in sorted(root.rglob("*.py")):
@@ -95,9 +95,9 @@ def _sources() -> dict[str, tuple[bool, str]]:
 
 
 def _installer(packed: bytes) -> Callable[[], None]:
-    """Return a function that makes the package importable in whatever process calls it; where it is, nothing changes.
+    """Return a function that makes the package importable in the calling process, unless it is installed there.
 
-    Nothing is written to a disk, where others could exchange it.
+    It writes nothing to a disk, where another user could replace it.
     """
     package = _PACKAGE
 

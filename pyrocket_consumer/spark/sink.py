@@ -1,4 +1,4 @@
-"""Writing a DataFrame, or a stream of them, to topics: at least once, every send acknowledged before a task ends."""
+"""Write a DataFrame, or a stream, to topics: at least once. A task ends when every send is acknowledged."""
 
 from __future__ import annotations
 
@@ -41,30 +41,25 @@ __all__ = ["BatchWriter", "Sent", "batch_writer", "check_overwrite", "check_sche
 log = logger("spark")
 
 MAX_BYTES_IN_FLIGHT = 32 << 20
-"""Most bytes of bodies that a task holds unacknowledged, besides `maxInFlight`."""
+"""Most bytes of unacknowledged bodies in a task, in addition to the limit `maxInFlight`."""
 
 _STREAM_QUERY, _STREAM_BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
-_GRACE_S = 30.0  # the I/O thread keeps the deadlines; this long after one we no longer believe that it does
+_GRACE_S = 30.0  # the I/O thread enforces the deadlines; this long after one, assume that it has failed
 
 
 @dataclass(frozen=True)
 class Sent(WriterCommitMessage):
-    """What a task tells the driver: so many messages were acknowledged, and of so many there may be copies."""
+    """The result of a task: the number of acknowledged messages, and how many of them may be stored twice."""
 
     rows: int
     possible_duplicates: int = 0
 
 
 def check_overwrite(overwrite: bool) -> None:
-    """Refuse to overwrite.
-
-    Raises:
-        ConfigError: `overwrite` is true.
-    """
+    """Raise ConfigError if `overwrite` is true."""
     if overwrite:
         raise ConfigError(
-            'mode("overwrite") would have to delete the topic\'s messages, which the rocketmq sink never does; '
-            'use mode("append")'
+            'mode("overwrite") is not allowed, because the rocketmq sink never deletes messages; use mode("append")'
         )
 
 
@@ -74,7 +69,7 @@ def batch_writer(schema: StructType, options: SinkOptions) -> DataSourceWriter:
 
 
 def stream_writer(schema: StructType, options: SinkOptions) -> DataSourceStreamWriter:
-    """Return the writer of `df.writeStream`: with Arrow where PySpark has that (4.1), else with rows."""
+    """Return the writer of `df.writeStream`: with Arrow from PySpark 4.1 on, else with rows."""
     writer: DataSourceStreamWriter = (StreamRowWriter if DataSourceStreamArrowWriter is None else StreamArrowWriter)(
         schema, options
     )
@@ -82,7 +77,7 @@ def stream_writer(schema: StructType, options: SinkOptions) -> DataSourceStreamW
 
 
 class _Sink:
-    """What all writers share. Made on the driver, pickled, and used in each task."""
+    """The base of all writers. Made on the driver, pickled, and used in each task."""
 
     def __init__(self, schema: StructType, options: SinkOptions) -> None:
         check_schema(schema, options)
@@ -105,36 +100,36 @@ class BatchWriter(_Sink, DataSourceArrowWriter):
     """Writes a DataFrame. Rows that were sent before a failure stay sent: at least once."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Send a task's rows; return when every one was acknowledged."""
+        """Send a task's rows; return when every row is acknowledged."""
         reader = self._reader(in_query=False)
         return send_all(reader.of_batches(iterator), reader, self._options)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Take note: every message is stored already."""
+        """Log the result. Every message is stored already."""
         _log_written("a write", messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Take note; what was sent stays, and this never raises, or Spark would not show why."""
-        log.warning("a write failed; rows=%d of the tasks that ended well stay sent", _rows(messages))
+        """Log the failure. Sent rows stay stored. This never raises, because Spark would hide the cause."""
+        log.warning("a write failed; rows=%d of successful tasks stay stored", _rows(messages))
 
 
 class _StreamSink(_Sink):
-    """What the writers of streams share."""
+    """The base of the writers of streams."""
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
-        """Take note: every message is stored already."""
+        """Log the result. Every message is stored already."""
         _log_written(f"batch={batchId}", messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
-        """Take note; what was sent stays, and this never raises, or Spark would not show why."""
-        log.warning("batch=%s failed; rows=%d of the tasks that ended well stay sent", batchId, _rows(messages))
+        """Log the failure. Sent rows stay stored. This never raises, because Spark would hide the cause."""
+        log.warning("batch=%s failed; rows=%d of successful tasks stay stored", batchId, _rows(messages))
 
 
 class StreamRowWriter(_StreamSink, DataSourceStreamWriter):
-    """Writes micro-batches row by row, which is all that PySpark 4.0 has."""
+    """Writes micro-batches row by row, for PySpark 4.0."""
 
     def write(self, iterator: Iterator[Row]) -> WriterCommitMessage:
-        """Send a task's rows; return when every one was acknowledged."""
+        """Send a task's rows; return when every row is acknowledged."""
         reader = self._reader(in_query=True)
         return send_all(reader.of_rows(iterator), reader, self._options)
 
@@ -143,7 +138,7 @@ class StreamArrowWriter(_StreamSink, DataSourceStreamArrowWriter or DataSourceSt
     """Writes micro-batches, with PySpark 4.1 or newer."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Send a task's rows; return when every one was acknowledged."""
+        """Send a task's rows; return when every row is acknowledged."""
         reader = self._reader(in_query=True)
         return send_all(reader.of_batches(iterator), reader, self._options)
 
@@ -152,8 +147,8 @@ def _log_written(what: str, messages: Sequence[WriterCommitMessage | None]) -> N
     log.debug("%s wrote rows=%d", what, _rows(messages))
     if duplicates := sum(message.possible_duplicates for message in messages or () if isinstance(message, Sent)):
         log.warning(
-            "%s sent rows=%d again after no answer came, or a degraded one: of each there may be copies in the topic, "
-            "with the same spark_* properties if dedupProperties is true",
+            "%s sent rows=%d again after a missing or degraded response; each may have copies in the topic. Copies "
+            "have the same spark_* properties if dedupProperties is true",
             what,
             duplicates,
         )
@@ -164,10 +159,10 @@ def _rows(messages: Sequence[WriterCommitMessage | None]) -> int:
 
 
 def send_all(rows: Iterator[SinkRow], reader: RowReader, options: SinkOptions) -> Sent:
-    """Send `rows`, and return when every one was acknowledged. Without rows nothing is connected.
+    """Send `rows`, and return when every one is acknowledged. Without rows, do not connect.
 
     Raises:
-        RocketError: one was not stored, or could not be a message; the text names it. What is on its way is given up.
+        RocketError: a row was not stored, or cannot be a message; the text names it. Sends in flight are abandoned.
     """
     first = next(rows, None)
     if first is None:
@@ -180,7 +175,7 @@ def send_all(rows: Iterator[SinkRow], reader: RowReader, options: SinkOptions) -
             sends.add(row)
         sends.finish()
     except BaseException:
-        # The task is run again, on another worker or on this one: nothing of this attempt may still be sent then.
+        # Spark runs the task again, on another worker or on this one. This attempt must not send anything then.
         executor_cache.discard(Producer, options)
         producer.close(0)
         raise
@@ -191,7 +186,7 @@ def _producer(options: SinkOptions) -> Producer:
     """Return this worker's producer for `options`, started.
 
     Raises:
-        RocketError: no name server answered in all the time there is, or one refuses us.
+        RocketError: no name server responded within the send timeout, or it refuses this client.
     """
     producer = executor_cache.get_or_create(Producer, options, lambda: Producer(config=_config(options)))
     retry_policy = options.retry_policy()
@@ -210,11 +205,11 @@ def _producer(options: SinkOptions) -> Producer:
 
 
 def _warn_waiting(options: SinkOptions, error: BaseException) -> None:
-    log.warning("writing waits, for up to %g s reason=%s", options.send_timeout_s, error)
+    log.warning("the write waits for up to %g s reason=%s", options.send_timeout_s, error)
 
 
 def _any_broker_is_up(options: SinkOptions) -> bool:
-    """Tell whether a name server answers that knows a broker: each has topics of RocketMQ's own."""
+    """Return whether a name server knows a broker, because each broker has topics of RocketMQ's own."""
     try:
         with Admin(config=options.client.config()) as admin:
             return bool(admin.topics(include_system=True))
@@ -225,7 +220,7 @@ def _any_broker_is_up(options: SinkOptions) -> bool:
 def _config(options: SinkOptions) -> ProducerConfig:
     client = options.client.config()
     settings = {field.name: getattr(client, field.name) for field in fields(ClientConfig)}
-    # A connection on which two heartbeats are not answered is closed, so that its rows are sent on another one.
+    # A connection closes after two heartbeats without a response, so that its rows are sent on another one.
     settings["heartbeat_interval_s"] = min(max(options.client.request_timeout_s, 0.05), client.heartbeat_interval_s)
     return ProducerConfig(
         **settings,
@@ -244,10 +239,10 @@ _Target = tuple[str, MessageQueue | None]  # a topic, and the queue in it if a r
 
 
 class _Sends:
-    """The sends of one task: at most `max_in_flight` rows are unacknowledged.
+    """The sends of one task; at most `max_in_flight` rows are unacknowledged.
 
-    Of the rows that must stay in order, the next is handed over when the one before it is acknowledged. So none passes
-    one that failed, and each has the whole timeout for itself.
+    Rows that must stay in order form a lane. A row of a lane is sent when the one before it is acknowledged. So no row
+    overtakes a failed one, and each has the whole timeout.
     """
 
     def __init__(self, producer: Producer, options: SinkOptions, reader: RowReader) -> None:
@@ -259,13 +254,13 @@ class _Sends:
         self._done: queue.SimpleQueue[tuple[SinkRow, SendResult | BaseException]] = queue.SimpleQueue()
         self._lanes: dict[tuple[str, object], deque[SinkRow]] = {}
         self._rows = self._bytes = 0
-        self._route_waits: dict[_Target, tuple[float, RetryPolicy]] = {}  # since when, and how much longer
-        self._waiting_for_route: dict[_Target, list[SinkRow]] = {}  # to be handed over again
+        self._route_waits: dict[_Target, tuple[float, RetryPolicy]] = {}  # when the wait began, and its policy
+        self._waiting_for_route: dict[_Target, list[SinkRow]] = {}  # to send again
         self._retry_at = 0.0
         self.acknowledged = self.possible_duplicates = 0
 
     def add(self, row: SinkRow) -> None:
-        """Send a row, now or when the one before it in its lane is stored; wait for room first."""
+        """Send a row, now or after the one before it in its lane; wait first while the limits are reached."""
         size = len(row.message.body)
         while self._rows >= self._max_rows or (self._rows and self._bytes + size > MAX_BYTES_IN_FLIGHT):
             self._wait_for_result()
@@ -312,7 +307,7 @@ class _Sends:
                 del self._lanes[lane]
 
     def _next_result(self) -> tuple[SinkRow, SendResult | BaseException]:
-        """Return what became of a row; rows without a route are handed over again when it is time."""
+        """Return a row and its result. Send rows without a route again when their pause is over."""
         while self._waiting_for_route:
             left_s = self._retry_at - time.monotonic()
             if left_s <= 0:
@@ -328,13 +323,13 @@ class _Sends:
             raise RequestTimeout("a send", "the I/O thread", self._longest_s) from empty
 
     def _wait_for_route(self, row: SinkRow, error: BaseException) -> None:
-        """Have a row handed over again, later: a producer does not wait for a topic or queue that is in no route.
+        """Send a row again later, because a producer does not wait for a topic or queue that it has never seen.
 
-        It does for one that it has seen before. But a task may begin while the brokers restart that have it. If others
-        are up, name servers are believed after `requestTimeoutMs`.
+        A task may start while the brokers of the topic restart. If other brokers are up, the topic counts as missing
+        after `requestTimeoutMs`.
 
         Raises:
-            RocketError: it was waited for long enough.
+            RocketError: the time to wait is over.
         """
         target = row.topic, row.queue
         if target not in self._waiting_for_route:
@@ -354,7 +349,7 @@ class _Sends:
     def _failure(self, row: SinkRow, error: BaseException) -> RocketError:
         text = self._reader.describe_error(row.number, error)
         if isinstance(error, RouteNotFound):
-            text += "; where brokers make topics on demand, set the option autoCreateTopic=true"
+            text += "; if brokers may create topics on demand, set the option autoCreateTopic=true"
         return ConfigError(text) if isinstance(error, ConfigError) else RocketError(text)
 
     def finish(self) -> None:

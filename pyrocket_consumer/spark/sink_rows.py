@@ -1,4 +1,4 @@
-"""Rows of a DataFrame as messages: which columns a sink takes, and what each row says."""
+"""Rows of a DataFrame as messages: the columns that a sink takes, and the message of each row."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from pyrocket_consumer.text import logger
 log = logger("spark")
 
 QUERY_ID, BATCH_ID, PARTITION, ROW = "spark_query_id", "spark_batch_id", "spark_partition", "spark_row"
-"""User properties of a message that together name the row it was made of; see `dedupProperties`."""
+"""User properties of a message that together identify its row; see `dedupProperties`."""
 
 _TEXT = (StringType, VarcharType, CharType)
 _NUMBER = (ByteType, ShortType, IntegerType, LongType)
@@ -69,14 +69,14 @@ _IGNORED = frozenset(
         "bornHost",
         "storeHost",
     }
-)  # of the read schema: a frame that was read can be written
+)  # columns of the read schema, so that a frame that was read can be written
 
-_PART_ROWS = 1024  # so that Python objects exist for a part of a batch only
+_PART_ROWS = 1024  # limits the number of Python objects at a time
 
 
 @dataclass(slots=True)
 class SinkRow:
-    """One row, ready for a producer. `lane` is what it must stay in order with, None for nothing."""
+    """One row, ready for a producer. Rows of the same `lane` stay in order; None means no order."""
 
     number: int
     topic: str
@@ -92,7 +92,7 @@ def check_schema(schema: StructType, options: SinkOptions) -> None:
     """Check that rows of `schema` can be messages.
 
     Raises:
-        ConfigError: a column is missing, has the wrong type, or is none that the sink knows.
+        ConfigError: a column is missing, is unknown, or has the wrong type.
     """
     names = schema.fieldNames()
     for name in names:
@@ -103,7 +103,7 @@ def check_schema(schema: StructType, options: SinkOptions) -> None:
                 f"the rocketmq sink has no column {name!r}{meant}; it takes {_takes()}; rename the column, or drop it"
             )
         if names.count(name) > 1:
-            raise ConfigError(f"column {name!r} is there {names.count(name)} times; keep one of them")
+            raise ConfigError(f"the frame has {names.count(name)} columns {name!r}; keep one of them")
     for field in schema.fields:
         if field.name in WRITE_COLUMNS and not _has_type(field.name, field.dataType):
             raise ConfigError(
@@ -113,10 +113,10 @@ def check_schema(schema: StructType, options: SinkOptions) -> None:
     if "body" not in names:
         raise ConfigError(f"the rocketmq sink needs a column 'body' (string or binary); there are {', '.join(names)}")
     if options.topic is None and "topic" not in names:
-        raise ConfigError("where to? set the option topic, or add a column 'topic'")
+        raise ConfigError("no topic to write to; set the option topic, or add a column 'topic'")
     for one, other in (("brokerName", "queueId"), ("queueId", "brokerName")):
         if one in names and other not in names:
-            raise ConfigError(f"column {one!r} needs {other!r} beside it: both name a queue; add it, or drop both")
+            raise ConfigError(f"column {one!r} also needs {other!r}, because both name a queue; add it, or drop both")
 
 
 def _takes() -> str:
@@ -140,9 +140,9 @@ def _has_type(name: str, kind: DataType) -> bool:
 
 
 class RowReader:
-    """Makes SinkRows of what Spark hands to one task, in order. `marks` are added to each row's properties.
+    """Makes SinkRows of the batches or rows of one task, in order. It adds `marks` to each row's properties.
 
-    With marks each row's number in the task is one, too.
+    With marks, it adds each row's number in the task, too.
     """
 
     def __init__(self, schema: StructType, options: SinkOptions, partition: int, marks: Mapping[str, str]) -> None:
@@ -164,7 +164,7 @@ class RowReader:
                 yield from self._rows(columns, batch.num_rows)
 
     def of_rows(self, rows: Iterable[Row]) -> Iterator[SinkRow]:
-        """Read Spark's rows, for versions that have nothing else."""
+        """Read Spark's rows, for releases that pass no Arrow batches."""
         rows = iter(rows)
         while part := list(islice(rows, _PART_ROWS)):
             values = list(zip(*part, strict=True))
@@ -174,7 +174,7 @@ class RowReader:
         """Return a column's values.
 
         Raises:
-            ConfigError: one is nothing that Python can hold; the text names its row.
+            ConfigError: Python cannot represent one of them; the text names its row.
         """
         try:
             return _values(name, column)
@@ -224,8 +224,8 @@ class RowReader:
                     )
                 if sharding_key:
                     raise ConfigError(
-                        f"{self.describe_row(number)}: brokerName with queueId, and shardingKey={sharding_key!r}, both choose "
-                        "the queue; have one of them null, or drop its columns"
+                        f"{self.describe_row(number)}: brokerName with queueId, and shardingKey={sharding_key!r}, both "
+                        "choose the queue; make one of them null, or drop its columns"
                     )
                 queue = MessageQueue(topic, broker_name, queue_id)
             try:
@@ -251,15 +251,15 @@ class RowReader:
             )
 
     def describe_row(self, number: int) -> str:
-        """Name a row for an error's text."""
+        """Return the name of a row for an error's text."""
         return f"row {number} of partition {self._partition}"
 
     def describe_error(self, number: int, error: BaseException) -> str:
-        """Return an error's text with the row it is about; columns and options have the names that Spark users know."""
+        """Return an error's text with its row, and with Spark's names of columns and options."""
         return f"{self.describe_row(number)}: {with_option_names(str(error))}"
 
     def _properties(self, given: Any, number: int) -> Mapping[str, str] | None:
-        """Return a row's properties: without what RocketMQ writes itself, and what would be lost on the way."""
+        """Return a row's properties, without those that RocketMQ writes itself or does not transport."""
         properties, reserved = {}, []
         if given:
             for name, value in given.items() if isinstance(given, dict) else given:
@@ -275,13 +275,13 @@ class RowReader:
         return properties
 
     def _warn_once(self, reserved: Sequence[str]) -> None:
-        """Log that these properties are left out, unless a task of this worker has done so."""
+        """Log that these properties are not written, unless a task of this worker has logged it."""
         kinds = {TRANSIENT_PREFIX + "…" if name.startswith(TRANSIENT_PREFIX) else name for name in reserved}
         self._warned |= kinds
         if new := [name for name in sorted(kinds) if executor_cache.is_first_time(name)]:
             log.warning(
-                "properties %s belong to RocketMQ and are left out of what is written; tags, keys and the sharding key "
-                "have columns of their own, and other names are kept",
+                "properties %s are not written, because they belong to RocketMQ; use the columns tags, keys and "
+                "shardingKey, or properties with other names",
                 ", ".join(new),
             )
 
@@ -291,7 +291,7 @@ def _bytes(body: str | bytearray | memoryview) -> bytes:
 
 
 def _values(name: str, column: pa.Array) -> list[Any]:
-    """Return a column's values; times with their zone, whatever the session's is."""
+    """Return a column's values; times have a zone, independent of the session's."""
     if name == "body":
         column = column.cast(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
     elif name == "deliverAt":

@@ -1,7 +1,7 @@
-"""Reading queues as a table, or as a stream of batches: the driver plans ranges, tasks read them.
+"""Read queues as a table, or as a stream of batches: the driver plans ranges, and tasks read them.
 
-A stream's reader lives in a process of its own on the driver's machine; `read` runs on executors, on copies of readers
-that have planned nothing. What a batch holds is decided by its offsets alone, so that it can be repeated exactly.
+The reader of a stream runs in its own process on the driver's machine. `read` runs on executors, on copies of the
+reader that have no state of the planning. A batch depends on its offsets only, so it can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FLUSH_S = 2.0
 
 
 class NotReached(RocketError):
-    """What a run to the end should read cannot be asked for. With failOnUnreachable=false the text is a warning."""
+    """A run to the end cannot reach a server or a queue. With failOnUnreachable=false its text is a warning."""
 
     def __init__(self, what: str, time_s: float) -> None:
         super().__init__(what, time_s)
@@ -54,13 +54,13 @@ class NotReached(RocketError):
 
     def __str__(self) -> str:
         return (
-            f"not reached, in {self.time_s:g} s (readTimeoutMs): {self.what}; a run to the end would leave out what is "
-            "there. With the option failOnUnreachable=false it does, and the next run reads it"
+            f"not reached, in {self.time_s:g} s (readTimeoutMs): {self.what}; a run to the end would skip messages "
+            "there. With the option failOnUnreachable=false it skips them, and the next run reads them"
         )
 
 
 class RangesPartition(InputPartition):
-    """What one task reads."""
+    """The ranges that one task reads."""
 
     def __init__(self, ranges: Sequence[QueueRange]) -> None:
         super().__init__(None)
@@ -83,7 +83,7 @@ def _read(partition: InputPartition, schema: StructType, options: SourceOptions)
 
 
 class BatchReader(DataSourceReader):
-    """Reads once: the ends of the queues are found when Spark plans, and stay for all actions on the DataFrame."""
+    """Reads once. Planning fetches the end offsets, which apply to all actions on the DataFrame."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         self._options = options
@@ -91,15 +91,15 @@ class BatchReader(DataSourceReader):
         self._pushed = PushedFilters()
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Return what the tasks read; never nothing, for Spark would put a partition of its own in its place.
+        """Return the partition of each task. An empty batch has one, because Spark would add another kind of its own.
 
         Raises:
-            DataLoss: what the options ask for is not there.
-            ConfigError: the options name queues that are not there, or end before they start.
-            RocketError: nobody answers, however long asked.
+            DataLoss: messages that the options name do not exist.
+            ConfigError: the options name queues that do not exist, or end before they start.
+            RocketError: no server responded in any attempt.
         """
         if self._options.max_offsets is not None or self._options.min_offsets is not None:
-            log.warning("maxOffsetsPerTrigger and minOffsetsPerTrigger are for streams; a batch reads all there is")
+            log.warning("maxOffsetsPerTrigger and minOffsetsPerTrigger are for streams; a batch reads all messages")
         broker_offsets = BrokerOffsets(self._options)
         try:
             ranges = self._ranges(broker_offsets)
@@ -111,13 +111,13 @@ class BatchReader(DataSourceReader):
         chosen = broker_offsets.discover()
         if not chosen:
             log.warning("there is no queue to read: no topic matches subscribePattern=%r", self._options.pattern)
-        brokers = sorted({queue.broker_name for queue in chosen})  # one that has left is in no route, and is not missed
+        brokers = sorted({queue.broker_name for queue in chosen})  # a broker that has left is in no route
         log.info("found queues=%d of brokers=%s", len(chosen), ", ".join(brokers) or "none")
         queues = chosen
         if self._pushed != PushedFilters():
             queues = frozenset(queue for queue in chosen if self._pushed.select(self._as_in_rows(queue)))
         start, end = self._options.start or NamedOffset.EARLIEST, self._options.end
-        oldest = broker_offsets.begins(queues)  # before the rest: it only grows
+        oldest = broker_offsets.begins(queues)  # fetched first, because it only grows
         starts = oldest if start is NamedOffset.EARLIEST else broker_offsets.resolve(start, queues, chosen)
         chosen_ends = None if end is NamedOffset.LATEST else broker_offsets.resolve(end, queues, chosen)
         ends = broker_offsets.ends(queues)
@@ -125,7 +125,7 @@ class BatchReader(DataSourceReader):
             queue for queue in queues if max(starts[queue], chosen_ends[queue] if chosen_ends else 0) > ends[queue]
         ]
         ends |= _ends_after_retries(self._options, too_short, starts, broker_offsets)
-        stops = ends if chosen_ends is None else chosen_ends  # the latest, too, is where the queues end after patience
+        stops = ends if chosen_ends is None else chosen_ends  # "latest" means the ends after these retries
         wanted = [QueueRange(queue, starts[queue], stops[queue]) for queue in sorted(queues, key=in_order)]
         if end is not NamedOffset.LATEST:
             wanted = [self._check_order(each) for each in wanted]
@@ -147,11 +147,11 @@ class BatchReader(DataSourceReader):
         ends: Mapping[MessageQueue, int],
         broker_offsets: BrokerOffsets,
     ) -> list[QueueRange]:
-        """Return what the pushed filters leave of `wanted`; what they leave nothing of is not there to be missed."""
+        """Return `wanted`, narrowed by the pushed filters. Empty ranges are dropped, so they cannot be data loss."""
         pushed = self._pushed
         if pushed == PushedFilters():
             return wanted
-        left = [narrow for each in wanted if len(narrow := pushed.narrow(each)) or narrow == each]
+        left = [narrowed for each in wanted if len(narrowed := pushed.narrow(each)) or narrowed == each]
         if pushed.stored_ms != Span():
             available = {
                 each.queue: QueueRange(each.queue, max(each.begin, oldest[each.queue]), min(each.end, ends[each.queue]))
@@ -184,13 +184,13 @@ class BatchReader(DataSourceReader):
 
 
 class FilteredBatchReader(BatchReader):
-    """Reads once, and leaves out what the filters of the query do: made where pushing filters was asked for.
+    """Reads once, and skips messages that the filters of the query exclude. Used with pushFilters=true.
 
-    Where it is switched off in Spark, Spark refuses a reader that has `pushFilters`.
+    It is a class of its own, because Spark refuses a reader with `pushFilters` if its own setting is off.
     """
 
     def pushFilters(self, filters: Iterable[Filter]) -> Iterable[Filter]:
-        """Note what need not be read, and hand back all filters: Spark checks them."""
+        """Note the messages to skip, and return all filters, so that Spark applies them, too."""
         filters = list(filters)
         read = self._options.read
         self._pushed, selector = push_filters(filters, read.selector)
@@ -198,12 +198,12 @@ class FilteredBatchReader(BatchReader):
         return filters
 
 
-def _keep_open_edges(wanted: QueueRange, available: QueueRange, narrow: QueueRange | None) -> QueueRange:
-    """Return `wanted`, of which only `available` can be read, without what was cut off that."""
-    if narrow is None:
+def _keep_open_edges(wanted: QueueRange, available: QueueRange, narrowed: QueueRange | None) -> QueueRange:
+    """Return `wanted` with each edge that `narrowed` moved. Only `available`, a part of it, can be read."""
+    if narrowed is None:
         return wanted
-    begin = narrow.begin if narrow.begin > available.begin else wanted.begin
-    return QueueRange(wanted.queue, begin, narrow.end if narrow.end < available.end else wanted.end)
+    begin = narrowed.begin if narrowed.begin > available.begin else wanted.begin
+    return QueueRange(wanted.queue, begin, narrowed.end if narrowed.end < available.end else wanted.end)
 
 
 def _ends_after_retries(
@@ -212,7 +212,7 @@ def _ends_after_retries(
     wanted: Mapping[MessageQueue, int],
     broker_offsets: BrokerOffsets,
 ) -> dict[MessageQueue, int]:
-    """Return where queues end that ended too early, asked again: a broker that starts answers 0 for a while."""
+    """Return the end offsets of queues that were too short, after retries. A broker that starts reports 0 at first."""
     ends: dict[MessageQueue, int] = {}
     startup_grace = options.read.startup_grace()
     while queues:
@@ -230,8 +230,8 @@ def _ends_after_retries(
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads batch after batch.
 
-    Spark keeps one instance per query run, to plan with; all calls but `read` come to it, one at a time. From 4.2 on
-    `latestOffset` is told where the query is; before, the reader remembers it.
+    Spark plans with one instance per query run, and calls all its methods except `read`, one at a time. From 4.2 on,
+    Spark passes the start of a batch to `latestOffset`. Before, the reader remembers it.
     """
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
@@ -241,20 +241,18 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._progress: GroupProgress | None = None
         self._initial: dict[str, Any] | None = None
         self._planned_end: dict[str, Any] | None = None
-        self._ends: dict[MessageQueue, int] = {}  # as last seen
+        self._ends: dict[MessageQueue, int] = {}  # of the last snapshot
         self._run_ends: dict[MessageQueue, int] | None = None  # where an AvailableNow run ends
-        self._missing_from_run: set[MessageQueue] | None = (
-            None  # known before the run, and not there when that was noted
-        )
+        self._missing_from_run: set[MessageQueue] | None = None  # known before the run, and missing at its start
         self._retry_policy = options.read.retry_policy()  # of such a run
         self._planned_at: float | None = None
         self._waiting_since: float | None = None
         self._warned: dict[str, object] = {}
 
-    # --- what Spark asks, in this order
+    # --- the calls of Spark, in this order
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Return how much a batch may hold; with Trigger.Once Spark says "all" instead."""
+        """Return how much a batch may hold. With Trigger.Once Spark uses "all" instead."""
         if self._options.max_offsets is not None:
             return ReadMaxRows(self._options.max_offsets)
         if self._options.min_offsets is not None:
@@ -262,10 +260,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:
-        """Note where the queues end now; the run ends there. Queues that are found later are for the next run.
+        """Fetch the current end offsets, where the run stops. Queues that are found later are for the next run.
 
         Raises:
-            NotReached: a server does not answer, however long asked, and the run is to fail then.
+            NotReached: a server did not respond in any attempt, and failOnUnreachable is true.
         """
         while True:
             self._offsets.expire_discovery()
@@ -280,11 +278,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             time.sleep(pause_s)
 
     def initialOffset(self) -> dict[str, Any]:
-        """Return where a new query begins: always the same, for Spark asks twice.
+        """Return where a new query starts. Every call returns the same, because Spark calls twice.
 
         Raises:
-            ConfigError: the options name queues that are not there.
-            RocketError: nobody answers, however long asked.
+            ConfigError: the options name queues that do not exist.
+            RocketError: no server responded in any attempt.
         """
         if self._initial is None:
             queues = self._offsets.discover(follows=True)
@@ -292,9 +290,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 log.warning("there is no queue yet: no topic matches subscribePattern=%r", self._options.pattern)
             start, at_ms = self._options.start or NamedOffset.LATEST, now_ms()
             offsets = self._offsets.resolve(start, queues)
-            times_unknown = start is NamedOffset.GROUP or isinstance(
-                start, GivenOffsets
-            )  # of when those are nothing is known
+            times_unknown = start is NamedOffset.GROUP or isinstance(start, GivenOffsets)
             seen_ms = {} if times_unknown else {(queue.topic, queue.broker_name): at_ms for queue in queues}
             self._initial = encode_offset(SourceOffset(offsets, initial=True, seen_ms=seen_ms))
         if self._planned_end is None:
@@ -302,12 +298,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._initial
 
     def latestOffset(self, start: dict[str, Any] | None = None, limit: ReadLimit | None = None) -> dict[str, Any]:
-        """Return where the next batch ends; `start` itself when there is nothing to read.
+        """Return where the next batch ends; `start` itself if there is nothing to read.
 
         Raises:
             DataLoss: messages from `start` on are lost.
-            NotReached: a run to the end would end without queues that it knows of.
-            RocketError: a broker refuses to say where queues end.
+            NotReached: a run to the end would skip known queues.
+            RocketError: a broker refuses the request for end offsets.
         """
         remembers = start is None
         if start is None:
@@ -317,7 +313,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._throttle()
         first = self._planned_at is None
         limited = not isinstance(limit, ReadAllAvailable)
-        # Before 4.2 a run of a single batch looks like any other: so that it reads, the first batch waits for nothing.
+        # Before 4.2 a run of a single batch looks like any other. So the first batch never waits, or it would not read.
         may_wait = limited and self._run_ends is None and not (remembers and first)
         while True:
             snapshot, restarts = self._check_losses(at)
@@ -339,7 +335,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._planned_end
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """Return where the queues ended at the last look, whatever the limit: what lag is measured against."""
+        """Return the end offsets of the last snapshot, without a limit. The lag is computed from them."""
         if self._planned_end is None:
             return None
         position = decode_offset(self._planned_end).queues
@@ -350,7 +346,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """Return what the tasks of a batch read; no broker is asked, so a batch is repeated exactly."""
+        """Return the partition of each task of a batch. It sends no request, so a batch can be repeated exactly."""
         self._planned_end = end
         return _partitions(ranges_between(decode_offset(start), decode_offset(end)), self._options)
 
@@ -359,19 +355,19 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return _read(partition, self._schema, self._options)
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Publish what is finished; never an error, because Spark would end the query."""
+        """Publish the finished offsets. It never raises, because Spark would end the query."""
         try:
             self._publish(decode_offset(end).queues)
         except Exception as error:
             log.warning("progress was not published reason=%s", error)
 
     def stop(self) -> None:
-        """Disconnect. Spark calls it at errors only; otherwise the process just ends."""
+        """Disconnect. Spark calls it after errors only; otherwise the process ends."""
         if self._broker_offsets is not None:
             self._broker_offsets.close()
             self._broker_offsets = self._progress = None
 
-    # --- how
+    # --- planning
 
     @property
     def _offsets(self) -> BrokerOffsets:
@@ -379,14 +375,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._broker_offsets = BrokerOffsets(self._options)
         return self._broker_offsets
 
-    def _publish(self, broker_offsets: Mapping[MessageQueue, int]) -> None:
+    def _publish(self, finished: Mapping[MessageQueue, int]) -> None:
         if self._options.commit_offsets:
             if self._progress is None:
                 self._progress = GroupProgress(self._offsets.cluster, self._options.read.group)
-            self._progress.publish(broker_offsets)
+            self._progress.publish(finished)
 
     def _throttle(self) -> None:
-        """An idle query asks a hundred times a second; the brokers need not hear of it."""
+        """Sleep until the planning interval has passed. An idle query would send a hundred requests a second."""
         if self._planned_at is not None:
             time.sleep(max(0.0, self._planned_at + self._options.planning_interval_s - time.monotonic()))
 
@@ -398,9 +394,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         limited: bool,
         may_wait: bool,
     ) -> SourceOffset | None:
-        """Return where the next batch ends; None when there is nothing to read, or not enough.
+        """Return where the next batch ends; None if there is nothing to read, or not enough.
 
-        Queues that go on `restarts` are worth a batch by themselves.
+        A queue in `restarts`, which continues at another offset, is enough for a batch.
         """
         at = replace(at, queues={**at.queues, **restarts})
         ends = {queue: max(end, at.queues.get(queue, 0)) for queue, end in snapshot.ends.items()}
@@ -436,29 +432,29 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
 
     def _seen_ms(self, at: SourceOffset, snapshot: BrokerSnapshot) -> dict[tuple[str, str], int]:
-        """Return since when nothing was read: since brokers were asked, but where one of the queues did not answer."""
+        """Return the request time of each topic and broker, except for a broker that did not report all queues."""
         found = {(queue.topic, queue.broker_name): snapshot.requested_ms[queue.broker_name] for queue in snapshot.ends}
         for queue in snapshot.unreachable:
             found.pop((queue.topic, queue.broker_name), None)
         return {**at.seen_ms, **found}
 
     def _unfinished(self, at: SourceOffset, snapshot: BrokerSnapshot) -> list[str]:
-        """Return the queues that a run to the end must still hear of, and why it cannot."""
+        """Return the queues whose ends a run to the end still needs, each with the reason why it is unknown."""
         assert self._run_ends is not None and self._missing_from_run is not None
         unread = {queue for queue, end in self._run_ends.items() if end > at.queues.get(queue, 0)}
         queues = (unread | self._missing_from_run) - snapshot.ends.keys() - snapshot.gone
         return [
-            f"{queue} ({snapshot.unreachable.get(queue, 'its broker does not answer')})" for queue in sorted(queues)
+            f"{queue} ({snapshot.unreachable.get(queue, 'its broker does not respond')})" for queue in sorted(queues)
         ]
 
     def _skip_or_fail(self, what: str) -> None:
         error = NotReached(what, self._options.read.read_timeout_s)
         if self._options.fail_on_unreachable:
             raise error
-        self._warn_once("left out", True, f"{error}; this one does")
+        self._warn_once("skipped", True, f"{error}; this run does")
 
     def _is_below_minimum(self, unread: int) -> bool:
-        """Tell whether to wait for more, and note since when we do."""
+        """Return whether to wait for more messages, and note the time of the first such wait."""
         if self._options.min_offsets is None or unread >= self._options.min_offsets:
             return False
         now = time.monotonic()
@@ -467,13 +463,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return now - self._waiting_since < self._options.max_delay_s
 
     def _check_losses(self, at: SourceOffset) -> tuple[BrokerSnapshot, dict[MessageQueue, int]]:
-        """Return where the queues are, once what looks like loss has lasted for some time; and which go on elsewhere.
+        """Return a snapshot, and the offsets where queues continue after a loss.
+
+        An apparent loss counts only if it lasts for the startup grace.
 
         Raises:
-            DataLoss: it is one, and the query is to fail then.
+            DataLoss: messages are lost, and failOnDataLoss is true.
         """
         startup_grace = self._options.read.startup_grace()
-        shorter_ms: dict[MessageQueue, int] = {}  # than it was, and when that was seen first
+        shorter_ms: dict[MessageQueue, int] = {}  # when a queue was first found shorter than before
         while True:
             snapshot = self._offsets.snapshot(at.queues)
             losses = self._find_losses(at, snapshot)
@@ -491,15 +489,15 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         restarts = self._restart_offsets(at, snapshot, losses)
         for key, loss in losses.items():
             offset = restarts.get(loss.wanted.queue)
-            available = "" if offset is None else f", and goes on at offset {offset}"
-            self._warn_once(key, (loss.wanted.begin, offset), f"{loss}; this one does{available}")
+            moved = "" if offset is None else f", and continues at offset {offset}"
+            self._warn_once(key, (loss.wanted.begin, offset), f"{loss}; this query does{moved}")
         for key in [key for key in self._warned if key.startswith("lost") and key not in losses]:
             del self._warned[key]
         unreachable = sorted(snapshot.unreachable)
         self._warn_once(
-            "away",
+            "unreachable",
             tuple(unreachable),
-            unreachable and f"{_describe_unreachable(snapshot)}; they stay where they are, the others go on",
+            unreachable and f"{_describe_unreachable(snapshot)}; they keep their offsets, and the others continue",
         )
         self._ends |= snapshot.ends
         return snapshot, restarts
@@ -507,10 +505,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _restart_offsets(
         self, at: SourceOffset, snapshot: BrokerSnapshot, losses: Mapping[str, DataLoss]
     ) -> dict[MessageQueue, int]:
-        """Return where queues go on that are shorter than they were: at the first message stored since they were seen.
+        """Return where queues continue that became shorter: at the first message stored after the last request.
 
-        That is the begin of a queue that was made anew, and the end of one whose last messages are lost, or what was
-        stored behind that end already.
+        A recreated queue continues at its first offset. A queue that lost its last messages continues at its new end,
+        or at messages that were stored there since.
         """
         shorter = {f"lost {queue}": queue for queue in at.queues.keys() & snapshot.ends.keys()}
         lost = [shorter[key] for key in losses if key in shorter]
@@ -520,29 +518,29 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _regrown(
         self, at: SourceOffset, snapshot: BrokerSnapshot, shorter_ms: Mapping[MessageQueue, int]
     ) -> dict[str, DataLoss]:
-        """Return what is lost of queues that were shorter a moment ago: unless the old messages came back."""
+        """Return the losses of queues that were shorter a moment ago, unless the old messages are there again."""
         grown = {queue: at_ms for queue, at_ms in shorter_ms.items() if snapshot.ends.get(queue, 0) >= at.queues[queue]}
         return {
             f"lost {queue}": DataLoss(
                 QueueRange(queue, at.queues[queue], snapshot.ends[queue]),
                 f"from {offset} up to {snapshot.ends[queue]}, stored since",
-                "the queue ended before that: it was made anew, or its broker lost messages",
+                "the queue ended before that: it was recreated, or its broker lost messages",
             )
             for queue, offset in self._offsets.stored_since(grown).items()
             if offset < at.queues[queue]
         }
 
     def _find_losses(self, at: SourceOffset, snapshot: BrokerSnapshot) -> dict[str, DataLoss]:
-        """Return what is lost if it stays as it is: queues that end before our place, or are gone with unread data."""
+        """Return the losses in a snapshot: queues that end before our offset, or are gone with unread messages."""
         found = {}
         for queue, position in at.queues.items():
             seen = QueueRange(queue, position, max(position, self._ends.get(queue, 0)))
             end = snapshot.ends.get(queue)
             if end is not None and end < position:
-                reason = "the queue ends before that: it was made anew, or its broker lost messages"
+                reason = "the queue ends before that: it was recreated, or its broker lost messages"
                 found[f"lost {queue}"] = DataLoss(seen, f"up to {end}", reason)
             elif queue in snapshot.gone and seen.end > position:
-                found[f"lost {queue}"] = DataLoss(seen, "nothing", "its broker is up and has no such queue any more")
+                found[f"lost {queue}"] = DataLoss(seen, "nothing", "its broker is up and no longer has this queue")
         return found
 
     def _find_expired(self, at: SourceOffset, snapshot: BrokerSnapshot) -> dict[str, DataLoss]:
@@ -555,7 +553,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         }
 
     def _warn_once(self, key: str, fact: object, text: object) -> None:
-        """Warn once of each fact."""
+        """Log `text` once for each fact; without `text`, forget the fact."""
         if self._warned.get(key) != fact and text:
             log.warning("%s", text)
         if text:
@@ -566,17 +564,17 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 def _describe_unreachable(snapshot: BrokerSnapshot) -> str:
     queues = [f"{queue} ({reason})" for queue, reason in sorted(snapshot.unreachable.items())]
-    return f"queues cannot be asked now: {listed(queues)}"
+    return f"queues are unreachable: {listed(queues)}"
 
 
 class RefusedStreamReader(DataSourceStreamReader):
-    """Says what is wrong with the options, at the first call: Spark mixes up an error before it with one of its own."""
+    """Raises the error of the options at the first call, because Spark hides an earlier one behind its own error."""
 
     def __init__(self, error: ConfigError) -> None:
         self._error = error
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """Raise the error; it is what newer releases ask first."""
+        """Raise the error. Newer releases call this first."""
         raise self._error
 
     def initialOffset(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Asking several at once without being held up by who does not answer."""
+"""Send requests to several servers at once, without waiting for slow ones."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 GRACE_S = 1.0
-"""So long after the first answer the others are waited for."""
+"""How long to wait for the other responses after the first one."""
 
 
 class StragglerPoll(Generic[T]):
-    """Asks the same servers again and again; who was late once is asked beside, until it answers in time.
+    """Polls the same servers repeatedly. It does not wait for a server that was late, until that responds in time.
 
-    All are waited for the first time. Confined to one loop.
+    The first poll waits for all servers. Confined to one loop.
     """
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
@@ -26,9 +26,9 @@ class StragglerPoll(Generic[T]):
         self._has_polled = False
 
     async def poll(self, requests: Mapping[str, Callable[[], Coroutine[Any, Any, T]]]) -> dict[str, T]:
-        """Return the answers that have come, by name: to `requests`, or late ones to the same questions before.
+        """Return the responses that have arrived, by name, including late ones to earlier polls.
 
-        An error that a question raises is raised here, when its turn comes.
+        A server has one request in progress at a time. The error of a request is raised here.
         """
         started = []
         for name, fetch in requests.items():
@@ -60,7 +60,7 @@ class StragglerPoll(Generic[T]):
             await asyncio.wait(self._running.values(), timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def stop(self) -> None:
-        """Wait for nobody any more."""
+        """Cancel the requests in progress."""
         tasks = list(self._running.values())
         self._running.clear()
         for task in tasks:

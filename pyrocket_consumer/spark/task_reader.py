@@ -1,8 +1,8 @@
-"""What a task does: pull its ranges, several pulls of several queues at once, and yield them as record batches.
+"""Read the ranges of a task, with several pulls of several queues in flight, and yield them as record batches.
 
-The task's thread pulls by itself, into one buffer for each broker, and makes columns of what lies there: handing bytes
-to another thread costs more than all of that. What is under way meanwhile waits in the system's buffers. Only looking
-for brokers is the business of the worker's I/O thread.
+The task's thread pulls into one buffer for each broker, and makes columns from that buffer. Passing the bytes to
+another thread would cost more than all of that. Responses that arrive meanwhile wait in the system's buffers. The
+worker's I/O thread only finds brokers.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ log = logger("spark")
 
 BATCH_ROWS = 2048
 BATCH_BYTES = 4 * 1024 * 1024
-"""Of records as they are stored. A batch has more only if a single answer has."""
+"""The most bytes of stored records in a batch. It has more only if a single response has."""
 
 MAX_AHEAD_BYTES = 32 * 1024 * 1024
-"""Most that is asked for beyond what must come next, by the size of the last answer."""
+"""Most bytes to pull ahead of the next messages, estimated by the size of the last response."""
 
 MAX_CONCURRENT_QUEUES = 16
-"""So many queues of a task are pulled from at once; the others follow when these are done."""
+"""Most ranges of a task to pull at once; the others follow when these are read."""
 
-_FIRST_RESPONSE_BYTES = 1024 * 1024  # what a first answer is taken for, until one has come
-_MAX_LOGGED = 5  # damaged bodies, in the log
-_CHECK_INTERVAL_S = 0.02  # whether a broker was found, while answers may come as well
+_FIRST_RESPONSE_BYTES = 1024 * 1024  # the assumed size of a response until the first one
+_MAX_LOGGED = 5  # damaged bodies that the log names
+_CHECK_INTERVAL_S = 0.02  # between checks for a new connection, while responses may arrive
 _LONGEST_WAIT_S = 5.0
 _READ_WRITE = selectors.EVENT_READ | selectors.EVENT_WRITE
 
@@ -51,14 +51,14 @@ _READ_WRITE = selectors.EVENT_READ | selectors.EVENT_WRITE
 def read_ranges(ranges: Sequence[QueueRange], columns: pa.Schema, options: ReadOptions) -> Iterator[pa.RecordBatch]:
     """Yield the messages of `ranges` as rows of `columns`: those of one queue in order, queues in any order.
 
-    A range is finished when the broker says that its queue goes on at the range's end or behind it; offsets may be
-    missing inside it, because of a filter for instance. To stop early, close the generator.
+    A range is finished when the broker's next offset reaches its end. Offsets may be missing inside it, because of a
+    filter for instance. To stop early, close the generator.
 
     Raises:
-        DataLoss: messages are gone, and `options.fail_on_data_loss` says that this is an error.
-        ReadFailed: a broker could not be reached, or refused, through all retries; or a record is damaged, or a body,
-            and `options.damaged_bodies` says that this is an error.
-        ConfigError: a body is compressed in a way whose package is not installed here.
+        DataLoss: messages are gone, and `options.fail_on_data_loss` is true.
+        ReadFailed: all retries of a broker failed; or a record is damaged; or a body is, and `options.damaged_bodies`
+            is "fail".
+        ConfigError: the package that unpacks a body is not installed here.
     """
     wanted = [each for each in ranges if len(each)]
     if not wanted:
@@ -80,7 +80,7 @@ def read_ranges(ranges: Sequence[QueueRange], columns: pa.Schema, options: ReadO
 
 
 class _DamagedBodies:
-    """What becomes of bodies that cannot be unpacked; a task tells of all of them in one line."""
+    """Handles bodies that cannot be unpacked. A task logs all of them in one line."""
 
     def __init__(self, what: DamagedBodies) -> None:
         self._what = what
@@ -90,7 +90,7 @@ class _DamagedBodies:
     def replace_body(self, queue: MessageQueue, offset: int, stored: bytes, error: ProtocolError) -> bytes | None:
         where = f"{queue} at offset {offset}"
         if self._what is DamagedBodies.FAIL:
-            remedy = "with the option damagedBodies=skip such messages are left out, with raw they are given as stored"
+            remedy = "the option damagedBodies=skip skips such messages, and raw returns their bodies as stored"
             if isinstance(error, BodyTooLarge):
                 remedy = f"maxBodyBytes allows more, or {remedy}"
             raise ReadFailed(where, 1, f"its body cannot be unpacked: {error}; {remedy}") from error
@@ -101,13 +101,13 @@ class _DamagedBodies:
 
     def log_total(self) -> None:
         if self._count:
-            done = "given as stored" if self._what is DamagedBodies.RAW else "left out"
+            done = "returned as stored" if self._what is DamagedBodies.RAW else "skipped"
             more = f" and {self._count - len(self._first)} more" if self._count > len(self._first) else ""
             log.warning("%d damaged bodies were %s: %s%s", self._count, done, ", ".join(self._first), more)
 
 
 def _cluster(options: ReadOptions) -> Cluster:
-    """Return this worker's view of the cluster, made if there is none that works."""
+    """Return this worker's connected cluster; make one if there is no usable one."""
     client, retry_policy = options.client, options.retry_policy()
 
     def make() -> Cluster:
@@ -133,14 +133,14 @@ def _cluster(options: ReadOptions) -> Cluster:
 
 
 class _TaskReader:
-    """The reading of one task's ranges."""
+    """Reads the ranges of one task."""
 
     def __init__(self, cluster: Cluster, ranges: Sequence[QueueRange], options: ReadOptions) -> None:
         self.cluster = cluster
         self.options = options
         self.in_flight = 0
         self._idle = get_or_create(IdleConnections, options.client, IdleConnections)
-        self._attempts: dict[str, asyncio.Task[BlockingConnection]] = {}  # the I/O thread's
+        self._attempts: dict[str, asyncio.Task[BlockingConnection]] = {}  # used on the I/O thread only
         self._connections: dict[BlockingConnection, None] = {}
         self._selector = selectors.DefaultSelector()
         self._pending = deque(ranges)
@@ -155,7 +155,7 @@ class _TaskReader:
     # --- the task's loop
 
     def portions(self) -> Iterator[list[PulledRecords]]:
-        """Yield what each batch is to be made of, as soon as there is enough. It is gone when the next is asked for."""
+        """Yield the records of each batch as soon as there are enough. The next one reuses their buffers."""
         self._start_ranges()
         while self._pullers or self._ready:
             while self._pullers and self._ready_rows < BATCH_ROWS and self._ready_bytes < BATCH_BYTES:
@@ -184,7 +184,7 @@ class _TaskReader:
         return portion
 
     def _poll_connections(self) -> None:
-        """Send what is to be sent and take what has come; wait a moment if that is nothing."""
+        """Send pending requests and read responses; wait a moment if none has arrived."""
         has_received = False
         for connection in list(self._connections):
             connection.flush()
@@ -203,7 +203,7 @@ class _TaskReader:
             raise self._error
 
     def _wait(self) -> None:
-        """Wait until something may have come, a broker is found, or a time is up."""
+        """Wait until a response may have arrived, a connection is open, or a time is due."""
         if self._expire():
             return
         now = self.now()
@@ -221,7 +221,7 @@ class _TaskReader:
             time.sleep(timeout_s)
 
     def _expire(self) -> bool:
-        """Give up pulls that are overdue; return whether there were any."""
+        """Abandon overdue pulls; return whether there were any."""
         now = self.now()
         late = [each for each in self._connections if each.next_deadline is not None and each.next_deadline <= now]
         for connection in late:
@@ -229,7 +229,7 @@ class _TaskReader:
         return bool(late)
 
     def stop(self) -> None:
-        """Pull no more, and put aside the connections for the worker's next task."""
+        """Stop pulling, and keep the connections for the worker's next task."""
         for puller in self._pullers:
             puller.stop()
         self._pullers.clear()
@@ -242,7 +242,7 @@ class _TaskReader:
         except (RuntimeError, ConsumerClosed):
             pass  # the I/O thread has ended
 
-    # --- what its ranges want of it
+    # --- PullerHost
 
     def _start_ranges(self) -> None:
         while self._pending and len(self._pullers) < MAX_CONCURRENT_QUEUES and self._error is None:
@@ -286,7 +286,7 @@ class _TaskReader:
             for puller in self._pullers:
                 puller.stop()
 
-    # --- the I/O thread's
+    # --- on the I/O thread
 
     async def connection(self, address: str) -> BlockingConnection:
         attempt = self._attempts.get(address)

@@ -77,7 +77,7 @@ def test_a_topic_must_exist(embedded):
 def test_a_topic_that_is_made_on_demand_may_come_later(embedded, caplog):
     with running(embedded, subscribe="orders,later", **SOON) as run:
         assert run.batch() == []
-        assert "topic=later is not there yet" in caplog.text
+        assert "topic=later does not exist yet" in caplog.text
         embedded.send("later", count=4)
         run.reader._offsets.expire_discovery()
         assert {(queue.topic, offset) for queue, offset in run.batch()} == {("later", 0)}

@@ -119,14 +119,14 @@ def test_a_reset_of_the_group_is_reported_once_and_not_obeyed(embedded, begun, c
     wait_until(embedded, {0: 5, 1: 5})
     reset(embedded)
     deadline = time.monotonic() + 30
-    while "is not where this query put it" not in caplog.text and time.monotonic() < deadline:
+    while "is not at the offsets of this query" not in caplog.text and time.monotonic() < deadline:
         embedded.send("orders", count=2)
         assert len(run.batch()) == 2  # what is new, not what the group was set to
         run.reader._progress.flush(30)
     run.reader.stop()
-    (warning,) = [each for each in caplog.messages if "group=app is not where this query put it" in each]
+    (warning,) = [each for each in caplog.messages if "group=app is not at the offsets of this query" in each]
     assert "orders/broker-a/0 at 0, was 5" in warning
-    assert "its checkpoint alone decides" in warning
+    assert "it reads from its checkpoint" in warning
 
 
 def test_a_reset_while_the_query_is_idle_is_noticed(embedded, caplog):
@@ -145,4 +145,4 @@ def test_a_reset_that_waits_at_the_broker_is_reported(caplog):
         publish({Q0: 3})
         reset(cluster)
         publish({Q0: 4})
-    assert "group=app is not where this query put it: orders/broker-a/0 at 0, was 3" in caplog.text
+    assert "group=app is not at the offsets of this query: orders/broker-a/0 at 0, was 3" in caplog.text

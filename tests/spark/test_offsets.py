@@ -49,9 +49,9 @@ def test_when_brokers_were_asked_is_written_by_topic_and_broker():
     assert decode_offset(encoded) == offset
 
 
-@for_each("version, expected", [(2, "2, .* up to 1"), (10**4000, "")], ids=["2", "a number without end"])
+@for_each("version, expected", [(2, "2, .*newer release.* up to 1"), (10**4000, "")], ids=["2", "thousands of digits"])
 def test_a_newer_version_is_refused_with_a_sentence(version, expected):
-    newer = f"newer release of pyrocket-consumer: its offsets have version {expected}"
+    newer = f"offsets of version {expected}"
     with pytest.raises(ConfigError, match=newer) as refused:
         decode_offset({"version": version, "queues": {}})
     assert len(str(refused.value)) < 1000
@@ -59,7 +59,7 @@ def test_a_newer_version_is_refused_with_a_sentence(version, expected):
 
 @for_each("encoded", [{}, {"version": "1"}, {"version": 0}, [], None, {"partition": 3}])
 def test_what_is_no_offset_is_refused(encoded):
-    with pytest.raises(ConfigError, match="is no offset of this source; use another checkpoint"):
+    with pytest.raises(ConfigError, match="is not an offset of this source; use another checkpoint"):
         decode_offset(encoded)
 
 
@@ -103,5 +103,5 @@ def test_what_a_batch_reads(start, end, ranges):
 
 
 def test_offsets_of_two_queries_are_refused():
-    with pytest.raises(ConfigError, match="does not say where T/b/0 begins"):
+    with pytest.raises(ConfigError, match="has no start offset of T/b/0"):
         ranges_between(SourceOffset({A0: 10}), SourceOffset({B0: 9}))

@@ -124,7 +124,7 @@ def test_starting_offsets_for_queues_brokers_and_topics():
     start.check(queues)
     with pytest.raises(ConfigError, match="startingOffsets covers all queues .* lacks a/x/2"):
         start.check([*queues, MessageQueue("a", "x", 2)])
-    with pytest.raises(ConfigError, match="startingOffsets names a/y, of which there is nothing"):
+    with pytest.raises(ConfigError, match="startingOffsets names a/y, which the query does not read"):
         start.check([*queues[:2], queues[3]])
 
 
@@ -191,8 +191,8 @@ WRONG = [
     ("startingTimestamp", "2024-05-01T12:00:00", "no time zone", {}),
     ("startingTimestamp", "-5", "out of range", {}),
     ("startingTimestamp", "1969-12-31T00:00:00Z", "out of range", {}),
-    ("startingTimestamp", "noon", "no time", {}),
-    ("startingTimestamp", "9" * 5000, "no time", {}),
+    ("startingTimestamp", "noon", "is not a time", {}),
+    ("startingTimestamp", "9" * 5000, "is not a time", {}),
     ("startingTimestamp", '{"orders": "noon"}', "'noon' for orders is not a time", {}),
     ("startingTimestamp", '{"orders": "2024-05-01T12:00:00"}', "for orders has no time zone", {}),
     ("startingTimestamp", '{"orders": -5}', "for orders is out of range", {}),

@@ -40,14 +40,14 @@ def test_what_is_never_null_may_be_declared_so():
 @for_each(
     "fields, expected",
     [
-        ([], "the schema has no column; name some of topic string, brokerName string, queueId int,"),
+        ([], "the schema has no column; name at least one of topic string, brokerName string, queueId int,"),
         ([StructField("value", StringType())], "column 'value' is unknown; there are topic string"),
         ([StructField("Body", StringType())], "column 'Body' is unknown"),
         ([StructField("body", StringType())], "column 'body' is binary, not string; there are"),
         ([StructField("queueOffset", IntegerType())], "column 'queueOffset' is bigint, not int"),
         ([StructField("properties", MapType(StringType(), IntegerType()))], "is map<string,string>, not"),
         ([StructField("topic", StringType())] * 2, "column 'topic' is named twice"),
-        ([StructField("tags", StringType(), False)], "column 'tags' is null where a message has none"),
+        ([StructField("tags", StringType(), False)], "column 'tags' is null for a message without one"),
     ],
 )
 def test_anything_else_is_an_error_that_names_the_columns(fields, expected):

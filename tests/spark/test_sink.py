@@ -469,7 +469,7 @@ def test_commit_and_abort_never_raise(sink):
         ("body string, shardingkey string", "orders", "did you mean 'shardingKey'"),
         ("tags string", "orders", "needs a column 'body'"),
         ("body int", "orders", "column 'body' is int; .* string or binary"),
-        ("body string, body string", "orders", "2 times"),
+        ("body string, body string", "orders", "has 2 columns 'body'"),
         ("body string, keys map<string,string>", "orders", "array<string>"),
         ("body string, deliverAt timestamp_ntz", "orders", "takes timestamp"),
         ("body string, properties map<string,int>", "orders", "map<string,string>"),

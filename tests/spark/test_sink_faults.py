@@ -222,13 +222,13 @@ def test_a_topic_that_is_not_there_is_told_soon(embedded, sink, caplog):
     with pytest.raises(RocketError, match="row 0 of partition 0: .*unknown.*autoCreateTopic=true"):
         sink(topic="unknown", requestTimeoutMs="2000").write("body string", *[("x",)] * 300)
     assert time.monotonic() - began < 60, "sendTimeoutMs is 120 s"
-    (logged,) = [record.getMessage() for record in caplog.records if "writing waits" in record.getMessage()]
+    (logged,) = [record.getMessage() for record in caplog.records if "the write waits" in record.getMessage()]
     assert "'unknown'" in logged
 
 
 def test_a_topic_may_come_late(embedded, sink, caplog):
     task = task_of(sink(topic="late"), "sharding key", rows=300)
-    assert embedded.wait_until(lambda: "writing waits" in caplog.text, 60)
+    assert embedded.wait_until(lambda: "the write waits" in caplog.text, 60)
     embedded.create_topic("late", queues=1)
     assert task.result(100) == 300
     of_lane = [number for each in embedded.messages("late") if (number := int(each.body)) % 10 == 7]

@@ -279,7 +279,8 @@ def test_expired_messages_are_an_error_or_skipped(embedded, broker, caplog):
         offsets(embedded, wanted(10, 80))
     assert str(raised.value) == (
         "data loss in queue orders/broker-a/0: wanted offsets from 10 up to 80, available 30 up to 100; "
-        "offsets 10 up to 30 are gone. With the option failOnDataLoss=false a query goes on with what there is"
+        "offsets 10 up to 30 are gone. "
+        "With the option failOnDataLoss=false a query continues with the remaining messages"
     )
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
     assert offsets(embedded, wanted(10, 80), wanted(0, 5, 1), fail_on_data_loss=False) == list(range(30, 80))
