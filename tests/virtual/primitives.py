@@ -41,7 +41,7 @@ class Lock:
             return True
         if not blocking or timeout == 0:
             if here is self._world:
-                here.look()
+                here.check_clock()
             return False
         world = self._world
         me = world.me()

@@ -211,7 +211,7 @@ def _install_joins() -> None:
         if simulated is not None and simulated.is_done:
             real_join(self)
         elif simulated is not None and (world := current()) is not None:
-            world.look()
+            world.check_clock()
         return real_is_alive(self)
 
     threading.Thread.join, threading.Thread.is_alive = join, is_alive  # type: ignore[method-assign]
