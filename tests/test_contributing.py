@@ -1,9 +1,16 @@
-"""What CONTRIBUTING.md says about commands and marks is so, and its example runs."""
+"""The commands, files and marks of CONTRIBUTING.md exist, and its examples run."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from typing import Any
 
+import pytest
+
+from tests.for_each import for_each
+from tests.hazards.members import faulty, ours
+from tests.hazards.naive import NaiveMember
 from tests.pages import ROOT, blocks
 
 PAGE = ROOT / "CONTRIBUTING.md"
@@ -20,8 +27,31 @@ def test_the_marks_are_those_of_the_suite(request):
     assert set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)) <= marks
 
 
-def test_the_example_runs(rocketmq_cluster):
-    (block,) = blocks(PAGE, "python")
-    names: dict[str, object] = {}
+def names_of(block: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "contributing"}
     exec(compile(block, str(PAGE), "exec"), names)
-    names["test_an_idle_consumer_gets_what_comes_an_hour_later"](rocketmq_cluster)  # type: ignore[operator]
+    return names
+
+
+VIRTUAL, HAZARD = blocks(PAGE, "python")
+
+
+def test_the_example_of_virtual_time_runs(rocketmq_cluster):
+    names_of(VIRTUAL)["test_an_idle_consumer_gets_what_comes_an_hour_later"](rocketmq_cluster)
+
+
+@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "committed while it runs")], ids=["ours", "faulty"])
+def test_the_example_of_a_hazard_runs(embedded, names, member):
+    example = names_of(HAZARD)
+    kind = example["CommitsWhatItPulled"] if member is NaiveMember else member
+    example["test_a_running_message_is_not_committed"](embedded, names, kind)
+
+
+@for_each("path", sorted(set(re.findall(r"`((?:tests|docs|pyrocket_consumer|\.ci)/[\w/.]+)`", PAGE.read_text()))))
+def test_the_files_exist(path):
+    assert (ROOT / path).exists()
+
+
+@for_each("module", sorted(set(re.findall(r"python -m (tests[\w.]+)", PAGE.read_text()))))
+def test_the_commands_exist(module):
+    assert importlib.util.find_spec(module)
