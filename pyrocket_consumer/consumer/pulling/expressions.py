@@ -1,4 +1,4 @@
-"""SQL92 expressions: each broker looks at one before the first pull that uses it."""
+"""SQL92 expressions: each broker checks an expression before the first pull that uses it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pyrocket_consumer.protocol.command import CheckClientConfigHeader
 RETRY_CODES = frozenset(
     {ResponseCode.SYSTEM_BUSY, ResponseCode.SERVICE_NOT_AVAILABLE, ResponseCode.FLOW_CONTROL, ResponseCode.GO_AWAY}
 )
-"""What a broker answers that has not looked."""
+"""Codes of brokers that have not checked the expression; the same request may succeed later."""
 
 
 class ExpressionChecker:
-    """Has brokers look at expressions: a pull with one that a broker cannot use would bring everything.
+    """Asks brokers to check expressions, because a pull with an invalid expression would return every message.
 
     Confined to the I/O thread.
     """
@@ -28,28 +28,28 @@ class ExpressionChecker:
         self._checked: set[tuple[str, str, str]] = set()  # topic, expression, broker name
 
     async def check(self, subscription: Subscription) -> None:
-        """Have the topic's brokers look at `subscription`; one that is away or busy is asked before its first pull.
+        """Ask the topic's brokers to check `subscription`. Unreachable or busy brokers check it before the first pull.
 
         Raises:
-            BrokerError: a broker does not take it; its text says why.
+            BrokerError: a broker refuses the expression; correct it as the broker's text describes.
         """
         if subscription.expression_type == "TAG":
             return
         try:
             route = await self._context.cluster.route(subscription.topic)
         except RocketError:
-            return  # its brokers are asked when they are known
-        asked = (self._check_at(subscription, broker.broker_name) for broker in route.brokers)
-        refused = [each for each in await asyncio.gather(*asked, return_exceptions=True) if each is not None]
-        for error in refused:
+            return  # check_queue asks the brokers later
+        checks = (self._check_at(subscription, broker.broker_name) for broker in route.brokers)
+        errors = [each for each in await asyncio.gather(*checks, return_exceptions=True) if each is not None]
+        for error in errors:
             if not isinstance(error, RocketError) or (isinstance(error, BrokerError) and error.code not in RETRY_CODES):
                 raise error
 
     async def check_queue(self, queue: MessageQueue) -> None:
-        """Have the queue's broker look at the topic's expression, if it has not yet.
+        """Ask the queue's broker to check the topic's expression, if it has not done so yet.
 
         Raises:
-            RocketError: it has not, or does not take it; the queue must not begin.
+            RocketError: the broker did not check it, or refuses it. The queue must not begin; try again later.
         """
         subscription = self._context.subscriptions.subscription(queue.topic)
         if subscription is not None and subscription.expression_type != "TAG":

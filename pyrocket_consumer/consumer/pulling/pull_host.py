@@ -1,4 +1,4 @@
-"""What the pull loops need of their member: subscriptions, pauses, connections, and who takes what they bring."""
+"""The member's services for its pull loops: subscriptions, pauses, connections, and delivery."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pyrocket_consumer.transport.connection import Connection
 
 
 class MemberPullHost:
-    """The `PullHost` of every puller of a member. Confined to the I/O thread."""
+    """The `PullHost` of every pull loop of a member. Confined to the I/O thread."""
 
     def __init__(self, context: MemberContext, delivery: Delivery) -> None:
         self.loop = context.loop
         self.group = context.name
         self.on_moved: Callable[[PullLoop, int, PullResponse], None] = lambda pull_loop, pull_offset, response: None
-        """Called when the broker moves the queue of a puller, which waits."""
+        """Called when the broker moves the queue of a pull loop, which then waits."""
         self.on_late_reset: Callable[[MessageQueue, PullResponse], None] = lambda queue, response: None
-        """Called when a pull that was given up has brought a reset."""
+        """Called when the response to an abandoned pull contains a reset."""
         self._context = context
         self._delivery = delivery
         self._resubscriber = Resubscriber(context)
@@ -42,7 +42,7 @@ class MemberPullHost:
             self._paused.update(queues)
 
     def resume(self, queues: Iterable[MessageQueue] | None) -> None:
-        """Let `queues`, or all, be pulled again."""
+        """Pull again from `queues`, or from all."""
         if queues is None:
             self._all_paused = False
             self._paused.clear()
@@ -52,7 +52,7 @@ class MemberPullHost:
     def paused(self, queue: MessageQueue) -> bool:
         return self._all_paused or queue in self._paused
 
-    # --- what pullers ask and tell
+    # --- the interface of pull loops
 
     def subscription(self, topic: str) -> Subscription | None:
         return self._context.subscriptions.subscription(topic)

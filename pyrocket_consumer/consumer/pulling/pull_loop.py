@@ -1,7 +1,8 @@
-"""The pull loop of one queue: callbacks, so that an answer costs no task switch.
+"""The pull loop of one queue. It uses callbacks, so that a response costs no task switch.
 
-The next pull is on the wire before an answer is decoded. While a queue is far behind, more pulls are under way, for
-the ranges that are expected next; answers are taken in order of offset, and a wrong guess is thrown away.
+The loop sends the next pull before it decodes a response. While a queue has many messages left, the loop keeps several
+pulls in flight, for the offset ranges that it expects next. It processes responses in order of offset, and discards
+those of a wrong guess.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 from pyrocket_consumer.cluster.broker import HOLD_TICK_S, RESET_REMARK, read_pull_response
 from pyrocket_consumer.cluster.responses import read_error
-from pyrocket_consumer.consumer.commits.store_thread import UserThread
+from pyrocket_consumer.consumer.commits.store_thread import SerialExecutor
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus, Subscription
@@ -34,36 +35,36 @@ from pyrocket_consumer.protocol.subscription import matches
 from pyrocket_consumer.transport.connection import Connection
 
 DEFAULT_RESPONSE_BYTES = 1024
-"""Bytes that a pull counts with as long as nothing is known of its queue's answers."""
+"""The bytes that a pull reserves before its queue's first response."""
 
 INLINE_UNPACK_BYTES = 128 * 1024
-"""Inner batches of one answer that hold no more are unpacked where they come in; larger ones beside the I/O thread."""
+"""The inner batches of one response that the I/O thread unpacks have at most this size; another thread unpacks more."""
 
 DELIVERY_CHUNK = 256
-"""Messages of a large inner batch that are handed over before others have their turn."""
+"""How many messages of a large inner batch the loop delivers before other tasks run."""
 
 UNPACK_CHECK_EVERY_S = 0.02
-"""How often a large inner batch that waits for room looks whether there is any."""
+"""How often a large inner batch that waits for memory checks whether enough is free."""
 
 READ_AHEAD = 4
-"""Most pulls of one queue under way at once. 4 instead of 2 are a tenth quicker with 4 queues. Measured."""
+"""How many pulls of one queue may be in flight. Measured: with 4 queues, 4 are a tenth faster than 2."""
 
 UNHELD_S = 0.5
-"""An answer that brings nothing so soon was not held. Brokers that hold at all do so for a second or more."""
+"""If an empty response arrives sooner, the broker did not hold the pull. It holds pulls for a second or more."""
 
 UNHELD_LIMIT = 3
-"""After so many answers in a row that bring nothing and were not held, the next pulls wait: longer and longer."""
+"""After more empty responses in a row to pulls that the broker did not hold, the pauses between pulls grow."""
 
 MAX_FAST_BUSY_RESPONSES = 5
-"""After so many answers in a row that a broker is busy it is left alone longer and longer."""
+"""After more "busy" responses in a row, the pauses between pulls grow."""
 
 MAX_STEP_PAUSE_S = 0.1
-"""The longest pause of a queue that goes on, and of whose messages none is wanted."""
+"""The longest pause of a queue that advances although no message matches the subscription."""
 
 MAX_PAUSE_FACTOR = 10
-"""The longest pause after answers that cannot be right, in units of `pull_retry_delay_s`."""
+"""The longest pause after invalid responses, in units of `pull_retry_delay_s`."""
 
-SUSPEND = 2  # sysFlag: the broker may hold the request. The commit bit is never set: commits have a call of their own
+SUSPEND = 2  # sysFlag: the broker may hold the request. The commit bit is never set, because commits are other requests
 
 _NEEDS_HEARTBEAT = frozenset(
     {
@@ -78,82 +79,82 @@ _NEEDS_ROUTE = frozenset({ResponseCode.TOPIC_NOT_EXIST, ResponseCode.INVALID_PAR
 
 
 class PullHost(Protocol):
-    """What a puller needs of the consumer it belongs to."""
+    """The services that a pull loop needs of its consumer."""
 
     loop: asyncio.AbstractEventLoop
     group: str
 
     def subscription(self, topic: str) -> Subscription | None:
-        """Return what the group wants of `topic` now."""
+        """Return the present subscription to `topic`, or None."""
 
     def paused(self, queue: MessageQueue) -> bool:
-        """Tell whether the user paused `queue`."""
+        """Return whether the user paused `queue`."""
 
     def connection_to(self, broker_name: str, broker_id: int) -> Connection | None:
-        """Return an open connection on which we are known as a member, if there is one now."""
+        """Return an open connection on which the broker knows this member, or None."""
 
     async def connect_to(self, broker_name: str, broker_id: int) -> None:
-        """Open the connection and have the heartbeat answered."""
+        """Open the connection, and wait for the response to the heartbeat."""
 
     async def wait_registered(self, queue: MessageQueue) -> None:
-        """The broker does not know what we subscribe to: send heartbeats, and return when to try again."""
+        """Send heartbeats, because the broker does not know the subscription. Return when to pull again."""
 
     async def refresh_route(self, queue: MessageQueue) -> None:
-        """Ask for the route again."""
+        """Fetch the route again."""
 
     def keep_running(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        """Keep what a puller waits for running, until the member ends. That it fails is a surprise."""
+        """Run `work` until the member ends. An error of it is unexpected, and fails the member."""
 
     def deliver(self, window: ProcessQueue, messages: list[Message]) -> None:
-        """Give messages that are in the window to their listener."""
+        """Give messages of the window to their listener."""
 
     def offset_moved(self, pull_loop: PullLoop, pull_offset: int, response: PullResponse) -> None:
-        """The broker corrects or resets the queue's offset. The puller has stopped by itself."""
+        """Follow the broker, which corrects or resets the queue's offset. The pull loop waits."""
 
     def late_reset(self, queue: MessageQueue, response: PullResponse) -> None:
-        """An abandoned pull has brought a reset: it is the only copy."""
+        """Follow a reset in the response to an abandoned pull. The broker sends it only once."""
 
     def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
-        """A pull failed and will be tried again."""
+        """Report a failed pull, which the loop sends again."""
 
 
 MessageIdentity = tuple[int, int, int]
-"""What tells a stored message from another one that came to its place: offset, place in the commit log, time."""
+"""The queue offset, the commit log offset and the store time: another message at the same offset differs in them."""
 
 
 def identify(message: Message) -> MessageIdentity:
-    """Return what tells `message` from another one that came to its place."""
+    """Return the values that distinguish `message` from another one at the same offset."""
     return message.queue_offset, message.commit_log_offset, message.stored_at_ms
 
 
 class PullRequest:
-    """One pull under way."""
+    """One pull in flight, or one whose response waits for its turn."""
 
     __slots__ = ("offset", "expected", "arrived", "sent_at", "response", "abandoned")
 
     def __init__(self, offset: int, expected: int, sent_at: float) -> None:
         self.offset = offset
         self.expected = expected  # bytes that count against the budget until the pull is settled
-        self.arrived = 0  # of those, what was taken and waits to be put
+        self.arrived = 0  # bytes that were accepted and are not in the window yet
         self.sent_at = sent_at
         self.response: RemotingCommand | Exception | None = None
         self.abandoned = False
 
 
 def _wanted(subscription: Subscription, message: Message) -> bool:
-    """Tell whether a message has one of the tags; the broker looks at their hashes only."""
+    """Return whether a message has one of the tags. The broker compares only their hashes."""
     try:
         return matches(subscription, message.tags)
     except ProtocolError:
-        return True  # a damaged record is not passed over: its listener meets the error
+        return True  # do not skip a damaged record: reading it raises the error in the listener
 
 
 def _unpack_in_thread(
     batch: Message, begin: int, end: int, subscription: Subscription | None
 ) -> tuple[list[Message], int]:
-    """Return the messages of an inner batch from `begin` to before `end` that are wanted, and the memory they take.
+    """Return the wanted messages of an inner batch from `begin` to before `end`, and the memory that they take.
 
-    A batch that cannot be unpacked stands for them: its listener meets the error.
+    If the batch cannot be unpacked, return the batch itself; reading it raises the error in the listener.
     """
     try:
         items = inner_messages(batch)
@@ -169,7 +170,7 @@ def _unpack_in_thread(
     return items, sum(item.store_size + _MEMORY_OF_MESSAGE for item in items)
 
 
-_MEMORY_OF_MESSAGE = 600  # besides its record
+_MEMORY_OF_MESSAGE = 600  # in addition to its record
 
 
 def _run_all(deliveries: list[Callable[[], None]]) -> None:
@@ -181,7 +182,7 @@ _PULL_CODES = frozenset(status.value for status in PullStatus)
 
 
 class PullLoop:
-    """Keeps one window filled, from the offset it started at until it is stopped. Confined to the I/O thread."""
+    """Keeps one window filled, from its start offset until `stop`. Confined to the I/O thread."""
 
     def __init__(
         self,
@@ -202,13 +203,11 @@ class PullLoop:
         self.min_offset = 0
         self.last_pull_at = host.loop.time()
         self.last_error = ""
-        self.pulls = 0  # answered with messages
-        self.pull_time_s = 0.0  # how long these were waited for
+        self.pulls = 0  # pulls whose response had messages
+        self.pull_time_s = 0.0  # the time between their requests and responses
         self.pulled = 0
-        self.moves = 0  # how often in a row the broker has said where to go on, and nothing else
-        self.last_read: MessageIdentity | None = (
-            None  # so that it can be told whether the broker's log is the same as then
-        )
+        self.moves = 0  # responses in a row that moved the offset and had no message
+        self.last_read: MessageIdentity | None = None  # shows later whether the broker's log is still the same
         self._host = host
         self._batch = batch
         self._hold_s = hold_s
@@ -220,28 +219,28 @@ class PullLoop:
         self._master_next = False
         self._in_flight: deque[PullRequest] = deque()
         self._undelivered = 0
-        self._usual_size = DEFAULT_RESPONSE_BYTES  # in bytes, of an answer
+        self._usual_size = DEFAULT_RESPONSE_BYTES  # in bytes, of a response
         self._is_end_known = False
-        self._undecodable_responses = 0  # answers that could not be decoded; what was decoded after one is not put
-        self._step = 0  # how far each of the last answers went, 0 while they differ
+        self._undecodable_responses = 0  # responses that could not be decoded; later ones in flight are then not put
+        self._step = 0  # how far the last responses advanced the offset, 0 while they differ
         self._last_step = 0
-        self._empty_responses = 0  # answers in a row that brought nothing and were not held
-        self._damaged_responses = 0  # answers in a row that cannot be right
-        self._busy_responses = 0  # answers in a row that said the broker is busy
+        self._empty_responses = 0  # empty responses in a row to pulls that the broker did not hold
+        self._damaged_responses = 0  # invalid responses in a row
+        self._busy_responses = 0  # responses in a row that report a busy broker
         self._retry: asyncio.TimerHandle | None = None
         self._is_blocked = False  # for a connection, a heartbeat or the consumer's decision on an offset
-        self._large_batches: list[Message] = []  # inner batches of the present answer that are to be unpacked beside
-        self._inline_bytes_left = 0  # bytes that may be unpacked of it where it comes in
-        self._response_offset = offset  # where it was asked for
-        self._postponed: list[Callable[[], None]] | None = None  # deliveries behind an answer that is put bit by bit
+        self._large_batches: list[Message] = []  # inner batches of the present response for another thread
+        self._inline_bytes_left = 0  # bytes of it that the I/O thread may still unpack
+        self._response_offset = offset  # the offset of its pull
+        self._postponed: list[Callable[[], None]] | None = None  # deliveries that wait for its large batches
         self._stopped = False
         self._template: PullTemplate | None = None
         self._template_of: Subscription | None = None
 
-    # --- asking
+    # --- requests
 
     def pull(self) -> None:
-        """Ask for as much as there is room for. Called at the start, after answers, and when room was made."""
+        """Send as many pulls as the window has space for. Called at the start, after responses, and by a wake-up."""
         if self._is_suspended() or self._host.paused(self.queue):
             self.window.withdraw()
             return
@@ -252,7 +251,7 @@ class PullLoop:
                 offset = self.next_offset
                 if self._is_end_known and self.max_offset <= offset:
                     expected = 0
-                if self._undelivered:  # what they leave room for is known once they are put: _deliver asks again
+                if self._undelivered:  # the space that they leave is unknown until they are put; _deliver pulls again
                     if not self.window.may_pull_ahead(self._batch + self._undelivered, offset, expected):
                         return
                 elif not self.window.may_pull(self._batch, expected):
@@ -269,7 +268,7 @@ class PullLoop:
             subscription = self._host.subscription(self.queue.topic)
             if subscription is None:
                 self.window.settle(expected)
-                return  # unsubscribed: the next rebalance drops this queue
+                return  # unsubscribed; the next rebalance drops this queue
             broker_id = MASTER_ID if self._master_next else self._broker_id
             connection = self._host.connection_to(self.queue.broker_name, broker_id)
             if connection is None:
@@ -334,15 +333,15 @@ class PullLoop:
         )
 
     def pull_from_master_next(self) -> None:
-        """Ask the master next, whatever was suggested: it has a reset of this queue, and a slave never tells."""
+        """Send the next pull to the master, because it has a reset of this queue that a slave never returns."""
         self._master_next = True
 
     def pull_again(self) -> None:
-        """The broker's correction is not followed: pull on from where it was made."""
+        """Continue at the offset before the broker's correction, which the consumer does not follow."""
         self._is_blocked = False
         self.pull()
 
-    # --- answers
+    # --- responses
 
     def _on_response(self, pull: PullRequest, response: RemotingCommand | Exception) -> Callable[[], None] | None:
         if pull.abandoned:
@@ -352,7 +351,7 @@ class PullLoop:
         return self._process_responses()
 
     def _process_responses(self) -> Callable[[], None] | None:
-        """Take the answers whose turn has come, ask for more, and return what is left to do then."""
+        """Process the responses that are next in order, send pulls, and return the delivery that follows."""
         deliveries: list[Callable[[], None]] = []
         in_flight = self._in_flight
         while in_flight and in_flight[0].response is not None and not self._is_suspended():
@@ -368,7 +367,7 @@ class PullLoop:
         return lambda: _run_all(deliveries)
 
     def _process_response(self, pull: PullRequest) -> Callable[[], None] | None:
-        """Follow the answer to the oldest pull under way; return what is left to do once the next pull is sent."""
+        """Process the response to the oldest pull; return the delivery that follows the next pull."""
         response = pull.response
         if isinstance(response, Exception):
             self._on_failed(response)
@@ -393,12 +392,13 @@ class PullLoop:
         next_offset = header.next_offset
         is_found = header.status is PullStatus.FOUND
         if next_offset < pull.offset or (is_found and (next_offset == pull.offset or not response.body)):
-            self._on_failed(ProtocolError(f"pull of {self.queue} at {pull.offset} was answered {header}: no way on"))
+            text = f"pull of {self.queue} at {pull.offset}: the response does not advance ({header})"
+            self._on_failed(ProtocolError(text))
             return None
         if is_found:
             self._usual_size = len(response.body)
             if not self.window.budget.accept(self.window, pull.expected, self._usual_size):
-                self._abandon()  # it was not foreseen that there is so much: ask again when there is room
+                self._abandon()  # the response is larger than expected; pull again when memory is free
                 return None
             pull.expected = pull.arrived = self._usual_size
         step = next_offset - pull.offset
@@ -412,18 +412,18 @@ class PullLoop:
         is_idle = step < self._batch and waited_s < self._unheld_s
         self._empty_responses = min(self._empty_responses + 1, 16) if is_idle else 0
         if is_found:
-            if (
-                self._empty_responses > UNHELD_LIMIT + self._read_ahead
-            ):  # of so many one was put, which ends the count if it brought any
+            # By now at least one of these responses was put, and `_put` ends the count if it had a wanted message.
+            if self._empty_responses > UNHELD_LIMIT + self._read_ahead:
                 excess = self._empty_responses - UNHELD_LIMIT - self._read_ahead
                 self._pause(min(0.005 * 2**excess, MAX_STEP_PAUSE_S, self._retry_delay_s))
-            count = min(step, self._batch)  # an answer with few matches steps far
+            count = min(step, self._batch)  # a response with few matches advances far
             self._undelivered += count
             self.pulls += 1
             self.pull_time_s += waited_s
             body = response.body
             return lambda: self._deliver(pull, body, next_offset, count, undecodable)
-        # A slave sends us to its master, unmoved, and while that is away again and again. Others are out of order.
+        # A slave redirects to its master without advancing, repeatedly while the master is down. Other brokers that do
+        # so are faulty.
         if is_idle and (
             self._empty_responses > UNHELD_LIMIT or (not step and header.status is PullStatus.NO_MATCHED_MESSAGE)
         ):
@@ -446,24 +446,24 @@ class PullLoop:
             self.pull()
 
     def _put(self, offset: int, body: bytes, next_offset: int) -> list[Message]:
-        """Put the messages of an answer into the window; return those from the first large inner batch on."""
+        """Put the messages of a response into the window; return those from the first large inner batch on."""
         self._large_batches, self._inline_bytes_left, self._response_offset = [], INLINE_UNPACK_BYTES, offset
         bodies = self.window.budget.bodies
         try:
             messages = decode_messages(body, self.queue, self._unpack, bodies, MAX_RECORDS) if body else []
-            if not are_offsets_rising(messages):  # the window's edge would go to and fro
-                raise ProtocolError(f"pull of {self.queue} at {offset} was answered with messages out of order")
+            if not are_offsets_rising(messages):  # the window's edge would move back and forth
+                raise ProtocolError(f"pull of {self.queue} at {offset}: the messages of the response are out of order")
             if (
                 messages
                 and not self._large_batches
                 and not any(offset <= each.queue_offset < next_offset for each in messages)
             ):
                 raise ProtocolError(
-                    f"pull of {self.queue} at {offset} was answered with messages from {messages[0].queue_offset} to "
-                    f"{messages[-1].queue_offset}, and with none up to {next_offset}, where it leads"
+                    f"pull of {self.queue} at {offset}: the response has messages from {messages[0].queue_offset} to "
+                    f"{messages[-1].queue_offset}, but none from {offset} to its next offset {next_offset}"
                 )
-        except (ProtocolError, ConfigError) as error:  # damaged, or packed with a codec that is not installed
-            self.next_offset = offset  # nothing of this answer was put: ask for it again
+        except (ProtocolError, ConfigError) as error:  # damaged, or compressed with a codec that is not installed
+            self.next_offset = offset  # no message of this response was put; pull them again
             self._undecodable_responses += 1
             self._abandon()
             self._on_failed(error)
@@ -474,7 +474,7 @@ class PullLoop:
             messages, rest = messages[:index], messages[index:]
             next_offset = min(max(offset, rest[0].queue_offset), next_offset)
         if messages and (messages[0].queue_offset < offset or messages[-1].queue_offset >= next_offset):
-            # an inner batch may begin before what was asked for; what lies behind the next offset will come again
+            # an inner batch may begin before the pull's offset; the broker returns later messages again
             messages = [message for message in messages if offset <= message.queue_offset < next_offset]
         subscription = self._host.subscription(self.queue.topic)
         if subscription is not None and subscription.tags:
@@ -491,20 +491,20 @@ class PullLoop:
     # --- inner batches
 
     def _unpack(self, batch: Message) -> list[Message]:
-        """Return the messages of an inner batch, if they are few; else it stands for them until its turn has come."""
+        """Return the messages of a small inner batch, or a large batch itself, which `_put_rest` unpacks."""
         try:
             items = inner_messages(batch, self._inline_bytes_left)
         except BodyTooLarge:
             self._large_batches.append(batch)
             return [batch]
-        except ProtocolError as error:  # its listener meets the error
+        except ProtocolError as error:  # reading the batch raises the error in the listener
             mark_batch_unreadable(batch, error, self._response_offset)
             return [batch]
         self._inline_bytes_left -= sum(item.store_size for item in items)
         return items
 
     async def _put_rest(self, pull: PullRequest, rest: list[Message], next_offset: int) -> None:
-        """Put messages one after the other, inner batches each when there is room; go on pulling then."""
+        """Put messages one after the other, each inner batch when enough memory is free; then continue to pull."""
         large = self._large_batches
         try:
             for index, message in enumerate(rest):
@@ -516,8 +516,8 @@ class PullLoop:
                     await self._put_unpacked([message], end, message.store_size)
                 if self._stopped:
                     break
-        except ConfigError as error:  # packed with a codec that is not installed
-            self.next_offset = begin  # what is from here on was not put: ask for it again
+        except ConfigError as error:  # compressed with a codec that is not installed
+            self.next_offset = begin  # the messages from here on were not put; pull them again
             self._undecodable_responses += 1
             self._abandon()
             self._on_failed(error)
@@ -531,13 +531,13 @@ class PullLoop:
             delivery_left()
 
     async def _put_batch(self, batch: Message, begin: int, end: int) -> None:
-        """Unpack a large inner batch on a thread of its own, no two at a time, and put what is in it."""
+        """Unpack a large inner batch on another thread, one batch at a time, and put its messages."""
         window, loop = self.window, self._host.loop
         while not self._stopped:
             async with window.budget.bodies.unpack_lock:
                 if window.may_unpack(self._batch):
                     subscription = self._host.subscription(self.queue.topic)
-                    thread = UserThread("pyrocket-unpack")
+                    thread = SerialExecutor("pyrocket-unpack")
                     work = loop.run_in_executor(thread, _unpack_in_thread, batch, begin, end, subscription)
                     thread.shutdown()
                     items, size = await work
@@ -555,13 +555,13 @@ class PullLoop:
             self._host.deliver(self.window, messages[start : start + DELIVERY_CHUNK])
             await asyncio.sleep(0)
 
-    # --- the end of an answer
+    # --- the end of a response
 
     def _settle(self, pull: PullRequest) -> None:
         if pull.expected:
             self.window.settle(pull.expected, pull.arrived)
 
-    # --- trouble
+    # --- errors and pauses
 
     def _on_refused(self, response: RemotingCommand) -> None:
         error = read_error(response, self.queue.broker_name)
@@ -600,12 +600,12 @@ class PullLoop:
 
     def _resume(self) -> None:
         self._retry = None
-        rest = self._process_responses()  # an answer may have come meanwhile
-        if rest is not None:
-            rest()
+        delivery = self._process_responses()  # a response may have arrived during the pause
+        if delivery is not None:
+            delivery()
 
     def _run_then_pull(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do something that takes a while, then go on pulling."""
+        """Run work that takes time, then continue to pull."""
         self._is_blocked = True
 
         async def wait() -> None:
@@ -616,18 +616,18 @@ class PullLoop:
                 self._on_failed(error)
             else:
                 self._is_blocked = False
-                rest = self._process_responses()  # an answer may have come meanwhile
-                if rest is not None:
-                    rest()
+                delivery = self._process_responses()  # a response may have arrived during the work
+                if delivery is not None:
+                    delivery()
 
         self._host.keep_running(wait(), f"pulling {self.queue}")
 
     def _abandon(self) -> None:
-        """Wait no longer for what is under way. Its answers change nothing, except a reset."""
+        """Give up the pulls in flight. Their responses change nothing, except for a reset."""
         for pull in self._in_flight:
             pull.abandoned = True
             self._settle(pull)
-            if pull.response is not None:  # it came early and waited for its turn
+            if pull.response is not None:  # it arrived before the response to an earlier pull
                 self._check_late_response(pull.response)
         self._in_flight.clear()
         self._step = self._last_step = 0
@@ -642,11 +642,11 @@ class PullLoop:
                 self._report_error(error)
 
     def pause(self) -> None:
-        """Take nothing of what was asked for: it is asked for again once `pull` is called after the pause."""
+        """Give up the pulls in flight; `pull` sends them again after the pause."""
         self._abandon()
 
     def stop(self) -> None:
-        """Pull no more."""
+        """Give up the pulls in flight, and send no more."""
         self._stopped = True
         if self._retry is not None:
             self._retry.cancel()

@@ -1,4 +1,4 @@
-"""Brokers that refuse pulls because they do not know what we subscribe to: being known again, and why we were not."""
+"""Registers the member again at brokers that refuse its pulls, and reports subscriptions that differ."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from pyrocket_consumer.protocol.command import GetConsumerConnectionListHeader
 FIRST_HEARTBEAT_PAUSE_S = 0.05
 
 MAX_HEARTBEAT_PAUSE_FACTOR = 5
-"""The longest pause, in units of `pull_retry_delay_s`."""
+"""The longest pause before a heartbeat, in units of `pull_retry_delay_s`."""
 
 FORGET_REFUSALS_AFTER_S = 30.0
-"""After so long without a refusal the next one is a first one again."""
+"""After this time without a refusal, the count starts again."""
 
 COMPARE_AFTER_REFUSALS = 2
-"""Refusals in a row after which members are compared: a broker that was started again needs one heartbeat."""
+"""Refusals in a row after which the subscriptions are compared. A restarted broker needs only one heartbeat."""
 
 
 class Resubscriber:
-    """Makes us known again, one heartbeat for all queues at a time, and later and later. Confined to the I/O thread.
+    """Registers the member again, with one heartbeat for all queues and growing pauses. Confined to the I/O thread.
 
-    A broker goes by what the last heartbeat of a group said. If members subscribe to different topics, each heartbeat
-    of one has pulls of the others refused: were they answered at once, it would never end.
+    A broker uses the subscriptions of the group's last heartbeat. If members subscribe to different topics, each
+    heartbeat of one member makes the broker refuse the pulls of the others. Without pauses, they would send heartbeats
+    in turn without end.
     """
 
     def __init__(self, context: MemberContext) -> None:
@@ -41,10 +42,10 @@ class Resubscriber:
         self._is_reported = False
 
     async def wait_registered(self, queue: MessageQueue) -> None:
-        """A pull of `queue` was refused: return when it may be tried again."""
+        """Return when `queue`, whose pull was refused, may be pulled again."""
         heartbeats = self._heartbeats
         async with self._heartbeat_lock:
-            if self._heartbeats == heartbeats:  # else there was one since this pull was refused
+            if self._heartbeats == heartbeats:  # otherwise one was sent after this refusal
                 await self._heartbeat(queue)
                 self._heartbeats += 1
 
@@ -61,18 +62,20 @@ class Resubscriber:
         self._last_at = context.loop.time()
 
     async def _compare(self, queue: MessageQueue) -> None:
-        """Tell, once, in what the broker's view of the group differs from ours, and who else is in it."""
+        """Emit an event, once, if the broker has other subscriptions of the group than this member; name the others."""
         context = self._context
         address = context.cluster.address(queue.broker_name)
         if address is None:
             return
         try:
-            answer = await context.cluster.call(address, GetConsumerConnectionListHeader(context.name))
-            found = await read_body(decode_consumer_connection, answer.body)
-        except BrokerError:  # it knows no member of the group, or does not tell us
+            response = await context.cluster.call(address, GetConsumerConnectionListHeader(context.name))
+            found = await read_body(decode_consumer_connection, response.body)
+        except BrokerError:  # the broker knows no member of the group, or does not permit the request
             return
         except RocketError as error:
-            context.emit_throttled(EventKind.BROKER_UNREACHABLE, f"why pulls are refused is not known: {error}", queue)
+            context.emit_throttled(
+                EventKind.BROKER_UNREACHABLE, f"the broker refuses pulls for an unknown reason: {error}", queue
+            )
             return
         ours, theirs = _selectors(context.subscriptions.all()), _selectors(found.subscriptions)
         others = _other_members(found, context.client_id)
@@ -80,9 +83,9 @@ class Resubscriber:
             return
         self._is_reported = True
         text = (
-            f"members of the group subscribe to different things, and so brokers refuse pulls and pass messages over: "
-            f"this one to {_describe(ours)}, {', '.join(others)} to {_describe(theirs)}; "
-            "all members of a group must subscribe to the same topics with the same selectors, else use another group"
+            "members of the group have different subscriptions, so brokers refuse pulls and skip messages. "
+            f"This one subscribes to {_describe(ours)}, {', '.join(others)} to {_describe(theirs)}. "
+            "Give all members the same topics and selectors, or use another group"
         )
         facts = {"ours": ours, "at_the_broker": theirs, "others": others}
         context.emit(EventKind.SUBSCRIPTION_DIFFERS, text, queue, facts, level=logging.WARNING)

@@ -1,4 +1,4 @@
-"""Room for the packed bodies that listener calls unpack: a few bytes can hold 64 MiB, and many calls run at once."""
+"""The memory for compressed bodies that listener calls unpack. A few bytes unpack to 64 MiB, in many calls at once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pyrocket_consumer.protocol.compression import MAX_BODY_BYTES
 from pyrocket_consumer.protocol.message import BodyLimit, Message, drop_body, has_compressed_body, unpacked_size_limit
 
 WANTED_CHECK_S = 0.1
-"""How often who waits for room looks whether it is wanted otherwise."""
+"""How often a waiting call checks whether it is still wanted."""
 
 
 FAIRNESS_S = 0.5
-"""So long a call that needs much room is passed by those that need little."""
+"""How long small reservations may overtake a large one that waits."""
 
 
 class DecompressionBudget(BodyLimit):
-    """What the listener calls that run may unpack together: `limit` bytes, and always what one of them needs.
+    """The memory that running listener calls may fill together by unpacking: `limit` bytes, or the need of one call.
 
-    A call enters before it begins and leaves when it has returned; what its messages had unpacked is freed then. Sizes
-    are guessed from the stored bytes as long as that is enough, and measured else, by one call at a time, which then
-    waits for room. Any thread.
+    A call reserves memory before it begins. When it has returned, it drops its unpacked bodies and releases the
+    reservation. The stored bytes give a first estimate. If the estimates exceed the limit, the calls measure their
+    messages one at a time, and wait for memory. Any thread may use it.
     """
 
     def __init__(self, limit: int, max_bytes: int = MAX_BODY_BYTES) -> None:
@@ -33,14 +33,14 @@ class DecompressionBudget(BodyLimit):
         self.changed = threading.Condition(threading.Lock())
         self._used = 0
         self._waiting: deque[Reservation] = deque()
-        self._measuring = threading.Lock()  # it takes memory and time itself: one after the other
+        self._measuring = threading.Lock()  # measuring takes memory and time itself, so one call at a time measures
         self._is_measuring = False
         self._deferred: dict[object, deque[Callable[[], None]]] = {}
         self.unpack_lock = asyncio.Lock()
-        """Held while a large inner batch is unpacked, until its messages count."""
+        """Held while a large inner batch is unpacked, until the window counts its messages."""
 
     def reserve(self, messages: Sequence[Message]) -> Reservation | None:
-        """Return what a listener call with `messages` needs to enter; None when it has none whose body is packed."""
+        """Return the reservation of a listener call with `messages`, or None if no body is compressed."""
         packed = [message for message in messages if has_compressed_body(message)]
         if not packed:
             return None
@@ -52,13 +52,13 @@ class DecompressionBudget(BodyLimit):
             self.retry_deferred()
         return reservation
 
-    # --- one call at a time finds out what it needs, and waits for room
+    # --- one call at a time measures its messages, and waits for memory
 
     def acquire_or_defer(self, queue: object, again: Callable[[], None]) -> bool:
-        """Return True if it is the caller's turn to measure and wait, until `release_measuring`; else `again` is called later.
+        """Return True if the caller may measure and wait, until `release_measuring`; else call `again` later.
 
-        So calls that need much room occupy one worker while they wait, and the others are left to those that do not.
-        Queues have their turns one after the other, whoever has more that waits.
+        So only one worker waits for much memory, and the other workers are free for calls that need little. Queues
+        measure in rotation, however many calls each has deferred.
         """
         with self.changed:
             if self._is_measuring:
@@ -68,15 +68,15 @@ class DecompressionBudget(BodyLimit):
             return True
 
     def release_measuring(self) -> None:
-        """Have the next one try again."""
+        """Let the next deferred call measure."""
         with self.changed:
             self._is_measuring = False
         self.retry_deferred()
 
     def retry_deferred(self) -> None:
-        """Have one that waits for its turn try again, if it is nobody's: perhaps there is room without.
+        """Let one deferred call try again if no call measures now, because there may be enough memory.
 
-        Whoever tries again offers it to the next one in any case: it may not be wanted any more.
+        Each call that tries again lets the next one try, even if its own messages are no longer wanted.
         """
         if not self._deferred:
             return
@@ -87,12 +87,12 @@ class DecompressionBudget(BodyLimit):
             again = deferred.popleft()
             del self._deferred[queue]
             if deferred:
-                self._deferred[queue] = deferred  # the last one now
+                self._deferred[queue] = deferred  # now the last queue in the rotation
         again()
 
     def measure(self, reservation: Reservation, messages: Sequence[Message]) -> None:
-        """Find out what `messages` need; of those that are too many for all the room there is, only the first enter."""
-        with self._measuring:  # orderly queues have no turns
+        """Measure the unpacked size of `messages`. If they exceed the limit, reserve only for the first of them."""
+        with self._measuring:  # orderly queues do not call acquire_or_defer
             self._measure_locked(reservation, messages)
 
     def _measure_locked(self, reservation: Reservation, messages: Sequence[Message]) -> None:
@@ -115,7 +115,7 @@ class DecompressionBudget(BodyLimit):
         if first is not reservation and (
             reservation in self._waiting or time.monotonic() - first.waiting_since > FAIRNESS_S
         ):
-            return False  # those who need little may pass, but not for ever
+            return False  # small reservations may overtake, but not without limit
         if self._used and self._used + reservation.size > self._limit:
             return False
         self.grant(reservation)
@@ -126,7 +126,7 @@ class DecompressionBudget(BodyLimit):
         reservation.is_granted = True
         if reservation in self._waiting:
             self._waiting.remove(reservation)
-        self.changed.notify_all()  # the next in line may fit in as well
+        self.changed.notify_all()  # the next waiting reservation may fit, too
 
     def wait(self, reservation: Reservation, seconds: float) -> bool:
         with self.changed:
@@ -155,22 +155,22 @@ class DecompressionBudget(BodyLimit):
 
 
 class Reservation:
-    """One listener call's part of the room."""
+    """The part of the budget that one listener call uses."""
 
     __slots__ = ("messages", "count", "size", "is_granted", "waiting_since", "_budget")
 
     def __init__(self, budget: DecompressionBudget, messages: list[Message]) -> None:
-        self.messages = messages  # those that are packed
-        self.count = 0  # so many of all messages of the call may be given to it at once
+        self.messages = messages  # those with a compressed body
+        self.count = 0  # how many of all its messages the call may get at once
         self.size = 0
         self.is_granted = False
         self.waiting_since = 0.0
         self._budget = budget
 
     def wait(self, wanted: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until there is room, as long as it is `wanted`; returns whether the call may begin.
+        """Wait for memory while the call is `wanted`. Return whether the call may begin.
 
-        It may after `timeout_s` in any case: a call that never returns must not keep others from theirs for ever.
+        After `timeout_s` it may begin without free memory, so that a call that never returns cannot block all others.
         """
         until = time.monotonic() + timeout_s
         while not self.is_granted and wanted():
@@ -181,7 +181,7 @@ class Reservation:
         return self.is_granted
 
     def try_acquire(self, is_late: bool = False) -> bool:
-        """Tell whether there is room now; `is_late`: there shall be."""
+        """Return whether the call may begin now. With `is_late` it may begin without free memory."""
         if not self.is_granted and not self._budget.queue_and_try(self) and is_late:
             self._grant_anyway()
         return self.is_granted
@@ -192,7 +192,7 @@ class Reservation:
                 self._budget.grant(self)
 
     def release(self) -> None:
-        """Free what the call's messages have unpacked; or wait no longer."""
+        """Drop the unpacked bodies of the call, or stop waiting for memory."""
         for message in self.messages:
             drop_body(message)
         self._budget.release(self)

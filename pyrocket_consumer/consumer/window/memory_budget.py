@@ -1,4 +1,4 @@
-"""The bytes that all windows of a consumer may hold together."""
+"""The limit on the bytes that all windows of a consumer hold together."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pyrocket_consumer.consumer.window.decompression_budget import Decompression
 from pyrocket_consumer.protocol.compression import MAX_BODY_BYTES
 
 WAITING_CHECK_S = 0.02
-"""How often windows that wait for their turn, or for more room than they had, are looked after."""
+"""How often the budget checks the windows that wait to pull."""
 
 OVER_LIMIT_EVERY_S = 0.1
-"""How long a pull beyond the limit is waited for before the next one: brokers may be silent, or hold it for long."""
+"""The time between two pulls beyond the limit. The broker may hold the first one for long, or never respond."""
 
 
 class PullWaiter(Protocol):
@@ -25,18 +25,18 @@ class PullWaiter(Protocol):
 
 
 class MemoryBudget:
-    """The bytes that all windows of a consumer (of a topic) may hold together, and whose turn it is to pull for more.
+    """The limit on the bytes that all windows of a consumer, or of one topic, hold together; it decides who may pull.
 
-    A window that holds something may pull while it holds less than what is left, so that one queue that is stuck
-    leaves room for others. When nothing is left, windows that hold nothing take turns as room is made, and those that
-    hold something come after them. Pulls under way count with what is expected of them, and an answer that comes when
-    there is no room is not taken.
+    A window that holds messages may pull while it holds fewer bytes than are left, so a stuck queue leaves memory for
+    the others. When no bytes are left, empty windows pull first, in the order in which they began to wait. A pull in
+    flight counts with its expected size. The consumer drops a response that arrives when no memory is left.
 
-    What is held may be stuck: then the next window goes beyond the limit, one after the other, as long as `idle()`
-    tells that workers have nothing to do.
+    All held messages may be stuck. So while `idle()` returns True, because workers have nothing to do, one window after
+    the other may pull beyond the limit.
 
-    Any thread may use it, `reserve` the one of `loop` only. Its lock is a leaf, and may be taken within a window's.
-    Methods that make room return the windows whose turn it is; the caller wakes them when it holds no lock.
+    Any thread may use it, but only the thread of `loop` may call `reserve`. A thread may acquire its lock while it
+    holds the lock of a window. Methods that free memory return the windows that may pull; the caller wakes them when
+    it holds no lock.
     """
 
     def __init__(
@@ -47,20 +47,18 @@ class MemoryBudget:
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         self.bodies = DecompressionBudget(limit, max_body_bytes)
-        """As much again is for what listener calls unpack."""
+        """Bodies that listener calls unpack have a budget of the same size."""
         self._limit = limit
         self._loop = loop
         self._idle = idle
         self._lock = threading.Lock()
         self._held = 0
         self._expected = 0
-        self._arrived = 0  # of what is expected, what is there and not yet in a window
-        self._waiting: dict[PullWaiter, int] = {}  # windows that hold nothing, in turn, and what they expect
-        self._granted: dict[PullWaiter, int] = {}  # those that were woken and have not pulled yet
-        self._short_of_memory: dict[
-            PullWaiter, int
-        ] = {}  # windows that were to pull, and held so much: more than was left
-        self._over_limit: set[PullWaiter] = set()  # these pull although as much as may be is held
+        self._arrived = 0  # bytes of responses that no window has yet; part of _expected
+        self._waiting: dict[PullWaiter, int] = {}  # empty windows in their order, with the bytes that they expect
+        self._granted: dict[PullWaiter, int] = {}  # windows that were woken and have not pulled yet
+        self._short_of_memory: dict[PullWaiter, int] = {}  # windows that hold more bytes than are left, and how many
+        self._over_limit: set[PullWaiter] = set()  # windows that pull although the limit is reached
         self._next_over_limit_at = 0.0
         self._next_check: asyncio.TimerHandle | None = None
 
@@ -78,15 +76,15 @@ class MemoryBudget:
         return self._limit - self._held - self._expected
 
     def may_pull(self, held: int) -> bool:
-        """Tell whether a window that holds `held` bytes may pull, or wait for its turn to do so."""
+        """Return whether a window that holds `held` bytes may pull, or should wait until it may."""
         with self._lock:
             return not held or (held < self._left() and not self._waiting)
 
     def reserve(self, window: PullWaiter, held: int, expected: int, *, ahead: bool = False) -> bool:
-        """Tell whether `window`, which holds `held` bytes, may pull; `expected` bytes count until they are settled.
+        """Return whether `window`, which holds `held` bytes, may pull; count `expected` bytes until `settle`.
 
-        If not, it is woken when its turn comes, or when there is more room; it may pull then, or must `withdraw`.
-        `ahead`: it has other pulls under way, and need not be woken.
+        Otherwise the budget wakes the window later; the window then pulls, or must call `withdraw`. With `ahead` it is
+        not woken, because it has other pulls in flight.
         """
         with self._lock:
             self._short_of_memory.pop(window, None)
@@ -102,13 +100,13 @@ class MemoryBudget:
             return True
 
     def may_unpack(self, held: int) -> bool:
-        """Tell whether a window that holds `held` bytes may unpack an inner batch, whose size nobody knows before."""
+        """Return whether a window that holds `held` bytes may unpack an inner batch of unknown size."""
         return self._held < self._limit or (not held and self._idle())
 
     def accept(self, window: PullWaiter, expected: int, size: int) -> bool:
-        """Tell whether an answer of `size` bytes is taken; they then count as what was expected, until it is settled.
+        """Return whether a response of `size` bytes is accepted; count its size in place of `expected` until `settle`.
 
-        If there is no room it has to be asked for again.
+        If no memory is left, the pull must be sent again later.
         """
         with self._lock:
             if self._held + self._arrived >= self._limit and window not in self._over_limit:
@@ -129,7 +127,7 @@ class MemoryBudget:
             return self._grant_waiting()
 
     def settle(self, window: PullWaiter, expected: int, arrived: int) -> list[PullWaiter]:
-        """What was expected of a pull is in the window by now, or will not come; so many bytes had `arrived`."""
+        """Stop counting a pull whose messages are in the window, or will not arrive. `arrived` bytes were accepted."""
         with self._lock:
             self._expected -= expected
             self._arrived -= arrived
@@ -137,7 +135,7 @@ class MemoryBudget:
             return self._grant_waiting()
 
     def withdraw(self, window: PullWaiter) -> list[PullWaiter]:
-        """`window` does not pull, although it waits for its turn or has it: the next one may."""
+        """Let another window pull in place of `window`, which does not pull now."""
         with self._lock:
             self._waiting.pop(window, None)
             self._short_of_memory.pop(window, None)
@@ -184,6 +182,6 @@ class MemoryBudget:
 
 
 def wake_all(windows: list[PullWaiter]) -> None:
-    """Wake windows whose turn it is; the caller holds no lock."""
+    """Wake windows that may pull. The caller holds no lock."""
     for window in windows:
         window.wake()

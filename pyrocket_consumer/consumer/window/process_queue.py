@@ -17,16 +17,16 @@ from pyrocket_consumer.protocol.message import Message
 
 
 class QueueState(Enum):
-    """A queue's life with us."""
+    """The states of a queue that this member holds."""
 
-    ASSIGNED = "assigned"  # ours; its start offset is still being read
-    PULLING = "pulling"  # messages come in and go out
-    DROPPED = "dropped"  # no longer ours: nothing more is taken, acks still count
-    FENCED = "fenced"  # the final offset is out: later acks are ignored
+    ASSIGNED = "assigned"  # held; the member still reads its start offset
+    PULLING = "pulling"  # messages are pulled and consumed
+    DROPPED = "dropped"  # given up: no more messages are accepted, but acks still count
+    FENCED = "fenced"  # the final offset is known, and later acks are ignored
 
 
 class QueueEvent(Enum):
-    """What happens to a queue."""
+    """The events that change the state of a queue."""
 
     START = "start"
     DROP = "drop"
@@ -46,21 +46,25 @@ TRANSITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much one queue may hold before pulling pauses; bytes are bounded by a `MemoryBudget`."""
+    """How many messages, and what span of offsets, one queue may hold before pulling pauses.
+
+    A `MemoryBudget` limits the bytes.
+    """
 
     messages: int = 1000
     span: int = 2000
 
 
 INITIAL_LISTENER_TIME_S = 0.001
-"""How long a listener is believed to take before it was measured."""
+"""The assumed duration of a listener call before the first measurement."""
 
 
 class ProcessQueue:
-    """One period of holding one queue. The I/O thread puts, workers ack; a queue that comes back gets a new one.
+    """The unfinished messages of one queue, for one period in which this member holds it.
 
-    `epoch` tells the periods of one queue apart. `update_offset` takes (queue, commit offset) to the store whenever the
-    lower edge moves, under this window's lock, so that a fence and an update cannot interleave.
+    The I/O thread puts messages, and workers acknowledge them. A queue that is assigned again gets a new window;
+    `epoch` distinguishes the periods. When the lower edge moves, the window calls `update_offset(queue,
+    commit_offset)` under its lock, so that a fence and an update cannot interleave.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class ProcessQueue:
         self.listener_time_s = INITIAL_LISTENER_TIME_S
         self.last_consumed_at = 0.0
         self.locked_until = float("inf")  # only orderly clustering queues are locked
-        self.clock = self.lock_clock = clock  # that of the lock may go on while the machine sleeps
+        self.clock = self.lock_clock = clock  # the lock's clock may also count while the machine sleeps
         self._update_offset = update_offset
         self._wake = wake
         self._lock = threading.Lock()
@@ -93,13 +97,13 @@ class ProcessQueue:
         self._count = 0
         self._bytes = 0
         self._waiting_for = 0
-        self._is_short_of_memory = False  # waits for bytes, which others may free
+        self._is_short_of_memory = False  # waits for bytes, which other windows may free
         self._finished = 0
 
     def __repr__(self) -> str:
         return f"ProcessQueue({self.queue}, epoch={self.epoch}, {self._state.value}, unfinished={self._count})"
 
-    # --- life
+    # --- states
 
     @property
     def state(self) -> QueueState:
@@ -112,20 +116,20 @@ class ProcessQueue:
             raise AssertionError(f"{self!r} cannot {event.value}") from None
 
     def start(self, offset: int) -> None:
-        """Begin at `offset`: nothing below it is ours to deliver."""
+        """Begin at `offset`; messages below it are not delivered."""
         with self._lock:
             self._move(QueueEvent.START)
             self._next_offset = offset
 
     def drop(self) -> None:
-        """Take no more messages and begin no more listener calls. What runs may still finish and be acked."""
+        """Accept no more messages and begin no more listener calls. Running calls may still acknowledge theirs."""
         with self._lock:
             self._move(QueueEvent.DROP)
             self.dropped = True
         self.withdraw()
 
     def fence(self) -> int | None:
-        """End the queue's life and return its final commit offset, None if it never started."""
+        """End this period and return the final commit offset, or None if it never started."""
         with self._lock:
             self._move(QueueEvent.FENCE)
             final = self._edge()
@@ -135,16 +139,16 @@ class ProcessQueue:
         return final
 
     def may_consume(self) -> bool:
-        """Tell whether listener calls may begin: the queue is ours, and so is its lock."""
+        """Return whether listener calls may begin, because this member holds the queue and its lock."""
         return not self.dropped and self.lock_clock() < self.locked_until
 
     # --- messages
 
     def put(self, messages: Sequence[Message], next_offset: int, size: int) -> bool:
-        """Add `messages` in order of offset; `next_offset` is where the next answer will begin.
+        """Add `messages` in order of offset; the next response will begin at `next_offset`.
 
-        `size` are the bytes that stay alive with them. An empty answer moves the commit offset only while nothing
-        is unfinished. Returns whether the messages were taken: they are not once the queue is dropped.
+        `size` is the number of bytes that they keep in memory. An empty response moves the commit offset only while no
+        message is unfinished. Return whether the messages were added; a dropped queue adds none.
         """
         with self._lock:
             if self._state is not QueueState.PULLING:
@@ -160,9 +164,9 @@ class ProcessQueue:
             return True
 
     def ack(self, messages: Iterable[Message], elapsed_s: float = 0.0, units: int = 0) -> None:
-        """Count messages as consumed, in any order; twice is once. Ignored once fenced.
+        """Count messages as consumed, in any order, each once. A fenced window ignores the call.
 
-        `elapsed_s` for `units` listener calls feeds the estimate by which work is handed over.
+        `elapsed_s` for `units` listener calls updates the estimate that sets the size of the workers' chunks.
         """
         wake: list[PullWaiter] = []
         with self._lock:
@@ -183,7 +187,7 @@ class ProcessQueue:
                 popleft()
                 while window and window[0]._done:
                     popleft()
-                freed = self._bytes * (held - len(window)) // held  # a fair share; exact when empty
+                freed = self._bytes * (held - len(window)) // held  # an average share; exact when the window is empty
                 self._bytes -= freed
                 wake = self.budget.free(freed)
                 edge = window[0].queue_offset if window else self._next_offset
@@ -199,17 +203,17 @@ class ProcessQueue:
         if wake:
             wake_all(wake)
 
-    # --- what others ask
+    # --- offsets
 
     def _edge(self) -> int | None:
         return self._window[0].queue_offset if self._window else self._next_offset
 
     def commit_offset(self) -> int | None:
-        """Return the offset of the oldest unfinished message, or the next one to come; None before the start."""
+        """Return the offset of the oldest unfinished message, else the next offset to pull; None before the start."""
         with self._lock:
             return self._edge()
 
-    # --- room
+    # --- space
 
     def _has_space(self, wanted: int) -> bool:
         limits, window = self.limits, self._window
@@ -218,10 +222,10 @@ class ProcessQueue:
         )
 
     def may_pull(self, wanted: int, expected: int = 0) -> bool:
-        """Tell whether `wanted` more messages may be asked for. If not, `wake` is called once when they may.
+        """Return whether `wanted` more messages may be pulled. If not, call `wake` once when they may.
 
-        An empty window always has room for them: a limit below one pull slows a queue down, but never stops it.
-        `expected` bytes count from then on, until they are `settle`d; 0 when nothing is known to be there.
+        An empty window may always pull, so a limit below one pull slows a queue down but never stops it. The budget
+        counts `expected` bytes until `settle`; they are 0 if the broker may have no message.
         """
         with self._lock:
             has_space = self._has_space(wanted)
@@ -233,17 +237,17 @@ class ProcessQueue:
             return False
 
     def may_unpack(self, wanted: int) -> bool:
-        """Tell whether messages may be added whose number is not known: there is room for `wanted`, and for bytes."""
+        """Return whether an unknown number of messages may be added, because `wanted` messages and their bytes fit."""
         with self._lock:
             return self._has_space(wanted) and self.budget.may_unpack(self._bytes)
 
     @property
     def is_waiting_for_space(self) -> bool:
-        """Whether nothing is asked for because there is no room."""
+        """Whether pulling has stopped because the window or the budget is full."""
         return self._waiting_for > 0
 
     def may_pull_ahead(self, wanted: int, offset: int, expected: int = 0) -> bool:
-        """Tell whether `wanted` messages asked for ahead, the last of them from `offset` on, stay within the limits.
+        """Return whether one more pull, at `offset`, keeps the `wanted` messages of all pulls within the limits.
 
         `expected` is as for `may_pull`.
         """
@@ -256,15 +260,15 @@ class ProcessQueue:
             )
 
     def settle(self, expected: int, arrived: int = 0) -> None:
-        """What was `expected` of a pull was put, or will not come; so many bytes had `arrived`."""
+        """Stop counting the `expected` bytes of a pull; `arrived` bytes of its response were accepted."""
         wake_all(self.budget.settle(self, expected, arrived))
 
     def withdraw(self) -> None:
-        """Nothing is asked for now, although there may be room: others may use it."""
+        """Let other windows use the memory, because this one does not pull now."""
         wake_all(self.budget.withdraw(self))
 
     def wake(self) -> None:
-        """Have more asked for."""
+        """Pull more messages."""
         self._wake(self)
 
     def unfinished(self) -> tuple[int, int, Message | None]:
