@@ -110,6 +110,17 @@ def test_every_public_name_is_there_and_no_other():
         pyrocket_consumer.PushConsumr  # noqa: B018
 
 
+def test_each_extra_is_used():
+    """By a target of make, which installs it, or by a page that names it."""
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    made = set(re.findall(r"\.venv/\.(\w+)", (ROOT / "Makefile").read_text()))
+    pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    shown = {name for names in re.findall(r"pip install '[\w.-]+\[([\w,]+)\]'", pages) for name in names.split(",")}
+    named = {name for line in re.findall(r"[Tt]he extras? (`.*?) adds?\s", pages) for name in re.findall(r"`(\w+)`", line)}
+    assert set(metadata["options.extras_require"]) == made | shown | named
+
+
 def test_the_version_is_the_one_of_the_metadata():
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg")
