@@ -24,7 +24,7 @@ from pyrocket_consumer import (
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, drop
-from tests.interrupting import a_signal_once_held, a_start_that_waits, child_that, exit_code
+from tests.interruptions import a_signal_once_held, a_start_that_waits, child_that, exit_code
 from tests.producer.programs import in_a_thread
 
 

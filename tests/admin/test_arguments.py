@@ -15,7 +15,7 @@ from pyrocket_consumer.config import ClientConfig
 from tests.admin.conftest import administered
 from tests.for_each import for_each
 from tests.producer.programs import in_a_thread, within
-from tests.resetting import fill, queue
+from tests.resets import fill, queue
 
 NAN = float("nan")
 NO_NAMES = ["", 5, None, b"T", ["T"], {"T": 1}, True, "a b", "ö"]

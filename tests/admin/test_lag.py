@@ -19,7 +19,7 @@ from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
 from tests.for_each import for_each
 from tests.producer.programs import within
-from tests.resetting import fill, queue, reset, wait_until_seen
+from tests.resets import fill, queue, reset, wait_until_seen
 
 VERSIONS = ["4.9.7", "5.5.0"]
 

@@ -16,7 +16,7 @@ from tests.admin.conftest import administered
 from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
 from tests.producer.programs import within
-from tests.resetting import (
+from tests.resets import (
     been_here,
     caught_up,
     fill,

@@ -15,9 +15,9 @@ import pytest
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer
 from tests.cli.shell import Running
+from tests.compression import ZLIB, send
 from tests.consuming import consuming, until
 from tests.for_each import for_each
-from tests.packing import ZLIB, send
 
 CLUSTER = {"delay_scale": 0.01}
 MEMBER = ["--group", "g", "--from", "first"]

@@ -17,7 +17,7 @@ from tests.cli.shell import Running
 from tests.consuming import Events, consuming, until
 from tests.for_each import for_each
 from tests.producer.programs import within
-from tests.resetting import fill, wait_until_seen, wait_until_stored
+from tests.resets import fill, wait_until_seen, wait_until_stored
 
 CLUSTER = {"relay_timeout_s": 0.3, "status_timeout_s": 0.3}
 TOPIC, QUEUES = "T", 2

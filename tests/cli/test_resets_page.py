@@ -8,7 +8,7 @@ import pytest
 
 from tests.consuming import consuming
 from tests.pages import ADDRESS, DOCS, blocks, run_python
-from tests.resetting import fill, wait_until_seen
+from tests.resets import fill, wait_until_seen
 
 PAGE = DOCS / "resets.md"
 (SHELL,), (PYTHON,) = blocks(PAGE, "sh"), blocks(PAGE, "python")

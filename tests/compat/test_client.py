@@ -54,7 +54,7 @@ from pyrocket_consumer.compat.rocketmq.exceptions import (
 from pyrocket_consumer.testing import Gate, RequestCode, ResponseCode, rewrite
 from tests.consuming import WAIT_S, until
 from tests.for_each import for_each
-from tests.interrupting import a_start_that_waits
+from tests.interruptions import a_start_that_waits
 from tests.producer.programs import in_a_thread, within
 
 ROOT = Path(__file__).parents[2]

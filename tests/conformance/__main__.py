@@ -10,7 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from tests.marked import TESTS, arguments, fixtures, marked_with, place
+from tests.marks import TESTS, arguments, fixtures, marked_with, place
 from tests.releases import VERSIONS
 
 FOLDER = Path(__file__).parent

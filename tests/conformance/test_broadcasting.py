@@ -6,7 +6,7 @@ from collections import Counter
 
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from tests.consuming import Events, Seen, consuming, numbered
-from tests.resetting import fill, members
+from tests.resets import fill, members
 
 
 def test_every_member_sees_every_message(cluster, topic, group, stores):

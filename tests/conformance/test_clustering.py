@@ -12,7 +12,7 @@ import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConsumeContext, MessageQueue, Retry
 from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
-from tests.resetting import fill, held
+from tests.resets import fill, held
 
 
 def test_every_message_is_seen_once_and_committed(cluster, topic, group):

@@ -11,7 +11,7 @@ import pytest
 
 from pyrocket_consumer import Admin, ConnectError, ConsumerClosed, ConsumerState, PushConsumer
 from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
-from tests.resetting import fill
+from tests.resets import fill
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from pyrocket_consumer import Suspend
-from tests.by_key import ByKey, key_of, send_keys
 from tests.consumer.processes import member
 from tests.consuming import WAIT_S, Events, consuming
+from tests.order_by_key import ByKey, key_of, send_keys
 
 
 def by_key(cluster, topic, group, seen, **options):

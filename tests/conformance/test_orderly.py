@@ -12,11 +12,11 @@ import pytest
 from pyrocket_consumer import ConsumeResult, Suspend
 from pyrocket_consumer.protocol.bodies import LockRequest, decode_lock_answer, encode_lock_request
 from pyrocket_consumer.protocol.codes import RequestCode
-from tests.by_key import ByKey, send_keys
 from tests.consumer.processes import member
 from tests.consuming import Events, Seen, consuming, numbered, until
+from tests.order_by_key import ByKey, send_keys
 from tests.real_brokers.remoting import Peer
-from tests.resetting import fill, held, queue
+from tests.resets import fill, held, queue
 
 
 class InOrder(ByKey):

@@ -11,7 +11,7 @@ import pytest
 from pyrocket_consumer import ConsumerClosed
 from tests.consumer.processes import member
 from tests.consuming import Seen, consuming, numbered, until
-from tests.resetting import fill
+from tests.resets import fill
 
 
 def texts(count, start=0):

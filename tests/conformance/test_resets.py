@@ -14,7 +14,7 @@ from pyrocket_consumer import Admin, ConfigError, PushConsumer
 from pyrocket_consumer.admin import ResetState
 from tests.consumer.processes import member
 from tests.consuming import QUICK, Events, Seen, consuming, until
-from tests.resetting import been_here, caught_up, fill, held, members, queue, reset, wait_until_seen, wait_until_stored
+from tests.resets import been_here, caught_up, fill, held, members, queue, reset, wait_until_seen, wait_until_stored
 
 # --- broadcasting
 

@@ -9,7 +9,7 @@ import pytest
 
 from pyrocket_consumer.cli import main
 from tests.consuming import until
-from tests.resetting import fill
+from tests.resets import fill
 
 COUNT = 40
 

@@ -12,7 +12,7 @@ from pyrocket_consumer.offsets import DatabaseOffsets
 from tests.consuming import WAIT_S, consuming
 from tests.exactly_once.booking import billing, booked_once, consumed, failing, refused, send, until_all, until_at
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, INSERT, TOPIC, ledger_in, once, row
-from tests.resetting import held
+from tests.resets import held
 
 
 def test_each_message_has_its_effect_once_and_in_order(embedded, ledger):

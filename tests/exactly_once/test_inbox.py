@@ -10,7 +10,7 @@ from pyrocket_consumer.testing import RequestCode, drop
 from tests.consuming import consuming
 from tests.exactly_once.booking import billing, consumed, failing, send, until_all, until_at
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, every_database, ledger_in, once
-from tests.resetting import queue
+from tests.resets import queue
 
 pytestmark = pytest.mark.databases("sqlite")
 

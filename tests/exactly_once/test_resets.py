@@ -19,7 +19,7 @@ from tests.consuming import WAIT_S, Seen, consuming
 from tests.exactly_once.booking import billing, consumed, send, until_all, until_at
 from tests.exactly_once.ledgers import BODIES, GROUP, TOPIC, every_database, offsets_driven, once
 from tests.pages import DOCS, blocks
-from tests.resetting import held, queue
+from tests.resets import held, queue
 
 pytestmark = pytest.mark.databases("sqlite")
 
@@ -417,7 +417,7 @@ def test_a_row_that_means_nothing_is_named_in_a_line(embedded, ledger, capsys, w
     code = main(["offsets", what, *words, "-n", embedded.name_server, "--store", ledger.database.url])
     (output,) = capsys.readouterr().err.splitlines()
     assert code == 1
-    assert re.search(r"the row of topic .*, broker 'broker-a', queue .* has ", output) and "Set the row right" in output
+    assert re.search(r"the row of topic .*, broker 'broker-a', queue .* has ", output) and "Correct the row" in output
 
 
 def test_an_epoch_from_the_future_spoils_no_reset(embedded, ledger, reset):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from tests.marked import TESTS, Test, arguments, fixtures, marked_with, place
+from tests.marks import TESTS, Test, arguments, fixtures, marked_with, place
 from tests.releases import VERSIONS
 
 DOCUMENT = TESTS.parent / "docs" / "hazards.md"

@@ -31,7 +31,7 @@ from pyrocket_consumer.protocol.bodies import encode_offset_table
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import Exchange
-from tests import resetting
+from tests import resets
 from tests.consuming import PATIENT_S, WAIT_S, Events, Seen, started
 
 QUICK: dict[str, Any] = {
@@ -140,7 +140,7 @@ def ours(
 def filled(cluster: Any, names: Any, *, queues: int, messages: int) -> tuple[str, str]:
     """Make a topic and send messages to its queues in turn; returns its name and that of a group, which is new."""
     topic = names.topic()
-    resetting.fill(cluster, topic, messages, queues=queues)
+    resets.fill(cluster, topic, messages, queues=queues)
     return topic, names.group()
 
 
@@ -177,7 +177,7 @@ def of(topic: str, **fields: object) -> Callable[[RemotingCommand], bool]:
 
 def send_reset_to_members(broker: Any, group: str, targets: Queues) -> None:
     """Have an embedded broker send a reset (220) to every member of a group, as it does when an admin asks for one."""
-    resetting.send_reset_to_members(broker, group, next(iter(targets)).topic, encode_offset_table(targets))
+    resets.send_reset_to_members(broker, group, next(iter(targets)).topic, encode_offset_table(targets))
 
 
 def broadcasting(stores: Path, **options: object) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 from tests.consumer.processes import member
 from tests.consuming import consuming, numbered, until
 from tests.interop.members import client_id, java_options, our_options, wait_until_committed
-from tests.resetting import fill
+from tests.resets import fill
 
 NAME = "shared"
 """The instance name that both kinds use in turn: their directory."""

@@ -13,7 +13,7 @@ from pyrocket_consumer import Admin
 from pyrocket_consumer.admin import ResetState
 from tests.consuming import Events, Seen, consuming, numbered, until
 from tests.interop.members import client_id, java_options, our_options
-from tests.resetting import fill, held, members, queue, wait_until_seen, wait_until_stored
+from tests.resets import fill, held, members, queue, wait_until_seen, wait_until_stored
 
 QUEUES = 4
 

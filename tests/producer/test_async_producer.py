@@ -23,7 +23,7 @@ from pyrocket_consumer import (
 from pyrocket_consumer.producer import OutgoingMessage, ProducerState
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
-from tests.interrupting import a_start_that_waits
+from tests.interruptions import a_start_that_waits
 from tests.producer.programs import producer_threads
 from tests.real_brokers import wait_until
 

@@ -9,7 +9,7 @@ import pytest
 
 from pyrocket_consumer import ConsumerClosed, SendError
 from pyrocket_consumer.producer import Producer, ProducerState
-from tests.interrupting import a_signal_once_held, a_start_that_waits
+from tests.interruptions import a_signal_once_held, a_start_that_waits
 from tests.producer.programs import in_a_thread, producer_threads, run_program
 
 pytestmark = [

@@ -15,7 +15,7 @@ from pyrocket_consumer.producer import Producer, ProducerState
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
 from tests.for_each import for_each
-from tests.interrupting import a_start_that_waits, child_that, exit_code
+from tests.interruptions import a_start_that_waits, child_that, exit_code
 from tests.producer.programs import in_a_thread, in_threads, producer_threads, run_program, within
 
 SEND = RequestCode.SEND_MESSAGE_V2

@@ -20,7 +20,7 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
-from tests import planted
+from tests import planted_mistakes
 from tests.fuzz.mutation import MAX_BYTES, Mutator
 from tests.fuzz.running import try_input
 from tests.fuzz.targets import of_the_compiled_part
@@ -155,7 +155,7 @@ def ask(what: str, mistakes: dict[str, Mistake]) -> dict[str, Any]:
 
 def replay(name: str) -> str:
     """Return what is wrong with how the build reads the input that is kept for it; the right one reads all."""
-    kept = planted.read(KEPT)
+    kept = planted_mistakes.read(KEPT)
     inputs = kept.values() if name == RIGHT else [kept[name]] if name in kept else []
     return "".join(_read_after_others(target, bytes.fromhex(data)) for target, data in inputs)
 
@@ -165,7 +165,7 @@ def search(name: str) -> list[str]:
     mistake, shared = ALL[name], mmap(-1, 16 + MAX_BYTES)
     for target in mistake.targets:
         number, most = 0, mistake.executions // len(mistake.targets)
-        while planted.in_fork(partial(_mutate, target, range(number, most), shared)):
+        while planted_mistakes.in_fork(partial(_mutate, target, range(number, most), shared)):
             number, size = (int.from_bytes(shared[at : at + 8]) for at in (0, 8))
             data = shared[16 : 16 + size]
             if _finds(target, data):  # else what was read before is needed, too
@@ -180,8 +180,8 @@ def search_smallest(name: str) -> list[str]:
     if not found:
         return []
     target, data = found[0], bytes.fromhex(found[1])
-    smaller = planted.in_fork(partial(_smallest_in_hex, target, data))
-    is_smaller = planted.DIED not in smaller and _finds(target, bytes.fromhex(smaller))
+    smaller = planted_mistakes.in_fork(partial(_smallest_in_hex, target, data))
+    is_smaller = planted_mistakes.DIED not in smaller and _finds(target, bytes.fromhex(smaller))
     return [target, smaller if is_smaller else _smallest(data, partial(_finds, target)).hex()]
 
 
@@ -210,7 +210,7 @@ def _read(target: str, data: bytes) -> str:
 
 
 def _finds(target: str, data: bytes) -> bool:
-    return bool(planted.in_fork(partial(_read_after_others, target, data)))
+    return bool(planted_mistakes.in_fork(partial(_read_after_others, target, data)))
 
 
 def _smallest_in_hex(target: str, data: bytes) -> str:
@@ -243,7 +243,7 @@ def _process(what: str) -> None:
     found = {}
     for name, library in json.load(sys.stdin).items():
         both.library = Path(library)  # the forks import it
-        found[name] = planted.in_fork(partial(work, name))
+        found[name] = planted_mistakes.in_fork(partial(work, name))
     print(json.dumps(found))
 
 
@@ -255,14 +255,14 @@ def main() -> int:
     if options.process:
         _process(options.process)
         return 0
-    kept = planted.read(KEPT)
+    kept = planted_mistakes.read(KEPT)
     for mistakes in (MISTAKES, OF_SANITIZERS):
         finding = ask("replay", mistakes)
         lost = {name: mistake for name, mistake in mistakes.items() if finding[RIGHT] or not finding[name]}
         print(f"{len(mistakes) - len(lost)} of {len(mistakes)} are found")
         if options.store and lost:
             kept |= {name: found for name, found in ask("store", lost).items() if found}
-            planted.write(KEPT, {name: kept[name] for name in ALL if name in kept})
+            planted_mistakes.write(KEPT, {name: kept[name] for name in ALL if name in kept})
     missing = [name for name in ALL if name not in kept]
     print(f"nothing finds: {', '.join(missing)}" if missing else "an input is kept for each")
     return 1 if missing else 0

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tests.interpreters import pythons
-from tests.planted import DIED
+from tests.planted_mistakes import DIED
 from tests.protocol.building import SANITIZED, SANITIZERS_STATUS, SOURCE, build, compiler, run
 from tests.protocol.mistakes import ALL, COLUMNS, MISTAKES, OF_SANITIZERS, RIGHT, SEED, STORE, TARGETS, ask
 from tests.trials import trials

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tests import planted
+from tests import planted_mistakes
 from tests.simulation import plans, producing, scenario
 from tests.simulation.mistakes import MISTAKES, PRODUCER_MISTAKES
 from tests.simulation.running import parse_options
@@ -89,7 +89,7 @@ def finds(name: str, seed: int, times: dict[str, float]) -> bool:
     mistake, plan, wrong = ALL[name]
 
     def what_is_wrong(with_mistake: str | None) -> str:
-        return str(planted.in_fork(partial(run_world, with_mistake, plan, seed, times)))
+        return str(planted_mistakes.in_fork(partial(run_world, with_mistake, plan, seed, times)))
 
     return re.search(wrong, what_is_wrong(mistake)) is not None and not what_is_wrong(None)
 
@@ -109,7 +109,7 @@ def search(name: str) -> dict[str, Any]:
 
 def replay() -> dict[str, bool]:
     """Return by name whether one of the kept seeds finds the mistake."""
-    kept = planted.read(KEPT)
+    kept = planted_mistakes.read(KEPT)
     return {
         name: name in kept and any(finds(name, seed, kept[name]["times"]) for seed in kept[name]["seeds"])
         for name in ALL
@@ -123,11 +123,11 @@ def main() -> int:
     found = replay()
     if options.store:
         lost = [name for name, is_found in found.items() if not is_found]
-        kept = planted.read(KEPT)
+        kept = planted_mistakes.read(KEPT)
         for name in lost:
             if world := search(name):
                 kept[name] = world
-                planted.write(KEPT, {each: kept[each] for each in ALL if each in kept})
+                planted_mistakes.write(KEPT, {each: kept[each] for each in ALL if each in kept})
         found |= {name: name in kept for name in lost}
     print(json.dumps(found))
     return 0 if all(found.values()) else 1

@@ -32,7 +32,7 @@ from tests.hazards.members import (
 )
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
-from tests.resetting import fill, queue
+from tests.resets import fill, queue
 
 CLUSTER = {"flush_offsets_s": 3600.0}
 """What is committed is on the broker's disk when a test says so."""

@@ -12,7 +12,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, close_connection, drop, drop_answer
 from tests.consuming import PATIENT_S, Events, Seen, consuming, numbered, until
 from tests.hazards.members import of
-from tests.resetting import fill, queue
+from tests.resets import fill, queue
 
 OPTIONS = {"commit_interval_s": 0.05, "pull_hold_s": 0.2}
 IMPATIENT = {**OPTIONS, "call_timeout_s": 0.2}

@@ -18,9 +18,9 @@ from sqlalchemy import create_engine
 
 from pyrocket_consumer import AsyncPushConsumer, ConfigError, ConsumeResult, PushConsumer, Retry, Suspend
 from pyrocket_consumer.offsets import DatabaseOffsets
-from tests.by_key import ByKey, key_of
 from tests.consumer.orders import DEAD, GROUP, QUEUE, TOPIC, listener_of
 from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, until
+from tests.order_by_key import ByKey, key_of
 from tests.pages import DOCS, blocks, run_python
 
 

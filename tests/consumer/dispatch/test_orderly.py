@@ -18,7 +18,7 @@ from pyrocket_consumer.testing import answer, drop, drop_answer
 from tests.consumer.orders import GROUP, QUEUE, RETRY, TOPIC, listener_of, of
 from tests.consumer.windows import window_of
 from tests.consuming import QUICK, Seen, consuming, numbered, until
-from tests.resetting import fill
+from tests.resets import fill
 
 
 class Desk:

@@ -18,7 +18,7 @@ from pyrocket_consumer.testing import Gate
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.members import Kind, faulty, filled, give_time_to, of, ours, settle, wait_limit_s
 from tests.hazards.naive import NaiveMember, Window
-from tests.resetting import queue
+from tests.resets import queue
 from tests.testing.raw_client import RawClient
 
 PULL, COMMIT, UNLOCK = RequestCode.PULL_MESSAGE, RequestCode.UPDATE_CONSUMER_OFFSET, RequestCode.UNLOCK_BATCH_MQ

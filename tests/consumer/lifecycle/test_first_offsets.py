@@ -18,7 +18,7 @@ from tests.consuming import WAIT_S, numbered, until
 from tests.hazards.connection import Refused
 from tests.hazards.members import Kind, faulty, filled, of, ours, pulled_offsets
 from tests.hazards.naive import NaiveMember
-from tests.resetting import fill, queue
+from tests.resets import fill, queue
 
 PULL, SEARCH = RequestCode.PULL_MESSAGE, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP
 

@@ -19,7 +19,7 @@ from pyrocket_consumer.testing.faults import answer, drop
 from tests.consumer.orders import GROUP, TOPIC, Orders, of
 from tests.consumer.processes import Child
 from tests.consuming import QUICK, Seen, numbered, started, until
-from tests.resetting import fill, held
+from tests.resets import fill, held
 
 CLUSTER = {"long_poll_tick_s": 5.0}
 

@@ -15,7 +15,7 @@ from pyrocket_consumer.protocol.bodies import decode_consumer_status, decode_run
 from pyrocket_consumer.protocol.message import StoredMessage, encode_message
 from pyrocket_consumer.testing import RequestCode
 from tests.consuming import Events, Seen, consuming, until
-from tests.resetting import caught_up, fill, held, wait_until_stored
+from tests.resets import caught_up, fill, held, wait_until_stored
 from tests.server_requests import RequestSender, directly, stored
 
 INFO, STATUS = RequestCode.GET_CONSUMER_RUNNING_INFO, RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT

@@ -13,7 +13,7 @@ from pyrocket_consumer.testing import Gate, answer, close_connection, drop, garb
 from tests.consumer.orders import GROUP, TOPIC, Orders, of
 from tests.consuming import Events, Seen, consuming, numbered, until
 from tests.hazards.company import members_of
-from tests.resetting import held
+from tests.resets import held
 
 BEAT, MEMBERS, PULL = RequestCode.HEART_BEAT, RequestCode.GET_CONSUMER_LIST_BY_GROUP, RequestCode.PULL_MESSAGE
 ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC

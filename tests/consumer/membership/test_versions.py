@@ -15,7 +15,7 @@ from tests.consumer.orders import ours_and
 from tests.consuming import Seen
 from tests.hazards.members import faulty, of
 from tests.hazards.naive import NaiveMember, Window
-from tests.resetting import fill
+from tests.resets import fill
 
 CLUSTER = {"auto_create_topics": False}
 

@@ -34,7 +34,7 @@ from tests.hazards.members import (
 )
 from tests.hazards.naive import NaiveMember, Window
 from tests.offsets.local.disks import WRITES, Failing, MemoryDisk, WatchedDisk
-from tests.resetting import fill, queue
+from tests.resets import fill, queue
 
 PULL, MAX_OFFSET = RequestCode.PULL_MESSAGE, RequestCode.GET_MAX_OFFSET
 

@@ -18,7 +18,7 @@ from tests.consuming import Seen, numbered, until
 from tests.hazards.members import faulty, give_time_to, ours, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
-from tests.resetting import queue
+from tests.resets import queue
 
 CLUSTER = {"slaves": 1, "slave_sync_s": 3600, "server_side_reset": False}
 PULL = RequestCode.PULL_MESSAGE

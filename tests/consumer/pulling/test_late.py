@@ -18,7 +18,7 @@ from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.company import AnotherMember
 from tests.hazards.members import HeldRequests, committed_values, faulty, give_time_to, send_reset_to_members, settle
 from tests.hazards.naive import NaiveMember, Window
-from tests.resetting import queue
+from tests.resets import queue
 
 ANSWERS = {"found": 0, "refused": 1, "no-new": 19, "no-matched": 20, "offset-moved": 21}
 

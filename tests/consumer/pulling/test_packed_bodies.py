@@ -19,9 +19,9 @@ from pyrocket_consumer import Admin, ConsumerState, ProtocolError
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.message import BatchItem, StoredMessage, encode_batch, encode_message
 from pyrocket_consumer.testing import rewrite
+from tests.compression import LZ4, PACKED, ZLIB, ZSTD, send
 from tests.consumer.orders import GROUP, TOPIC
 from tests.consuming import QUICK, WAIT_S, Seen, until
-from tests.packing import LZ4, PACKED, ZLIB, ZSTD, send
 
 MIB = 1 << 20
 KINDS = pytest.mark.parametrize("kind", PACKED, ids=["zlib", "lz4", "zstd"])

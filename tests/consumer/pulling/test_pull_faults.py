@@ -19,7 +19,7 @@ from tests.consumer.orders import GROUP, TOPIC, Orders, of, ours_and
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.hazards.members import faulty, ours
 from tests.hazards.naive import NaiveMember, Window
-from tests.resetting import queue
+from tests.resets import queue
 
 
 def changed(**changes):

@@ -17,7 +17,7 @@ from tests.consuming import WAIT_S, numbered, until
 from tests.hazards.company import STRANGER, DropsWithoutStoring, members_of
 from tests.hazards.members import committed_values, faulty, ours, pulled_offsets
 from tests.hazards.naive import NaiveMember
-from tests.resetting import fill, queue
+from tests.resets import fill, queue
 
 MEMBERS, PULL = RequestCode.GET_CONSUMER_LIST_BY_GROUP, RequestCode.PULL_MESSAGE
 ASK = RequestCode.QUERY_CONSUMER_OFFSET

@@ -16,7 +16,7 @@ from tests.consuming import consuming, numbered, until
 from tests.hazards.members import HeldRequests, Kind, Queues, faulty, filled, of, ours, wait_limit_s
 from tests.hazards.naive import NaiveMember
 from tests.real_brokers.remoting import Peer, Refused
-from tests.resetting import fill, queue
+from tests.resets import fill, queue
 
 SINGLE = queue("S", 0)
 OLD_BROKER = {"version": "4.9.7", "delay_scale": 0.01, "long_poll_tick_s": 0.1}

@@ -28,7 +28,7 @@ from pyrocket_consumer.testing import answer
 from tests.consuming import Events, consuming, until
 from tests.hazards.members import of
 from tests.offsets.local.disks import Failing, MemoryDisk, WatchedDisk
-from tests.resetting import (
+from tests.resets import (
     caught_up,
     fill,
     queue,

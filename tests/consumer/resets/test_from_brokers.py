@@ -33,7 +33,7 @@ from tests.hazards.members import (
 )
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
-from tests.resetting import caught_up, fill, queue, send_reset_to_members, wait_until_seen, wait_until_stored
+from tests.resets import caught_up, fill, queue, send_reset_to_members, wait_until_seen, wait_until_stored
 
 PULL, COMMIT = RequestCode.PULL_MESSAGE, RequestCode.UPDATE_CONSUMER_OFFSET
 SINGLE = queue("S", 0)

@@ -24,7 +24,7 @@ from tests.hazards.members import (
     settle,
 )
 from tests.hazards.naive import NaiveMember, Window
-from tests.resetting import fill, queue
+from tests.resets import fill, queue
 
 SINGLE = queue("S", 0)
 

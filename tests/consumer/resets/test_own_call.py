@@ -10,7 +10,7 @@ from pyrocket_consumer import ConfigError, MessageQueue, RocketError
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer
 from tests.consuming import Events, consuming
-from tests.resetting import fill
+from tests.resets import fill
 
 HELD = MessageQueue("orders", "broker-a", 0)
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)

@@ -19,7 +19,7 @@ from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import numbered, until
 from tests.hazards.members import broadcasting, faulty, filled, full_disk, give_time_to, ours
 from tests.hazards.naive import NaiveMember
-from tests.resetting import fill, queue
+from tests.resets import fill, queue
 
 
 class KeepsOffsetsAtHome(NaiveMember):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import planted
+from tests import planted_mistakes
 from tests.protocol import mistakes as compiled
 from tests.simulation import finding, mistakes
 
@@ -15,14 +15,14 @@ def test_each_mistake_has_an_input_or_a_seed():
     assert [len({mistake for mistake, *_ in group}) for group in groups] == [10, 8, 4, 4]
     planned = {mistake for mistake, *_ in finding.ALL.values()}
     assert planned == {*mistakes.MISTAKES, *mistakes.PRODUCER_MISTAKES}
-    assert [*planted.read(compiled.KEPT)] == [*compiled.ALL]
-    assert [*planted.read(finding.KEPT)] == [*finding.ALL]
+    assert [*planted_mistakes.read(compiled.KEPT)] == [*compiled.ALL]
+    assert [*planted_mistakes.read(finding.KEPT)] == [*finding.ALL]
 
 
 @pytest.mark.live
 def test_a_fork_that_dies_says_how(capfd):
-    assert planted.in_fork(lambda: ["a", 1]) == ["a", 1]
-    assert planted.in_fork(lambda: planted.os._exit(7)) == f"{planted.DIED} 7"
+    assert planted_mistakes.in_fork(lambda: ["a", 1]) == ["a", 1]
+    assert planted_mistakes.in_fork(lambda: planted_mistakes.os._exit(7)) == f"{planted_mistakes.DIED} 7"
     with pytest.raises(RuntimeError):
-        planted.in_fork(lambda: 1 // 0)
+        planted_mistakes.in_fork(lambda: 1 // 0)
     assert "ZeroDivisionError" in capfd.readouterr().err
