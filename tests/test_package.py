@@ -117,7 +117,8 @@ def test_each_extra_is_used():
     made = set(re.findall(r"\.venv/\.(\w+)", (ROOT / "Makefile").read_text()))
     pages = "\n".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
     shown = {name for names in re.findall(r"pip install '[\w.-]+\[([\w,]+)\]'", pages) for name in names.split(",")}
-    named = {name for line in re.findall(r"[Tt]he extras? (`.*?) adds?\s", pages) for name in re.findall(r"`(\w+)`", line)}
+    sentences = re.findall(r"[Tt]he extras? (`.*?) adds?\s", pages)
+    named = {name for sentence in sentences for name in re.findall(r"`(\w+)`", sentence)}
     assert set(metadata["options.extras_require"]) == made | shown | named
 
 
@@ -131,7 +132,7 @@ class Built:
     """What `python -m build` makes, the wheel from the source distribution; of a copy, so that nothing is left here."""
 
     def __init__(self, folder: Path) -> None:
-        left_out = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "site", "*.egg-info", "*.so")
+        left_out = ".git .venv .*_cache .hypothesis __pycache__ build dist site *.egg-info *.so".split()
         shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*left_out))
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(folder / "tree")]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
