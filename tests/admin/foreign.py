@@ -68,7 +68,7 @@ class ForeignMember:
                 self._client.is_silent(60)
             except ConnectionError:
                 return
-            for command in self._client.asked[answered:]:
+            for command in self._client.received[answered:]:
                 answered += 1
                 self._answer(command)
 
