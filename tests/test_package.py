@@ -132,8 +132,8 @@ class Built:
     """What `python -m build` makes, the wheel from the source distribution; of a copy, so that nothing is left here."""
 
     def __init__(self, folder: Path) -> None:
-        left_out = ".git .venv .*_cache .hypothesis __pycache__ build dist site *.egg-info *.so".split()
-        shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*left_out))
+        left_out = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "site")
+        shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*left_out, "*.egg-info", "*.so"))
         command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(folder / "tree")]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert answer.returncode == 0, answer.stdout + answer.stderr
