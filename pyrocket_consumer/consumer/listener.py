@@ -76,18 +76,18 @@ class ConsumeContext:
 ListenerResult = ConsumeResult | Retry | Suspend | None
 """What a listener may return."""
 
-_Answer = ListenerResult | Coroutine[Any, Any, ListenerResult]
+_Returned = ListenerResult | Coroutine[Any, Any, ListenerResult]
 
 MessageListener = (
-    Callable[[Message], _Answer]
-    | Callable[[Message, ConsumeContext], _Answer]
-    | Callable[[list[Message]], _Answer]
-    | Callable[[list[Message], ConsumeContext], _Answer]
+    Callable[[Message], _Returned]
+    | Callable[[Message, ConsumeContext], _Returned]
+    | Callable[[list[Message]], _Returned]
+    | Callable[[list[Message], ConsumeContext], _Returned]
 )
 """What `subscribe` takes: a function, plain or `async def`, of a message, or of a list of messages when
 `listener_batch_size` is above 1. A second parameter, if it needs one, receives the `ConsumeContext`."""
 
-Failed = tuple[Message, int]
+FailedMessage = tuple[Message, int]
 """A message to be consumed again, and the delay level asked for."""
 
 
@@ -144,26 +144,26 @@ def _name(function: object) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
-def failed_messages(result: object, messages: Sequence[Message]) -> tuple[list[Failed], bool]:
+def find_failed(result: object, messages: Sequence[Message]) -> tuple[list[FailedMessage], bool]:
     """Return which of `messages` are to come again after the listener returned `result`, and whether it is known."""
     if result is None or result is ConsumeResult.SUCCESS:
         return [], True
-    if _is(result, Retry):
+    if _is_instance(result, Retry):
         assert isinstance(result, Retry)
-        ours = {_place(message): message for message in messages}
-        chosen = dict.fromkeys(map(_place, result.messages or messages))
+        ours = {_identity(message): message for message in messages}
+        chosen = dict.fromkeys(map(_identity, result.messages or messages))
         if not chosen.keys() <= ours.keys():  # it asks for something again, and we cannot tell for what: for all then
             return [(message, result.delay_level) for message in messages], False
         return [(ours[place], result.delay_level) for place in chosen], True
-    return [(message, 0) for message in messages], result is ConsumeResult.RETRY or _is(result, Suspend)
+    return [(message, 0) for message in messages], result is ConsumeResult.RETRY or _is_instance(result, Suspend)
 
 
-def _is(result: object, kind: type) -> bool:
+def _is_instance(result: object, kind: type) -> bool:
     """Tell whether a listener returned a `kind`. Nothing of its own is asked, as `isinstance` does: it may raise."""
     return issubclass(type(result), kind)
 
 
-def _place(message: object) -> object:
+def _identity(message: object) -> object:
     """Return what tells a message from others: a detached copy of it names it as well."""
     return (message.queue, message.queue_offset) if isinstance(message, Message) else id(message)
 
@@ -172,15 +172,15 @@ SUSPEND_S = 1.0
 """How long a queue waits after its listener failed, unless it says otherwise."""
 
 
-def suspension(result: object, messages: Sequence[Message]) -> tuple[list[Message], float, bool]:
+def find_failed_tail(result: object, messages: Sequence[Message]) -> tuple[list[Message], float, bool]:
     """Return, for an orderly listener: which messages come again first, after how long, and whether that is known.
 
     What comes again begins with the first message that failed, and goes on to the end: the order is kept.
     """
-    if _is(result, Suspend):
+    if _is_instance(result, Suspend):
         assert isinstance(result, Suspend)
         return list(messages), result.for_s, True
-    failed, known = failed_messages(result, messages)
+    failed, known = find_failed(result, messages)
     again = {id(message) for message, _ in failed}
     first = next((place for place, message in enumerate(messages) if id(message) in again), len(messages))
     return list(messages[first:]), SUSPEND_S if again else 0.0, known

@@ -43,7 +43,7 @@ T = TypeVar("T")
 CALL_TIMEOUT_S = 30.0
 """The longest a blocking call takes that asks brokers."""
 
-CUT_SHORT_S = 3.0
+INTERRUPTED_WAIT_S = 3.0
 """How long a close whose caller gives up, or a start, holds him back: until offsets are stored, or nothing is left."""
 
 
@@ -70,7 +70,7 @@ def _subscription(topic: str, selector: str) -> Subscription:
     return parse_subscription(topic, selector)
 
 
-class _Face:
+class _BaseConsumer:
     """What the blocking and the asyncio consumer share."""
 
     def __init__(
@@ -190,7 +190,9 @@ class _Face:
         """The id under which the group knows this member, once started."""
         return self._lifecycle.cluster.client_id if self._lifecycle.cluster is not None else None
 
-    def _checked(self, topic: str, listener: MessageListener, selector: str) -> tuple[Subscription, Listener]:
+    def _check_subscription(
+        self, topic: str, listener: MessageListener, selector: str
+    ) -> tuple[Subscription, Listener]:
         store = getattr(listener, "offset_store", None)
         if isinstance(store, DatabaseOffsets) and store is not self.config.offset_store:
             raise ConfigError(
@@ -201,7 +203,7 @@ class _Face:
         return subscription, Listener.of(listener, self.config.listener_batch_size)
 
     @property
-    def _is_used(self) -> bool:
+    def _is_open(self) -> bool:
         return self._lifecycle.has_begun and not self._lifecycle.closed.is_set()
 
     def _start_failed(self, lifecycle: ConsumerLifecycle, error: BaseException) -> None:
@@ -223,7 +225,7 @@ class _Face:
             text = "no topic is subscribed to, so nothing will come; call subscribe() first"
             self._lifecycle.member.context.emit(EventKind.NOTHING_SUBSCRIBED, text, level=logging.WARNING)
 
-    def _running(self) -> GroupMember:
+    def _running_member(self) -> GroupMember:
         lifecycle = self._lifecycle
         if lifecycle.is_forked:
             raise ConsumerClosed("this consumer was started before a fork; make a new one in the child process")
@@ -231,12 +233,12 @@ class _Face:
             raise ConsumerClosed(f"{self!r} is not running")
         return lifecycle.member
 
-    def _subscribing(self) -> GroupMember:
+    def _subscribable_member(self) -> GroupMember:
         """Return the member, also while it starts: what is subscribed to meanwhile is consumed, too."""
         member = self._lifecycle.member
         if member is not None and member.state is ConsumerState.CREATED and not self._lifecycle.is_ending:
             return member
-        return self._running()
+        return self._running_member()
 
     def _workers_for(self, is_async: bool, reporter: ListenerReporter) -> Workers:
         config = self.config
@@ -246,7 +248,7 @@ class _Face:
             return workers
         return ThreadWorkers(config.consume_threads, reporter, config.consume_timeout_s, self._lifecycle.loop)
 
-    def _begin_to_close(self, timeout_s: float | None) -> float | None:
+    def _start_close(self, timeout_s: float | None) -> float | None:
         """Begin to close; returns how long to wait for the end, None where that would be to wait for oneself."""
         wait_s = self.config.shutdown_timeout_s if timeout_s is None else timeout_s
         check_range("timeout_s", wait_s, 0, 86400)
@@ -255,7 +257,7 @@ class _Face:
         self._lifecycle.close(wait_s)
         return None if self._lifecycle.needs_caller else wait_s + CLOSE_MARGIN_S
 
-    def _not_in_time(self, timeout_s: float) -> RequestTimeout:
+    def _close_timeout(self, timeout_s: float) -> RequestTimeout:
         self._lifecycle.abandon()
         return RequestTimeout("closing", "the I/O thread", timeout_s)
 
@@ -264,7 +266,7 @@ class _Face:
         if member is not None and member.failure is not None:
             raise RocketError(f"consumer {self.config.group!r} failed: {member.failure!r}") from member.failure
 
-    def _raise_end(self) -> None:
+    def _raise_close_error(self) -> None:
         """Raise, once, what was wrong with the consumer or went wrong at its end."""
         if self._lifecycle.take_failure():
             self._raise_failure()
@@ -272,7 +274,7 @@ class _Face:
             raise error
 
 
-class PushConsumer(_Face):
+class PushConsumer(_BaseConsumer):
     """Receives the messages of a group: each goes to the listener of its topic, on one of `consume_threads` threads.
 
         with PushConsumer("orders-app", name_server="127.0.0.1:9876") as consumer:
@@ -307,7 +309,7 @@ class PushConsumer(_Face):
             if isinstance(error, ConsumerClosed) and lifecycle.is_ending:
                 raise  # whoever closed it has said how long the end may take
             lifecycle.close(0)
-            lifecycle.closed.wait(CUT_SHORT_S)
+            lifecycle.closed.wait(INTERRUPTED_WAIT_S)
             self._start_failed(lifecycle, error)
             raise
         return self
@@ -329,10 +331,10 @@ class PushConsumer(_Face):
         Raises:
             ConfigError: topic, selector or listener is not what it must be.
         """
-        checked = self._checked(topic, listener, selector)
+        checked = self._check_subscription(topic, listener, selector)
         self._subscriptions[checked[0].topic] = checked
         if self._lifecycle.member is not None:
-            self._run(self._subscribing().subscribe(*checked), CALL_TIMEOUT_S)
+            self._run(self._subscribable_member().subscribe(*checked), CALL_TIMEOUT_S)
 
     def unsubscribe(self, topic: str) -> None:
         """Stop receiving `topic`, and return when its running calls have ended and its offsets are stored.
@@ -344,7 +346,7 @@ class PushConsumer(_Face):
         self._subscriptions.pop(name, None)
         if self._lifecycle.member is not None:
             wait = not self._lifecycle.needs_caller
-            self._run(self._subscribing().unsubscribe(name, wait=wait), CALL_TIMEOUT_S)
+            self._run(self._subscribable_member().unsubscribe(name, wait=wait), CALL_TIMEOUT_S)
 
     def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull no more from `queues`, or from all; what is here already is still consumed.
@@ -352,17 +354,17 @@ class PushConsumer(_Face):
         Raises:
             ConfigError: `queues` has something else than `MessageQueue`s; those of `progress()` are.
         """
-        member, chosen = self._running(), _queues(queues)
-        self._run(_on_loop(member.pause, chosen), 5.0)
+        member, chosen = self._running_member(), _queues(queues)
+        self._run(_call(member.pause, chosen), 5.0)
 
     def resume(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull again from `queues`, or from all."""
-        member, chosen = self._running(), _queues(queues)
-        self._run(_on_loop(member.resume, chosen), 5.0)
+        member, chosen = self._running_member(), _queues(queues)
+        self._run(_call(member.resume, chosen), 5.0)
 
     def progress(self) -> dict[MessageQueue, QueueProgress]:
         """Return where each queue this member holds stands."""
-        return self._run(_on_loop(self._running().progress), 5.0)
+        return self._run(_call(self._running_member().progress), 5.0)
 
     def reset_offsets(
         self,
@@ -380,7 +382,7 @@ class PushConsumer(_Face):
         Raises:
             ConfigError: `to` is none of these, or a queue named is not held by this member. Nothing has moved.
         """
-        member = self._running()
+        member = self._running_member()
         chosen = _queues(queues)
         name = wrap(self.config.namespace, check_topic(topic))
         return self._run(_reset(member, name, to, chosen), CALL_TIMEOUT_S)
@@ -420,20 +422,20 @@ class PushConsumer(_Face):
         Raises:
             RocketError: the consumer had failed before; the text says why.
         """
-        wait_s = self._begin_to_close(timeout_s)
+        wait_s = self._start_close(timeout_s)
         if wait_s is None:
             return
         try:
             is_closed = self._lifecycle.closed.wait(wait_s)
         except BaseException:
-            self._lifecycle.stored.wait(CUT_SHORT_S)
+            self._lifecycle.stored.wait(INTERRUPTED_WAIT_S)
             raise
         if not is_closed:
-            raise self._not_in_time(wait_s)
-        self._raise_end()
+            raise self._close_timeout(wait_s)
+        self._raise_close_error()
 
     def __enter__(self) -> Self:
-        return self if self._is_used else self.start()
+        return self if self._is_open else self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
@@ -443,7 +445,7 @@ class PushConsumer(_Face):
                 raise
 
 
-class AsyncPushConsumer(_Face):
+class AsyncPushConsumer(_BaseConsumer):
     """`PushConsumer` for asyncio: `async def` listeners run on the caller's loop.
 
     async with AsyncPushConsumer("orders-app", name_server="127.0.0.1:9876") as consumer:
@@ -457,12 +459,12 @@ class AsyncPushConsumer(_Face):
         lifecycle, self._own_loop = self._lifecycle, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(lifecycle.start_timeout_s) as limit:
-                await _of_other_loop(lifecycle.start(self._subscriptions))
+                await _await_io_thread(lifecycle.start(self._subscriptions))
         except BaseException as error:
             if isinstance(error, ConsumerClosed) and lifecycle.is_ending:
                 raise
             lifecycle.close(0)
-            await _at_least(lifecycle.closed.wait_async(CUT_SHORT_S))
+            await _finish_shielded(lifecycle.closed.wait_async(INTERRUPTED_WAIT_S))
             self._start_failed(lifecycle, error)
             if limit.expired():
                 raise RequestTimeout("starting", "the I/O thread", lifecycle.start_timeout_s) from error
@@ -471,33 +473,33 @@ class AsyncPushConsumer(_Face):
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
         assert self._lifecycle.cluster is not None
-        return await _of_other_loop(self._lifecycle.cluster.submit(work))
+        return await _await_io_thread(self._lifecycle.cluster.submit(work))
 
     async def subscribe(self, topic: str, listener: MessageListener, selector: str = "*") -> None:
         """Have `listener` called with the messages of `topic`; see `PushConsumer.subscribe`."""
-        checked = self._checked(topic, listener, selector)
+        checked = self._check_subscription(topic, listener, selector)
         self._subscriptions[checked[0].topic] = checked
         if self._lifecycle.member is not None:
-            await self._run(self._subscribing().subscribe(*checked))
+            await self._run(self._subscribable_member().subscribe(*checked))
 
     async def unsubscribe(self, topic: str) -> None:
         """Stop receiving `topic`; see `PushConsumer.unsubscribe`."""
         name = wrap(self.config.namespace, check_topic(topic))
         self._subscriptions.pop(name, None)
         if self._lifecycle.member is not None:
-            await self._run(self._subscribing().unsubscribe(name, wait=not self._lifecycle.needs_caller))
+            await self._run(self._subscribable_member().unsubscribe(name, wait=not self._lifecycle.needs_caller))
 
     async def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull no more from `queues`, or from all; see `PushConsumer.pause`."""
-        await self._run(_on_loop(self._running().pause, _queues(queues)))
+        await self._run(_call(self._running_member().pause, _queues(queues)))
 
     async def resume(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull again from `queues`, or from all."""
-        await self._run(_on_loop(self._running().resume, _queues(queues)))
+        await self._run(_call(self._running_member().resume, _queues(queues)))
 
     async def progress(self) -> dict[MessageQueue, QueueProgress]:
         """Return where each queue this member holds stands."""
-        return await self._run(_on_loop(self._running().progress))
+        return await self._run(_call(self._running_member().progress))
 
     async def reset_offsets(
         self,
@@ -507,7 +509,9 @@ class AsyncPushConsumer(_Face):
     ) -> dict[MessageQueue, int]:
         """Consume `topic` from another place; see `PushConsumer.reset_offsets`."""
         chosen = _queues(queues)
-        return await self._run(_reset(self._running(), wrap(self.config.namespace, check_topic(topic)), to, chosen))
+        return await self._run(
+            _reset(self._running_member(), wrap(self.config.namespace, check_topic(topic)), to, chosen)
+        )
 
     async def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the consumer's end, or for `timeout_s`. Returns whether it has ended; see `PushConsumer.join`.
@@ -532,22 +536,22 @@ class AsyncPushConsumer(_Face):
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Stop in the order that loses nothing; see `PushConsumer.close`."""
-        wait_s = self._begin_to_close(timeout_s)
+        wait_s = self._start_close(timeout_s)
         if wait_s is None:
             return
         try:
             is_closed = await self._lifecycle.closed.wait_async(wait_s)
         except BaseException:
-            await _at_least(self._lifecycle.stored.wait_async(CUT_SHORT_S))
+            await _finish_shielded(self._lifecycle.stored.wait_async(INTERRUPTED_WAIT_S))
             raise
         if not is_closed:
-            raise self._not_in_time(wait_s)
+            raise self._close_timeout(wait_s)
         if self._async_workers is not None:
             await self._async_workers.ended()
-        self._raise_end()
+        self._raise_close_error()
 
     async def __aenter__(self) -> Self:
-        return self if self._is_used else await self.start()
+        return self if self._is_open else await self.start()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -559,7 +563,7 @@ class AsyncPushConsumer(_Face):
                 raise
 
 
-async def _of_other_loop(future: concurrent.futures.Future[T]) -> T:
+async def _await_io_thread(future: concurrent.futures.Future[T]) -> T:
     """Return the result of work on the I/O thread. That it was cancelled there is no cancellation of the caller."""
     try:
         return await asyncio.wrap_future(future)
@@ -570,7 +574,7 @@ async def _of_other_loop(future: concurrent.futures.Future[T]) -> T:
         raise ConsumerClosed("the consumer was closed while the call waited") from None
 
 
-async def _at_least(work: Coroutine[Any, Any, object]) -> None:
+async def _finish_shielded(work: Coroutine[Any, Any, object]) -> None:
     """Do something short to its end, however often the caller is cancelled meanwhile."""
     doing = asyncio.ensure_future(work)
     while not doing.done():
@@ -585,7 +589,7 @@ def _queues(given: object) -> list[MessageQueue] | None:
     return None if given is None else check_queues("queues", given)
 
 
-async def _on_loop(work: Callable[..., T], *arguments: Any) -> T:
+async def _call(work: Callable[..., T], *arguments: Any) -> T:
     return work(*arguments)
 
 

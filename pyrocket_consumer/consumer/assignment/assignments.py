@@ -281,7 +281,7 @@ class Assignments:
                     storing = True
                     await self._store_start(queue, offset)
                     if claim is None and recorded is not None:  # its start rule holds, and later ones do not follow
-                        await self._commits.follow({queue: QueueReset(None, recorded.epoch)})
+                        await self._commits.apply_resets({queue: QueueReset(None, recorded.epoch)})
             except Fenced:  # another member was quicker to begin it
                 await self._unlock(queue)
                 return False
@@ -305,7 +305,7 @@ class Assignments:
 
     async def _follow_record(self, queue: MessageQueue, recorded: QueueReset) -> int:
         assert recorded.offset is not None
-        await self._commits.follow({queue: recorded})
+        await self._commits.apply_resets({queue: recorded})
         facts = {"to": recorded.offset, "epoch": recorded.epoch}
         text = f"-> {recorded.offset} (recorded while nobody had the queue)"
         self._context.emit(EventKind.OFFSET_RESET, text, queue, facts, level=logging.WARNING)
@@ -318,7 +318,7 @@ class Assignments:
         be consumed.
         """
         try:
-            await self._commits.begin_at(queue, offset)
+            await self._commits.store_start(queue, offset)
         except OffsetStoreError as error:
             text = f"going on from memory: {error}"
             self._context.emit(EventKind.STORE_UNWRITABLE, text, queue, level=logging.ERROR)
@@ -579,7 +579,7 @@ class Assignments:
             return known, "last known by this member"
         text = f"the broker has {stored} and had acknowledged {known}; somebody may have reset it: going on at {stored}"
         context.emit(EventKind.OFFSET_WENT_BACK, text, queue, facts, level=logging.WARNING)
-        self._commits.forget_last_known(queue)
+        self._commits.invalidate(queue)
         return stored, "stored"
 
     async def offset_at(self, queue: MessageQueue, timestamp_ms: int) -> int:
@@ -656,7 +656,7 @@ class Assignments:
         context, pause_s = self._context, 0.1
         while True:
             try:
-                await self._commits.replace(queue, target)
+                await self._commits.overwrite(queue, target)
                 return True
             except OffsetStoreError as error:
                 context.emit(EventKind.STORE_UNWRITABLE, f"going on from memory: {error}", queue, level=logging.ERROR)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.consumer.commits.store_thread import UserThread
+from pyrocket_consumer.consumer.commits.store_thread import SerialExecutor
 from pyrocket_consumer.errors import BrokerError, OffsetStoreError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore, OffsetStore, QueueReset, ReadOffsetType, ResetEpochs
@@ -60,17 +60,17 @@ class Commits(Protocol):
     def may_have_lost(self, queue: MessageQueue) -> bool:
         """Tell whether the broker may have lost what is last known: its connection ended soon after."""
 
-    def forget_last_known(self, queue: MessageQueue) -> None:
+    def invalidate(self, queue: MessageQueue) -> None:
         """Somebody has reset a queue we do not hold: where we last knew it to be means nothing any more."""
 
-    async def begin_at(self, queue: MessageQueue, offset: int) -> None:
+    async def store_start(self, queue: MessageQueue, offset: int) -> None:
         """Store where `queue` begins, durably, before its first pull. Many that begin together take little longer.
 
         Raises:
             RocketError: it is not known to be stored; it stays noted.
         """
 
-    async def replace(self, queue: MessageQueue, offset: int) -> None:
+    async def overwrite(self, queue: MessageQueue, offset: int) -> None:
         """Store `offset`, whatever was noted, and return when it is durable."""
 
     @property
@@ -80,13 +80,13 @@ class Commits(Protocol):
     def reset_epoch(self, queue: MessageQueue) -> int:
         """Return the epoch of the newest reset the queue has followed, 0 if none."""
 
-    async def follow(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
+    async def apply_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
         """Store offsets and epochs, and return when all are durable. Memory has them even if that fails."""
 
-    async def persist_again(self, queues: Iterable[MessageQueue]) -> None:
-        """Return when what was set by `follow` is durable."""
+    async def retry_resets(self, queues: Iterable[MessageQueue]) -> None:
+        """Return when what was set by `apply_resets` is durable."""
 
-    def places(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
+    def by_store(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
         """Return `queues` by where they are stored: places that need not wait for each other."""
 
     async def persist(
@@ -106,14 +106,14 @@ class Commits(Protocol):
     def broker_lost(self, broker_name: str) -> None:
         """The connection to a broker has ended unasked: it may have died, and with it what it acknowledged of late."""
 
-    def doubt(self, broker_name: str | None = None) -> None:
+    def mark_unpersisted(self, broker_name: str | None = None) -> None:
         """The broker (or any) may hold something else than it acknowledged: store everything again next time."""
 
     async def close(self, *, until: float | None = None) -> None:
         """Close the store; everything was persisted before. What is still under way at `until` is not waited for."""
 
 
-WRITTEN_WITHIN_S = 30.0
+FLUSHED_WITHIN_S = 30.0
 """What was acknowledged so long ago is written: brokers write every 5 s, their slaves ask every 10 s."""
 
 
@@ -128,14 +128,14 @@ class BrokerCommits:
         self._memory = MemoryOffsetStore()
         self._persisted: dict[MessageQueue, int] = {}
         self._last_known: dict[MessageQueue, int] = {}
-        self._unsure: set[MessageQueue] = set()  # whose broker was lost soon after what is last known
-        self._acknowledged_at: dict[MessageQueue, float] = {}
-        self._in_turn: dict[MessageQueue, asyncio.Lock] = {}
-        self._first: dict[tuple[str, str], asyncio.Lock] = {}  # by broker and topic
-        self._first_unanswered: dict[tuple[str, str], RocketError] = {}  # what became of the last one of each
+        self._maybe_lost: set[MessageQueue] = set()  # whose broker was lost soon after what is last known
+        self._acked_at: dict[MessageQueue, float] = {}
+        self._commit_locks: dict[MessageQueue, asyncio.Lock] = {}
+        self._first_commit_locks: dict[tuple[str, str], asyncio.Lock] = {}  # by broker and topic
+        self._first_commit_errors: dict[tuple[str, str], RocketError] = {}  # what became of the last one of each
         self._tables: set[tuple[str, str]] = set()  # brokers and topics that have a table of this group
-        self._under_way: set[asyncio.Task[None]] = set()
-        self._unanswered: set[MessageQueue] = set()  # whose last commit got no answer, or a refusal
+        self._in_flight: set[asyncio.Task[None]] = set()
+        self._unanswered_commits: set[MessageQueue] = set()  # whose last commit got no answer, or a refusal
 
     def claim_of(self, queue: MessageQueue) -> Claim | None:
         return None
@@ -172,17 +172,17 @@ class BrokerCommits:
         return self._last_known.get(queue)
 
     def may_have_lost(self, queue: MessageQueue) -> bool:
-        return queue in self._unsure
+        return queue in self._maybe_lost
 
-    def forget_last_known(self, queue: MessageQueue) -> None:
+    def invalidate(self, queue: MessageQueue) -> None:
         self._last_known.pop(queue, None)
-        self._acknowledged_at.pop(queue, None)
-        self._unsure.discard(queue)
+        self._acked_at.pop(queue, None)
+        self._maybe_lost.discard(queue)
 
-    async def begin_at(self, queue: MessageQueue, offset: int) -> None:
-        await self.replace(queue, offset)
+    async def store_start(self, queue: MessageQueue, offset: int) -> None:
+        await self.overwrite(queue, offset)
 
-    async def replace(self, queue: MessageQueue, offset: int) -> None:
+    async def overwrite(self, queue: MessageQueue, offset: int) -> None:
         self._memory.update_offset(queue, offset)
         self._persisted.pop(queue, None)
         await self._commit(queue)
@@ -194,14 +194,14 @@ class BrokerCommits:
     def reset_epoch(self, queue: MessageQueue) -> int:
         return 0
 
-    async def follow(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
+    async def apply_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
         moving = {queue: reset.offset for queue, reset in resets.items() if reset.offset is not None}
-        await asyncio.gather(*(self.replace(queue, offset) for queue, offset in moving.items()))
+        await asyncio.gather(*(self.overwrite(queue, offset) for queue, offset in moving.items()))
 
-    async def persist_again(self, queues: Iterable[MessageQueue]) -> None:
+    async def retry_resets(self, queues: Iterable[MessageQueue]) -> None:
         await asyncio.gather(*map(self._commit, queues))
 
-    def places(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
+    def by_store(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
         found: dict[str, list[MessageQueue]] = {}
         for queue in queues:
             found.setdefault(queue.broker_name, []).append(queue)
@@ -212,7 +212,9 @@ class BrokerCommits:
     ) -> dict[MessageQueue, RocketError]:
         # What got no answer comes last: should it be a first commit, and get none again, the others wait for it no more
         changed = [queue for queue in queues if self._persisted.get(queue) != self.current(queue)]
-        commits = {queue: self._committing(queue) for queue in sorted(changed, key=self._unanswered.__contains__)}
+        commits = {
+            queue: self._start_commit(queue) for queue in sorted(changed, key=self._unanswered_commits.__contains__)
+        }
         began = asyncio.get_running_loop().time()
         await wait_for_all(commits.values(), until)
         failed: dict[MessageQueue, RocketError] = {}
@@ -227,32 +229,32 @@ class BrokerCommits:
         return failed
 
     async def _commit(self, queue: MessageQueue) -> None:
-        await asyncio.shield(self._committing(queue))
+        await asyncio.shield(self._start_commit(queue))
 
-    def _committing(self, queue: MessageQueue) -> asyncio.Task[None]:
+    def _start_commit(self, queue: MessageQueue) -> asyncio.Task[None]:
         # Whoever waits may be cancelled, the commit is not: while the broker has not answered it, it could still
         # execute it, after the next one.
-        task = asyncio.get_running_loop().create_task(self._commit_in_turn(queue))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        task.add_done_callback(look_at)
+        task = asyncio.get_running_loop().create_task(self._commit_newest(queue))
+        self._in_flight.add(task)
+        task.add_done_callback(self._in_flight.discard)
+        task.add_done_callback(consume_exception)
         return task
 
-    async def _commit_in_turn(self, queue: MessageQueue) -> None:
+    async def _commit_newest(self, queue: MessageQueue) -> None:
         """Commit the newest value, one commit of a queue at a time: a broker may execute two in any order."""
-        async with self._in_turn.setdefault(queue, asyncio.Lock()):
+        async with self._commit_locks.setdefault(queue, asyncio.Lock()):
             offset = self.current(queue)
             if offset is None or self._persisted.get(queue) == offset:
                 return
             taken = await self._send(queue, offset)
             if taken:
                 self._last_known[queue] = offset
-                self._acknowledged_at[queue] = asyncio.get_running_loop().time()
-                self._unsure.discard(queue)
+                self._acked_at[queue] = asyncio.get_running_loop().time()
+                self._maybe_lost.discard(queue)
             else:
                 self.on_reset_waiting(queue)
-            if queue in self._unanswered:  # the one before may be executed after this one: once more next time
-                self._unanswered.discard(queue)
+            if queue in self._unanswered_commits:  # the one before may be executed after this one: once more next time
+                self._unanswered_commits.discard(queue)
             elif taken:
                 self._persisted[queue] = offset
 
@@ -267,69 +269,69 @@ class BrokerCommits:
         """
         table = (queue.broker_name, queue.topic)
         if table not in self._tables:
-            before = self._first_unanswered.get(table)
-            async with self._first.setdefault(table, asyncio.Lock()):
-                error = self._first_unanswered.get(table)
+            before = self._first_commit_errors.get(table)
+            async with self._first_commit_locks.setdefault(table, asyncio.Lock()):
+                error = self._first_commit_errors.get(table)
                 if table not in self._tables:
                     if error is not None and error is not before:
                         raise type(error)(*error.args) from error
                     return await self._send_first(table, queue, offset)
-        return await self._call(queue, offset)
+        return await self._send_commit(queue, offset)
 
     async def _send_first(self, table: tuple[str, str], queue: MessageQueue, offset: int) -> bool:
         try:
-            taken = await self._call(queue, offset)
+            taken = await self._send_commit(queue, offset)
         except BrokerError:
             raise
         except RocketError as error:
-            self._first_unanswered[table] = error
+            self._first_commit_errors[table] = error
             raise
         self._tables.add(table)
         return taken
 
-    async def _call(self, queue: MessageQueue, offset: int) -> bool:
+    async def _send_commit(self, queue: MessageQueue, offset: int) -> bool:
         try:
             return await self._cluster.broker(queue.broker_name).commit_offset(self._group, queue, offset)
         except RocketError:
-            self._unanswered.add(queue)
+            self._unanswered_commits.add(queue)
             raise
 
     async def release(self, queue: MessageQueue) -> None:
         failed = await self.persist([queue])
         self._memory.remove_offset(queue)
         self._persisted.pop(queue, None)
-        self._in_turn.pop(queue, None)
+        self._commit_locks.pop(queue, None)
         for error in failed.values():
             raise error
 
     def forget(self, queue: MessageQueue) -> None:
         self._memory.remove_offset(queue)
         self._persisted.pop(queue, None)
-        self._in_turn.pop(queue, None)
+        self._commit_locks.pop(queue, None)
 
-    def doubt(self, broker_name: str | None = None) -> None:
+    def mark_unpersisted(self, broker_name: str | None = None) -> None:
         for queue in [queue for queue in self._persisted if broker_name in (None, queue.broker_name)]:
             del self._persisted[queue]
         if broker_name is not None:  # it may have been started again, with a table it read before ours was there
             self._tables = {table for table in self._tables if table[0] != broker_name}
 
     def broker_lost(self, broker_name: str) -> None:
-        since = asyncio.get_running_loop().time() - WRITTEN_WITHIN_S
-        self._unsure.update(
+        since = asyncio.get_running_loop().time() - FLUSHED_WITHIN_S
+        self._maybe_lost.update(
             queue
-            for queue, at in self._acknowledged_at.items()
+            for queue, at in self._acked_at.items()
             if queue.broker_name == broker_name and at > since and queue in self._last_known
         )
 
     async def close(self, *, until: float | None = None) -> None:
-        await wait_for_all(self._under_way, until)
+        await wait_for_all(self._in_flight, until)
         self._memory.close()
 
 
 class StoreCommits:
     """Offsets in an `OffsetStore` that is open. Its blocking calls have one thread."""
 
-    def __init__(self, store: OffsetStore, thread: UserThread | None = None, *, memory_first: bool) -> None:
+    def __init__(self, store: OffsetStore, thread: SerialExecutor | None = None, *, memory_first: bool) -> None:
         """`thread` is where the store was loaded; it ends with `close`."""
         self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
         self.on_fenced: Callable[[MessageQueue, str], None] = lambda queue, why: None
@@ -338,24 +340,26 @@ class StoreCommits:
         self._epoch_store = store if isinstance(store, ResetEpochs) else None
         self._epochs: dict[MessageQueue, int] = {}  # where the store keeps none
         self._persisted: dict[MessageQueue, int] = {}
-        self._beginning: dict[MessageQueue, None] = {}  # what the next sync of beginnings will store
+        self._starting: dict[MessageQueue, None] = {}  # what the next sync of beginnings will store
         self._next_sync: asyncio.Task[None] | None = None
-        self._sync_turn = asyncio.Lock()
-        self._unnoted: dict[MessageQueue, int] = {}  # what the store did not take, to be noted before it persists
-        self._thread = thread or UserThread("pyrocket-store")
+        self._sync_lock = asyncio.Lock()
+        self._refused_updates: dict[
+            MessageQueue, int
+        ] = {}  # what the store did not take, to be noted before it persists
+        self._thread = thread or SerialExecutor("pyrocket-store")
 
     def claim_of(self, queue: MessageQueue) -> Claim | None:
         return None
 
-    async def _do(self, work: Callable[..., T], *arguments: object) -> T:
+    async def _run(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, _call_store, work, *arguments)
 
-    async def _do_until(self, until: float | None, what: str, work: Callable[..., object], *arguments: object) -> None:
+    async def _run_until(self, until: float | None, what: str, work: Callable[..., object], *arguments: object) -> None:
         """Do the work; at `until` it is waited for no longer, and goes on."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         doing = loop.run_in_executor(self._thread, _call_store, work, *arguments)
-        doing.add_done_callback(look_at)
+        doing.add_done_callback(consume_exception)
         await wait_for_all([doing], until)
         if not doing.done():
             raise RequestTimeout(what, "the offset store", loop.time() - began)
@@ -365,7 +369,7 @@ class StoreCommits:
         try:
             self._store.update_offset(queue, offset, True)
         except BaseException:  # of a store of the user's: whoever acknowledges is no one to tell
-            self._unnoted[queue] = offset
+            self._refused_updates[queue] = offset
 
     def current(self, queue: MessageQueue) -> int | None:
         try:
@@ -384,7 +388,7 @@ class StoreCommits:
 
     async def start_offset(self, queue: MessageQueue) -> int | None:
         kind = ReadOffsetType.MEMORY_FIRST_THEN_STORE if self._memory_first else ReadOffsetType.READ_FROM_STORE
-        offset = await self._do(self._store.read_offset, queue, kind)
+        offset = await self._run(self._store.read_offset, queue, kind)
         if offset is not None:
             _call_store(self._store.update_offset, queue, offset)
             self._persisted[queue] = offset
@@ -396,26 +400,26 @@ class StoreCommits:
     def may_have_lost(self, queue: MessageQueue) -> bool:
         return False
 
-    def forget_last_known(self, queue: MessageQueue) -> None:
+    def invalidate(self, queue: MessageQueue) -> None:
         pass
 
-    async def begin_at(self, queue: MessageQueue, offset: int) -> None:
+    async def store_start(self, queue: MessageQueue, offset: int) -> None:
         _call_store(self._store.update_offset, queue, offset)
-        self._beginning[queue] = None
+        self._starting[queue] = None
         if self._next_sync is None:
-            self._next_sync = asyncio.get_running_loop().create_task(self._store_beginnings())
-            self._next_sync.add_done_callback(look_at)
+            self._next_sync = asyncio.get_running_loop().create_task(self._sync_starts())
+            self._next_sync.add_done_callback(consume_exception)
         await asyncio.shield(self._next_sync)
         self._persisted[queue] = offset
 
-    async def _store_beginnings(self) -> None:
-        async with self._sync_turn:  # while one is under way, those that begin meanwhile gather for the next
-            queues, self._beginning, self._next_sync = list(self._beginning), {}, None
-            await self._do(self._store.persist_all, queues)
+    async def _sync_starts(self) -> None:
+        async with self._sync_lock:  # while one is under way, those that begin meanwhile gather for the next
+            queues, self._starting, self._next_sync = list(self._starting), {}, None
+            await self._run(self._store.persist_all, queues)
 
-    async def replace(self, queue: MessageQueue, offset: int) -> None:
+    async def overwrite(self, queue: MessageQueue, offset: int) -> None:
         _call_store(self._store.update_offset, queue, offset)
-        await self._do(self._store.persist, queue)
+        await self._run(self._store.persist, queue)
         self._persisted[queue] = offset
 
     @property
@@ -426,54 +430,54 @@ class StoreCommits:
         store = self._epoch_store
         return _call_store(store.reset_epoch, queue) if store is not None else self._epochs.get(queue, 0)
 
-    async def follow(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
+    async def apply_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
         moving = {queue: reset.offset for queue, reset in resets.items() if reset.offset is not None}
         if self._epoch_store is not None:
-            await self._do(self._epoch_store.persist_resets, resets)
+            await self._run(self._epoch_store.persist_resets, resets)
         else:
             self._epochs.update({queue: reset.epoch for queue, reset in resets.items()})
             for queue, offset in moving.items():
                 _call_store(self._store.update_offset, queue, offset)
-            await self._do(self._store.persist_all, list(moving))
+            await self._run(self._store.persist_all, list(moving))
         self._persisted.update(moving)
 
-    async def persist_again(self, queues: Iterable[MessageQueue]) -> None:
-        await self._do(self._store.persist_all, list(queues))
+    async def retry_resets(self, queues: Iterable[MessageQueue]) -> None:
+        await self._run(self._store.persist_all, list(queues))
 
-    def places(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
+    def by_store(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
         return {"": list(queues)}
 
     async def persist(
         self, queues: Iterable[MessageQueue], *, until: float | None = None
     ) -> dict[MessageQueue, RocketError]:
-        failed = self._note_again()
+        failed = self._retry_updates()
         changed = {
             queue: offset
             for queue in queues
             if (offset := self.current(queue)) is not None and self._persisted.get(queue) != offset
         }
         try:  # with none, too: a checkpoint may be due
-            await self._do_until(until, "storing offsets", self._store.persist_all, list(changed))
+            await self._run_until(until, "storing offsets", self._store.persist_all, list(changed))
         except RocketError as error:
             return failed | dict.fromkeys(changed, error)
         self._persisted.update(changed)
         return failed
 
-    def _note_again(self) -> dict[MessageQueue, RocketError]:
+    def _retry_updates(self) -> dict[MessageQueue, RocketError]:
         """Note what the store did not take before; return what it does not take now."""
         failed: dict[MessageQueue, RocketError] = {}
-        for queue, offset in list(self._unnoted.items()):
+        for queue, offset in list(self._refused_updates.items()):
             try:
                 _call_store(self._store.update_offset, queue, offset, True)
             except RocketError as error:
                 failed[queue] = error
             else:
-                if self._unnoted.get(queue) == offset:
-                    del self._unnoted[queue]
+                if self._refused_updates.get(queue) == offset:
+                    del self._refused_updates[queue]
         return failed
 
     async def release(self, queue: MessageQueue) -> None:
-        await self._do(self._store.remove_offset, queue)
+        await self._run(self._store.remove_offset, queue)
         self._persisted.pop(queue, None)
 
     def forget(self, queue: MessageQueue) -> None:
@@ -482,12 +486,12 @@ class StoreCommits:
     def broker_lost(self, broker_name: str) -> None:
         pass
 
-    def doubt(self, broker_name: str | None = None) -> None:
+    def mark_unpersisted(self, broker_name: str | None = None) -> None:
         pass
 
     async def close(self, *, until: float | None = None) -> None:
         try:
-            await self._do_until(until, "closing", self._store.close)
+            await self._run_until(until, "closing", self._store.close)
         finally:
             self._thread.shutdown(wait=False)
 
@@ -514,7 +518,7 @@ def _call_store(work: Callable[..., T], *arguments: object) -> T:
         raise OffsetStoreError(f"the offset store failed in {what}: {type(error).__name__}: {error}") from error
 
 
-def look_at(task: asyncio.Future[Any]) -> None:
+def consume_exception(task: asyncio.Future[Any]) -> None:
     """Take note of the outcome: who waited has been told, or has gone."""
     if not task.cancelled():
         task.exception()

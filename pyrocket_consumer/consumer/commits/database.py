@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.consumer.commits.commits import BrokerCommits, look_at, wait_for_all
-from pyrocket_consumer.consumer.commits.store_thread import UserThread
+from pyrocket_consumer.consumer.commits.commits import BrokerCommits, consume_exception, wait_for_all
+from pyrocket_consumer.consumer.commits.store_thread import SerialExecutor
 from pyrocket_consumer.consumer.listener import ConsumeResult
 from pyrocket_consumer.errors import DatabaseError, Fenced, RocketError
 from pyrocket_consumer.model import MessageQueue
@@ -20,16 +20,16 @@ from pyrocket_consumer.protocol.message import Message
 
 T = TypeVar("T")
 
-CALL_S = 30.0
+DATABASE_CALL_TIMEOUT_S = 30.0
 """How long a call of the database's is waited for; none other is made until it has returned."""
 
 STORE_CHECK_EVERY_S = 5.0
 """How often it is looked whether queues are ours still, so that a reset in the database reaches those that are idle."""
 
-CALM_S = 60.0
+STABLE_CLAIM_S = 60.0
 """A queue that was ours for so long is claimed anew at once, when another member has claimed it meanwhile."""
 
-MOST_CLAIMED = 500
+MAX_CLAIMED_TOGETHER = 500
 """How many queues are claimed together."""
 
 FIRST_STORE_PAUSE_S, MAX_STORE_PAUSE_S = 1.0, 20.0
@@ -42,14 +42,14 @@ class DatabaseCommits:
     What listeners commit is there already. Persisted is what no listener has an effect of: gaps, and messages given up.
     """
 
-    def __init__(self, store: DatabaseOffsets, thread: UserThread, cluster: Cluster, group: str) -> None:
+    def __init__(self, store: DatabaseOffsets, thread: SerialExecutor, cluster: Cluster, group: str) -> None:
         """`thread` is where the store was loaded; it ends with `close`."""
         self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
         self.on_fenced: Callable[[MessageQueue, str], None] = lambda queue, why: None
-        self.on_apart: Callable[[MessageQueue, str], None] = lambda queue, why: None
+        self.on_not_atomic: Callable[[MessageQueue, str], None] = lambda queue, why: None
         """Called when a listener's effect and its offset do not commit together, though they could."""
-        self.on_left_out: Callable[[MessageQueue, Sequence[Message]], None] = lambda queue, messages: None
-        self.on_waiting: Callable[[MessageQueue | None, str], None] = lambda queue, why: None
+        self.on_duplicate_messages: Callable[[MessageQueue, Sequence[Message]], None] = lambda queue, messages: None
+        self.on_database_wait: Callable[[MessageQueue | None, str], None] = lambda queue, why: None
         """Called when messages of a queue, or what is to be tidied, wait for the database."""
         self._store = store
         self._thread = thread
@@ -60,11 +60,11 @@ class DatabaseCommits:
         self._claims: dict[MessageQueue, Claim] = {}
         self._claimed_at: dict[MessageQueue, float] = {}
         self._pauses: dict[MessageQueue, tuple[float, float]] = {}  # how long, and until when
-        self._look_at = 0.0
-        self._turn = asyncio.Lock()  # one call after the other, whose time begins when it does
-        self._call: asyncio.Future[Any] | None = None
-        self._call_until = 0.0
-        self._told_apart: set[str] = set()  # topics
+        self._next_check_at = 0.0
+        self._call_lock = asyncio.Lock()  # one call after the other, whose time begins when it does
+        self._running_call: asyncio.Future[Any] | None = None
+        self._call_deadline = 0.0
+        self._reported_topics: set[str] = set()  # topics
         self._to_claim: dict[MessageQueue, asyncio.Future[Claim | None]] = {}
         self._claiming: asyncio.Task[None] | None = None
         self._published = BrokerCommits(cluster, group)
@@ -81,47 +81,47 @@ class DatabaseCommits:
         return result is None or result is ConsumeResult.SUCCESS or result is ConsumeResult.COMMIT
 
     def on_claim_fenced(self, claim: Claim) -> None:
-        self._soon(self._fenced, claim)
+        self._call_soon(self._lose_claim, claim)
 
     def on_store_wait(self, claim: Claim, why: str) -> None:
-        self._soon(self.on_waiting, claim.queue, why)
+        self._call_soon(self.on_database_wait, claim.queue, why)
 
     def on_duplicates(self, claim: Claim, messages: Sequence[Message]) -> None:
-        self._soon(self.on_left_out, claim.queue, messages)
+        self._call_soon(self.on_duplicate_messages, claim.queue, messages)
 
     def on_uncommitted(self, claim: Claim, row: StoredOffset) -> None:
-        self._soon(
-            self.on_apart,
+        self._call_soon(
+            self.on_not_atomic,
             claim.queue,
             f"a listener has called advance() up to offset {claim.promised}, and its transaction was not committed "
             f"(the row is at {row.next_offset}), so its messages come again: commit it before the listener returns "
             "(with engine.begin(), say)",
         )
-        self._soon(self._fenced, claim, "a listener has not committed its transaction; what was not committed")
+        self._call_soon(self._lose_claim, claim, "a listener has not committed its transaction; what was not committed")
 
     def on_outside_transaction(self, claim: Claim, offset: int) -> None:
-        if claim.queue.topic not in self._told_apart:
-            self._told_apart.add(claim.queue.topic)
-            self._soon(
-                self.on_apart,
+        if claim.queue.topic not in self._reported_topics:
+            self._reported_topics.add(claim.queue.topic)
+            self._call_soon(
+                self.on_not_atomic,
                 claim.queue,
                 f"the listener was called with offset {offset}, which neither exactly_once nor advance() has counted: "
                 "its effect and the offset do not commit together, and may come twice (told once for a topic); "
                 f"subscribe with exactly_once(listener) of {self._store!r}",
             )
 
-    def _soon(self, work: Callable[..., None], *arguments: object) -> None:
+    def _call_soon(self, work: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(work, *arguments)
         except RuntimeError:
             pass  # the consumer has ended before its listener
 
-    def _fenced(
+    def _lose_claim(
         self, claim: Claim, why: str = "another member has claimed it, or it was reset; what of ours was not committed"
     ) -> None:
         queue = claim.queue
         if self._claims.get(queue) is claim:
-            if self._loop.time() - self._claimed_at[queue] < CALM_S:
+            if self._loop.time() - self._claimed_at[queue] < STABLE_CLAIM_S:
                 self._pause(queue)
             self.on_fenced(queue, why)
 
@@ -129,23 +129,27 @@ class DatabaseCommits:
         """Claim a queue later, and later and later if that happens again and again."""
         now = self._loop.time()
         before_s, until = self._pauses.get(queue, (0.0, 0.0))
-        pause_s = min(2 * before_s, MAX_STORE_PAUSE_S) if before_s and now < until + CALM_S else FIRST_STORE_PAUSE_S
+        pause_s = (
+            min(2 * before_s, MAX_STORE_PAUSE_S) if before_s and now < until + STABLE_CLAIM_S else FIRST_STORE_PAUSE_S
+        )
         self._pauses[queue] = pause_s, now + pause_s
 
     # --- calls of the database
 
-    async def _do(self, what: str, work: Callable[..., T], *arguments: object) -> T:
-        async with self._turn:
-            if self._call is not None and not self._call.done():  # whoever asked for it was cancelled, or has given up
-                await wait_for_all([self._call], self._call_until)
-                if not self._call.done():
+    async def _run(self, what: str, work: Callable[..., T], *arguments: object) -> T:
+        async with self._call_lock:
+            if (
+                self._running_call is not None and not self._running_call.done()
+            ):  # whoever asked for it was cancelled, or has given up
+                await wait_for_all([self._running_call], self._call_deadline)
+                if not self._running_call.done():
                     raise DatabaseError(repr(self._store), what, "it has not returned from a call before")
-            self._call = doing = self._loop.run_in_executor(self._thread, work, *arguments)
-            doing.add_done_callback(look_at)
-            self._call_until = self._loop.time() + CALL_S
-            await wait_for_all([doing], self._call_until)
+            self._running_call = doing = self._loop.run_in_executor(self._thread, work, *arguments)
+            doing.add_done_callback(consume_exception)
+            self._call_deadline = self._loop.time() + DATABASE_CALL_TIMEOUT_S
+            await wait_for_all([doing], self._call_deadline)
             if not doing.done():
-                raise DatabaseError(repr(self._store), what, f"no answer within {CALL_S:g} s")
+                raise DatabaseError(repr(self._store), what, f"no answer within {DATABASE_CALL_TIMEOUT_S:g} s")
             return doing.result()
 
     # --- commits
@@ -174,21 +178,21 @@ class DatabaseCommits:
         claimed: asyncio.Future[Claim | None] = self._loop.create_future()
         self._to_claim[queue] = claimed
         if self._claiming is None or self._claiming.done():
-            self._claiming = self._loop.create_task(self._claim())
-            self._claiming.add_done_callback(look_at)
+            self._claiming = self._loop.create_task(self._claim_waiting())
+            self._claiming.add_done_callback(consume_exception)
         claim = await claimed
-        return None if claim is None else self._has(claim)
+        return None if claim is None else self._add_claim(claim)
 
-    async def _claim(self) -> None:
+    async def _claim_waiting(self) -> None:
         """Claim queues: together all that have come while the last ones were claimed, for it takes several answers."""
         while self._to_claim:
-            waiting = dict(itertools.islice(self._to_claim.items(), MOST_CLAIMED))
+            waiting = dict(itertools.islice(self._to_claim.items(), MAX_CLAIMED_TOGETHER))
             for queue in waiting:
                 del self._to_claim[queue]
             try:
-                if not await self._claim_some(waiting):  # rows of some are locked: others shall not wait for those
+                if not await self._claim_together(waiting):  # rows of some are locked: others shall not wait for those
                     for queue, claimed in waiting.items():
-                        if not await self._claim_some({queue: claimed}):
+                        if not await self._claim_together({queue: claimed}):
                             self._pause(queue)
             except Exception as error:  # it must not be: whoever waits tells
                 for claimed in waiting.values():
@@ -198,12 +202,12 @@ class DatabaseCommits:
                 for claimed in waiting.values():
                     claimed.cancel()  # what is not done yet: this was cancelled
 
-    async def _claim_some(self, waiting: Mapping[MessageQueue, asyncio.Future[Claim | None]]) -> bool:
+    async def _claim_together(self, waiting: Mapping[MessageQueue, asyncio.Future[Claim | None]]) -> bool:
         """Claim queues in one transaction, and tell who waits for them. Returns False if the row of one is locked."""
         found: Mapping[MessageQueue, Claim | RocketError]
         is_locked = False
         try:
-            found = await self._do("claiming queues", self._store.claim, self, self._group, list(waiting), self._owner)
+            found = await self._run("claiming queues", self._store.claim, self, self._group, list(waiting), self._owner)
         except RowLocked as error:
             if len(waiting) > 1:
                 return False
@@ -220,7 +224,7 @@ class DatabaseCommits:
                 claimed.set_result(claim)
         return not is_locked
 
-    def _has(self, claim: Claim) -> int:
+    def _add_claim(self, claim: Claim) -> int:
         self._claims[claim.queue] = claim
         self._claimed_at[claim.queue] = self._loop.time()
         self._memory.update_offset(claim.queue, claim.stored)
@@ -232,22 +236,22 @@ class DatabaseCommits:
     def may_have_lost(self, queue: MessageQueue) -> bool:
         return False
 
-    def forget_last_known(self, queue: MessageQueue) -> None:
+    def invalidate(self, queue: MessageQueue) -> None:
         pass
 
-    async def begin_at(self, queue: MessageQueue, offset: int) -> None:
+    async def store_start(self, queue: MessageQueue, offset: int) -> None:
         if queue not in self._claims:
             what, begin = f"beginning {queue} at {offset}", self._store.begin
-            self._has(await self._do(what, begin, self, self._group, queue, self._owner, offset))
+            self._add_claim(await self._run(what, begin, self, self._group, queue, self._owner, offset))
 
-    async def replace(self, queue: MessageQueue, offset: int) -> None:
+    async def overwrite(self, queue: MessageQueue, offset: int) -> None:
         await self._move(queue, offset, None)
 
     async def _move(self, queue: MessageQueue, offset: int, reset_epoch: int | None) -> None:
         claim = self._claims.get(queue)
         if claim is None:
             raise Fenced(str(queue))
-        self._has(await self._do(f"moving {queue} to {offset}", self._store.move, claim, offset, reset_epoch))
+        self._add_claim(await self._run(f"moving {queue} to {offset}", self._store.move, claim, offset, reset_epoch))
         self._published.forget(queue)
 
     @property
@@ -258,17 +262,17 @@ class DatabaseCommits:
         claim = self._claims.get(queue)
         return claim.reset_epoch if claim is not None else 0
 
-    async def follow(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
+    async def apply_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
         for queue, reset in resets.items():
             claim = self._claims.get(queue)
             if claim is not None:  # whoever claims a queue follows by himself
                 await self._move(queue, claim.stored if reset.offset is None else reset.offset, reset.epoch)
 
-    async def persist_again(self, queues: Iterable[MessageQueue]) -> None:
+    async def retry_resets(self, queues: Iterable[MessageQueue]) -> None:
         for error in (await self.persist(queues)).values():
             raise error
 
-    def places(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
+    def by_store(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
         return {"": list(queues)}
 
     async def persist(
@@ -279,7 +283,7 @@ class DatabaseCommits:
         failed: dict[MessageQueue, RocketError] = {}
         if ours:
             persisting = self._loop.create_task(self._persist(behind))
-            persisting.add_done_callback(look_at)
+            persisting.add_done_callback(consume_exception)
             await wait_for_all([persisting], until)
             if not persisting.done():
                 return dict.fromkeys(behind, DatabaseError(repr(self._store), "storing offsets", "no answer in time"))
@@ -298,20 +302,20 @@ class DatabaseCommits:
             if (claim := self._claims.get(queue)) is None:
                 continue
             try:
-                await self._do(f"storing {offset} of {queue}", self._store.persist, claim, offset)
+                await self._run(f"storing {offset} of {queue}", self._store.persist, claim, offset)
             except Fenced:
-                self._fenced(claim)
+                self._lose_claim(claim)
             except RocketError as error:
                 failed[queue] = error
         try:
-            await self._do("tidying the inbox", self._store.tidy, self._group)
-            if self._loop.time() >= self._look_at:  # who has nothing to consume would not hear of it
-                self._look_at = self._loop.time() + STORE_CHECK_EVERY_S
+            await self._run("tidying the inbox", self._store.tidy, self._group)
+            if self._loop.time() >= self._next_check_at:  # who has nothing to consume would not hear of it
+                self._next_check_at = self._loop.time() + STORE_CHECK_EVERY_S
                 claims = list(self._claims.values())
-                for claim in await self._do("looking at claims", self._store.fenced_among, self._group, claims):
-                    self._fenced(claim)
+                for claim in await self._run("looking at claims", self._store.fenced_among, self._group, claims):
+                    self._lose_claim(claim)
         except RocketError as error:
-            self.on_waiting(None, str(error))
+            self.on_database_wait(None, str(error))
         return failed
 
     async def _publish(self, queues: Iterable[MessageQueue], until: float | None) -> None:
@@ -321,7 +325,7 @@ class DatabaseCommits:
                 self._published.update(queue, claim.stored)
         if self._publishing is None or self._publishing.done():
             self._publishing = self._loop.create_task(self._published.persist(list(queues)))
-            self._publishing.add_done_callback(look_at)
+            self._publishing.add_done_callback(consume_exception)
         if until is not None:
             await wait_for_all([self._publishing], until)
 
@@ -333,7 +337,7 @@ class DatabaseCommits:
         """
         if offset >= max(claim.highest_advance, claim.stored):
             return False
-        return await self._do(f"looking at {claim.queue}", self._store.is_consumed, claim, offset)
+        return await self._run(f"looking at {claim.queue}", self._store.is_consumed, claim, offset)
 
     async def release(self, queue: MessageQueue) -> None:
         failed = await self.persist([queue])
@@ -352,15 +356,15 @@ class DatabaseCommits:
     def broker_lost(self, broker_name: str) -> None:
         pass
 
-    def doubt(self, broker_name: str | None = None) -> None:
-        self._published.doubt(broker_name)
+    def mark_unpersisted(self, broker_name: str | None = None) -> None:
+        self._published.mark_unpersisted(broker_name)
 
     async def close(self, *, until: float | None = None) -> None:
         if self._claiming is not None:
             self._claiming.cancel()
         try:
             closing = self._loop.run_in_executor(self._thread, self._store.close)
-            closing.add_done_callback(look_at)
+            closing.add_done_callback(consume_exception)
             await self._published.close(until=until)
             await wait_for_all([closing], until)
         finally:

@@ -12,7 +12,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class UserThread(Executor):
+class SerialExecutor(Executor):
     """Runs calls one after the other, in the order in which they are asked for.
 
     It is a daemon, which the threads of other executors are not: a call that hangs keeps no process from ending, and

@@ -31,7 +31,7 @@ from pyrocket_consumer.consumer.dispatch.concurrent import (
     units_of,
 )
 from pyrocket_consumer.consumer.dispatch.orderly import HELD_UP_AFTER_S, GiveUp
-from pyrocket_consumer.consumer.listener import SUSPEND_S, ConsumeResult, Listener, suspension
+from pyrocket_consumer.consumer.listener import SUSPEND_S, ConsumeResult, Listener, find_failed_tail
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
@@ -234,7 +234,7 @@ class KeyLaneBatch:
         if result is ConsumeResult.COMMIT:
             chunk.done.extend(messages)
             return True, True
-        left, suspend_s, known = suspension(result, messages)
+        left, suspend_s, known = find_failed_tail(result, messages)
         chunk.done.extend(messages[: len(messages) - len(left)])
         if left:
             # Nothing behind it may pass it. The I/O thread may be taking back from the right of `todo` meanwhile: each

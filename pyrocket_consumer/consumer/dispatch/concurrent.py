@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, Failed, Listener, failed_messages
+from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, FailedMessage, Listener, find_failed
 from pyrocket_consumer.consumer.window.decompression_budget import Reservation
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConsumerClosed
@@ -66,7 +66,7 @@ class Chunk:
         self.listener = listener
         self.todo: deque[Any] = units
         self.done: list[Message] = []
-        self.failed: list[Failed] = []
+        self.failed: list[FailedMessage] = []
         self.begun_at = 0.0
         self.current: Any = None  # the unit whose listener call is running
         self.lane_batch: LaneBatch | None = None  # what an orderly queue has to say
@@ -100,7 +100,7 @@ class LaneBatch(Protocol):
 class ListenerReporter(Protocol):
     """What workers report besides acks; called on the worker's thread."""
 
-    def failed(self, window: ProcessQueue, failed: list[Failed]) -> None:
+    def failed(self, window: ProcessQueue, failed: list[FailedMessage]) -> None:
         """Some messages are to be consumed again."""
 
     def listener_raised(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
@@ -239,7 +239,7 @@ class _ChunkRunner:
         if chunk.lane_batch is not None:
             continues, known = chunk.lane_batch.apply_result(unit, result)
         else:
-            bad, known = failed_messages(result, messages)
+            bad, known = find_failed(result, messages)
             continues = True
             chunk.failed.extend(bad)
             again = {id(message) for message, _ in bad}

@@ -22,7 +22,7 @@ from pyrocket_consumer.consumer.dispatch.concurrent import (
     messages_of,
     units_of,
 )
-from pyrocket_consumer.consumer.listener import SUSPEND_S, ConsumeResult, Listener, suspension
+from pyrocket_consumer.consumer.listener import SUSPEND_S, ConsumeResult, Listener, find_failed_tail
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.database.claim import RolledBack
@@ -118,9 +118,9 @@ class QueueLaneBatch:
             if (retry_after_s := result.retry_after_s) is not None:
                 self.left, self.suspend_s = [(listener, left)], retry_after_s
                 return False, True
-            _, self.suspend_s, known = suspension(result.result, messages)
+            _, self.suspend_s, known = find_failed_tail(result.result, messages)
         else:
-            left, self.suspend_s, known = suspension(result, messages)
+            left, self.suspend_s, known = find_failed_tail(result, messages)
         if (claim := self.lane.window.claim) is not None:  # what was raised after the commit has undone nothing
             left = [message for message in left if message.queue_offset >= claim.stored]
         done.extend(messages[: len(messages) - len(left)])

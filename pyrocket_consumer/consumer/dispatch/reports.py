@@ -8,7 +8,7 @@ from pyrocket_consumer.consumer.context.events import describe_id, key_facts
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts
 from pyrocket_consumer.consumer.dispatch.retry import Retries
-from pyrocket_consumer.consumer.listener import ConsumeResult, Failed
+from pyrocket_consumer.consumer.listener import ConsumeResult, FailedMessage
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.model import EventKind
 from pyrocket_consumer.protocol.message import Message
@@ -23,10 +23,10 @@ class ListenerReports:
         self._retries = retries
         self._counts = counts
 
-    def failed(self, window: ProcessQueue, failed: list[Failed]) -> None:
+    def failed(self, window: ProcessQueue, failed: list[FailedMessage]) -> None:
         self._context.call_soon(self._failed, window, failed)
 
-    def _failed(self, window: ProcessQueue, failed: list[Failed]) -> None:
+    def _failed(self, window: ProcessQueue, failed: list[FailedMessage]) -> None:
         self._counts.failed(window.queue.topic, len(failed))
         if not self._context.closing:
             self._retries.add(window, failed)

@@ -12,7 +12,7 @@ from pyrocket_consumer.consumer.context.events import describe_id, key_facts
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts
 from pyrocket_consumer.consumer.dispatch.delivery import Delivery
-from pyrocket_consumer.consumer.listener import Failed
+from pyrocket_consumer.consumer.listener import FailedMessage
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import (
     ConnectError,
@@ -95,7 +95,7 @@ class Retries:
         """How many messages are being sent back; those that wait to be tried again do not count."""
         return len(self._send_backs) - self._waiting
 
-    def add(self, window: ProcessQueue, failed: Iterable[Failed], *, running: bool = False) -> None:
+    def add(self, window: ProcessQueue, failed: Iterable[FailedMessage], *, running: bool = False) -> None:
         """Have messages of `window` consumed again, later; not those that are on their way already.
 
         One that is too large would fail again each time: it is given up at once.

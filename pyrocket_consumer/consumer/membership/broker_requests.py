@@ -23,7 +23,7 @@ from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Statistics
 from pyrocket_consumer.consumer.context.tasks import Throttle
 from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService
-from pyrocket_consumer.consumer.listener import ConsumeContext, Listener, failed_messages
+from pyrocket_consumer.consumer.listener import ConsumeContext, Listener, find_failed
 from pyrocket_consumer.consumer.resets.resets import ResetFollower
 from pyrocket_consumer.errors import ProtocolError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue, retry_topic
@@ -268,7 +268,7 @@ class BrokerRequests:
         result, raised = call.result()
         if raised is not None:
             outcome, remark = "CR_THROW_EXCEPTION", describe_error(raised)
-        elif failed_messages(result, [message])[0]:
+        elif find_failed(result, [message])[0]:
             outcome = "CR_LATER"
         spent = int((time.perf_counter() - began) * 1000)
         result_body = bodies.ConsumeDirectlyResult(outcome, order=config.orderly, spent_time_mills=spent, remark=remark)

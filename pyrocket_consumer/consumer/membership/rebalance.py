@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
-from pyrocket_consumer.consumer.commits.store_thread import UserThread
+from pyrocket_consumer.consumer.commits.store_thread import SerialExecutor
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.membership.allocation import allocate, strategy_of
 from pyrocket_consumer.consumer.pulling.expressions import ExpressionChecker
@@ -79,7 +79,7 @@ class Rebalance:
         self._announced: dict[str, frozenset[MessageQueue]] = {}  # what brokers have been told we hold
         self._due_at: dict[MessageQueue, float] = {}  # when each of the queues that are to begin may do so
         self._beginning: dict[MessageQueue, asyncio.Task[bool]] = {}
-        self._strategy_thread = UserThread("pyrocket-allocation")
+        self._strategy_thread = SerialExecutor("pyrocket-allocation")
         self._strategy_lock = asyncio.Lock()
         self._hanging_call: asyncio.Future[list[MessageQueue]] | None = None
         self._begin_slots: dict[str, asyncio.Semaphore] = {}  # by broker name, for those that begin there

@@ -1,8 +1,8 @@
-"""Resets from outside: of a broker's, an admin's, or another member's making, told now or recorded while we were away.
+"""Resets by a broker, an admin, or another member: those that arrive now, and those recorded during an absence.
 
-A clustering group is reset by its brokers. A broadcasting group cannot be, so our clients have their own way: the
-admin records the reset at each master, tells every member, and the member follows what is newer than what it has
-followed. Each reset has an epoch; a member keeps the newest one of each queue in the same durable write as the offset.
+Brokers reset a clustering group. They cannot reset a broadcasting group, so this library has its own way. The admin
+records the reset at each master and sends it to every member. Each reset has an epoch, and a member follows a reset
+that is newer than its last one. It stores the epoch in the same durable write as the offset.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ log = logger("consumer")
 T = TypeVar("T")
 
 REPLY_TIMEOUT_S = 5.0
-"""A reset that takes longer is answered "pending"; the broker waits 10 s."""
+"""After this time the reply is "pending". The broker waits 10 s for the reply."""
 
 SAME_RESET_WITHIN_S = 60.0
-"""The same targets by another way within this time are the same reset."""
+"""A second request with the same targets within this time is the same reset."""
 
 ROUTE_REFRESH_EVERY_S = 1.0
-"""How often a plan for queues that are not known has the route asked for."""
+"""The minimum time between two route requests because of plans with unknown queues."""
 
 RECORD_RETRY_S = 5.0
-"""When a broker could not be asked for the record."""
+"""The pause before a record that could not be read is read again."""
 
 RECORD_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 
@@ -65,27 +65,29 @@ _REFUSES = "this consumer has remote_reset='refuse'"
 
 
 class ResetFollower:
-    """Follows resets for one group. Confined to the I/O thread."""
+    """Follows the resets of one group. Confined to the I/O thread."""
 
     def __init__(self, context: MemberContext, assignments: Assignments, commits: Commits) -> None:
         self._context = context
         self._assignments = assignments
         self._commits = commits
         self._records: dict[tuple[str, str], ResetRecord] = {}
-        self._heads: dict[tuple[str, str], int] = {}  # of each record read: nothing to do while it stays
+        self._heads: dict[tuple[str, str], int] = {}  # the head of each record read; an equal head means no new reset
         self._read_locks: dict[tuple[str, str], asyncio.Lock] = {}
-        self._recorded: dict[MessageQueue, QueueReset] = {}  # for whoever claims the queue
+        self._recorded: dict[MessageQueue, QueueReset] = {}  # for the member that claims the queue
         self._unread: set[tuple[str, str]] = set()
         self._read_soon = asyncio.Event()
-        self._recent: dict[MessageQueue, tuple[float, int]] = {}  # when, and where to
+        self._recent: dict[MessageQueue, tuple[float, int]] = {}  # the time, and the target
         self._followed: set[MessageQueue] = set()
         self._unpersisted: set[MessageQueue] = set()
         self._unrecorded: dict[
             tuple[str, str], dict[MessageQueue, int]
-        ] = {}  # followed, and not told to the others yet
+        ] = {}  # followed, and not forwarded to the members yet
         self._forward_locks: dict[tuple[str, str], asyncio.Lock] = {}
-        self._plans: dict[str, dict[MessageQueue, int]] = {}  # of clustering: id -> moved by it
-        self._resets: dict[MessageQueue, tuple[int, int]] = {}  # how many so far, and where the last one led to
+        self._plans: dict[
+            str, dict[MessageQueue, int]
+        ] = {}  # clustering: the queues that each plan has moved, by its id
+        self._resets: dict[MessageQueue, tuple[int, int]] = {}  # the number of resets, and the last target
         self._is_memory_only_reported = False
         self._route_asked_at = float("-inf")
         self._decoding = Throttle(context.loop)
@@ -93,21 +95,21 @@ class ResetFollower:
     def report_reset(
         self, queue: MessageQueue, target: int, why: str, came_from: int | None = None, epoch: int | None = None
     ) -> None:
-        """Tell that a queue was reset."""
+        """Emit the event that a queue was reset."""
         count, _ = self._resets.get(queue, (0, 0))
         self._resets[queue] = count + 1, target
         facts: dict[str, object] = {"from": came_from, "to": target, "epoch": epoch}
         known = {name: value for name, value in facts.items() if value is not None}
         self._context.emit(EventKind.OFFSET_RESET, f"-> {target} ({why})", queue, known, level=logging.WARNING)
 
-    # --- a word from an admin or a member, by way of a broker
+    # --- requests of an admin or a member that a broker relays
 
     async def handle_relayed(self, command: RemotingCommand) -> RemotingCommand:
-        """Answer a request for running info that carries a word to us."""
+        """Return the response to a request for running info that contains a relayed request."""
         fields = command.fields
         rid = fields.get("pyrocketId") or "none"
         if fields.get("pyrocketV") != str(RELAY_VERSION):
-            return self._refusal(command, rid, f"version {fields.get('pyrocketV')} of resets is not known here")
+            return self._refusal(command, rid, f"version {fields.get('pyrocketV')} of resets is unknown here")
         try:
             header = RelayHeader.from_fields(fields)
             refuses = self._context.config.remote_reset == "refuse"
@@ -121,19 +123,19 @@ class ResetFollower:
             if header.operation == "reset":
                 plan = await self.read(decode_plan, command.body)
                 if why := await self._plan_error(plan):
-                    self._report_not_followed(f"reset {rid} is not followed, nothing moved: {why}")
+                    self._report_not_followed(f"reset {rid} is refused, nothing moved: {why}")
                     return self._refusal(command, rid, why)
                 return await self._follow_plan(command, rid, plan)
         except ProtocolError as error:
-            self._report_not_followed(f"an order of reset {rid} cannot be read, nothing moved: {error}")
+            self._report_not_followed(f"the plan of reset {rid} cannot be read, nothing moved: {error}")
             return self._refusal(command, rid, str(error))
-        return self._refusal(command, rid, f"operation {header.operation!r:.40} is not known here")
+        return self._refusal(command, rid, f"operation {header.operation!r:.40} is unknown here")
 
     async def read(self, decode: Callable[[bytes], T], body: bytes) -> T:
-        """Return what `body` says, read in turn with others: a server may send many, and some take long to read.
+        """Return the decoded `body`. Bodies are decoded one at a time, because a server may send many large ones.
 
         Raises:
-            ProtocolError: it cannot be read.
+            ProtocolError: the body is damaged; the server must send a valid one.
         """
         async with self._decoding:
             return await read_body(decode, body)
@@ -155,39 +157,39 @@ class ResetFollower:
             return self._refusal(command, rid, str(error))
         waits = self._unpersisted.intersection(plan.targets)
         state = "pending" if waits else "applied" if work.result() else "already"
-        reason = f"{len(waits)} queues moved in memory only: the store cannot be written" if waits else None
+        reason = f"{len(waits)} queues moved in memory only, because the store cannot be written" if waits else None
         return self._response(command, rid, state, self.report(plan.topic, rid), reason)
 
     async def _plan_error(self, plan: PlanBody) -> str:
-        """Return why a plan cannot be for us, "" if it can: brokers pass on what anybody asks them to."""
+        """Return why a plan is not valid for this member, or "". Brokers relay the requests of any client."""
         context = self._context
         now_ms = context.now_ms()
         if not is_valid_epoch(plan.epoch, now_ms):
             return f"its epoch {plan.epoch} is more than a day ahead of this consumer's clock, {now_ms}"
         if not context.config.broadcasting:
-            return ""  # nothing is kept of what is not ours
+            return ""  # a clustering member ignores the queues that it does not hold
         if context.subscriptions.get(plan.topic) is None:
             return f"this consumer does not subscribe to {plan.topic}"
         if (
             self._unknown_queues(plan.topic, plan.targets)
             and context.loop.time() - self._route_asked_at > ROUTE_REFRESH_EVERY_S
         ):
-            self._route_asked_at = context.loop.time()  # perhaps a queue was added just now
+            self._route_asked_at = context.loop.time()  # a queue may have been added just now
             try:
                 await context.cluster.route(plan.topic, refresh=True)
             except RocketError as error:
-                log.info("group=%s the route of %s is not known anew: %s", context.name, plan.topic, error)
+                log.info("group=%s the route of %s could not be fetched again: %s", context.name, plan.topic, error)
         unknown = self._unknown_queues(plan.topic, plan.targets)
         return f"there is no queue {unknown[0]}" if unknown else ""
 
     def _unknown_queues(self, topic: str, queues: Iterable[MessageQueue]) -> list[MessageQueue]:
-        """Return those of the queues that are neither ours nor in the route as it is known."""
+        """Return the queues that this member does not hold and the known route does not have."""
         held = set(self._assignments.held(topic))
         ids = {name: self._queue_ids(topic, name) for name in {queue.broker_name for queue in queues}}
         return [queue for queue in queues if queue.queue_id not in ids[queue.broker_name] and queue not in held]
 
     def report_refusal(self, what: str) -> None:
-        """Tell that a reset is refused, because the consumer is to follow none."""
+        """Emit the event that a reset is refused, because of remote_reset='refuse'."""
         self._report_not_followed(f"{what} refused: remote_reset='refuse'")
 
     def _report_not_followed(self, text: str) -> None:
@@ -197,13 +199,13 @@ class ResetFollower:
         self._context.emit_throttled(EventKind.RECORD_IGNORED, text)
 
     def _epoch(self, queue: MessageQueue) -> int:
-        """Return the epoch of the newest reset the queue has followed; one that is none does not count."""
+        """Return the epoch of the newest reset that the queue has followed. An invalid epoch does not count."""
         epoch = self._commits.reset_epoch(queue)
         if not epoch or is_valid_epoch(epoch, self._context.now_ms()):
             return epoch
         self._report_record_error(
-            f"the stored epoch {epoch} of {queue} is more than a day ahead of our clock: it does not count; "
-            "a reset that was followed before may be followed once more"
+            f"the stored epoch {epoch} of {queue} is more than a day ahead of this clock, so it is ignored; "
+            "the consumer may follow an earlier reset a second time"
         )
         return 0
 
@@ -219,7 +221,7 @@ class ResetFollower:
         return self._response(command, rid, "refused", None, reason)
 
     def report(self, topic: str, rid: str) -> ReportBody:
-        """Return what we tell of a topic; epochs only of what is durable."""
+        """Return this member's report on a topic. It has the epochs of durable resets only."""
         commits, store = self._commits, self._context.config.offset_store
         queues = {queue for queue in self._followed if queue.topic == topic}
         queues.update(self._assignments.held(topic))
@@ -239,14 +241,15 @@ class ResetFollower:
     # --- broadcasting: following
 
     async def _follow_all(self, resets: Mapping[MessageQueue, QueueReset], why: str, *, recorded: bool = False) -> bool:
-        """Follow what is newer than what we have followed, in one durable step; returns whether anything was."""
+        """Follow the resets that are newer than the last ones, in one durable step. Return whether any was newer."""
         return await self._context.tasks.finish(self._follow_newer(resets, why, recorded), f"following resets ({why})")
 
     async def _follow_newer(self, resets: Mapping[MessageQueue, QueueReset], why: str, recorded: bool) -> bool:
-        """Do what `_follow_all` says.
+        """Do the work of `_follow_all`.
 
-        Fence, store, new epoch, pull: as for every reset. Queues we do not hold (yet) get their target as well; but a
-        recorded reset does not move a queue that we have never consumed: its start rule holds.
+        As for every reset, the steps are: fence the queue, store the target, open a window with a new epoch, pull. Queues
+        that this member does not hold yet get their target, too. A recorded reset does not move a queue that this member
+        has never consumed, because such a queue begins by its start rule.
         """
         context, assignments, commits = self._context, self._assignments, self._commits
         async with assignments.lock_queues(resets):
@@ -263,10 +266,10 @@ class ResetFollower:
             before = {queue: commits.current(queue) for queue in moving}
             self._followed.update(newer)
             try:
-                await commits.follow(newer)
+                await commits.apply_resets(newer)
                 self._unpersisted.difference_update(newer)
             except RocketError as error:
-                context.emit(EventKind.STORE_UNWRITABLE, f"going on from memory: {error}", level=logging.ERROR)
+                context.emit(EventKind.STORE_UNWRITABLE, f"continuing from memory: {error}", level=logging.ERROR)
                 self._unpersisted.update(newer)
             now = context.loop.time()
             self._recent.update({queue: (now, offset) for queue, offset in moving.items()})
@@ -285,16 +288,16 @@ class ResetFollower:
             self._is_memory_only_reported = True
             self._context.emit(
                 EventKind.STORE_FALLBACK,
-                "this offset store keeps no reset epochs (see offsets.ResetEpochs): they are in memory, and resets "
-                "made while this consumer is away will not be followed",
+                "this offset store keeps no reset epochs (see offsets.ResetEpochs). They are in memory only, so this "
+                "consumer will not follow resets that are made while it is down",
                 level=logging.WARNING,
             )
 
     async def persist(self) -> None:
-        """Try again to store resets that are in memory only."""
+        """Try again to store the resets that are in memory only."""
         if queues := list(self._unpersisted):
             try:
-                await self._commits.persist_again(queues)
+                await self._commits.retry_resets(queues)
             except RocketError as error:
                 self._context.emit_throttled(EventKind.COMMIT_FAILED, f"resets are not stored yet: {error}")
             else:
@@ -406,7 +409,7 @@ class ResetFollower:
         elif not commits.keeps_epochs and key not in self._heads:
             # At our first look we cannot tell a reset we followed in an earlier life from one we missed. To follow the
             # same one again at every start would be worse than to miss one.
-            await commits.follow({queue: QueueReset(None, reset.epoch) for queue, reset in resets.items()})
+            await commits.apply_resets({queue: QueueReset(None, reset.epoch) for queue, reset in resets.items()})
             self._report_memory_only()
         elif resets:
             await self._follow_all(resets, "recorded while we did not hear of it", recorded=True)
@@ -447,7 +450,7 @@ class ResetFollower:
 
         async def move(queue: MessageQueue, target: int) -> tuple[MessageQueue, int] | None:
             if not await self._assignments.move(queue, target, None, "reset"):
-                self._commits.forget_last_known(queue)  # should it come to us: the reset counts, not where we once were
+                self._commits.invalidate(queue)  # should it come to us: the reset counts, not where we once were
                 return None
             self.report_reset(queue, target, why)
             return queue, target
@@ -463,7 +466,7 @@ class ResetFollower:
             if self._assignments.is_begun(queue):
                 chosen.append((queue, target))
             else:
-                self._commits.forget_last_known(queue)
+                self._commits.invalidate(queue)
         return chosen
 
     def _is_repeated(self, queue: MessageQueue, target: int) -> bool:
@@ -494,7 +497,7 @@ class ResetFollower:
         if await self._assignments.move(queue, target, None, "reset"):
             self.report_reset(queue, target, how, pull_offset)
         elif not context.config.broadcasting:
-            self._commits.forget_last_known(queue)
+            self._commits.invalidate(queue)
             if not context.closing:
                 await self._forward_reset(queue, target)
 
@@ -601,7 +604,7 @@ class ResetFollower:
                 moved[queue] = target
                 self.report_reset(queue, target, f"reset {rid}")
             elif self._assignments.get(queue) is None:
-                self._commits.forget_last_known(queue)
+                self._commits.invalidate(queue)
 
         before = len(moved)
         await asyncio.gather(*(move(queue, target) for queue, target in self._select_begun(plan.targets)))

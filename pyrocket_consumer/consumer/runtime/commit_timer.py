@@ -37,9 +37,9 @@ class CommitTimer:
             await asyncio.sleep(context.config.commit_interval_s)
             if context.loop.time() >= full_commit_at:
                 # a former owner of a queue, cut off meanwhile, may have stored its old offset over ours
-                self._commits.doubt()
+                self._commits.mark_unpersisted()
                 full_commit_at = context.loop.time() + FULL_COMMIT_EVERY_S
-            for place, queues in self._commits.places(self._assignments.all()).items():
+            for place, queues in self._commits.by_store(self._assignments.all()).items():
                 name, now = place or "the store", context.loop.time()
                 if place not in rounds or rounds[place][0].done():  # a broker that is slow to answer delays no other
                     rounds[place] = context.tasks.begin(self._persist(queues), f"committing to {name}"), now

@@ -12,9 +12,15 @@ from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.assignment.locks import since_boot
-from pyrocket_consumer.consumer.commits.commits import BrokerCommits, Commits, StoreCommits, look_at, wait_for_all
+from pyrocket_consumer.consumer.commits.commits import (
+    BrokerCommits,
+    Commits,
+    StoreCommits,
+    consume_exception,
+    wait_for_all,
+)
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
-from pyrocket_consumer.consumer.commits.store_thread import UserThread
+from pyrocket_consumer.consumer.commits.store_thread import SerialExecutor
 from pyrocket_consumer.consumer.dispatch.concurrent import ListenerReporter, Workers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
@@ -68,7 +74,7 @@ class ConsumerLifecycle:
         self._io: IoThread | None = None
         self._store: OffsetStore | DatabaseOffsets | None = None
         self._store_is_open = False  # on the store's thread
-        self._store_thread = UserThread("pyrocket-store")
+        self._store_thread = SerialExecutor("pyrocket-store")
         self._early_events: list[ConsumerEvent] = []
         self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -190,7 +196,7 @@ class ConsumerLifecycle:
         Raises:
             OffsetStoreError: it has not; what it still does is undone when it has.
         """
-        opening.add_done_callback(look_at)
+        opening.add_done_callback(consume_exception)
         await wait_for_all([opening], self.loop.time() + DATABASE_TIMEOUT_S)
         if not opening.done():
             raise OffsetStoreError(
@@ -280,7 +286,7 @@ class ConsumerLifecycle:
                 await self.member.close(timeout_s)
             elif self._store is not None:
                 closing = self.loop.run_in_executor(self._store_thread, self._close_store, self._store)
-                closing.add_done_callback(look_at)
+                closing.add_done_callback(consume_exception)
                 await wait_for_all([closing], self.loop.time() + STORE_CLOSE_TIMEOUT_S)
                 if closing.done():
                     closing.result()

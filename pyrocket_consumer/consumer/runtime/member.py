@@ -101,11 +101,13 @@ class GroupMember:
         self.assignments = Assignments(context, commits, self._pull_host, self.service, self.locks, counts)
         self.resets = ResetFollower(context, self.assignments, commits)
         if isinstance(commits, DatabaseCommits):
-            commits.on_waiting = lambda queue, why: context.emit_throttled(EventKind.STORE_UNREACHABLE, why, queue)
-            commits.on_apart = lambda queue, why: context.emit(
+            commits.on_database_wait = lambda queue, why: context.emit_throttled(
+                EventKind.STORE_UNREACHABLE, why, queue
+            )
+            commits.on_not_atomic = lambda queue, why: context.emit(
                 EventKind.OFFSET_APART, why, queue, level=logging.WARNING
             )
-            commits.on_left_out = self._report_duplicates
+            commits.on_duplicate_messages = self._report_duplicates
         corrections = CorrectionFollower(context, self.assignments, self.resets)
         self._pull_host.on_moved = corrections.on_offset_moved
         self._pull_host.on_late_reset = corrections.on_late_reset
@@ -411,7 +413,7 @@ class GroupMember:
 
     def _on_broker_gap(self, broker_name: str) -> None:
         """A broker may have lost something: commits, or what came last."""
-        self.commits.doubt(broker_name)
+        self.commits.mark_unpersisted(broker_name)
         self.assignments.recheck_log(broker_name)
 
     def _for_brokers_at(self, address: str, action: Callable[[str], None]) -> None:

@@ -101,7 +101,7 @@ async def test_only_what_has_changed_is_stored(commits, brokers):
 
 @pytest.mark.parametrize("trouble", TROUBLE, ids=str)
 async def test_what_could_not_be_stored_is_stored_next_time(commits, brokers, trouble):
-    await commits.begin_at(ONE, 1)
+    await commits.store_start(ONE, 1)
     commits.update(ONE, 5)
     commits.update(TWO, 6)
     brokers.answers = [trouble]
@@ -173,11 +173,11 @@ async def test_a_reset_replaces_what_was_noted_whether_lower_or_higher(commits, 
     commits.update(ONE, 50)
     await commits.persist([ONE])
     for target in (3, 3, 80):
-        await commits.replace(ONE, target)
+        await commits.overwrite(ONE, target)
         assert (brokers.stored, commits.current(ONE)) == ({ONE: target}, target)
     brokers.answers = [REFUSED]
     with pytest.raises(BrokerError):
-        await commits.replace(ONE, 5)
+        await commits.overwrite(ONE, 5)
     assert await commits.persist([ONE]) == {}
     assert brokers.stored == {ONE: 5}
 
@@ -216,8 +216,8 @@ async def test_what_was_known_of_a_queue_is_remembered(commits, brokers):
 
 
 def test_each_broker_is_a_place_of_its_own_and_a_store_is_one(commits):
-    assert commits.places([ONE, FAR, TWO]) == {"a": [ONE, TWO], "b": [FAR]}
-    assert StoreCommits(MemoryOffsetStore(), memory_first=True).places([ONE, FAR]) == {"": [ONE, FAR]}
+    assert commits.by_store([ONE, FAR, TWO]) == {"a": [ONE, TWO], "b": [FAR]}
+    assert StoreCommits(MemoryOffsetStore(), memory_first=True).by_store([ONE, FAR]) == {"": [ONE, FAR]}
 
 
 async def test_what_a_broker_may_have_forgotten_is_stored_again(commits, brokers):
@@ -225,10 +225,10 @@ async def test_what_a_broker_may_have_forgotten_is_stored_again(commits, brokers
         commits.update(queue, 5)
     await commits.persist([ONE, FAR])
     brokers.stored.clear()
-    commits.doubt("b")
+    commits.mark_unpersisted("b")
     await commits.persist([ONE, FAR])
     assert brokers.stored == {FAR: 5}
-    commits.doubt()
+    commits.mark_unpersisted()
     await commits.persist([ONE, FAR])
     assert brokers.stored == {ONE: 5, FAR: 5}
 
@@ -254,7 +254,7 @@ async def seconds(work: Awaitable[Any]) -> float:
 async def test_the_first_commit_goes_alone_and_the_others_together(commits, brokers, step):
     brokers.call_s = 0.05
     if step == "begin":
-        took = await seconds(asyncio.gather(*(commits.begin_at(queue, 7) for queue in MANY)))
+        took = await seconds(asyncio.gather(*(commits.store_start(queue, 7) for queue in MANY)))
     else:
         took = await seconds(persist_many(commits))
     assert took == pytest.approx(0.1)
@@ -290,7 +290,7 @@ async def test_a_refusal_of_the_first_concerns_that_one_only(commits, brokers):
 
 
 async def test_what_is_not_acknowledged_in_time_goes_on(commits, brokers):
-    await commits.begin_at(ONE, 1)
+    await commits.store_start(ONE, 1)
     commits.update(ONE, 5)
     commits.update(TWO, 6)
     brokers.call_s = 10
@@ -324,10 +324,10 @@ class Member:
     def all(self) -> list[MessageQueue]:
         return [ONE, FAR]
 
-    def places(self, queues: list[MessageQueue]) -> dict[str, list[MessageQueue]]:
+    def by_store(self, queues: list[MessageQueue]) -> dict[str, list[MessageQueue]]:
         return {queue.broker_name: [queue] for queue in queues}
 
-    def doubt(self) -> None:
+    def mark_unpersisted(self) -> None:
         pass
 
     async def persist(self, queues: Any = ()) -> dict[MessageQueue, Exception]:

@@ -79,7 +79,7 @@ async def test_blocking_calls_have_a_thread_of_their_own(commits, store):
     store.gate.set()
     assert await waiting == {}
     assert await commits.start_offset(ONE) == 7
-    await commits.replace(ONE, 2)
+    await commits.overwrite(ONE, 2)
     await commits.release(ONE)
     await commits.close()
     assert store.calls == ["persist_all", "read", "persist", "remove"]
@@ -116,7 +116,7 @@ async def test_a_store_that_cannot_write_is_asked_again(commits, store):
     store.error = OffsetStoreError("disk full")
     assert await commits.persist([ONE, TWO]) == {ONE: store.error, TWO: store.error}
     with pytest.raises(OffsetStoreError):
-        await commits.replace(ONE, 1)
+        await commits.overwrite(ONE, 1)
     store.error = ZeroDivisionError("of the store")  # whatever it raises is an error of that call only
     failed = (await commits.persist([ONE]))[ONE]
     assert isinstance(failed, OffsetStoreError)
@@ -140,10 +140,10 @@ async def test_broadcasting_goes_on_from_memory_others_from_the_store(store, mem
 
 async def test_queues_that_begin_together_share_a_sync(commits, store):
     store.gate.clear()
-    first = asyncio.gather(*(commits.begin_at(queue, 7) for queue in MANY[:10]))
+    first = asyncio.gather(*(commits.store_start(queue, 7) for queue in MANY[:10]))
     while not store.calls:
         await asyncio.sleep(0.001)
-    rest = asyncio.gather(*(commits.begin_at(queue, 8) for queue in MANY[10:]))
+    rest = asyncio.gather(*(commits.store_start(queue, 8) for queue in MANY[10:]))
     await asyncio.sleep(0)
     assert not first.done(), "a queue begins when it is durable"
     store.gate.set()
@@ -156,11 +156,11 @@ async def test_queues_that_begin_together_share_a_sync(commits, store):
 
 async def test_a_beginning_that_could_not_be_stored_is_an_error(commits, store):
     store.error = OffsetStoreError("disk full")
-    outcomes = await asyncio.gather(*(commits.begin_at(each, 7) for each in (ONE, TWO)), return_exceptions=True)
+    outcomes = await asyncio.gather(*(commits.store_start(each, 7) for each in (ONE, TWO)), return_exceptions=True)
     assert outcomes == [store.error, store.error]
     assert (commits.current(ONE), commits.persisted(ONE)) == (7, None)
     store.error = None
-    await commits.begin_at(ONE, 7)
+    await commits.store_start(ONE, 7)
     assert commits.persisted(ONE) == 7
     await commits.close()
 

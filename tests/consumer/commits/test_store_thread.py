@@ -8,11 +8,11 @@ import weakref
 
 import pytest
 
-from pyrocket_consumer.consumer.commits.store_thread import UserThread
+from pyrocket_consumer.consumer.commits.store_thread import SerialExecutor
 
 
 def test_calls_run_one_after_the_other_on_one_thread():
-    thread, order = UserThread("pyrocket-store"), []
+    thread, order = SerialExecutor("pyrocket-store"), []
     futures = [thread.submit(lambda number: order.append(number) or threading.current_thread(), n) for n in range(20)]
     thread.shutdown()
     (worker,) = {future.result(30) for future in futures}
@@ -23,7 +23,7 @@ def test_calls_run_one_after_the_other_on_one_thread():
 
 
 def test_what_a_call_raises_is_its_callers_and_the_next_one_runs():
-    thread = UserThread("pyrocket-store")
+    thread = SerialExecutor("pyrocket-store")
     failing, working = thread.submit(lambda: 1 // 0), thread.submit(int, "5")
     with pytest.raises(ZeroDivisionError):
         failing.result(30)
@@ -32,7 +32,7 @@ def test_what_a_call_raises_is_its_callers_and_the_next_one_runs():
 
 
 def test_a_call_that_is_not_wanted_any_more_is_left_out():
-    thread, goes_on, done = UserThread("pyrocket-store"), threading.Event(), []
+    thread, goes_on, done = SerialExecutor("pyrocket-store"), threading.Event(), []
     running, unwanted = thread.submit(goes_on.wait, 30), thread.submit(done.append, 1)
     assert unwanted.cancel()
     goes_on.set()
@@ -47,7 +47,7 @@ def test_nothing_of_a_call_is_kept_while_nothing_is_asked_for():
         def persist(self):
             return None
 
-    thread, store = UserThread("pyrocket-store"), Store()
+    thread, store = SerialExecutor("pyrocket-store"), Store()
     thread.submit(store.persist).result(30)
     thread.submit(int).result(30)
     gone = weakref.ref(store)
@@ -59,5 +59,5 @@ def test_nothing_of_a_call_is_kept_while_nothing_is_asked_for():
 
 def test_one_that_was_never_used_has_no_thread():
     before = threading.active_count()
-    UserThread("pyrocket-store").shutdown()
+    SerialExecutor("pyrocket-store").shutdown()
     assert threading.active_count() == before

@@ -21,7 +21,7 @@ from pyrocket_consumer.consumer.dispatch.concurrent import (
     ThreadWorkers,
     Workers,
 )
-from pyrocket_consumer.consumer.listener import ConsumeResult, Failed, Listener, Retry
+from pyrocket_consumer.consumer.listener import ConsumeResult, FailedMessage, Listener, Retry
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.transport.io_thread import IoThread
@@ -363,7 +363,7 @@ class Desk:
     def __init__(self, count: int) -> None:
         self.slots = [Slot() for _ in range(count)]
         self.chunks: deque[Chunk] = deque()
-        self.failed: list[Failed] = []
+        self.failed: list[FailedMessage] = []
         self.checks = 0
         self.put = self.chunks.append
         self.stop = self.abandon = lambda: None

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, BrokerError, ConfigError, ConsumerState, sql
-from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry, failed_messages
+from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry, find_failed
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, listener_of
 from tests.consuming import WAIT_S, Seen, numbered, until
 from tests.for_each import for_each
@@ -63,12 +63,12 @@ def test_a_wrong_listener_is_refused_with_a_remedy(wrong):
 def test_results():
     batch = [object(), object(), object()]
     every = [(message, 0) for message in batch]
-    assert failed_messages(None, batch) == failed_messages(ConsumeResult.SUCCESS, batch) == ([], True)
-    assert failed_messages(ConsumeResult.RETRY, batch) == (every, True)
-    assert failed_messages(Retry(delay_level=3), batch) == ([(each, 3) for each in batch], True)
-    assert failed_messages(Retry(batch[1:]), batch) == (every[1:], True)
+    assert find_failed(None, batch) == find_failed(ConsumeResult.SUCCESS, batch) == ([], True)
+    assert find_failed(ConsumeResult.RETRY, batch) == (every, True)
+    assert find_failed(Retry(delay_level=3), batch) == ([(each, 3) for each in batch], True)
+    assert find_failed(Retry(batch[1:]), batch) == (every[1:], True)
     for unknown in (Retry([object()]), Retry(["an id"]), Retry([batch[0], object()]), "ok", True):
-        assert failed_messages(unknown, batch) == (every, False), "asked for again, and not known what: all"
+        assert find_failed(unknown, batch) == (every, False), "asked for again, and not known what: all"
 
 
 @for_each("level", [19, "3", 1.5, True])
