@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pyrocket_consumer.producer.send_future import ResultSink
 from pyrocket_consumer.producer.send_request import SendRequest
-from pyrocket_consumer.transport.thread_future import Outcome
+from pyrocket_consumer.transport.thread_future import ThreadFuture
 
 
 class FlushResult(NamedTuple):
@@ -30,14 +30,14 @@ class FlushCounter:
         self.messages = sum(len(request.message_ids) for request in requests)
         self.longest_timeout_s = max((request.timeout_s for request in requests), default=0.0)
         self._lock = threading.Lock()
-        self._waiters: list[Outcome[None]] = []
+        self._waiters: list[ThreadFuture[None]] = []
         self._result = FlushResult(0, 0, self.messages, None)
         for request in requests:
             request.sink = _CountingSink(request.sink, self, len(request.message_ids))
 
     def wait(self, timeout_s: float) -> FlushResult:
         """Wait until each message has its result, for up to `timeout_s`; return how they have ended."""
-        waiter = Outcome[None]()
+        waiter = ThreadFuture[None]()
         with self._lock:
             if not self._result.pending:
                 return self._result

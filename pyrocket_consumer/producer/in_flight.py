@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pyrocket_consumer.errors import ConsumerClosed
-from pyrocket_consumer.transport.thread_future import Outcome
+from pyrocket_consumer.transport.thread_future import ThreadFuture
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,14 +20,14 @@ class InFlightLimiter:
 
     User threads `put`, the I/O thread takes all there is in one turn, and tells when each is `finished`. The one lock
     is a leaf: nothing is called while it is held. It is a plain one, for that of a Condition may stay taken when a user
-    thread is interrupted, and the I/O thread would wait for it; see `Outcome`.
+    thread is interrupted, and the I/O thread would wait for it; see `ThreadFuture`.
     """
 
     def __init__(self, max_messages: int, max_bytes: int, wake: Callable[[], None]) -> None:
         self._max_messages, self._max_bytes = max_messages, max_bytes
         self._wake = wake
         self._lock = threading.Lock()
-        self._waiters: list[Outcome[None]] = []
+        self._waiters: list[ThreadFuture[None]] = []
         self._messages = self._bytes = 0
         self._queued: list[SendRequest] = []
         self._closed = False
@@ -45,7 +45,7 @@ class InFlightLimiter:
                 return False
         return True
 
-    def _try_put(self, request: SendRequest) -> Outcome[None] | None:
+    def _try_put(self, request: SendRequest) -> ThreadFuture[None] | None:
         """Hand `request` over; if there is no room, return what tells the next change."""
         size, is_first = len(request.body), False
         try:
@@ -70,12 +70,12 @@ class InFlightLimiter:
         # One message is let in whatever its size, or it could never be sent.
         return not self._messages or (self._messages < self._max_messages and self._bytes + size <= self._max_bytes)
 
-    def _add_waiter(self) -> Outcome[None]:
-        waiter: Outcome[None] = Outcome()
+    def _add_waiter(self) -> ThreadFuture[None]:
+        waiter: ThreadFuture[None] = ThreadFuture()
         self._waiters.append(waiter)
         return waiter
 
-    def _wait(self, waiter: Outcome[None], until: float | None) -> bool:
+    def _wait(self, waiter: ThreadFuture[None], until: float | None) -> bool:
         """Wait for `waiter`; False if it does not come by `until`."""
         if waiter.wait(None if until is None else until - time.monotonic()):
             return True

@@ -41,7 +41,7 @@ from pyrocket_consumer.protocol.message import BatchItem, encode_batch
 from pyrocket_consumer.protocol.properties import PropertyName, encode_properties
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.forks import renew_locks_in_children
-from pyrocket_consumer.transport.thread_future import Outcome
+from pyrocket_consumer.transport.thread_future import ThreadFuture
 
 log = logger("producer")
 
@@ -425,7 +425,7 @@ class Producer:
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
-        outcome: Outcome[SendResult] = Outcome()
+        outcome: ThreadFuture[SendResult] = ThreadFuture()
         request = self._make_request(topic, message, outcome, queue, sharding_key, timeout_s, more)
         self._submit(request)
         return wait_for_result(outcome, request.timeout_s)
@@ -510,7 +510,7 @@ class Producer:
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
-        outcome: Outcome[None] = Outcome()
+        outcome: ThreadFuture[None] = ThreadFuture()
         request = self._make_request(topic, message, outcome, queue, sharding_key, timeout_s, more)
         request.is_oneway = True
         self._submit(request)
@@ -537,7 +537,7 @@ class Producer:
         """
         results: list[SendResult] = []
         for part in self._batch_parts(topic, messages, queue, sharding_key):
-            outcome = Outcome[list[SendResult]]()
+            outcome = ThreadFuture[list[SendResult]]()
             request = self._make_batch_request(topic, part, outcome, queue, sharding_key, timeout_s)
             try:
                 self._submit(request)
@@ -718,7 +718,7 @@ def in_flight_limit_error(request: SendRequest, config: ProducerConfig) -> SendE
     )
 
 
-def wait_for_result(outcome: Outcome[T], timeout_s: float) -> T:
+def wait_for_result(outcome: ThreadFuture[T], timeout_s: float) -> T:
     """Return a send's result; the I/O thread keeps the deadline, and this only notices if it does not."""
     if not outcome.wait(timeout_s + _DEADLINE_GRACE_S):
         raise RequestTimeout("a send", "the I/O thread", timeout_s + _DEADLINE_GRACE_S)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from pyrocket_consumer.text import logger, safe_repr
-from pyrocket_consumer.transport.thread_future import Outcome
+from pyrocket_consumer.transport.thread_future import ThreadFuture
 
 log = logger("producer")
 
@@ -224,7 +224,7 @@ class SendFuture(Future[T]):
         if not observers:
             return
         for each in observers:  # first those who are told by what cannot fail
-            if isinstance(each, Outcome):
+            if isinstance(each, ThreadFuture):
                 each.set_result(None)
         if (condition := observers.pop(_CONDITION, None)) is not None:
             condition.notify_waiters()
@@ -280,8 +280,8 @@ class SendFuture(Future[T]):
         return self._exception
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Wait as one who may be interrupted, which Future does not withstand; see `Outcome`."""
-        waiter: Outcome[None] = Outcome()
+        """Wait as one who may be interrupted, which Future does not withstand; see `ThreadFuture`."""
+        waiter: ThreadFuture[None] = ThreadFuture()
         self._observers[waiter] = None
         try:
             if not (self._is_done or waiter.wait(timeout_s) or self._is_done):

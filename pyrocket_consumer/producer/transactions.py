@@ -23,7 +23,7 @@ from pyrocket_consumer.protocol.ids import parse_offset_message_id
 from pyrocket_consumer.protocol.message import Message, decode_message
 from pyrocket_consumer.protocol.properties import PropertyName
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.thread_future import Outcome
+from pyrocket_consumer.transport.thread_future import ThreadFuture
 
 log = logger("producer")
 
@@ -279,7 +279,7 @@ class TransactionProducer(Producer):
         if not callable(run):
             raise ConfigError(f"run={run!r} is not callable; pass a function of one SendResult")
         half = {PropertyName.TRANSACTION_PREPARED: "true", PropertyName.PRODUCER_GROUP: self._group}
-        outcome, flag = Outcome[SendResult](), int(SysFlag.TRANSACTION_PREPARED)
+        outcome, flag = ThreadFuture[SendResult](), int(SysFlag.TRANSACTION_PREPARED)
         request = self._make_request(message.topic, message, outcome, None, None, timeout_s, half, flag)
         self._submit(request)
         sent = wait_for_result(outcome, request.timeout_s)

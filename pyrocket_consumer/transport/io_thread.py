@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pyrocket_consumer.errors import ConsumerClosed, RequestTimeout
-from pyrocket_consumer.transport.thread_future import Outcome
+from pyrocket_consumer.transport.thread_future import ThreadFuture
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ class IoThread:
         if self.is_current:
             coroutine.close()
             raise RuntimeError("a blocking call on the I/O thread would stop all network work; await it instead")
-        outcome, tasks = Outcome[T](), list[asyncio.Task[T]]()
+        outcome, tasks = ThreadFuture[T](), list[asyncio.Task[T]]()
 
         def begin() -> None:
             self._not_started.pop(coroutine, None)
@@ -160,7 +160,7 @@ class IoThread:
             pass  # the loop is closed
 
 
-def _resolve(outcome: Outcome[T], task: asyncio.Task[T]) -> None:
+def _resolve(outcome: ThreadFuture[T], task: asyncio.Task[T]) -> None:
     if task.cancelled():
         outcome.set_exception(_closed_error())
     elif (error := task.exception()) is not None:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Outcome(Generic[T]):
+class ThreadFuture(Generic[T]):
     """The result of what another thread does, or its error. One thread waits for it; an interrupt may end that.
 
     Ctrl-C may come between any two steps of a thread. In a `Condition`, and so in a `Future`, it can leave the lock

@@ -12,7 +12,7 @@ import pytest
 
 from pyrocket_consumer.errors import ConsumerClosed, RequestTimeout
 from pyrocket_consumer.transport.io_thread import IoThread
-from pyrocket_consumer.transport.thread_future import Outcome
+from pyrocket_consumer.transport.thread_future import ThreadFuture
 from tests.for_each import for_each
 
 
@@ -188,13 +188,13 @@ def test_work_that_comes_while_it_ends_is_refused(io, way):
 
 
 def test_an_outcome_is_waited_for_and_a_result_or_an_error():
-    outcome = Outcome[int]()
+    outcome = ThreadFuture[int]()
     assert not outcome.wait(0)
     assert not outcome.wait(-1)
     threading.Timer(0.01, outcome.set_result, (7,)).start()
     assert outcome.wait(1e12)
     assert outcome.result() == 7
-    failed = Outcome[int]()
+    failed = ThreadFuture[int]()
     failed.set_exception(KeyError("no"))
     assert failed.wait()
     with pytest.raises(KeyError, match="no"):
