@@ -13,7 +13,7 @@ from pyrocket_consumer.protocol.command import SendMessageHeader
 from tests.consuming import WAIT_S
 
 ZLIB, LZ4, ZSTD = 0x301, 0x101, 0x201
-PACKED = {ZLIB: zlib.compress, LZ4: lz4.frame.compress, ZSTD: zstandard.compress}
+COMPRESSED = {ZLIB: zlib.compress, LZ4: lz4.frame.compress, ZSTD: zstandard.compress}
 
 
 def send(cluster, topic, *bodies, sys_flag=0, queue_id=0):

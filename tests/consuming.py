@@ -28,7 +28,7 @@ QUICK = {
 """Options that make a test short."""
 
 
-class Seen:
+class RecordingListener:
     """A listener that remembers. `judge(message)` may raise or return what a listener may."""
 
     def __init__(self, judge: Callable[[Message], Any] = lambda message: None) -> None:
@@ -47,11 +47,11 @@ class Seen:
         return [message.body for message in list(self.messages)]
 
     @property
-    def places(self) -> Counter[tuple[MessageQueue, int]]:
+    def counts(self) -> Counter[tuple[MessageQueue, int]]:
         """How often each place of a queue was seen."""
         return Counter((message.queue, message.queue_offset) for message in list(self.messages))
 
-    def wait(self, reached: Callable[[Seen], bool], timeout_s: float = WAIT_S) -> None:
+    def wait(self, reached: Callable[[RecordingListener], bool], timeout_s: float = WAIT_S) -> None:
         """Wait until `reached(self)`; fails with what was seen."""
         with self._changed:
             if not self._changed.wait_for(lambda: reached(self), timeout_s):
@@ -95,7 +95,7 @@ def consuming(
     **options: Any,
 ) -> Iterator[tuple[PushConsumer, Any]]:
     """Run a consumer of `topic`; yields it and its listener."""
-    seen = listener if listener is not None else Seen()
+    seen = listener if listener is not None else RecordingListener()
 
     def make() -> PushConsumer:
         consumer = PushConsumer(group, name_server=cluster.name_server, **{**QUICK, **options})

@@ -12,7 +12,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, Gate
 
 
 @contextlib.contextmanager
-def a_start_that_waits(cluster: EmbeddedCluster) -> Iterator[Gate]:
+def name_servers_held(cluster: EmbeddedCluster) -> Iterator[Gate]:
     """Have name servers answer nobody before the gate is open."""
     gate = Gate()
     cluster.name_server_node.on(None, gate, times=None)
@@ -24,7 +24,7 @@ def a_start_that_waits(cluster: EmbeddedCluster) -> Iterator[Gate]:
 
 
 @contextlib.contextmanager
-def a_signal_once_held(gate: Gate, handle: Callable[[], object]) -> Iterator[None]:
+def signal_once_held(gate: Gate, handle: Callable[[], object]) -> Iterator[None]:
     """Have `handle` called on this, the main thread, by a signal, as soon as the gate holds a request."""
     main = threading.main_thread().ident
     assert main is not None
@@ -43,7 +43,7 @@ def a_signal_once_held(gate: Gate, handle: Callable[[], object]) -> Iterator[Non
         signal.signal(signal.SIGALRM, before)
 
 
-def child_that(work: Callable[[], object], timeout_s: int = 25) -> int:
+def fork_child(work: Callable[[], object], timeout_s: int = 25) -> int:
     """Fork a child that does `work`; returns its number. It exits with 0, or ends by a signal if that hangs."""
     child = os.fork()
     if child:

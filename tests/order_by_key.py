@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 
 from pyrocket_consumer import Producer
-from tests.consuming import Seen
+from tests.consuming import RecordingListener
 
 
 def key_of(message):
@@ -23,7 +23,7 @@ def send_keys(cluster, topic, count, keys=4, first=0):
             producer.send(topic, f"{key}:{number}".encode(), sharding_key=key)
 
 
-class ByKey(Seen):
+class KeyedListener(RecordingListener):
     """A listener that notices when two calls of a key overlap: of what `key` makes of a message."""
 
     def __init__(self, judge=lambda message: None, key=key_of):

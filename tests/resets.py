@@ -11,7 +11,7 @@ from pyrocket_consumer.protocol.codes import CLIENT_VERSION, RequestCode
 from pyrocket_consumer.protocol.frame import ONEWAY_FLAG, RemotingCommand
 from pyrocket_consumer.protocol.reset_format import record_areas, topic_digest
 from pyrocket_consumer.testing import EmbeddedBroker
-from tests.consuming import Seen, consuming, numbered, until
+from tests.consuming import RecordingListener, consuming, numbered, until
 
 
 def fill(cluster: Any, topic: str, count: int, start: int = 0, *, queues: int = 0, **where: Any) -> list[bytes]:
@@ -27,7 +27,7 @@ def fill(cluster: Any, topic: str, count: int, start: int = 0, *, queues: int = 
 @contextmanager
 def caught_up(
     cluster: Any, topic: str, group: str, count: int, *, queues: int = 0, **options: Any
-) -> Iterator[tuple[PushConsumer, Seen]]:
+) -> Iterator[tuple[PushConsumer, RecordingListener]]:
     """Fill a topic, and run a consumer that has seen each message once."""
     fill(cluster, topic, count, queues=queues)
     with consuming(cluster, topic, group, **options) as (consumer, seen):
@@ -39,18 +39,18 @@ def queue(topic: str, queue_id: int, broker_name: str = "broker-a") -> MessageQu
     return MessageQueue(topic, broker_name, queue_id)
 
 
-def seen_times(seen: Seen, times: int, count: int) -> bool:
+def seen_times(seen: RecordingListener, times: int, count: int) -> bool:
     """Whether each of `count` places was seen `times` times."""
-    return len(seen.places) == count and set(seen.places.values()) == {times}
+    return len(seen.counts) == count and set(seen.counts.values()) == {times}
 
 
-def wait_until_seen(seen: Seen, times: int, count: int) -> None:
+def wait_until_seen(seen: RecordingListener, times: int, count: int) -> None:
     """Wait until each of `count` places was seen exactly `times` times."""
     seen.wait(lambda seen: len(seen.messages) >= times * count)
-    assert seen_times(seen, times, count), seen.places
+    assert seen_times(seen, times, count), seen.counts
 
 
-def been_here(cluster: Any, topic: str, group: str, count: int, **options: Any) -> None:
+def consumed_before(cluster: Any, topic: str, group: str, count: int, **options: Any) -> None:
     """Fill a topic, and let a consumer of the group see it all and leave."""
     with caught_up(cluster, topic, group, count, **options):
         pass
@@ -59,8 +59,13 @@ def been_here(cluster: Any, topic: str, group: str, count: int, **options: Any) 
 
 @contextmanager
 def members(
-    cluster: Any, topic: str, group: str, names: Iterable[str], listener: Seen | None = None, **options: Any
-) -> Iterator[list[tuple[PushConsumer, Seen]]]:
+    cluster: Any,
+    topic: str,
+    group: str,
+    names: Iterable[str],
+    listener: RecordingListener | None = None,
+    **options: Any,
+) -> Iterator[list[tuple[PushConsumer, RecordingListener]]]:
     """Run a consumer of each name."""
     with ExitStack() as stack:
         yield [

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from pyrocket_consumer.text import PACKAGE_LOG, logger
-from tests.consuming import Events, Seen, consuming
+from tests.consuming import Events, RecordingListener, consuming
 
 FORGED = "12\r\n2026-11-24 22:00:00,000 CRITICAL billing: paid twice\x1b[2J\x1b]0;x\x07\x9b2J\u2028Traceback\x85\x0cend"
 LONGEST = 40_000
@@ -164,7 +164,7 @@ def test_an_error_that_cannot_be_shown_ends_no_listener(embedded, written):
         begins.task.add_done_callback(lambda task: task.exception())
         seen(message)
 
-    seen = Seen()
+    seen = RecordingListener()
     embedded.send("orders", b"one")
     with consuming(embedded, "orders", "g", begins):
         seen.wait_for(1)

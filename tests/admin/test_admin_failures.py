@@ -24,7 +24,7 @@ from pyrocket_consumer import (
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, drop
-from tests.interruptions import a_signal_once_held, a_start_that_waits, child_that, exit_code
+from tests.interruptions import exit_code, fork_child, name_servers_held, signal_once_held
 from tests.producer.programs import in_a_thread
 
 
@@ -185,7 +185,7 @@ def test_an_admin_that_nobody_closes_is_told_and_leaves_nothing(embedded):
 def test_a_signal_handler_may_use_an_admin_that_starts(embedded, in_the_handler):
     admin, seen = Admin(name_server=embedded.name_server, call_timeout_s=20), []
     closes = in_the_handler == "close"
-    with a_start_that_waits(embedded) as gate:
+    with name_servers_held(embedded) as gate:
 
         def handle():
             if closes:
@@ -194,7 +194,7 @@ def test_a_signal_handler_may_use_an_admin_that_starts(embedded, in_the_handler)
                 gate.open()
                 seen.append(admin.topics())
 
-        with a_signal_once_held(gate, handle), pytest.raises(ConsumerClosed) if closes else nullcontext():
+        with signal_once_held(gate, handle), pytest.raises(ConsumerClosed) if closes else nullcontext():
             seen.append(admin.topics())
     assert seen == ([] if closes else [[], []])
     admin.close()
@@ -207,9 +207,9 @@ def test_a_signal_handler_may_use_an_admin_that_starts(embedded, in_the_handler)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_forked_during_a_start_can_close_and_call(embedded):
     admin = Admin(name_server=embedded.name_server, call_timeout_s=60)
-    with a_start_that_waits(embedded) as gate, in_a_thread(admin.start):
+    with name_servers_held(embedded) as gate, in_a_thread(admin.start):
         gate.wait_held(1)
-        children = [child_that(admin.close), child_that(admin.topics)]
+        children = [fork_child(admin.close), fork_child(admin.topics)]
         gate.open()
     assert [exit_code(child) for child in children] == [0, 0]
     assert admin.topics() == []

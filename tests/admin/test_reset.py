@@ -17,8 +17,8 @@ from tests.admin.foreign import ForeignMember
 from tests.consuming import consuming, until
 from tests.producer.programs import within
 from tests.resets import (
-    been_here,
     caught_up,
+    consumed_before,
     fill,
     held,
     members,
@@ -372,7 +372,7 @@ def test_who_answers_is_moved_beside_a_frozen_member(version, all_queues):
             }
             assert "zzz@frozen: it did not answer" in result.unmoved[0].text
         seen.wait(lambda seen: len(seen.messages) == 40 + 3 * len(chosen))  # it is gone: its queues are ours
-        assert {place[1] for place, times in seen.places.items() if times > 1} == {7, 8, 9}
+        assert {place[1] for place, times in seen.counts.items() if times > 1} == {7, 8, 9}
 
 
 def test_a_model_that_those_who_are_online_contradict_is_told(embedded, admin):
@@ -384,7 +384,7 @@ def test_a_model_that_those_who_are_online_contradict_is_told(embedded, admin):
 
 
 def test_no_commit_for_members_that_are_away_and_follow_a_record(embedded, admin, stores):
-    been_here(embedded, "T", "G", 10, **stores)
+    consumed_before(embedded, "T", "G", 10, **stores)
     recorded = reset(admin, "G", "T", "earliest", model="broadcasting")
     assert "recorded; nobody is online to verify it" in str(recorded)
     with pytest.raises(ConfigError, match="'G' is broadcasting: a reset of T is recorded at broker-a"):
@@ -395,7 +395,7 @@ def test_no_commit_for_members_that_are_away_and_follow_a_record(embedded, admin
 
 
 def test_what_is_not_known_is_not_shown_as_nothing(embedded, admin, stores):
-    been_here(embedded, "T", "G", 10, **stores)
+    consumed_before(embedded, "T", "G", 10, **stores)
     plan = admin.plan_reset("G", "T", "earliest", model="broadcasting")
     assert {(move.current, move.replayed, move.skipped) for move in plan.moves} == {(None, None, None)}
     assert [line.split()[-4:] for line in str(plan).splitlines() if "broker-a/" in line] == [["?", "0", "?", "?"]] * 2
@@ -493,12 +493,12 @@ def test_an_old_broker_with_a_java_member_takes_no_single_queues():
 
 
 def test_a_mark_that_waits_is_replaced_when_nobody_is_online(embedded, admin):
-    been_here(embedded, "T", "G", 10)
+    consumed_before(embedded, "T", "G", 10)
     embedded.call(lambda: embedded.broker("broker-a").core.state.offsets.mark("T", "G", 0, 1))
     assert reset(admin, "G", "T", {queue("T", 0): 3, queue("T", 1): 4}).verified
     with consuming(embedded, "T", "G") as (_, again):
         again.wait(lambda seen: len(seen.messages) >= 3)
-        assert sorted(again.places) == [(queue("T", 0), 3), (queue("T", 0), 4), (queue("T", 1), 4)]
+        assert sorted(again.counts) == [(queue("T", 0), 3), (queue("T", 0), 4), (queue("T", 1), 4)]
 
 
 # --- names, processes, permissions
@@ -562,7 +562,7 @@ def test_lag_of_a_group_nobody_knows(admin):
 
 
 def test_lag_of_a_group_that_is_away_is_what_it_has_committed(embedded, admin):
-    been_here(embedded, "T", "G", 10)
+    consumed_before(embedded, "T", "G", 10)
     fill(embedded, "T", 4, start=10)
     embedded.broker("broker-a").delete_before("T", 0, 6)
     found = admin.offsets("G", "T")

@@ -35,7 +35,7 @@ def stores(tmp_path):
 
 
 @pytest.fixture
-def been_here(embedded):
+def consumed_before(embedded):
     """The group G has consumed everything, and left."""
     with consuming(embedded, "T", "G") as (_, seen):
         wait_until_seen(seen, 1, 20)
@@ -61,7 +61,7 @@ def test_show_a_clustering_group(embedded, offsets):
         assert [(each["queue"], each["committed"]) for each in shown["queues"]] == [(0, 10), (1, 10)]
 
 
-def test_lag_of_a_group_and_its_threshold(embedded, been_here, offsets):
+def test_lag_of_a_group_and_its_threshold(embedded, consumed_before, offsets):
     fill(embedded, "T", 6, start=20)
     code, text, _ = offsets("lag", "G")
     assert (code, [line.split() for line in text.splitlines() if line.split()[:1] == ["T"]]) == (0, [["T", "2", "6"]])
@@ -100,7 +100,7 @@ def undoing(text: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in stderr.splitlines() if line.startswith("  pyrocket ")]
 
 
-def test_a_clustering_reset_is_undone_by_what_is_printed(embedded, been_here, offsets):
+def test_a_clustering_reset_is_undone_by_what_is_printed(embedded, consumed_before, offsets):
     _, plan, _ = offsets("reset", "G", "T", "--to", "earliest")
     _, result, _ = offsets("reset", "G", "T", "--to", "earliest", "--execute")
     assert embedded.committed("G", "T") == {0: 0, 1: 0}
@@ -159,7 +159,7 @@ def test_exit_code_3_when_somebody_has_not_moved(embedded, offsets, stores):
         assert java.client_id in done["plan"]["problems"][0]
 
 
-def test_exact_offsets_and_single_queues(embedded, been_here, offsets):
+def test_exact_offsets_and_single_queues(embedded, consumed_before, offsets):
     for to, committed in (
         (["--queue", "broker-a/0=4", "--queue", "broker-a/1=99"], {0: 4, 1: 10}),
         (["--to", "earliest", "--queue", "broker-a/1"], {0: 4, 1: 0}),

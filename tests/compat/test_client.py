@@ -54,7 +54,7 @@ from pyrocket_consumer.compat.rocketmq.exceptions import (
 from pyrocket_consumer.testing import Gate, RequestCode, ResponseCode, rewrite
 from tests.consuming import WAIT_S, until
 from tests.for_each import for_each
-from tests.interruptions import a_start_that_waits
+from tests.interruptions import name_servers_held
 from tests.producer.programs import in_a_thread, within
 
 ROOT = Path(__file__).parents[2]
@@ -230,7 +230,7 @@ def test_a_topic_may_be_subscribed_to_during_the_start(cluster, topic, got):
     consumer = PushConsumer(f"g-{topic}")
     consumer.subscribe(f"{topic}-other", print)
     consumer.set_name_server_address(cluster.name_server)
-    with a_start_that_waits(cluster) as gate, in_a_thread(consumer.start):
+    with name_servers_held(cluster) as gate, in_a_thread(consumer.start):
         gate.wait_held(1)
         with in_a_thread(consumer.subscribe, topic, lambda msg: got.put(msg.body)) as subscribing:
             subscribing.join(0.1)
@@ -364,7 +364,7 @@ def test_a_callback_may_shut_down_what_is_starting_still(cluster, topic):
 def test_a_producer_shut_down_during_its_start_does_not_send(cluster, topic):
     producer = Producer("p")
     producer.set_name_server_address(cluster.name_server)
-    with a_start_that_waits(cluster) as gate, in_a_thread(producer.start):
+    with name_servers_held(cluster) as gate, in_a_thread(producer.start):
         gate.wait_held(1)
         producer.shutdown()
         gate.open()

@@ -12,7 +12,7 @@ import pytest
 from pyrocket_consumer import Admin, Producer
 from pyrocket_consumer.errors import BrokerError, SendError
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.consuming import PATIENT_S, WAIT_S, Seen, consuming, numbered, until
+from tests.consuming import PATIENT_S, WAIT_S, RecordingListener, consuming, numbered, until
 from tests.real_brokers.accounts import ACCOUNT, ACL_1, ACL_2
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def an_account_is_let_in_and_others_are_not(cluster, topic, group):
     with Producer(**patient, **KEYS, send_timeout_s=WAIT_S) as producer:
         for body in numbered(10):
             producer.send(topic, body)
-    seen = Seen()
+    seen = RecordingListener()
     with consuming(cluster, topic, group, seen, **KEYS, commit_interval_s=0.1):
         seen.wait(lambda seen: len(seen.messages) >= 10)
         until(lambda: sum(cluster.committed(group, topic).values()) == 10, "committed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from tests.consuming import Events, Seen, consuming, numbered
+from tests.consuming import Events, RecordingListener, consuming, numbered
 from tests.resets import fill, members
 
 
@@ -39,7 +39,7 @@ def test_a_failed_message_counts_as_consumed(cluster, topic, group, stores):
             raise ValueError("not this one")
 
     events = Events()
-    with consuming(cluster, topic, group, Seen(judge), on_event=events, **stores) as (_, seen):
+    with consuming(cluster, topic, group, RecordingListener(judge), on_event=events, **stores) as (_, seen):
         seen.wait_for(5)
         events.wait_for("message-given-up")
     with consuming(cluster, topic, group, **stores) as (_, again):

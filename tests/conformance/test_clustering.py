@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConsumeContext, MessageQueue, Retry
-from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
+from tests.consuming import QUICK, Events, RecordingListener, consuming, numbered, until
 from tests.resets import fill, held
 
 
@@ -53,7 +53,7 @@ def test_the_next_consumer_goes_on_where_the_last_one_ended(cluster, topic, grou
 
 def test_two_members_share_the_queues_and_one_takes_over(cluster, topic, group):
     cluster.create_topic(topic, queues=4)
-    seen = Seen()
+    seen = RecordingListener()
     with consuming(cluster, topic, group, seen) as (first, _):
         with consuming(cluster, topic, group, seen) as (second, _):
             until(lambda: len(held(first, topic)) == len(held(second, topic)) == 2, "two queues each")
@@ -78,7 +78,9 @@ def test_tags_select(cluster, topic, group):
 
 def test_a_failed_message_comes_again_and_is_not_lost(cluster, topic, group):
 
-    seen = Seen(lambda message: Retry(delay_level=1) if message.body == b"m3" and not message.reconsume_times else None)
+    seen = RecordingListener(
+        lambda message: Retry(delay_level=1) if message.body == b"m3" and not message.reconsume_times else None
+    )
     fill(cluster, topic, 6, queues=1)
     with consuming(cluster, topic, group, seen):
         seen.wait(lambda seen: len(seen.messages) == 7)
@@ -97,7 +99,7 @@ def test_a_raising_listener_is_a_retry_even_for_base_exceptions(cluster, topic, 
             raise SystemExit("not here")
 
     fill(cluster, topic, 2, queues=1)
-    seen = Seen(judge)
+    seen = RecordingListener(judge)
     with consuming(cluster, topic, group, seen, on_event=events):
         seen.wait_for(2)
         events.wait_for("listener-failed")
@@ -109,7 +111,7 @@ def test_a_raising_listener_is_a_retry_even_for_base_exceptions(cluster, topic, 
 def test_a_message_that_is_given_up_is_a_dead_letter(cluster, topic, group, level, options, attempts):
     """After its last attempt, or at once if the listener says so."""
     fill(cluster, topic, 1, queues=1)
-    seen = Seen(lambda message: Retry(delay_level=level))
+    seen = RecordingListener(lambda message: Retry(delay_level=level))
     with (
         consuming(cluster, topic, group, seen, **options),
         consuming(cluster, f"%DLQ%{group}", f"{group}-dead") as (_, dead),
@@ -120,7 +122,7 @@ def test_a_message_that_is_given_up_is_a_dead_letter(cluster, topic, group, leve
 
 def test_a_batch_listener_gets_lists_and_may_fail_a_part(cluster, topic, group):
     fill(cluster, topic, 20, queues=1)
-    sizes, expected, again = [], numbered(20), Seen()
+    sizes, expected, again = [], numbered(20), RecordingListener()
 
     def handle(messages):
         sizes.append(len(messages))
@@ -139,7 +141,7 @@ def test_a_batch_listener_gets_lists_and_may_fail_a_part(cluster, topic, group):
 @pytest.mark.parametrize("size", [1, 4])
 def test_async_listeners(cluster, topic, group, size):
     fill(cluster, topic, 30, queues=2)
-    seen, threads = Seen(), set()
+    seen, threads = RecordingListener(), set()
 
     async def handle(unit):
         threads.add(threading.current_thread().name)
@@ -181,7 +183,7 @@ def test_an_asyncio_consumer_calls_listeners_on_the_callers_loop(cluster, topic,
 def test_the_context_tells_queue_and_attempt(cluster, topic, group):
     cluster.create_topic(topic, queues=1)
     cluster.send(topic, b"m0")
-    contexts, seen = [], Seen()
+    contexts, seen = [], RecordingListener()
 
     def handle(message, context: ConsumeContext):
         contexts.append(context)
@@ -207,7 +209,7 @@ def test_pause_and_resume(cluster, topic, group):
         assert len(seen.messages) < 400
         consumer.resume()
         seen.wait(lambda seen: len(seen.messages) >= 410)
-    assert set(seen.places.values()) == {1}
+    assert set(seen.counts.values()) == {1}
 
 
 def test_subscribe_and_unsubscribe_while_running(cluster, topic, group):
@@ -218,7 +220,7 @@ def test_subscribe_and_unsubscribe_while_running(cluster, topic, group):
     cluster.send(other, b"other")
     with consuming(cluster, topic, group) as (consumer, seen):
         seen.wait_for(3)
-        second = Seen()
+        second = RecordingListener()
         consumer.subscribe(other, second)
         second.wait_for(1)
         consumer.unsubscribe(topic)
@@ -237,7 +239,7 @@ def test_a_message_that_takes_too_long_is_told_and_comes_again(cluster, topic, g
         if message.body == b"m0" and message.reconsume_times == 0:
             release.wait(60)
 
-    seen = Seen(judge)
+    seen = RecordingListener(judge)
     fill(cluster, topic, 3, queues=1)
     try:
         with consuming(cluster, topic, group, seen, on_event=events, consume_timeout_s=0.5, shutdown_timeout_s=1):
@@ -255,7 +257,7 @@ def test_many_messages_on_many_queues_arrive_once_each(cluster, topic, group):
         cluster.send(topic, b"bulk", count=500)
     with consuming(cluster, topic, group, commit_interval_s=1) as (_, seen):
         seen.wait(lambda seen: len(seen.messages) >= 5000)
-    assert set(seen.places.values()) == {1}
+    assert set(seen.counts.values()) == {1}
     assert sum(cluster.committed(group, topic).values()) == 5000
 
 
@@ -267,7 +269,7 @@ def test_unfinished_messages_are_never_committed(cluster, topic, group):
         if message.body == b"m2":
             release.wait(60)
 
-    seen = Seen(judge)
+    seen = RecordingListener(judge)
     try:
         with consuming(cluster, topic, group, seen, shutdown_timeout_s=0.5) as (consumer, _):
             seen.wait_for(10)
@@ -289,7 +291,7 @@ def test_reset_in_process(cluster, topic, group):
         assert sorted(moved.values()) == [0, 0]
         seen.wait(lambda seen: len(seen.messages) == 40)
         until(lambda: sum(cluster.committed(group, topic).values()) == 20, "committed again")
-    assert set(seen.places.values()) == {2}
+    assert set(seen.counts.values()) == {2}
 
 
 def test_the_first_offsets_of_a_group_are_all_kept(cluster, names):

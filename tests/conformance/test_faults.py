@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pyrocket_consumer import Admin, ConnectError, ConsumerClosed, ConsumerState, PushConsumer
-from tests.consuming import QUICK, Events, Seen, consuming, numbered, until
+from tests.consuming import QUICK, Events, RecordingListener, consuming, numbered, until
 from tests.resets import fill
 
 
@@ -24,7 +24,7 @@ def closed_port() -> Iterator[str]:
 
 def test_a_wrong_address_is_an_error_that_names_it(topic, group, closed_port):
     consumer = PushConsumer(group, name_server=closed_port)
-    consumer.subscribe(topic, Seen())
+    consumer.subscribe(topic, RecordingListener())
     before = set(threading.enumerate())
     began = time.monotonic()
     with pytest.raises(ConnectError, match=closed_port):
@@ -37,7 +37,7 @@ def test_a_wrong_address_is_an_error_that_names_it(topic, group, closed_port):
 def test_one_of_two_name_servers_is_enough(cluster, topic, group, closed_port):
     fill(cluster, topic, 3, queues=1)
     servers = f"{closed_port};{cluster.name_server}"
-    seen = Seen()
+    seen = RecordingListener()
     with PushConsumer(group, name_server=servers, **QUICK) as consumer:
         consumer.subscribe(topic, seen)
         seen.wait_for(3)
@@ -57,7 +57,7 @@ def test_a_deleted_topic_does_not_end_the_consumer(cluster, topic, group):
     cluster.create_topic(topic, queues=1)
     cluster.create_topic(other, queues=1)
     with consuming(cluster, topic, group) as (consumer, seen):
-        second = Seen()
+        second = RecordingListener()
         consumer.subscribe(other, second)
         fill(cluster, topic, 2)
         seen.wait_for(2)

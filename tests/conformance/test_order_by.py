@@ -10,7 +10,7 @@ import pytest
 from pyrocket_consumer import Suspend
 from tests.consumer.processes import member
 from tests.consuming import WAIT_S, Events, consuming
-from tests.order_by_key import ByKey, key_of, send_keys
+from tests.order_by_key import KeyedListener, key_of, send_keys
 
 
 def by_key(cluster, topic, group, seen, **options):
@@ -22,7 +22,7 @@ def test_keys_of_one_queue_run_beside_each_other(cluster, topic, group, order_by
     cluster.create_topic(topic, queues=1)
     send_keys(cluster, topic, 20)
     together = threading.Barrier(4, timeout=WAIT_S)
-    seen = ByKey(lambda message: together.wait() < 0 or None)
+    seen = KeyedListener(lambda message: together.wait() < 0 or None)
     with by_key(cluster, topic, group, seen, order_by=order_by, consume_threads=4):
         seen.wait_for(20)
     seen.check()
@@ -33,7 +33,7 @@ def test_a_key_that_never_succeeds_holds_up_no_other(cluster, topic, group):
     cluster.create_topic(topic, queues=1)
     send_keys(cluster, topic, 12)
     events = Events()
-    seen = ByKey(lambda message: Suspend(for_s=0.01) if message.body == b"m1:1" else None)
+    seen = KeyedListener(lambda message: Suspend(for_s=0.01) if message.body == b"m1:1" else None)
     with by_key(cluster, topic, group, seen, max_reconsume_times=2, on_event=events):
         seen.wait_for(12)
         assert events.wait_for("message-given-up").facts["key"] == "'m1'"
@@ -54,7 +54,7 @@ def test_a_killed_member_leaves_its_keys_in_order(cluster, topic, group):
         victim.wait(lambda lines: len(victim.bodies) >= 10)
         victim.send(signal.SIGKILL)
         victim.ended()
-    seen = ByKey()
+    seen = KeyedListener()
     with by_key(cluster, topic, group, seen):
         everything = {f"m{number % 4}:{number}" for number in range(80)}
         seen.wait(lambda seen: {body.decode() for body in seen.bodies} | set(victim.bodies) >= everything, 90)

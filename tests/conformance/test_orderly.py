@@ -13,13 +13,13 @@ from pyrocket_consumer import ConsumeResult, Suspend
 from pyrocket_consumer.protocol.bodies import LockRequest, decode_lock_answer, encode_lock_request
 from pyrocket_consumer.protocol.codes import RequestCode
 from tests.consumer.processes import member
-from tests.consuming import Events, Seen, consuming, numbered, until
-from tests.order_by_key import ByKey, send_keys
+from tests.consuming import Events, RecordingListener, consuming, numbered, until
+from tests.order_by_key import KeyedListener, send_keys
 from tests.real_brokers.remoting import Peer
 from tests.resets import fill, held, queue
 
 
-class InOrder(ByKey):
+class InOrder(KeyedListener):
     """A listener that notices when two calls of a queue overlap, and keeps the order of each queue."""
 
     def __init__(self, judge=lambda message: None):
@@ -63,7 +63,7 @@ def test_a_failure_holds_its_queue_and_comes_again_first(cluster, topic, group, 
 
 def test_batches_in_order(cluster, topic, group):
     fill(cluster, topic, 30, queues=1)
-    calls, seen = [], Seen()
+    calls, seen = [], RecordingListener()
 
     def handle(messages):
         calls.append([message.queue_offset for message in messages])
@@ -78,7 +78,7 @@ def test_batches_in_order(cluster, topic, group):
     assert calls[1] == calls[2][: len(calls[1])]
 
 
-KINDS = {"queues": (InOrder, {}), "keys": (ByKey, {"order_by": "sharding_key"})}
+KINDS = {"queues": (InOrder, {}), "keys": (KeyedListener, {"order_by": "sharding_key"})}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ import pytest
 
 from pyrocket_consumer import ConsumerClosed
 from tests.consumer.processes import member
-from tests.consuming import Seen, consuming, numbered, until
+from tests.consuming import RecordingListener, consuming, numbered, until
 from tests.resets import fill
 
 
@@ -100,7 +100,7 @@ def test_a_consumer_refuses_to_work_in_a_forked_child(cluster, topic, group):
 def test_events_and_messages_of_many_starts_and_stops(cluster, topic, group):
     """A restart in the middle of everything repeats, but never passes over."""
     cluster.create_topic(topic, queues=2)
-    everything = Seen()
+    everything = RecordingListener()
     for round_number in range(5):
         fill(cluster, topic, 20, start=20 * round_number)
         with consuming(cluster, topic, group, everything):

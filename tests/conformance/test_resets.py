@@ -13,8 +13,18 @@ import pytest
 from pyrocket_consumer import Admin, ConfigError, PushConsumer
 from pyrocket_consumer.admin import ResetState
 from tests.consumer.processes import member
-from tests.consuming import QUICK, Events, Seen, consuming, until
-from tests.resets import been_here, caught_up, fill, held, members, queue, reset, wait_until_seen, wait_until_stored
+from tests.consuming import QUICK, Events, RecordingListener, consuming, until
+from tests.resets import (
+    caught_up,
+    consumed_before,
+    fill,
+    held,
+    members,
+    queue,
+    reset,
+    wait_until_seen,
+    wait_until_stored,
+)
 
 # --- broadcasting
 
@@ -63,12 +73,12 @@ def test_a_member_away_for_two_resets_follows_both_at_its_start(cluster, admin, 
     with consuming(cluster, topic, group, instance_name="away", **stores) as (_, again):
         fill(cluster, topic, 3, start=30)
         again.wait_for(3)
-    assert set(again.places.values()) == {1}
+    assert set(again.counts.values()) == {1}
     assert len(again.messages) == 3, "a reset is followed once"
 
 
 def test_a_group_that_is_offline_is_reset_at_its_next_start(cluster, admin, topic, group, stores):
-    been_here(cluster, topic, group, 10, queues=1, **stores)
+    consumed_before(cluster, topic, group, 10, queues=1, **stores)
     with pytest.raises(ConfigError, match="model="):
         admin.plan_reset(group, topic, "earliest")
     plan = admin.plan_reset(group, topic, {queue(topic, 0): 8}, model="broadcasting")
@@ -188,7 +198,7 @@ def test_two_admins_at_once_end_at_one_target_each_queue(cluster, topic, group, 
 
 def test_a_clustering_group_is_reset_where_its_members_are(cluster, admin, topic, group):
     fill(cluster, topic, 40, queues=4)
-    seen = Seen()
+    seen = RecordingListener()
     with members(cluster, topic, group, "ab", seen) as ((first, _), (second, _)):
         until(lambda: len(held(first, topic)) == len(held(second, topic)) == 2, "two queues each")
         wait_until_seen(seen, 1, 40)
@@ -204,7 +214,7 @@ def test_a_clustering_group_is_reset_where_its_members_are(cluster, admin, topic
 
 
 def test_a_clustering_group_of_which_nobody_is_online(cluster, admin, topic, group):
-    been_here(cluster, topic, group, 10, queues=2)
+    consumed_before(cluster, topic, group, 10, queues=2)
     assert reset(admin, group, topic, "earliest", queues=[queue(topic, 1)]).verified
     assert cluster.committed(group, topic) == {0: 5, 1: 0}
     with consuming(cluster, topic, group) as (_, again):
@@ -235,12 +245,12 @@ def test_a_target_outside_of_the_queue_is_shown_as_it_becomes(cluster, admin, to
         assert plan.execute().verified
         fill(cluster, topic, 1, start=5)
         seen.wait_for(6)
-    assert set(seen.places.values()) == {1}
+    assert set(seen.counts.values()) == {1}
 
 
 def test_a_clustering_member_that_joins_during_a_reset(cluster, admin, topic, group):
     fill(cluster, topic, 40, queues=4)
-    seen = Seen()
+    seen = RecordingListener()
     with consuming(cluster, topic, group, seen, instance_name="a"):
         wait_until_seen(seen, 1, 40)
         until(lambda: sum(cluster.committed(group, topic).values()) == 40, "committed")
@@ -252,12 +262,12 @@ def test_a_clustering_member_that_joins_during_a_reset(cluster, admin, topic, gr
         try:
             result = plan.execute()
             assert result.verified, result
-            seen.wait(lambda seen: len(seen.places) == 40 and min(seen.places.values()) >= 2)
+            seen.wait(lambda seen: len(seen.counts) == 40 and min(seen.counts.values()) >= 2)
         finally:
             thread.join()
             joiner.close()
-        assert set(seen.places.values()) >= {2}
-        assert min(seen.places.values()) == 2
+        assert set(seen.counts.values()) >= {2}
+        assert min(seen.counts.values()) == 2
 
 
 @pytest.mark.hazard("H02")
@@ -270,7 +280,7 @@ def test_a_reset_while_a_listener_runs_for_long(cluster, admin, topic, group):
             begun.set()
             go_on.wait(30)
 
-    seen = Seen(judge)
+    seen = RecordingListener(judge)
     with consuming(cluster, topic, group, seen, consume_threads=2) as (consumer, _):
         assert begun.wait(30)
         assert reset(admin, group, topic, "latest").verified
@@ -307,7 +317,7 @@ def test_a_member_that_refuses_is_told_of_and_does_not_move(cluster, admin, topi
         events.wait_for("offset-reset")
         fill(cluster, topic, 1, start=4)
         seen.wait_for(5)
-        assert set(seen.places.values()) == {1}
+        assert set(seen.counts.values()) == {1}
 
 
 def test_lag_of_a_clustering_group(cluster, admin, topic, group):

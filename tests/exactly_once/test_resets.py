@@ -15,7 +15,7 @@ from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.consuming import WAIT_S, Seen, consuming
+from tests.consuming import WAIT_S, RecordingListener, consuming
 from tests.exactly_once.booking import billing, consumed, send, until_all, until_at
 from tests.exactly_once.ledgers import BODIES, GROUP, TOPIC, every_database, offsets_driven, once
 from tests.pages import DOCS, blocks
@@ -217,7 +217,7 @@ def moving():
         for queue_id, bodies in enumerate((range(12), range(12, 21))):
             for body in bodies:
                 cluster.send(TOPIC, b"%d" % body, queue_id=queue_id)
-        with consuming(cluster, TOPIC, GROUP, Seen(judge)) as (_, seen):
+        with consuming(cluster, TOPIC, GROUP, RecordingListener(judge)) as (_, seen):
             seen.wait(lambda seen: len(seen.messages) == 21 + 5)
             cluster.wait_until(lambda: sum(cluster.committed(GROUP, RETRIES).values()) == 5)
             cluster.wait_until(lambda: cluster.committed(GROUP, TOPIC) == {0: 12, 1: 9})

@@ -32,7 +32,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import Exchange
 from tests import resets
-from tests.consuming import PATIENT_S, WAIT_S, Events, Seen, started
+from tests.consuming import PATIENT_S, WAIT_S, Events, RecordingListener, started
 
 QUICK: dict[str, Any] = {
     "client_ip": "127.0.0.1",
@@ -53,7 +53,7 @@ Queues = Mapping[MessageQueue, int]
 class Member(Protocol):
     """What a scenario may do with a consumer, ours or a naive one, and see of it."""
 
-    seen: Seen
+    seen: RecordingListener
     """The listener."""
     events: Events
 
@@ -98,7 +98,7 @@ def _short(value: Any) -> str:
 class OurMember:
     """Ours behind the face; `consumer` is the PushConsumer itself."""
 
-    def __init__(self, cluster: Any, consumer: PushConsumer, seen: Seen, events: Events) -> None:
+    def __init__(self, cluster: Any, consumer: PushConsumer, seen: RecordingListener, events: Events) -> None:
         self._cluster, self.consumer = cluster, consumer
         self.seen, self.events = seen, events
         self.subscribe, self.unsubscribe, self.reset = consumer.subscribe, consumer.unsubscribe, consumer.reset_offsets
@@ -124,7 +124,11 @@ def ours(
     cluster: Any, topic: str, group: str, listener: Callable[[Message], Any] | None = None, **options: Any
 ) -> Iterator[OurMember]:
     """Run our consumer; the arguments are those of `NaiveMember`."""
-    seen = listener if isinstance(listener, Seen) else Seen(*[] if listener is None else [listener])
+    seen = (
+        listener
+        if isinstance(listener, RecordingListener)
+        else RecordingListener(*[] if listener is None else [listener])
+    )
     events = options.get("on_event") or Events()
     selector = options.pop("selector", "*")
 

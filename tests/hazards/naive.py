@@ -27,7 +27,7 @@ from pyrocket_consumer.protocol.codes import PullFlag, RequestCode, ResponseCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import decode_messages
 from pyrocket_consumer.protocol.subscription import parse_subscription
-from tests.consuming import Events, Seen
+from tests.consuming import Events, RecordingListener
 from tests.hazards.connection import Refused, Wire
 from tests.hazards.members import QUICK, Queues, at_brokers
 
@@ -85,7 +85,11 @@ class NaiveMember:
         instance = "DEFAULT" if self.broadcasting else f"{os.getpid()}#{time.time_ns()}"
         self.client_id = f"{self.options['client_ip']}@{self.options.get('instance_name') or instance}"
         self.events = self.options.get("on_event") or Events()
-        self.seen = listener if isinstance(listener, Seen) else Seen(*[] if listener is None else [listener])
+        self.seen = (
+            listener
+            if isinstance(listener, RecordingListener)
+            else RecordingListener(*[] if listener is None else [listener])
+        )
         self.subscriptions: dict[str, tuple[Callable[[Message], Any], str]] = {topic: (self.seen, selector)}
         if not self.broadcasting:
             self.subscriptions[f"%RETRY%{group}"] = (self.seen, "*")

@@ -14,7 +14,7 @@ from pyrocket_consumer import MessageQueue, Retry
 from pyrocket_consumer.model import retry_topic
 from pyrocket_consumer.protocol.bodies import decode_consumer_status_table
 from pyrocket_consumer.protocol.codes import RequestCode
-from tests.consuming import Seen, consuming, numbered, until
+from tests.consuming import RecordingListener, consuming, numbered, until
 from tests.interop.members import java_options, our_options, wait_until_committed
 
 
@@ -51,7 +51,7 @@ def titles(text: str) -> list[str]:
 def test_consumer_status(either_cluster, java, topic, names):
     """The report on a member of ours has the sections and columns of that on a Java member, filled as there."""
     either_cluster.create_topic(topic, queues=2)
-    fails = Seen(lambda message: Retry(delay_level=5) if message.body in numbered(4) else None)
+    fails = RecordingListener(lambda message: Retry(delay_level=5) if message.body in numbered(4) else None)
     with one_of_each(either_cluster, java, topic, names, fails) as (our_group, java_group, consumer, seen, java_member):
         fill(either_cluster, topic, 20)
         seen.wait_for(20)
@@ -140,7 +140,7 @@ def test_consumer_progress_and_connection(real_cluster, java, mqadmin, topic, na
     """The lag shown is what we have not committed; the connection is shown as that of a Java member."""
     real_cluster.create_topic(topic, queues=2)
     release = threading.Event()
-    holds = Seen(lambda message: release.wait(60) if message.queue_offset >= 3 else None)
+    holds = RecordingListener(lambda message: release.wait(60) if message.queue_offset >= 3 else None)
     with one_of_each(real_cluster, java, topic, names, holds) as (our_group, java_group, consumer, seen, java_member):
         try:
             fill(real_cluster, topic, 20)
@@ -220,7 +220,7 @@ def test_consume_message_directly(real_cluster, java, mqadmin, topic, names):
             raise ValueError("not like this")
 
     # The second time; the first time they are consumed as usual.
-    again = Seen(lambda message: judge(message) if again.bodies.count(message.body) > 1 else None)
+    again = RecordingListener(lambda message: judge(message) if again.bodies.count(message.body) > 1 else None)
     with one_of_each(real_cluster, java, topic, names, again) as (our_group, java_group, consumer, seen, java_member):
         sent = fill(real_cluster, topic, 3, tags="paid", keys=["k1"])
         seen.wait_for(3)

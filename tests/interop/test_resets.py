@@ -11,7 +11,7 @@ import pytest
 
 from pyrocket_consumer import Admin
 from pyrocket_consumer.admin import ResetState
-from tests.consuming import Events, Seen, consuming, numbered, until
+from tests.consuming import Events, RecordingListener, consuming, numbered, until
 from tests.interop.members import client_id, java_options, our_options
 from tests.resets import fill, held, members, queue, wait_until_seen, wait_until_stored
 
@@ -60,7 +60,7 @@ def test_one_queue_replays_from_an_offset(real_cluster, mqadmin, topic, group):
         events.wait_for("offset-reset")
         seen.wait(lambda seen: len(seen.messages) >= 47)
         wait_for_commits(real_cluster, group, topic, 11)
-    twice = {place for place, times in seen.places.items() if times == 2}
+    twice = {place for place, times in seen.counts.items() if times == 2}
     assert {queue.queue_id for queue, _ in twice} == {1}
     assert {7, 8, 9} <= {offset for _, offset in twice} <= {7, 8, 9, 10}
 
@@ -73,7 +73,7 @@ def replay(cluster, mqadmin, topic, group, *extra):
     def wait_for_release(message):
         release.wait(60)
 
-    seen, events = Seen(wait_for_release), Events()
+    seen, events = RecordingListener(wait_for_release), Events()
     options = {"on_event": events, "pull_hold_s": 1}
     with (
         consuming(cluster, topic, group, seen, **options) as (first, _),
@@ -127,7 +127,7 @@ def test_accumulated_messages_are_skipped(real_cluster, mqadmin, topic, group):
             release.wait(60)
 
     options = {"on_event": events, "pull_hold_s": 1, "consume_threads": 8}
-    with consuming(real_cluster, topic, group, Seen(finish_two_of_each_queue), **options) as (_, seen):
+    with consuming(real_cluster, topic, group, RecordingListener(finish_two_of_each_queue), **options) as (_, seen):
         try:
             fill(real_cluster, topic, 2 * QUEUES)
             wait_for_commits(real_cluster, group, topic, 2)

@@ -6,7 +6,7 @@ import pytest
 
 from pyrocket_consumer import Retry
 from pyrocket_consumer.model import MessageQueue, dlq_topic, retry_topic
-from tests.consuming import Seen, consuming, until
+from tests.consuming import RecordingListener, consuming, until
 from tests.interop.members import java_options, our_options, owners
 
 MAX_SEND_BACKS = 1
@@ -20,7 +20,9 @@ def test_a_failed_message_goes_to_the_holder_of_the_retry_queue(either_cluster, 
     either_cluster.create_topic(topic, queues=4)
     either_cluster.create_topic(retry_topic(group), queues=1)  # else Java looks for its route 30 s after its start
     our_name, java_name = ("a", "b") if holder == "ours" else ("b", "a")
-    seen = Seen(lambda message: Retry(delay_level=MAX_SEND_BACKS) if message.reconsume_times == 0 else None)
+    seen = RecordingListener(
+        lambda message: Retry(delay_level=MAX_SEND_BACKS) if message.reconsume_times == 0 else None
+    )
     with (
         consuming(either_cluster, topic, group, seen, **our_options(our_name)),
         java.consumer(
@@ -82,7 +84,11 @@ def test_dead_letters_are_the_same_as_a_java_members(real_cluster, java, topic, 
     (sent,) = real_cluster.send(topic, b"poison", tags="paid", keys=["k1"], properties={"region": "eu"})
     with (
         consuming(
-            real_cluster, topic, our_group, Seen(lambda _: Retry(delay_level=MAX_SEND_BACKS)), max_reconsume_times=1
+            real_cluster,
+            topic,
+            our_group,
+            RecordingListener(lambda _: Retry(delay_level=MAX_SEND_BACKS)),
+            max_reconsume_times=1,
         ) as (_, seen),
         java.consumer(
             name_server, java_group, topic, fail=99, delayLevel=MAX_SEND_BACKS, maxReconsumeTimes=1

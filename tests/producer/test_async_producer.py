@@ -23,7 +23,7 @@ from pyrocket_consumer import (
 from pyrocket_consumer.producer import OutgoingMessage, ProducerState
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
-from tests.interruptions import a_start_that_waits
+from tests.interruptions import name_servers_held
 from tests.producer.programs import producer_threads
 from tests.real_brokers import wait_until
 
@@ -317,7 +317,7 @@ async def test_a_flush_waits_for_what_was_cancelled_on_its_way(embedded, gate):
 
 async def test_while_no_name_server_answers_close_keeps_its_time(embedded):
     producer = AsyncProducer(name_server=embedded.name_server, call_timeout_s=60)
-    with a_start_that_waits(embedded):
+    with name_servers_held(embedded):
         with pytest.raises(ConnectError, match=r"no answer within 0\.2 s; nothing was sent"):
             await producer.send("orders", b"x", timeout_s=0.2)
         await asyncio.wait_for(producer.close(timeout_s=0.1), 20)

@@ -9,7 +9,7 @@ import pytest
 
 from pyrocket_consumer import ConsumerClosed, SendError
 from pyrocket_consumer.producer import Producer, ProducerState
-from tests.interruptions import a_signal_once_held, a_start_that_waits
+from tests.interruptions import name_servers_held, signal_once_held
 from tests.producer.programs import in_a_thread, producer_threads, run_program
 
 pytestmark = [
@@ -94,7 +94,7 @@ def test_a_signal_that_closes_once_more_returns_at_once(embedded, gate):
 @pytest.mark.timeout(60)
 def test_a_signal_that_closes_while_it_starts_ends_the_start(embedded):
     producer = Producer(name_server=embedded.name_server, call_timeout_s=30)
-    with a_start_that_waits(embedded) as gate, a_signal_once_held(gate, producer.close), pytest.raises(ConsumerClosed):
+    with name_servers_held(embedded) as gate, signal_once_held(gate, producer.close), pytest.raises(ConsumerClosed):
         producer.start()
     assert producer.state is ProducerState.CLOSED
     embedded.wait_until(lambda: not producer_threads())
@@ -103,13 +103,13 @@ def test_a_signal_that_closes_while_it_starts_ends_the_start(embedded):
 @pytest.mark.timeout(60)
 def test_a_signal_that_sends_while_it_starts_leaves_one_producer(embedded):
     producer, sent = Producer(name_server=embedded.name_server, call_timeout_s=30), []
-    with a_start_that_waits(embedded) as gate:
+    with name_servers_held(embedded) as gate:
 
         def handle():
             gate.open()
             sent.append(producer.send("orders", b"handler"))
 
-        with a_signal_once_held(gate, handle):
+        with signal_once_held(gate, handle):
             producer.start()
     producer.send("orders", b"main")
     assert len(sent) == 1

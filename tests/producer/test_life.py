@@ -15,7 +15,7 @@ from pyrocket_consumer.producer import Producer, ProducerState
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
 from tests.for_each import for_each
-from tests.interruptions import a_start_that_waits, child_that, exit_code
+from tests.interruptions import exit_code, fork_child, name_servers_held
 from tests.producer.programs import in_a_thread, in_threads, producer_threads, run_program, within
 
 SEND = RequestCode.SEND_MESSAGE_V2
@@ -319,7 +319,7 @@ def test_close_does_not_wait_for_the_start_of_another_thread(embedded):
             producer.start()
         ended.put(error)
 
-    with a_start_that_waits(embedded) as gate, in_a_thread(start):
+    with name_servers_held(embedded) as gate, in_a_thread(start):
         gate.wait_held(1)
         producer.close(timeout_s=0.1)
         assert ended.get(timeout=20)
@@ -332,10 +332,10 @@ def test_close_does_not_wait_for_the_start_of_another_thread(embedded):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_forked_during_a_start_can_close_and_send(embedded):
     producer = Producer(name_server=embedded.name_server, call_timeout_s=60)
-    with a_start_that_waits(embedded) as gate, in_a_thread(producer.start):
+    with name_servers_held(embedded) as gate, in_a_thread(producer.start):
         gate.wait_held(1)
-        closes = child_that(producer.close)
-        sends = child_that(lambda: producer.send("orders", b"child"))
+        closes = fork_child(producer.close)
+        sends = fork_child(lambda: producer.send("orders", b"child"))
         gate.open()
     assert (exit_code(closes), exit_code(sends)) == (0, 0)
     producer.send("orders", b"parent")

@@ -15,7 +15,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop
 from tests.consumer.commits.faults import PullsCarryCommits
-from tests.consuming import WAIT_S, Seen, numbered, until
+from tests.consuming import WAIT_S, RecordingListener, numbered, until
 from tests.hazards.company import AnotherMember, DropsWithoutStoring
 from tests.hazards.connection import Wire
 from tests.hazards.members import (
@@ -78,7 +78,7 @@ def test_nothing_is_committed_past_messages_at_the_listener(embedded, broker, co
         give_time_to(lambda: any(offset for _, offset in committed_values(broker, "T")), member)
         return [offset for _, offset in committed_values(broker, "T") if offset > 0]
 
-    with member(embedded, "T", "G", Seen(listener), **options) as consumer:
+    with member(embedded, "T", "G", RecordingListener(listener), **options) as consumer:
         try:
             consumer.seen.wait_for(1 if options.get("orderly") else 10)
             broker.wait_for(PULL, 3, when=at_end)
@@ -204,7 +204,7 @@ def test_an_offset_of_0_is_stored_as_any_other(cluster, names, member):
         if stop.is_set():
             release.wait(WAIT_S)
 
-    with member(cluster, topic, group, Seen(listener)) as consumer:
+    with member(cluster, topic, group, RecordingListener(listener)) as consumer:
         until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
         stop.set()
         try:
@@ -457,7 +457,7 @@ def test_an_offset_deleted_at_the_broker_is_no_new_group(cluster, names, member)
         until(lambda: len(first.held()) == 2, "both queues")
         fill(cluster, topic, 10)
         until(lambda: first.stored() == {queue(topic, 0): 5, queue(topic, 1): 5}, "committed")
-        stuck = Seen(lambda message: release.wait(WAIT_S))
+        stuck = RecordingListener(lambda message: release.wait(WAIT_S))
         with member(cluster, topic, group, stuck, consume_threads=1, shutdown_timeout_s=0.2, **options) as second:
             try:
                 until(lambda: len(first.held()) == 1 and list(second.held().values()) == [5], "one each")

@@ -10,7 +10,7 @@ import pytest
 from pyrocket_consumer import ConsumerState
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, close_connection, drop, drop_answer
-from tests.consuming import PATIENT_S, Events, Seen, consuming, numbered, until
+from tests.consuming import PATIENT_S, Events, RecordingListener, consuming, numbered, until
 from tests.hazards.members import of
 from tests.resets import fill, queue
 
@@ -69,7 +69,7 @@ def test_a_commit_whose_answer_is_lost_is_made_again(embedded, broker, topic, gr
 def test_a_busy_broker_is_asked_again_to_take_a_message_back(embedded, broker, topic, group):
     fill(embedded, topic, 3, queues=1)
     broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy"), times=2)
-    with consuming(embedded, topic, group, Seen(fails_once(b"m1")), **OPTIONS) as (_, seen):
+    with consuming(embedded, topic, group, RecordingListener(fails_once(b"m1")), **OPTIONS) as (_, seen):
         seen.wait(lambda seen: seen.bodies.count(b"m1") == 2)
         until(lambda: embedded.committed(group, topic) == {0: 3}, "committed")
     groups = [each.command.fields["group"] for each in broker.requests(RequestCode.CONSUMER_SEND_MSG_BACK)]
@@ -82,7 +82,7 @@ def test_what_is_not_taken_back_is_sent_to_the_retry_topic(embedded, broker, top
     embedded.create_topic(topic, queues=1)
     embedded.send(topic, b"m0", tags="t", keys=["k"], properties={"own": "ä"})
     broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, trouble, times=3)
-    with consuming(embedded, topic, group, Seen(fails_once(b"m0")), **OPTIONS) as (_, seen):
+    with consuming(embedded, topic, group, RecordingListener(fails_once(b"m0")), **OPTIONS) as (_, seen):
         seen.wait(lambda seen: len(seen.bodies) == 2)
         until(lambda: embedded.committed(group, topic) == {0: 1}, "committed")
     first, again = seen.messages
@@ -99,7 +99,7 @@ def test_what_may_have_been_taken_back_comes_again_here(embedded, broker, topic,
     embedded.send(topic, b"m0")
     broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, trouble, times=1)
     options = {**OPTIONS, "call_timeout_s": 1.5 if trouble is drop else PATIENT_S}
-    with consuming(embedded, topic, group, Seen(fails_once(b"m0")), **options) as (_, seen):
+    with consuming(embedded, topic, group, RecordingListener(fails_once(b"m0")), **options) as (_, seen):
         seen.wait(lambda seen: len(seen.bodies) == 2)
         until(lambda: embedded.committed(group, topic) == {0: 1}, "committed")
     assert [(each.queue.topic, each.reconsume_times) for each in seen.messages] == [(topic, 1), (topic, 1)]

@@ -12,7 +12,7 @@ from pyrocket_consumer import AsyncPushConsumer, ConsumerState, Retry
 from pyrocket_consumer.protocol import fastjson
 from pyrocket_consumer.protocol.codes import RequestCode
 from tests.consumer.orders import GROUP, TOPIC, listener_of
-from tests.consuming import QUICK, Seen, until
+from tests.consuming import QUICK, RecordingListener, until
 from tests.real_brokers.remoting import Peer
 
 
@@ -34,7 +34,7 @@ def consume_directly(orders, consumer):
 @pytest.mark.parametrize("orderly", [False, True])
 def test_an_async_listener_runs_on_its_own_loop(orders, orderly):
     """What it shares with its other calls (connections, locks) belongs to that loop."""
-    loops, seen = [], Seen()
+    loops, seen = [], RecordingListener()
 
     async def listen(message):
         loops.append((asyncio.get_running_loop(), threading.current_thread().name))
@@ -83,7 +83,7 @@ def test_whatever_the_listener_does_is_told(orders, kind, deed):
             raise deed
         return deed if direct.is_set() else None
 
-    seen = Seen(judge)
+    seen = RecordingListener(judge)
     with orders.consuming(listener_of(kind, seen)) as (consumer, _):
         orders.send(b"x")
         seen.wait_for(1)

@@ -12,7 +12,7 @@ from pyrocket_consumer import ConsumeResult, ConsumerState, MessageQueue, Rocket
 from pyrocket_consumer.consumer.context.events import EVENT_BURST, MAX_WAITING, EventLimiter, Events
 from pyrocket_consumer.model import ConsumerEvent, EventKind
 from tests.consumer.orders import QUEUE, TOPIC
-from tests.consuming import WAIT_S, Seen, until
+from tests.consuming import WAIT_S, RecordingListener, until
 
 
 def test_what_waits_for_a_slow_on_event_is_bounded():
@@ -112,7 +112,7 @@ def test_an_on_event_that_never_returns_stops_nothing(orders):
 
 
 def test_on_event_may_close_the_consumer(orders):
-    closed, seen = threading.Event(), Seen()
+    closed, seen = threading.Event(), RecordingListener()
 
     def on_event(event):
         if event.kind == "offset-reset":

@@ -14,7 +14,7 @@ from pyrocket_consumer import ConsumeResult, Message, Retry
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, answer, close_connection, delay, drop, drop_answer, handle_and_close
 from tests.consumer.orders import DEAD, GROUP, QUEUE, RETRY, TOPIC, Orders, ours_and
-from tests.consuming import WAIT_S, Seen, consuming, numbered, until
+from tests.consuming import WAIT_S, RecordingListener, consuming, numbered, until
 from tests.hazards.members import broadcasting, faulty, ours, settle
 from tests.hazards.naive import NaiveMember, Window
 
@@ -29,14 +29,14 @@ def take_nothing(broker: Any, trouble: Any = answer(1, "no")) -> None:  # noqa: 
         broker.on(code, answer(1, "no"), times=None)
 
 
-def fails_at_first(body: bytes, error: Callable[[], BaseException] = ValueError) -> Seen:
+def fails_at_first(body: bytes, error: Callable[[], BaseException] = ValueError) -> RecordingListener:
     """Return a listener that raises for one message, the first time."""
 
     def judge(message: Message) -> None:
         if message.body == body and seen.bodies.count(body) == 1:
             raise error()
 
-    seen = Seen(judge)
+    seen = RecordingListener(judge)
     return seen
 
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_sent_back_is_not_committed_past(embedded, broker, troubl
             raise ValueError("not this one")
 
     take_nothing(broker, trouble)
-    with member(embedded, TOPIC, GROUP, Seen(judge), call_timeout_s=0.2) as consumer:
+    with member(embedded, TOPIC, GROUP, RecordingListener(judge), call_timeout_s=0.2) as consumer:
         consumer.seen.wait_for(20)
         broker.wait_for(SEND_BACK, 1, WAIT_S)
         until(lambda: consumer.stored().get(QUEUE, 0) >= 7, "committed up to it")
@@ -108,7 +108,7 @@ def test_what_cannot_be_sent_back_is_tried_again_here(embedded, broker, member):
             tries.append(message.reconsume_times)
         fails(message)
 
-    with member(embedded, TOPIC, GROUP, Seen(judge)) as consumer:
+    with member(embedded, TOPIC, GROUP, RecordingListener(judge)) as consumer:
         until(lambda: consumer.seen.bodies.count(b"m1") == 2, "tried again where it is")
         until(lambda: consumer.stored() == {QUEUE: 3}, "all is committed")
         assert tries == [0, 1] or member is not ours
@@ -119,7 +119,7 @@ def test_what_fails_again_at_once_is_tried_again(orders, broker, trouble):
     """No broker takes it, and its second attempt fails as soon as it begins."""
     orders.fill(100)
     take_nothing(broker, trouble)
-    seen = Seen(lambda message: ConsumeResult.RETRY if message.reconsume_times < 2 else None)
+    seen = RecordingListener(lambda message: ConsumeResult.RETRY if message.reconsume_times < 2 else None)
     with orders.consuming(seen, call_timeout_s=0.5):
         seen.wait(lambda seen: len(seen.messages) == 300, 2 * WAIT_S)
         orders.wait_committed(100)
@@ -130,7 +130,7 @@ def test_a_stuck_message_that_cannot_be_sent_back_has_one_call(orders, broker):
     orders.fill(1)
     take_nothing(broker)
     release = threading.Event()
-    seen = Seen(lambda message: release.wait(60) and None)
+    seen = RecordingListener(lambda message: release.wait(60) and None)
     with orders.consuming(seen, consume_timeout_s=0.1):
         until(lambda: len(broker.requests(SEND_BACK)) == 2, "the second try, after five seconds")
         assert len(seen.messages) == 1
@@ -191,7 +191,9 @@ def test_what_takes_too_long_and_then_fails_is_sent_back_once(embedded, broker, 
             raise ValueError("after all")
 
     broker.on(SEND_BACK, answers, times=None)
-    with member(embedded, TOPIC, GROUP, Seen(judge), consume_timeout_s=0.2, call_timeout_s=WAIT_S) as consumer:
+    with member(
+        embedded, TOPIC, GROUP, RecordingListener(judge), consume_timeout_s=0.2, call_timeout_s=WAIT_S
+    ) as consumer:
         answers.wait_held(1, WAIT_S)
         release.set()
         settle()  # the listener fails while the broker's answer is on its way
@@ -208,7 +210,7 @@ def test_a_broker_that_answers_late_makes_one_copy_an_attempt(orders, broker):
     """The answer comes after the deadline, and says that it was done."""
     orders.fill(3)
     broker.on(SEND_BACK, delay(1.0), times=None)
-    seen = Seen(lambda message: ConsumeResult.RETRY)
+    seen = RecordingListener(lambda message: ConsumeResult.RETRY)
     with orders.consuming(seen, call_timeout_s=0.3, max_reconsume_times=4):
         seen.wait(lambda seen: sum(message.reconsume_times == 4 for message in seen.messages) >= 3)
         until(lambda: len(orders.dead) == 3, "given up")
@@ -221,7 +223,7 @@ def test_a_broker_that_answers_late_makes_one_copy_an_attempt(orders, broker):
 def test_send_backs_without_an_answer_make_a_copy_a_try(orders, broker, fault):
     orders.fill(1)
     broker.on(SEND_BACK, fault, times=None)
-    seen = Seen(lambda message: ConsumeResult.RETRY)
+    seen = RecordingListener(lambda message: ConsumeResult.RETRY)
     with orders.consuming(seen, call_timeout_s=0.3):
         seen.wait(lambda seen: any(message.reconsume_times == 3 for message in seen.messages), 60)
         copies, requests_before = attempts(orders.cluster), len(broker.requests(SEND_BACK))
@@ -238,7 +240,9 @@ def test_what_was_stored_less_safely_is_not_sent_again(orders, broker):
 
     orders.fill(1)
     broker.on(SEND_BACK, late_disk, times=None)
-    with orders.consuming(Seen(lambda message: None if message.reconsume_times else ConsumeResult.RETRY)) as (_, seen):
+    with orders.consuming(
+        RecordingListener(lambda message: None if message.reconsume_times else ConsumeResult.RETRY)
+    ) as (_, seen):
         seen.wait(lambda seen: len(seen.messages) == 2)
         orders.wait_committed(1)
     assert attempts(orders.cluster) == {1: 1}
@@ -250,7 +254,7 @@ def test_what_was_stored_less_safely_is_not_sent_again(orders, broker):
 @pytest.mark.parametrize("size", [1, 2], ids=["messages", "lists"])
 def test_what_failed_comes_again_while_a_later_call_hangs(orders, size):
     """Quick listeners get many messages at once; one that hangs must keep nothing but its own."""
-    release, hanging, seen = threading.Event(), set(), Seen()
+    release, hanging, seen = threading.Event(), set(), RecordingListener()
 
     def handle(unit):
         messages = unit if size > 1 else [unit]
@@ -310,7 +314,7 @@ def test_a_listener_that_ends_its_thread_costs_no_message(embedded, member, erro
 
 def test_the_last_failure_is_told_as_such(orders, caplog):
     orders.fill(2)
-    seen = Seen(lambda message: ConsumeResult.RETRY if message.body == b"m1" else None)
+    seen = RecordingListener(lambda message: ConsumeResult.RETRY if message.body == b"m1" else None)
     caplog.set_level(logging.WARNING, "pyrocket_consumer.consumer")
     with orders.consuming(seen, max_reconsume_times=2):
         event = orders.events.wait_for("message-given-up")
@@ -327,7 +331,7 @@ def test_what_the_listener_gives_up_is_told_as_given_up(orders, broker, refused)
     orders.fill(1)
     if refused:
         broker.on(SEND_BACK, answer(1, "no"), times=None)
-    with orders.consuming(Seen(lambda message: Retry(delay_level=-1))):
+    with orders.consuming(RecordingListener(lambda message: Retry(delay_level=-1))):
         assert orders.events.wait_for("message-given-up").facts["failures"] == 1
         orders.wait_committed(1)
     assert not orders.events.of("message-sent-back")
@@ -338,11 +342,11 @@ def test_retries_of_a_topic_nobody_reads_go_to_no_other(orders):
     """They are sent back again until they have had their attempts: nothing is lost, nothing waits for them."""
     other = orders.make(1, "other")
     orders.fill(20, 100, topic=other)
-    with consuming(orders.cluster, other, GROUP, Seen(lambda message: Retry(delay_level=3))) as (_, seen):
+    with consuming(orders.cluster, other, GROUP, RecordingListener(lambda message: Retry(delay_level=3))) as (_, seen):
         seen.wait_for(20)
         until(lambda: orders.cluster.committed(GROUP, other) == {0: 20}, "sent back")
     orders.fill(5)
-    seen = Seen(lambda message: ConsumeResult.RETRY if message.reconsume_times == 0 else None)
+    seen = RecordingListener(lambda message: ConsumeResult.RETRY if message.reconsume_times == 0 else None)
 
     def ends():
         return {each: orders.broker.max_offset(RETRY, each) for each in orders.cluster.committed(GROUP, RETRY)}

@@ -13,7 +13,7 @@ import pytest
 from pyrocket_consumer import AsyncPushConsumer, BrokerError, ConfigError, ConsumerState, sql
 from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry, find_failed
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, listener_of
-from tests.consuming import WAIT_S, Seen, numbered, until
+from tests.consuming import WAIT_S, RecordingListener, numbered, until
 from tests.for_each import for_each
 
 
@@ -122,7 +122,7 @@ def test_what_a_listener_raises_for_comes_again(orders, kind):
             raise errors[message.body]
 
     orders.fill(20)
-    with orders.consuming(listener_of(kind, seen := Seen(judge))) as (consumer, _):
+    with orders.consuming(listener_of(kind, seen := RecordingListener(judge))) as (consumer, _):
         seen.wait(lambda seen: len(seen.bodies) == 20 + len(ERRORS))
         orders.wait_committed(10, 10)
         assert consumer.state is ConsumerState.RUNNING
@@ -136,7 +136,7 @@ def test_a_result_that_means_nothing_is_told_once(orders, kind, result, caplog):
     """Listeners that return True, or how many rows they wrote, do so each time."""
     orders.make(queues=2)
     orders.fill(50)
-    seen = Seen(lambda message: result if message.reconsume_times == 0 else None)
+    seen = RecordingListener(lambda message: result if message.reconsume_times == 0 else None)
     with orders.consuming(listener_of(kind, seen)):
         seen.wait(lambda seen: len(seen.bodies) == 100)
         orders.wait_committed(25, 25)
@@ -160,7 +160,7 @@ def test_a_plain_listener_that_returns_a_coroutine_learns_why(orders):
 def test_a_listener_that_never_returns_holds_up_nothing(orders, kind):
     orders.make(queues=2)
     orders.fill(1, queue_id=0)
-    release, seen = threading.Event(), Seen()
+    release, seen = threading.Event(), RecordingListener()
 
     def handle(message):
         seen(message)
@@ -244,7 +244,7 @@ PASS = [cancels_itself(None), is_cancelled_when_it_has_returned, stops_the_loop]
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 def test_async_workers_outlive_whatever_listeners_do(orders, deed):
     orders.fill(20)
-    seen = Seen()
+    seen = RecordingListener()
 
     async def listen(message):
         seen(message)
@@ -315,11 +315,11 @@ def test_an_expression_that_is_refused_changes_no_subscription(orders, broker):
     with orders.consuming() as (consumer, seen):
         for each in (TOPIC, new):
             with pytest.raises(BrokerError, match="SQL92"):
-                consumer.subscribe(each, Seen(), sql("price > 5"))
+                consumer.subscribe(each, RecordingListener(), sql("price > 5"))
         orders.fill(3)
         seen.wait_for(3)
         orders.send(b"not for us", topic=new)
-        consumer.subscribe(other, Seen())  # after which the group is looked at
+        consumer.subscribe(other, RecordingListener())  # after which the group is looked at
         until(lambda: other in broker.subscriptions(GROUP), "the brokers know of the last one")
         subscriptions = broker.subscriptions(GROUP)
         assert subscriptions[TOPIC].expression_type == "TAG"

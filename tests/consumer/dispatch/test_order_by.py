@@ -19,8 +19,8 @@ from sqlalchemy import create_engine
 from pyrocket_consumer import AsyncPushConsumer, ConfigError, ConsumeResult, PushConsumer, Retry, Suspend
 from pyrocket_consumer.offsets import DatabaseOffsets
 from tests.consumer.orders import DEAD, GROUP, QUEUE, TOPIC, listener_of
-from tests.consuming import QUICK, WAIT_S, Events, Seen, consuming, until
-from tests.order_by_key import ByKey, key_of
+from tests.consuming import QUICK, WAIT_S, Events, RecordingListener, consuming, until
+from tests.order_by_key import KeyedListener, key_of
 from tests.pages import DOCS, blocks, run_python
 
 
@@ -62,7 +62,7 @@ def holds(*keys, offsets=()):
         if key_of(message) in keys or message.queue_offset in offsets:
             freed.wait(WAIT_S)
 
-    return ByKey(judge), freed
+    return KeyedListener(judge), freed
 
 
 def fails_once(result, *, every):
@@ -74,7 +74,7 @@ def fails_once(result, *, every):
             failed.add(message.queue_offset)
             return result
 
-    return ByKey(judge), failed
+    return KeyedListener(judge), failed
 
 
 def by_function(orders, seen, wrong, **options):
@@ -99,7 +99,7 @@ def dead_letter(orders):
 @BOTH
 def test_async_listeners_of_keys_run_beside_each_other(orders, order_by):
     send(orders, *"abcd" * 3)
-    seen = ByKey()
+    seen = KeyedListener()
 
     async def scenario():
         together = asyncio.Barrier(4)
@@ -125,17 +125,17 @@ def test_async_listeners_of_keys_run_beside_each_other(orders, order_by):
 def test_each_key_in_order_one_call_at_a_time(orders, order_by, pause_s):
     send(orders, *some_keys(5, 12, 600))
     rng = random.Random(5)
-    seen = ByKey(lambda message: time.sleep(rng.uniform(0, pause_s)) if pause_s else None)
+    seen = KeyedListener(lambda message: time.sleep(rng.uniform(0, pause_s)) if pause_s else None)
     with by_key(orders, seen, order_by=order_by):
         seen.wait_for(600)
         orders.wait_committed(600)
     seen.check()
-    assert set(seen.places.values()) == {1}
+    assert set(seen.counts.values()) == {1}
 
 
 def test_a_list_has_messages_of_one_key(orders):
     send(orders, *some_keys(6, 5, 300))
-    seen, lists = ByKey(), []
+    seen, lists = KeyedListener(), []
 
     def handle(messages):
         lists.append(messages)
@@ -175,7 +175,7 @@ def test_a_failing_key_blocks_only_itself(orders, result):
             return result
 
     send(orders, "a", "bad", *"abc" * 20, "bad")
-    seen = ByKey(judge)
+    seen = KeyedListener(judge)
     with by_key(orders, seen) as (consumer, _):
         seen.wait(lambda seen: len(seen.of("a")) == 21 and len(seen.of("c")) == 20 and len(seen.of("bad")) >= 2)
         assert set(seen.of("bad")) == {1}, "what is behind it waits"
@@ -195,11 +195,11 @@ def test_a_failure_in_a_chunk_lets_nothing_of_its_key_pass(orders):
     with by_key(orders, seen):
         orders.wait_committed(300)
     seen.check()
-    assert seen.places.total() == 300 + len(failed)
+    assert seen.counts.total() == 300 + len(failed)
 
 
 def test_a_message_that_never_succeeds_is_given_up(orders):
-    seen = ByKey(lambda message: Suspend(for_s=0.01) if message.queue_offset == 0 else None)
+    seen = KeyedListener(lambda message: Suspend(for_s=0.01) if message.queue_offset == 0 else None)
     send(orders, "bad", "good", "bad")
     with by_key(orders, seen, max_reconsume_times=2):
         seen.wait_for(3)
@@ -236,7 +236,7 @@ def test_a_key_that_leaves_no_room_in_the_end_is_told(orders, deed):
             return Suspend(for_s=0.02)
 
     send(orders, "bad", *"abcd" * 100)
-    with by_key(orders, ByKey(judge), max_span=50) as (consumer, _):
+    with by_key(orders, KeyedListener(judge), max_span=50) as (consumer, _):
         event = orders.events.wait_for("message-stuck")
         oldest = consumer.progress()[QUEUE].oldest_unfinished
         cured.set()
@@ -257,7 +257,7 @@ def test_failures_that_pass_are_not_told_as_stuck(orders, result):
 
 def test_an_oldest_message_without_a_key_is_told_once(orders):
     send(orders, "bad", *"abcd" * 100)
-    key_calls, consuming = by_function(orders, Seen(), raising, max_span=50)
+    key_calls, consuming = by_function(orders, RecordingListener(), raising, max_span=50)
     with consuming:
         event = orders.events.wait_for("message-stuck")
         enough = key_calls[0] + 7
@@ -285,7 +285,7 @@ def test_a_slow_call_holds_up_no_other_key_of_its_chunk(orders):
 
 def test_messages_without_a_key_are_one_line(orders):
     send(orders, *[None, "a"] * 50)
-    seen = ByKey(lambda message: time.sleep(0.001))
+    seen = KeyedListener(lambda message: time.sleep(0.001))
     with by_key(orders, seen):
         seen.wait_for(100)
     seen.check()
@@ -301,7 +301,7 @@ def test_a_function_is_asked_once_a_message_and_never_by_io(orders):
         return ("key", message.queue_offset % 5)
 
     send(orders, *"ab" * 100)
-    with by_key(orders, Seen(), order_by=order_by) as (_, seen):
+    with by_key(orders, RecordingListener(), order_by=order_by) as (_, seen):
         seen.wait_for(200)
     assert key_calls == Counter(range(200))
     assert threads == {"pyrocket-consume-"}
@@ -356,7 +356,7 @@ def reported_keys(orders, show):
 
     send(orders, "bad", *"abcd" * 10)
     options = {"order_by": lambda message: Odd(key_of(message), show, threads)}
-    with by_key(orders, ByKey(judge), **options) as (consumer, _):
+    with by_key(orders, KeyedListener(judge), **options) as (consumer, _):
         keys = {orders.events.wait_for("listener-failed").facts["key"], consumer.progress()[QUEUE].oldest_key}
     assert set(threads) == {"pyrocket-consume-"}, "the I/O thread runs no code of users"
     assert len(threads) <= 5, "once for each key"
@@ -394,7 +394,7 @@ def test_what_order_by_raises_is_not_shown_by_the_io_thread(orders):
         raise OddError
 
     send(orders, "bad")
-    with by_key(orders, Seen(), order_by=order_by) as (consumer, _):
+    with by_key(orders, RecordingListener(), order_by=order_by) as (consumer, _):
         assert orders.events.wait_for("listener-failed").facts["error"] == "an odd one"
         until(lambda: consumer.progress()[QUEUE].oldest_key == "<no key: an odd one>", "it is told")
     assert set(threads) == {"pyrocket-consume-"}
@@ -411,7 +411,7 @@ def test_long_keys_are_told_apart_by_all_of_them(orders, order_by):
 
     keys = ["k" * 5000 + end for end in "abc"]
     send(orders, *keys * 3)
-    seen = ByKey(judge)
+    seen = KeyedListener(judge)
     with by_key(orders, seen, order_by=order_by, consume_threads=3):
         key = orders.events.wait_for("listener-failed").facts["key"]
     assert not seen.overlaps
@@ -434,7 +434,7 @@ def test_a_long_text_is_another_key_than_its_bytes(orders):
 @pytest.mark.parametrize("are_finished", [True, False])
 def test_long_keys_take_no_more_memory_than_short_ones(orders, order_by, are_finished):
     freed = threading.Event()
-    seen = Seen(lambda message: None if are_finished else freed.wait(WAIT_S) and None)
+    seen = RecordingListener(lambda message: None if are_finished else freed.wait(WAIT_S) and None)
     keys = (f"\N{ROCKET}{number:05}" + "y" * 25_000 for number in range(200))  # of 100 kB each in memory
     with by_key(orders, seen, order_by=order_by, consume_threads=2) as (consumer, _):
         tracemalloc.start()
@@ -460,7 +460,7 @@ def test_keys_without_messages_are_forgotten_in_time(orders):
         return key
 
     send(orders, *map(str, range(200)))
-    with by_key(orders, Seen(), order_by=order_by) as (_, seen):
+    with by_key(orders, RecordingListener(), order_by=order_by) as (_, seen):
         seen.wait_for(200)
         until(lambda: len(alive) < 100, "most are forgotten")
 
@@ -493,7 +493,7 @@ WRONG = [lambda message: [key_of(message)], raising, leaving, lambda message: aw
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_a_message_without_a_key_blocks_only_itself(orders, wrong, kind):
-    seen = ByKey()
+    seen = KeyedListener()
     send(orders, "bad", *"ab" * 20, "bad")
     with by_function(orders, listener_of(kind, seen), wrong)[1] as (consumer, _):
         seen.wait_for(40)
@@ -507,7 +507,7 @@ def test_a_message_without_a_key_blocks_only_itself(orders, wrong, kind):
 
 def test_a_key_that_cannot_be_compared_fails_its_message_only(orders):
     send(orders, "bad", "bad", *"ab" * 20)
-    with by_function(orders, ByKey(), lambda message: Grudging())[1] as (_, seen):
+    with by_function(orders, KeyedListener(), lambda message: Grudging())[1] as (_, seen):
         seen.wait_for(41)
         failed = orders.events.wait_for("listener-failed")
         assert failed.facts["offset"] == 1, "the first had nothing to be compared with"
@@ -515,7 +515,7 @@ def test_a_key_that_cannot_be_compared_fails_its_message_only(orders):
 
 def test_what_never_gets_a_key_is_given_up_after_its_attempts(orders):
     send(orders, "a", "bad", "a")
-    key_calls, consuming = by_function(orders, Seen(), raising, max_reconsume_times=1)
+    key_calls, consuming = by_function(orders, RecordingListener(), raising, max_reconsume_times=1)
     with consuming:
         orders.events.wait_for("message-given-up")
         orders.wait_committed(3)
@@ -540,7 +540,7 @@ def test_a_message_whose_key_is_told_at_last_takes_its_place(orders):
             freed.set()
 
     send(orders, *"aaaa")
-    seen = ByKey(judge)
+    seen = KeyedListener(judge)
     with by_key(orders, seen, order_by=order_by):
         until(lambda: key_calls[1] == 2, "it is asked again")
         send(orders, "b", first=4)  # whose key is asked after it
@@ -566,7 +566,7 @@ def test_what_fails_meanwhile_comes_again_behind_it(orders):
             return Suspend(for_s=0.01)
 
     send(orders, *"aa")
-    seen = ByKey(judge)
+    seen = KeyedListener(judge)
     with by_key(orders, seen, order_by=order_by):
         orders.wait_committed(2)
     assert seen.of("a") == [1, 0, 1]
@@ -592,7 +592,7 @@ def test_a_queue_is_handed_over_when_its_calls_have_returned(orders, order_by):
 
 
 def test_a_close_waits_for_what_runs_and_keeps_the_order(orders):
-    begun, seen = threading.Event(), ByKey(lambda message: begun.set() or time.sleep(0.02))
+    begun, seen = threading.Event(), KeyedListener(lambda message: begun.set() or time.sleep(0.02))
     send(orders, *"abcd" * 100)
     with by_key(orders, seen, consume_threads=3):
         begun.wait(WAIT_S)
@@ -637,7 +637,7 @@ def test_a_queue_that_began_anew_is_handed_over_after_its_calls(orders):
 
 def test_orderly_broadcasting_has_keys_too(orders, tmp_path):
     send(orders, *"ab" * 20)
-    with by_key(orders, ByKey(), message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
+    with by_key(orders, KeyedListener(), message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
         seen.wait_for(40)
     seen.check()
 

@@ -17,7 +17,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, drop, drop_answer
 from tests.consumer.orders import GROUP, QUEUE, RETRY, TOPIC, listener_of, of
 from tests.consumer.windows import window_of
-from tests.consuming import QUICK, Seen, consuming, numbered, until
+from tests.consuming import QUICK, RecordingListener, consuming, numbered, until
 from tests.resets import fill
 
 
@@ -229,7 +229,7 @@ async def test_a_surprise_in_giving_up_does_not_stop_the_line():
 # --- whole consumers
 
 
-class Held(Seen):
+class Held(RecordingListener):
     """A listener that keeps its first call until it is released, and counts the calls that run at once."""
 
     def __init__(self):
@@ -377,7 +377,7 @@ def test_retried_messages_of_several_topics_go_each_to_its_own(orders, batch):
 def test_dead_letters_of_an_orderly_queue_have_growing_pauses(orders, broker):
     orders.fill(2)
     broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, drop_answer, times=3)
-    seen = Seen(lambda message: Suspend(for_s=0.01) if message.body == b"m0" else None)
+    seen = RecordingListener(lambda message: Suspend(for_s=0.01) if message.body == b"m0" else None)
     began = time.monotonic()
     with orders.consuming(seen, orderly=True, max_reconsume_times=1, call_timeout_s=0.3):
         seen.wait_for(2)
@@ -395,7 +395,7 @@ def test_a_listener_that_commits_too_late_is_told(orders):
             return ConsumeResult.COMMIT
 
     options = {"orderly": True, "auto_commit": False, "max_cached_messages": 64}
-    with orders.consuming(Seen(judge), **options) as (consumer, seen):
+    with orders.consuming(RecordingListener(judge), **options) as (consumer, seen):
         event = orders.events.wait_for("message-stuck")
         assert event.queue == QUEUE
         assert "COMMIT" in event.text

@@ -17,7 +17,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import drop
 from tests.consumer.lifecycle.programs import run
 from tests.consumer.orders import GROUP, TOPIC
-from tests.consuming import WAIT_S, Seen, numbered, until
+from tests.consuming import WAIT_S, RecordingListener, numbered, until
 
 RUN = asyncio.run
 
@@ -25,7 +25,7 @@ AT_ONCE_S = 5.0
 """Far below what a close waits for listeners with default options; far above what it takes."""
 
 
-class Closing(Seen):
+class Closing(RecordingListener):
     """A listener that closes its consumer when it sees the last message, and goes on for a moment."""
 
     def __call__(self, message):
@@ -85,7 +85,7 @@ def test_who_closes_and_raises_gets_the_message_again(orders):
     consumer = orders.consumer(listen).start()
     orders.send(b"x")
     assert consumer.join(WAIT_S)
-    with orders.consumer(again := Seen()):
+    with orders.consumer(again := RecordingListener()):
         again.wait_for(1)
 
 
@@ -159,7 +159,7 @@ async def test_a_close_cancelled_at_any_moment_goes_on(orders):
     orders.make(queues=2)
     cut_short = 0
     for step in range(20):
-        consumer = await orders.begun(seen := Seen())
+        consumer = await orders.begun(seen := RecordingListener())
         orders.fill(10, start=10 * step)
         await asyncio.to_thread(seen.wait_for, 10)
         closing = asyncio.create_task(consumer.close())

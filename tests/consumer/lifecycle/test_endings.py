@@ -15,7 +15,7 @@ import pytest
 from pyrocket_consumer import Message, MessageQueue, Suspend
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate
-from tests.consuming import WAIT_S, Seen, numbered, until
+from tests.consuming import WAIT_S, RecordingListener, numbered, until
 from tests.hazards.members import Kind, faulty, filled, give_time_to, of, ours, settle, wait_limit_s
 from tests.hazards.naive import NaiveMember, Window
 from tests.resets import queue
@@ -219,7 +219,7 @@ def test_each_message_of_a_batch_is_given_up_once(embedded, names, member):
         return Counter(message.body for message in embedded.messages(f"%DLQ%{group}"))
 
     options = {"orderly": True, "listener_batch_size": 4, "max_reconsume_times": 3}
-    with member(embedded, topic, group, Seen(judge), **options) as consumer:
+    with member(embedded, topic, group, RecordingListener(judge), **options) as consumer:
         until(lambda: len(dead()) >= 2, "two are given up")
         settle()
         assert set(dead().values()) == {1}, f"given up {max(dead().values())} times"

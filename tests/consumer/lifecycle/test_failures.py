@@ -17,7 +17,7 @@ from pyrocket_consumer.offsets import MemoryOffsetStore
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, answer, drop, rewrite
 from tests.consumer.orders import GROUP, TOPIC
-from tests.consuming import QUICK, WAIT_S, Events, Seen, numbered, quick, until
+from tests.consuming import QUICK, WAIT_S, Events, RecordingListener, numbered, quick, until
 
 RUN = asyncio.run
 
@@ -152,7 +152,7 @@ def test_an_error_of_the_block_is_not_hidden_by_one_of_the_close(orders):
 def test_a_store_that_fails_at_the_end_does_not_stop_the_close(orders, method, error):
     store = Broken(method, error)
     orders.fill(1)
-    consumer = begun(orders, seen := Seen(), offset_store=store)
+    consumer = begun(orders, seen := RecordingListener(), offset_store=store)
     seen.wait_for(1)
     store.breaks = True
     if method == "persist_all":
@@ -167,7 +167,7 @@ def test_a_store_that_fails_at_the_end_does_not_stop_the_close(orders, method, e
 
 def test_a_store_that_cannot_be_loaded_ends_the_start(orders):
     store = Broken("load", ZeroDivisionError("in the store"), breaks=True)
-    consumer = orders.consumer(Seen(), offset_store=store, **QUICK)
+    consumer = orders.consumer(RecordingListener(), offset_store=store, **QUICK)
     with pytest.raises(ZeroDivisionError, match="in the store"):
         consumer.start()
     assert not store.closed.is_set()
@@ -178,7 +178,7 @@ def test_a_store_that_cannot_be_loaded_ends_the_start(orders):
 
 async def test_an_asyncio_consumer_goes_on_when_its_store_fails(orders):
     orders.fill(1)
-    seen, store = Seen(), Broken("read_offset", ZeroDivisionError("in the store"), breaks=True)
+    seen, store = RecordingListener(), Broken("read_offset", ZeroDivisionError("in the store"), breaks=True)
 
     async def listen(message):
         seen(message)
@@ -262,7 +262,7 @@ def begun(orders, listener, **options):
 
 def test_threads_that_close_at_once_all_wait_for_the_end(orders):
     orders.fill(5)
-    consumer, gate = begun(orders, seen := Seen()), Gate()
+    consumer, gate = begun(orders, seen := RecordingListener()), Gate()
     seen.wait_for(5)
     orders.broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, gate, times=None)
     with ThreadPoolExecutor() as pool:
@@ -280,7 +280,7 @@ def test_closing_while_queues_change_hands_stores_their_offsets(orders):
     """The queue has left the table of those held, and its last offset is on its way."""
     orders.make(queues=2)
     orders.fill(10)
-    consumer, gate = begun(orders, seen := Seen()), Gate()
+    consumer, gate = begun(orders, seen := RecordingListener()), Gate()
     seen.wait_for(10)
     orders.broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, gate, times=None)
     orders.make(queues=2, read_queues=1)  # one queue is to be given up
@@ -296,7 +296,7 @@ def test_closing_while_queues_change_hands_stores_their_offsets(orders):
 @pytest.mark.parametrize("silent", [RequestCode.UPDATE_CONSUMER_OFFSET, RequestCode.UNREGISTER_CLIENT])
 def test_a_silent_broker_does_not_delay_the_end(orders, silent, caplog):
     orders.fill(5)
-    consumer = begun(orders, seen := Seen(), call_timeout_s=0.3)
+    consumer = begun(orders, seen := RecordingListener(), call_timeout_s=0.3)
     seen.wait_for(5)
     orders.broker.on(silent, drop, times=None)
     began = time.monotonic()
@@ -317,7 +317,7 @@ def test_a_send_back_that_is_retried_does_not_delay_the_end(orders):
             raise ValueError
 
     def closing() -> float:
-        with orders.consuming(Seen(judge), on_event=(events := Events()), **OPTIONS) as (consumer, _):
+        with orders.consuming(RecordingListener(judge), on_event=(events := Events()), **OPTIONS) as (consumer, _):
             events.wait_for("send-back-failed")
             until(lambda: orders.committed == {0: 1}, "the rest waits for it")
             began = time.monotonic()
@@ -345,7 +345,7 @@ class Unbound:
 @pytest.mark.parametrize("orderly", [False, True])
 def test_a_result_that_cannot_be_inspected_fails_nothing(orders, orderly):
     strange = [Unbound()]
-    judge = Seen(lambda _: strange.pop() if strange else None)
+    judge = RecordingListener(lambda _: strange.pop() if strange else None)
     with orders.consuming(judge, orderly=orderly, **OPTIONS) as (consumer, seen):
         orders.fill(2)
         assert "come again" in orders.events.wait_for("listener-result-unknown").text

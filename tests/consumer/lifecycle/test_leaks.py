@@ -11,7 +11,7 @@ import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConnectError, PushConsumer
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.consuming import QUICK, WAIT_S, Seen, consuming, until
+from tests.consuming import QUICK, WAIT_S, RecordingListener, consuming, until
 from tests.transport.peer import server_tls, trusting
 
 pytestmark = pytest.mark.live
@@ -28,7 +28,7 @@ def test_a_hundred_consumers_one_after_the_other(embedded, topic, group):
         if number % 20 == 0:
             counts.append(at_rest(embedded))
         embedded.send(topic, b"m%d" % number)
-        kinds = [seen := Seen(), consumed_by(seen)]
+        kinds = [seen := RecordingListener(), consumed_by(seen)]
         with consuming(embedded, topic, group, kinds[number % 2], consume_threads=2, rebalance_interval_s=20):
             seen.wait_for(1)
         assert seen.bodies == [b"m%d" % number]
@@ -100,7 +100,7 @@ def test_a_consumer_over_tls_with_signed_requests(group):
                 failed.append(message)
                 raise ValueError("comes again")
 
-        with consuming(cluster, "orders", group, Seen(judge), **options) as (consumer, seen):
+        with consuming(cluster, "orders", group, RecordingListener(judge), **options) as (consumer, seen):
             seen.wait_for(200)
             seen.wait(lambda seen: len(seen.bodies) == 201)
             cluster.broker("broker-a").close_connections()

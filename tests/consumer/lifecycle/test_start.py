@@ -17,7 +17,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, drop
 from tests.consumer.lifecycle.programs import run
 from tests.consumer.orders import GROUP, TOPIC
-from tests.consuming import WAIT_S, Events, Seen, until
+from tests.consuming import WAIT_S, Events, RecordingListener, until
 
 RUN = asyncio.run
 
@@ -53,7 +53,7 @@ def stores(tmp_path):
 @pytest.mark.parametrize("moment", ["before there is a member", "while it looks for its topics"])
 @pytest.mark.parametrize("kind", ["blocking", "asyncio"])
 def test_what_is_subscribed_to_while_it_starts_is_consumed(orders, kind, moment):
-    seen, gate = Seen(), Gate()
+    seen, gate = RecordingListener(), Gate()
     for each in (TOPIC, orders.make(queues=1, topic="other")):
         orders.send(each.encode(), topic=each)
     code = None if moment.startswith("before") else RequestCode.GET_ROUTEINFO_BY_TOPIC
@@ -91,7 +91,7 @@ def test_one_silent_broker_of_two_fails_no_start(orders):
     topics = [orders.make(queues=1, topic=f"orders-{number}") for number in range(20)]
     for code in (RequestCode.HEART_BEAT, RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_CONSUMER_LIST_BY_GROUP):
         orders.cluster.broker("broker-b").on(code, drop, times=None)
-    consumer, seen = orders.consumer(), Seen()
+    consumer, seen = orders.consumer(), RecordingListener()
     for each in topics:
         consumer.subscribe(each, seen)
     began = time.monotonic()
@@ -358,7 +358,7 @@ def test_who_gets_another_slot_is_told(orders, stores):
 
 def test_who_finds_its_slot_behind_one_in_use_is_told(orders, tmp_path, stores):
     """Of processes that overlap, the one that ended first has left the first slot, and somebody begins with it."""
-    seen, seen_by_second = Seen(), Seen()
+    seen, seen_by_second = RecordingListener(), RecordingListener()
     first, second = orders.consumer(seen, **stores), orders.consumer(seen_by_second, **stores, commit_interval_s=0.05)
     with first:
         second.start()

@@ -18,7 +18,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, Gate, faults
 from pyrocket_consumer.testing.faults import answer, drop
 from tests.consumer.orders import GROUP, TOPIC, Orders, of
 from tests.consumer.processes import Child
-from tests.consuming import QUICK, Seen, numbered, started, until
+from tests.consuming import QUICK, RecordingListener, numbered, started, until
 from tests.resets import fill, held
 
 CLUSTER = {"long_poll_tick_s": 5.0}
@@ -49,7 +49,7 @@ def test_a_queue_waits_for_its_offset(embedded, broker, where):
         fill(embedded, topic, 10, queues=1)
         broker.commit(GROUP, topic, {0: 7})
         broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE[what], when=of(topic))
-    seen = {topic: Seen() for topic in troubled}
+    seen = {topic: RecordingListener() for topic in troubled}
 
     def make() -> PushConsumer:
         options = {**QUICK, **IMPATIENT, "consume_from": where}
@@ -108,7 +108,7 @@ def test_where_the_end_is_has_to_be_answered_too(orders):
 
 def test_of_a_topic_that_comes_later_everything_is_consumed(embedded):
     """With default options: what is sent before we have seen the topic is sent to us."""
-    seen = Seen()
+    seen = RecordingListener()
     with PushConsumer(GROUP, name_server=embedded.name_server, rebalance_interval_s=0.2) as consumer:
         consumer.subscribe("later", seen)
         fill(embedded, "later", 6, queues=2)
@@ -120,7 +120,7 @@ def test_of_a_topic_that_comes_later_everything_is_consumed(embedded):
 def test_a_queue_that_lost_its_data_begins_at_the_first_message():
     """With default options, and though the broker knows no offset of the group any more: the group is not new."""
     with EmbeddedCluster() as cluster:
-        orders, seen = Orders(cluster), Seen()
+        orders, seen = Orders(cluster), RecordingListener()
         with orders.consumer(seen) as consumer:
             orders.fill(100)
             seen.wait_for(100)
@@ -142,7 +142,7 @@ def test_a_start_waits_for_queues_that_could_not_begin_at_once(orders, code):
     """With default options: what is sent after `start()` has returned is consumed, although a broker was busy first."""
     orders.make(queues=2)
     orders.broker.on(code, TROUBLE["busy"], times=2, when=lambda each: GROUP in each.fields["consumerGroup"])
-    with orders.consumer(seen := Seen()):
+    with orders.consumer(seen := RecordingListener()):
         orders.fill(4)
         seen.wait_for(4)
 
@@ -150,14 +150,14 @@ def test_a_start_waits_for_queues_that_could_not_begin_at_once(orders, code):
 def test_what_has_not_begun_when_a_start_ends_is_named(orders):
     orders.make(queues=2)
     orders.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE["busy"], times=None, queueId=1)
-    with orders.consumer(Seen(), start_wait_s=0.5) as consumer:
+    with orders.consumer(RecordingListener(), start_wait_s=0.5) as consumer:
         until(lambda: unreachable(orders, "not begun after 0.5 s"), "told")
         assert unreachable(orders, "orders/broker-a/1")
         orders.broker.clear_faults()
         until(lambda: len(held(consumer, TOPIC)) == 2, "begun all the same")
 
 
-class Unfinished(Seen):
+class Unfinished(RecordingListener):
     """A listener whose calls do not return before they are let go."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ def running(orders, listener, **options):
 
 def next_gets(orders, count, **options):
     """Check that the next consumer gets what the one before it had in hand, and nothing else."""
-    with running(orders, seen := Seen(), **options):
+    with running(orders, seen := RecordingListener(), **options):
         seen.wait_for(count)
     assert sorted(seen.bodies) == sorted(numbered(count))
 
@@ -231,7 +231,7 @@ class Lasting(MemoryOffsetStore):
 @pytest.mark.parametrize("where", STARTS)
 def test_unfinished_messages_go_to_who_takes_the_queue(orders, where):
     orders.make(queues=4)
-    first, second = Unfinished(), Seen()
+    first, second = Unfinished(), RecordingListener()
     with running(orders, first, **STARTS[where](), instance_name="first"):
         orders.fill(12)
         first.wait_for(12)
@@ -275,7 +275,7 @@ def test_a_topic_that_is_subscribed_to_while_we_consume(orders):
         orders.fill(10, topic="other")
         first.wait_for(10)
     consumer = orders.consumer(shutdown_timeout_s=0.2)
-    consumer.subscribe("other", second := Seen())
+    consumer.subscribe("other", second := RecordingListener())
     with consumer:
         second.wait_for(10)
     assert sorted(second.bodies) == sorted(numbered(10))
@@ -283,7 +283,7 @@ def test_a_topic_that_is_subscribed_to_while_we_consume(orders):
 
 def test_a_topic_that_is_unsubscribed_and_subscribed_to_again(orders):
     orders.make(queues=2)
-    first, second = Unfinished(), Seen()
+    first, second = Unfinished(), RecordingListener()
     with running(orders, first) as consumer:
         orders.fill(10)
         first.wait_for(10)
@@ -299,7 +299,7 @@ def test_a_beginning_that_has_to_be_stored_again_does_not_move(orders, trouble):
     orders.make(queues=2)
     orders.send(b"old", count=4)
     orders.on(RequestCode.UPDATE_CONSUMER_OFFSET, trouble, times=4)
-    with running(orders, seen := Seen(), call_timeout_s=0.5, start_wait_s=0.1):
+    with running(orders, seen := RecordingListener(), call_timeout_s=0.5, start_wait_s=0.1):
         orders.broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, when=of(TOPIC))
         orders.fill(10)
         seen.wait_for(10)
@@ -308,7 +308,7 @@ def test_a_beginning_that_has_to_be_stored_again_does_not_move(orders, trouble):
 
 def test_no_pull_before_the_beginning_is_stored(orders):
     orders.on(RequestCode.UPDATE_CONSUMER_OFFSET, gate := Gate(), times=None)
-    with running(orders, seen := Seen(), start_wait_s=0.3):
+    with running(orders, seen := RecordingListener(), start_wait_s=0.3):
         gate.wait_held()
         orders.fill(10)
         assert not [each for each in orders.broker.requests(RequestCode.PULL_MESSAGE) if of(TOPIC)(each.command)]

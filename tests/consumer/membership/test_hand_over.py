@@ -12,7 +12,7 @@ from pyrocket_consumer.protocol.bodies import decode_route, encode_route
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import rewrite
 from tests.consumer.orders import GROUP, TOPIC, Orders
-from tests.consuming import Seen, until
+from tests.consuming import RecordingListener, until
 
 CLUSTER = {"brokers": 2}
 COUNT = 100
@@ -34,7 +34,7 @@ def without(**parts: tuple[()]):
 def test_a_route_without_brokers_for_a_moment_repeats_nothing(embedded, trouble, then):
     """They are up, only the name server has lost sight of them: the last offsets are stored there all the same."""
     name_server, route = embedded.name_server_node, RequestCode.GET_ROUTEINFO_BY_TOPIC
-    orders, seen = Orders(embedded, 2), Seen()
+    orders, seen = Orders(embedded, 2), RecordingListener()
     orders.fill(COUNT)
 
     def start() -> PushConsumer:
@@ -60,7 +60,7 @@ def test_a_route_without_brokers_for_a_moment_repeats_nothing(embedded, trouble,
         seen.wait_for(2 * COUNT)
     finally:
         consumer.close()
-    assert set(seen.places.values()) == {1}
+    assert set(seen.counts.values()) == {1}
     assert not orders.events.of("commit-failed")
     for name in ("broker-a", "broker-b"):
         assert sum(embedded.committed(GROUP, TOPIC, name).values()) == COUNT
@@ -69,7 +69,10 @@ def test_a_route_without_brokers_for_a_moment_repeats_nothing(embedded, trouble,
 @pytest.mark.parametrize("then", ["moves", "closes"])
 def test_what_is_finished_beside_a_long_call_is_not_repeated(embedded, then):
     orders, go_on = Orders(embedded, 2, brokers=["broker-a"]), threading.Event()
-    first, second = Seen(lambda message: None if message.body == b"m" else go_on.wait(60) and None), Seen()
+    first, second = (
+        RecordingListener(lambda message: None if message.body == b"m" else go_on.wait(60) and None),
+        RecordingListener(),
+    )
     try:
         with orders.consuming(first, instance_name="first", shutdown_timeout_s=2, commit_interval_s=5) as (consumer, _):
             for queue_id in (0, 1):

@@ -20,13 +20,13 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.testing import Gate
 from tests.consumer.orders import GROUP, QUEUE, TOPIC
-from tests.consuming import WAIT_S, Seen
+from tests.consuming import WAIT_S, RecordingListener
 from tests.real_brokers.remoting import Peer
 
 
 def test_a_machine_that_has_slept_does_not_trust_its_locks(orders):
     """Its monotonic clock stood still meanwhile. The broker's did not, and the queue may be another member's by now."""
-    slept_s, seen = 0.0, Seen()
+    slept_s, seen = 0.0, RecordingListener()
     options = {"name_server": orders.cluster.name_server, "orderly": True, "consume_from": "first"}
     config = ConsumerConfig(group=GROUP, **options)
     cluster = Cluster(config, "me")
@@ -71,7 +71,7 @@ def other(broker):
 def test_a_queue_whose_lock_another_member_has_is_given_up(orders, broker, other):
     """What its call has in hand is not committed, and comes again once the lock is free."""
     orders.fill(1)
-    seen = Seen(lambda message: time.sleep(25 * (message.body == b"m1")))
+    seen = RecordingListener(lambda message: time.sleep(25 * (message.body == b"m1")))
     with orders.consuming(seen, orderly=True) as (consumer, _):
         orders.wait_committed(1)
         orders.fill(1, start=1)

@@ -14,7 +14,7 @@ from pyrocket_consumer.protocol import fastjson
 from pyrocket_consumer.protocol.bodies import decode_consumer_status, decode_running_info, encode_offset_table
 from pyrocket_consumer.protocol.message import StoredMessage, encode_message
 from pyrocket_consumer.testing import RequestCode
-from tests.consuming import Events, Seen, consuming, until
+from tests.consuming import Events, RecordingListener, consuming, until
 from tests.resets import caught_up, fill, held, wait_until_stored
 from tests.server_requests import RequestSender, directly, stored
 
@@ -115,7 +115,7 @@ def outcome(answer):
 
 def test_a_message_that_a_broker_passes_on_is_consumed(embedded):
     fill(embedded, "T", 1, queues=1)
-    seen, contexts = Seen(), []
+    seen, contexts = RecordingListener(), []
 
     def handle(message, context):
         seen(message)
@@ -196,7 +196,7 @@ def test_a_consumer_that_closes_consumes_nothing_passed_on(embedded):
 def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded, broker, sender):
     fill(embedded, "T", 1, queues=1)
     events, go_on = Events(), threading.Event()
-    judge = Seen(lambda message: None if len(judge.messages) == 1 else go_on.wait(60) and None)
+    judge = RecordingListener(lambda message: None if len(judge.messages) == 1 else go_on.wait(60) and None)
     with consuming(embedded, "T", "G", judge, consume_threads=3, on_event=events) as (_, seen):
         seen.wait_for(1)
         sender.oneway(CONSUME, directly("G"), stored(broker, "T"), times=50)

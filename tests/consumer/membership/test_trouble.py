@@ -11,7 +11,7 @@ from pyrocket_consumer import ConsumerState
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, answer, close_connection, drop, garbage
 from tests.consumer.orders import GROUP, TOPIC, Orders, of
-from tests.consuming import Events, Seen, consuming, numbered, until
+from tests.consuming import Events, RecordingListener, consuming, numbered, until
 from tests.hazards.company import members_of
 from tests.resets import held
 
@@ -110,7 +110,7 @@ def test_consuming_goes_on_while_the_name_server_is_away(orders, broker):
             assert consumer.state is ConsumerState.RUNNING
         finally:
             orders.cluster.start_name_server()
-        consumer.subscribe(late := orders.make(1, "late"), second := Seen())
+        consumer.subscribe(late := orders.make(1, "late"), second := RecordingListener())
         orders.send(b"m0", topic=late)
         second.wait_for(1)
     assert Counter(seen.bodies) == Counter(numbered(21))
@@ -252,7 +252,7 @@ def test_a_topic_that_is_unsubscribed_is_asked_about_no_more(orders):
     name_server, gate = orders.cluster.name_server_node, Gate()
     with orders.consuming(route_refresh_interval_s=0.1) as (consumer, _):
         for other in others:
-            consumer.subscribe(other, Seen())
+            consumer.subscribe(other, RecordingListener())
             if other == others[-1]:
                 name_server.on(ROUTE, gate, when=of(other))
                 gate.wait_held(1)

@@ -12,7 +12,7 @@ from pyrocket_consumer.protocol.bodies import decode_heartbeat
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from tests.consumer.orders import ours_and
-from tests.consuming import Seen
+from tests.consuming import RecordingListener
 from tests.hazards.members import faulty, of
 from tests.hazards.naive import NaiveMember, Window
 from tests.resets import fill
@@ -90,7 +90,7 @@ def test_the_subscription_has_a_new_version_with_its_queues_only(embedded, broke
 
     with member(embedded, "T", "G", **options) as consumer:
         consumer.seen.wait_for(4)
-        consumer.subscribe("nowhere", Seen())
+        consumer.subscribe("nowhere", RecordingListener())
         rounds(2)  # so that what a new subscription changes is over
         consumer.pause()
         rounds(7)

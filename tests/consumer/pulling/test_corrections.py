@@ -21,7 +21,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import Exchange, Fault, Gate, answer
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
-from tests.consuming import WAIT_S, Seen, numbered, until
+from tests.consuming import WAIT_S, RecordingListener, numbered, until
 from tests.hazards.members import (
     HeldRequests,
     broadcasting,
@@ -99,7 +99,7 @@ def test_what_is_cached_is_consumed_before_a_correction(orders, broker):
 
     orders.fill(10)
     orders.on(PULL, held, queueOffset=10)
-    with orders.consuming(Seen(judge), consume_threads=1, shutdown_timeout_s=1) as (_, seen):
+    with orders.consuming(RecordingListener(judge), consume_threads=1, shutdown_timeout_s=1) as (_, seen):
         assert begun.wait(WAIT_S)
         pull = held.wait()
         orders.fill(10, 10)
@@ -253,12 +253,12 @@ def test_a_broker_that_was_killed_and_comes_back(cluster, topic, group):
 def test_a_correction_backwards_is_believed_in_the_end(orders, broker):
     """When the broker keeps to it. One that was restarted may say for a while that all its queues are empty."""
     loading, silent, emptied = topics = [orders.make(1, each) for each in ("loading", "silent", "emptied")]
-    seen, events = {each: Seen() for each in topics}, orders.events
+    seen, events = {each: RecordingListener() for each in topics}, orders.events
 
     def committed(each):
         return orders.cluster.committed(GROUP, each)
 
-    with orders.consuming(Seen(), pull_hold_s=0.5) as (consumer, _):
+    with orders.consuming(RecordingListener(), pull_hold_s=0.5) as (consumer, _):
         for each in topics:
             consumer.subscribe(each, seen[each])
             orders.fill(10, topic=each)

@@ -14,7 +14,7 @@ from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedBroker, Exchange, Gate
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
-from tests.consuming import Seen, numbered, until
+from tests.consuming import RecordingListener, numbered, until
 from tests.hazards.members import faulty, give_time_to, ours, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
@@ -298,7 +298,7 @@ def test_commits_wait_for_the_master(embedded, broker, slave, member):
     def judge(message: Message) -> None:
         gate.wait(30)
 
-    with member(embedded, TOPIC, GROUP, Seen(judge)) as consumer:
+    with member(embedded, TOPIC, GROUP, RecordingListener(judge)) as consumer:
         consumer.seen.wait_for(10)
         broker.kill()
         gate.set()

@@ -10,7 +10,7 @@ import pytest
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
-from tests.consuming import WAIT_S, Seen, until
+from tests.consuming import WAIT_S, RecordingListener, until
 from tests.hazards.members import faulty, give_time_to, ours
 from tests.hazards.naive import NaiveMember
 
@@ -19,7 +19,7 @@ BATCH = 8
 OPTIONS = {"pull_batch_size": BATCH, "pull_hold_s": 0.2, "shutdown_timeout_s": 1}
 
 
-class Blocked(Seen):
+class Blocked(RecordingListener):
     """A listener whose calls wait until they are let go, and then take so long."""
 
     def __init__(self, blocks=lambda message: True, takes_s=0) -> None:
@@ -61,7 +61,7 @@ def test_pulling_stops_at_the_number_of_messages_and_goes_on(orders, limit):
         seen.let_go()
         seen.wait(lambda seen: len(seen.messages) >= 600)
         orders.wait_committed(300, 300)
-    assert set(seen.places.values()) == {1}
+    assert set(seen.counts.values()) == {1}
 
 
 @pytest.mark.parametrize("prefix", ["", "INST%"], ids=["as it is subscribed to", "as brokers know it"])
@@ -147,7 +147,7 @@ def test_behind_a_stuck_message_only_so_much_is_pulled(embedded, member):
         seen.let_go()
         seen.wait(lambda seen: len(seen.messages) >= 1000)
         until(lambda: consumer.stored() == {QUEUE: 1000}, "all is committed")
-    assert set(seen.places.values()) == {1}
+    assert set(seen.counts.values()) == {1}
 
 
 @pytest.mark.parametrize("limit", [BATCH + 1, BATCH + 2, 2 * BATCH - 1, 100])
@@ -195,7 +195,7 @@ def test_bytes_are_shared_by_the_queues(orders):
         seen.let_go()
         seen.wait(lambda seen: len(seen.messages) >= 400)
         until(lambda: not cached(consumer), "nothing is left")
-    assert set(seen.places.values()) == {1}
+    assert set(seen.counts.values()) == {1}
 
 
 def test_queues_without_messages_hold_up_none_of_those_with(orders):
@@ -204,7 +204,7 @@ def test_queues_without_messages_hold_up_none_of_those_with(orders):
     other = orders.make(8, "other")
     orders.send(bytes(10_000), count=80)
     orders.send(b"x", queue_id=7, topic=other)
-    blocked, seen = Blocked(), Seen()
+    blocked, seen = Blocked(), RecordingListener()
     options = {**OPTIONS, "max_cached_bytes": 100_000, "pull_hold_s": 60, "consume_threads": 100}
     with orders.consuming(blocked, **options) as (consumer, _):
         until(lambda: cached(consumer) >= 100_000, "no room is left")
@@ -235,7 +235,7 @@ def test_the_memory_of_all_queues_is_bounded(orders):
             most = max(most, cached(consumer))
             time.sleep(0.005)
         assert most <= limit + 2 * PULL
-    assert set(slow.places.values()) == {1}
+    assert set(slow.counts.values()) == {1}
 
 
 def test_queues_that_are_stuck_stop_no_other_whatever_they_hold(orders):
@@ -248,14 +248,14 @@ def test_queues_that_are_stuck_stop_no_other_whatever_they_hold(orders):
         until(lambda: sum(each.unfinished for each in progress(consumer)) == 10, "all but those that are stuck")
         assert cached(consumer) <= 10 * PULL
         slow.let_go()
-    assert set(slow.places.values()) == {1}
+    assert set(slow.counts.values()) == {1}
 
 
 def test_hundreds_of_queues_do_not_ask_their_broker_all_at_once(orders, broker):
     """Else the last calls would wait so long for their turn at the broker that they time out, and are made again."""
     orders.make(queues=300)
     orders.send(b"x", count=300)
-    gate, seen = Gate(), Seen()
+    gate, seen = Gate(), RecordingListener()
     broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None, when=of())
     with orders.consumer(seen, consume_from="first", start_wait_s=0.5):
         assert len(gate.wait_held(200, WAIT_S)) == 200

@@ -16,7 +16,7 @@ from pyrocket_consumer.producer import Producer
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.testing import EmbeddedCluster, Exchange, answer
 from tests.consumer.orders import GROUP, TOPIC, Orders
-from tests.consuming import Events, Seen, until
+from tests.consuming import Events, RecordingListener, until
 from tests.for_each import for_each
 from tests.hostile.attacks import Found, Moved, NothingAtOnce, ResetEndlessly, record
 from tests.hostile.server import BROKER, MAX_OFFSET, Attack, HostileServer, pulled
@@ -25,7 +25,7 @@ from tests.hostile.server import BROKER, MAX_OFFSET, Attack, HostileServer, pull
 @contextmanager
 def attacked_by(attack, tmp_path, **options):
     """A consumer with default options, between a broker of ours and one that attacks."""
-    seen, events = Seen(), Events()
+    seen, events = RecordingListener(), Events()
     with EmbeddedCluster() as cluster:
         cluster.create_topic(TOPIC, queues=2)
         honest = cluster.brokers[0]
@@ -141,7 +141,7 @@ def test_deep_answers_of_a_name_server_are_left_for_another(what):
         return apply
 
     with EmbeddedCluster(name_servers=2) as cluster:
-        orders, seen = Orders(cluster, messages=3), Seen()
+        orders, seen = Orders(cluster, messages=3), RecordingListener()
         for node in cluster.name_server_nodes:
             node.on(None, judge(node), times=None)
         with orders.consumer(seen, consume_from="first") as consumer:
@@ -153,7 +153,7 @@ def test_deep_answers_of_a_name_server_are_left_for_another(what):
 @pytest.mark.parametrize("what", FAULTS)
 def test_deep_answers_of_a_broker_stop_no_other(what):
     with EmbeddedCluster(brokers=2) as cluster:
-        orders, seen = Orders(cluster, queues=4), Seen()
+        orders, seen = Orders(cluster, queues=4), RecordingListener()
         (good, bad), requested = cluster.brokers, Counter()
 
         def apply(exchange: Exchange) -> None:

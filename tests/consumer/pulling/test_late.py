@@ -14,7 +14,7 @@ from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import StoredMessage, decode_messages, encode_message
 from pyrocket_consumer.testing import answer
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, ours_and
-from tests.consuming import WAIT_S, Seen, numbered, until
+from tests.consuming import WAIT_S, RecordingListener, numbered, until
 from tests.hazards.company import AnotherMember
 from tests.hazards.members import HeldRequests, committed_values, faulty, give_time_to, send_reset_to_members, settle
 from tests.hazards.naive import NaiveMember, Window
@@ -66,7 +66,7 @@ def test_the_answer_of_a_pull_from_before_a_reset_is_nobody_s(embedded, broker, 
         if times[message.queue_offset] == 2:
             (go_on if message.queue_offset < 10 else end).wait(30)
 
-    with member(embedded, TOPIC, GROUP, Seen(judge)) as consumer:
+    with member(embedded, TOPIC, GROUP, RecordingListener(judge)) as consumer:
         consumer.seen.wait_for(20)
         held.wait()
         until(lambda: consumer.stored() == {QUEUE: 20}, "consumed")
@@ -125,7 +125,7 @@ def test_resets_by_calls_take_turns(orders):
         for target in (9, 4, 7):
             assert reset(target) == dict.fromkeys(queues, target)
         assert len(list(threads.map(reset, [3] * 4))) == 4
-        seen.wait(lambda seen: seen.places[queues[0], 3] > 1 and seen.places[queues[1], 9] > 1)
+        seen.wait(lambda seen: seen.counts[queues[0], 3] > 1 and seen.counts[queues[1], 9] > 1)
         orders.wait_committed(10, 10)
         orders.fill(4, 20)
         seen.wait_for(24)
@@ -141,7 +141,7 @@ def test_a_failed_message_from_before_a_reset_is_not_sent_back(orders):
             raise ValueError("too late to matter")
 
     orders.fill(5)
-    with orders.consuming(Seen(judge)) as (consumer, seen):
+    with orders.consuming(RecordingListener(judge)) as (consumer, seen):
         seen.wait_for(5)
         assert begun.wait(WAIT_S)
         consumer.reset_offsets(TOPIC, {QUEUE: 4})
@@ -189,7 +189,7 @@ def test_an_acknowledgement_counts_for_its_own_period_only(embedded, member):
         calls.append(message)
         (first if len(calls) <= 5 else second).wait(WAIT_S)
 
-    with member(embedded, TOPIC, GROUP, Seen(judge), rebalance_interval_s=0.1) as consumer:
+    with member(embedded, TOPIC, GROUP, RecordingListener(judge), rebalance_interval_s=0.1) as consumer:
         consumer.seen.wait(lambda seen: len(seen.messages) == 5)
         other = AnotherMember(embedded, GROUP, consumer, TOPIC)
         other.take_queue()

@@ -19,12 +19,12 @@ from pyrocket_consumer import Admin, ConsumerState, ProtocolError
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.message import BatchItem, StoredMessage, encode_batch, encode_message
 from pyrocket_consumer.testing import rewrite
-from tests.compression import LZ4, PACKED, ZLIB, ZSTD, send
+from tests.compression import COMPRESSED, LZ4, ZLIB, ZSTD, send
 from tests.consumer.orders import GROUP, TOPIC
-from tests.consuming import QUICK, WAIT_S, Seen, until
+from tests.consuming import QUICK, WAIT_S, RecordingListener, until
 
 MIB = 1 << 20
-KINDS = pytest.mark.parametrize("kind", PACKED, ids=["zlib", "lz4", "zstd"])
+KINDS = pytest.mark.parametrize("kind", COMPRESSED, ids=["zlib", "lz4", "zstd"])
 
 
 @contextmanager
@@ -61,7 +61,7 @@ class Measure:
 @pytest.mark.parametrize("how", ["calls", "awaited", "orderly", "lists"])
 def test_bodies_unpacked_at_once_stay_within_the_bound(orders, kind, how):
     """Twenty messages of a few KB, 2 MiB each: one of them is unpacked at a time."""
-    bomb, count = PACKED[kind](bytes(2 * MIB)), 20
+    bomb, count = COMPRESSED[kind](bytes(2 * MIB)), 20
     send(orders.cluster, TOPIC, *[bomb] * count, sys_flag=kind)
     measure = Measure()
     everyone = threading.Barrier(4)
@@ -111,7 +111,7 @@ LIMITS = {ZLIB: MIB, LZ4: MIB, ZSTD: 64 * MIB}  # the last is the default
 @KINDS
 def test_a_body_that_is_too_large_is_given_up_at_once(orders, kind, orderly):
     limit = LIMITS[kind]
-    send(orders.cluster, TOPIC, PACKED[kind](bytes(limit + MIB)), sys_flag=kind)
+    send(orders.cluster, TOPIC, COMPRESSED[kind](bytes(limit + MIB)), sys_flag=kind)
     send(orders.cluster, TOPIC, b"next")
     errors = []
 
@@ -123,7 +123,7 @@ def test_a_body_that_is_too_large_is_given_up_at_once(orders, kind, orderly):
             raise ValueError("not what I want") from error
 
     options = {} if kind == ZSTD else {"max_body_bytes": limit}
-    with orders.consuming(Seen(judge), orderly=orderly, **options) as (consumer, seen):
+    with orders.consuming(RecordingListener(judge), orderly=orderly, **options) as (consumer, seen):
         event = orders.events.wait_for("message-too-large")
         assert f"max_body_bytes={limit}" in event.text
         assert event.facts["offset"] == 0
@@ -276,7 +276,7 @@ def one_failed_message(orders, batch, sys_flag, orderly=False):
 @pytest.mark.parametrize("orderly", [False, True])
 def test_a_batch_that_no_broker_could_count_is_one_message(orders, kind, orderly):
     batch = ITEM * 40_000
-    one_failed_message(orders, PACKED[kind](batch * 5) if kind else batch, kind, orderly)
+    one_failed_message(orders, COMPRESSED[kind](batch * 5) if kind else batch, kind, orderly)
 
 
 @pytest.mark.live
@@ -284,7 +284,7 @@ def test_a_batch_that_no_broker_could_count_is_one_message(orders, kind, orderly
 def test_a_batch_that_no_broker_could_count_fills_no_memory(orders):
     """3.4 KB that hold 610 000 messages."""
     with traced() as peak:
-        one_failed_message(orders, PACKED[ZSTD](ITEM * 610_000), ZSTD)
+        one_failed_message(orders, COMPRESSED[ZSTD](ITEM * 610_000), ZSTD)
     assert peak[0] < 120 * MIB
 
 
@@ -355,7 +355,7 @@ def test_large_batches_and_what_is_pulled_ahead_keep_order(orders):
 def test_a_large_batch_may_be_passed_over_while_it_waits(orders, deed):
     """For room. It is behind a reset then, or has none of the tags that are wanted now."""
     goes_on = threading.Event()
-    seen = Seen(lambda message: goes_on.wait(WAIT_S) and None)
+    seen = RecordingListener(lambda message: goes_on.wait(WAIT_S) and None)
     send(orders.cluster, TOPIC, bytes(MIB // 8))
     send(orders.cluster, TOPIC, *[zlib.compress(BATCH_BODY)] * 2, sys_flag=BATCH | ZLIB)
     with orders.consuming(seen, max_cached_bytes=MIB // 8) as (consumer, _):

@@ -11,7 +11,7 @@ import pytest
 from pyrocket_consumer import AsyncPushConsumer, ConfigError
 from pyrocket_consumer.protocol.codes import RequestCode
 from tests.consumer.orders import GROUP, TOPIC, of
-from tests.consuming import Seen, until
+from tests.consuming import RecordingListener, until
 from tests.hazards.members import faulty
 from tests.simulation.scenario import TOPIC as SIMULATED
 from tests.simulation.scenario import Member, Plan, Scenario
@@ -38,19 +38,19 @@ def test_nothing_comes_while_all_or_some_queues_are_paused(orders, broker, only_
         assert broker.held_pulls(TOPIC) == 4 - len(paused), "what is paused is not asked for"
         consumer.resume(paused if only_some else None)
         seen.wait(lambda seen: len(seen.messages) == 4 * 52)
-    assert set(seen.places.values()) == {1}
+    assert set(seen.counts.values()) == {1}
     assert orders.committed == dict.fromkeys(range(4), 52)
 
 
 def test_pausing_again_and_again_loses_and_repeats_nothing(orders):
     orders.make(queues=2)
-    with orders.consuming(Seen(lambda message: time.sleep(0.001)), max_span=64) as (consumer, seen):
+    with orders.consuming(RecordingListener(lambda message: time.sleep(0.001)), max_span=64) as (consumer, seen):
         for number in range(40):
             orders.fill(10, number * 10)
             consumer.pause()
             consumer.resume()
         seen.wait_for(400)
-    assert max(seen.places.values()) == 1
+    assert max(seen.counts.values()) == 1
     assert orders.committed == {0: 200, 1: 200}
 
 

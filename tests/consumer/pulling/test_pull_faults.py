@@ -16,7 +16,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand, encode_command
 from pyrocket_consumer.testing import answer, drop, drop_answer, duplicate, faults, garbage, rewrite
 from tests.consumer.orders import GROUP, TOPIC, Orders, of, ours_and
-from tests.consuming import WAIT_S, Seen, numbered, until
+from tests.consuming import WAIT_S, RecordingListener, numbered, until
 from tests.hazards.members import faulty, ours
 from tests.hazards.naive import NaiveMember, Window
 from tests.resets import queue
@@ -190,7 +190,7 @@ def test_a_broker_that_holds_no_pull_is_asked_less_and_less(orders, broker):
         exchange.answer(exchange.request.make_response(19, "OFFSET_OVERFLOW_ONE", fields))
 
     orders.on(PULL, nothing, times=None)
-    seen = Seen()
+    seen = RecordingListener()
     with orders.consumer(seen, consume_from="first"):
         broker.wait_for(PULL, when=of())
         began = time.monotonic()
@@ -295,7 +295,7 @@ def test_every_message_is_seen_once(orders, seed):
         "commit_interval_s": 0.03,
         "rebalance_interval_s": 0.2,
     }
-    seen = Seen()
+    seen = RecordingListener()
 
     def handle(unit):
         for message in unit if isinstance(unit, list) else [unit]:
@@ -306,5 +306,5 @@ def test_every_message_is_seen_once(orders, seed):
         seen.wait(lambda seen: len(seen.messages) >= count, 2 * WAIT_S)
         orders.wait_committed(*[count // queues] * queues)
         assert consumer.state is ConsumerState.RUNNING
-    assert len(seen.messages) == count, [place for place, times in seen.places.items() if times > 1]
-    assert set(seen.places.values()) == {1}
+    assert len(seen.messages) == count, [place for place, times in seen.counts.items() if times > 1]
+    assert set(seen.counts.values()) == {1}

@@ -14,7 +14,7 @@ from pyrocket_consumer.errors import BrokerError
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, delay, drop
 from tests.consumer.orders import GROUP, TOPIC, Orders, of
-from tests.consuming import Seen, numbered, until
+from tests.consuming import RecordingListener, numbered, until
 
 CLUSTER = {"brokers": 2, "long_poll_tick_s": 5.0, "settings": {"enablePropertyFilter": True}}
 
@@ -41,7 +41,7 @@ def seconds(work) -> float:
 
 def test_a_start_waits_seconds_only_for_a_silent_broker(orders, silent):
     """It consumes from the others."""
-    seen, consumer = Seen(), orders.consumer(consume_from="first")
+    seen, consumer = RecordingListener(), orders.consumer(consume_from="first")
     for number in range(20):
         topic = orders.make(2, f"orders-{number}")
         orders.fill(8, topic=topic)
@@ -54,7 +54,7 @@ def test_a_start_waits_seconds_only_for_a_silent_broker(orders, silent):
         orders.events.wait_for("broker-unreachable")
         silent.clear_faults()
         seen.wait(lambda seen: len(seen.messages) >= 20 * 8)
-    assert set(seen.places.values()) == {1}
+    assert set(seen.counts.values()) == {1}
 
 
 def test_members_that_join_one_after_the_other_all_start(orders):
@@ -63,7 +63,7 @@ def test_members_that_join_one_after_the_other_all_start(orders):
     with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
         starts = []
         for number in range(4):
-            consumer = orders.consumer(Seen(), instance_name=f"number-{number}")
+            consumer = orders.consumer(RecordingListener(), instance_name=f"number-{number}")
             starts.append(threads.submit(consumer.start))
             stack.callback(consumer.close)
             time.sleep(0.35)
@@ -78,7 +78,7 @@ def test_members_that_join_one_after_the_other_all_start(orders):
 
 def with_expression(orders) -> PushConsumer:
     consumer = orders.consumer(call_timeout_s=1)
-    consumer.subscribe(TOPIC, Seen(), sql("number > 3"))
+    consumer.subscribe(TOPIC, RecordingListener(), sql("number > 3"))
     return consumer
 
 
@@ -114,7 +114,7 @@ def test_a_hundred_queues_close_quickly_at_a_slow_broker(embedded, broker, is_ne
     orders.fill(100, broker_name="broker-a")
     if not is_new:
         broker.commit(GROUP, TOPIC, {0: 0, 1: 1})
-    seen = Seen()
+    seen = RecordingListener()
     with orders.consumer(seen, consume_from="first") as consumer:
         seen.wait(lambda seen: len(seen.messages) >= 100 - (not is_new))
         broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, delay(0.05), times=None)
@@ -126,7 +126,7 @@ def test_a_hundred_queues_close_quickly_at_a_slow_broker(embedded, broker, is_ne
 def test_a_close_ends_in_time_and_says_what_is_not_stored(embedded, silent, codes):
     orders = Orders(embedded, 50, brokers=["broker-b"])
     orders.fill(50, broker_name="broker-b")
-    seen = Seen()
+    seen = RecordingListener()
     consumer = orders.consumer(seen, consume_from="first").start()
     seen.wait_for(50)
     silence(silent, *codes)
@@ -141,7 +141,7 @@ def test_a_close_ends_in_time_and_says_what_is_not_stored(embedded, silent, code
 
 def test_a_silent_broker_keeps_no_store_on_our_own_disk_open(orders, broker, tmp_path):
     """The next consumer of the process has the same store: its lock was given back."""
-    seen, again = Seen(), Seen()
+    seen, again = RecordingListener(), RecordingListener()
     options = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "call_timeout_s": 4.0}
     orders.send(b"first")
     first = orders.consumer(seen, consume_from="first", **options).start()
@@ -164,7 +164,7 @@ def test_a_reset_is_made_though_its_caller_lost_patience(embedded, broker, troub
     """When the broker is back."""
     orders = Orders(embedded, brokers=["broker-a"])
     orders.fill(10, broker_name="broker-a")
-    seen = Seen()
+    seen = RecordingListener()
 
     async def scenario() -> None:
         consumer = AsyncPushConsumer(GROUP, name_server=embedded.name_server, consume_from="first", call_timeout_s=0.5)

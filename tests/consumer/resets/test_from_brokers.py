@@ -16,7 +16,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer
 from tests.consumer.commits.faults import PullsCarryCommits
-from tests.consuming import WAIT_S, Events, Seen, consuming, numbered, until
+from tests.consuming import WAIT_S, Events, RecordingListener, consuming, numbered, until
 from tests.hazards.connection import Wire
 from tests.hazards.members import (
     HeldRequests,
@@ -184,7 +184,7 @@ def both_members_replay(cluster: Any, names: Any, member: Kind) -> None:
     """Of two members one has consumed everything; the other has taken half of the queues over, while the pulls of the
     first one for them are still held at the broker, and has consumed nothing."""
     topic, group = filled(cluster, names, queues=4, messages=40)
-    seen = Seen()
+    seen = RecordingListener()
     old, everything = set(numbered(40)), {queue(topic, number): 10 for number in range(4)}
     options = {"pull_hold_s": 15.0}
     with member(cluster, topic, group, seen, instance_name="first", **options) as first:
@@ -266,7 +266,7 @@ def test_a_reset_of_one_topic_does_not_hold_up_another(embedded, broker, member)
     """
     embedded.create_topic("other", queues=1)
     fill(embedded, "S", 10)
-    gate, others = Gate(), Seen()
+    gate, others = Gate(), RecordingListener()
     with member(embedded, "S", "G") as consumer:
         consumer.subscribe("other", others)
         consumer.seen.wait_for(10)

@@ -11,7 +11,7 @@ import pytest
 
 from pyrocket_consumer import Message
 from pyrocket_consumer.protocol.codes import RequestCode
-from tests.consuming import WAIT_S, Seen, numbered, until
+from tests.consuming import WAIT_S, RecordingListener, numbered, until
 from tests.hazards.members import (
     HeldRequests,
     Queues,
@@ -96,7 +96,7 @@ def test_a_listener_that_returns_after_a_reset_changes_nothing(embedded, broker,
             begun.set()
             release.wait(30)
 
-    with member(embedded, "S", "G", Seen(listener)) as consumer:
+    with member(embedded, "S", "G", RecordingListener(listener)) as consumer:
         try:
             consumer.seen.wait_for(10)
             until(lambda: consumer.stored() == {SINGLE: 9}, "all but the last")
@@ -146,7 +146,9 @@ def test_no_moment_lies_between_looking_and_storing(embedded, member):
     """
     # Resets hit twenty listeners wherever they are; nothing is pulled after that, so that only they could write.
     fill(embedded, "S", 500)
-    with member(embedded, "S", "G", Seen(lambda message: time.sleep(0.01)), commit_interval_s=0.01) as consumer:
+    with member(
+        embedded, "S", "G", RecordingListener(lambda message: time.sleep(0.01)), commit_interval_s=0.01
+    ) as consumer:
         for target in range(1, 6):
             seen = len(consumer.seen.messages)
             consumer.resume()
