@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.consumer.commits.store_thread import SerialExecutor
+from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.errors import BrokerError, OffsetStoreError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore, OffsetStore, QueueReset, ReadOffsetType, ResetEpochs

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.consumer.commits.commits import BrokerCommits, consume_exception, wait_for_all
-from pyrocket_consumer.consumer.commits.store_thread import SerialExecutor
+from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.listener import ConsumeResult
 from pyrocket_consumer.errors import DatabaseError, Fenced, RocketError
 from pyrocket_consumer.model import MessageQueue

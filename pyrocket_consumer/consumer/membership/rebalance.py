@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
-from pyrocket_consumer.consumer.commits.store_thread import SerialExecutor
+from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.membership.allocation import allocate, strategy_of
 from pyrocket_consumer.consumer.pulling.expressions import ExpressionChecker

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pyrocket_consumer.cluster.broker import HOLD_TICK_S, RESET_REMARK, read_pull_response
 from pyrocket_consumer.cluster.responses import read_error
-from pyrocket_consumer.consumer.commits.store_thread import SerialExecutor
+from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus, Subscription

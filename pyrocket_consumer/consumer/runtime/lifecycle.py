@@ -20,7 +20,7 @@ from pyrocket_consumer.consumer.commits.commits import (
     wait_for_all,
 )
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
-from pyrocket_consumer.consumer.commits.store_thread import SerialExecutor
+from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.dispatch.concurrent import ListenerReporter, Workers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
