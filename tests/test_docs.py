@@ -87,3 +87,15 @@ def anchors(text: str) -> set[str]:
     """Return what links may name in a page: its headings, as code hosts write them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_glossary_names_files_and_classes_that_exist():
+    product = ROOT / "pyrocket_consumer"
+    text = (DOCS / "glossary.md").read_text()
+    section = text[text.index("## Where to find it") :]
+    names = {path.name for path in product.rglob("*.py")}
+    files = re.findall(r"`([a-z_/]+\.py)`", section)
+    assert [file for file in files if not ((product / file).exists() if "/" in file else file in names)] == []
+    source = "\n".join(path.read_text() for path in product.rglob("*.py"))
+    words = {part for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", text) for part in name.split(".")}
+    assert [word for word in sorted(words) if not re.search(rf"\b(?:class|def) {word}\b", source)] == []
