@@ -204,8 +204,8 @@ class ResetFollower:
         if not epoch or is_valid_epoch(epoch, self._context.now_ms()):
             return epoch
         self._report_record_error(
-            f"the stored epoch {epoch} of {queue} is more than a day ahead of this clock, so it is ignored; "
-            "the consumer may follow an earlier reset a second time"
+            f"the stored epoch {epoch} of {queue} is more than a day ahead of this clock, so it is ignored. "
+            "The consumer may follow an earlier reset a second time"
         )
         return 0
 
@@ -247,9 +247,9 @@ class ResetFollower:
     async def _follow_newer(self, resets: Mapping[MessageQueue, QueueReset], why: str, recorded: bool) -> bool:
         """Do the work of `_follow_all`.
 
-        As for every reset, the steps are: fence the queue, store the target, open a window with a new epoch, pull. Queues
-        that this member does not hold yet get their target, too. A recorded reset does not move a queue that this member
-        has never consumed, because such a queue begins by its start rule.
+        As for every reset, the steps are: fence the queue, store the target, open a window with a new epoch, pull.
+        Queues that this member does not hold yet get their target, too. A recorded reset does not move a queue that
+        this member has never consumed, because such a queue begins by its start rule.
         """
         context, assignments, commits = self._context, self._assignments, self._commits
         async with assignments.lock_queues(resets):
@@ -303,12 +303,13 @@ class ResetFollower:
             else:
                 self._unpersisted.difference_update(queues)
 
-    # --- the record, of broadcasting groups and of those with offsets in a database
+    # --- the record of broadcasting groups, and of groups with offsets in a database
 
     async def read_record_before_begin(self, queue: MessageQueue) -> QueueReset | None:
-        """Read the record of the queue's topic at its broker, if that was not done yet: before the first pull.
+        """Read the record of the queue's topic at its broker before the first pull, unless it was read already.
 
-        A broadcasting group follows at once. Else what is recorded is returned: whoever claims the queue follows it.
+        A broadcasting member follows it at once. For other groups, return the recorded reset, which the member follows
+        when it claims the queue.
         """
         key = queue.topic, queue.broker_name
         if self._reads_records(queue.topic) and key not in self._heads and key not in self._unread:
@@ -321,7 +322,7 @@ class ResetFollower:
         return keeps and config.remote_reset == "accept" and not topic.startswith(RETRY_PREFIX)
 
     async def keep_reading_records(self) -> None:
-        """Look at every record now and then, and soon after a broker was away. Until cancelled."""
+        """Read every record regularly, and soon after a broker reconnects. Runs until cancelled."""
         context = self._context
         while True:
             interval_s = context.config.reset_record_interval_s * context.rng.uniform(0.9, 1.1)
@@ -334,7 +335,7 @@ class ResetFollower:
             await asyncio.gather(*(self._read(topic, broker_name) for topic, broker_name in self._record_keys()))
 
     def read_records_soon(self) -> None:
-        """Look at the records soon: a broker is back, and may have been told something meanwhile."""
+        """Read the records soon, because a broker has reconnected and may have recorded resets meanwhile."""
         self._read_soon.set()
 
     def _record_keys(self) -> list[tuple[str, str]]:
@@ -368,22 +369,22 @@ class ResetFollower:
         return self._records[key]
 
     async def _read(self, topic: str, broker_name: str, *, first: bool = False) -> None:
-        """Follow what is new in a record. Trouble is told, and tried again."""
+        """Follow the new resets of a record. Emit an event if the record cannot be read, and try again."""
         context, key = self._context, (topic, broker_name)
         async with self._read_locks.setdefault(key, asyncio.Lock()):
             if first and (key in self._heads or key in self._unread):
-                return  # the topic's queues begin at the same time, and one has done it for all
+                return  # the topic's queues begin at the same time, and one of them has read it for all
             try:
                 await self._read_in_turn(topic, broker_name)
             except PermissionDenied as error:
                 self._heads.setdefault(key, 0)
                 context.emit_throttled(
-                    EventKind.BROKER_UNREACHABLE, f"resets recorded for {topic} may not be read: {error}"
+                    EventKind.BROKER_UNREACHABLE, f"no permission to read the resets recorded for {topic}: {error}"
                 )
             except RocketError as error:
                 self._unread.add(key)
                 context.emit_throttled(
-                    EventKind.BROKER_UNREACHABLE, f"resets recorded for {topic} are not known: {error}"
+                    EventKind.BROKER_UNREACHABLE, f"the resets recorded for {topic} cannot be read: {error}"
                 )
             else:
                 self._unread.discard(key)
@@ -407,29 +408,27 @@ class ResetFollower:
         if not self._context.config.broadcasting:
             self._recorded.update(resets)
         elif not commits.keeps_epochs and key not in self._heads:
-            # At our first look we cannot tell a reset we followed in an earlier life from one we missed. To follow the
-            # same one again at every start would be worse than to miss one.
+            # At the first read, a reset that was followed before a restart looks like one that was missed. To follow
+            # the same reset again at every start would be worse than to miss one.
             await commits.apply_resets({queue: QueueReset(None, reset.epoch) for queue, reset in resets.items()})
             self._report_memory_only()
         elif resets:
-            await self._follow_all(resets, "recorded while we did not hear of it", recorded=True)
+            await self._follow_all(resets, "recorded while this member did not receive it", recorded=True)
         self._heads[key] = head or 0
 
     # --- resets made by brokers
 
     async def on_broker_reset(self, topic: str, targets: Mapping[MessageQueue, int]) -> None:
-        """A broker tells every member to move (220). A table with anything that no broker would say moves nothing."""
+        """Follow a broker's request to every member (220). A table with an invalid entry moves no queue."""
         context = self._context
         if why := self._table_error(topic, targets):
             if context.subscriptions.get(topic) is None:
-                self._select_begun(
-                    targets
-                )  # should it be subscribed to again: where its queues once were is no longer right
-            self._report_not_followed(f"a reset of {topic} by a broker is not followed, nothing moved: {why}")
+                self._select_begun(targets)  # forgets the last known offsets, in case the topic is subscribed to again
+            self._report_not_followed(f"a reset of {topic} by a broker is refused, nothing moved: {why}")
         elif context.config.broadcasting and targets and all(map(self._is_repeated, targets, targets.values())):
-            log.info("group=%s a reset of %s to where it was reset just now is not repeated", context.name, topic)
+            log.info("group=%s a reset of %s to the targets of the last one is not repeated", context.name, topic)
         else:
-            await self.move_held(topic, targets, "told by the broker")
+            await self.move_held(topic, targets, "requested by the broker")
 
     def _table_error(self, topic: str, targets: Mapping[MessageQueue, int]) -> str:
         if self._context.subscriptions.get(topic) is None and not self._assignments.held(topic):
@@ -440,17 +439,17 @@ class ResetFollower:
             if not 0 <= target <= MAX_RECORDED_OFFSET:
                 return f"{target} is no offset of {queue}"
         if self._context.cluster.known_route(topic) is None:
-            return ""  # it was subscribed to just now
-        # The broker may know of a queue before any route does: only a table of none but such is told.
+            return ""  # the subscription is new, and the route is not known yet
+        # The broker may have a queue that no route names yet. Refuse a table only if it has no known queue.
         unknown = self._unknown_queues(topic, targets)
         return f"there is no queue {unknown[0]}" if unknown and len(unknown) == len(targets) else ""
 
     async def move_held(self, topic: str, targets: Mapping[MessageQueue, int], why: str) -> dict[MessageQueue, int]:
-        """Move the queues of `topic` we hold to their targets; returns those moved, when they are durable."""
+        """Move the held queues of `topic` to their targets. Return the moved ones once their offsets are durable."""
 
         async def move(queue: MessageQueue, target: int) -> tuple[MessageQueue, int] | None:
             if not await self._assignments.move(queue, target, None, "reset"):
-                self._commits.invalidate(queue)  # should it come to us: the reset counts, not where we once were
+                self._commits.invalidate(queue)  # if it is assigned later, it must begin at the reset's target
                 return None
             self.report_reset(queue, target, why)
             return queue, target
@@ -460,7 +459,7 @@ class ResetFollower:
         return dict(each for each in moved if each is not None)
 
     def _select_begun(self, targets: Mapping[MessageQueue, int]) -> list[tuple[MessageQueue, int]]:
-        """Return what concerns queues that are ours or become ours now; of all others, forget where they once were."""
+        """Return the targets of queues that are held or just beginning. Forget the last known offsets of all others."""
         chosen = []
         for queue, target in targets.items():
             if self._assignments.is_begun(queue):
@@ -474,13 +473,13 @@ class ResetFollower:
         return offset == target and self._context.loop.time() - at < SAME_RESET_WITHIN_S
 
     async def on_pull_reset(self, queue: MessageQueue, response: PullResponse, pull_offset: int | None) -> None:
-        """A pull was answered that the broker has reset the queue. It says so once, to whichever pull comes first.
+        """Follow a reset in a response to a pull. The broker sends it once, to the pull that comes first.
 
-        `pull_offset` is where the pull was, None if it had been abandoned: this is the only copy of the reset all the same.
-        In broadcasting it is for every member, and we are the one to tell the others.
+        `pull_offset` is the offset of the pull, or None for an abandoned pull, whose reset is the only copy, too. In
+        broadcasting, the reset is for every member, so this member forwards it to the others.
         """
         context, target = self._context, response.next_offset
-        how = "told to an abandoned pull" if pull_offset is None else "made at the broker"
+        how = "from the response to an abandoned pull" if pull_offset is None else "made at the broker"
         if context.config.remote_reset == "refuse":
             await self._keep_offset(queue)
             return
@@ -508,15 +507,15 @@ class ResetFollower:
             self.report_refusal(f"a reset of {queue}")
             await self._assignments.move(queue, offset, assignment.window, "reset refused")
 
-    # --- telling the others
+    # --- forwarding to other members
 
     async def _record_and_forward(self, topic: str, broker_name: str) -> None:
-        """Record resets that only we have heard of, and tell the other members; those that come together, together."""
+        """Record resets that only this member has received, and forward them to the others, several at a time."""
         context, key = self._context, (topic, broker_name)
         async with self._forward_locks.setdefault(key, asyncio.Lock()):
             targets = self._unrecorded.pop(key, {})
             if not targets:
-                return  # they went with those before
+                return  # an earlier call has forwarded them
             epoch = await self._assign_epoch(targets, 0)
             pauses = list(RECORD_PAUSES_S)
             times_taken = 0
@@ -538,63 +537,66 @@ class ResetFollower:
                     if not pauses or context.closing or isinstance(error, (PermissionDenied, GroupUnknown)):
                         break
                     await asyncio.sleep(pauses.pop(0))
-            told, _ = await self._forward_to_members(broker_name, PlanBody(topic, epoch, targets))
-        text = f"met by this member, told to {told or 'nobody else'}"
+            informed, _ = await self._forward_to_members(broker_name, PlanBody(topic, epoch, targets))
+        text = f"received by this member, forwarded to {informed or 'no other member'}"
         if failure:
-            text += f"; not recorded for members that are away: {failure}"
+            text += f"; not recorded for members that are down: {failure}"
         for queue, target in targets.items():
             facts = {"to": target, "epoch": epoch}
             level = logging.WARNING if failure else logging.INFO
             context.emit(EventKind.OFFSET_RESET, f"-> {target} ({text})", queue, facts, level=level)
 
     async def _assign_epoch(self, targets: Mapping[MessageQueue, int], at_least: int) -> int:
-        """Return one epoch for resets we have followed, and note that it is that one which we have followed."""
+        """Return one epoch for resets that this member has followed, and store it as their epoch."""
         epoch = max(at_least, *(self._epoch(queue) for queue in targets))
         await self._follow_all({queue: QueueReset(None, epoch) for queue in targets}, "spread")
         return epoch
 
     async def _forward_reset(self, queue: MessageQueue, target: int) -> None:
-        """A reset was told to a pull of a queue we have given up: whoever holds it now must hear of it.
+        """Forward a reset in the response to a pull of a queue that this member no longer holds.
 
-        A member of ours is told; for others, the broker is asked to reset the queue once more.
+        A member of this library gets the plan. For other holders, request the reset from the broker once more.
         """
         context = self._context
         plan = PlanBody(queue.topic, context.now_ms(), {queue: target})
-        told, moved = await self._forward_to_members(queue.broker_name, plan)
-        text = f"-> {target}, told to a pull from when the queue was ours; passed on to {told or 'nobody'}"
+        informed, moved = await self._forward_to_members(queue.broker_name, plan)
+        text = f"-> {target}, in the response to an old pull of this member; forwarded to {informed or 'no member'}"
         address = context.cluster.address(queue.broker_name, only_this=True)
         if queue not in moved and address is not None:
             try:
                 header = ResetOffsetHeader(queue.topic, context.name, -1, True, queue.queue_id, target)
                 await context.cluster.call(address, header)
-                text += ", and given back to the broker"
+                text += ", and requested again from the broker"
             except RocketError as error:
-                text += f", and not taken back by the broker: {error}"
+                text += f", and the broker refused to repeat it: {error}"
         context.emit(EventKind.OFFSET_RESET, text, queue, {"to": target}, level=logging.WARNING)
 
     async def _forward_to_members(self, broker_name: str, plan: PlanBody) -> tuple[str, set[MessageQueue]]:
-        """Tell every other member; return who was told, and the queues of a clustering group that they have moved."""
+        """Forward a plan to every other member.
+
+        Return the informed members, and the queues of a clustering group that they have moved.
+        """
         context = self._context
         try:
             ids = await context.cluster.broker(broker_name).consumer_ids(context.name)
         except RocketError as error:
-            return f"nobody else, for the members are not known: {error}", set()
+            return f"no other member, because the members are unknown: {error}", set()
         address = context.cluster.address(broker_name, only_this=True)
         if address is None:
-            return "nobody else, for the broker has no master now", set()
+            return "no other member, because the broker has no master now", set()
         others = [RemoteMember(each, (address,)) for each in ids if each != context.client_id]
         rid = str(UUID(int=context.rng.getrandbits(128), version=4))
         replies = await relay_to_all(context.cluster, context.name, others, "reset", rid, encode_plan(plan))
-        told = ", ".join(
-            client_id if reply.kind is RelayStatus.OURS else f"{client_id} (in vain: {reply.reason or reply.kind})"
+        informed = ", ".join(
+            client_id if reply.kind is RelayStatus.OURS else f"{client_id} (failed: {reply.reason or reply.kind})"
             for client_id, reply in sorted(replies.items())
         )
-        return told, {queue for reply in replies.values() for queue in reply.report.moved}
+        return informed, {queue for reply in replies.values() for queue in reply.report.moved}
 
-    # --- clustering: an admin's order to the members that hold the queues
+    # --- clustering: the plan of an admin for the members that hold the queues
 
     async def _move_held_once(self, rid: str, plan: PlanBody) -> bool:
-        """Move those of the queues that we hold, each once per plan."""
+        """Move the queues of the plan that this member holds, each once per plan."""
         moved = self._plans.setdefault(rid, {})
         while len(self._plans) > MAX_REMEMBERED_PLANS:
             del self._plans[next(iter(self._plans))]

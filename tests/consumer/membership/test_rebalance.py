@@ -172,7 +172,10 @@ class Queues:
 class Unasked:
     """Stands for resets and expressions: they have nothing to say."""
 
-    async def before_begin(self, queue):
+    async def check_queue(self, queue):
+        pass
+
+    async def read_record_before_begin(self, queue):
         pass
 
 
@@ -302,14 +305,14 @@ async def test_a_broadcasting_member_takes_all_and_asks_nobody():
 @pytest.mark.parametrize(("ids", "waits_s"), [(["me"], 0.0), (["me", "you"], HANDOVER_S)])
 async def test_a_start_waits_for_the_queues_of_the_first_round(ids, waits_s):
     async with rebalancing(ids=ids, wait_s=0) as group:
-        assert await group.rounds.in_place(5.0) == []
+        assert await group.rounds.wait_until_begun(5.0) == []
         assert group.loop.time() == pytest.approx(waits_s, abs=0.01)
         assert len(group.mine) == 4 / len(ids)
 
 
 async def test_a_start_waits_for_no_broker_for_ever():
     async with rebalancing(begin_s={queues(2)[0]: 60.0}, wait_s=0) as group:
-        assert await group.rounds.in_place(5.0) == ["orders/a/2"]
+        assert await group.rounds.wait_until_begun(5.0) == ["orders/a/2"]
         assert group.loop.time() == pytest.approx(5.0, abs=0.01)
 
 

@@ -72,7 +72,9 @@ class Line:
         return encode_command(command)
 
     def send(self, encode, on_answer, timeout_s, what="PULL_MESSAGE", on_late=None) -> int:
-        self._host.next_pull.append(SentPull(self._broker_id, decode_command(encode(1)), on_answer, timeout_s, on_late))
+        self._host.sent_pulls.append(
+            SentPull(self._broker_id, decode_command(encode(1)), on_answer, timeout_s, on_late)
+        )
         self._host.has_asked.set()
         return 1
 

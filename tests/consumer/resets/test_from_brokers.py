@@ -208,7 +208,7 @@ def both_members_replay(cluster: Any, names: Any, member: Kind) -> None:
             until(lambda: {**first.stored(), **second.stored()} == at_end, "committed again")
             assert {times for body, times in Counter(seen.bodies).items() if body in old} == {2}
         if isinstance(cluster, EmbeddedCluster):
-            assert any("from when the queue was ours" in each.text for each in first.events.of("offset-reset"))
+            assert any("in the response to an old pull" in each.text for each in first.events.of("offset-reset"))
 
 
 @pytest.mark.hazard("H29")
