@@ -47,7 +47,7 @@ quick: .venv/.test  ## unit tests: pure, or in virtual time; a minute and a half
 pythons: .venv/.test .venv/uv/bin/uv  ## unit tests on the other Pythons of this machine; .ci/pythons 3.14 gets one (ARGS='-k offsets')
 	@$(RUN)/python -m tests.interpreters --others | while read -r version python; do \
 	    echo "--- Python $$version, $$python"; \
-	    .venv/uv/bin/uv venv --quiet --clear --python $$python .venv/python-$$version && \
+	    { [ -x .venv/python-$$version/bin/python ] || .venv/uv/bin/uv venv --quiet --python $$python .venv/python-$$version; } && \
 	    .venv/uv/bin/uv pip install --quiet --python .venv/python-$$version --require-hashes --requirement .ci/lock.txt && \
 	    PYROCKET_PURE=1 .venv/uv/bin/uv pip install --quiet --python .venv/python-$$version --no-build-isolation --no-deps --editable . && \
 	    .venv/python-$$version/bin/python -m pytest -q -n auto -m unit --real=none $(ARGS) </dev/null || exit 1; \
