@@ -11,6 +11,7 @@ from pyrocket_consumer.config import ConsumerConfig, ProducerConfig
 from pyrocket_consumer.errors import (
     AddressRefused,
     BrokerError,
+    ClientClosed,
     ConfigError,
     ConnectError,
     ConnectionLost,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         QueueProgress,
         Retry,
         Suspend,
+        in_machine_rooms,
         sql,
     )
     from pyrocket_consumer.producer import AsyncProducer, Producer, SendResult
@@ -67,6 +69,7 @@ _HOMES = {  # imported when first used, so that the import is quick
     "Retry": "pyrocket_consumer.consumer",
     "Suspend": "pyrocket_consumer.consumer",
     "SendResult": "pyrocket_consumer.producer",
+    "in_machine_rooms": "pyrocket_consumer.consumer",
     "sql": "pyrocket_consumer.consumer",
 }
 
@@ -77,6 +80,7 @@ __all__ = [
     "AsyncProducer",
     "AsyncPushConsumer",
     "BrokerError",
+    "ClientClosed",
     "ConfigError",
     "ConnectError",
     "ConnectionLost",
@@ -111,6 +115,7 @@ __all__ = [
     "SendResult",
     "Suspend",
     "__version__",
+    "in_machine_rooms",
     "sql",
 ]
 

@@ -166,8 +166,12 @@ class Fenced(RocketError):
         )
 
 
-class ConsumerClosed(RocketError):
-    """The consumer (or producer, or cluster) is closed and cannot be used any more; make a new one."""
+class ClientClosed(RocketError):
+    """The consumer, producer or admin is closed, or not started, or was started before a fork; make a new one."""
+
+
+ConsumerClosed = ClientClosed
+"""The old name of `ClientClosed`, an alias."""
 
 
 class SendError(RocketError):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pyrocket_consumer
-from pyrocket_consumer import Admin, ConsumerEvent, Producer, RocketError, SendError
+from pyrocket_consumer import Admin, ClientClosed, ConsumerEvent, Producer, PushConsumer, RocketError, SendError
 from pyrocket_consumer.errors import BrokerError, ConnectError
 from pyrocket_consumer.model import EventKind
 from pyrocket_consumer.protocol.codes import RequestCode
@@ -118,3 +118,11 @@ def test_every_log_of_the_package_has_records_of_one_line():
     folder = Path(pyrocket_consumer.__file__).parent
     others = [path for path in folder.rglob("*.py") if "getLogger" in path.read_text() and path.name != "text.py"]
     assert not others, "they make a log of their own; take text.logger"
+
+
+def test_the_old_name_of_client_closed_still_works():
+    assert pyrocket_consumer.ConsumerClosed is ClientClosed
+    old = pickle.loads(b"cpyrocket_consumer.errors\nConsumerClosed\n(Vthe consumer is closed\ntR.")
+    assert (type(old), str(old)) == (ClientClosed, "the consumer is closed")
+    with pytest.raises(pyrocket_consumer.ConsumerClosed):
+        PushConsumer("orders-app", name_server="127.0.0.1:1").join()

@@ -37,7 +37,7 @@ from pyrocket_consumer.config import (
     check_text,
     check_topic,
 )
-from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
+from pyrocket_consumer.errors import ClientClosed, ConfigError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageModel, MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import safe_repr_unless_secret
@@ -61,7 +61,7 @@ class Admin:
 
     Every method may raise ConnectError when a name server or broker cannot be reached, ConnectionLost when one goes
     away meanwhile, BrokerError when one refuses (PermissionDenied: see the access key), RequestTimeout when one does
-    not answer, ConfigError when an argument is not allowed, and ConsumerClosed after `close()` or a fork.
+    not answer, ConfigError when an argument is not allowed, and ClientClosed after `close()` or a fork.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Admin:
 
         Raises:
             ConnectError: no name server answers. It can be started again.
-            ConsumerClosed: it was closed, maybe meanwhile.
+            ClientClosed: it was closed, maybe meanwhile.
         """
         self._started()
 
@@ -153,7 +153,7 @@ class Admin:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConsumerClosed("this admin is closed; make a new one")
+            raise ClientClosed("this admin is closed; make a new one")
 
     def close(self) -> None:
         """Disconnect. A second close does nothing."""
@@ -391,8 +391,8 @@ class Admin:
                     progress(step)
             return future.result(0)
         except (RocketError, CancelledError) as error:
-            if self._closed and not isinstance(error, ConsumerClosed):
-                raise ConsumerClosed("this admin was closed while the reset ran") from error
+            if self._closed and not isinstance(error, ClientClosed):
+                raise ClientClosed("this admin was closed while the reset ran") from error
             raise
         except (TimeoutError, Empty) as error:
             raise RequestTimeout("the reset", f"group {plan.group}", _SLOW_TIMEOUT_S) from error

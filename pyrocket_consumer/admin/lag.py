@@ -18,7 +18,7 @@ from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.cluster.offset_lookup import fetch_committed_offsets, fetch_first_and_last
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.cluster.responses import read_body
-from pyrocket_consumer.errors import ConnectError, ConsumerClosed, PermissionDenied, RocketError, RouteNotFound
+from pyrocket_consumer.errors import ClientClosed, ConnectError, PermissionDenied, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, retry_topic
 from pyrocket_consumer.offsets.database.claim import StoredOffset
 from pyrocket_consumer.protocol.bodies import QueueConsumeStats, decode_consume_stats
@@ -137,7 +137,7 @@ class _Survey:
             RocketError: no broker is left, or it is we who are closed.
         """
         for name, error in sorted(failures.items()):
-            if isinstance(error, ConsumerClosed):
+            if isinstance(error, ClientClosed):
                 raise error
             self.brokers.pop(name, None)
             self.missing[name] = str(error)

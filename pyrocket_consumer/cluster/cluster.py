@@ -1,4 +1,4 @@
-"""One client's view of a RocketMQ cluster: its name servers, routes, brokers, and its own membership."""
+"""The connection of one client to a RocketMQ cluster: name servers, routes, brokers, and its own membership."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from pyrocket_consumer.cluster.server_requests import OnRefused, RequestHandler,
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import (
     BrokerError,
+    ClientClosed,
     ConnectError,
-    ConsumerClosed,
     RequestTimeout,
     RocketError,
     RouteNotFound,
@@ -49,17 +49,17 @@ log = logger("cluster")
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 5.0
-_REFRESH_GAP_S = 1.0  # between two refreshes of routes that lost connections ask for
+_REFRESH_GAP_S = 1.0  # between two refreshes of routes that lost connections cause
 _FIRST_REGISTER_PAUSE_S = 0.1
 _LONGEST_REGISTER_PAUSE_S = 5.0
-_LOSS_WINDOW_S = 10.0  # between two connections lost in a row
-_LOGGED_LOSSES = 3  # so many are told, and the broker is greeted at once
-_MAX_UNANSWERED = 2  # calls in a row without an answer
-_JITTER = 0.1  # of an interval, so that clients that start together do not ask together for ever
+_LOSS_WINDOW_S = 10.0  # losses of a connection at most this far from each other count as consecutive
+_LOGGED_LOSSES = 3  # consecutive losses that are logged as warnings and cause an immediate heartbeat
+_MAX_UNANSWERED = 2  # consecutive calls without a response
+_JITTER = 0.1  # of an interval, so that clients that start together do not send all later requests together
 
 
 class ClusterState(Enum):
-    """A cluster's life. There is no way back: a closed one stays closed."""
+    """The states of a cluster. A closed one stays closed."""
 
     CREATED = "created"
     RUNNING = "running"
@@ -69,11 +69,12 @@ class ClusterState(Enum):
 class Cluster:
     """Calls to the name servers and brokers of one cluster, and membership in it.
 
-    `async` methods, `add_…`, `remove_…`, `on_…` and `forget_topic` belong on the I/O thread (before `start()`: on any);
-    `start`, `close`, `run` and `submit` on all other threads; `broker_addresses`, `address` and `broker` on any.
+    Call `async` methods, `add_…`, `remove_…`, `on_…` and `forget_topic` on the I/O thread; before `start()`, on any.
+    Call `start`, `close`, `run` and `submit` on all other threads. `broker_addresses`, `address` and `broker` are
+    thread-safe.
 
-    With `io` the loop is shared and is neither started nor stopped here. Without, each cluster has an I/O thread.
-    Time and sockets are reached through that loop only, and chance through `rng` only.
+    With `io` the cluster uses that loop, and neither starts nor stops it. Without, it starts its own I/O thread. It
+    reads the time and opens sockets only through the loop, and takes random numbers only from `rng`.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Cluster:
         self._in_use: Callable[[str], bool] = lambda broker_name: False
         self._lingering: dict[str, str] = {}  # addresses that no route names, of brokers in use
         self._unanswered: dict[str, int] = {}
-        self._losses: dict[str, tuple[float, int]] = {}  # by address: when the last was, and how many in a row
+        self._losses: dict[str, tuple[float, int]] = {}  # by address: the time of the last loss, consecutive losses
         self._refresh_wanted = asyncio.Event()
 
     # --- life
@@ -113,10 +114,10 @@ class Cluster:
 
         Raises:
             ConnectError: no name server answers; names every address and its reason. Nothing is left running.
-            ConsumerClosed: it was started before.
+            ClientClosed: it was started before.
         """
         if self.state is not ClusterState.CREATED:
-            raise ConsumerClosed(f"this client is {self.state.value} and starts only once; make a new one")
+            raise ClientClosed(f"this client is {self.state.value} and starts only once; make a new one")
         if self._io is None:
             self._io = IoThread()
             self._io.start()
@@ -133,7 +134,7 @@ class Cluster:
             raise
 
     async def start_on_loop(self) -> None:
-        """Do what `start` does, on the I/O loop; for one that is not a thread of its own."""
+        """Do the same as `start`, on an I/O loop that has no thread of its own."""
         self._pid = os.getpid()
         self._connections = Connections(
             self.loop,
@@ -154,9 +155,10 @@ class Cluster:
         self.spawn(self._keep_membership(), "send heartbeats")
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """End every connection and background task. Calls that wait get an error. A second close does nothing.
+        """Close every connection and cancel every background task. Pending calls raise an error.
 
-        In a process forked after `start()` it does nothing at all: the connections are the parent's.
+        A second close does nothing. In a process forked after `start()` it has no effect, because the connections
+        belong to the parent.
         """
         if self._io is None or self._pid is None or self._forked():
             self.state = ClusterState.CLOSED
@@ -164,17 +166,17 @@ class Cluster:
         if self.state is not ClusterState.CLOSED:
             try:
                 self._io.run(self.close_on_loop(), timeout_s)
-            except (RequestTimeout, ConsumerClosed) as error:
+            except (RequestTimeout, ClientClosed) as error:
                 log.error("client_id=%s was not closed in time reason=%s", self.client_id, error)
             self.state = ClusterState.CLOSED
         if self._owns_io:
             self._io.stop(timeout_s)
 
     def warn_unclosed(self, owner: object, close: Callable[[], object] | None = None) -> None:
-        """Warn that `owner`, which is about to be collected, was not closed, and have it closed in the background.
+        """Warn that `owner`, which is about to be garbage-collected, was not closed, and close it in the background.
 
-        For finalizers. `close` (the cluster's own, by default) must not need `owner`. Nothing happens at the end of the
-        process, which has waited for producers, and ends the rest.
+        For finalizers. `close` (default: the cluster's own) must not refer to `owner`. At the end of the process it
+        does nothing, because the interpreter has already flushed producers and stops all threads.
         """
         if sys.is_finalizing() or self._forked():
             return
@@ -183,7 +185,7 @@ class Cluster:
             warnings.warn(f"unclosed {owner!r}; call close(), or use `with`", ResourceWarning, 3, source=owner)
 
     async def close_on_loop(self) -> None:
-        """Do what `close` does, on the I/O loop; for one that is not a thread of its own."""
+        """Do the same as `close`, on an I/O loop that has no thread of its own."""
         self.state = ClusterState.CLOSED
         tasks = list(self._tasks)
         for task in tasks:
@@ -194,14 +196,14 @@ class Cluster:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The I/O loop; there is none before `start()`."""
+        """The I/O loop. Raises ConsumerClosed before `start()`."""
         if self._io is None:
-            raise ConsumerClosed("this client is not started; call start() first")
+            raise ClientClosed("this client is not started; call start() first")
         return self._io.loop
 
     @property
     def is_signing(self) -> bool:
-        """Whether requests are signed, so that a prepared frame cannot be sent as it is."""
+        """Whether requests are signed, so that a prepared frame cannot be sent unchanged."""
         return self.config.access_key is not None
 
     @property
@@ -215,21 +217,21 @@ class Cluster:
         Raises:
             RuntimeError: called on the I/O thread itself; await the coroutine there.
             RequestTimeout: not done within `timeout_s`.
-            ConsumerClosed: the cluster is not running, is closed meanwhile, or belongs to the process this one was
+            ClientClosed: the cluster is not running, is closed meanwhile, or belongs to the process this one was
                 forked from.
         """
         try:
             return self._usable_io(coroutine).run(coroutine, timeout_s)
-        except RocketError as error:  # whatever was made of a connection that was lost by that
-            if self.state is ClusterState.CLOSED and not isinstance(error, ConsumerClosed):
-                raise ConsumerClosed("the client was closed while the call waited") from error
+        except RocketError as error:  # any error that a connection closed by close() caused
+            if self.state is ClusterState.CLOSED and not isinstance(error, ClientClosed):
+                raise ClientClosed("the client was closed while the call waited") from error
             raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start `coroutine` on the I/O thread and return at once; the future gets its result.
 
         Raises:
-            ConsumerClosed: as for `run`.
+            ClientClosed: as for `run`.
         """
         return self._usable_io(coroutine).submit(coroutine)
 
@@ -243,14 +245,14 @@ class Cluster:
         return self._io
 
     def check_usable(self) -> None:
-        """Raise ConsumerClosed unless the cluster is running, in this very process."""
+        """Raise ClientClosed unless the cluster is running, in this very process."""
         if self._forked():
-            raise ConsumerClosed(
+            raise ClientClosed(
                 f"this client belongs to process {self._pid}, and this is process {os.getpid()}, forked from it; "
                 "make a new one after the fork"
             )
         if self.state is not ClusterState.RUNNING:
-            raise ConsumerClosed(f"this client is {self.state.value}, not running; make a new one and start it")
+            raise ClientClosed(f"this client is {self.state.value}, not running; make a new one and start it")
 
     def _forked(self) -> bool:
         return self._pid is not None and self._pid != os.getpid()
@@ -268,15 +270,15 @@ class Cluster:
         code: int | None = None,
         on_late: OnLateResponse | None = None,
     ) -> RemotingCommand:
-        """Return the answer of the server at `address`. Connecting, if need be, counts towards `timeout_s`.
+        """Return the response of the server at `address`. `timeout_s` includes the time to connect, if necessary.
 
-        `accept` are the codes that are no error; `code` replaces the header's request code. `on_late` gets an answer
-        that comes after the timeout.
+        `accept` contains the response codes that are not errors; `code` replaces the header's request code. `on_late`
+        receives a response that arrives after the timeout.
 
         Raises:
-            BrokerError: it answered with another code; PermissionDenied and FlowControl are kinds of it.
-            ConnectError: there is no connection. Nothing was sent.
-            RequestTimeout, ConnectionLost: no answer came. It may have been done or not.
+            BrokerError: the response has another code. PermissionDenied and FlowControl are subclasses.
+            ConnectError: there is no connection. The request was not sent.
+            RequestTimeout, ConnectionLost: no response arrived. The server may have executed the request.
         """
         command = request(header, body, code=code)
         return await self._send(address, command, timeout_s or self.config.call_timeout_s, accept, on_late)
@@ -284,13 +286,13 @@ class Cluster:
     async def call_many(
         self, address: str, commands: Collection[RemotingCommand]
     ) -> list[RemotingCommand | RocketError]:
-        """Return the answers of the server at `address` to requests that are sent all at once, in their order.
+        """Send requests to the server at `address` all at once. Return the responses in the order of the requests.
 
-        In the place of an answer is the error that `call` would raise. For thousands of small questions: it takes
-        less than half the time of a `call` for each.
+        A failed request has the error that `call` would raise in place of its response. For thousands of small
+        requests this takes less than half the time of one `call` each.
 
         Raises:
-            ConnectError: there is no connection. Nothing was sent.
+            ConnectError: there is no connection. No request was sent.
         """
         connection, timeout_s = await self._connect_within(address, self.config.call_timeout_s)
         responses = await connection.call_many(commands, timeout_s)
@@ -314,7 +316,7 @@ class Cluster:
         return check_response(await call(command, timeout_s, on_late), address, accept)
 
     async def _connect_within(self, address: str, timeout_s: float) -> tuple[Connection, float]:
-        """Return an open connection, and what it has left of `timeout_s`."""
+        """Return an open connection, and the rest of `timeout_s`."""
         connection = self._running_connections().peek(address)
         if connection is not None:
             return connection, timeout_s
@@ -333,10 +335,10 @@ class Cluster:
     async def _call_connection(
         self, connection: Connection, command: RemotingCommand, timeout_s: float, on_late: OnLateResponse | None = None
     ) -> RemotingCommand:
-        """Return the answer; close a connection on which several in a row did not come.
+        """Return the response. Close the connection if several calls in a row have no response.
 
-        What has become of a peer that fell silent is learned only by a new connection: the old one may wait for a
-        quarter of an hour. To a broker that knows us heartbeats are the judge, for a busy one still answers those.
+        Only a new connection shows whether a silent peer still exists; TCP may keep the old one for 15 minutes. For
+        a broker that receives heartbeats only these count, because a busy broker still responds to them.
         """
         address = connection.address
         try:
@@ -356,28 +358,29 @@ class Cluster:
     async def call_name_server(
         self, header: Header, body: bytes = b"", *, timeout_s: float | None = None, accept: Container[int] = (0,)
     ) -> RemotingCommand:
-        """Return the answer of the first name server that gives one; each has `timeout_s`.
+        """Return the response of the first name server that sends one; `timeout_s` applies to each.
 
         Raises:
-            ConnectError: none answered; names every address and its reason. With one name server its own error.
-            BrokerError: it said no.
+            ConnectError: no name server responded; the text names every address and its reason. With a single name
+                server its own error is raised.
+            BrokerError: the name server refused the request.
         """
         return await self._name_servers.call(header, body, timeout_s=timeout_s, accept=accept)
 
     async def read_from_name_server(self, header: Header, decode: Callable[[bytes], T]) -> T:
-        """Return `decode(body)` of the first name server whose answer can be read.
+        """Return `decode(body)` of the first name server whose response can be read.
 
         Raises:
-            ProtocolError: there is one name server, and what it answered cannot be read.
-            ConnectError, BrokerError: as `call_name_server` does.
+            ProtocolError: the only name server sent a response that cannot be read.
+            ConnectError, BrokerError: as for `call_name_server`.
         """
         return await self._name_servers.read(header, decode)
 
     async def call_every_name_server(self, header: Header, body: bytes = b"") -> list[RemotingCommand]:
-        """Return every name server's answer: for changes, which name servers do not pass on to each other.
+        """Return the response of every name server: for changes, because name servers do not share them.
 
         Raises:
-            ConnectError: one of them did not answer or said no; names each that failed.
+            ConnectError: a name server did not respond or refused; the text names each that failed.
         """
         return await self._name_servers.call_every(header, body)
 
@@ -385,15 +388,15 @@ class Cluster:
         """Return an open connection to `address`.
 
         Raises:
-            ConnectError: there is none to be had.
+            ConnectError: no connection can be opened.
         """
         return await self._running_connections().get(address)
 
     async def open_blocking_connection(self, address: str) -> BlockingConnection:
-        """Return a new connection to `address`, which the caller waits on and closes itself, in a thread of its own.
+        """Return a new connection to `address`, which the caller uses in its own thread and must close.
 
         Raises:
-            ConnectError: there is none to be had.
+            ConnectError: no connection can be opened.
         """
         return await open_blocking_connection(
             self.loop,
@@ -411,7 +414,7 @@ class Cluster:
 
     def _running_connections(self) -> Connections:
         if self._connections is None or self.state is not ClusterState.RUNNING:
-            raise ConsumerClosed(f"this client is {self.state.value}, not running; make a new one and start it")
+            raise ClientClosed(f"this client is {self.state.value}, not running; make a new one and start it")
         return self._connections
 
     def _sign(self, command: RemotingCommand) -> None:
@@ -423,14 +426,14 @@ class Cluster:
     # --- routes and brokers
 
     async def route(self, topic: str, *, refresh: bool = False, after: float | None = None) -> TopicRoute:
-        """Return where `topic` lives. It is asked for once, and kept fresh from then on.
+        """Return the route of `topic`. The first call fetches it; from then on it is refreshed.
 
-        With `refresh` it is asked for now; with `after`, unless it was asked for since that time of the loop. If that
-        fails it is an error here, but what was known stays known.
+        With `refresh`, fetch it now. With `after`, fetch it unless it was requested after that time of the loop. If
+        this fails, the call raises, but the known route stays.
 
         Raises:
             RouteNotFound: no name server knows the topic, or no broker that has it is up.
-            ConnectError, RequestTimeout: no name server answers.
+            ConnectError, RequestTimeout: no name server responds.
         """
         return await self._routes.get(topic, refresh=refresh, after=after)
 
@@ -443,26 +446,26 @@ class Cluster:
             raise
 
     def known_route(self, topic: str) -> TopicRoute | None:
-        """Return what is known of `topic` without asking anybody."""
+        """Return the known route of `topic`, None if there is none. Sends no request."""
         return self._routes.known(topic)
 
     def forget_topic(self, topic: str) -> None:
-        """Keep the route of `topic` fresh no longer; connections to brokers that only it names are closed."""
+        """Stop refreshing the route of `topic`, and close connections to brokers that only this route names."""
         self._routes.forget(topic)
 
     def broker_addresses(self) -> AddressTable:
-        """Return broker name -> id -> address, from all routes known, and of brokers kept within reach."""
+        """Return broker name -> id -> address, from all known routes and of brokers kept reachable."""
         named, former = self._routes.brokers, self._routes.former
         if not former:
             return MappingProxyType(named)
         return {name: {**former.get(name, {}), **named.get(name, {})} for name in named.keys() | former.keys()}
 
     def address(self, broker_name: str, broker_id: int = MASTER_ID, *, only_this: bool = False) -> str | None:
-        """Return where to reach a broker: at the id asked for, else, unless `only_this`, at the next best one."""
+        """Return the address of a broker with this id, or, unless `only_this`, that of the next best id."""
         return self._routes.address(broker_name, broker_id, only_this=only_this)
 
     def broker_name(self, address: str) -> str | None:
-        """Return the name of the broker that is at `address`, None if no route names it."""
+        """Return the name of the broker at `address`, None if no route names it."""
         return next((name for name, ids in self.broker_addresses().items() if address in ids.values()), None)
 
     def broker(self, broker_name: str) -> Broker:
@@ -470,7 +473,7 @@ class Cluster:
         return Broker(self, broker_name)
 
     def on_route_changed(self, hook: Callable[[str, TopicRoute], None]) -> None:
-        """Have `hook(topic, route)` called, on the I/O thread, when a route is new or differs."""
+        """Call `hook(topic, route)` on the I/O thread when a route is new or has changed."""
         self._route_hooks.append(hook)
 
     def _route_changed(self, route: TopicRoute | None, added: frozenset[str], removed: frozenset[str]) -> None:
@@ -478,7 +481,7 @@ class Cluster:
             del self._lingering[address]
         former = {address: name for name, ids in self._routes.former.items() for address in ids.values()}
         for address in removed:
-            log.info("broker=%s is named by no route any more", address)
+            log.info("broker=%s is in no route any longer", address)
             if address in former and self._in_use(former[address]):
                 self._lingering[address] = former[address]
             else:
@@ -489,7 +492,7 @@ class Cluster:
             self._notify(self._route_hooks, route.topic, route)
 
     def on_address_refused(self, hook: OnAddressRefused) -> None:
-        """Have `hook(address, why)` called, on the I/O thread, when a broker is not connected to for where it is."""
+        """Call `hook(address, why)` on the I/O thread when a broker's address is not allowed."""
         self._refused_hooks.append(hook)
 
     def _address_refused(self, address: str, why: str) -> None:
@@ -498,9 +501,9 @@ class Cluster:
         self._notify(self._refused_hooks, address, why)
 
     def keep_reachable(self, in_use: Callable[[str], bool]) -> None:
-        """Have brokers that no route names any more kept within reach while `in_use(broker_name)`.
+        """Keep the addresses of brokers that no route names while `in_use(broker_name)` is true.
 
-        Name servers may lose sight of one that is up, and the last offsets of its queues are to be stored there.
+        A name server may lose a broker that is still up, and the last offsets of its queues must be stored there.
         """
         self._in_use = in_use
 
@@ -510,7 +513,7 @@ class Cluster:
         self._heartbeats.forget(address)
         self._losses.pop(address, None)
         if self._connections is not None:
-            self._connections.drop(address, "no route names this broker any more")
+            self._connections.drop(address, "no route names this broker any longer")
 
     async def _keep_routes_fresh(self) -> None:
         while True:
@@ -532,25 +535,25 @@ class Cluster:
     # --- membership
 
     def add_consumer(self, group: str, data: Callable[[], ConsumerData]) -> None:
-        """Have heartbeats tell of a consumer group; `data` says what it subscribes to at that moment."""
+        """Include a consumer group in heartbeats; `data` returns its current subscriptions."""
         self._heartbeats.add_consumer(group, data)
 
     def remove_consumer(self, group: str) -> None:
-        """Have heartbeats no longer tell of a consumer group; see also `unregister`."""
+        """Exclude a consumer group from heartbeats; see also `unregister`."""
         self._heartbeats.remove_consumer(group)
 
     def add_producer(self, group: str) -> None:
-        """Have heartbeats tell of a producer group."""
+        """Include a producer group in heartbeats."""
         self._heartbeats.add_producer(group)
 
     def remove_producer(self, group: str) -> None:
-        """Have heartbeats no longer tell of a producer group; see also `unregister`."""
+        """Exclude a producer group from heartbeats; see also `unregister`."""
         self._heartbeats.remove_producer(group)
 
     async def heartbeat(self) -> int:
-        """Send a heartbeat to every broker known (only to masters, if all groups are producers').
+        """Send a heartbeat to every known broker; only to masters if all groups are producer groups.
 
-        Returns how many answered. The others are logged and tried again.
+        Returns the number of brokers that responded. The others are logged and retried.
         """
         return await self._heartbeats.send_all(self._heartbeat_targets())
 
@@ -558,39 +561,39 @@ class Cluster:
         """Send a heartbeat to one broker.
 
         Raises:
-            BrokerError, ConnectError, ConnectionLost, RequestTimeout: it did not take it.
+            BrokerError, ConnectError, ConnectionLost, RequestTimeout: the broker did not accept it.
         """
         await self._heartbeats.send(address)
 
     async def open_registered_connection(self, address: str) -> Connection:
-        """Return an open connection on which the broker knows us: one that has had a heartbeat, if we send any.
+        """Return an open connection on which the broker has received a heartbeat, if this client sends any.
 
         Raises:
-            BrokerError, ConnectError, ConnectionLost, RequestTimeout: it could not be had.
+            BrokerError, ConnectError, ConnectionLost, RequestTimeout: no connection, or the heartbeat failed.
         """
         return await self._heartbeats.send(address, only_if_new=True)
 
     def find_registered_connection(self, address: str) -> Connection | None:
-        """Return the connection `open_registered_connection` would, if there is one right now."""
+        """Return the connection that `open_registered_connection` would return, None if there is none yet."""
         connection = self._connections.peek(address) if self._connections is not None else None
         return connection if connection is not None and self._heartbeats.is_registered(connection) else None
 
     def broker_version(self, address: str) -> int | None:
-        """Return the version number a broker answered heartbeats with, None before the first."""
+        """Return the version number in a broker's responses to heartbeats, None before the first one."""
         return self._heartbeats.versions.get(address)
 
     async def unregister(self, *, consumer_group: str | None = None, producer_group: str | None = None) -> None:
-        """Have the brokers forget a group of ours at once; exactly one of the two.
+        """Unregister a group of this client at all brokers; pass exactly one of the two arguments.
 
-        Heartbeats no longer tell of it. Best effort: a broker that does not answer finds out by itself, when the
-        connection ends.
+        Heartbeats exclude the group from now on. This is best effort: a broker that does not respond removes the
+        client when the connection ends.
         """
         members = self._heartbeat_targets(every=True)
         connections = [each for each in self._running_connections().all() if each.address in members]
         await self._heartbeats.unregister(connections, consumer_group, producer_group)
 
     def _heartbeat_targets(self, *, every: bool = False) -> frozenset[str]:
-        """Return the brokers that should know us."""
+        """Return the addresses of the brokers that should receive heartbeats."""
         if every or self._heartbeats.has_consumers:
             return self._routes.addresses | self._lingering.keys() if self._lingering else self._routes.addresses
         return self._routes.masters()
@@ -609,13 +612,13 @@ class Cluster:
             await self.heartbeat()
 
     def on_broker_lost(self, hook: Callable[[str, str], None]) -> None:
-        """Have `hook(address, reason)` called, on the I/O thread, when the connection to a broker ends unasked."""
+        """Call `hook(address, reason)` on the I/O thread when the connection to a broker is lost."""
         self._lost_hooks.append(hook)
 
     def on_broker_reconnected(self, hook: Callable[[str], None]) -> None:
-        """Have `hook(address)` called, on the I/O thread, when a broker has had a heartbeat on a new connection.
+        """Call `hook(address)` on the I/O thread when a broker has received a heartbeat on a new connection.
 
-        It may have forgotten locks, members, and commits of the last seconds. Not called for the first connection.
+        The broker may have lost locks, members, and commits of the last seconds. The first connection does not count.
         """
         self._reconnect_hooks.append(hook)
 
@@ -637,12 +640,12 @@ class Cluster:
         self._notify(self._reconnect_hooks, address)
 
     def _loss_level(self, address: str) -> int:
-        """Return how a loss is logged: of a broker that takes connections and ends them, the first ones are enough."""
+        """Return the log level of a loss: DEBUG after the first ones of a broker that accepts and closes connections."""
         losses = self._losses.get(address, (0.0, 0))[1]
         return logging.DEBUG if losses > _LOGGED_LOSSES else logging.WARNING
 
     def _register_in_background(self, address: str) -> None:
-        """Get a heartbeat to a broker that is new, or was lost, as soon as it can be had."""
+        """Send a heartbeat to a new or reconnecting broker as soon as it is reachable."""
         if self._heartbeats.is_needed and address not in self._registering:
             self._registering.add(address)
             self.spawn(self._register_until_known(address), f"greet {address}")
@@ -651,7 +654,7 @@ class Cluster:
         pause_s = _FIRST_REGISTER_PAUSE_S
         excess = min(self._losses.get(address, (0.0, 0))[1] - _LOGGED_LOSSES, 16)
         try:
-            if excess > 0:  # it takes connections and ends them
+            if excess > 0:  # it accepts connections and closes them
                 await asyncio.sleep(min(_FIRST_REGISTER_PAUSE_S * 2**excess, _LONGEST_REGISTER_PAUSE_S))
             while self._heartbeats.is_needed and address in self._heartbeat_targets():
                 try:
@@ -667,25 +670,25 @@ class Cluster:
     # --- requests of brokers
 
     def on_request(self, code: RequestCode, handler: RequestHandler) -> None:
-        """Have a broker's requests with `code` handled by `handler`."""
+        """Handle requests of brokers with this `code` by `handler`."""
         self._requests.on_request(code, handler)
 
     def on_request_refused(self, hook: OnRefused) -> None:
-        """Have `hook(code, address, why)` called, on the I/O thread, for each request that is not obeyed."""
+        """Call `hook(code, address, why)` on the I/O thread for each refused request."""
         self._requests.on_refused(hook)
 
     def _is_broker(self, address: str) -> bool:
-        """Tell whether a broker that a route names, or whose queues are in use, is at `address`."""
+        """Return whether `address` is that of a broker that a route names, or whose queues are in use."""
         return address in self._routes.addresses or address in self._lingering
 
-    # --- surprises
+    # --- unexpected errors
 
     def on_failure(self, hook: Callable[[BaseException], None]) -> None:
-        """Have `hook(error)` called, on the I/O thread, when something ended by surprise. Nothing restarts it."""
+        """Call `hook(error)` on the I/O thread when a task ended or a hook raised unexpectedly. Nothing restarts it."""
         self._failure_hooks.append(hook)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run `work` in the background until it ends or the cluster is closed. An error is a failure of the client."""
+        """Run `work` in the background until it ends or the cluster is closed. An error counts as a client failure."""
         task = self.loop.create_task(work, name=name)
         self._tasks[task] = None
         task.add_done_callback(self._task_ended)
@@ -704,9 +707,9 @@ class Cluster:
                 self._report_failure(f"hook {hook!r} raised", error)
 
     def handle_loop_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Judge what the loop could not hand to anybody. Network trouble is reported where it matters; a bug is not.
+        """Handle an exception that nothing else handles: the exception handler of a loop that only this cluster uses.
 
-        The exception handler of a loop that is this cluster's alone.
+        Network errors are logged at DEBUG, because the calls that they affect raise them. Others are client failures.
         """
         error = context.get("exception")
         if error is None or isinstance(error, (RocketError, OSError)):
@@ -729,10 +732,10 @@ def _to_result(response: RemotingCommand | Exception, address: str) -> RemotingC
 
 
 def tls_context(tls: bool | ssl.SSLContext) -> ssl.SSLContext | None:
-    """Return the context for connections to name servers and brokers, None for plain ones.
+    """Return the context for connections to name servers and brokers, None for connections without TLS.
 
-    True verifies certificate and host name against the system's authorities. Out of the box brokers present a
-    self-signed certificate, new at every start, that no client can verify. To accept any, from anybody:
+    True verifies certificate and host name against the system's authorities. By default brokers present a self-signed
+    certificate, new at every start, which no client can verify. To accept any certificate from any peer:
 
         context = ssl.create_default_context()
         context.check_hostname = False

@@ -9,6 +9,7 @@ from pyrocket_consumer.consumer.listener import (
     Retry,
     Suspend,
 )
+from pyrocket_consumer.consumer.membership.allocation import in_machine_rooms
 from pyrocket_consumer.consumer.push_consumer import AsyncPushConsumer, PushConsumer, sql
 from pyrocket_consumer.consumer.runtime.member import ConsumerState
 
@@ -23,5 +24,6 @@ __all__ = [
     "QueueProgress",
     "Retry",
     "Suspend",
+    "in_machine_rooms",
     "sql",
 ]

@@ -31,7 +31,7 @@ from pyrocket_consumer.consumer.dispatch.concurrent import AsyncWorkers, Listene
 from pyrocket_consumer.consumer.listener import Listener, MessageListener
 from pyrocket_consumer.consumer.runtime.lifecycle import CLOSE_MARGIN_S, ConsumerLifecycle
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
-from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError
+from pyrocket_consumer.errors import ClientClosed, ConfigError, RequestTimeout, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.protocol.subscription import parse_subscription
@@ -208,18 +208,18 @@ class _BaseConsumer:
 
     def _start_failed(self, lifecycle: ConsumerLifecycle, error: BaseException) -> None:
         """Let a start be tried again of which nothing is left; not one that somebody has closed."""
-        if lifecycle.closed.is_set() and self._lifecycle is lifecycle and not isinstance(error, ConsumerClosed):
+        if lifecycle.closed.is_set() and self._lifecycle is lifecycle and not isinstance(error, ClientClosed):
             self._lifecycle = ConsumerLifecycle(self.config, self._workers_for)
 
     def _check_unstarted(self) -> None:
         if self._lifecycle.has_begun:
-            raise ConsumerClosed(f"{self!r} cannot be started again; make a new one")
+            raise ClientClosed(f"{self!r} cannot be started again; make a new one")
 
     def _check_started(self) -> None:
         if self._lifecycle.is_forked:
-            raise ConsumerClosed("this consumer was started before a fork; make a new one in the child process")
+            raise ClientClosed("this consumer was started before a fork; make a new one in the child process")
         if not self._lifecycle.has_begun:
-            raise ConsumerClosed(f"{self!r} is not started; call start() before join(), or use `with`")
+            raise ClientClosed(f"{self!r} is not started; call start() before join(), or use `with`")
         if not self._subscriptions and not self._missed_subscription and self._lifecycle.member is not None:
             self._missed_subscription = True
             text = "no topic is subscribed to, so nothing will come; call subscribe() first"
@@ -228,9 +228,9 @@ class _BaseConsumer:
     def _running_member(self) -> GroupMember:
         lifecycle = self._lifecycle
         if lifecycle.is_forked:
-            raise ConsumerClosed("this consumer was started before a fork; make a new one in the child process")
+            raise ClientClosed("this consumer was started before a fork; make a new one in the child process")
         if lifecycle.member is None or lifecycle.member.state is not ConsumerState.RUNNING:
-            raise ConsumerClosed(f"{self!r} is not running")
+            raise ClientClosed(f"{self!r} is not running")
         return lifecycle.member
 
     def _subscribable_member(self) -> GroupMember:
@@ -291,7 +291,7 @@ class PushConsumer(_BaseConsumer):
             ConnectError: no name server could be reached; its text names each. Nothing is left of a start that failed,
                 and it may be tried again.
             OffsetStoreError: the offset store cannot be opened.
-            ConsumerClosed: started before, or closed.
+            ClientClosed: started before, or closed.
         """
         self._check_unstarted()
         lifecycle = self._lifecycle
@@ -304,9 +304,9 @@ class PushConsumer(_BaseConsumer):
                     raise  # of its own
                 raise RequestTimeout("starting", "the I/O thread", lifecycle.start_timeout_s) from error
             except concurrent.futures.CancelledError:
-                raise ConsumerClosed("the consumer was closed while it started") from None
+                raise ClientClosed("the consumer was closed while it started") from None
         except BaseException as error:
-            if isinstance(error, ConsumerClosed) and lifecycle.is_ending:
+            if isinstance(error, ClientClosed) and lifecycle.is_ending:
                 raise  # whoever closed it has said how long the end may take
             lifecycle.close(0)
             lifecycle.closed.wait(INTERRUPTED_WAIT_S)
@@ -397,7 +397,7 @@ class PushConsumer(_BaseConsumer):
 
         Raises:
             RocketError: the consumer failed; the text says why.
-            ConsumerClosed: it is not started.
+            ClientClosed: it is not started.
         """
         self._check_started()
         if timeout_s is not None:
@@ -461,7 +461,7 @@ class AsyncPushConsumer(_BaseConsumer):
             async with asyncio.timeout(lifecycle.start_timeout_s) as limit:
                 await _await_io_thread(lifecycle.start(self._subscriptions))
         except BaseException as error:
-            if isinstance(error, ConsumerClosed) and lifecycle.is_ending:
+            if isinstance(error, ClientClosed) and lifecycle.is_ending:
                 raise
             lifecycle.close(0)
             await _finish_shielded(lifecycle.closed.wait_async(INTERRUPTED_WAIT_S))
@@ -571,7 +571,7 @@ async def _await_io_thread(future: concurrent.futures.Future[T]) -> T:
         caller = asyncio.current_task()
         if caller is not None and caller.cancelling():
             raise
-        raise ConsumerClosed("the consumer was closed while the call waited") from None
+        raise ClientClosed("the consumer was closed while the call waited") from None
 
 
 async def _finish_shielded(work: Coroutine[Any, Any, object]) -> None:

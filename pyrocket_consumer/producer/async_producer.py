@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, Unpack
 
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
-from pyrocket_consumer.errors import ConfigError, ConnectError, ConsumerClosed, RequestTimeout, RocketError, SendError
+from pyrocket_consumer.errors import ClientClosed, ConfigError, ConnectError, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer.outgoing_message import OutgoingMessage, check_delivery
 from pyrocket_consumer.producer.producer import Producer, ProducerState, in_flight_limit_error
@@ -129,7 +129,7 @@ class AsyncProducer:
 
         Raises:
             ConnectError: no name server answers. The producer can be started again.
-            ConsumerClosed: it was closed.
+            ClientClosed: it was closed.
         """
         self._check_usable()
         try:
@@ -148,7 +148,7 @@ class AsyncProducer:
         error = None if starting.cancelled() else starting.exception()
         if error is not None or starting.cancelled():
             self._starting = None
-            self._fail_queued(error or ConsumerClosed("the producer was closed while it started"))
+            self._fail_queued(error or ClientClosed("the producer was closed while it started"))
         else:
             self._submit_queued()
 
@@ -188,7 +188,7 @@ class AsyncProducer:
             pending = [sink.future for sink in self._unfinished]
             if pending:
                 await asyncio.wait(pending, timeout=None if until is None else max(until - loop.time(), 0))
-            self._fail_queued(ConsumerClosed("the producer was closed"))
+            self._fail_queued(ClientClosed("the producer was closed"))
             left_s = None if until is None else min(max(until - loop.time(), 0), _MAX_TIMEOUT_S)
             await _run_in_thread(self._producer.close, left_s)
         except asyncio.CancelledError:
@@ -197,7 +197,7 @@ class AsyncProducer:
 
     def _close_in_background(self) -> None:
         self._is_closed = True
-        self._fail_queued(ConsumerClosed("the producer was closed"))
+        self._fail_queued(ClientClosed("the producer was closed"))
         threading.Thread(target=self._producer.close, args=(0,), name="pyrocket-closing", daemon=True).start()
 
     async def __aenter__(self) -> Self:
@@ -232,7 +232,7 @@ class AsyncProducer:
         may take its time. `asyncio.timeout` bounds the call, and not the message.
 
         Raises:
-            ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `Producer.send`.
+            ConfigError, RouteNotFound, SendError, ConnectError, ClientClosed: as for `Producer.send`.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         sink, more = self._make_sink(), check_delivery(delay_level, deliver_at)
@@ -258,7 +258,7 @@ class AsyncProducer:
         """Send a message without asking whether it was stored; see `Producer.send_oneway`.
 
         Raises:
-            ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `send`; nothing was sent.
+            ConfigError, RouteNotFound, SendError, ConnectError, ClientClosed: as for `send`; nothing was sent.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         sink, more = self._make_sink(), check_delivery(delay_level, deliver_at)
@@ -395,7 +395,7 @@ class AsyncProducer:
     def _check_usable(self) -> None:
         self._check_loop()
         if self._is_closed:
-            raise ConsumerClosed("the producer is closed; make a new one")
+            raise ClientClosed("the producer is closed; make a new one")
 
 
 def _run_in_thread(work: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> asyncio.Future[None]:

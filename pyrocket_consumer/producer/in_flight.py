@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from pyrocket_consumer.errors import ConsumerClosed
+from pyrocket_consumer.errors import ClientClosed
 from pyrocket_consumer.transport.thread_future import ThreadFuture
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class InFlightLimiter:
         """Hand `request` over, waiting up to `timeout_s` for room; False when there was none.
 
         Raises:
-            ConsumerClosed: the producer is closed.
+            ClientClosed: the producer is closed.
         """
         until = None
         while (waiter := self._try_put(request)) is not None:
@@ -51,7 +51,7 @@ class InFlightLimiter:
         try:
             with self._lock:
                 if self._closed:
-                    raise ConsumerClosed("the producer is closed; make a new one")
+                    raise ClientClosed("the producer is closed; make a new one")
                 if not self._fits(size):
                     return self._add_waiter()
                 is_first = not self._queued

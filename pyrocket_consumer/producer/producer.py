@@ -17,7 +17,7 @@ from typing import Self, TypeVar, Unpack
 from pyrocket_consumer.cluster import Cluster, local_ip, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
-from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RequestTimeout, RocketError, SendError
+from pyrocket_consumer.errors import ClientClosed, ConfigError, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
 from pyrocket_consumer.producer import at_exit
 from pyrocket_consumer.producer.batch import BatchMessage, split_batch
@@ -95,7 +95,7 @@ class _Session:
         """Begin to count how what is on its way ends.
 
         Raises:
-            ConsumerClosed: it is closed, or belongs to the process this one was forked from.
+            ClientClosed: it is closed, or belongs to the process this one was forked from.
             RequestTimeout: the I/O thread does not run.
         """
         return self.cluster.run(self._count_in_flight(), _CLOSE_STEP_S)
@@ -108,7 +108,7 @@ class _Session:
         """Count what is on its way at the end of the process; see `at_exit`."""
         try:
             counter = self.count_in_flight()
-        except ConsumerClosed:  # meanwhile; or this process was forked, and it is the parent's to send
+        except ClientClosed:  # meanwhile; or this process was forked, and it is the parent's to send
             return _do_nothing
         except RequestTimeout as error:
             lost = self.in_flight.messages
@@ -276,7 +276,7 @@ class Producer:
 
         Raises:
             ConnectError: no name server answers. The producer can be started again.
-            ConsumerClosed: it was closed, maybe meanwhile.
+            ClientClosed: it was closed, maybe meanwhile.
         """
         with self._start_lock:
             self._check_open()
@@ -299,7 +299,7 @@ class Producer:
 
     def _check_open(self) -> None:
         if self._state is ProducerState.CLOSED:
-            raise ConsumerClosed("the producer is closed; make a new one")
+            raise ClientClosed("the producer is closed; make a new one")
 
     def renew_locks(self) -> None:
         """Have locks that nobody holds, in a process that was forked."""
@@ -320,7 +320,7 @@ class Producer:
 
         Raises:
             RequestTimeout: some have no result within `timeout_s`; the text says how many. They are still on their way.
-            ConsumerClosed: the producer was started in the process this one was forked from.
+            ClientClosed: the producer was started in the process this one was forked from.
         """
         if timeout_s is not None:
             check_range("timeout_s", timeout_s, 0.001, _MAX_TIMEOUT_S)
@@ -328,7 +328,7 @@ class Producer:
             return  # nothing was handed over, or close() waits for it
         try:
             counter = session.count_in_flight()
-        except ConsumerClosed:
+        except ClientClosed:
             if self._session is None:
                 return  # closed this very moment
             raise
@@ -421,7 +421,7 @@ class Producer:
             SendError: not stored, as far as is known; it tells every attempt. After a timeout or a lost connection the
                 message may be stored nevertheless.
             ConnectError: the producer could not start, because no name server answers.
-            ConsumerClosed: the producer is closed, or was started in the process this one was forked from.
+            ClientClosed: the producer is closed, or was started in the process this one was forked from.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
@@ -453,7 +453,7 @@ class Producer:
         thread of the producer, one at a time, and may send. Only the producer tells the future its outcome.
 
         Raises:
-            ConfigError, ConnectError, ConsumerClosed: as for `send`.
+            ConfigError, ConnectError, ClientClosed: as for `send`.
             SendError: there was no room within `timeout_s`.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
@@ -479,7 +479,7 @@ class Producer:
         """Do what `send_async` does, and tell `waiting` the outcome instead of a future.
 
         Raises:
-            ConfigError, ConnectError, ConsumerClosed, SendError: as for `send_async`; `waiting` is told nothing then.
+            ConfigError, ConnectError, ClientClosed, SendError: as for `send_async`; `waiting` is told nothing then.
         """
         more = check_delivery(delay_level, deliver_at)
         request = self._make_request(topic, message, waiting, queue, sharding_key, timeout_s, more)
@@ -506,7 +506,7 @@ class Producer:
         What the broker refuses, and what is lost with the connection, is never known. For the rest as `send`.
 
         Raises:
-            ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `send`; nothing was sent.
+            ConfigError, RouteNotFound, SendError, ConnectError, ClientClosed: as for `send`; nothing was sent.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
@@ -687,13 +687,13 @@ class Producer:
         """Return what runs, starting it if need be.
 
         Raises:
-            ConnectError, ConsumerClosed: it cannot be started, or used any more.
+            ConnectError, ClientClosed: it cannot be started, or used any more.
         """
         if (session := self._session) is None:
             if self._state is not ProducerState.CLOSED:
                 self.start()
             if (session := self._session) is None:
-                raise ConsumerClosed("the producer is closed; make a new one")
+                raise ClientClosed("the producer is closed; make a new one")
         session.cluster.check_usable()
         return session
 

@@ -14,8 +14,8 @@ from pyrocket_consumer.cluster.broker import DEGRADED_CODES, STORED_CODES
 from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.config import ProducerConfig
 from pyrocket_consumer.errors import (
+    ClientClosed,
     ConnectError,
-    ConsumerClosed,
     ProtocolError,
     RequestTimeout,
     RocketError,
@@ -576,7 +576,7 @@ class SendDispatcher:
         abandoned = list(self._unfinished)
         for request in abandoned:
             request.note("the producer was closed before an answer came; the message may be stored or not")
-            self._fail(request, ConsumerClosed("the producer was closed"))
+            self._fail(request, ClientClosed("the producer was closed"))
         return len(abandoned)
 
 

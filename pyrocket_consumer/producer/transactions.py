@@ -240,7 +240,7 @@ class TransactionProducer(Producer):
 
         Raises:
             RouteNotFound: one of `topics` does not exist. The producer is closed then.
-            ConnectError, ConsumerClosed: as for Producer.
+            ConnectError, ClientClosed: as for Producer.
         """
         super().start()
         cluster = self._ensure_session().cluster

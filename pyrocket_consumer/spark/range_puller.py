@@ -24,9 +24,9 @@ from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.cluster.routes import choose_address
 from pyrocket_consumer.errors import (
     BrokerError,
+    ClientClosed,
     ConnectError,
     ConnectionLost,
-    ConsumerClosed,
     ProtocolError,
     RequestTimeout,
     RocketError,
@@ -250,7 +250,7 @@ class RangePuller:
                 self._on_failure(error)
                 return
             except concurrent.futures.CancelledError:
-                self._reader.fail(ConsumerClosed("the connections of this worker were closed; run the task again"))
+                self._reader.fail(ClientClosed("the connections of this worker were closed; run the task again"))
                 return
             self._reader.watch(self._connection)
             self._process_responses()

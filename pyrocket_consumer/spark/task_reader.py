@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from pyrocket_consumer.cluster import Cluster, make_client_id
-from pyrocket_consumer.errors import ConfigError, ConsumerClosed, ProtocolError, RocketError
+from pyrocket_consumer.errors import ClientClosed, ConfigError, ProtocolError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.columns import PulledRecords, record_batches
 from pyrocket_consumer.protocol.compression import BodyTooLarge
@@ -239,7 +239,7 @@ class _TaskReader:
             self._idle.put(connection)
         try:
             self.cluster.loop.call_soon_threadsafe(self._stop_attempts, mine)
-        except (RuntimeError, ConsumerClosed):
+        except (RuntimeError, ClientClosed):
             pass  # the I/O thread has ended
 
     # --- PullerHost

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from pyrocket_consumer.config import parse_address
-from pyrocket_consumer.errors import ConnectError, ConsumerClosed
+from pyrocket_consumer.errors import ClientClosed, ConnectError
 from pyrocket_consumer.protocol.frame import MAX_FRAME_BYTES
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.connection import Connection, OnLost, OnRequest, Sign
@@ -92,7 +92,7 @@ class Connections:
         if (connection := self.peek(address)) is not None:
             return connection
         if self._closed:
-            raise ConsumerClosed("the client is closed; make a new one")
+            raise ClientClosed("the client is closed; make a new one")
         target = self._targets.setdefault(address, _Target())
         if target.attempt is None:
             pause_s = target.not_before - self._loop.time()
@@ -109,7 +109,7 @@ class Connections:
                 raise
             # The attempt was cancelled, not the caller: passed on, this would end the caller's loop without a word.
             if self._closed:
-                raise ConsumerClosed("the client is closed; make a new one") from None
+                raise ClientClosed("the client is closed; make a new one") from None
             raise ConnectError(address, target.dropped) from None
 
     async def _open(self, address: str, target: _Target) -> Connection:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from pyrocket_consumer.errors import ConsumerClosed, RequestTimeout
+from pyrocket_consumer.errors import ClientClosed, RequestTimeout
 from pyrocket_consumer.transport.thread_future import ThreadFuture
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class IoThread:
         Raises:
             RuntimeError: called on the I/O thread, where waiting would stop everything. Await the coroutine instead.
             RequestTimeout: not done within `timeout_s`; the coroutine is cancelled.
-            ConsumerClosed: the thread has ended.
+            ClientClosed: the thread has ended.
         """
         if self.is_current:
             coroutine.close()
@@ -122,7 +122,7 @@ class IoThread:
             self.loop.call_soon_threadsafe(begin)
         except RuntimeError:
             self._reject(coroutine)
-            raise ConsumerClosed("the client is closed; make a new one") from None
+            raise ClientClosed("the client is closed; make a new one") from None
         try:
             is_told = outcome.wait(timeout_s)
         except BaseException:
@@ -140,13 +140,13 @@ class IoThread:
         It is cancelled if the thread ends before.
 
         Raises:
-            ConsumerClosed: the thread has ended.
+            ClientClosed: the thread has ended.
         """
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError:
             coroutine.close()
-            raise ConsumerClosed("the client is closed; make a new one") from None
+            raise ClientClosed("the client is closed; make a new one") from None
         self._not_started[coroutine] = future.cancel
         future.add_done_callback(lambda done: self._not_started.pop(coroutine, None))
         if self.loop.is_closed():  # before it was noted
@@ -169,5 +169,5 @@ def _resolve(outcome: ThreadFuture[T], task: asyncio.Task[T]) -> None:
         outcome.set_result(task.result())
 
 
-def _closed_error() -> ConsumerClosed:
-    return ConsumerClosed("the client was closed while the call waited")
+def _closed_error() -> ClientClosed:
+    return ClientClosed("the client was closed while the call waited")

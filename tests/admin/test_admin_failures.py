@@ -14,9 +14,9 @@ import pytest
 
 from pyrocket_consumer import (
     BrokerError,
+    ClientClosed,
     ConfigError,
     ConnectError,
-    ConsumerClosed,
     PermissionDenied,
     ProtocolError,
     RequestTimeout,
@@ -158,7 +158,7 @@ def test_threads_share_an_admin_that_starts_by_itself(embedded):
     assert admin.topics() == [f"t{number}" for number in range(6)]
     admin.close()
     admin.close()
-    with pytest.raises(ConsumerClosed, match="make a new one"):
+    with pytest.raises(ClientClosed, match="make a new one"):
         admin.topics()
 
 
@@ -194,7 +194,7 @@ def test_a_signal_handler_may_use_an_admin_that_starts(embedded, in_the_handler)
                 gate.open()
                 seen.append(admin.topics())
 
-        with signal_once_held(gate, handle), pytest.raises(ConsumerClosed) if closes else nullcontext():
+        with signal_once_held(gate, handle), pytest.raises(ClientClosed) if closes else nullcontext():
             seen.append(admin.topics())
     assert seen == ([] if closes else [[], []])
     admin.close()

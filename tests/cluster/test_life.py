@@ -14,7 +14,7 @@ import pytest
 
 from pyrocket_consumer.cluster import Cluster, ClusterState
 from pyrocket_consumer.config import ClientConfig
-from pyrocket_consumer.errors import ConnectError, ConsumerClosed, RequestTimeout, RocketError
+from pyrocket_consumer.errors import ClientClosed, ConnectError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
@@ -100,12 +100,12 @@ def test_close_and_a_deadline_give_waiting_calls_an_error(embedded, broker, conn
 def test_a_client_that_is_not_running_says_so_and_starts_once(embedded, connect):
     closed = connect(embedded)
     for _ in range(2):
-        with pytest.raises(ConsumerClosed, match="only once"):
+        with pytest.raises(ClientClosed, match="only once"):
             closed.start()
         closed.close()
     for client in (unstarted(embedded.name_server), closed):
         for call in (client.run, lambda coroutine, timeout_s, client=client: client.submit(coroutine)):
-            with pytest.raises(ConsumerClosed, match="created|closed"):
+            with pytest.raises(ClientClosed, match="created|closed"):
                 call(client.route("orders"), 30)
 
 
@@ -194,7 +194,7 @@ FORKED = """
 import os, sys
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ClientConfig
-from pyrocket_consumer.errors import ConsumerClosed
+from pyrocket_consumer.errors import ClientClosed
 
 config = ClientConfig(name_server=sys.argv[1])
 made_before, started_before = Cluster(config, "a"), Cluster(config, "b")
@@ -204,7 +204,7 @@ child = os.fork()
 if child == 0:
     try:
         started_before.run(started_before.route("orders"), 30)
-    except ConsumerClosed as error:
+    except ClientClosed as error:
         assert "make a new one after the fork" in str(error), error
         started_before.close()
         made_before.start()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pyrocket_consumer import Admin, ConnectError, ConsumerClosed, ConsumerState, PushConsumer
+from pyrocket_consumer import Admin, ClientClosed, ConnectError, ConsumerState, PushConsumer
 from tests.consuming import QUICK, Events, RecordingListener, consuming, numbered, until
 from tests.resets import fill
 
@@ -106,6 +106,6 @@ def test_a_closed_consumer_stays_closed(cluster, topic, group):
     consumer.close()
     assert consumer.state is ConsumerState.CLOSED
     for call in (consumer.start, consumer.progress, consumer.pause):
-        with pytest.raises(ConsumerClosed):
+        with pytest.raises(ClientClosed):
             call()
     until(lambda: "pyrocket-io" not in {each.name for each in set(threading.enumerate()) - before}, "I/O has ended")

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from pyrocket_consumer import ConsumerClosed
+from pyrocket_consumer import ClientClosed
 from tests.consumer.processes import member
 from tests.consuming import RecordingListener, consuming, numbered, until
 from tests.resets import fill
@@ -83,7 +83,7 @@ def test_a_consumer_refuses_to_work_in_a_forked_child(cluster, topic, group):
             try:
                 consumer.progress()
                 outcome = b"worked"
-            except ConsumerClosed as error:
+            except ClientClosed as error:
                 outcome = str(error).encode()
             finally:
                 os.write(write_end, outcome)

@@ -23,10 +23,10 @@ from hypothesis.stateful import initialize, precondition, rule
 from pyrocket_consumer import (
     Admin,
     BrokerError,
+    ClientClosed,
     ConfigError,
     ConnectError,
     ConnectionLost,
-    ConsumerClosed,
     MessageQueue,
     Producer,
     RequestTimeout,
@@ -53,8 +53,8 @@ SEND_S = 3.0
 DRAINS_S = 40.0
 """How long what is on its way at one moment may take: lanes move, however slowly."""
 
-SEND_RAISES = (RouteNotFound, SendError, ConnectError, ConsumerClosed)
-ADMIN_RAISES = (BrokerError, ConnectError, ConnectionLost, RequestTimeout, ConsumerClosed, RouteNotFound, ConfigError)
+SEND_RAISES = (RouteNotFound, SendError, ConnectError, ClientClosed)
+ADMIN_RAISES = (BrokerError, ConnectError, ConnectionLost, RequestTimeout, ClientClosed, RouteNotFound, ConfigError)
 
 PINS = ("none", "key", "queue")
 
@@ -235,7 +235,7 @@ class AnyOrderOfSending(World):
     def start(self, which: int) -> None:
         program = self._program(which)
         was_closed = program.closed  # a callback may close it meanwhile
-        started = self.in_time(lambda: program.producer.start() or True, 6, (ConnectError, ConsumerClosed), "start")
+        started = self.in_time(lambda: program.producer.start() or True, 6, (ConnectError, ClientClosed), "start")
         assert not (started and was_closed), "a closed producer was started again"
 
     @rule(which=st.integers(0, 3), kind=st.sampled_from(PINS))
@@ -282,7 +282,7 @@ class AnyOrderOfSending(World):
     @rule(which=st.integers(0, 3), timeout_s=st.sampled_from([None, 0.01, 0.5]))
     def flush(self, which: int, timeout_s: float | None) -> None:
         program = self._program(which)
-        raises = (ConsumerClosed,) if timeout_s is None else (ConsumerClosed, RequestTimeout)
+        raises = (ClientClosed,) if timeout_s is None else (ClientClosed, RequestTimeout)
         self.in_time(lambda: program.producer.flush(timeout_s), timeout_s or DRAINS_S, raises, f"flush({timeout_s})")
 
     @rule(which=st.integers(0, 3), timeout_s=st.sampled_from([None, None, 0, 0.2]))
@@ -302,7 +302,7 @@ class AnyOrderOfSending(World):
             if what == "send_async":
                 program.send_async("key", "callback")
             elif what == "flush":
-                self.in_time(program.producer.flush, DRAINS_S, (ConsumerClosed,), "flush in a callback")
+                self.in_time(program.producer.flush, DRAINS_S, (ClientClosed,), "flush in a callback")
             elif what == "close":
                 program.close(None)
             else:
@@ -337,7 +337,7 @@ class AnyOrderOfSending(World):
         """What is not allowed is said at once, and harms nothing."""
         program = self._program(which)
         before = program.producer.state
-        ended = self.in_time(lambda: what(program.producer) or True, 1, (ConfigError, ConsumerClosed), "wrong argument")
+        ended = self.in_time(lambda: what(program.producer) or True, 1, (ConfigError, ClientClosed), "wrong argument")
         assert ended is None, "accepted"
         assert program.producer.state is before
 
@@ -409,7 +409,7 @@ class AnyOrderOfSending(World):
             self.in_time(admin.close, 10, (), "close of an admin")
         try:
             admin.topics()
-        except ConsumerClosed:
+        except ClientClosed:
             pass
         else:
             raise AssertionError("a closed admin goes on")
@@ -467,7 +467,7 @@ def _child(producer: Producer, admin: Admin, name_server: str) -> int:
         for call in (producer.flush, lambda: producer.send(TOPIC, b"0", timeout_s=1), producer.close, admin.close):
             try:
                 call()
-            except (ConsumerClosed, SendError, ConnectError, RouteNotFound):
+            except (ClientClosed, SendError, ConnectError, RouteNotFound):
                 pass
         return 0
     except BaseException:

@@ -12,9 +12,9 @@ import pytest
 
 from pyrocket_consumer import (
     AsyncProducer,
+    ClientClosed,
     ConfigError,
     ConnectError,
-    ConsumerClosed,
     MessageQueue,
     RequestTimeout,
     RouteNotFound,
@@ -158,7 +158,7 @@ async def test_errors_are_those_of_a_producer(embedded):
             with pytest.raises(ConfigError, match="timeout_s"):
                 await call
     for call in (producer.send("orders", b"x"), producer.start()):
-        with pytest.raises(ConsumerClosed):
+        with pytest.raises(ClientClosed):
             await call
     assert producer.state is ProducerState.CLOSED
     with EmbeddedCluster(auto_create_topics=False) as cluster:
@@ -247,7 +247,7 @@ async def test_a_cancelled_close_gives_up_what_has_no_answer(embedded):
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    with pytest.raises((SendError, ConsumerClosed), match="closed"):
+    with pytest.raises((SendError, ClientClosed), match="closed"):
         await asyncio.wait_for(send, 30)
     embedded.wait_until(lambda: not producer_threads())
 

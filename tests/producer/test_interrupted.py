@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from pyrocket_consumer import ConsumerClosed, SendError
+from pyrocket_consumer import ClientClosed, SendError
 from pyrocket_consumer.producer import Producer, ProducerState
 from tests.interruptions import name_servers_held, signal_once_held
 from tests.producer.programs import in_a_thread, producer_threads, run_program
@@ -94,7 +94,7 @@ def test_a_signal_that_closes_once_more_returns_at_once(embedded, gate):
 @pytest.mark.timeout(60)
 def test_a_signal_that_closes_while_it_starts_ends_the_start(embedded):
     producer = Producer(name_server=embedded.name_server, call_timeout_s=30)
-    with name_servers_held(embedded) as gate, signal_once_held(gate, producer.close), pytest.raises(ConsumerClosed):
+    with name_servers_held(embedded) as gate, signal_once_held(gate, producer.close), pytest.raises(ClientClosed):
         producer.start()
     assert producer.state is ProducerState.CLOSED
     embedded.wait_until(lambda: not producer_threads())

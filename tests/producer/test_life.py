@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from pyrocket_consumer import ConfigError, ConnectError, ConsumerClosed, MessageQueue, SendError
+from pyrocket_consumer import ClientClosed, ConfigError, ConnectError, MessageQueue, SendError
 from pyrocket_consumer.producer import Producer, ProducerState
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
@@ -145,7 +145,7 @@ def test_a_closed_producer_refuses(embedded):
         lambda: producer.send_batch("orders", [b"x"]),
         producer.start,
     ):
-        with pytest.raises(ConsumerClosed, match="the producer is closed; make a new one"):
+        with pytest.raises(ClientClosed, match="the producer is closed; make a new one"):
             refused()
 
 
@@ -182,7 +182,7 @@ def test_closing_waits_for_what_is_on_its_way(embedded, gate):
     futures = [producer.send_async("orders", b"x") for _ in range(20)]
     gate.wait_held(20)
     with in_a_thread(producer.close):
-        with pytest.raises(ConsumerClosed):
+        with pytest.raises(ClientClosed):
             while True:
                 futures.append(producer.send_async("orders", b"y"))  # until close() has begun
         assert not any(future.done() for future in futures)
@@ -235,7 +235,7 @@ def test_a_producer_tells_brokers_its_group_and_takes_leave(embedded):
 
 FORKED = """
 import os, sys
-from pyrocket_consumer import ConsumerClosed
+from pyrocket_consumer import ClientClosed
 from pyrocket_consumer.producer import Producer
 made_before, started_before = Producer(name_server=sys.argv[1]), Producer(name_server=sys.argv[1])
 started_before.send("orders", b"before")
@@ -244,7 +244,7 @@ if child == 0:
     for refused in (started_before.send, started_before.send_async, started_before.send_oneway):
         try:
             refused("orders", b"never")
-        except ConsumerClosed as error:
+        except ClientClosed as error:
             assert "make a new one after the fork" in str(error), error
         else:
             os._exit(1)
@@ -299,7 +299,7 @@ def test_closing_releases_who_waits_for_room(embedded, gate):
     refused = []
 
     def send():
-        with pytest.raises(ConsumerClosed, match="closed") as error:
+        with pytest.raises(ClientClosed, match="closed") as error:
             producer.send_async("orders", b"x")
         refused.append(error)
 
@@ -315,7 +315,7 @@ def test_close_does_not_wait_for_the_start_of_another_thread(embedded):
     producer, ended = Producer(name_server=embedded.name_server, call_timeout_s=60), queue.SimpleQueue()
 
     def start():
-        with pytest.raises(ConsumerClosed) as error:
+        with pytest.raises(ClientClosed) as error:
             producer.start()
         ended.put(error)
 

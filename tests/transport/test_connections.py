@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ConsumerClosed, RocketError
+from pyrocket_consumer.errors import ClientClosed, ConfigError, ConnectError, ConnectionLost, RocketError
 from pyrocket_consumer.protocol.frame import RemotingCommand, encode_command
 from tests.for_each import for_each
 from tests.transport.peer import Lost, Server, answered, client, server_tls, serving, trusting, until
@@ -163,9 +163,9 @@ async def test_after_close_nothing_is_open_and_nothing_can_be():
         await connections.close()
         assert connection.closed
         assert await peer.rest() == b""
-        with pytest.raises((ConsumerClosed, ConnectError)):
+        with pytest.raises((ClientClosed, ConnectError)):
             await away
-        with pytest.raises(ConsumerClosed):
+        with pytest.raises(ClientClosed):
             await connections.get(server.address)
 
 

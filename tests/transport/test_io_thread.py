@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from pyrocket_consumer.errors import ConsumerClosed, RequestTimeout
+from pyrocket_consumer.errors import ClientClosed, RequestTimeout
 from pyrocket_consumer.transport.io_thread import IoThread
 from pyrocket_consumer.transport.thread_future import ThreadFuture
 from tests.for_each import for_each
@@ -73,7 +73,7 @@ def test_at_the_end_what_runs_is_cancelled_and_who_waits_is_told(io):
     def wait():
         try:
             io.run(sleep(begun, ended), 60)
-        except ConsumerClosed as error:
+        except ClientClosed as error:
             errors.append(error)
 
     waiter = threading.Thread(target=wait)
@@ -92,7 +92,7 @@ def test_after_the_end_nothing_runs(started):
         thread.start()
     for _ in range(2):
         thread.stop()
-        with pytest.raises(ConsumerClosed):
+        with pytest.raises(ClientClosed):
             thread.run(give(5), 30)
 
 
@@ -168,7 +168,7 @@ def test_work_that_comes_while_it_ends_is_refused(io, way):
     def hand_over():
         ending.wait(30)
         work = asyncio.sleep(3600)
-        with pytest.raises((ConsumerClosed, CancelledError)):
+        with pytest.raises((ClientClosed, CancelledError)):
             io.run(work, None) if way == "run" else io.submit(work).result()
         reported.set()
 
@@ -183,7 +183,7 @@ def test_work_that_comes_while_it_ends_is_refused(io, way):
     assert reported.wait(30)
     for thread in threads:
         thread.join(30)
-    with pytest.raises(ConsumerClosed):
+    with pytest.raises(ClientClosed):
         io.submit(asyncio.sleep(0))
 
 

@@ -40,7 +40,7 @@ from pyrocket_consumer.compat.rocketmq.utils import to_bytes, to_number, to_text
 from pyrocket_consumer.compat.rocketmq.warn_once import say_once
 from pyrocket_consumer.config import ConsumerConfig, ProducerConfig, check_group
 from pyrocket_consumer.consumer import ConsumeResult, ConsumerState
-from pyrocket_consumer.errors import ConfigError, ConsumerClosed, RocketError
+from pyrocket_consumer.errors import ClientClosed, ConfigError, RocketError
 from pyrocket_consumer.producer import OutgoingMessage, TransactionState
 from pyrocket_consumer.protocol import message as wire
 from pyrocket_consumer.protocol.properties import PropertyName
@@ -461,7 +461,7 @@ class Producer(_Client[ProducerConfig]):
                 except BaseException as error:
                     if self._producer is starting:
                         self._producer = None
-                    elif isinstance(error, ConsumerClosed):
+                    elif isinstance(error, ClientClosed):
                         return  # shut down meanwhile
                     raise
 
@@ -540,7 +540,7 @@ class Producer(_Client[ProducerConfig]):
         """
         running = self._producer
         if running is None:
-            raise ConsumerClosed("the producer is not started; call start() before it sends, and shutdown() after that")
+            raise ClientClosed("the producer is not started; call start() before it sends, and shutdown() after that")
         if self._pid != os.getpid():
             self.start()
             assert self._producer is not None
@@ -750,7 +750,7 @@ class PushConsumer(_Client[ConsumerConfig]):
             try:
                 starting.start()
             except BaseException as error:
-                if self._consumer is not starting and isinstance(error, ConsumerClosed):
+                if self._consumer is not starting and isinstance(error, ClientClosed):
                     return  # shut down meanwhile
                 _unended.discard(starting)
                 if self._consumer is starting:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, FailedMessage, Listener, find_failed
 from pyrocket_consumer.consumer.window.decompression_budget import Reservation
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
-from pyrocket_consumer.errors import ConsumerClosed
+from pyrocket_consumer.errors import ClientClosed
 from pyrocket_consumer.offsets.database.claim import RolledBack, claim_of_call
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.text import logger
@@ -563,7 +563,7 @@ class AsyncWorkers(_ChunkRunner):
         is_due = len(self._arrived) == 1 or self._loop.is_closed()  # one wake-up serves all that come before it
         if is_due and not self._call_on_loop(self._take_arrived):
             text = "the loop that async def listeners run on has ended; close the consumer before it does"
-            self.reporter.worker_failed(ConsumerClosed(text))
+            self.reporter.worker_failed(ClientClosed(text))
 
     def waiting(self) -> int:
         return self._chunks.qsize() + len(self._arrived)

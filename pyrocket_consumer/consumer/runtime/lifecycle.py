@@ -24,7 +24,7 @@ from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.dispatch.concurrent import ListenerReporter, Workers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
-from pyrocket_consumer.errors import ConfigError, ConsumerClosed, OffsetStoreError
+from pyrocket_consumer.errors import ClientClosed, ConfigError, OffsetStoreError
 from pyrocket_consumer.model import ConsumerEvent, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets, OffsetStore
 from pyrocket_consumer.offsets.base import Transferable
@@ -139,7 +139,7 @@ class ConsumerLifecycle:
     async def _start(self, subscriptions: Mapping[str, tuple[Subscription, Listener]]) -> None:
         self._starting = asyncio.current_task()
         if self.is_ending:
-            raise ConsumerClosed("the consumer was closed while it started")
+            raise ClientClosed("the consumer was closed while it started")
         config, loop = self.config, asyncio.get_running_loop()
         if config.namespace:
             config = replace(config, group=wrap(config.namespace, config.group))

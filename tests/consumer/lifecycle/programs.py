@@ -9,7 +9,7 @@ from tests.consumer.processes import Child
 
 HEAD = """
 import asyncio, os, signal, sys, threading, time
-from pyrocket_consumer import AsyncPushConsumer, ConsumerClosed, PushConsumer
+from pyrocket_consumer import AsyncPushConsumer, ClientClosed, PushConsumer
 signal.signal(signal.SIGINT, signal.default_int_handler)
 name_server, topic, group, *rest = sys.argv[1:]
 

@@ -31,7 +31,7 @@ if begin is not None:
     elif begin == "joins":
         try:
             consumer.join(30)
-        except ConsumerClosed as error:
+        except ClientClosed as error:
             assert "fork" in str(error), error
         else:
             tell(b"joined")

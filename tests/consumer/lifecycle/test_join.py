@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from pyrocket_consumer import AsyncPushConsumer, ConsumerClosed, ConsumerState, PushConsumer
+from pyrocket_consumer import AsyncPushConsumer, ClientClosed, ConsumerState, PushConsumer
 from pyrocket_consumer.transport.latch import Latch, Terminated, on_sigterm, terminate
 from tests.consumer.lifecycle.programs import run
 from tests.consumer.orders import GROUP
@@ -165,12 +165,12 @@ async def test_five_hundred_joins_on_a_loop_leave_nothing(embedded):
 
 async def test_join_before_start_says_what_to_do(orders):
     consumer = orders.consumer()
-    with pytest.raises(ConsumerClosed, match=r"call start\(\) before join"):
+    with pytest.raises(ClientClosed, match=r"call start\(\) before join"):
         consumer.join(1)
     consumer.close()
     assert consumer.join() is True
     assert consumer.state is ConsumerState.CLOSED
-    with pytest.raises(ConsumerClosed, match=r"call start\(\) before join"):
+    with pytest.raises(ClientClosed, match=r"call start\(\) before join"):
         await AsyncPushConsumer(GROUP, name_server=orders.cluster.name_server).join(1)
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from pyrocket_consumer import AsyncPushConsumer, ConnectError, ConsumerClosed, ConsumerState, OffsetStoreLocked
+from pyrocket_consumer import AsyncPushConsumer, ClientClosed, ConnectError, ConsumerState, OffsetStoreLocked
 from pyrocket_consumer.offsets import MemoryOffsetStore
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, drop
@@ -116,15 +116,15 @@ async def test_a_consumer_starts_once(orders):
     consumer = orders.consumer()
     with consumer, consumer:
         assert consumer.state is ConsumerState.RUNNING
-        with pytest.raises(ConsumerClosed, match="cannot be started again"):
+        with pytest.raises(ClientClosed, match="cannot be started again"):
             consumer.start()
-    with pytest.raises(ConsumerClosed, match="cannot be started again"), consumer:
+    with pytest.raises(ClientClosed, match="cannot be started again"), consumer:
         pass
     consumer.close()
     consumer = AsyncPushConsumer(GROUP, name_server=orders.cluster.name_server)
     async with consumer:
         pass
-    with pytest.raises(ConsumerClosed, match="cannot be started again"):
+    with pytest.raises(ClientClosed, match="cannot be started again"):
         async with consumer:
             pass
 
@@ -168,7 +168,7 @@ async def test_a_start_that_takes_too_long_for_its_caller(orders, nothing_is_lef
     name_server.clear_faults()
     async with consumer:  # nothing is left of it, and it may be tried again
         assert consumer.client_id.endswith("@DEFAULT")
-    with pytest.raises(ConsumerClosed, match="cannot be started again"):
+    with pytest.raises(ClientClosed, match="cannot be started again"):
         await consumer.start()
     nothing_is_left()
 
@@ -180,7 +180,7 @@ def test_a_close_while_it_starts_ends_the_start(orders, nothing_is_left):
         starting = pool.submit(consumer.start)
         until(ours, "it starts")
         consumer.close()
-        with pytest.raises(ConsumerClosed):
+        with pytest.raises(ClientClosed):
             starting.result(WAIT_S)
     assert consumer.state is ConsumerState.CLOSED
     nothing_is_left()
@@ -198,7 +198,7 @@ def test_a_store_that_hangs_is_closed_when_it_has_loaded(orders, nothing_is_left
         time.sleep(1)
         consumer.close()
         assert "has not closed within" in caplog.text
-        with pytest.raises(ConsumerClosed):
+        with pytest.raises(ClientClosed):
             starting.result(WAIT_S)
         assert not closed.is_set()
         loads.set()
