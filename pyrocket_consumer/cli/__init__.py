@@ -9,7 +9,7 @@ from typing import Any
 
 from pyrocket_consumer import __version__
 from pyrocket_consumer.cli import broker, consume, demo, offsets, produce
-from pyrocket_consumer.cli.streams import tell, write_anywhere, write_to_nobody
+from pyrocket_consumer.cli.streams import discard_output, escape_unencodable, print_to_stderr
 from pyrocket_consumer.errors import ConfigError, RequestTimeout, RocketError
 from pyrocket_consumer.protocol.accelerator import ACCELERATED, REASON
 
@@ -46,10 +46,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    write_anywhere()
+    escape_unencodable()
     options = parser().parse_args(arguments)
     if sys.stdout is None:
-        tell("pyrocket: standard output is closed; send it somewhere, to /dev/null for example")
+        print_to_stderr("pyrocket: standard output is closed; send it somewhere, to /dev/null for example")
         return ERROR
     try:
         code = int(options.run(options))
@@ -57,19 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except RocketError as error:
         remedy = _NO_ANSWER if isinstance(error, RequestTimeout) else ""
-        tell(f"pyrocket: {error}{remedy}")
+        print_to_stderr(f"pyrocket: {error}{remedy}")
         for note in getattr(error, "__notes__", ()):
-            tell(f"  {note}")
+            print_to_stderr(f"  {note}")
         return USAGE if isinstance(error, ConfigError) else ERROR
     except KeyboardInterrupt:
         return ERROR
     except BrokenPipeError:  # the reader of our output has left
-        write_to_nobody()
+        discard_output()
         return ERROR
     except OSError as error:
-        write_to_nobody()
+        discard_output()
         name = error.filename or "standard output or input"
-        tell(f"pyrocket: {name}: {error.strerror or error}")
+        print_to_stderr(f"pyrocket: {name}: {error.strerror or error}")
         return ERROR
 
 

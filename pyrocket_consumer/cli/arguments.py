@@ -82,7 +82,7 @@ def add_output(command: argparse.ArgumentParser) -> None:
     )
 
 
-def place(text: str) -> Place:
+def start_point(text: str) -> Place:
     """Parse a place in a queue: first, last, or a time with its zone."""
     try:
         return check_place("PLACE", text)
@@ -90,7 +90,7 @@ def place(text: str) -> Place:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def whole(text: str) -> int:
+def whole_number(text: str) -> int:
     """Parse a whole number from zero."""
     if not (text.isascii() and text.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
@@ -116,7 +116,7 @@ def seconds(text: str) -> float:
     return number
 
 
-def positive(text: str) -> int:
+def positive_number(text: str) -> int:
     """Parse a whole number above zero."""
     number = int(text) if text.isascii() and text.isdecimal() else 0
     if number < 1:

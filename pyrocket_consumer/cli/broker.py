@@ -6,8 +6,8 @@ import argparse
 import threading
 from contextlib import closing
 
-from pyrocket_consumer.cli.arguments import add_command, positive
-from pyrocket_consumer.cli.streams import Interrupts, say
+from pyrocket_consumer.cli.arguments import add_command, positive_number
+from pyrocket_consumer.cli.streams import Interrupts, print_line
 from pyrocket_consumer.config import check_topic
 from pyrocket_consumer.errors import ConfigError, RocketError
 
@@ -23,7 +23,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command = add_command(
         commands, "broker", "run a name server and brokers in memory on this host, for tests only", _EXAMPLES, run
     )
-    command.add_argument("--brokers", type=positive, default=1, help="how many brokers (default: 1)")
+    command.add_argument("--brokers", type=positive_number, default=1, help="how many brokers (default: 1)")
     command.add_argument("--port", type=_port, default=0, help="the name server's port (default: one that is free)")
     command.add_argument(
         "--topic",
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
             cluster.create_topic(name, queues)
         try:
             with Interrupts():
-                say(f"name server: {cluster.name_server}   (messages are kept in memory; Ctrl-C ends)")
+                print_line(f"name server: {cluster.name_server}   (messages are kept in memory; Ctrl-C ends)")
                 threading.Event().wait()
         except KeyboardInterrupt:
             pass

@@ -15,19 +15,19 @@ from pyrocket_consumer.cli.arguments import (
     add_connection,
     add_output,
     connection,
-    place,
-    positive,
+    positive_number,
     queue_name,
-    whole,
+    start_point,
+    whole_number,
 )
 from pyrocket_consumer.cli.streams import (
     Interrupts,
-    may_write,
-    reader_has_left,
-    say,
-    say_json,
-    tell,
-    write_to_nobody,
+    discard_output,
+    is_output_closed,
+    print_json,
+    print_line,
+    print_to_stderr,
+    wait_writable,
 )
 from pyrocket_consumer.config import check_topic
 from pyrocket_consumer.errors import ConfigError, ProtocolError
@@ -35,7 +35,7 @@ from pyrocket_consumer.protocol.properties import PropertyName
 from pyrocket_consumer.text import escape_controls
 
 if TYPE_CHECKING:
-    from pyrocket_consumer.cli.topic_tail import Look
+    from pyrocket_consumer.cli.topic_tail import TopicTailer
     from pyrocket_consumer.cluster import Cluster
     from pyrocket_consumer.consumer import ConsumeResult, PushConsumer, Suspend
     from pyrocket_consumer.model import MessageQueue, Subscription
@@ -54,7 +54,7 @@ began. With --group it is a member for as long as it runs: it shares the queues 
 and commits what it has printed and nothing else. --count, Ctrl-C, SIGTERM and a reader that leaves (| head) end it.
 """
 
-_LOOK_EVERY_S = 0.2
+_CHECK_INTERVAL_S = 0.2
 _CLOSE_WITHIN_S = 5.0
 
 
@@ -68,7 +68,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument(
         "--from",
         dest="start",
-        type=place,
+        type=start_point,
         metavar="PLACE",
         help="first (default), last (and follow), or a time with its zone: 2026-11-21T08:00:00Z; "
         "with --group, where it begins in queues it has no offset for, which is stored at once (default: last)",
@@ -76,11 +76,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument(
         "--queue", action="append", type=queue_name, metavar="BROKER/ID", help="only this queue; repeatable"
     )
-    command.add_argument("--offset", type=whole, metavar="N", help="begin at this offset of the one --queue")
+    command.add_argument("--offset", type=whole_number, metavar="N", help="begin at this offset of the one --queue")
     command.add_argument("--follow", action="store_true", help="at the end wait for what comes (always with --group)")
     command.add_argument("--selector", default="*", help="tags, for example 'paid || refunded' (default: *)")
     command.add_argument("--sql", help="properties, for example \"region = 'eu' AND price > 5\"")
-    command.add_argument("--count", type=positive, help="stop after this many messages")
+    command.add_argument("--count", type=positive_number, help="stop after this many messages")
     command.add_argument(
         "--raw",
         action="store_true",
@@ -92,69 +92,69 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 class Printer:
     """Prints messages, up to a number of them, while somebody reads. For the main thread.
 
-    What is told of a printed message belongs within `interrupts.held()`, too: so no signal comes in between.
+    What is told of a printed message belongs within `interrupts.deferred()`, too: so no signal comes in between.
     """
 
-    def __init__(self, interrupts: Interrupts, as_json: bool, raw: bool, most: int | None) -> None:
+    def __init__(self, interrupts: Interrupts, as_json: bool, raw: bool, limit: int | None) -> None:
         self.ended = False
         self.interrupts = interrupts
         self.printed = 0
         self._as_json = as_json
         self._raw = raw
-        self._left = most
+        self._remaining = limit
 
-    def show(self, message: Message) -> bool:
+    def print_message(self, message: Message) -> bool:
         """Print a message; returns False, and it counts as not printed, when there were enough or nobody reads."""
         from pyrocket_consumer.protocol.message import drop_body
 
-        while not self.ended and not may_write(_LOOK_EVERY_S):
-            self.ended = self.interrupts.wanted
+        while not self.ended and not wait_writable(_CHECK_INTERVAL_S):
+            self.ended = self.interrupts.is_pending
         if self.ended:
             return False
         try:
             self._print(message)
         except BrokenPipeError:
-            self._nobody_reads()
+            self._stop_printing()
             return False
         finally:
             drop_body(message)  # others wait beside it to be printed
         self.printed += 1
-        if self._left is not None:
-            self._left -= 1
-            self.ended = self._left == 0
+        if self._remaining is not None:
+            self._remaining -= 1
+            self.ended = self._remaining == 0
         return True
 
     def _print(self, message: Message) -> None:
         if self._as_json:
-            say_json(_as_json(message))
+            print_json(_as_json(message))
         elif self._raw:
-            print(escape_controls(_head(message)) + _body(message), flush=True)
+            print(escape_controls(_heading(message)) + _body_text(message), flush=True)
         else:
-            say(_head(message) + _body(message))
+            print_line(_heading(message) + _body_text(message))
 
-    def nothing_came(self) -> None:
+    def check_reader(self) -> None:
         """Look whether anybody still reads."""
-        if reader_has_left():
-            self._nobody_reads()
+        if is_output_closed():
+            self._stop_printing()
 
-    def tell_how_many(self) -> None:
+    def print_count(self) -> None:
         """Tell how many were printed: who stops in the middle does not see it from the last one."""
-        tell(f"{self.printed} {'message' if self.printed == 1 else 'messages'} printed")
+        print_to_stderr(f"{self.printed} {'message' if self.printed == 1 else 'messages'} printed")
 
-    def _nobody_reads(self) -> None:
+    def _stop_printing(self) -> None:
         self.ended = True
-        write_to_nobody()
+        discard_output()
 
 
-def _head(message: Message) -> str:
+def _heading(message: Message) -> str:
     sharding_key = message.property(PropertyName.SHARDING_KEY)
     about = (message.tags or "-") + (f" [{sharding_key}]" if sharding_key else "")
     return f"{message.queue}@{message.queue_offset}  {about}  "
 
 
 def _as_json(message: Message) -> dict[str, object]:
-    body, unreadable = _read(message)
-    facts: dict[str, object] = {
+    body, body_error = _read_body(message)
+    fields: dict[str, object] = {
         "topic": message.topic,
         "queue": str(message.queue),
         "offset": message.queue_offset,
@@ -163,16 +163,16 @@ def _as_json(message: Message) -> dict[str, object]:
         "keys": message.keys,
         "sharding_key": message.property(PropertyName.SHARDING_KEY),
         "born_at_ms": message.born_at_ms,
-        "body": None if unreadable else body.decode(errors="backslashreplace"),
+        "body": None if body_error else body.decode(errors="backslashreplace"),
     }
-    if unreadable:
-        facts["body_error"] = unreadable
+    if body_error:
+        fields["body_error"] = body_error
     elif not _is_text(body):
-        facts["body_base64"] = base64.b64encode(body).decode()
-    return facts
+        fields["body_base64"] = base64.b64encode(body).decode()
+    return fields
 
 
-def _read(message: Message) -> tuple[bytes, str | None]:
+def _read_body(message: Message) -> tuple[bytes, str | None]:
     """Return the body; or why it cannot be read, which ends nothing: those behind it are to be seen, too."""
     try:
         return message.body, None
@@ -188,9 +188,9 @@ def _is_text(body: bytes) -> bool:
     return True
 
 
-def _body(message: Message) -> str:
-    body, unreadable = _read(message)
-    return f"<the body cannot be read: {unreadable}>" if unreadable else body.decode(errors="backslashreplace")
+def _body_text(message: Message) -> str:
+    body, body_error = _read_body(message)
+    return f"<the body cannot be read: {body_error}>" if body_error else body.decode(errors="backslashreplace")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -208,23 +208,23 @@ def run(options: argparse.Namespace) -> int:
         printer = Printer(interrupts, options.output == "json", raw, options.count)
         try:
             if options.group is None:
-                _look(options, printer)
+                _tail(options, printer)
                 return 0
             _consume(options, printer)
         except KeyboardInterrupt:
             pass
         except BaseException:
             if printer.printed:
-                printer.tell_how_many()
+                printer.print_count()
             raise
-        printer.tell_how_many()
+        printer.print_count()
     return 0
 
 
 # --- as a member of a group
 
 
-class _Handover:
+class _PrintQueue:
     """Messages on their way from the consumer's one worker to the thread that prints, and its word for each back."""
 
     def __init__(self) -> None:
@@ -244,12 +244,12 @@ class _Handover:
     def print_until_ended(self, consumer: PushConsumer, printer: Printer) -> None:
         while not printer.ended and consumer.state.value == "running":
             try:
-                message = self._messages.get(timeout=_LOOK_EVERY_S)
+                message = self._messages.get(timeout=_CHECK_INTERVAL_S)
             except Empty:
-                printer.nothing_came()
+                printer.check_reader()
             else:
-                with printer.interrupts.held():
-                    self._printed.put(printer.show(message))
+                with printer.interrupts.deferred():
+                    self._printed.put(printer.print_message(message))
 
     def end(self) -> None:
         """Have no worker wait any more."""
@@ -259,7 +259,7 @@ class _Handover:
 def _consume(options: argparse.Namespace, printer: Printer) -> None:
     from pyrocket_consumer.consumer import PushConsumer, sql
 
-    handover = _Handover()
+    print_queue = _PrintQueue()
     consumer = PushConsumer(
         options.group,
         **connection(options),
@@ -268,20 +268,20 @@ def _consume(options: argparse.Namespace, printer: Printer) -> None:
         orderly=True,  # what was not printed waits in its queue; else it would go through the retry topic
         shutdown_timeout_s=_CLOSE_WITHIN_S,
     )
-    consumer.subscribe(options.topic, handover.listen, options.selector if options.sql is None else sql(options.sql))
+    consumer.subscribe(options.topic, print_queue.listen, options.selector if options.sql is None else sql(options.sql))
     with _connected(options) as cluster:
         cluster.run(_check_model(cluster, options), None)
     try:
         with consumer:
             try:
-                tell(f"consuming {options.topic} as a member of {options.group}; Ctrl-C ends")
-                handover.print_until_ended(consumer, printer)
+                print_to_stderr(f"consuming {options.topic} as a member of {options.group}; Ctrl-C ends")
+                print_queue.print_until_ended(consumer, printer)
             except KeyboardInterrupt:
                 pass  # the rest is the consumer's end, and what it says counts
             finally:
-                handover.end()
+                print_queue.end()
     finally:
-        handover.end()
+        print_queue.end()
 
 
 async def _check_model(cluster: Cluster, options: argparse.Namespace) -> None:
@@ -315,28 +315,28 @@ def _connected(options: argparse.Namespace) -> Iterator[Cluster]:
         cluster.close()
 
 
-def _look(options: argparse.Namespace, printer: Printer) -> None:
+def _tail(options: argparse.Namespace, printer: Printer) -> None:
     subscription = _subscription(options)
     with _connected(options) as cluster:
-        look = cluster.run(_begin(cluster, options, subscription), None)
-        while not printer.ended and (messages := cluster.run(look.next_messages(), None)):
+        tailer = cluster.run(_open_tailer(cluster, options, subscription), None)
+        while not printer.ended and (messages := cluster.run(tailer.next_messages(), None)):
             _print(messages, printer)
         if options.follow or options.start == "last":
-            cluster.run(_follow(look, options), None)
-            tell(f"looking at {options.topic}; Ctrl-C ends")
+            cluster.run(_follow(tailer, options), None)
+            print_to_stderr(f"looking at {options.topic}; Ctrl-C ends")
             while not printer.ended:
-                _print(cluster.run(look.new_messages(_LOOK_EVERY_S), None), printer)
-                printer.nothing_came()
+                _print(cluster.run(tailer.new_messages(_CHECK_INTERVAL_S), None), printer)
+                printer.check_reader()
 
 
-async def _follow(look: Look, options: argparse.Namespace) -> None:
-    look.follow(new_queues=not options.queue)
+async def _follow(tailer: TopicTailer, options: argparse.Namespace) -> None:
+    tailer.follow(new_queues=not options.queue)
 
 
 def _print(messages: Iterable[Message], printer: Printer) -> None:
     for message in messages:
-        with printer.interrupts.held():
-            printer.show(message)
+        with printer.interrupts.deferred():
+            printer.print_message(message)
 
 
 def _subscription(options: argparse.Namespace) -> Subscription:
@@ -351,9 +351,9 @@ def _subscription(options: argparse.Namespace) -> Subscription:
     return Subscription(options.topic, options.sql, expression_type=SQL92)
 
 
-async def _begin(cluster: Cluster, options: argparse.Namespace, subscription: Subscription) -> Look:
+async def _open_tailer(cluster: Cluster, options: argparse.Namespace, subscription: Subscription) -> TopicTailer:
     """Find the queues, and where to begin and end."""
-    from pyrocket_consumer.cli.topic_tail import Look
+    from pyrocket_consumer.cli.topic_tail import TopicTailer
     from pyrocket_consumer.cluster.offset_lookup import TOOLS_GROUP, fetch_first_and_last, fetch_offsets_at
 
     queues = await _queues(cluster, options)
@@ -365,16 +365,16 @@ async def _begin(cluster: Cluster, options: argparse.Namespace, subscription: Su
         for queue, (low, high) in (await fetch_first_and_last(cluster, queues)).items():
             if not low <= options.offset <= high:
                 raise ConfigError(f"offset {options.offset} is not in {queue}, which holds {low} to {high}")
-    return Look(cluster, subscription, begins, ends, tell)
+    return TopicTailer(cluster, subscription, begins, ends, print_to_stderr)
 
 
 async def _queues(cluster: Cluster, options: argparse.Namespace) -> list[MessageQueue]:
     from pyrocket_consumer.model import MessageQueue
 
-    there = (await cluster.route(options.topic, refresh=True)).consume_queues()
+    existing = (await cluster.route(options.topic, refresh=True)).consume_queues()
     if not options.queue:
-        return there
+        return existing
     named = {MessageQueue(options.topic, broker, queue_id) for broker, queue_id in options.queue}
-    if strangers := sorted(named - set(there)):
-        raise ConfigError(f"there is no queue {strangers[0]}; there are {', '.join(map(str, there))}")
+    if unknown := sorted(named - set(existing)):
+        raise ConfigError(f"there is no queue {unknown[0]}; there are {', '.join(map(str, existing))}")
     return sorted(named)

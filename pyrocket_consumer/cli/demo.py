@@ -15,9 +15,9 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
-from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output, positive
+from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output, positive_number
 from pyrocket_consumer.cli.progress import Progress
-from pyrocket_consumer.cli.streams import Interrupts, say, say_json
+from pyrocket_consumer.cli.streams import Interrupts, print_json, print_line
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.errors import ConfigError, RocketError
 
@@ -42,8 +42,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     add_name_server(command, "NAMESRV_ADDR, else an embedded cluster")
     add_output(command)
-    command.add_argument("--messages", type=positive, default=6000, help="how many to send (default: 6000)")
-    command.add_argument("--rate", type=positive, default=600, help="messages per second (default: 600)")
+    command.add_argument("--messages", type=positive_number, default=6000, help="how many to send (default: 6000)")
+    command.add_argument("--rate", type=positive_number, default=600, help="messages per second (default: 600)")
 
 
 class RemoteMember:
@@ -138,7 +138,7 @@ class Ledger:
         with closing(sqlite3.connect(self._file, timeout=WAIT_S)) as connection:
             return Counter(dict(connection.execute("SELECT body, COUNT(*) FROM ledger GROUP BY body").fetchall()))
 
-    def compared_with(self, sent: set[bytes]) -> dict[str, Any]:
+    def compare_with(self, sent: set[bytes]) -> dict[str, Any]:
         """Return how it differs from having each body of `sent` once."""
         booked = self.booked()
         return {
@@ -156,7 +156,7 @@ class Demo:
     def __init__(self, name_server: str, messages: int, rate: int, directory: Path, quiet: bool) -> None:
         self._name_server, self._messages, self._rate = name_server, messages, rate
         self._directory = directory
-        self._say = Progress(quiet).say
+        self._print_progress = Progress(quiet).print_line
         self._topic = f"pyrocket-demo-{os.getpid()}-{int(time.time())}"
         self._sent = 0
         self._ending = threading.Event()
@@ -175,7 +175,7 @@ class Demo:
             sizes["ledger"] = 2
         producing = threading.Thread(target=self._produce, name="demo-producer")
         try:
-            self._say("starting members: " + ", ".join(f"{size} {kind}" for kind, size in sizes.items()))
+            self._print_progress("starting members: " + ", ".join(f"{size} {kind}" for kind, size in sizes.items()))
             for kind, size in sizes.items():
                 for number in range(1, size + 1):
                     member = RemoteMember(f"{kind}-{number}", kind, self._topic, self._name_server, self._directory)
@@ -184,21 +184,21 @@ class Demo:
                 member.wait_until_ready()
             producing.start()
             self._watch_until(lambda: self._sent >= self._messages // 3)
-            victims = [member for member in self._members if member.name.endswith("-1")]
-            for victim in victims:
-                self._say(f"kill -9 {victim.name}")
+            killed = [member for member in self._members if member.name.endswith("-1")]
+            for victim in killed:
+                self._print_progress(f"kill -9 {victim.name}")
                 victim.kill()
             self._watch_until(lambda: self._sent >= self._messages // 2)
-            for victim in victims:
-                self._say(f"starting {victim.name} again")
+            for victim in killed:
+                self._print_progress(f"starting {victim.name} again")
                 victim.start()
-            for victim in victims:
+            for victim in killed:
                 victim.wait_until_ready()
             self._watch_until(lambda: not producing.is_alive())
             producing.join()
             self._watch_until(self._all_seen)
         finally:
-            self._say("closing")
+            self._print_progress("closing")
             self._ending.set()
             if producing.ident is not None:
                 producing.join()
@@ -242,9 +242,9 @@ class Demo:
             if now != state:
                 state, since = now, time.monotonic()
             elif time.monotonic() - since > WAIT_S:
-                self._say(f"nothing has moved for {WAIT_S:g} s")
+                self._print_progress(f"nothing has moved for {WAIT_S:g} s")
                 return
-            self._say("   ".join(f"{what} {count:>6}" for what, count in now.items()), passing=True)
+            self._print_progress("   ".join(f"{what} {count:>6}" for what, count in now.items()), is_transient=True)
             time.sleep(0.25)
 
     def _count(self) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class Demo:
                     "lost": len(sent - seen.keys()),
                 }
             )
-        ledger = self._ledger.compared_with(sent) if self._ledger else None
+        ledger = self._ledger.compare_with(sent) if self._ledger else None
         return {"groups": rows, "file": self._file(), "ledger": ledger}
 
     def _file(self) -> dict[str, Any]:
@@ -298,13 +298,13 @@ def report(result: dict[str, Any], output: str) -> int:
     right = result["file"]["sum"] == result["groups"][1]["sent"]
     ledger = result["ledger"]
     if output == "json":
-        say_json(result, indent=2)
+        print_json(result, indent=2)
     else:
         heads = ("group", "sent", "consumed", "repeated", "lost")
         print_table("What happened", heads, [[row[head] for head in heads] for row in result["groups"]])
         rows = [[queue, offset] for queue, offset in result["file"]["offsets"].items()]
         print_table("Offsets found in the broadcasting member's file", ("queue", "offset"), rows)
-        say(
+        print_line(
             "every message was consumed; repeats are what was in hand when a member was killed"
             if not lost
             else f"{lost} messages were lost: this must not happen, please report it"
@@ -316,12 +316,14 @@ def report(result: dict[str, Any], output: str) -> int:
 def report_ledger(ledger: dict[str, Any] | None) -> None:
     """Print how the ledger differs from what was sent; None is a ledger that nobody kept."""
     if ledger is None:
-        say("pip install 'pyrocket-consumer[sql]' shows a ledger in a database, too, with each message in it once")
+        print_line(
+            "pip install 'pyrocket-consumer[sql]' shows a ledger in a database, too, with each message in it once"
+        )
         return
     row = [ledger["sent"], ledger["booked"], ledger["missing"], ledger["twice"]]
     heads = ("sent", "in the ledger", "missing", "twice")
     print_table("A ledger in SQLite, written with DatabaseOffsets", heads, [row])
-    say(
+    print_line(
         "the ledger is equal to what was sent: each message is in it once, although a member was killed"
         if ledger["equal"]
         else "the ledger is not equal to what was sent: this must not happen, please report it"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def main(group: str, kind: str, topic: str, name_server: str, directory: str) -> None:
     """Consume until standard input ends."""
-    listener, options = booking(directory) if kind == "ledger" else telling(kind, directory)
+    listener, options = ledger_listener(directory) if kind == "ledger" else printing_listener(kind, directory)
     with PushConsumer(
         group, name_server=name_server, consume_from="first", rebalance_interval_s=2, **options
     ) as consumer:
@@ -29,19 +29,19 @@ def main(group: str, kind: str, topic: str, name_server: str, directory: str) ->
         consumer.join()
 
 
-def telling(model: str, directory: str) -> tuple[Callable[[Message], None], dict[str, Any]]:
+def printing_listener(model: str, directory: str) -> tuple[Callable[[Message], None], dict[str, Any]]:
     """Return a listener that prints the number in each message, and the options it needs.
 
     What was consumed is told before the listener returns: whatever this process has acknowledged, its parent knows.
     """
 
-    def tell(message: Message) -> None:
+    def print_number(message: Message) -> None:
         os.write(1, message.body + b"\n")
 
-    return tell, {"message_model": MessageModel(model), "offset_store_dir": directory, "commit_interval_s": 0.5}
+    return print_number, {"message_model": MessageModel(model), "offset_store_dir": directory, "commit_interval_s": 0.5}
 
 
-def booking(directory: str) -> tuple[Callable[[list[Message]], Any], dict[str, Any]]:
+def ledger_listener(directory: str) -> tuple[Callable[[list[Message]], Any], dict[str, Any]]:
     """Return a listener that books the messages in the ledger, exactly once, and the options it needs."""
     from sqlalchemy import URL, create_engine, text
 

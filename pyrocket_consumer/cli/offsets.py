@@ -17,12 +17,12 @@ from pyrocket_consumer.cli.arguments import (
     add_connection,
     add_output,
     connection,
-    place,
     queue_name,
     seconds,
-    whole,
+    start_point,
+    whole_number,
 )
-from pyrocket_consumer.cli.streams import Interrupts, say, say_json, tell
+from pyrocket_consumer.cli.streams import Interrupts, print_json, print_line, print_to_stderr
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.model import MessageQueue
 
@@ -79,7 +79,7 @@ Both consumers must be stopped. The old store is kept beside, under another name
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the commands."""
-    group = add_command(commands, "offsets", _SUMMARY, _EXAMPLES, lambda options: _usage(group))
+    group = add_command(commands, "offsets", _SUMMARY, _EXAMPLES, lambda options: _print_usage(group))
     under = group.add_subparsers(dest="what", metavar="COMMAND")
     show = add_command(under, "show", "show where a group is in each queue of a topic", _SHOW_EXAMPLES, run_show)
     lag = add_command(under, "lag", "show how far a group is behind in each of its topics", _LAG_EXAMPLES, run_lag)
@@ -103,7 +103,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     for command in (show, reset, forget):
         command.add_argument("topic")
     lag.add_argument(
-        "--max", type=whole, metavar="N", help="exit with code 3 when a topic's lag is above N, or not known"
+        "--max", type=whole_number, metavar="N", help="exit with code 3 when a topic's lag is above N, or not known"
     )
     for command in (show, lag):
         command.add_argument(
@@ -114,7 +114,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             help="exit with code 3 when this broker is not there: name servers forget those that stop; repeatable",
         )
     reset.add_argument(
-        "--to", type=place, metavar="PLACE", help="earliest, latest, or a time with its zone: 2026-11-21T08:00:00Z"
+        "--to",
+        type=start_point,
+        metavar="PLACE",
+        help="earliest, latest, or a time with its zone: 2026-11-21T08:00:00Z",
     )
     reset.add_argument(
         "--queue",
@@ -156,7 +159,7 @@ def _add_table(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _usage(group: argparse.ArgumentParser) -> int:
+def _print_usage(group: argparse.ArgumentParser) -> int:
     group.print_help(sys.stderr)
     return 2
 
@@ -164,7 +167,7 @@ def _usage(group: argparse.ArgumentParser) -> int:
 def _queue(text: str) -> tuple[str, int, int | None]:
     name, _, offset = text.partition("=")
     try:
-        return *queue_name(name), whole(offset) if "=" in text else None
+        return *queue_name(name), whole_number(offset) if "=" in text else None
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r} is not like broker-a/3 or broker-a/3=120") from None
 
@@ -210,8 +213,8 @@ def _store(options: argparse.Namespace) -> Iterator[DatabaseOffsets | None]:
         store.close()
 
 
-def _print_json(value: object) -> None:
-    say_json(value, indent=2)
+def _print_indented_json(value: object) -> None:
+    print_json(value, indent=2)
 
 
 # --- show, lag
@@ -221,27 +224,27 @@ def run_show(options: argparse.Namespace) -> int:
     with _admin(options) as admin, _store(options) as store:
         found = admin.offsets(options.group, options.topic, brokers=options.broker, store=store)
     if options.output == "json":
-        _print_json(_lag_as_json(found))
+        _print_indented_json(_lag_as_json(found))
         return 3 if found.missing else 0
     if not found.rows:
-        say(f"{options.group} has no offset in {options.topic}{_online(found)}")
-        return _tell_unreached(found)
+        print_line(f"{options.group} has no offset in {options.topic}{_online(found)}")
+        return _print_unreached(found)
     broadcasting = any(row.member for row in found.rows)
     heads = [*(["member"] if broadcasting else []), "queue", "min", "committed", "max", "lag", "consumed up to"]
     rows = [
         [
             *([row.member] if broadcasting else []),
-            _name(row.queue),
+            _queue_name(row.queue),
             row.min,
             "-" if row.committed is None else row.committed,
             row.max,
             row.lag,
-            _time(row.consumed_at),
+            _format_time(row.consumed_at),
         ]
         for row in found.rows
     ]
     print_table(f"Group {found.group} in topic {options.topic}{_online(found)}", heads, rows)
-    return _tell_unreached(found)
+    return _print_unreached(found)
 
 
 def run_lag(options: argparse.Namespace) -> int:
@@ -251,13 +254,13 @@ def run_lag(options: argparse.Namespace) -> int:
     too_far = options.max is not None and (not found.is_complete or any(each[-1] > options.max for each in totals))
     code = 3 if too_far or found.missing else 0
     if options.output == "json":
-        _print_json(_lag_as_json(found))
+        _print_indented_json(_lag_as_json(found))
         return code
     broadcasting = any(row.member for row in found.rows)
     heads = [*(["member"] if broadcasting else []), "topic", "queues", "lag"]
     rows = [[*([member] if broadcasting else []), topic, queues, lag] for member, topic, queues, lag in totals]
     print_table(f"Group {found.group}{_online(found)}", heads, rows)
-    _tell_unreached(found)
+    _print_unreached(found)
     return code
 
 
@@ -276,27 +279,27 @@ def _online(found: GroupLag) -> str:
     return f" ({kind}{len(found.members)} online{led})"
 
 
-def _tell_unreached(found: GroupLag) -> int:
+def _print_unreached(found: GroupLag) -> int:
     for broker, reason in found.missing.items():
-        tell(f"  {broker} is missing: {reason}")
+        print_to_stderr(f"  {broker} is missing: {reason}")
     for client_id, reason in found.unreached.items():
-        tell(f"  {client_id} did not tell: {reason}")
+        print_to_stderr(f"  {client_id} did not tell: {reason}")
     if found.not_known:
-        tell(f"  not known: {found.not_known}")
+        print_to_stderr(f"  not known: {found.not_known}")
     for row in found.rows:
         if row.is_above_end:
-            tell(
+            print_to_stderr(
                 f"  {row.queue} is committed at {row.committed}, above its end {row.max}: nothing of it comes until "
                 "a member that stays online corrects it, or a reset does"
             )
     return 3 if found.missing else 0
 
 
-def _time(at: datetime | None) -> str:
+def _format_time(at: datetime | None) -> str:
     return at.astimezone().isoformat(sep=" ", timespec="seconds") if at is not None else "-"
 
 
-def _name(queue: MessageQueue) -> str:
+def _queue_name(queue: MessageQueue) -> str:
     return f"{queue.broker_name}/{queue.queue_id}"
 
 
@@ -334,7 +337,7 @@ def run_ddl(options: argparse.Namespace) -> int:
 
     for statement in ddl(options.dialect, options.table, with_inbox=options.inbox):
         for line in f"{statement};".replace("\t", "    ").splitlines():
-            say(line.rstrip())
+            print_line(line.rstrip())
     return 0
 
 
@@ -342,7 +345,7 @@ def run_ddl(options: argparse.Namespace) -> int:
 
 
 def run_reset(options: argparse.Namespace) -> int:
-    to, queues = _where(options)
+    to, queues = _reset_targets(options)
     began = time.monotonic()
     with Interrupts(), _admin(options) as admin, _store(options) as store:
         plan = admin.plan_reset(
@@ -356,16 +359,16 @@ def run_reset(options: argparse.Namespace) -> int:
             wait_s=options.wait / 2,
         )
         as_json = options.output == "json"
-        undo = _undo(plan, options)
+        undo = _undo_commands(plan, options)
         if not as_json:
             _print_plan(plan)
             _print_undo(plan, undo)
         if not options.execute:
             if as_json:
-                _print_json({"plan": _plan_as_json(plan), "undo": undo, "result": None})
+                _print_indented_json({"plan": _plan_as_json(plan), "undo": undo, "result": None})
             else:
-                say()
-                say("Nothing was changed. Add --execute to do it.")
+                print_line()
+                print_line("Nothing was changed. Add --execute to do it.")
             return 0
         left_s = max(0.0, options.wait - (time.monotonic() - began))
         try:
@@ -376,19 +379,21 @@ def run_reset(options: argparse.Namespace) -> int:
                 wait_s=left_s,
             )
         except KeyboardInterrupt:
-            tell(f"pyrocket: {_INTERRUPTED}")
+            print_to_stderr(f"pyrocket: {_INTERRUPTED}")
             if as_json:
-                _print_json({"plan": _plan_as_json(plan), "undo": undo, "result": None, "stopped_by": "interrupted"})
+                _print_indented_json(
+                    {"plan": _plan_as_json(plan), "undo": undo, "result": None, "stopped_by": "interrupted"}
+                )
             raise
     if as_json:
-        _print_json({"plan": _plan_as_json(plan), "undo": undo, "result": _result_as_json(result)})
+        _print_indented_json({"plan": _plan_as_json(plan), "undo": undo, "result": _result_as_json(result)})
     else:
         _print_result(result)
         _print_undo(plan, undo)
     return 0 if result.verified else 3
 
 
-def _undo(plan: ResetPlan, options: argparse.Namespace) -> list[str]:
+def _undo_commands(plan: ResetPlan, options: argparse.Namespace) -> list[str]:
     """Return the commands that bring everybody back to where the plan found them."""
     where = [*(["-n", options.name_server] if options.name_server else []), *(["--tls"] if options.tls else [])]
     where += ["--tls-ca", options.tls_ca] if options.tls_ca else []
@@ -404,7 +409,11 @@ def _undo(plan: ResetPlan, options: argparse.Namespace) -> list[str]:
             plan.group,
             plan.topic,
             *(["--member", member] if member is not None else []),
-            *(word for queue, offset in sorted(offsets.items()) for word in ("--queue", f"{_name(queue)}={offset}")),
+            *(
+                word
+                for queue, offset in sorted(offsets.items())
+                for word in ("--queue", f"{_queue_name(queue)}={offset}")
+            ),
             "--execute",
             *where,
         ]
@@ -417,18 +426,20 @@ def _undo(plan: ResetPlan, options: argparse.Namespace) -> list[str]:
 
 def _print_undo(plan: ResetPlan, commands: Sequence[str]) -> None:
     if commands:
-        say()
-        say("To undo it:")
+        print_line()
+        print_line("To undo it:")
         for command in commands:
-            say(f"  {command}")
+            print_line(f"  {command}")
     for member in sorted({move.member for move in plan.moves if move.member and move.current is None}):
-        say(f"  where {member} is, is not known, at least of some queues: no command can bring it back there")
-    nowhere = sorted(_name(move.queue) for move in plan.moves if move.current is None)
+        print_line(f"  where {member} is, is not known, at least of some queues: no command can bring it back there")
+    nowhere = sorted(_queue_name(move.queue) for move in plan.moves if move.current is None)
     if nowhere and not plan.broadcasting:
-        say(f"  nothing is committed yet in {', '.join(nowhere)}: no command takes away again what a reset commits")
+        print_line(
+            f"  nothing is committed yet in {', '.join(nowhere)}: no command takes away again what a reset commits"
+        )
 
 
-def _where(options: argparse.Namespace) -> tuple[Any, list[MessageQueue] | None]:
+def _reset_targets(options: argparse.Namespace) -> tuple[Any, list[MessageQueue] | None]:
     """Return what to reset to, and which queues."""
     named = {MessageQueue(options.topic, broker, queue_id): offset for broker, queue_id, offset in options.queue}
     exact = {queue: offset for queue, offset in named.items() if offset is not None}
@@ -451,39 +462,39 @@ def _print_plan(plan: ResetPlan) -> None:
         note = f"wanted {target.wanted}; the queue holds {target.min} to {target.max}" if target else ""
         current, *amounts = ("?" if each is None else each for each in (move.current, move.replayed, move.skipped))
         who = [move.member or "(offline)"] if broadcasting else []
-        rows.append([*who, _name(move.queue), current, move.target, *amounts, note])
+        rows.append([*who, _queue_name(move.queue), current, move.target, *amounts, note])
     print_table(f"Reset of {plan.subject} in topic {plan.topic}: {plan.way_text}", heads, rows)
-    say()
+    print_line()
     if plan.unsubscribed:
-        say(f"  {plan.unsubscribed}")
+        print_line(f"  {plan.unsubscribed}")
     for retry in plan.retries:
-        say(f"  {retry}")
+        print_line(f"  {retry}")
     for broker in plan.brokers:
-        say(f"  {broker}")
+        print_line(f"  {broker}")
     for each in plan.members:
-        say(f"  {each.client_id} ({each.client}): {each.how}")
+        print_line(f"  {each.client_id} ({each.client}): {each.how}")
     if not plan.members:
-        say("  nobody of the group is online")
+        print_line("  nobody of the group is online")
     if broadcasting and plan.member is None:
-        say("  members that are offline will follow at their next start")
+        print_line("  members that are offline will follow at their next start")
 
 
 def _print_step(step: ResetProgress) -> None:
-    tell(f"... {step}")
+    print_to_stderr(f"... {step}")
 
 
 def _print_result(result: ResetResult) -> None:
     rows = [[outcome.subject, outcome.state, outcome.text] for outcome in result.outcomes]
-    say()
+    print_line()
     if rows:
         print_table(result.heading, ["who", "state", ""], rows)
     else:
-        say(result.heading)
+        print_line(result.heading)
     for name, text in sorted(result.brokers.items()):
-        say(f"  {name}: {text}")
+        print_line(f"  {name}: {text}")
     if result.raced:
-        names = ", ".join(map(_name, result.raced))
-        say(f"  somebody else has reset {names} at the same time; theirs was later, and counts")
+        names = ", ".join(map(_queue_name, result.raced))
+        print_line(f"  somebody else has reset {names} at the same time; theirs was later, and counts")
 
 
 def _plan_as_json(plan: ResetPlan) -> dict[str, Any]:
@@ -553,9 +564,9 @@ def run_forget(options: argparse.Namespace) -> int:
     with _admin(options) as admin:
         admin.forget_reset(options.group, options.topic)
     if options.output == "json":
-        _print_json({"group": options.group, "topic": options.topic, "forgotten": True})
+        _print_indented_json({"group": options.group, "topic": options.topic, "forgotten": True})
     else:
-        say(f"nothing is recorded any more for {options.group} in {options.topic}")
+        print_line(f"nothing is recorded any more for {options.group} in {options.topic}")
     return 0
 
 
@@ -567,7 +578,7 @@ def run_adopt(options: argparse.Namespace) -> int:
 
     kept = adopt_store(options.orphan, options.directory, replace=options.replace)
     if options.output == "json":
-        _print_json({"directory": options.directory, "kept": str(kept)})
+        _print_indented_json({"directory": options.directory, "kept": str(kept)})
     else:
-        say(f"its offsets are in {options.directory} now; the old store is kept in {kept}")
+        print_line(f"its offsets are in {options.directory} now; the old store is kept in {kept}")
     return 0

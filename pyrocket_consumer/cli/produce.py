@@ -9,7 +9,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pyrocket_consumer.cli.arguments import add_command, add_connection, add_output, connection
-from pyrocket_consumer.cli.streams import Interrupts, may_write, say, say_json, tell, write_to_nobody
+from pyrocket_consumer.cli.streams import (
+    Interrupts,
+    discard_output,
+    print_json,
+    print_line,
+    print_to_stderr,
+    wait_writable,
+)
 from pyrocket_consumer.errors import RocketError
 
 _EXAMPLES = """\
@@ -21,7 +28,7 @@ A line's body is without its end (LF or CRLF); an empty line is no message. What
 so between two messages, and how many were sent is told on standard error. With -o json the last line tells it always.
 """
 
-_LOOK_EVERY_S = 0.2
+_CHECK_INTERVAL_S = 0.2
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,11 +60,11 @@ def run(options: argparse.Namespace) -> int:
             _send(options, interrupts, sent)
         # Flushed here: where it cannot be written, how many there are is told beside.
         if options.output == "json":
-            say_json(_as_json(options, sent, None))
+            print_json(_as_json(options, sent, None))
         else:
-            say(_text(options, sent))
+            print_line(_text(options, sent))
     except BaseException as error:
-        _tell_stopped(options, sent, error)
+        _print_stopped(options, sent, error)
         raise
     return 0
 
@@ -68,17 +75,17 @@ def _send(options: argparse.Namespace, interrupts: Interrupts, sent: _Sent) -> N
     with Producer(**connection(options)) as producer:
         bodies = _Bodies(options.bodies, producer.config.max_message_bytes)
         for body in bodies:
-            with interrupts.held():  # so what is on its way is waited for, and counted
+            with interrupts.deferred():  # so what is on its way is waited for, and counted
                 result = producer.send(
                     options.topic, body, tags=options.tag, keys=options.key, sharding_key=options.sharding_key
                 )
                 sent.count, sent.last = sent.count + 1, bodies.where
                 if options.output == "json":
-                    while not may_write(_LOOK_EVERY_S) and not interrupts.wanted:
+                    while not wait_writable(_CHECK_INTERVAL_S) and not interrupts.is_pending:
                         pass
-                    if may_write(0):
+                    if wait_writable(0):
                         stored = {"queue": str(result.queue), "offset": result.queue_offset, "id": result.message_id}
-                        say_json(stored)
+                        print_json(stored)
 
 
 def _text(options: argparse.Namespace, sent: _Sent) -> str:
@@ -89,26 +96,26 @@ def _as_json(options: argparse.Namespace, sent: _Sent, stopped_by: str | None) -
     return {"topic": options.topic, "sent": sent.count, "last": sent.last or None, "stopped_by": stopped_by}
 
 
-def _tell_stopped(options: argparse.Namespace, sent: _Sent, error: BaseException) -> None:
+def _print_stopped(options: argparse.Namespace, sent: _Sent, error: BaseException) -> None:
     """Tell how many were sent before something stopped it; of the first message its error says enough."""
     if sent.count or not isinstance(error, RocketError):
         last = f"; the last was {sent.last}" if sent.last else ""
-        tell(f"pyrocket: stopped, {_text(options, sent)}{last}")
-    if options.output == "json" and sys.stdout is not None and may_write(0):
+        print_to_stderr(f"pyrocket: stopped, {_text(options, sent)}{last}")
+    if options.output == "json" and sys.stdout is not None and wait_writable(0):
         try:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
-            say_json(_as_json(options, sent, reason))
+            print_json(_as_json(options, sent, reason))
         except OSError:
-            write_to_nobody()
+            discard_output()
 
 
 class _Bodies:
     """The bodies that arguments and lines of standard input give. `where` says where the one in hand is from."""
 
-    def __init__(self, arguments: Iterable[str], most_bytes: int) -> None:
+    def __init__(self, arguments: Iterable[str], max_bytes: int) -> None:
         self.where = ""
         self._arguments = arguments
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     def __iter__(self) -> Iterator[bytes]:
         for number, argument in enumerate(self._arguments, 1):
@@ -122,14 +129,14 @@ class _Bodies:
         if sys.stdin is None:
             raise RocketError("- reads standard input, which is closed; give it something to read, as in: seq 10 | …")
         if sys.stdin.isatty():
-            tell("a message a line, until Ctrl-D")
+            print_to_stderr("a message a line, until Ctrl-D")
         number = 0
-        while line := sys.stdin.buffer.readline(self._most_bytes + len(b"\r\n")):
+        while line := sys.stdin.buffer.readline(self._max_bytes + len(b"\r\n")):
             number += 1
             body = line.removesuffix(b"\n").removesuffix(b"\r") if line.endswith(b"\n") else line
-            if len(body) > self._most_bytes:  # the rest of it is not read: it may be endless
+            if len(body) > self._max_bytes:  # the rest of it is not read: it may be endless
                 raise RocketError(
-                    f"line {number} of standard input has more than {self._most_bytes} bytes, which a message may "
+                    f"line {number} of standard input has more than {self._max_bytes} bytes, which a message may "
                     "have; split it"
                 )
             if body:

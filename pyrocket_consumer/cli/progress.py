@@ -15,13 +15,13 @@ class Progress:
         self._quiet = quiet
         self._began = time.monotonic()
 
-    def say(self, text: str, passing: bool = False) -> None:
-        """Print a line. One that is `passing` is replaced by the next; without a terminal few of those are printed."""
+    def print_line(self, text: str, is_transient: bool = False) -> None:
+        """Print a line. One that is `is_transient` is replaced by the next; without a terminal few of those are printed."""
         if self._quiet:
             return
         line = f"{time.monotonic() - self._began:5.1f} s  {escape_controls(text)}"
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{line}" + ("" if passing else "\n"))
-        elif not passing or int(time.monotonic() * 4) % 8 == 0:
+            sys.stderr.write(f"\r\x1b[K{line}" + ("" if is_transient else "\n"))
+        elif not is_transient or int(time.monotonic() * 4) % 8 == 0:
             sys.stderr.write(line + "\n")
         sys.stderr.flush()

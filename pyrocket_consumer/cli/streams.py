@@ -17,7 +17,7 @@ from typing import Any, Self
 from pyrocket_consumer.text import escape_controls, escape_json_controls
 
 
-def write_anywhere() -> None:
+def escape_unencodable() -> None:
     """Have what a console's encoding lacks written as an escape, so that no text is an error."""
     if sys.stderr is None:  # it is closed: what belongs there must not go to what is read
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -26,52 +26,52 @@ def write_anywhere() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def say(text: str = "") -> None:
+def print_line(text: str = "") -> None:
     """Print a line at once. Whoever wrote parts of it, it moves no cursor and makes no second line."""
     print(escape_controls(text), flush=True)
 
 
-def tell(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     """Print such a line on standard error."""
     print(escape_controls(text), file=sys.stderr, flush=True)
 
 
-def say_json(value: object, indent: int | None = None) -> None:
+def print_json(value: object, indent: int | None = None) -> None:
     """Print JSON that comes out whole: an escape of the console's, instead of JSON's, would make it none."""
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
     text = json.dumps(value, ensure_ascii=codecs.lookup(encoding).name != "utf-8", indent=indent)
     print(escape_json_controls(text), flush=True)
 
 
-def reader_has_left() -> bool:
+def is_output_closed() -> bool:
     """Tell whether nobody reads our output any more, as after `| head -2`; False where that cannot be known."""
-    return _told_of_output("", 0) not in (None, 0)
+    return _poll_output("", 0) not in (None, 0)
 
 
-def may_write(within_s: float) -> bool:
+def wait_writable(within_s: float) -> bool:
     """Wait until a line can be written, or nobody reads: a pipe may be full. True where that cannot be known."""
-    return _told_of_output("POLLOUT", within_s) != 0
+    return _poll_output("POLLOUT", within_s) != 0
 
 
-def _told_of_output(wanted: str, within_s: float) -> int | None:
+def _poll_output(is_pending: str, within_s: float) -> int | None:
     """Return what the system tells of our output, 0 if nothing within the time; None where it has no `poll`."""
     try:
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), getattr(select, wanted) if wanted else 0)
+        poll.register(sys.stdout.fileno(), getattr(select, is_pending) if is_pending else 0)
     except (AttributeError, OSError, ValueError):
         return None
-    return next((told for _, told in poll.poll(within_s * 1000)), 0)
+    return next((events for _, events in poll.poll(within_s * 1000)), 0)
 
 
 class Interrupts:
-    """Has Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread, but not within `held()`: after it.
+    """Has Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread, but not within `deferred()`: after it.
 
     A second one raises at once.
     """
 
     def __init__(self) -> None:
-        self.wanted = False
-        self._held = False
+        self.is_pending = False
+        self._is_deferred = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -79,31 +79,31 @@ class Interrupts:
             handler = signal.getsignal(number)
             if handler not in (signal.SIG_IGN, None):  # a shell has its background jobs ignore Ctrl-C
                 self._before[number] = handler
-                signal.signal(number, self._came)
+                signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
-        if not self._held or self.wanted:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_deferred or self.is_pending:
             raise KeyboardInterrupt
-        self.wanted = True
+        self.is_pending = True
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """What is done within is done whole."""
-        self._held = True
+        self._is_deferred = True
         try:
             yield
         finally:
-            self._held = False
-        if self.wanted:
+            self._is_deferred = False
+        if self.is_pending:
             raise KeyboardInterrupt
 
 
-def write_to_nobody() -> None:
+def discard_output() -> None:
     """Have the rest of the output go nowhere: else its flush at the end of the process is an error once more."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)

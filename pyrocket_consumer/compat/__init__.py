@@ -31,11 +31,11 @@ def install() -> None:
         ConfigError: another `rocketmq` is imported already. Call `install()` before that.
     """
     facade = import_module(_FACADE)
-    there = sys.modules.get("rocketmq")
-    if there is facade:
+    imported = sys.modules.get("rocketmq")
+    if imported is facade:
         return
-    if there is not None or any(name.startswith("rocketmq.") for name in sys.modules):
-        where = getattr(there, "__file__", None) or "another package"
+    if imported is not None or any(name.startswith("rocketmq.") for name in sys.modules):
+        where = getattr(imported, "__file__", None) or "another package"
         raise ConfigError(f"rocketmq is imported already, from {where}; call compat.install() before that")
     if (other := util.find_spec("rocketmq")) is not None and other.origin is not None:  # not just a folder of that name
         log.warning("rocketmq stands for %s now, and not for the one in %s", _FACADE, other.origin)

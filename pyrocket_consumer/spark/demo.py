@@ -24,7 +24,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 from pyrocket_consumer.admin import Admin
-from pyrocket_consumer.cli.arguments import add_name_server, add_output, positive
+from pyrocket_consumer.cli.arguments import add_name_server, add_output, positive_number
 from pyrocket_consumer.cli.progress import Progress
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.consumer import PushConsumer
@@ -56,7 +56,7 @@ class Demo:
     def __init__(self, spark: SparkSession, name_server: str, options: argparse.Namespace, checkpoint: Path) -> None:
         self._spark, self._name_server, self._checkpoint = spark, name_server, checkpoint
         self._seconds, self._rate = options.seconds, options.rate
-        self._print_progress = Progress(quiet=options.output == "json").say
+        self._print_progress = Progress(quiet=options.output == "json").print_line
         run = f"{os.getpid()}-{int(time.time())}"
         self._orders, self._counts = f"pyrocket-demo-orders-{run}", f"pyrocket-demo-counts-{run}"
         self._sent: Counter[str] = Counter()
@@ -152,7 +152,7 @@ class Demo:
             self._print_progress(
                 f"sent {now[0]:>6}   counted in closed windows {now[1]:>6}   "
                 f"behind {behind.total if behind else '-':>5}   {stage}",
-                passing=True,
+                is_transient=True,
             )
             time.sleep(0.25)
 
@@ -237,8 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_name_server(parser, "NAMESRV_ADDR, else an embedded cluster")
     add_output(parser)
-    parser.add_argument("--seconds", type=positive, default=10, help="how long to send (default: 10)")
-    parser.add_argument("--rate", type=positive, default=400, help="messages per second (default: 400)")
+    parser.add_argument("--seconds", type=positive_number, default=10, help="how long to send (default: 10)")
+    parser.add_argument("--rate", type=positive_number, default=400, help="messages per second (default: 400)")
     options = parser.parse_args(arguments)
     with ExitStack() as stack:
         name_server = options.name_server or os.environ.get("NAMESRV_ADDR")

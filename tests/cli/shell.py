@@ -30,7 +30,7 @@ def run(*arguments: str, command: Sequence[str] = COMMAND, env: Any = None, **ho
 
 
 @contextmanager
-def a_pipe_nobody_reads() -> Iterator[int]:
+def pipe_without_reader() -> Iterator[int]:
     reader, writer = os.pipe()
     os.close(reader)
     yield writer
@@ -65,7 +65,7 @@ class Running:
         assert self.process.stdout is not None
         return [self.process.stdout.readline().decode().rstrip("\n") for _ in range(count)]
 
-    def hears(self, text: str) -> None:
+    def wait_for_error_line(self, text: str) -> None:
         """Wait for the line on standard error that has `text`."""
         assert self.process.stderr is not None
         while text not in (line := self.process.stderr.readline().decode()):

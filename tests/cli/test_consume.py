@@ -110,7 +110,7 @@ def test_a_signal_ends_a_member(many, number):
 def test_a_member_whose_output_is_stuck_ends_at_a_signal(many):
     many.send("orders", lambda number: b"x" * 4000, count=100)  # more than a pipe holds
     with running(many, *MEMBER) as command:
-        command.hears("Ctrl-C ends")
+        command.wait_for_error_line("Ctrl-C ends")
         until(lambda: len(many.broker("broker-a").requests(RequestCode.PULL_MESSAGE)) >= 4, "pulled")
         command.send_signal(signal.SIGTERM)
         assert command.end() == 0
@@ -144,7 +144,7 @@ def test_a_member_that_waits_notices_that_its_reader_has_left(orders):
 @pytest.mark.live
 def test_a_new_group_begins_with_what_comes(orders):
     with running(orders, "--group", "g", "--count", "1") as command:
-        command.hears("Ctrl-C ends")
+        command.wait_for_error_line("Ctrl-C ends")
         orders.send("orders", b"new")
         assert command.read(1) == ["orders/broker-a/0@5  -  new"]
         assert command.end() == 0
@@ -205,7 +205,7 @@ def test_who_looks_selects(orders, consume):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda each: each.name)
 def test_who_follows_sees_what_comes_until_a_signal(orders, number):
     with running(orders, "--from", "last") as command:
-        command.hears("Ctrl-C ends")
+        command.wait_for_error_line("Ctrl-C ends")
         orders.send("orders", b"new")
         assert command.read(1) == ["orders/broker-a/0@5  -  new"]
         command.send_signal(number)
@@ -216,7 +216,7 @@ def test_who_follows_sees_what_comes_until_a_signal(orders, number):
 @pytest.mark.live
 def test_a_background_job_of_a_shell_ignores_ctrl_c(orders):
     with running(orders, "--from", "last", through=("sh", "-c", "trap '' INT; exec \"$@\"", "sh")) as command:
-        command.hears("Ctrl-C ends")
+        command.wait_for_error_line("Ctrl-C ends")
         command.send_signal(signal.SIGINT)
         orders.send("orders", b"new")
         assert command.read(1) == ["orders/broker-a/0@5  -  new"]
@@ -237,7 +237,7 @@ def test_who_follows_ends_when_its_reader_leaves(orders):
 def test_who_follows_tries_a_broker_in_trouble_again(orders):
     orders.broker("broker-a").on(RequestCode.PULL_MESSAGE, answer(1, "not well"), times=2)
     with running(orders, "--from", "last") as command:
-        command.hears("not well; trying again")
+        command.wait_for_error_line("not well; trying again")
         orders.send("orders", b"new")
         assert command.read(1) == ["orders/broker-a/0@5  -  new"]
 

@@ -72,7 +72,7 @@ def test_a_ledger_that_is_not_equal_is_told(tmp_path, capsys, booked, row):
         {"group": model, "sent": 3, "consumed": 3, "repeated": 0, "lost": 0} for model in ("clustering", "broadcasting")
     ]
     file = {"path": "offsets.json", "offsets": {"T/broker-a/0": 3}, "sum": 3}
-    result = {"groups": groups, "file": file, "ledger": ledger.compared_with({b"0", b"1", b"2"})}
+    result = {"groups": groups, "file": file, "ledger": ledger.compare_with({b"0", b"1", b"2"})}
     assert report(result, "table") == 3
     printed = capsys.readouterr().out
     assert row in rows(printed)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from pyrocket_consumer.cli.topic_tail import Look
+from pyrocket_consumer.cli.topic_tail import TopicTailer
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.model import MessageQueue, Subscription
@@ -32,31 +32,31 @@ def client(orders):
     cluster.close()
 
 
-def seen(client, look, count):
+def seen(client, tailer, count):
     """Return the places of so many messages that come."""
     found = []
     while len(found) < count:
-        found += client.run(look.new_messages(30), 60)
+        found += client.run(tailer.new_messages(30), 60)
     return sorted((message.queue, message.queue_offset) for message in found)
 
 
 def following(client, new_queues):
     async def follow():
         await client.route("orders")
-        look = Look(client, Subscription("orders"), {FIRST: 0}, {FIRST: 0}, lambda text: None)
-        look.follow(new_queues)
-        return look
+        tailer = TopicTailer(client, Subscription("orders"), {FIRST: 0}, {FIRST: 0}, lambda text: None)
+        tailer.follow(new_queues)
+        return tailer
 
     return client.run(follow(), 30)
 
 
 @pytest.mark.parametrize("new_queues", [True, False])
 def test_queues_that_a_topic_gets_are_followed(orders, client, new_queues):
-    look = following(client, new_queues)
+    tailer = following(client, new_queues)
     orders.create_topic("orders", queues=1, brokers=["broker-b"])
     orders.send("orders", count=4)
     everything = [(queue, offset) for queue in (FIRST, MessageQueue("orders", "broker-b", 0)) for offset in (0, 1)]
-    assert seen(client, look, 4 if new_queues else 2) == (everything if new_queues else everything[:2])
+    assert seen(client, tailer, 4 if new_queues else 2) == (everything if new_queues else everything[:2])
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_a_broker_that_has_nothing_is_asked_slower_and_slower(orders, client, co
     orders.send("orders", count=100)
     orders.broker("broker-a").on(RequestCode.PULL_MESSAGE, nothing, times=9)
     began = time.monotonic()
-    look = following(client, False)
-    assert seen(client, look, 1)
+    tailer = following(client, False)
+    assert seen(client, tailer, 1)
     assert time.monotonic() - began > 0.02 + 0.04 + 0.08 + 0.16 + 0.32
 
 
@@ -81,18 +81,18 @@ def test_messages_of_several_queues_come_as_they_were_stored(orders, client):
     orders.create_topic("orders", queues=3)
     orders.send("orders", lambda number: b"%d" % number, count=300)
 
-    async def look_at_all():
+    async def read_all():
         queues = (await client.route("orders")).consume_queues()
         ends = dict.fromkeys(queues, 50)
-        look = Look(client, Subscription("orders"), dict.fromkeys(queues, 0), ends, lambda text: None)
+        tailer = TopicTailer(client, Subscription("orders"), dict.fromkeys(queues, 0), ends, lambda text: None)
         found = []
-        while messages := await look.next_messages():
+        while messages := await tailer.next_messages():
             found += messages
         return found
 
-    found = client.run(look_at_all(), 60)
+    found = client.run(read_all(), 60)
     assert len(found) == 300
     assert [message.stored_at_ms for message in found] == sorted(message.stored_at_ms for message in found)
     for broker in ("broker-a", "broker-b"):
-        places = [message.commit_log_offset for message in found if message.queue.broker_name == broker]
-        assert places == sorted(places)
+        log_offsets = [message.commit_log_offset for message in found if message.queue.broker_name == broker]
+        assert log_offsets == sorted(log_offsets)

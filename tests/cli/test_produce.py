@@ -12,7 +12,7 @@ import pytest
 
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.testing import answer
-from tests.cli.shell import Running, a_pipe_nobody_reads, run
+from tests.cli.shell import Running, pipe_without_reader, run
 from tests.consuming import until
 from tests.for_each import for_each
 
@@ -165,7 +165,7 @@ def test_a_count_that_cannot_be_written_is_told(cluster, output):
 
 @pytest.mark.live
 def test_a_reader_that_leaves_before_the_count(cluster):
-    with a_pipe_nobody_reads() as writer:
+    with pipe_without_reader() as writer:
         done = run(*command(cluster, "a"), stdout=writer)
     assert (done.returncode, done.stderr.decode()) == (1, stopped(1, "argument 1"))
 
@@ -195,7 +195,7 @@ def test_who_types_is_told_how_to_end(cluster):
     ours, theirs = pty.openpty()
     with Running(*command(cluster, "-"), stdin=theirs) as typing:
         os.close(theirs)
-        typing.hears("a message a line, until Ctrl-D")
+        typing.wait_for_error_line("a message a line, until Ctrl-D")
         os.write(ours, b"typed\n\x04")
         assert typing.end() == 0
         os.close(ours)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pyrocket_consumer.cli import main, parser
-from tests.cli.shell import COMMAND, Running, a_pipe_nobody_reads, run
+from tests.cli.shell import COMMAND, Running, pipe_without_reader, run
 from tests.for_each import for_each
 
 TOPIC = "T"
@@ -109,7 +109,7 @@ def test_a_body_that_is_no_text_can_be_restored_from_json(orders, pyrocket):
 @pytest.mark.parametrize("output", ["table", "json"])
 def test_a_reader_that_has_left_is_no_traceback(orders, output):
     orders.broker("broker-a").commit("G", "T", {0: 0})
-    with a_pipe_nobody_reads() as writing:
+    with pipe_without_reader() as writing:
         done = run(*SHOW, "-o", output, "-n", orders.name_server, stdout=writing)
     assert (done.returncode, done.stderr) == (1, b"")
 

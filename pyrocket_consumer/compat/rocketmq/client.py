@@ -34,10 +34,10 @@ from pyrocket_consumer.compat.rocketmq.exceptions import ffi_check as ffi_check
 from pyrocket_consumer.compat.rocketmq.ffi import MessageModel as MessageModel
 from pyrocket_consumer.compat.rocketmq.ffi import TraceModel
 from pyrocket_consumer.compat.rocketmq.ffi import dll as dll
-from pyrocket_consumer.compat.rocketmq.name_servers import of_address, of_domain
+from pyrocket_consumer.compat.rocketmq.name_servers import fetch_name_servers, parse_address
 from pyrocket_consumer.compat.rocketmq.utils import maybe_decode as maybe_decode
 from pyrocket_consumer.compat.rocketmq.utils import to_bytes, to_number, to_text
-from pyrocket_consumer.compat.rocketmq.warn_once import say_once
+from pyrocket_consumer.compat.rocketmq.warn_once import warn_once
 from pyrocket_consumer.config import ConsumerConfig, ProducerConfig, check_group
 from pyrocket_consumer.consumer import ConsumeResult, ConsumerState
 from pyrocket_consumer.errors import ClientClosed, ConfigError, RocketError
@@ -64,7 +64,7 @@ PY2 = False
 text_type = str
 binary_type = bytes
 
-_AT_EXIT_S = 3.0
+_EXIT_TIMEOUT_S = 3.0
 
 
 def _to_bytes(s: Any) -> Any:
@@ -155,7 +155,7 @@ class Message:
         properties = {name: value for name, value in self._properties.items() if value}  # empty ones never arrive
         properties.pop(PropertyName.DELAY, None)
         if properties.pop(PropertyName.WAIT, "true") != "true":
-            say_once("property WAIT", "messages are acknowledged when they are stored; false has no meaning")
+            warn_once("property WAIT", "messages are acknowledged when they are stored; false has no meaning")
         tags = properties.pop(PropertyName.TAGS, None)
         keys = tuple(properties.pop(PropertyName.KEYS, "").split())
         return OutgoingMessage(self._body, tags, keys, properties or None, topic=self._topic)
@@ -322,7 +322,7 @@ class _Client(Generic[_C]):
 
     def set_name_server_address(self, addr: str | bytes) -> None:
         """Say where the name servers are: `host:port`, several joined by `;`, or an endpoint `http://host:port`."""
-        address, namespace = of_address(to_text("addr", addr))
+        address, namespace = parse_address(to_text("addr", addr))
         if address:
             self._set("set_name_server_address", name_server=address, namespace=namespace)
         self._address = address or None
@@ -330,7 +330,7 @@ class _Client(Generic[_C]):
     def set_name_server_domain(self, domain: str | bytes) -> None:
         """Say where to ask for the name servers' addresses, over HTTP. It is asked at the start."""
         self._domain = to_text("domain", domain) or None
-        self._changed("set_name_server_domain")
+        self._warn_if_running("set_name_server_domain")
 
     def set_session_credentials(
         self, access_key: str | bytes, access_secret: str | bytes, channel: str | bytes
@@ -347,7 +347,7 @@ class _Client(Generic[_C]):
 
     def set_message_trace(self, message_trace: bool | TraceModel) -> None:
         """Do nothing: messages are not traced."""
-        say_once("set_message_trace", "messages are not traced here")
+        warn_once("set_message_trace", "messages are not traced here")
 
     def _set(self, what: str, **options: Any) -> None:
         try:
@@ -355,13 +355,13 @@ class _Client(Generic[_C]):
         except ConfigError as error:
             raise RocketMQException(f"{what}: {error}") from error
         if what != "set_timeout":
-            self._changed(what)
+            self._warn_if_running(what)
 
-    def _changed(self, what: str) -> None:
+    def _warn_if_running(self, what: str) -> None:
         if self._is_running:
-            say_once(what, "called after start(): it takes effect at the next one")
+            warn_once(what, "called after start(): it takes effect at the next one")
 
-    def _whole_config(self) -> _C:
+    def _full_config(self) -> _C:
         """Return the settings, with group and name servers.
 
         Raises:
@@ -370,7 +370,7 @@ class _Client(Generic[_C]):
         check_group(self._group)
         servers: str | tuple[str, ...] | None = self._address
         if servers is None and self._domain is not None:
-            servers = of_domain(self._domain)
+            servers = fetch_name_servers(self._domain)
         if servers is None and not os.environ.get("NAMESRV_ADDR", "").strip():
             raise ConfigError("no name server: call set_name_server_address('host:9876') first, or set NAMESRV_ADDR")
         return replace(self._config, group=self._group, name_server=servers)
@@ -388,14 +388,14 @@ def _secret(value: str | bytes) -> str:
 
 
 @contextmanager
-def _told_as(failed: type[RocketMQException]) -> Iterator[None]:
+def _raise_as(failed: type[RocketMQException]) -> Iterator[None]:
     try:
         yield
     except RocketError as error:
         raise failed(str(error)) from error
 
 
-_STAND_IN = "127.0.0.1:9876"
+_PLACEHOLDER_ADDRESS = "127.0.0.1:9876"
 
 
 class Producer(_Client[ProducerConfig]):
@@ -410,7 +410,7 @@ class Producer(_Client[ProducerConfig]):
         max_message_size: int | None = None,
     ) -> None:
         """Begin a producer of a group; `timeout` is in milliseconds, `max_message_size` in bytes."""
-        super().__init__(ProducerConfig(name_server=_STAND_IN, auto_create_topic=True), group_id)
+        super().__init__(ProducerConfig(name_server=_PLACEHOLDER_ADDRESS, auto_create_topic=True), group_id)
         self._producer: producer.Producer | None = None
         if timeout is not None:
             self.set_timeout(timeout)
@@ -426,7 +426,7 @@ class Producer(_Client[ProducerConfig]):
     def set_group(self, group_name: str | bytes) -> None:
         """Set the producer group."""
         self._group = to_text("group_name", group_name)
-        self._changed("set_group")
+        self._warn_if_running("set_group")
 
     def set_timeout(self, timeout: int) -> None:
         """Set the deadline of a send, in milliseconds: 10 to 600 000."""
@@ -437,7 +437,7 @@ class Producer(_Client[ProducerConfig]):
     def set_compress_level(self, level: int) -> None:
         """Do nothing: bodies of 4 KiB and more are compressed, at the usual level."""
         to_number("level", level)
-        say_once("set_compress_level", "bodies of 4 KiB and more are compressed at the usual level")
+        warn_once("set_compress_level", "bodies of 4 KiB and more are compressed at the usual level")
 
     def set_max_message_size(self, max_size: int) -> None:
         """Set how many bytes a body may have; brokers take 4 MiB, unless told otherwise."""
@@ -451,10 +451,10 @@ class Producer(_Client[ProducerConfig]):
         Raises:
             ProducerStartFailed: a setting is not allowed, or no name server answers.
         """
-        with self._starting, _told_as(ProducerStartFailed):
+        with self._starting, _raise_as(ProducerStartFailed):
             if not self._is_running:
                 self._group = self._group or "DEFAULT_PRODUCER"
-                starting = self._make(self._whole_config())
+                starting = self._make(self._full_config())
                 self._producer, self._pid = starting, os.getpid()  # so that shutdown() can end the start
                 try:
                     starting.start()
@@ -469,7 +469,7 @@ class Producer(_Client[ProducerConfig]):
         """Wait until what is on its way was sent, and disconnect. It can be started again."""
         running, self._producer = self._producer, None
         if running is not None and self._pid == os.getpid():
-            with _told_as(RocketMQException):
+            with _raise_as(RocketMQException):
                 running.close()
 
     def send_sync(self, msg: Message) -> SendResult:
@@ -479,7 +479,7 @@ class Producer(_Client[ProducerConfig]):
             ProducerSendSyncFailed: not stored, as far as is known; or the producer is not started.
             NullPointerException, ctypes.ArgumentError: `msg` is None, or no Message.
         """
-        with _told_as(ProducerSendSyncFailed):
+        with _raise_as(ProducerSendSyncFailed):
             return self._send(msg, None)
 
     def send_oneway(self, msg: Message) -> None:
@@ -489,9 +489,9 @@ class Producer(_Client[ProducerConfig]):
             ProducerSendOnewayFailed: not sent; or the producer is not started.
             NullPointerException, ctypes.ArgumentError: `msg` is None, or no Message.
         """
-        with _told_as(ProducerSendOnewayFailed):
+        with _raise_as(ProducerSendOnewayFailed):
             message = self._outgoing(msg)
-            self._usable().send_oneway(**self._arguments(msg, message))
+            self._running_producer().send_oneway(**self._arguments(msg, message))
 
     def send_orderly_with_sharding_key(self, msg: Message, sharding_key: str | bytes) -> SendResult:
         """Store a message in the queue of all with this key, behind those that were sent before.
@@ -501,16 +501,16 @@ class Producer(_Client[ProducerConfig]):
             NullPointerException, ctypes.ArgumentError: an argument is None, or is of another type.
         """
         key = to_text("sharding_key", sharding_key) or "-"  # an empty one cannot travel, and must keep its order, too
-        with _told_as(ProducerSendOrderlyFailed):
+        with _raise_as(ProducerSendOrderlyFailed):
             return self._send(msg, key)
 
     def _send(self, msg: Message, sharding_key: str | None) -> SendResult:
         message = self._outgoing(msg)
-        sent = self._usable().send(**self._arguments(msg, message), sharding_key=sharding_key)
+        sent = self._running_producer().send(**self._arguments(msg, message), sharding_key=sharding_key)
         return _result(sent)
 
     def _outgoing(self, msg: Message) -> OutgoingMessage:
-        message, most = _of_user(msg)._outgoing(), self._config.max_message_bytes
+        message, most = _check_message(msg)._outgoing(), self._config.max_message_bytes
         if len(message.body) > most:
             raise ConfigError(
                 f"body of {len(message.body)} bytes is more than {most}; send it in parts, or call "
@@ -532,7 +532,7 @@ class Producer(_Client[ProducerConfig]):
     def _make(self, config: ProducerConfig) -> producer.Producer:
         return producer.Producer(config=config)
 
-    def _usable(self) -> producer.Producer:
+    def _running_producer(self) -> producer.Producer:
         """Return the producer that sends; in a process that was forked after the start, a new one.
 
         Raises:
@@ -602,9 +602,9 @@ class TransactionMQProducer(Producer):
                 log.exception("message=%s: local_execute failed; the broker asks the checker", sent.message_id)
                 return TransactionState.UNKNOWN
 
-        with _told_as(RocketMQException):
+        with _raise_as(RocketMQException):
             outgoing = self._outgoing(message)
-            running = self._usable()
+            running = self._running_producer()
             assert isinstance(running, producer.TransactionProducer)
             result = running.send_in_transaction(outgoing, run, timeout_s=self._config.send_timeout_s)
             return _result(result.sent)
@@ -639,7 +639,7 @@ def _half(sent: producer.SendResult, message: OutgoingMessage) -> wire.Message:
     return wire.decode_message(record, sent.queue)
 
 
-def _of_user(msg: object) -> Message:
+def _check_message(msg: object) -> Message:
     if isinstance(msg, Message):
         return msg
     if msg is None:
@@ -668,11 +668,14 @@ class PushConsumer(_Client[ConsumerConfig]):
     ) -> None:
         """Begin a consumer of a group; `orderly`: one callback of a queue at a time, in order."""
         config = ConsumerConfig(
-            group="-", name_server=_STAND_IN, orderly=bool(orderly), consume_threads=min(_processors(), 1000)
+            group="-",
+            name_server=_PLACEHOLDER_ADDRESS,
+            orderly=bool(orderly),
+            consume_threads=min(_processor_count(), 1000),
         )
         super().__init__(config, group_id)
         self._consumer: consumer.PushConsumer | None = None
-        self._ending: consumer.PushConsumer | None = None  # was shut down last; its end may wait for a callback
+        self._closing: consumer.PushConsumer | None = None  # was shut down last; its end may wait for a callback
         self._subscriptions: dict[str, tuple[Callable[[wire.Message], Any], str]] = {}
         self.set_message_model(message_model)
 
@@ -684,7 +687,7 @@ class PushConsumer(_Client[ConsumerConfig]):
     def set_group(self, group_id: str | bytes) -> None:
         """Set the consumer group."""
         self._group = to_text("group_id", group_id)
-        self._changed("set_group")
+        self._warn_if_running("set_group")
 
     def set_message_model(self, model: MessageModel | int) -> None:
         """Have each message go to one member of the group, or to every member."""
@@ -706,7 +709,7 @@ class PushConsumer(_Client[ConsumerConfig]):
         if to_number("max_size", max_size) == 0:
             raise NullPointerException("max_size is 0; use 1 or more")
         if max_size != 1:
-            say_once("set_message_batch_max_size", "a callback gets one message at a time; batches are no matter here")
+            warn_once("set_message_batch_max_size", "a callback gets one message at a time; batches are no matter here")
 
     def subscribe(self, topic: str | bytes, callback: Callback, expression: str | bytes = "*") -> None:
         """Have `callback` called with the messages of `topic` that have one of the tags in `expression` (`"a || b"`).
@@ -720,7 +723,7 @@ class PushConsumer(_Client[ConsumerConfig]):
         """
         name, selector = to_text("topic", topic), to_text("expression", expression) or "*"
         listener = _listener(callback, self)
-        with self._starting, _told_as(ConsumerException):  # a start has taken its subscriptions already
+        with self._starting, _raise_as(ConsumerException):  # a start has taken its subscriptions already
             consumer.PushConsumer(config=self._config).subscribe(name, listener, selector)  # says what is wrong with it
             self._subscriptions[name] = listener, selector
             running = self._consumer
@@ -735,24 +738,24 @@ class PushConsumer(_Client[ConsumerConfig]):
         Raises:
             PushConsumerStartFailed: nothing is subscribed to, a setting is not allowed, or no name server answers.
         """
-        with self._starting, _told_as(PushConsumerStartFailed):
+        with self._starting, _raise_as(PushConsumerStartFailed):
             if self._is_running:
                 return
             if not self._subscriptions:
                 raise ConfigError("nothing is subscribed to; call subscribe(topic, callback) before start()")
-            starting = consumer.PushConsumer(config=self._whole_config())
+            starting = consumer.PushConsumer(config=self._full_config())
             for topic, (listener, selector) in self._subscriptions.items():
                 starting.subscribe(topic, listener, selector)
             self._consumer, self._pid = starting, os.getpid()  # so that shutdown() can end the start
-            self._ending = None
-            _forget_the_ended()
-            _unended.add(starting)
+            self._closing = None
+            _discard_closed()
+            _open_consumers.add(starting)
             try:
                 starting.start()
             except BaseException as error:
                 if self._consumer is not starting and isinstance(error, ClientClosed):
                     return  # shut down meanwhile
-                _unended.discard(starting)
+                _open_consumers.discard(starting)
                 if self._consumer is starting:
                     self._consumer = None
                 raise
@@ -769,26 +772,26 @@ class PushConsumer(_Client[ConsumerConfig]):
             return
         running, self._consumer = self._consumer, None
         if running is not None:
-            self._ending = running
-        if (ending := self._ending) is not None:  # whoever shuts down a second time waits for the same end
+            self._closing = running
+        if (closing := self._closing) is not None:  # whoever shuts down a second time waits for the same end
             try:
-                with _told_as(ConsumerException):
-                    ending.close()
+                with _raise_as(ConsumerException):
+                    closing.close()
             finally:
-                _forget_the_ended()
+                _discard_closed()
 
 
-_unended: set[consumer.PushConsumer] = set()
+_open_consumers: set[consumer.PushConsumer] = set()
 """Those that run go on, whether the application keeps them or not, until they are shut down or the process ends."""
 
 
-def _forget_the_ended() -> None:
-    for each in list(_unended):
+def _discard_closed() -> None:
+    for each in list(_open_consumers):
         if each.state in (ConsumerState.CLOSED, ConsumerState.FAILED):
-            _unended.discard(each)
+            _open_consumers.discard(each)
 
 
-def _processors() -> int:
+def _processor_count() -> int:
     """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -829,7 +832,7 @@ def _result_of(status: object) -> object:
     """Return what an unusual status means: the numbers are what they were, and what is none is told."""
     if isinstance(status, int):
         if status is True:
-            say_once("a callback returned True", "True equals RECONSUME_LATER; return ConsumeStatus.CONSUME_SUCCESS")
+            warn_once("a callback returned True", "True equals RECONSUME_LATER; return ConsumeStatus.CONSUME_SUCCESS")
         if status == ConsumeStatus.CONSUME_SUCCESS:
             return None
         if status == ConsumeStatus.RECONSUME_LATER:
@@ -837,12 +840,12 @@ def _result_of(status: object) -> object:
     return status
 
 
-def _end_all() -> None:
-    for each in list(_unended):
+def _close_all() -> None:
+    for each in list(_open_consumers):
         try:
-            each.close(_AT_EXIT_S)
+            each.close(_EXIT_TIMEOUT_S)
         except RocketError as error:
             log.error("group=%s the process ends reason=%s", each.config.group, error)
 
 
-atexit.register(_end_all)
+atexit.register(_close_all)

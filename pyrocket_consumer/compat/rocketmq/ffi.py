@@ -7,7 +7,7 @@ from ctypes import ArgumentError
 from enum import IntEnum
 from typing import Any, SupportsInt
 
-from pyrocket_consumer.compat.rocketmq.warn_once import say_once
+from pyrocket_consumer.compat.rocketmq.warn_once import warn_once
 from pyrocket_consumer.text import PACKAGE_LOG, safe_repr
 
 __all__ = ["CtypesEnum", "MessageModel", "TraceModel", "dll"]
@@ -76,7 +76,7 @@ class _NoLibrary:
         raise AttributeError(f"there is no native library, so no {name}; use the classes of rocketmq.client")
 
     def SetPushConsumerLogPath(self, handle: object, path: object) -> int:  # noqa: N802
-        say_once("log path", "log lines go to Python's logger 'pyrocket_consumer', and to no file of their own")
+        warn_once("log path", "log lines go to Python's logger 'pyrocket_consumer', and to no file of their own")
         return _CStatus.OK
 
     def SetPushConsumerLogFileNumAndSize(self, handle: object, number: int, size: int) -> int:  # noqa: N802

@@ -18,10 +18,10 @@ _PREFIX = "http://"
 _INSTANCE = re.compile(r"MQ_INST_[^.%]+")
 
 _DOMAIN_TIMEOUT_S = 3.0
-_MOST_BYTES = 64 * 1024
+_MAX_BYTES = 64 * 1024
 
 
-def of_address(address: str) -> tuple[str, str | None]:
+def parse_address(address: str) -> tuple[str, str | None]:
     """Return the name servers in `address`, and the namespace if it is an endpoint of an instance.
 
     Endpoints begin with `http://` and speak the same protocol as any name server. The first part of the host's name,
@@ -39,7 +39,7 @@ def of_address(address: str) -> tuple[str, str | None]:
     return ";".join(servers), namespace
 
 
-def of_domain(domain: str) -> str:
+def fetch_name_servers(domain: str) -> str:
     """Ask a web server where the name servers are: it answers `host:port;host:port` in its first line.
 
     Raises:
@@ -47,13 +47,13 @@ def of_domain(domain: str) -> str:
         ConnectError: it does not answer within 3 s, or refuses.
     """
     url = domain if "://" in domain else _PREFIX + domain
-    question = _Question(url)
-    question.start()
-    answer = question.wait(_DOMAIN_TIMEOUT_S)
-    if not isinstance(answer, str):
-        why = truncate(escape_controls(str(answer)), 200)
-        raise ConnectError(url, f"it does not tell where the name servers are: {why}") from answer
-    servers = answer.split()[0] if answer.split() else ""
+    request = _DomainRequest(url)
+    request.start()
+    response = request.wait(_DOMAIN_TIMEOUT_S)
+    if not isinstance(response, str):
+        why = truncate(escape_controls(str(response)), 200)
+        raise ConnectError(url, f"it does not tell where the name servers are: {why}") from response
+    servers = response.split()[0] if response.split() else ""
     try:
         parse_name_servers(servers)
     except ConfigError as error:
@@ -63,7 +63,7 @@ def of_domain(domain: str) -> str:
     return servers
 
 
-class _Question(threading.Thread):
+class _DomainRequest(threading.Thread):
     """Asks a web server, in a thread: the look-up of a name, and an answer that comes byte by byte, have no deadline.
 
     Raises:
@@ -87,19 +87,19 @@ class _Question(threading.Thread):
         self._connection = kind(host, port, timeout=_DOMAIN_TIMEOUT_S)
         self._path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
         self._socket: socket.socket | None = None
-        self._answer: str | Exception = TimeoutError("timed out")
+        self._result: str | Exception = TimeoutError("timed out")
 
     def run(self) -> None:
         try:
             self._connection.connect()
             self._socket = self._connection.sock
             self._connection.request("GET", self._path)
-            with self._connection.getresponse() as answer:
-                if answer.status != http.HTTPStatus.OK:
-                    raise ConnectionError(f"it answers {answer.status}")
-                self._answer = answer.read(_MOST_BYTES).decode()
+            with self._connection.getresponse() as response:
+                if response.status != http.HTTPStatus.OK:
+                    raise ConnectionError(f"it answers {response.status}")
+                self._result = response.read(_MAX_BYTES).decode()
         except Exception as error:  # whatever a web server can bring about
-            self._answer = error
+            self._result = error
         finally:
             self._connection.close()
 
@@ -107,7 +107,7 @@ class _Question(threading.Thread):
         """Return what is answered, or why nothing is; after `timeout_s` it is asked no longer."""
         self.join(timeout_s)
         if not self.is_alive():
-            return self._answer
+            return self._result
         if self._socket is not None:
             with suppress(OSError):  # it has been closed in this moment
                 self._socket.shutdown(socket.SHUT_RDWR)

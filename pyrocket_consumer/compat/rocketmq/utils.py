@@ -51,11 +51,11 @@ def to_text(what: str, value: object) -> str:
         ctypes.ArgumentError: it is neither text nor bytes.
         RocketMQException: it is text or bytes that are no UTF-8.
     """
-    whole = to_bytes(what, value)
+    encoded = to_bytes(what, value)
     if isinstance(value, str):
         return value
     try:
-        return whole.decode()
+        return encoded.decode()
     except UnicodeDecodeError as error:
         raise RocketMQException(f"{what} is not UTF-8: {safe_repr(value)}; encode it as UTF-8") from error
 

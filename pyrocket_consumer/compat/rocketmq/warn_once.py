@@ -6,11 +6,11 @@ from pyrocket_consumer.text import logger
 
 log = logger("compat")
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
-def say_once(what: str, text: str) -> None:
+def warn_once(what: str, text: str) -> None:
     """Log `text`, unless something was said about `what` in this process already."""
-    if what not in _said:
-        _said.add(what)
+    if what not in _warned:
+        _warned.add(what)
         log.warning("%s: %s", what, text)
