@@ -1,4 +1,4 @@
-"""The queues we hold: how one begins, moves, and ends. Each of these is a step of the member's own."""
+"""The queues that a member holds: how a queue begins, moves, and ends. Each of these is one step of the member."""
 
 from __future__ import annotations
 
@@ -28,31 +28,30 @@ from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.errors import DatabaseError, Fenced, OffsetStoreError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets, QueueReset
+from pyrocket_consumer.offsets.base import MAX_OFFSET
 from pyrocket_consumer.offsets.database.claim import Claim
 from pyrocket_consumer.text import logger
 
 log = logger("consumer")
 
-MAX_OFFSET = 2**63 - 1
-
 REVOKE_GRACE_S = 1.0
-"""How long a queue that is taken away waits for the listener calls that run."""
+"""How long the end of a queue waits for running listener calls."""
 
 ORDERLY_REVOKE_GRACE_S = 20.0
-"""The same for an orderly queue: if its next owner began meanwhile, the order would be lost."""
+"""The same for an orderly queue, whose next owner must not begin before, because the order would be lost."""
 
 
 class ListenerCalls(Protocol):
-    """What runs the listener calls of windows."""
+    """The service that runs the listener calls of windows."""
 
     def running(self, window: ProcessQueue | None = None) -> int:
         """Return how many listener calls are running (of `window`)."""
 
     def forget(self, window: ProcessQueue) -> None:
-        """The window's life has ended."""
+        """Forget a window that has ended."""
 
     def resume_calls(self, window: ProcessQueue) -> None:
-        """Calls of the window may begin again."""
+        """Begin calls of the window again."""
 
     def workers(self) -> list[Workers]:
         """Return the kinds of workers in use."""
@@ -60,7 +59,7 @@ class ListenerCalls(Protocol):
 
 @dataclass(slots=True)
 class Assignment:
-    """One queue we hold: its window, its pull loop, and where it began."""
+    """One held queue: its window, its pull loop, and its start offset."""
 
     window: ProcessQueue
     pull_loop: PullLoop
@@ -71,9 +70,10 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class QueueProgress:
-    """Where one queue stands. Offsets are the next to consume; `broker_max` is the end at the last pull's answer.
+    """The progress of one queue. Offsets are those of the next message to consume.
 
-    `oldest_key` is the key of the oldest unfinished message, with `order_by`: it holds the offset to commit.
+    `broker_max` is the end of the queue in the response to the last pull. With `order_by`, `oldest_key` is the key of
+    the oldest unfinished message, which holds back the offset to commit.
     """
 
     committed: int | None
@@ -91,7 +91,7 @@ class QueueProgress:
 
     @property
     def lag(self) -> int:
-        """How many offsets lie between what is committed and the broker's end."""
+        """The number of offsets from the committed one to the broker's end."""
         return max(0, self.broker_max - (self.committed if self.committed is not None else self.start_offset))
 
 
@@ -105,7 +105,7 @@ def _totals_of(assignment: Assignment) -> Totals:
 
 
 class Assignments:
-    """Queues held, by queue. Confined to the I/O thread, but for `wake`."""
+    """The held queues of a member. Confined to the I/O thread, except for `wake`."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Assignments:
         self._queue_locks: WeakValueDictionary[MessageQueue, asyncio.Lock] = WeakValueDictionary()
         self._ending: set[MessageQueue] = set()
         self._log_checks: dict[MessageQueue, object] = {}  # the newest of each queue
-        self._first_starts: dict[MessageQueue, tuple[int, str]] = {}  # found out, and not known to be stored yet
+        self._first_starts: dict[MessageQueue, tuple[int, str]] = {}  # offset and origin, perhaps not stored yet
         self._budgets: dict[str, MemoryBudget] = {}  # by topic, or one for all
         self._woken: deque[ProcessQueue] = deque()
         self._wake_due = False
@@ -137,25 +137,25 @@ class Assignments:
         commits.on_fenced = self._on_fenced
         context.cluster.keep_reachable(self._holds_queue_of)
 
-    # --- what is held
+    # --- the held queues
 
     def get(self, queue: MessageQueue) -> Assignment | None:
         return self._held.get(queue)
 
     def is_begun(self, queue: MessageQueue) -> bool:
-        """Tell whether `queue` is held, or is just being begun, moved or ended."""
+        """Return whether `queue` is held, or is beginning, moving or ending now."""
         return queue in self._held or queue in self._queue_locks
 
     def all(self) -> dict[MessageQueue, Assignment]:
-        """Return a copy of what is held."""
+        """Return a copy of the table of held queues."""
         return dict(self._held)
 
     def windows(self) -> dict[MessageQueue, ProcessQueue]:
-        """Return the windows of all queues held."""
+        """Return the windows of all held queues."""
         return {queue: assignment.window for queue, assignment in self._held.items()}
 
     def held(self, topic: str) -> list[MessageQueue]:
-        """Return the queues of `topic` that are ours, and that we are not giving up."""
+        """Return the held queues of `topic`, without those that are ending."""
         return [queue for queue in self._held if queue.topic == topic and queue not in self._ending]
 
     def _holds_queue_of(self, broker_name: str) -> bool:
@@ -165,7 +165,7 @@ class Assignments:
         return {queue.topic for queue in self._held}
 
     def totals(self) -> dict[str, Totals]:
-        """Return what has happened to the messages of each topic since the start."""
+        """Return the statistics of each topic since the start."""
         totals = self._counts.past()
         for queue, assignment in self._held.items():
             if not assignment.ended:
@@ -173,12 +173,12 @@ class Assignments:
         return totals
 
     def listener_time_s(self, topic: str) -> float:
-        """Return how long listener calls of `topic` take at present, on average."""
+        """Return the present average duration of listener calls of `topic`."""
         times = [each.window.listener_time_s for queue, each in self._held.items() if queue.topic == topic]
         return sum(times) / len(times) if times else 0.0
 
     def progress(self) -> dict[MessageQueue, QueueProgress]:
-        """Return where each queue we hold stands."""
+        """Return the progress of each held queue."""
         table = {}
         for queue, assignment in sorted(self._held.items()):
             pull_loop = assignment.pull_loop
@@ -202,25 +202,25 @@ class Assignments:
     # --- pulling
 
     def pause_pulls(self) -> None:
-        """Have queues that are paused by now take nothing of what they have asked for."""
+        """Give up the pulls in flight of queues that are paused now."""
         for queue, assignment in self._held.items():
             if self._pull_host.paused(queue):
                 assignment.pull_loop.pause()
 
     def pull_all(self) -> None:
-        """Pull whatever there is room for: a pause is over."""
+        """Pull again from all queues after a pause."""
         for assignment in self._held.values():
             assignment.pull_loop.pull()
 
     def stop_pulling(self) -> None:
-        """Pull nothing more; what is cached stays."""
+        """Stop all pulls; the cached messages stay."""
         for assignment in self._held.values():
             assignment.pull_loop.stop()
 
     def wake(self, window: ProcessQueue) -> None:
-        """Room was made in a window whose puller waits for it. Called by workers."""
+        """Pull again for a window that has space now. Workers call it."""
         self._woken.append(window)
-        if not self._wake_due:  # one wake-up serves all that come before it; two now and then do no harm
+        if not self._wake_due:  # one wake-up serves all windows added before it; an extra one does no harm
             self._wake_due = True
             self._context.call_soon(self._pull_woken)
 
@@ -232,7 +232,7 @@ class Assignments:
             if assignment is not None and assignment.window is window:
                 assignment.pull_loop.pull()
 
-    # --- a queue's life
+    # --- begin and end
 
     def _lock(self, queue: MessageQueue) -> asyncio.Lock:
         return self._queue_locks.setdefault(queue, asyncio.Lock())
@@ -245,10 +245,12 @@ class Assignments:
         is_ours: Callable[[], bool],
         recorded: QueueReset | None = None,
     ) -> bool:
-        """Take `queue` on and start pulling. Returns False when its start offset cannot be told or stored now.
+        """Begin to hold `queue`, and start pulling. Return False if its start offset cannot be read or stored now.
 
-        `is_new`: it was added to its topic while we consume. `is_ours` is asked again before each thing that could
-        not be taken back. `recorded`: a reset that was made while nobody had claimed the queue.
+        Args:
+            is_new: whether the queue was added to its topic while this consumer ran.
+            is_ours: checked again before each step that cannot be undone.
+            recorded: a reset that was recorded while no member had claimed the queue.
         """
         context = self._context
 
@@ -261,9 +263,9 @@ class Assignments:
             locked_until, storing = None, False
             try:
                 if self._locks is not None:
-                    locked_until = await self._locks.acquire(queue)  # before the offset is read: no owner commits after
+                    locked_until = await self._locks.acquire(queue)  # first, so that no owner commits later
                     if locked_until is None:
-                        text = "another member has its lock still; it begins when that is given back, or expires"
+                        text = "another member still has its lock; the queue begins once the lock is free"
                         context.emit_throttled(EventKind.LOCK_LOST, text, queue)
                         return False
                 if self._divergence_check.is_paused(queue) or self._commits.is_paused(queue):
@@ -277,18 +279,18 @@ class Assignments:
                     self._commits.forget(queue)
                     await self._unlock(queue)
                     return False
-                if is_wanted() and (origin != "stored" or offset == 0):  # brokers of 4.9 say 0 where they have none
+                if is_wanted() and (origin != "stored" or offset == 0):  # brokers of 4.9 return 0 for "no offset"
                     storing = True
                     await self._store_start(queue, offset)
-                    if claim is None and recorded is not None:  # its start rule holds, and later ones do not follow
+                    if claim is None and recorded is not None:  # the start rule applies; note the reset's epoch
                         await self._commits.apply_resets({queue: QueueReset(None, recorded.epoch)})
-            except Fenced:  # another member was quicker to begin it
+            except Fenced:  # another member began it first
                 await self._unlock(queue)
                 return False
             except RocketError as error:
-                text = f"where {queue} begins is not known or not stored yet: {error}"
+                text = f"the start offset of {queue} is not known or not stored yet: {error}"
                 context.emit_throttled(_event_kind_of(error), text, queue)
-                if not storing:  # else the broker may still execute it, and no other owner may have begun then
+                if not storing:  # else keep the lock, because the broker may still execute the commit
                     await self._unlock(queue)
                 return False
             self._first_starts.pop(queue, None)
@@ -307,20 +309,20 @@ class Assignments:
         assert recorded.offset is not None
         await self._commits.apply_resets({queue: recorded})
         facts = {"to": recorded.offset, "epoch": recorded.epoch}
-        text = f"-> {recorded.offset} (recorded while nobody had the queue)"
+        text = f"-> {recorded.offset} (recorded while no member held the queue)"
         self._context.emit(EventKind.OFFSET_RESET, text, queue, facts, level=logging.WARNING)
         return recorded.offset
 
     async def _store_start(self, queue: MessageQueue, offset: int) -> None:
-        """Store where `queue` begins, durably, before one message of it is pulled.
+        """Store the start offset of `queue` durably before the first pull.
 
-        Until then, whoever takes the queue over would begin at a place of his own, and what lies between would never
-        be consumed.
+        Without a stored offset, a member that takes the queue over would begin at another offset, and nobody would
+        consume the messages between the two.
         """
         try:
             await self._commits.store_start(queue, offset)
         except OffsetStoreError as error:
-            text = f"going on from memory: {error}"
+            text = f"continuing from memory: {error}"
             self._context.emit(EventKind.STORE_UNWRITABLE, text, queue, level=logging.ERROR)
 
     async def _unlock(self, queue: MessageQueue) -> None:
@@ -359,14 +361,14 @@ class Assignments:
         return assignment
 
     def _topic_option(self, option: str, topic: str) -> int:
-        """Return a per-topic option for a topic as brokers know it; users name it with its namespace, or without."""
+        """Return a per-topic option. Brokers use the topic's full name; users may omit the namespace."""
         config = self._context.config
         given = getattr(config, option)
         is_named = isinstance(given, Mapping) and topic in given
         return config.for_topic(option, topic if is_named else unwrap(config.namespace, topic))
 
     def _budget(self, topic: str) -> MemoryBudget:
-        """Return what bounds the bytes of all queues held, or of those of `topic`."""
+        """Return the memory budget of all held queues, or of those of `topic`."""
         config = self._context.config
         scope = "" if isinstance(config.max_cached_bytes, int) else topic
         if scope not in self._budgets:
@@ -375,14 +377,14 @@ class Assignments:
         return self._budgets[scope]
 
     def _is_idle(self) -> bool:
-        """Tell whether some worker has nothing to do."""
+        """Return whether at least one worker has nothing to do."""
         workers = self._calls.workers()
         return not any(each.waiting() for each in workers) and any(
             slot.chunk is None for each in workers for slot in each.slots
         )
 
     async def end(self, queue: MessageQueue, why: str) -> None:
-        """Give `queue` up: let what runs finish for a moment, store the final offset, forget it."""
+        """Give up `queue`: wait a moment for running calls, store the final offset, forget the queue."""
         if queue in self._held and queue not in self._ending:
             self._ending.add(queue)
             await self._context.tasks.finish(self._end(queue, why), f"giving up {queue}")
@@ -395,7 +397,7 @@ class Assignments:
                 if assignment is None or assignment.ended:
                     return
                 self._stop(assignment)
-                # What is finished is stored before the wait for what is not: the next owner does not wait as long.
+                # Store the finished messages before the wait, because the next owner may begin during it.
                 await self._commits.persist([queue])
                 await self._wait_for_calls(assignment)
                 is_running = self._calls.running(assignment.window) > 0
@@ -403,37 +405,41 @@ class Assignments:
                 try:
                     await self._commits.release(queue)
                     if self._locks is not None and not is_running:
-                        await self._locks.release([queue])  # only now: the next owner must find this offset
+                        await self._locks.release([queue])  # only now, so that the next owner reads this offset
                 except RocketError as error:
                     context.emit(
                         EventKind.COMMIT_FAILED,
-                        f"the final offset {final} could not be stored; messages will come again: {error}",
+                        f"the final offset {final} could not be stored; messages will be redelivered: {error}",
                         queue,
                         level=logging.WARNING,
                     )
-                del self._held[queue]  # only now: a close that comes in between stores what is held
+                del self._held[queue]  # only now, because a close meanwhile stores the offsets of held queues
         finally:
             self._ending.discard(queue)
         context.emit(EventKind.QUEUE_REVOKED, f"{why} at {final}", queue, {"offset": final})
 
     def recheck_log(self, broker_name: str) -> None:
-        """A broker may have lost what came last: its claimed queues go on when they were looked at."""
+        """Stop the listener calls of a broker's claimed queues until their logs are checked.
+
+        The broker may have lost its last messages.
+        """
         for queue, assignment in self._held.items():
             window = assignment.window
             if queue.broker_name == broker_name and window.claim is not None and not assignment.ended:
                 self._log_checks[queue] = check = object()
                 if self._locks is None:
                     window.locked_until = float("-inf")
-                self._context.tasks.begin(self._check_log_again(window, window.claim, check), f"looking at {queue}")
+                work = self._check_log_again(window, window.claim, check)
+                self._context.tasks.begin(work, f"checking the log of {queue}")
 
     async def _check_log_again(self, window: ProcessQueue, claim: Claim, check: object) -> None:
-        """Have a queue go on whose log is the one that was consumed; another one is taken on as if it was new."""
+        """Continue a queue whose log is still the one that was consumed; reassign a queue with another log."""
         queue, pause_s = window.queue, 0.1
         while self._log_checks.get(queue) is check and not window.dropped:
             try:
                 is_same_log = await self._divergence_check.is_same_log(claim)
             except RocketError as error:
-                text = f"whether its log is still the one that was consumed is not known: {error}"
+                text = f"the log could not be checked after the broker was down: {error}"
                 self._context.emit_throttled(EventKind.BROKER_UNREACHABLE, text, queue)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 2.0)
@@ -442,18 +448,18 @@ class Assignments:
                 return
             del self._log_checks[queue]
             if not is_same_log:
-                await self.end_and_reassign(queue, "its broker was away, and its log is another one")
+                await self.end_and_reassign(queue, "its broker was down, and now has another log")
             elif self._locks is None:
                 window.locked_until = float("inf")
                 self._calls.resume_calls(window)
 
     async def end_and_reassign(self, queue: MessageQueue, why: str) -> None:
-        """Give `queue` up, and take it on as if it was new to us: its last message is looked at before the next one."""
+        """Give up `queue`, and begin it again, which checks its log before the first pull."""
         await self.end(queue, why)
         self._context.rebalance_wanted.set()
 
     async def lose(self, window: ProcessQueue) -> None:
-        """The broker has given the queue's lock to another member: nothing more is consumed, and nothing committed."""
+        """End a queue whose lock the broker has given to another member, without a commit."""
         queue = window.queue
         async with self._lock(queue):
             assignment = self._held.get(queue)
@@ -465,18 +471,18 @@ class Assignments:
             self._commits.forget(queue)
         self._context.emit(
             EventKind.LOCK_LOST,
-            f"another member has the lock; what was consumed up to {final} may come again",
+            f"another member has the lock; messages up to {final} may be redelivered",
             queue,
             level=logging.WARNING,
         )
         self._context.rebalance_wanted.set()
 
     def _on_fenced(self, queue: MessageQueue, why: str) -> None:
-        """Another member has claimed `queue`, or it was reset in the database: nothing we do for it counts any more."""
+        """End a queue that another member has claimed, or that was reset in the database."""
         assignment = self._held.get(queue)
         if assignment is not None and queue not in self._ending:
             work = self._end_fenced(queue, assignment.window, why)
-            self._context.tasks.begin(work, f"giving way at {queue}")
+            self._context.tasks.begin(work, f"ending {queue}, which was fenced")
 
     async def _end_fenced(self, queue: MessageQueue, window: ProcessQueue, why: str) -> None:
         async with self._lock(queue):
@@ -487,12 +493,12 @@ class Assignments:
                 self._forget_fenced(queue, why)
 
     def _forget_fenced(self, queue: MessageQueue, why: str) -> None:
-        """Forget a queue that was claimed by another, after its period has ended. The queue is kept still."""
+        """Forget a queue that another member has claimed, after its window was fenced. The caller holds its lock."""
         del self._held[queue]
         self._commits.forget(queue)
         self._context.emit(
             EventKind.QUEUE_FENCED,
-            f"{why} by then never will be",
+            f"{why}; uncommitted offsets are discarded",
             queue,
             level=logging.WARNING,
         )
@@ -514,11 +520,11 @@ class Assignments:
     async def _wait_for_calls(self, assignment: Assignment) -> None:
         context, window = self._context, assignment.window
         deadline = context.loop.time() + (ORDERLY_REVOKE_GRACE_S if context.config.orderly else REVOKE_GRACE_S)
-        while self._calls.running(window) and context.loop.time() < deadline and not assignment.ended:  # noqa: ASYNC110 - workers keep no count: it would cost each call
+        while self._calls.running(window) and context.loop.time() < deadline and not assignment.ended:  # noqa: ASYNC110 - counting would cost time in each call
             await asyncio.sleep(0.005)
 
     def fence_all(self) -> list[MessageQueue]:
-        """End every queue's life: later acks are ignored. Returns the queues whose offset is to be stored."""
+        """Fence every window, so that later acks are ignored. Return the queues whose offsets must be stored."""
         for assignment in self._held.values():
             self._stop(assignment)
             self._fence(assignment)
@@ -528,7 +534,7 @@ class Assignments:
 
     async def _start_offset(self, queue: MessageQueue, is_new: bool) -> tuple[int, str]:
         context, commits = self._context, self._commits
-        # What is sent while a database does not answer comes after the start, too.
+        # Find the first start now, so that messages sent while the database does not respond come after it.
         if isinstance(context.config.offset_store, DatabaseOffsets) and queue not in self._first_starts:
             self._first_starts[queue] = await self._first_start(queue, is_new)
         stored = await commits.start_offset(queue)
@@ -539,25 +545,25 @@ class Assignments:
                 return stored, "stored"
             return await self._resolve_older_offset(queue, stored, known)
         if known is not None and known > await broker.max_offset(queue):
-            text = f"the broker has lost this queue, and where the group was ({known}); beginning with what is there"
+            text = f"the broker has lost this queue and the group's offset ({known}); beginning at its first message"
             context.emit(EventKind.OFFSET_FORGOTTEN, text, queue, {"offset": known}, level=logging.WARNING)
-            return await broker.min_offset(queue), "the queue was made anew"
+            return await broker.min_offset(queue), "the queue was recreated"
         if known is not None:
-            text = "the broker has no offset of this group any more; going on where this member last knew it to be"
+            text = "the broker has lost the offset of this group; continuing at the last offset that this member knows"
             context.emit(EventKind.OFFSET_FORGOTTEN, text, queue, {"offset": known}, level=logging.WARNING)
             return known, "last known by this member"
-        # Until it is stored it stays what it was at first: the end may move on while the broker is asked to store it.
+        # Keep the first start until it is stored, because the queue's end may advance while a broker stores it.
         if queue not in self._first_starts:
             self._first_starts[queue] = await self._first_start(queue, is_new)
         return self._first_starts[queue]
 
     async def _first_start(self, queue: MessageQueue, is_new: bool) -> tuple[int, str]:
-        """Return where a queue begins that the group has never consumed."""
+        """Return the start offset of a queue that the group has never consumed, and its origin."""
         broker = self._context.cluster.broker(queue.broker_name)
         if queue.topic.startswith(RETRY_PREFIX):
             return await broker.min_offset(queue), "retry topic"
         if is_new:
-            return await broker.min_offset(queue), "queue added while we consume"
+            return await broker.min_offset(queue), "queue added while consuming"
         where = self._context.config.consume_from
         if isinstance(where, datetime):
             return await self.offset_at(queue, int(where.timestamp() * 1000)), f"first start from {where.isoformat()}"
@@ -566,18 +572,18 @@ class Assignments:
         return await broker.max_offset(queue), "first start from the end"
 
     async def _resolve_older_offset(self, queue: MessageQueue, stored: int, known: int) -> tuple[int, str]:
-        """Return where to go on when the broker has an older offset than it had acknowledged to this member.
+        """Return the start offset when the broker has a lower offset than it had acknowledged to this member.
 
-        A broker writes offsets to its disk every 5 s, and a slave copies them every 10 s: one that was away, or is new
-        as master, may have lost ours. If it was not, somebody has moved the group.
+        A broker writes offsets to its disk every 5 s, and a slave copies them every 10 s. So a broker that was down, or
+        is the new master, may have lost the offset. Otherwise a client has reset the group.
         """
         context, facts = self._context, {"stored": stored, "known": known}
         may_be_lost = self._commits.may_have_lost(queue)
         if may_be_lost and known <= await context.cluster.broker(queue.broker_name).max_offset(queue):
-            text = f"the broker was away and has lost {stored} -> {known}; going on at {known}, where this member was"
+            text = f"the broker was down and has lost {stored} -> {known}; continuing at {known}, where this member was"
             context.emit(EventKind.OFFSET_WENT_BACK, text, queue, facts, level=logging.WARNING)
             return known, "last known by this member"
-        text = f"the broker has {stored} and had acknowledged {known}; somebody may have reset it: going on at {stored}"
+        text = f"the broker has {stored} and had acknowledged {known}, perhaps after a reset; continuing at {stored}"
         context.emit(EventKind.OFFSET_WENT_BACK, text, queue, facts, level=logging.WARNING)
         self._commits.invalidate(queue)
         return stored, "stored"
@@ -597,9 +603,10 @@ class Assignments:
         why: str,
         unless: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Begin `queue` anew at `target`: fence, store durably, new epoch, pull. False if it is not ours any more.
+        """Move `queue` to `target`: fence its window, store the target durably, open a new window, pull.
 
-        `expected`: do nothing if the queue has another window by now. `unless`: nor if this holds when its turn comes.
+        Return False if this member no longer holds the queue. Do nothing if the queue has another window than
+        `expected`, or if `unless()` is true when the move begins.
         """
         work = self._move(queue, target, expected, why, unless)
         return await self._context.tasks.finish(work, f"moving {queue} to {target}")
@@ -615,21 +622,21 @@ class Assignments:
             try:
                 is_stored = await self._store(queue, target)
             except Fenced:
-                self._forget_fenced(queue, "another member has claimed it; what of ours was not committed")
+                self._forget_fenced(queue, "another member has claimed it")
                 return False
             self.begin_next(assignment, target, why)
         return is_stored
 
     @asynccontextmanager
     async def lock_queues(self, queues: Iterable[MessageQueue]) -> AsyncIterator[None]:
-        """Within this, nobody else begins, moves or ends any of `queues`."""
+        """Hold the locks of `queues`, so that no other task begins, moves or ends one of them."""
         async with AsyncExitStack() as stack:
-            for queue in sorted(queues):  # in one order, so that two who want the same do not wait for each other
+            for queue in sorted(queues):  # in one order, so that two tasks cannot wait for each other
                 await stack.enter_async_context(self._lock(queue))
             yield
 
     def fence(self, queue: MessageQueue) -> Assignment | None:
-        """End the present period of `queue`: late acks and answers change nothing. The queue is kept still."""
+        """Fence the window of `queue`, so that late acks and responses change nothing. The caller holds its lock."""
         assignment = self._held.get(queue)
         if assignment is not None:
             self._stop(assignment)
@@ -637,7 +644,7 @@ class Assignments:
         return assignment
 
     def begin_next(self, fenced: Assignment, target: int, why: str) -> None:
-        """Begin the next period of a queue that was fenced, and is kept still since then."""
+        """Open the next window of a queue that was fenced. The caller has held its lock since then."""
         queue = fenced.window.queue
         if self._held.get(queue) is fenced and not self._context.closing:
             locked_until = fenced.window.locked_until if self._locks is not None else None
@@ -646,12 +653,13 @@ class Assignments:
             pull_loop.pull()
 
     async def _store(self, queue: MessageQueue, target: int) -> bool:
-        """Store `target` durably. A broker is asked until it acknowledges; a full disk is told, memory goes on.
+        """Store `target` durably.
 
-        Returns False if the queue was given up, or the consumer closed, before it was stored.
+        Try until the broker acknowledges. If the disk is full, emit an event and continue from memory. Return False if
+        the queue was given up, or the consumer closed, before the target was stored.
 
         Raises:
-            Fenced: another member has claimed the queue.
+            Fenced: another member has claimed the queue; forget it.
         """
         context, pause_s = self._context, 0.1
         while True:
@@ -659,7 +667,7 @@ class Assignments:
                 await self._commits.overwrite(queue, target)
                 return True
             except OffsetStoreError as error:
-                context.emit(EventKind.STORE_UNWRITABLE, f"going on from memory: {error}", queue, level=logging.ERROR)
+                context.emit(EventKind.STORE_UNWRITABLE, f"continuing from memory: {error}", queue, level=logging.ERROR)
                 return True
             except Fenced:
                 raise

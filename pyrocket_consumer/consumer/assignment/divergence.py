@@ -1,4 +1,4 @@
-"""Whether a queue's log is still the one we read: the last message that was consumed tells, where it is kept."""
+"""Checks by the last consumed message, which the store keeps, whether a queue's log is still the one consumed."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from pyrocket_consumer.offsets.database.message_ids import id_of
 from pyrocket_consumer.protocol.message import Message
 
 MAX_SHORT_CHECKS = 3
-"""So often a log must end before our offset until that is believed: a broker may be loading, or an old slave."""
+"""How many checks must find a log that ends too early. The broker may be loading, or be a slave that lags."""
 
 FIRST_CHECK_PAUSE_S, MAX_CHECK_PAUSE_S = 1.0, 60.0
-"""Between two looks at a log that has changed."""
+"""The pauses between two checks of a log that has changed."""
 
 
 class DivergenceCheck:
-    """Looks at the logs of queues that begin. Confined to the I/O thread."""
+    """Checks the logs of queues that begin. Confined to the I/O thread."""
 
     def __init__(self, context: MemberContext, on_reset: Callable[[MessageQueue, PullResponse], None]) -> None:
-        """`on_reset` hears of a reset that a look has brought: a broker tells it once."""
+        """Call `on_reset` for a reset in the response to a check, because the broker sends it only once."""
         self._context = context
         self._on_reset = on_reset
-        self._failed_checks: dict[MessageQueue, tuple[int, float]] = {}  # how many found a change; the next one
+        self._failed_checks: dict[MessageQueue, tuple[int, float]] = {}
+        """The number of checks in a row that found a change, and the time of the next check."""
 
     def is_paused(self, queue: MessageQueue) -> bool:
-        """Tell whether it is too early to look once more at the log of `queue`."""
+        """Return whether it is too early to check the log of `queue` again."""
         return self._context.loop.time() < self._failed_checks.get(queue, (0, 0.0))[1]
 
     async def may_begin(self, claim: Claim) -> bool:
-        """Tell whether a queue may be consumed; that its log has changed is told once.
+        """Return whether a queue may be consumed. Emit an event, once, if its log has changed.
 
         Raises:
-            RocketError: its broker did not answer.
+            RocketError: the broker did not respond; try again later.
         """
         queue, context = claim.queue, self._context
         found, is_sure = await self._find_change(claim)
@@ -58,9 +59,9 @@ class DivergenceCheck:
             assert last is not None
             facts = {"offset": last.offset, "expected": last.message_id, "stored_at_ms": last.stored_at_ms}
             remedy = (
-                "it is not consumed; look at what is there, and reset it to where it shall go on"
+                "the queue is not consumed; check its messages, and reset it to the offset to continue at"
                 if stops
-                else f"it goes on at {claim.stored}"
+                else f"the queue continues at {claim.stored}"
             )
             text = f"the log is not the one that was consumed: {found}; {remedy}"
             context.emit(EventKind.LOG_DIVERGED, text, queue, facts, level=logging.ERROR)
@@ -69,10 +70,10 @@ class DivergenceCheck:
         return not stops
 
     async def is_same_log(self, claim: Claim) -> bool:
-        """Tell whether the log of a queue that is held has the last message consumed, or that proves nothing.
+        """Return whether the log of a held queue still has the last consumed message, as far as that can be checked.
 
         Raises:
-            RocketError: its broker did not answer.
+            RocketError: the broker did not respond; try again later.
         """
         found, _ = await self._find_change(claim)
         if not found:
@@ -80,7 +81,7 @@ class DivergenceCheck:
         return not found
 
     async def _find_change(self, claim: Claim) -> tuple[str, bool]:
-        """Return what is there instead of the last message consumed, "" if that may still be; and if it is sure."""
+        """Return a description of the change, "" if the log may be the same; and whether that is certain."""
         last, queue, context = claim.last, claim.queue, self._context
         if last is None:
             return "", True
@@ -94,7 +95,7 @@ class DivergenceCheck:
             return f"it ends at {response.max_offset}, and {last.offset} was the last consumed", False
         there = next((message for message in messages if message.queue_offset == last.offset), None)
         if there is None or (id_of(there), there.stored_at_ms) == (last.message_id, last.stored_at_ms):
-            return "", True  # what has expired proves nothing
+            return "", True  # an expired message proves nothing
         return f"at {last.offset} was {last.message_id}, and is {_describe(there)}", True
 
 

@@ -1,4 +1,4 @@
-"""The broker's locks of orderly queues: taken before a queue begins, renewed, given back after its last commit."""
+"""The broker's locks of orderly queues: acquired before a queue begins, renewed, and released after its last commit."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from pyrocket_consumer.model import EventKind, MessageQueue
 
 RENEW_EVERY_S = 20.0
 LOCK_VALID_S = 30.0
-"""How long we believe in a lock since its last confirmation; the broker keeps it for 60 s."""
+"""How long a lock counts as held after its last confirmation. The broker keeps it for 60 s."""
 
 _BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))  # the second: macOS
 
 
 def since_boot() -> float:
-    """Return the seconds since some moment, those in which the machine slept among them: the broker did not sleep."""
+    """Return the seconds since some moment, with the time that the machine slept, because the broker did not sleep."""
     return time.monotonic() if _BOOT_CLOCK is None else time.clock_gettime(_BOOT_CLOCK)
 
 
 class QueueLocks:
-    """Which queues the brokers have locked for us, and until when we believe it. Confined to the I/O thread."""
+    """Acquires, renews and releases the broker's locks of queues. Confined to the I/O thread."""
 
     def __init__(self, context: MemberContext) -> None:
         self._context = context
 
     async def acquire(self, queue: MessageQueue) -> float | None:
-        """Lock a queue; return until when it is ours (`MemberContext.lock_clock`), None if another member has it."""
+        """Lock a queue. Return when the lock expires (`MemberContext.lock_clock`), or None if another member has it."""
         context = self._context
-        requested_at = context.lock_clock()  # the broker counts from when it answers: we never believe longer than it
+        requested_at = context.lock_clock()  # before the broker starts its lock, so it expires here first
         granted = await context.cluster.broker(queue.broker_name).lock(context.name, [queue])
         return requested_at + LOCK_VALID_S if queue in granted else None
 
     async def release(self, queues: Iterable[MessageQueue]) -> None:
-        """Unlock queues, after their last offsets are stored. A broker that cannot be told forgets in a minute."""
+        """Unlock queues whose last offsets are stored. If a broker cannot be reached, its locks expire in a minute."""
         await asyncio.gather(*(self._release(name, ours) for name, ours in _by_broker(queues).items()))
 
     async def _release(self, broker_name: str, queues: list[MessageQueue]) -> None:
@@ -56,7 +56,7 @@ class QueueLocks:
         on_confirmed: Callable[[ProcessQueue], None],
         on_lost: Callable[[ProcessQueue], Coroutine[Any, Any, None]],
     ) -> None:
-        """Renew the locks of all `windows` until cancelled, and tell of each what came of it."""
+        """Renew the locks of all `windows` until cancelled; call `on_confirmed` or `on_lost` for each."""
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             held = windows()
@@ -79,12 +79,12 @@ class QueueLocks:
         try:
             granted = await context.cluster.broker(broker_name).lock(context.name, [window.queue for window in windows])
         except RocketError as error:
-            # listener calls stop by themselves when the last confirmation is too old
+            # listener calls stop by themselves once the last confirmation is too old
             context.emit_throttled(EventKind.BROKER_UNREACHABLE, f"locks of {broker_name} are not renewed: {error}")
             return
         for window in windows:
             if window.queue not in granted:
-                # it may wait for its turn; other locks may not
+                # on_lost may wait for the queue's lock, so do not await it before the other locks
                 context.start_in_background(partial(on_lost, window), f"losing {window.queue}")
             elif not window.dropped:
                 window.locked_until = requested_at + LOCK_VALID_S

@@ -116,9 +116,7 @@ class DatabaseCommits:
         except RuntimeError:
             pass  # the consumer has ended before its listener
 
-    def _lose_claim(
-        self, claim: Claim, why: str = "another member has claimed it, or it was reset; what of ours was not committed"
-    ) -> None:
+    def _lose_claim(self, claim: Claim, why: str = "another member has claimed it, or it was reset") -> None:
         queue = claim.queue
         if self._claims.get(queue) is claim:
             if self._loop.time() - self._claimed_at[queue] < STABLE_CLAIM_S:

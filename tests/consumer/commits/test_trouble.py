@@ -54,7 +54,7 @@ def test_commits_are_tried_again_and_told_once_in_a_while(embedded, broker, topi
     assert set(seen.bodies) == set(numbered(20))
     if len(seen.bodies) > 20:  # a round found us not listed while our connection was closed
         assert trouble is close_connection
-        assert any("messages will come again" in event.text for event in events.of("commit-failed"))
+        assert any("messages will be redelivered" in event.text for event in events.of("commit-failed"))
 
 
 def test_a_commit_whose_answer_is_lost_is_made_again(embedded, broker, topic, group):

@@ -584,7 +584,7 @@ def test_a_queue_is_handed_over_when_its_calls_have_returned(orders, order_by):
     with by_key(orders, seen, order_by=order_by) as (first, _):
         until(lambda: len(seen.of("0-b")) == len(seen.of("1-b")) == 3, "the other keys are consumed")
         with by_key(orders, seen, order_by=order_by, start_wait_s=0) as (second, _):
-            assert "another member has its lock still" in orders.events.wait_for("lock-lost").text
+            assert "another member still has its lock" in orders.events.wait_for("lock-lost").text
             freed.set()
             until(lambda: len(own(first)) == len(own(second)) == 1, "a queue each")
             seen.wait(lambda seen: all(len(seen.of(key)) >= 3 for key in ("0-a", "1-a")))
@@ -628,7 +628,7 @@ def test_a_queue_that_began_anew_is_handed_over_after_its_calls(orders):
         seen.wait(lambda seen: len(seen.of("0-b")) == len(seen.of("1-b")) == 2)
         first.reset_offsets(TOPIC, "earliest")
         with by_key(orders, seen, start_wait_s=0, on_event=waiting) as (second, _):
-            assert "another member has its lock still" in waiting.wait_for("lock-lost").text
+            assert "another member still has its lock" in waiting.wait_for("lock-lost").text
             assert not own(second)
             freed.set()
             until(lambda: len(own(first)) == len(own(second)) == 1, "a queue each")

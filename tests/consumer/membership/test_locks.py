@@ -78,8 +78,8 @@ def test_a_queue_whose_lock_another_member_has_is_given_up(orders, broker, other
         broker.expire_locks()
         other(RequestCode.LOCK_BATCH_MQ)
         event = orders.events.wait_for("lock-lost")
-        assert (event.queue, "up to 1 may come again" in event.text) == (QUEUE, True)
-        assert "has its lock still" in orders.events.wait_for("lock-lost", 2).text
+        assert (event.queue, "up to 1 may be redelivered" in event.text) == (QUEUE, True)
+        assert "still has its lock" in orders.events.wait_for("lock-lost", 2).text
         time.sleep(10)
         assert QUEUE not in consumer.progress()
         assert orders.committed == {0: 1}
@@ -104,7 +104,7 @@ def test_a_lock_that_is_lost_during_a_reset_is_missed_soon(orders, broker, other
         gate.open()
         assert resetting.result(WAIT_S) == {QUEUE: 0}
         assert not orders.events.of("lock-lost")
-        assert "may come again" in orders.events.wait_for("lock-lost").text
+        assert "may be redelivered" in orders.events.wait_for("lock-lost").text
 
 
 def test_the_clock_of_locks_never_lags_behind_the_other():

@@ -115,7 +115,7 @@ def test_a_queue_that_is_paused_for_minutes_is_kept(scenario):
 
     Faulty: Java gives up and takes back what was not pulled for 120 s; what it has in hand comes again.
     """
-    places = Counter(each.place for each in scenario().run().consumed)
+    places = Counter(each.position for each in scenario().run().consumed)
     assert len(places) >= 40
     again = [place for place, times in places.items() if times > 1]
     assert not again, f"{len(again)} messages were consumed again"
