@@ -1,4 +1,4 @@
-"""Typed calls to name servers and brokers, routes and heartbeats: one Cluster per consumer, producer or reader."""
+"""Typed calls to name servers and brokers, routes, and heartbeats. Each consumer or producer has one Cluster."""
 
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.client_id import local_ip, make_client_id

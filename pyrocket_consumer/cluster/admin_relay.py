@@ -1,4 +1,4 @@
-"""Who is in a group now, and a word with a single member."""
+"""The online members of a group, and requests to a single member."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from pyrocket_consumer.protocol.reset_format import (
 )
 
 RELAY_TIMEOUT_S = 12.0  # a broker waits 10 s for a member
-MAX_CONCURRENT_RELAYS = 8  # each silent member takes one of the broker's 16 threads for such calls
-STATUS_TIMEOUT_S = 8.0  # here it waits 5 s
-MIN_WAIT_S = 1.0  # for one answer, however little time is left for all
+MAX_CONCURRENT_RELAYS = 8  # each silent member occupies one of the broker's 16 threads for such calls
+STATUS_TIMEOUT_S = 8.0  # a broker waits 5 s for a status
+MIN_WAIT_S = 1.0  # for one response, even if less time is left for all
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteMember:
     """One client that is online in a group, and the addresses of the brokers that know it.
 
-    `language` is empty, and `version` 0, where the brokers do not tell. `connections` above 1: several processes use
-    the same client id, and only one of them can be spoken to.
+    `language` is empty and `version` is 0 if the brokers do not report them. If `connections` is above 1, several
+    processes use the same client id, and requests reach only one of them.
     """
 
     client_id: str
@@ -54,19 +54,19 @@ class RemoteMember:
 
     @property
     def client(self) -> str:
-        """Which client it is, for people."""
+        """The client's language and version, as text for people."""
         if not self.language:
             return "unknown"
         if self.language == "PYTHON":
-            return "PYTHON"  # its version is that of the protocol it speaks, as ours is
+            return "PYTHON"  # a Python client sends the version of its protocol, not of its package
         return f"{self.language} {version_name(self.version).removeprefix('V').replace('_', '.')}"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMembers:
-    """A group's members that are online, and how they share topics: None if nobody is, or it may not be known.
+    """The online members of a group, the topics that they subscribe to, and their message model.
 
-    `topics` are what they subscribe to, where brokers tell.
+    `model` is None if no member is online or the brokers do not report it. `topics` may then be incomplete, too.
     """
 
     members: tuple[RemoteMember, ...]
@@ -81,10 +81,10 @@ async def fetch_group_members(
     failures: dict[str, RocketError] | None = None,
     within_s: float = math.inf,
 ) -> GroupMembers:
-    """Return who is online in `group` at these masters (broker name -> address).
+    """Return the members of `group` that are online at these masters (broker name -> address).
 
-    With `failures` a broker that does not tell is no error: they get the reason, by broker name. All have `within_s`
-    seconds together to tell; but each a second, though others before it were silent.
+    With `failures`, a broker that fails raises nothing; its error is added to `failures` under its name. `within_s`
+    is the timeout for all brokers together, but each has at least `MIN_WAIT_S`.
     """
     deadline = cluster.loop.time() + within_s
     connections: dict[str, list[tuple[str, str, int]]] = {}
@@ -99,7 +99,7 @@ async def fetch_group_members(
                 await read_from(broker_name)
                 return
         except TimeoutError:
-            error = RocketError(f"{broker_name} did not tell the members of {group} within {left_s:.2g} s")
+            error = RocketError(f"{broker_name} did not send the members of {group} within {left_s:.2g} s")
         except RocketError as failure:
             error = failure
         if failures is None:
@@ -110,7 +110,7 @@ async def fetch_group_members(
         accept = (ResponseCode.SUCCESS, ResponseCode.CONSUMER_NOT_ONLINE)
         try:
             response = await cluster.call(brokers[broker_name], GetConsumerConnectionListHeader(group), accept=accept)
-        except PermissionDenied:  # who may consume may at least list the ids
+        except PermissionDenied:  # the right to consume suffices to list the client ids
             for client_id in await cluster.broker(broker_name).consumer_ids(group):
                 connections.setdefault(client_id, []).append((brokers[broker_name], "", 0))
             return
@@ -144,19 +144,19 @@ async def fetch_group_members(
 
 
 class RelayStatus(StrEnum):
-    """What came of a word to a member."""
+    """The outcome of a relayed request."""
 
-    OURS = "ours"  # it understood
-    FOREIGN = "foreign"  # it answered as a client does that knows nothing of this
-    SILENT = "silent"  # the broker waited in vain
-    GONE = "gone"  # no broker knows it any more
-    FORBIDDEN = "forbidden"  # we may not ask
-    FAILED = "failed"  # no answer came back to us
+    OURS = "ours"  # a client of this package responded
+    FOREIGN = "foreign"  # a client that does not know relayed requests responded
+    SILENT = "silent"  # the broker received no response from the member
+    GONE = "gone"  # no broker knows the member
+    FORBIDDEN = "forbidden"  # this client has no permission to ask
+    FAILED = "failed"  # the broker sent no usable response
 
 
 @dataclass(frozen=True, slots=True)
 class RelayResult:
-    """A member's answer: its state and report if it is one of ours, else why not."""
+    """The response of a member: its state and report if it is a client of this package, else the reason."""
 
     kind: RelayStatus
     state: str = ""
@@ -173,8 +173,8 @@ async def relay_request(
     body: bytes,
     timeout_s: float | None = None,
 ) -> RelayResult:
-    """Pass a word to a member through the first of its brokers that can, and return its reply. Never raises."""
-    reply = RelayResult(RelayStatus.GONE, reason="no broker knows it any more")
+    """Relay a request to a member through the first of its brokers that can, and return the result. Never raises."""
+    reply = RelayResult(RelayStatus.GONE, reason="no broker knows it")
     for address in member.addresses:
         try:
             response = await cluster.call(
@@ -191,7 +191,7 @@ async def relay_request(
         except PermissionDenied as error:
             return RelayResult(RelayStatus.FORBIDDEN, reason=str(error))
         except ProtocolError as error:
-            return RelayResult(RelayStatus.FAILED, reason=f"its answer cannot be read: {error}")
+            return RelayResult(RelayStatus.FAILED, reason=f"its response cannot be read: {error}")
         except BrokerError as error:
             if error.code == ResponseCode.CONSUME_MSG_TIMEOUT:
                 return RelayResult(RelayStatus.SILENT, reason="it did not answer within 10 s")
@@ -213,9 +213,9 @@ async def relay_to_all(
     body: bytes,
     within_s: float = math.inf,
 ) -> dict[str, RelayResult]:
-    """Pass a word to members at the same time: one that is silent must not hold up the others.
+    """Relay a request to members concurrently, so that a silent member does not delay the others.
 
-    All have `within_s` seconds together to answer; but each a second, though others before it were silent.
+    `within_s` is the timeout for all members together, but each has at least `MIN_WAIT_S`.
     """
     by_id = {member.client_id: member for member in members}
     deadline = cluster.loop.time() + within_s
@@ -234,10 +234,11 @@ async def relay_to_all(
 async def fetch_member_offsets(
     cluster: Cluster, group: str, member: RemoteMember, topic: str = "", within_s: float = math.inf
 ) -> dict[MessageQueue, int]:
-    """Return where a member stands, as it says itself, in `topic` or in all; any client answers.
+    """Return the offsets that a member reports, in `topic` or, if that is empty, in all topics. Any client responds.
 
     Raises:
-        RocketError: it did not answer, within `within_s` seconds or as long as its brokers wait; or may not be asked.
+        RocketError: the member did not respond within `within_s` seconds or the timeout of its brokers, or this
+            client has no permission to ask it.
     """
     left_s = max(MIN_WAIT_S, within_s)
     try:
@@ -257,21 +258,21 @@ async def _fetch_status_offsets(
                 address, GetConsumerStatusHeader(topic, group, member.client_id), timeout_s=STATUS_TIMEOUT_S
             )
             table = await read_body(decode_consumer_status_table, response.body)
-        except PermissionDenied:  # it wants a right on the topic; what follows is content with one on the group
+        except PermissionDenied:  # this needs a permission on the topic; the running info needs one on the group
             return await _fetch_running_info_offsets(cluster, address, group, member, topic)
         except RocketError as error:
             failure = error
             continue
         if member.client_id in table:
             return table[member.client_id]
-        failure = RocketError(f"{member.client_id} did not tell broker {address} where it stands")
-    raise failure or RocketError(f"{member.client_id} is not online any more")
+        failure = RocketError(f"{member.client_id} did not report its offsets to broker {address}")
+    raise failure or RocketError(f"{member.client_id} is no longer online")
 
 
 async def _fetch_running_info_offsets(
     cluster: Cluster, address: str, group: str, member: RemoteMember, topic: str
 ) -> dict[MessageQueue, int]:
-    """Return where a member stands in the queues it holds, as its running info shows."""
+    """Return the offsets of the queues that a member holds, from its running info."""
     header = GetConsumerRunningInfoHeader(group, member.client_id)
     response = await cluster.call(address, header, timeout_s=RELAY_TIMEOUT_S)
     found = await read_body(decode_running_info, response.body)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 H = TypeVar("H", bound=Header)
 
 HOLD_TICK_S = 5.0
-"""A broker looks at held pulls this often, so an answer may come that much after the hold has ended."""
+"""How often a broker checks held pulls. A response may arrive that much after the hold time."""
 
 DEGRADED_CODES = frozenset(
     {
@@ -60,28 +60,28 @@ DEGRADED_CODES = frozenset(
         ResponseCode.FLUSH_SLAVE_TIMEOUT,
     }
 )
-"""Answers to a send that mean "stored, but not as safely as it should be"."""
+"""Responses to a send that mean "stored, but not flushed or replicated in time"."""
 
 STORED_CODES = DEGRADED_CODES | {ResponseCode.SUCCESS}
-"""Answers to a send that mean "stored"."""
+"""Responses to a send that mean "stored"."""
 
 MAX_MEMBERS = 10_000
-"""No group has more members: each asks for all the others."""
+"""The most members that a response may list. Larger groups do not exist, because each member lists all others."""
 
 _PULL_CODES = frozenset(status.value for status in PullStatus)
 MAX_READ_AHEAD = 1024
-"""So far beyond the end it tells an answer to a pull may lead: brokers look at their end first, and then read on.
+"""How far the next offset of a pull response may be beyond its max offset, because brokers read the max offset first.
 
-They read 800 places for a pull, or as many as there may be messages, which is 1024 at most.
+For one pull they scan 800 entries of the queue, or `max_messages` if that is more, at most 1024.
 """
 
 _MAX_LONG = (1 << 63) - 1
 
 RESET_REMARK = "OFFSET_RESET"
-"""How a broker marks a correction that is a reset made at the broker."""
+"""The remark that marks a corrected offset as a reset made at the broker."""
 
 _STORED_REMARKS = frozenset({"FLUSH_DISK_TIMEOUT", "FLUSH_SLAVE_TIMEOUT", "SLAVE_NOT_AVAILABLE"})
-"""What a broker says, as an error, of a message it has taken back and stored, but not as safely as it should be."""
+"""Remarks of errors to a send back that mean "stored, but not flushed or replicated in time"."""
 
 _RESET_PENDING_REMARK = "previously reset"
 _NO_CONSUMER_REMARK = "no consumer for this group"
@@ -89,7 +89,7 @@ _EXACT_SEARCH_VERSION = version_ordinal(5, 1, 1)
 
 
 def _unpack_batch(batch: Message, begin: int) -> list[Message]:
-    """Return the messages of an inner batch; it stands for them, and its body raises, when it cannot be unpacked."""
+    """Return the messages of an inner batch; if it cannot be unpacked, the batch as one message whose body raises."""
     try:
         return inner_messages(batch)
     except ProtocolError as error:
@@ -98,10 +98,10 @@ def _unpack_batch(batch: Message, begin: int) -> list[Message]:
 
 
 class Broker:
-    """Calls to the master of one broker name, unless a method says otherwise. Cheap to make, nothing to close.
+    """Calls to the master of one broker name, unless a method documents otherwise. Cheap to make, nothing to close.
 
-    Every method raises BrokerError when the broker says no, ConnectError when no route names an address or nobody
-    answers there, and RequestTimeout or ConnectionLost when no answer came.
+    Every method raises BrokerError if the broker refuses the request. It raises ConnectError if no route names an
+    address or no server accepts a connection there, and RequestTimeout or ConnectionLost if no response arrives.
     """
 
     __slots__ = ("name", "_cluster")
@@ -123,11 +123,11 @@ class Broker:
         hold_s: float = 0,
         broker_id: int = MASTER_ID,
     ) -> tuple[PullResponse, list[Message]]:
-        """Return messages of `queue` from `offset` on that match `subscription`, and where the queue goes on.
+        """Return the messages of `queue` from `offset` on that match `subscription`, and the next offset.
 
-        While there is none the broker holds the call, up to `hold_s` seconds and to its next tick, at most 5 s later.
-        The subscription travels with the call, so none needs to be known from heartbeats. `broker_id` is what the last
-        answer suggested.
+        If there are no messages, the broker holds the call for up to `hold_s` seconds and until its next check, at
+        most 5 s later. The request contains the subscription, so the broker needs none from heartbeats. `broker_id`
+        is the one that the last response suggested.
         """
         address = await self._address(queue.topic, broker_id, any_id=True)
         header = PullMessageHeader(
@@ -155,10 +155,10 @@ class Broker:
     async def send(
         self, header: SendMessageHeader, body: bytes, *, batch: bool = False, timeout_s: float | None = None
     ) -> tuple[SendMessageResponseHeader, int]:
-        """Store a message; return where, and the code that says how safely (one of `STORED_CODES`).
+        """Store a message. Return its location, and the response code, which is one of `STORED_CODES`.
 
-        With `batch`, `body` holds several messages in the form of a batch. A send whose answer does not come may have
-        been stored: to repeat it may store it twice.
+        With `batch`, `body` holds several messages in the format of a batch. If no response arrives, the broker may
+        have stored the message; a repeated send may store it twice.
         """
         address = await self._address(header.topic)
         response = await self._cluster.call(
@@ -180,16 +180,16 @@ class Broker:
         *,
         on_late: Callable[[], None] = lambda: None,
     ) -> None:
-        """Have `group` get `message` again later, as one of its retry topic.
+        """Have the broker redeliver `message` to `group` later, through the group's retry topic.
 
-        `delay_level` 0 lets the broker choose by the number of attempts; a negative one gives the message up (to the
-        dead-letter topic), and so does the broker after `max_reconsume_times` attempts. `on_late` is called when
-        the broker says that it is done after RequestTimeout was raised.
+        With `delay_level` 0 the broker chooses the delay by the number of attempts. With a negative one, or after
+        `max_reconsume_times` attempts, it moves the message to the dead-letter topic. `on_late` is called if the
+        broker confirms after RequestTimeout was raised.
 
         Raises:
-            RequestTimeout, ConnectionLost: it may have been done. Each repetition may be one message more.
-            FlowControl: the broker is busy and has not done it. Repeat it.
-            BrokerError: for example 1, the broker has deleted the message.
+            RequestTimeout, ConnectionLost: the broker may have done it. Each repetition may add one more message.
+            FlowControl: the broker is busy and has not done it. Repeat the call.
+            BrokerError: the broker refused, for example with code 1 because it has deleted the message.
         Source: ConsumerSendMsgBackRequestHeader.
         """
         header = ConsumerSendMsgBackHeader(
@@ -218,24 +218,25 @@ class Broker:
     async def query_offset(
         self, group: str, queue: MessageQueue, *, set_zero_if_not_found: bool | None = None
     ) -> int | None:
-        """Return the offset `group` has committed for `queue`, None if there is none.
+        """Return the offset that `group` has committed for `queue`, None if it has not committed any.
 
-        For a young queue without one brokers answer 0 instead; `set_zero_if_not_found=False` has those of 5.x say so.
+        For a new queue without a committed offset, brokers return 0 instead of None. With
+        `set_zero_if_not_found=False`, those of 5.x return None.
         """
         header = QueryConsumerOffsetHeader(group, queue.topic, queue.queue_id, set_zero_if_not_found, self.name)
         response = await self._call(header, queue.topic, accept=(ResponseCode.SUCCESS, ResponseCode.QUERY_NOT_FOUND))
         if response.code == ResponseCode.QUERY_NOT_FOUND:
             return None
         offset = OffsetResponseHeader.from_fields(response.fields).offset
-        return offset if offset >= 0 else None  # a negative one can be stored, and means none
+        return offset if offset >= 0 else None  # brokers store negative offsets, which mean "none"
 
     async def query_offsets(
         self, group: str, queues: Collection[MessageQueue]
     ) -> dict[MessageQueue, int | RocketError | None]:
-        """Return for each queue what `query_offset` does without zeros, or its error. All are asked at once.
+        """Return for each queue the result of `query_offset` without zeros, or its error. Sends all requests at once.
 
         Raises:
-            ConnectError: nothing was asked.
+            ConnectError: no request was sent.
         """
         wanted = list(queues)
         commands = [
@@ -256,43 +257,45 @@ class Broker:
         return found
 
     async def commit_offset(self, group: str, queue: MessageQueue, offset: int) -> bool:
-        """Store `offset` as the next of `queue` for `group` to consume; return when the broker has acknowledged it.
+        """Store `offset` as the next one of `queue` that `group` consumes. Return when the broker has acknowledged it.
 
-        Returns False if the broker ignored it, because a reset waits there for the next pull. The broker writes
-        offsets to its disk every 5 s: if it is killed before, the previous offset is back.
+        Returns False if the broker ignored the offset, because a reset waits there for the next pull. The broker
+        writes offsets to disk every 5 s. If it is killed before, the previous offset is restored.
 
         Raises:
-            ConfigError: `offset` is negative. A broker would store it, and the group would have none.
+            ConfigError: `offset` is negative. A broker would store it as "no offset".
         """
         header = UpdateConsumerOffsetHeader(group, queue.topic, queue.queue_id, _check_offset(offset), self.name)
         response = await self._call(header, queue.topic)
         return _RESET_PENDING_REMARK not in (response.remark or "")
 
     async def max_offset(self, queue: MessageQueue) -> int:
-        """Return the offset the next message of `queue` will have; 0 for a queue the broker does not have."""
+        """Return the offset that the next message of `queue` will have; 0 if the broker does not have the queue."""
         return await self._fetch_offset(GetMaxOffsetHeader(queue.topic, queue.queue_id, None, self.name), queue)
 
     async def min_offset(self, queue: MessageQueue) -> int:
-        """Return the offset of the oldest message of `queue`; 0 for a queue the broker does not have."""
+        """Return the offset of the oldest message of `queue`; 0 if the broker does not have the queue."""
         return await self._fetch_offset(GetMinOffsetHeader(queue.topic, queue.queue_id, self.name), queue)
 
     async def max_offsets(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int | RocketError]:
-        """Return for each queue what `max_offset` does, or the error it raises. All are asked at once: give a few.
+        """Return for each queue the result of `max_offset`, or the error that it raises.
+
+        All requests are sent at once, so pass at most a few hundred queues.
 
         Raises:
-            ConnectError: nothing was asked.
+            ConnectError: no request was sent.
         """
         return await self._fetch_offsets(lambda topic: GetMaxOffsetHeader(topic, 0, None, self.name), queues)
 
     async def min_offsets(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int | RocketError]:
-        """Return for each queue what `min_offset` does, or the error it raises; see `max_offsets`."""
+        """Return for each queue the result of `min_offset`, or the error that it raises; see `max_offsets`."""
         return await self._fetch_offsets(lambda topic: GetMinOffsetHeader(topic, 0, self.name), queues)
 
     async def search_offset(self, queue: MessageQueue, timestamp_ms: int, *, group: str | None = None) -> int:
         """Return the offset of the first message stored at or after `timestamp_ms`, by the broker's clock.
 
-        That is the max offset if there is none, and the min offset if all are. Brokers before 5.1.1 answer the
-        nearest message instead; with a `group` to pull with, the right one is found by looking at messages.
+        If all messages are older, that is the max offset; if all are newer, the min offset. Brokers before 5.1.1
+        return the nearest message instead. With a `group`, this method then pulls messages to find the right one.
         """
         header = SearchOffsetHeader(queue.topic, queue.queue_id, timestamp_ms, broker_name=self.name)
         response = await self._call(header, queue.topic)
@@ -302,7 +305,7 @@ class Broker:
         return await self._find_first_stored_at(queue, timestamp_ms, group)
 
     async def _find_first_stored_at(self, queue: MessageQueue, timestamp_ms: int, group: str) -> int:
-        """Halve the queue until the first message that is not older than `timestamp_ms` is found."""
+        """Find the first message that is not older than `timestamp_ms` by a binary search of the queue."""
 
         async def is_older(offset: int) -> bool:
             _, messages = await self.pull(
@@ -322,7 +325,7 @@ class Broker:
     async def _fetch_offsets(
         self, header: Callable[[str], Header], queues: Collection[MessageQueue]
     ) -> dict[MessageQueue, int | RocketError]:
-        """Ask for queues with requests that differ in topic and queue only."""
+        """Fetch the offsets of queues with requests that differ only in topic and queue."""
         if not queues:
             return {}
         prepared = {topic: request(header(topic)) for topic in {queue.topic for queue in queues}}
@@ -337,12 +340,12 @@ class Broker:
 
     async def _fetch_offset(self, header: Header, queue: MessageQueue) -> int:
         response = await self._call(header, queue.topic)
-        return max(0, _read_offset(response))  # -1 is the begin of an empty batch queue
+        return max(0, _read_offset(response))  # -1 is the first offset of an empty batch queue
 
     # --- membership
 
     async def consumer_ids(self, group: str, topic: str | None = None) -> list[str]:
-        """Return the client ids of the group's members that this broker knows, sorted; a slave may be asked, too."""
+        """Return the sorted client ids of the group's members that this broker knows. A slave may respond."""
         header = GetConsumerListByGroupHeader(group)
         address = await self._address(topic, any_id=True)
         try:
@@ -353,11 +356,13 @@ class Broker:
             raise
         ids = await read_body(decode_consumer_list, response.body)
         if len(ids) > MAX_MEMBERS:
-            raise ProtocolError(f"{address} names {len(ids)} members of group {group!r}; no group has so many")
+            raise ProtocolError(
+                f"{address} lists {len(ids)} members of group {group!r}; at most {MAX_MEMBERS} are allowed"
+            )
         return sorted(set(ids))
 
     async def lock(self, group: str, queues: Collection[MessageQueue]) -> set[MessageQueue]:
-        """Lock `queues` for this client, or prolong the locks; return those it holds now. They last 60 s.
+        """Lock `queues` for this client, or renew the locks. Return the queues that it holds now. A lock lasts 60 s.
 
         Source: RebalanceLockManager.
         """
@@ -368,7 +373,7 @@ class Broker:
         return set(queues).intersection(await read_body(decode_lock_answer, response.body))
 
     async def unlock(self, group: str, queues: Collection[MessageQueue]) -> None:
-        """Release this client's locks of `queues`; return when the broker has acknowledged it."""
+        """Release this client's locks of `queues`. Return when the broker has acknowledged it."""
         if queues:
             body = encode_lock_request(LockRequest(group, self._cluster.client_id, frozenset(queues)))
             await self._call(UnlockBatchHeader(), next(iter(queues)).topic, body)
@@ -387,9 +392,9 @@ class Broker:
         return await self._cluster.call(await self._address(topic), header, body, accept=accept, on_late=on_late)
 
     async def _address(self, topic: str | None, broker_id: int = MASTER_ID, *, any_id: bool = False) -> str:
-        """Return the address of the master; with `any_id` that of `broker_id` or, if it is away, the next best.
+        """Return the address of the master; with `any_id`, that of `broker_id` or the next best one.
 
-        A broker that no known route names may be named by that of `topic`.
+        If no known route names the broker, fetch the route of `topic`.
         """
         address = self._known_address(broker_id, any_id)
         if address is None and topic is not None:
@@ -413,31 +418,31 @@ def _read_offset_or_error(response: RemotingCommand | RocketError) -> int | Rock
     except (KeyError, ValueError):
         pass
     try:
-        return max(0, _read_offset(response))  # takes longer, and says what is wrong
+        return max(0, _read_offset(response))  # slower, but raises the right error
     except ProtocolError as error:
         return error
 
 
 def _read_offset(response: RemotingCommand) -> int:
-    """Return the offset that an answer tells of a queue; a negative one means none.
+    """Return the offset in a response; a negative one means that the queue has none.
 
     Raises:
-        ProtocolError: it is missing, no number, or none that a queue can have.
+        ProtocolError: the offset is missing, not a number, or too large for a queue.
     """
     offset = OffsetResponseHeader.from_fields(response.fields).offset
     if offset > MAX_RECORDED_OFFSET:
-        raise ProtocolError(f"a broker tells the offset {offset}; no queue goes beyond {MAX_RECORDED_OFFSET}")
+        raise ProtocolError(f"a broker sent the offset {offset}; the largest of a queue is {MAX_RECORDED_OFFSET}")
     return offset
 
 
 def read_pull_response(response: RemotingCommand, requested_offset: int) -> PullResponse:
-    """Return what the header of the answer to a pull at `requested_offset` says. Its code must be one of PullStatus.
+    """Return the header of the response to a pull at `requested_offset`. Its code must be one of PullStatus.
 
-    Read field by field, not through the header class: it is done for every pull.
+    It reads single fields instead of a header class, because that is faster and every pull needs it.
 
     Raises:
-        ProtocolError: a field is missing or no number, the next offset is none or lies beyond the queue's end, the
-            queue ends before it begins, or belongs to a static topic.
+        ProtocolError: a field is missing or not a number, the offsets contradict each other, or the queue belongs to
+            a static topic.
     """
     fields = response.fields
     if fields.get("offsetDelta", "0") != "0":
@@ -451,7 +456,7 @@ def read_pull_response(response: RemotingCommand, requested_offset: int) -> Pull
         if next_offset > max_offset and next_offset > _max_next_offset(
             response.code, requested_offset, max_offset, is_reset
         ):
-            raise ProtocolError(f"answer to a pull leads to {next_offset}, beyond the queue's end, {max_offset}")
+            raise ProtocolError(f"pull response: next offset {next_offset} is beyond the queue's end, {max_offset}")
         return PullResponse(
             PullStatus(response.code),
             next_offset,
@@ -462,16 +467,16 @@ def read_pull_response(response: RemotingCommand, requested_offset: int) -> Pull
         )
     except (KeyError, ValueError) as error:
         raise ProtocolError(
-            f"answer to a pull lacks {error!s:.200} (code {response.code}, fields {fields!s:.200})"
+            f"pull response lacks {error!s:.200} (code {response.code}, fields {fields!s:.200})"
         ) from error
 
 
 def _max_next_offset(code: int, requested_offset: int, end: int, is_reset: bool) -> int:
-    """Return how far beyond the end it tells an answer to a pull can lead.
+    """Return the largest next offset that a pull response with the max offset `end` may have.
 
-    Source: DefaultMessageStore.getMessage, which looks at its end first, and reads on only if that lies ahead.
+    Source: DefaultMessageStore.getMessage, which reads the max offset first, and messages only if there are any.
     """
-    if is_reset and end == 0:  # that hands over, and knows no end
+    if is_reset and end == 0:  # such a response does not contain the max offset
         return MAX_RECORDED_OFFSET
     if code == ResponseCode.PULL_OFFSET_MOVED:
         return end
@@ -480,5 +485,5 @@ def _max_next_offset(code: int, requested_offset: int, end: int, is_reset: bool)
 
 def _check_offset(offset: int) -> int:
     if offset < 0:
-        raise ConfigError(f"offset {offset} cannot be committed: brokers take a negative one for none; give 0 or more")
+        raise ConfigError(f"offset {offset} cannot be committed, because brokers read it as none; give 0 or more")
     return offset

@@ -1,4 +1,4 @@
-"""The text that tells the members of a group apart. Source: ClientConfig.buildMQClientId."""
+"""The client id, which identifies a member within its group. Source: ClientConfig.buildMQClientId."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyrocket_consumer.config import ClientConfig
 _DEFAULT_INSTANCE = "DEFAULT"
 _LOOPBACK = "127.0.0.1"
 
-# Any address outside the own networks does: nothing is sent, the kernel only says which address it would use.
+# Any address outside the local networks will do. Nothing is sent; the kernel only chooses the source address.
 _SOMEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
@@ -30,9 +30,10 @@ def make_client_id(config: ClientConfig, broadcasting: bool = False) -> str:
 
 
 def local_ip() -> str:
-    """Return the address other machines see this one under; 127.0.0.1 on a machine without a network.
+    """Return the address under which other machines reach this one; 127.0.0.1 on a machine without a network.
 
-    As Java: an IPv4 address that is neither 127.* nor 192.168.*, else any IPv4 address, else an IPv6 one in brackets.
+    It chooses as Java does: first an IPv4 address that is neither 127.* nor 192.168.*, then any IPv4 address, then an
+    IPv6 address in brackets.
     """
     return choose_ip(_own_addresses())
 
@@ -52,14 +53,16 @@ def choose_ip(addresses: list[str]) -> str:
 
 
 def _own_addresses() -> list[str]:
-    """Return this machine's addresses, those of the default route first."""
+    """Return this machine's addresses. Those of the default route are first."""
     found = [address for family in _SOMEWHERE if (address := _address_towards(family)) is not None]
-    if choose_ip(found) not in found or choose_ip(found).startswith("192.168."):  # else the name is not worth resolving
+    if choose_ip(found) not in found or choose_ip(found).startswith(
+        "192.168."
+    ):  # else resolving the host name adds nothing
         try:
             by_name = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
             found += [str(info[4][0]) for info in by_name]
         except OSError:
-            pass  # a host name that does not resolve is no reason not to start
+            pass  # start even if the host name does not resolve
     return found
 
 

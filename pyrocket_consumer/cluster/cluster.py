@@ -110,10 +110,10 @@ class Cluster:
     # --- life
 
     def start(self, timeout_s: float | None = None) -> None:
-        """Start, and return when a name server has answered: a wrong address is an error here, not later.
+        """Start, and return when a name server has responded, so that a wrong address fails here and not later.
 
         Raises:
-            ConnectError: no name server answers; names every address and its reason. Nothing is left running.
+            ConnectError: no name server responds; the text names every address and its reason. Nothing keeps running.
             ClientClosed: it was started before.
         """
         if self.state is not ClusterState.CREATED:
@@ -217,8 +217,8 @@ class Cluster:
         Raises:
             RuntimeError: called on the I/O thread itself; await the coroutine there.
             RequestTimeout: not done within `timeout_s`.
-            ClientClosed: the cluster is not running, is closed meanwhile, or belongs to the process this one was
-                forked from.
+            ClientClosed: the cluster is not running, was closed during the call, or belongs to the process from
+                which this one was forked.
         """
         try:
             return self._usable_io(coroutine).run(coroutine, timeout_s)
@@ -245,7 +245,7 @@ class Cluster:
         return self._io
 
     def check_usable(self) -> None:
-        """Raise ClientClosed unless the cluster is running, in this very process."""
+        """Raise ClientClosed unless the cluster is running in this process."""
         if self._forked():
             raise ClientClosed(
                 f"this client belongs to process {self._pid}, and this is process {os.getpid()}, forked from it; "
@@ -446,7 +446,7 @@ class Cluster:
             raise
 
     def known_route(self, topic: str) -> TopicRoute | None:
-        """Return the known route of `topic`, None if there is none. Sends no request."""
+        """Return the known route of `topic`, None if it is unknown. Sends no request."""
         return self._routes.known(topic)
 
     def forget_topic(self, topic: str) -> None:
@@ -574,7 +574,7 @@ class Cluster:
         return await self._heartbeats.send(address, only_if_new=True)
 
     def find_registered_connection(self, address: str) -> Connection | None:
-        """Return the connection that `open_registered_connection` would return, None if there is none yet."""
+        """Return the connection that `open_registered_connection` would return, None if it does not exist yet."""
         connection = self._connections.peek(address) if self._connections is not None else None
         return connection if connection is not None and self._heartbeats.is_registered(connection) else None
 
@@ -640,7 +640,7 @@ class Cluster:
         self._notify(self._reconnect_hooks, address)
 
     def _loss_level(self, address: str) -> int:
-        """Return the log level of a loss: DEBUG after the first ones of a broker that accepts and closes connections."""
+        """Return the log level of a loss: DEBUG after the first ones of a broker that keeps closing connections."""
         losses = self._losses.get(address, (0.0, 0))[1]
         return logging.DEBUG if losses > _LOGGED_LOSSES else logging.WARNING
 

@@ -1,4 +1,4 @@
-"""The same work for many, so many at the same time."""
+"""Concurrent calls with a limit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MAX_CONCURRENT_CALLS = 16
-"""Most calls under way at the same time to one broker."""
+"""The most concurrent calls to one broker."""
 
 
 async def gather_limited(
     keys: Iterable[K], work: Callable[[K], Coroutine[Any, Any, V]], limit: int = MAX_CONCURRENT_CALLS
 ) -> dict[K, V]:
-    """Return key -> what `work(key)` gives, so many at the same time.
+    """Return key -> result of `work(key)`; run at most `limit` at the same time.
 
     Raises:
-        RocketError: the first failure, when none is under way any more.
+        RocketError: the first failure, after all calls have ended.
     """
     slots = asyncio.Semaphore(limit)
     pending: Collection[K] = list(keys)

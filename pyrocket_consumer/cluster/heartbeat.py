@@ -1,4 +1,4 @@
-"""Membership: telling every broker who we are, on the connection its requests shall come down."""
+"""Heartbeats: they register the client at every broker, on the connection that the broker uses for its requests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ log = logger("cluster")
 
 
 class Heartbeats:
-    """The groups of a client and the brokers that know of them. Confined to the I/O thread.
+    """The groups of a client and the brokers that know them. Confined to the I/O thread.
 
-    A broker knows a member by its connection. So a heartbeat precedes the first pull on a new connection, and a
-    connection that has had none is not one to pull on.
+    A broker identifies a member by its connection. So a heartbeat must precede the first pull on a new connection.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class Heartbeats:
         self._on_reconnected = on_reconnected
         self._consumers: dict[str, Callable[[], ConsumerData]] = {}
         self._producers: set[str] = set()
-        self._registered: dict[str, Connection] = {}  # address -> the connection on which a heartbeat was answered last
+        self._registered: dict[str, Connection] = {}  # address -> the connection of the last successful heartbeat
         self._registered_once: set[str] = set()
         self._locks: dict[str, asyncio.Lock] = {}
         self._unreachable: set[str] = set()
@@ -56,23 +55,23 @@ class Heartbeats:
 
     @property
     def has_consumers(self) -> bool:
-        """Whether slaves, too, must know us."""
+        """Whether there are consumer groups, which slaves must know, too."""
         return bool(self._consumers)
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anything to tell."""
+        """Whether the client has any group."""
         return bool(self._consumers or self._producers)
 
     def is_registered(self, connection: Connection) -> bool:
-        """Tell whether a heartbeat was answered on this very connection, or none is needed."""
+        """Return whether a heartbeat has succeeded on this connection, or the client needs none."""
         return not self.is_needed or self._registered.get(connection.address) is connection
 
     async def send(self, address: str, *, only_if_new: bool = False) -> Connection:
-        """Send a heartbeat to `address`, and return the connection it was answered on.
+        """Send a heartbeat to `address`, and return the connection on which the response arrived.
 
-        With `only_if_new` nothing is sent on a connection that has had one. Heartbeats to one address follow each
-        other: a broker might handle the older of two after the newer, and go by its subscriptions.
+        With `only_if_new`, send nothing on a registered connection. Heartbeats to one address are sent one after the
+        other. Otherwise a broker could handle the older one last, and use its outdated subscriptions.
         """
         connection = await self._connect(address)
         async with self._locks.setdefault(address, asyncio.Lock()):
@@ -92,7 +91,7 @@ class Heartbeats:
         return encode_heartbeat(HeartbeatData(self._client_id, consumers, tuple(sorted(self._producers))))
 
     async def send_all(self, addresses: Iterable[str]) -> int:
-        """Send a heartbeat to each of `addresses` at the same time, and return how many answered."""
+        """Send a heartbeat to each of `addresses` concurrently, and return the number of responses."""
         if not self.is_needed:
             return 0
         return sum(await asyncio.gather(*(self._send_or_log(address) for address in addresses)))
@@ -113,10 +112,10 @@ class Heartbeats:
     async def unregister(
         self, connections: Iterable[Connection], consumer_group: str | None, producer_group: str | None
     ) -> None:
-        """Have brokers forget a group on these connections at once. One that cannot be told finds out by itself.
+        """Unregister a group on these connections. A broker that is not reached removes it when the connection ends.
 
-        It is sent after a heartbeat that is under way, and later ones no longer tell of the group: else a broker would
-        take us for a member again.
+        The request waits for a heartbeat in progress, and later heartbeats exclude the group. Otherwise a broker would
+        register the client again.
         """
         if consumer_group is not None:
             self.remove_consumer(consumer_group)
@@ -136,7 +135,7 @@ class Heartbeats:
                 raise outcome
 
     def forget(self, address: str) -> None:
-        """Forget the connection to a broker that no route names any more. If it comes back, that is a reconnect."""
+        """Forget the connection to a broker that no route names. If the broker returns, that counts as a reconnect."""
         self._registered.pop(address, None)
         self._locks.pop(address, None)
         self._unreachable.discard(address)

@@ -1,4 +1,4 @@
-"""Questions to the name servers: one is asked until it fails, then the next."""
+"""Requests to the name servers. A client uses one until it fails, then the next."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _ANY_TOPIC = "TBW102"
 
-# The name server itself is in trouble (starting, overloaded, going away): another one may not be.
+# This name server is starting, overloaded or shutting down. Another one may be available.
 _UNAVAILABLE_CODES = frozenset({ResponseCode.SYSTEM_ERROR, ResponseCode.SYSTEM_BUSY, ResponseCode.GO_AWAY})
 
 
@@ -46,7 +46,7 @@ class Call(Protocol):
 
 
 class NameServers:
-    """The name servers of a cluster. They know the same, so any of them will do. Confined to the I/O thread."""
+    """The name servers of a cluster. All know the same routes, so any of them will do. Confined to the I/O thread."""
 
     def __init__(self, addresses: tuple[str, ...], call: Call, rng: random.Random) -> None:
         self.addresses = addresses
@@ -58,15 +58,15 @@ class NameServers:
 
     @property
     def current(self) -> str:
-        """The address that is asked first."""
+        """The address of the name server that is called first."""
         return self.addresses[self._current]
 
     async def check(self) -> None:
-        """Return when a name server has answered.
+        """Return when a name server has responded.
 
         Raises:
-            ConnectError: none did, or what did is a broker; names every address and its reason.
-            PermissionDenied: the access key is refused.
+            ConnectError: none responded, or a broker did; the text names every address and its reason.
+            PermissionDenied: the name server refuses the access key.
         """
         try:
             await self.call(GetRouteInfoHeader(_ANY_TOPIC))
@@ -87,22 +87,23 @@ class NameServers:
     async def call(
         self, header: Header, body: bytes = b"", *, timeout_s: float | None = None, accept: Container[int] = (0,)
     ) -> RemotingCommand:
-        """Return the answer of the first name server that gives one. `timeout_s` is the time each of them has.
+        """Return the response of the first name server that sends one. `timeout_s` applies to each of them.
 
-        A name server 4.9 gives no answer at all to a request it does not know.
+        A name server 4.9 does not respond to a request that it does not know.
 
         Raises:
-            ConnectError: none answered; names every address and its reason. With one name server its own error.
-            BrokerError: it said no.
+            ConnectError: no name server responded; the text names every address and its reason. With a single name
+                server its own error is raised.
+            BrokerError: the name server refused the request.
         """
         return await self._call_first(lambda address: self._call_one(address, header, body, timeout_s, accept))
 
     async def read(self, header: Header, decode: Callable[[bytes], T]) -> T:
-        """Return `decode(body)` of the first name server whose answer can be read: `call` for what has a body.
+        """Return `decode(body)` of the first name server whose response can be read.
 
         Raises:
-            ProtocolError: with one name server; what it answered cannot be read.
-            ConnectError, BrokerError: as `call` does.
+            ProtocolError: the only name server sent a response that cannot be read.
+            ConnectError, BrokerError: as for `call`.
         """
 
         async def read_one(address: str) -> T:
@@ -111,7 +112,7 @@ class NameServers:
         return await self._call_first(read_one)
 
     async def _call_first(self, call: Callable[[str], Awaitable[T]]) -> T:
-        """Return what the first name server gives to `call(address)`, beginning with the one that did last."""
+        """Return the result of `call(address)` for the first name server that succeeds, beginning with the current."""
         failures: dict[str, RocketError] = {}
         for step in range(len(self.addresses)):
             index = (self._current + step) % len(self.addresses)
@@ -138,9 +139,7 @@ class NameServers:
     ) -> RemotingCommand:
         try:
             return await self._call(address, header, body, timeout_s=timeout_s, accept=accept)
-        except (
-            ConnectionLost
-        ):  # name servers drop idle connections, perhaps just now; all they are asked can be repeated
+        except ConnectionLost:  # name servers close idle connections, and all requests to them can be repeated
             return await self._call(address, header, body, timeout_s=timeout_s, accept=accept)
 
     def _use(self, index: int) -> None:
@@ -149,10 +148,11 @@ class NameServers:
             self._current = index
 
     async def call_every(self, header: Header, body: bytes = b"") -> list[RemotingCommand]:
-        """Return every name server's answer: what is told to one is not passed on to the others.
+        """Return the response of every name server, because name servers do not share changes.
 
         Raises:
-            ConnectError: one did not answer or said no; names each that failed. The others have done as asked.
+            ConnectError: a name server did not respond or refused; the text names each that failed. The others have
+                executed the request.
         """
         responses = await asyncio.gather(
             *(self._call_one(address, header, body, None, (0,)) for address in self.addresses), return_exceptions=True

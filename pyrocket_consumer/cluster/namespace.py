@@ -1,4 +1,4 @@
-"""Namespaces, version 1: resources are renamed `namespace%name` before anything goes on the wire.
+"""Namespaces, version 1: the client renames resources to `namespace%name` in all requests.
 
 Source: NamespaceUtil.
 """
@@ -26,9 +26,10 @@ _SYSTEM_PREFIXES = ("rmq_sys_", "CID_RMQ_SYS_")
 
 
 def wrap(namespace: str | None, resource: str) -> str:
-    """Return the name of a topic or group as the brokers of `namespace` know it; unchanged without a namespace.
+    """Return the name of a topic or group at the brokers; without a namespace that is the same name.
 
-    A retry or dead-letter prefix stays in front. Names that are wrapped already, and the system's own, are unchanged.
+    A retry or dead-letter prefix stays in front. Names that have the namespace already, and system names, stay
+    unchanged.
     """
     if not namespace or not resource or is_system(resource):
         return resource
@@ -39,7 +40,7 @@ def wrap(namespace: str | None, resource: str) -> str:
 
 
 def unwrap(namespace: str | None, resource: str) -> str:
-    """Return the name as the users of `namespace` know it; a name of another namespace is unchanged."""
+    """Return the name without `namespace`; a name of another namespace is unchanged."""
     if not namespace:
         return resource
     prefix, name = _split(resource)
@@ -47,7 +48,7 @@ def unwrap(namespace: str | None, resource: str) -> str:
 
 
 def is_system(resource: str) -> bool:
-    """Tell whether a topic or group is the system's own, shared by all namespaces."""
+    """Return whether a topic or group belongs to the system, which all namespaces share."""
     return resource in _SYSTEM_TOPICS or resource.startswith(_SYSTEM_PREFIXES)
 
 

@@ -1,4 +1,4 @@
-"""Where "to" leads: what it may be, and what the brokers say of it, for consumers, plans of resets and the shell."""
+"""The offsets that a `to` argument selects, read from the brokers: for consumers, reset plans and the shell."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ To = str | datetime | Mapping[MessageQueue, int]
 """`"first"` or `"earliest"`, `"last"` or `"latest"`, an aware datetime, or `{queue: offset}`."""
 
 TOOLS_GROUP = "TOOLS_CONSUMER"
-"""Every broker has it: for those who look at messages without being members of a group."""
+"""A group that every broker has, for clients that read messages without being members of a group."""
 
 _FIRST, _LAST = "the first offsets are", "the last offsets are"
 
 _MAX_QUEUES_PER_ROUND = 200
-"""Of one broker; so many answers are waited for together."""
+"""How many requests to one broker are sent at once."""
 
 V = TypeVar("V", int, int | None)
 
 
 def check_to(to: object) -> Place | dict[MessageQueue, int]:
-    """Return where `to` leads: a place in every queue, or offsets of some.
+    """Return the checked `to`: a position for every queue, or offsets of some.
 
     Raises:
-        ConfigError: it is nothing of what `To` says. The text names the value and what is allowed.
+        ConfigError: it is not a value of `To`. The text names the value and the allowed ones.
     """
     if not isinstance(to, Mapping):
         return check_place("to", to, ", or {queue: offset}")
@@ -53,12 +53,13 @@ def check_to(to: object) -> Place | dict[MessageQueue, int]:
 async def fetch_offsets_at(
     cluster: Cluster, place: Place, queues: Iterable[MessageQueue], *, groups: Sequence[str]
 ) -> dict[MessageQueue, int]:
-    """Return where `place` is in each of `queues`; all brokers are asked at the same time.
+    """Return the offset of `place` in each of `queues`, from all brokers concurrently.
 
-    Brokers before 5.1.1 are searched by time by looking at messages, with the first of `groups` that may.
+    Brokers before 5.1.1 cannot search exactly by time. There this function pulls messages, with the first of `groups`
+    that has the permission.
 
     Raises:
-        RocketError: brokers did not answer; the text names each, and why.
+        RocketError: brokers did not respond; the text names each and its reason.
     """
     if place == "first":
         return await _fetch_by_broker(cluster, queues, Broker.min_offsets, _FIRST)
@@ -89,10 +90,10 @@ async def fetch_first_and_last(
 ) -> dict[MessageQueue, tuple[int, int]]:
     """Return the offsets of the oldest and of the next message of each queue.
 
-    With `failures` a broker that does not tell is no error: they get the reason, by broker name.
+    With `failures`, a broker that fails raises nothing; its error is added to `failures` under its name.
 
     Raises:
-        RocketError: as `fetch_offsets_at`.
+        RocketError: as for `fetch_offsets_at`.
     """
     first, last = await asyncio.gather(
         _fetch_by_broker(cluster, queues, Broker.min_offsets, _FIRST, failures),
@@ -104,12 +105,12 @@ async def fetch_first_and_last(
 async def fetch_committed_offsets(
     cluster: Cluster, group: str, queues: Iterable[MessageQueue], failures: dict[str, RocketError] | None = None
 ) -> dict[MessageQueue, int | None]:
-    """Return what `group` has committed for each queue, None for nothing, as far as brokers tell that from 0.
+    """Return the offset that `group` has committed for each queue, None without one if the broker reports that.
 
-    With `failures` a broker that does not tell is no error: they get the reason, by broker name.
+    With `failures`, a broker that fails raises nothing; its error is added to `failures` under its name.
 
     Raises:
-        RocketError: as `fetch_offsets_at`.
+        RocketError: as for `fetch_offsets_at`.
     """
 
     async def fetch(broker: Broker, batch: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError | None]:
@@ -119,7 +120,7 @@ async def fetch_committed_offsets(
 
 
 def nearest_available(offset: int, first: int, last: int) -> int:
-    """Return the offset nearest to `offset` at which a queue that holds `first` to `last` can be read."""
+    """Return the offset nearest to `offset` that is in a queue with the messages from `first` to before `last`."""
     return min(max(offset, first), max(first, last))
 
 
@@ -130,7 +131,7 @@ async def _fetch_by_broker(
     what: str,
     failures: dict[str, RocketError] | None = None,
 ) -> dict[MessageQueue, V]:
-    """Return what `fetch` gives for the queues of each broker; `what` is not known where it gives an error."""
+    """Return the results of `fetch`, called for the queues of each broker. `what` begins the text of its error."""
     by_broker: dict[str, list[MessageQueue]] = {}
     for queue in queues:
         by_broker.setdefault(queue.broker_name, []).append(queue)
@@ -144,7 +145,7 @@ async def _fetch_by_broker(
                 for queue, offset in (await fetch(cluster.broker(name), batch)).items():
                     if isinstance(offset, RocketError):
                         raise offset
-                    # A broker says -1 of a queue it does not have yet.
+                    # A broker returns -1 for a queue that it does not have yet.
                     found[queue] = offset if offset is None else max(0, offset)
         except RocketError as error:
             failed[name] = error

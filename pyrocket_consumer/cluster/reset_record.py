@@ -1,7 +1,7 @@
-"""The record of a broadcasting group's resets at one master: what members that were away read at their next start.
+"""The record of a broadcasting group's resets at one master. Offline members read it at their next start.
 
-A broker keeps any offset that is committed for a group, whatever the queue id, and gives it back: it is a small
-register, as durable as the group's offsets are.
+A broker stores any offset that is committed for a group, whatever the queue id, and returns it. So these offsets form a
+small register, which is as durable as the group's offsets.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from pyrocket_consumer.protocol.reset_format import (
 )
 
 MAX_READS = 10
-"""How often a queue's epoch is looked at that changes all the time; then it is left for the next time."""
+"""How often one call reads the epoch of a queue if it changes each time. Later calls read it again."""
 
 MAX_EPOCH_ATTEMPTS = 20
-"""How often a reset is dated anew because of another's: more than any admins who meet, less than for ever."""
+"""How often a reset takes a new epoch because another reset took its epoch first."""
 
 _NOT_FOUND_CODES = frozenset({ResponseCode.TOPIC_NOT_EXIST, ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST})
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedReset:
-    """Where a queue shall go on since the reset with this epoch."""
+    """The target offset of a queue, and the epoch of the reset that set it."""
 
     target: int
     epoch: int
 
 
 class GroupUnknown(RocketError):
-    """The broker does not know the group: none of its members was ever there, so there is nobody to record for."""
+    """The broker does not know the group. It never had a member there, so a record has no reader."""
 
 
 class EpochTaken(RocketError):
-    """Somebody has recorded a reset with this epoch or a higher one since we looked; ours would not count as newer."""
+    """Another admin has recorded a reset with this epoch or a higher one, so this one would not count as newer."""
 
     def __init__(self, head: int) -> None:
         super().__init__(head)
@@ -66,8 +66,8 @@ def _ignore_invalid(text: str) -> None:
 class ResetRecord:
     """The record for one group and topic at one master. Confined to the I/O thread.
 
-    Whoever may commit for the group can write into it, what he likes. What is no epoch counts as nothing, is told by
-    `on_invalid`, and is written over by the next reset.
+    Each client with the permission to commit for the group can write any number into it. A number that is not a valid
+    epoch counts as no record. `on_invalid` reports it, and the next reset overwrites it.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class ResetRecord:
         self._area: RecordArea | None = None
 
     async def head(self) -> int | None:
-        """Return the highest epoch recorded, 0 when nothing is, None when what stands there is none.
+        """Return the highest recorded epoch, 0 without a record, None if the number there is not a valid epoch.
 
-        One small request, or two if there is a record.
+        It takes one small request, or two if there is a record.
         """
         area = self._area or await self._find_area()
         return await self._fetch_epoch(area.head, "as the newest of all") if area is not None else 0
@@ -99,9 +99,9 @@ class ResetRecord:
         found = await self._fetch_slot(slot)
         if found and not is_valid_epoch(found, self._now_ms()):
             self._on_invalid(
-                f"the record of resets of {self.topic} at {self.broker_name} has {found} {what}, which is no time, or "
-                "more than a day ahead: it is ignored, and written over by the next reset; see who may commit offsets "
-                f"for {self._group}, and the clocks"
+                f"the record of resets of {self.topic} at {self.broker_name} has {found} {what}, which is not a time "
+                "before tomorrow. It is ignored, and the next reset overwrites it. Check who may commit offsets for "
+                f"{self._group}, and the clocks"
             )
             return None
         return found
@@ -109,7 +109,7 @@ class ResetRecord:
     async def read(
         self, queue_ids: Iterable[int], newer_than: Callable[[int], int] = lambda queue_id: 0
     ) -> dict[int, RecordedReset]:
-        """Return what is recorded for the queues, of those whose epoch is above `newer_than(queue_id)`."""
+        """Return the recorded reset of each queue whose epoch is above `newer_than(queue_id)`."""
         area = self._area or await self._find_area()
         if area is None:
             return {}
@@ -122,7 +122,7 @@ class ResetRecord:
                     break
                 target = await self._fetch_slot(area.target(queue_id))
                 epoch_after = await self._fetch_epoch(area.epoch(queue_id), what) or 0
-                if epoch_after == epoch:  # else another reset was being written, and the target may be either's
+                if epoch_after == epoch:  # else another reset was being written, and the target may belong to either
                     return RecordedReset(target - 1, epoch) if 0 < target <= MAX_RECORDED_OFFSET else None
                 epoch = epoch_after
             return None
@@ -131,15 +131,15 @@ class ResetRecord:
         return {queue_id: reset for queue_id, reset in found.items() if reset is not None}
 
     async def write(self, epoch: int, targets: Mapping[int, int]) -> list[int]:
-        """Record targets by queue id; queues not named keep their older record.
+        """Record targets by queue id; other queues keep their older record.
 
-        Returns the queues for which somebody else has recorded something newer at the same time: theirs counts.
+        Returns the queues for which another admin has recorded a newer reset at the same time. That one counts.
 
         Raises:
-            GroupUnknown: there is nobody to record for.
-            EpochTaken: choose a higher one, and write again.
-            BrokerError and others: it is not recorded, or only in part. Members read nothing of it before its head is
-                written, which comes last; those that are due to read all may find the part.
+            GroupUnknown: the broker has never had a member of the group.
+            EpochTaken: choose a higher epoch, and write again.
+            BrokerError and others: the reset is not recorded, or only in part. Members check the head, which is
+                written last; only members that read the whole record may find the part.
         """
         try:
             area = self._area or await self._find_area() or await self._claim_area()
@@ -149,8 +149,8 @@ class ResetRecord:
                 await self._store_slot(area.epoch(queue_id), epoch)
 
             await gather_limited(targets, one)
-            # The head is looked at after all is written. Of two who write at the same time with the same epoch, the one
-            # who writes his last target later finds the other's head here, or the other finds these targets below.
+            # Read the head after all targets are written. Two admins may write at the same time with the same epoch.
+            # Then one of them sees the other: it reads the other's head here, or the other's targets below.
             head = await self._fetch_epoch(area.head, "as the newest of all") or 0
             if head >= epoch:
                 raise EpochTaken(head)
@@ -158,12 +158,12 @@ class ResetRecord:
         except BrokerError as error:
             if error.code in _NOT_FOUND_CODES:
                 raise GroupUnknown(
-                    f"{self.broker_name} does not know group {self._group}: none of its members was ever there"
+                    f"{self.broker_name} does not know group {self._group}, because no member was ever connected"
                 ) from error
             raise
         found = await self.read(targets)
-        # Two who both saw an old head have written with the same epoch. Members follow an epoch once, so it would be
-        # that of whoever reached them first: whoever finds anything of the other's tells nobody, and dates it anew.
+        # Two admins that both read an old head have written with the same epoch. A member follows each epoch once, so
+        # the first to reach it would win. The admin that finds a target of the other takes a new epoch instead.
         if any(reset.epoch == epoch and reset.target != targets[queue_id] for queue_id, reset in found.items()):
             raise EpochTaken(epoch)
         return sorted(
@@ -171,7 +171,7 @@ class ResetRecord:
         )
 
     async def forget(self, queue_ids: Iterable[int]) -> None:
-        """Remove the record. Members that were away go on where they ended."""
+        """Remove the record. Offline members then continue at their stored offsets."""
         area = self._area or await self._find_area()
         if area is None:
             return
@@ -184,7 +184,7 @@ class ResetRecord:
         await gather_limited(queue_ids, one)
 
     async def _find_area(self) -> RecordArea | None:
-        """Return the topic's area, None if it has none. It stays where it is once it was found."""
+        """Return the topic's area, None if it has none. An area that was found never moves."""
         name = topic_digest(self.topic)
         for area in record_areas(self.topic):
             stored = await self._fetch_slot(area.name)
@@ -196,7 +196,7 @@ class ResetRecord:
         return None
 
     async def _claim_area(self) -> RecordArea:
-        """Take the first free area for the topic; another may have done so since we looked."""
+        """Take the first free area for the topic, unless another admin has taken one since the last read."""
         name, areas = topic_digest(self.topic), list(record_areas(self.topic))
         for area in areas:
             stored = await self._fetch_slot(area.name)
@@ -205,10 +205,10 @@ class ResetRecord:
             if stored in (0, name):
                 self._area = area
                 return area
-        # By chance so many topics do not share their areas: somebody has filled them, and it is the first that counts.
+        # Hash collisions do not fill all areas, so another client has. Overwrite the area that readers try first.
         self._on_invalid(
-            f"all {len(areas)} places at {self.broker_name} for resets of {self.topic} are taken: the first is written "
-            f"over; see who may commit offsets for {self._group}"
+            f"all {len(areas)} areas at {self.broker_name} for resets of {self.topic} are taken, so the first one is "
+            f"overwritten; check who may commit offsets for {self._group}"
         )
         await self._store_slot(areas[0].name, name)
         await self._store_slot(areas[0].head, 0)
@@ -218,7 +218,7 @@ class ResetRecord:
         return MessageQueue(retry_topic(self._group), self.broker_name, slot)
 
     async def _fetch_slot(self, slot: int) -> int:
-        """Return what a slot holds; 0 is nothing, which brokers say in several ways."""
+        """Return the number in a slot; 0 for an empty one, which brokers report in several ways."""
         try:
             found = await self._broker.query_offset(self._group, self._slot_queue(slot), set_zero_if_not_found=False)
         except BrokerError as error:

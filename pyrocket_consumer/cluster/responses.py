@@ -1,4 +1,4 @@
-"""What an answer means: fine, or which error; and what is in it."""
+"""The meaning of a response: success or which error, and its decoded body."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pyrocket_consumer.text import truncate
 T = TypeVar("T")
 
 LARGE_BODY_BYTES = 16 * 1024
-"""Bodies above this are decoded apart: they would keep the I/O thread for more than a few milliseconds."""
+"""Larger bodies are decoded on another thread, because they would block the I/O thread for several milliseconds."""
 
-_ACL_REMARK = "AclException"  # ACL 1.0 refuses with SYSTEM_ERROR; only the text tells
+_ACL_REMARK = "AclException"  # ACL 1.0 refuses with SYSTEM_ERROR; only the remark shows the reason
 
 _BUSY_CODES = frozenset({ResponseCode.SYSTEM_BUSY, ResponseCode.FLOW_CONTROL})
 
 
 def check_response(response: RemotingCommand, address: str, accept: Container[int] = (0,)) -> RemotingCommand:
-    """Return `response` if its code is one of `accept`.
+    """Return `response` if its code is in `accept`.
 
     Raises:
-        BrokerError: it is not; PermissionDenied or FlowControl where that is the reason.
+        BrokerError: it has another code; PermissionDenied or FlowControl if that is the reason.
     """
     if response.code in accept:
         return response
@@ -33,7 +33,7 @@ def check_response(response: RemotingCommand, address: str, accept: Container[in
 
 
 def read_error(response: RemotingCommand, address: str) -> BrokerError:
-    """Return the error that an answer with an unwelcome code stands for."""
+    """Return the error for a response whose code is not accepted."""
     code, remark = response.code, response.remark or ""
     kind = BrokerError
     if code == ResponseCode.NO_PERMISSION or (code == ResponseCode.SYSTEM_ERROR and _ACL_REMARK in remark):
@@ -44,10 +44,10 @@ def read_error(response: RemotingCommand, address: str) -> BrokerError:
 
 
 async def read_body(decode: Callable[[bytes], T], body: bytes) -> T:
-    """Return `decode(body)`; if it is large, from another thread, so that the I/O thread goes on meanwhile.
+    """Return `decode(body)`. A large body is decoded on another thread, so that it does not block the I/O thread.
 
     Raises:
-        ProtocolError: it is no such body.
+        ProtocolError: the body cannot be decoded.
     """
     if len(body) <= LARGE_BODY_BYTES:
         return decode(body)

@@ -1,4 +1,4 @@
-"""Where topics live and where brokers are: asked once, shared, refreshed, and kept while name servers are away."""
+"""Routes of topics and addresses of brokers: shared, refreshed, and kept while no name server is reachable."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ AddressTable = Mapping[str, Mapping[int, str]]
 """Broker name -> broker id -> address."""
 
 OnChange = Callable[["TopicRoute | None", "frozenset[str]", "frozenset[str]"], None]
-"""Called with a route that is new or differs (None: one was forgotten), and the broker addresses that came and went."""
+"""Called with a new or changed route, None for a forgotten one, and with the added and removed broker addresses."""
 
 _NO_ADDRESSES: frozenset[str] = frozenset()
 _MIN_GAP_S = 0.05
 
 
 class Routes:
-    """The routes of the topics a client has asked for. Any thread may read; the rest is confined to the I/O thread."""
+    """The routes of the topics that a client uses. Any thread may read; all else is confined to the I/O thread."""
 
     def __init__(self, fetch: Callable[[str], Awaitable[TopicRoute]], on_change: OnChange) -> None:
         self._fetch_from_name_server = fetch
         self._on_change = on_change
-        self._known: dict[str, TopicRoute] = {}  # in the order they changed: the latest is the truest
-        self._stale: set[str] = set()  # those whose last refresh was refused
+        self._known: dict[str, TopicRoute] = {}  # ordered by the time of the last change; the latest counts most
+        self._stale: set[str] = set()  # topics whose last refresh was refused
         self._fetching: dict[str, asyncio.Task[TopicRoute]] = {}
         self._requested_at: dict[str, float] = {}
-        self.brokers: AddressTable = {}  # replaced, never changed
-        self.former: AddressTable = {}  # where brokers were that no route names now; the same
+        self.brokers: AddressTable = {}  # replaced, never mutated
+        self.former: AddressTable = {}  # the last addresses of brokers in no route; also replaced, never mutated
         self.addresses: frozenset[str] = frozenset()
 
     @property
     def topics(self) -> list[str]:
-        """The topics whose routes are known, and kept fresh."""
+        """The topics whose routes are known and refreshed."""
         return list(self._known)
 
     def known(self, topic: str) -> TopicRoute | None:
-        """Return what is known of `topic` without asking."""
+        """Return the known route of `topic`, None if it is unknown. Sends no request."""
         return self._known.get(topic)
 
     async def get(self, topic: str, *, refresh: bool = False, after: float | None = None) -> TopicRoute:
-        """Return the route of `topic`; ask for it if it is not known, or if `refresh` is set.
+        """Return the route of `topic`; fetch it if it is not known, or if `refresh` is set.
 
-        With `after`, ask unless it was asked for since that time of the loop; and not at once if it was a moment ago,
-        so that thousands whose messages are refused one after the other do not ask one by one.
+        With `after`, fetch it unless it was requested after that time of the loop. Then wait a moment since the last
+        request, so that thousands of refused messages do not send one request each.
 
-        Callers at the same time share one request. A request that fails leaves what is known as it is.
+        Concurrent callers share one request. A request that fails does not change the known route.
         """
         if after is not None:
             now = asyncio.get_running_loop().time()
@@ -81,7 +81,7 @@ class Routes:
                 del self._fetching[topic]
                 if topic not in self._known:
                     self._requested_at.pop(topic, None)
-        if not is_wanted:  # the topic was forgotten meanwhile
+        if not is_wanted:  # the topic was forgotten during the request
             return route
         previous = self._known.get(topic)
         if route == previous:
@@ -96,9 +96,9 @@ class Routes:
         return route
 
     async def refresh(self) -> None:
-        """Ask again for every known route, one after the other; those that cannot be had stay as they are.
+        """Fetch every known route again, one after the other. A route that cannot be fetched stays.
 
-        When no name server answers, the others are not asked about either: that would take a deadline each.
+        If no name server responds, stop, because each further route would take a whole timeout.
         """
         for topic in self.topics:
             if topic not in self._known:
@@ -115,7 +115,7 @@ class Routes:
                 self._stale.discard(topic)
 
     def forget(self, topic: str) -> None:
-        """Keep the route of `topic` fresh no longer; brokers that only it names are forgotten, too."""
+        """Stop refreshing the route of `topic`, and forget brokers that only this route names."""
         self._fetching.pop(topic, None)
         if topic in self._known:
             self._known = {other: known for other, known in self._known.items() if other != topic}
@@ -150,16 +150,16 @@ class Routes:
         return frozenset(ids[MASTER_ID] for ids in self.brokers.values() if MASTER_ID in ids)
 
     def address(self, broker_name: str, broker_id: int = MASTER_ID, *, only_this: bool = False) -> str | None:
-        """Return where to reach a broker: at the id asked for, else, unless `only_this`, at the next best one.
+        """Return the address of a broker with this id, or, unless `only_this`, that of the next best id.
 
-        One that no route names any more is reached where it was, until that is let go.
+        A broker that no route names keeps its last address until that is released.
         """
         address = choose_address(self.brokers.get(broker_name, {}), broker_id, only_this=only_this)
         return address or self.former.get(broker_name, {}).get(broker_id)
 
 
 def choose_address(addresses: Mapping[int, str], broker_id: int, *, only_this: bool = False) -> str | None:
-    """Return the address with `broker_id`; if it is a slave's and missing that of the next id; else any.
+    """Return the address with `broker_id`. Without one, return that of the next id for a slave, else that of any id.
 
     Source: MQClientInstance.findBrokerAddressInSubscribe.
     """
@@ -172,7 +172,7 @@ def choose_address(addresses: Mapping[int, str], broker_id: int, *, only_this: b
 
 
 def address_table(routes: Iterable[TopicRoute]) -> dict[str, dict[int, str]]:
-    """Return the addresses of all brokers in `routes`; where two differ, the later one counts."""
+    """Return the addresses of all brokers in `routes`; if two routes differ, the later one counts."""
     return {broker.broker_name: dict(broker.addresses) for route in routes for broker in route.brokers}
 
 
@@ -187,6 +187,6 @@ def sort_route(route: TopicRoute) -> TopicRoute:
 
 
 def _consume_exception(task: asyncio.Task[TopicRoute]) -> None:
-    """Take note of the outcome: when every caller has gone, nobody else does."""
+    """Retrieve the exception, so that asyncio does not log it if every caller was cancelled."""
     if not task.cancelled():
         task.exception()

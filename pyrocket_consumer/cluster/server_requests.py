@@ -1,4 +1,4 @@
-"""What servers ask of a client: who may ask, how much at once, and who handles it."""
+"""Requests that servers send to a client: which are allowed, how many at once, and who handles them."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from pyrocket_consumer.transport.connection import Connection
 log = logger("cluster")
 
 RequestHandler = Callable[[RemotingCommand, str], "Awaitable[RemotingCommand | None] | None"]
-"""Handles a request of a broker (second argument: its address) and returns the answer, None for none.
+"""Handles a request of a broker (second argument: its address) and returns the response, None for no response.
 
-A plain function is called at once: for notices, of which many may come. A coroutine function runs as a task. What it
-does not do it raises as a RocketError, and the broker is answered with its text.
+A plain function is called at once, which suits frequent notifications. A coroutine function runs as a task. To refuse
+a request, the handler raises a RocketError; the response then contains its text.
 """
 
 OnRefused = Callable[[int, str, str], None]
-"""Told of a request that was not obeyed: its code, the address it came from, and why."""
+"""Called for each refused request with its code, the address of the sender, and the reason."""
 
 MAX_IN_FLIGHT = 64
-"""How many requests with one code a broker may have under way here. Its threads wait for 16 answers at most."""
+"""How many requests with one code a broker may have in flight here. Its threads wait for at most 16 responses."""
 
 MAX_IN_FLIGHT_BYTES = 16 * 1024 * 1024
-"""How much a broker's requests that are under way here may hold; one alone may be as large as any request."""
+"""How many bytes a broker's requests in flight may hold. A single one may be as large as any request."""
 
 _MAX_LOGGED = 100
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """What is being handled of one broker's requests."""
+    """The requests of one broker that are being handled."""
 
     body_bytes: int = 0
     by_code: dict[int, int] = field(default_factory=dict)
 
 
 class ServerRequests:
-    """Takes what servers ask, and has it handled if they may. Confined to the I/O thread.
+    """Passes requests of servers to their handlers if they are allowed. Confined to the I/O thread.
 
-    What is not obeyed is told; and answered, unless it is one-way or nothing is read of the answers.
+    It reports each refused request. It also responds, unless the request is one-way or the server reads no responses.
     """
 
     def __init__(self, is_broker: Callable[[str], bool]) -> None:
-        """`is_broker` tells whether an address is that of a broker whose topics or queues are in use."""
+        """`is_broker` returns whether an address is that of a broker whose topics or queues are in use."""
         self._is_broker = is_broker
         self._handlers: dict[int, RequestHandler] = {}
         self._refused_hooks: list[OnRefused] = []
@@ -55,15 +55,15 @@ class ServerRequests:
         self._logged: set[tuple[int, str]] = set()
 
     def on_request(self, code: RequestCode, handler: RequestHandler) -> None:
-        """Have brokers' requests with `code` handled by `handler`."""
+        """Handle requests of brokers with this `code` by `handler`."""
         self._handlers[code] = handler
 
     def on_refused(self, hook: OnRefused) -> None:
-        """Have `hook` told of every request that is not obeyed. Without any the first of each kind is logged."""
+        """Call `hook` for every refused request. Without a hook, the first request of each kind is logged."""
         self._refused_hooks.append(hook)
 
     def handle(self, command: RemotingCommand, connection: Connection) -> Awaitable[RemotingCommand | None] | None:
-        """Judge a request. Returns what leads to its answer, None when there is nothing left to do."""
+        """Handle or refuse a request. Return an awaitable of the response, None if the request is finished."""
         code, address = command.code, connection.address
         in_flight = self._in_flight.setdefault(address, _InFlight())
         if (refusal := self._check_refused(command, connection, in_flight)) is not None:
@@ -94,11 +94,11 @@ class ServerRequests:
         elif command.skipped_body_bytes:
             answer_code, why = ResponseCode.SYSTEM_ERROR, f"{command.skipped_body_bytes} bytes are too many"
         elif in_flight.by_code.get(command.code, 0) >= MAX_IN_FLIGHT:
-            why = f"{MAX_IN_FLIGHT} of them are under way"
+            why = f"{MAX_IN_FLIGHT} of them are in flight"
         elif in_flight.body_bytes and in_flight.body_bytes + len(command.body) > MAX_IN_FLIGHT_BYTES:
-            why = f"requests under way hold {in_flight.body_bytes} bytes"
+            why = f"requests in flight hold {in_flight.body_bytes} bytes"
         elif connection.is_backlogged and not command.is_oneway:
-            why = "it does not read the answers"
+            why = "it does not read the responses"
         else:
             return None
         self._notify_refused(command.code, connection.address, why)

@@ -161,7 +161,7 @@ def test_only_so_many_requests_are_under_way(broker, member):
     answers = sender.call_each(RUNNING_INFO, [{"n": str(number)} for number in range(70)])
     busy = [next(answers) for _ in range(6)]
     assert {(answer.code, answer.remark) for answer in busy} == {
-        (2, "GET_CONSUMER_RUNNING_INFO is not obeyed: 64 of them are under way")
+        (2, "GET_CONSUMER_RUNNING_INFO is not obeyed: 64 of them are in flight")
     }
     assert [handled.next() for _ in range(64)] == [(str(number),) for number in range(64)]
     assert [calls.next()[0] for _ in range(6)] == 6 * [307]
@@ -183,7 +183,7 @@ def test_only_so_many_bytes_of_requests_are_under_way(broker, member):
     sender, large = RequestSender(broker), bytes(9 << 20)
     answers = sender.call_each(RequestCode.CONSUME_MESSAGE_DIRECTLY, [{}, {}], large)
     assert (busy := next(answers)).code == 2
-    assert busy.remark == f"CONSUME_MESSAGE_DIRECTLY is not obeyed: requests under way hold {len(large)} bytes"
+    assert busy.remark == f"CONSUME_MESSAGE_DIRECTLY is not obeyed: requests in flight hold {len(large)} bytes"
     set_event(member, go_on)
     assert next(answers).body == b"%d" % len(large)
     assert sender.call(RequestCode.CONSUME_MESSAGE_DIRECTLY, {}, large).body == b"%d" % len(large)

@@ -303,7 +303,7 @@ def test_questions_in_their_thousands_are_answered_busy(embedded, sender, code, 
         codes = Counter([first.code, *(answer.code for answer in answers)])
         assert codes.keys() == {0, 2}
         assert codes[2] > codes[0]
-        assert "64 of them are under way" in events.wait_for(REFUSED).text
+        assert "64 of them are in flight" in events.wait_for(REFUSED).text
         assert sender.call(code, question).code == 0
         assert events.of("commit-failed") == []
 
