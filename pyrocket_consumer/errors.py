@@ -1,18 +1,18 @@
-"""Every exception the package raises on purpose. Each says what happened, where, and what to do; each pickles."""
+"""All exceptions that the package raises. Each text has the cause, the place and a remedy. All can be pickled."""
 
 from __future__ import annotations
 
 from pyrocket_consumer.text import escape_controls, truncate
 
 MOST_OF_A_REMARK = 500
-"""How many characters of a server's remark an error keeps; the longest of real ones have half of that."""
+"""The number of characters that an error keeps of a server's remark. The longest real remarks have half of that."""
 
 MOST_OF_A_CONFIG_ERROR = 4000
-"""How much of an error tells what was given, which can be of any length."""
+"""The largest number of characters in the text of a `ConfigError`, because it quotes values of any length."""
 
 
 class RocketError(Exception):
-    """Base of all errors raised by this package. Its text is one line that can be printed, whoever wrote it."""
+    """Base of all errors raised by this package. Its text is one printable line, even if a server wrote parts of it."""
 
     def __str__(self) -> str:
         return escape_controls(super().__str__())
@@ -42,14 +42,14 @@ class ConnectError(RocketError):
 
 
 class AddressRefused(ConnectError):
-    """An address that a route names is not connected to: it is none, or not one of `allowed_addresses`."""
+    """The client does not connect to an address from a route: it is malformed, or not in `allowed_addresses`."""
 
     def __str__(self) -> str:
         return escape_controls(f"broker address {self.address!r} is not connected to: {self.reason}")
 
 
 class ConnectionLost(RocketError):
-    """A connection ended while a call waited on it. The call may or may not have been executed."""
+    """A connection ended while a call waited for its response. The server may or may not have executed the call."""
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(address, reason)
@@ -60,7 +60,7 @@ class ConnectionLost(RocketError):
 
 
 class RequestTimeout(RocketError):
-    """No answer came within the deadline. The call may or may not have been executed."""
+    """No response arrived before the deadline. The server may or may not have executed the call."""
 
     def __init__(self, what: str, address: str, timeout_s: float) -> None:
         super().__init__(what, address, timeout_s)
@@ -79,9 +79,9 @@ RETRYABLE_CODES = frozenset({1, 2, 14, 17, 24, 25, 26, 27, 28, 215, 1500})
 
 
 class BrokerError(RocketError):
-    """A broker or name server answered, and said no. `retryable`: the same call may work later.
+    """A broker or name server refused a call. `retryable` is true if the same call may succeed later.
 
-    `remark` are the server's own words, up to 500 characters of them.
+    `remark` contains the first 500 characters of the server's text.
     """
 
     def __init__(self, code: int, remark: str, address: str, name: str = "") -> None:
@@ -90,7 +90,7 @@ class BrokerError(RocketError):
         self.retryable = code in RETRYABLE_CODES
 
     def __str__(self) -> str:
-        remark = " ".join(self.remark.split()) or "no remark"  # servers break theirs into lines
+        remark = " ".join(self.remark.split()) or "no remark"  # remarks of servers have several lines
         return escape_controls(f"{self.address} answered {self.name or 'code'} ({self.code}): {remark}")
 
 
@@ -99,11 +99,11 @@ class PermissionDenied(BrokerError):
 
     def __init__(self, code: int, remark: str, address: str, name: str = "") -> None:
         super().__init__(code, remark, address, name)
-        self.retryable = False  # ACL 1.0 refuses with code 1, which otherwise is worth a retry
+        self.retryable = False  # ACL 1.0 refuses with code 1, which is retryable in all other cases
 
 
 class FlowControl(BrokerError):
-    """The broker is busy and asks to slow down; try again after a moment."""
+    """The broker is busy and asks the client to slow down. Try again after a moment."""
 
 
 class RouteNotFound(RocketError):
@@ -121,7 +121,7 @@ class RouteNotFound(RocketError):
 
 
 class OffsetStoreError(RocketError):
-    """The offset store could not do what was asked."""
+    """The offset store could not perform an operation."""
 
 
 class OffsetStoreLocked(OffsetStoreError):
@@ -129,18 +129,18 @@ class OffsetStoreLocked(OffsetStoreError):
 
 
 class OffsetStoreCorrupt(OffsetStoreError):
-    """Neither the store's file nor its backup can be read, and the policy is to stop."""
+    """Neither the store's file nor its backup is readable, and `on_unreadable_store` is "raise"."""
 
 
 class OffsetStoreUnwritable(OffsetStoreError):
-    """The store's directory cannot be written: full, read-only or not ours.
+    """The store cannot write to its directory, because it is full, read-only, or belongs to another user.
 
-    At a start nothing was started; later, memory keeps the offsets meanwhile.
+    If a start raises this, the consumer has not started. Later on, the consumer keeps offsets in memory meanwhile.
     """
 
 
 class DatabaseError(RocketError):
-    """A database that keeps offsets could not do what was asked, or did not say so; it is tried again."""
+    """A database that keeps offsets failed or did not respond. The consumer tries again."""
 
     def __init__(self, database: str, what: str, reason: str) -> None:
         super().__init__(database, what, reason)
@@ -151,9 +151,9 @@ class DatabaseError(RocketError):
 
 
 class Fenced(RocketError):
-    """A transaction came too late: another member has claimed the queue, or its messages were consumed before.
+    """A transaction is too late: another member has claimed the queue, or its messages were consumed before.
 
-    Roll back, by letting it through; what is to come again comes again.
+    Let the error propagate, so that the transaction rolls back. The consumer redelivers the messages if necessary.
     """
 
     def __init__(self, queue: str) -> None:
@@ -175,9 +175,9 @@ ConsumerClosed = ClientClosed
 
 
 class SendError(RocketError):
-    """A message was not stored. `attempts` says which brokers were tried and what each said.
+    """A message was not stored. `attempts` has one text for each attempt: the broker and its answer.
 
-    `stored` is for several messages sent together: so many of them, from the first on, are stored.
+    `stored` is the number of messages that were stored when several were sent together: the first ones.
     """
 
     def __init__(self, topic: str, attempts: tuple[str, ...], stored: int = 0) -> None:

@@ -1,6 +1,6 @@
-"""What everybody shares. Values: queues, routes, subscriptions, pull results, events; frozen, comparable, picklable.
+"""Values that all parts share: queues, routes, subscriptions, pull responses and events; frozen, comparable, picklable.
 
-And what an offset store is, for the one who chooses it, the ones who are one, and the one who uses it.
+The protocols of offset stores are here too, because the configuration, the stores and the consumer need them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MASTER_ID = 0
 
 
 def retry_topic(group: str) -> str:
-    """Return the topic from which failed messages of `group` come again."""
+    """Return the topic from which the broker redelivers failed messages of `group`."""
     return RETRY_PREFIX + group
 
 
@@ -35,7 +35,7 @@ def dlq_topic(group: str) -> str:
 class MessageQueue:
     """One queue of a topic on one broker: the unit of assignment, order and offset.
 
-    Sorts as in every client of the group, or their allocations disagree. Source: MessageQueue.compareTo.
+    All clients of a group must sort queues alike, or their allocations disagree. Source: MessageQueue.compareTo.
     """
 
     topic: str
@@ -55,10 +55,10 @@ class MessageModel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """What a group wants of a topic.
+    """The messages of a topic that a group selects.
 
-    `expression` is the text as the user gave it; `tags` is empty for "everything" and for SQL92.
-    `version` are milliseconds; it changes when, and only when, the set of queues held changes.
+    `expression` is the text as the user gave it. `tags` is empty for "everything" and for SQL92. `version` is a time in
+    milliseconds. It changes when the set of held queues changes, and only then.
     """
 
     topic: str
@@ -90,7 +90,7 @@ class BrokerData:
 
 @dataclass(frozen=True, slots=True)
 class TopicRoute:
-    """Where a topic lives, as the name server tells it."""
+    """The brokers and queues of a topic, as a name server reports them."""
 
     topic: str
     queues: tuple[QueueData, ...] = ()
@@ -109,8 +109,8 @@ class TopicRoute:
     def publish_queues(self) -> list[MessageQueue]:
         """Return the queues to send to: writable ones whose broker has a master.
 
-        For an ordered topic the name server may have fixed which these are, so that keys keep their queues while a
-        broker is away. Source: MQClientInstance.topicRouteData2TopicPublishInfo.
+        For an ordered topic the name server may fix the list, so that keys keep their queues while a broker is down.
+        Source: MQClientInstance.topicRouteData2TopicPublishInfo.
         """
         if self.order_conf:
             parts = (part.rpartition(":") for part in self.order_conf.split(";") if part)
@@ -126,7 +126,7 @@ class TopicRoute:
 
 
 class PullStatus(Enum):
-    """What a pull found. Source: PullStatus, response codes 0, 19, 20, 21."""
+    """The result of a pull. Source: PullStatus, response codes 0, 19, 20, 21."""
 
     FOUND = 0
     NO_NEW_MESSAGE = 19
@@ -136,9 +136,9 @@ class PullStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PullResponse:
-    """The header of a pull's answer; the messages are in its body.
+    """The header of a pull response. Its body has the messages.
 
-    `offset_reset` tells a reset made at the broker from an ordinary correction (both are OFFSET_MOVED).
+    `offset_reset` distinguishes a reset at the broker from an ordinary correction. Both have the status OFFSET_MOVED.
     """
 
     status: PullStatus
@@ -150,13 +150,13 @@ class PullResponse:
 
 
 MAX_EVENT_CHARS = 3000
-"""How many characters an event's sentence has at most: what servers, listeners and files say is quoted in it."""
+"""The largest number of characters in an event's text, because it quotes servers, listeners and files."""
 
 MAX_FACT_CHARS = 500
 
 
 class EventKind(StrEnum):
-    """What a consumer tells its user about, besides messages."""
+    """The kinds of events that a consumer emits."""
 
     QUEUE_ASSIGNED = "queue-assigned"
     QUEUE_REVOKED = "queue-revoked"
@@ -202,7 +202,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConsumerEvent:
-    """Something a user should know: one sentence, the queue it concerns, and the facts behind it."""
+    """Something that a user should know: one sentence, the queue that it concerns, and facts."""
 
     kind: EventKind
     text: str
@@ -219,7 +219,7 @@ class ConsumerEvent:
 
 
 class ReadOffsetType(Enum):
-    """Which copy of an offset is wanted. Source: ReadOffsetType."""
+    """The copy of an offset to read: memory, the store, or the store if memory has none. Source: ReadOffsetType."""
 
     READ_FROM_MEMORY = "memory"
     READ_FROM_STORE = "store"
@@ -230,15 +230,15 @@ class ReadOffsetType(Enum):
 class OffsetStore(Protocol):
     """Keeps the commit offset of each queue: in memory at once, in the store when persisted.
 
-    `update_offset`, READ_FROM_MEMORY and `clone_offset_table` never block and are called on hot paths, from inside
-    other locks. All others may block on disk or network. Every method may be called from any thread.
+    `update_offset`, READ_FROM_MEMORY and `clone_offset_table` never block, because the consumer calls them on hot paths
+    and under other locks. All other methods may block on disk or network. Any thread may call every method.
     """
 
     def load(self) -> None:
-        """Open the store and read what it holds. Called once, before anything is persisted."""
+        """Open the store and read its offsets. The consumer calls this once, before it persists anything."""
 
     def update_offset(self, mq: MessageQueue, offset: int, increase_only: bool = False) -> None:
-        """Set the offset of `mq` in memory; with `increase_only` a smaller one than the present is ignored.
+        """Set the offset of `mq` in memory. With `increase_only`, ignore one that is below the present offset.
 
         Raises:
             ConfigError: `offset` is not a whole number from 0 to 2**63 - 1.
@@ -247,41 +247,41 @@ class OffsetStore(Protocol):
     def read_offset(
         self, mq: MessageQueue, read_type: ReadOffsetType = ReadOffsetType.MEMORY_FIRST_THEN_STORE
     ) -> int | None:
-        """Return the offset of `mq`, None when there is none. That it cannot be found out is an error, never None."""
+        """Return the offset of `mq`, None if the store has no offset for it. A failure to read raises an error."""
 
     def persist(self, mq: MessageQueue) -> None:
-        """Return when the offset that memory holds of `mq` is durable; nothing to do when it holds none.
+        """Make the offset of `mq` in memory durable before returning. Do nothing if memory has none.
 
         Raises:
-            RocketError: it is not durable. Memory keeps it; a later call tries again.
+            RocketError: the offset is not durable. Memory keeps it, and a later call tries again.
         """
 
     def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
-        """Persist `mqs`, or all queues memory knows. What the store holds of other queues stays as it is."""
+        """Persist `mqs`, or all queues in memory. Do not change the stored offsets of other queues."""
 
     def remove_offset(self, mq: MessageQueue) -> None:
-        """Persist the offset of `mq` and take it out of memory, as one step: no newer one is ever forgotten.
+        """Persist the offset of `mq` and remove it from memory in one step, so that no newer offset is lost.
 
         Raises:
-            RocketError: it is not durable, and still in memory.
+            RocketError: the offset is not durable, and is still in memory.
         """
 
     def clone_offset_table(self, topic: str | None = None) -> dict[MessageQueue, int]:
         """Return a copy of memory, of one topic or of all."""
 
     def close(self) -> None:
-        """Persist what memory holds and give the store up. Safe to call twice."""
+        """Persist all offsets in memory and close the store. A second call does nothing."""
 
 
 @runtime_checkable
 class ClaimedOffsets(Protocol):
-    """What keeps offsets beside the effects of listeners, and has each queue claimed: `offsets.DatabaseOffsets`."""
+    """A store of offsets and of the effects of listeners: `offsets.DatabaseOffsets`. Members claim queues in it."""
 
     def exactly_once(self, listener: Callable[..., Any]) -> Callable[[Any], Any]:
-        """Return a listener whose effect and offset are stored together."""
+        """Return a listener whose effect and offset commit together."""
 
     def load(self) -> None:
-        """See that offsets can be stored. Called once, before any queue is claimed."""
+        """Check that offsets can be stored. The consumer calls this once, before it claims a queue."""
 
     def close(self) -> None:
-        """Give up what was opened."""
+        """Close all that was opened."""
