@@ -1,4 +1,4 @@
-"""Where a group's offsets are kept: `OffsetStore` and its kinds."""
+"""The stores of a group's offsets: `OffsetStore` and its implementations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("LocalFileOffsetStore", "FoundOffsets"):  # imported when first used: most consumers need no files
+    if name not in ("LocalFileOffsetStore", "FoundOffsets"):  # imported on first use; most consumers need no files
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from pyrocket_consumer.offsets.local import store
 

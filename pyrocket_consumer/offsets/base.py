@@ -1,4 +1,4 @@
-"""What offset stores have in common (`OffsetStore` itself is in `model`), and the one that keeps offsets in memory."""
+"""The parts that offset stores share, and the store that keeps offsets in memory. `OffsetStore` is in `model`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_NAME_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class QueueReset:
-    """Where one queue shall go on, and by which reset; without an offset the queue stays where it is."""
+    """The new offset of one queue, and the epoch of the reset. With `offset=None` the queue keeps its offset."""
 
     offset: int | None
     epoch: int
@@ -29,7 +29,7 @@ class QueueReset:
 
 @runtime_checkable
 class ResetEpochs(Protocol):
-    """What a store can do besides: remember which reset each queue has followed.
+    """A store that also remembers which reset each queue has followed.
 
     With it, a member that was offline during a reset follows it at its next start, and no reset is followed twice.
     """
@@ -38,26 +38,26 @@ class ResetEpochs(Protocol):
         """Return the epoch of the newest reset `mq` has followed, 0 if none. Never blocks."""
 
     def persist_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
-        """Set offsets and epochs, and return when all of them are durable: after a crash all are there or none.
+        """Set offsets and epochs in one step, and return when they are durable. A crash leaves all of them or none.
 
         Raises:
-            RocketError: they are not durable. Memory has them; a later persist of these queues tries again.
+            RocketError: they are not durable. Memory has them, and a later persist of these queues tries again.
         """
 
 
 @runtime_checkable
 class Transferable(OffsetStore, Protocol):
-    """A store that passes from a process that ends to the one that takes its place."""
+    """A store that a process can take over from the process that it replaces."""
 
     def closes_within(self, seconds: float) -> None:
-        """Tell whoever wants this store that it will be closed soon."""
+        """Announce to other processes that this store will close within `seconds`."""
 
     def try_load(self) -> bool:
-        """Do what `load` does, unless the process that has the store is about to give it up: then return False."""
+        """Load the store and return True. Return False if its owner has announced that it will close soon."""
 
 
 class QueueOffset:
-    """What a store knows of one queue: the offset in memory, and the one last written to the store."""
+    """The offset of one queue in memory, and the offset last written to the store."""
 
     __slots__ = ("offset", "queue", "stored")
 
@@ -71,10 +71,10 @@ Entry = TypeVar("Entry", bound=QueueOffset)
 
 
 class OffsetTable(ABC, Generic[Entry]):
-    """The memory half that the stores share: queues and their offsets under one leaf lock.
+    """The memory half of a store: queues and their offsets, guarded by one leaf lock.
 
-    The lock is held for a dictionary access and never across another lock, a callback or I/O, so that
-    `update_offset` may be called from inside a process queue's lock.
+    The lock is held only for a dictionary access, and never across I/O, a callback or another lock. A caller may
+    therefore hold the lock of a process queue when it calls `update_offset`.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class OffsetTable(ABC, Generic[Entry]):
         self._entries: dict[MessageQueue, Entry] = {}
 
     def update_offset(self, mq: MessageQueue, offset: int, increase_only: bool = False) -> None:
-        """Set the offset of `mq` in memory; with `increase_only` a smaller one than the present is ignored.
+        """Set the offset of `mq` in memory. With `increase_only`, ignore an offset below the current one.
 
         Raises:
             ConfigError: `offset` is not a whole number from 0 to 2**63 - 1.
@@ -92,7 +92,7 @@ class OffsetTable(ABC, Generic[Entry]):
                 f"offset {safe_repr(offset)} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1"
             )
         lock = self._table_lock
-        lock.acquire()  # a quarter quicker than `with`: it is called for each chunk of messages
+        lock.acquire()  # a quarter faster than `with`; this runs for each chunk of messages
         try:
             entry = self._entries.get(mq)
             if entry is None:
@@ -103,7 +103,7 @@ class OffsetTable(ABC, Generic[Entry]):
             lock.release()
 
     def clone_offset_table(self, topic: str | None = None) -> dict[MessageQueue, int]:
-        """Return a copy of memory, of one topic or of all."""
+        """Return a copy of the offsets in memory, of one topic or of all topics."""
         with self._table_lock:
             entries = list(self._entries.values())
         return {
@@ -117,48 +117,48 @@ class OffsetTable(ABC, Generic[Entry]):
             return self._entries.get(mq)
 
     def _entries_of(self, mqs: Iterable[MessageQueue] | None) -> list[Entry]:
-        """Return the entries of `mqs` that memory knows, or all."""
+        """Return the entries in memory of `mqs`, or of all queues."""
         wanted = None if mqs is None else list(mqs)
         with self._table_lock:
             entries = self._entries
-            # To hash a queue costs more than all else that is done for it: none is looked up when all are named as we
-            # know them, which is how whoever keeps a list of queues persists it.
+            # Hashing a queue costs more than the rest of this method. A caller that keeps its list of queues passes
+            # the same objects each time, so identity shows that all entries are wanted.
             if wanted is None or (len(wanted) == len(entries) and all(map(is_, wanted, entries))):
                 return list(entries.values())
             return [entry for mq in wanted if (entry := entries.get(mq)) is not None]
 
     def _add_entry(self, mq: MessageQueue) -> Entry:
-        """Make the entry of a queue met for the first time. The table lock is held."""
+        """Add the entry of a new queue. The caller holds the table lock."""
         check_queue(mq)
         entry = self._entries[mq] = self._new_entry(mq)
         return entry
 
     @abstractmethod
     def _new_entry(self, mq: MessageQueue) -> Entry:
-        """Return what to keep of `mq`."""
+        """Return a new entry for `mq`."""
 
 
 def check_offset(mq: MessageQueue, offset: int) -> None:
-    """Raise ConfigError unless `offset` is one."""
+    """Raise ConfigError unless `offset` is a valid offset."""
     if type(offset) is not int or not 0 <= offset <= MAX_OFFSET:
         raise ConfigError(f"offset {safe_repr(offset)} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1")
 
 
 def check_epoch(mq: MessageQueue, epoch: int) -> None:
-    """Raise ConfigError unless `epoch` is one."""
+    """Raise ConfigError unless `epoch` is a valid epoch."""
     if type(epoch) is not int or not 0 <= epoch <= MAX_OFFSET:
         raise ConfigError(f"epoch {safe_repr(epoch)} of {mq} is not allowed; use a whole number from 0 to 2**63 - 1")
 
 
 def check_read_type(read_type: object) -> None:
-    """Raise ConfigError unless `read_type` is one."""
+    """Raise ConfigError unless `read_type` is a ReadOffsetType."""
     if not isinstance(read_type, ReadOffsetType):
         names = ", ".join(map(str, ReadOffsetType))
         raise ConfigError(f"read_type={safe_repr(read_type)} is not allowed; choose one of {names}")
 
 
 def check_queue(mq: MessageQueue) -> None:
-    """Raise ConfigError unless `mq` can be written to every kind of store."""
+    """Raise ConfigError unless every kind of store can write `mq`."""
     if not isinstance(mq, MessageQueue):
         raise ConfigError(
             f"{safe_repr(mq)} is a {type(mq).__name__}; pass a MessageQueue(topic, broker_name, queue_id)"
@@ -177,15 +177,15 @@ def check_queue(mq: MessageQueue) -> None:
 
 
 class MemoryOffsetStore(OffsetTable[QueueOffset]):
-    """Keeps offsets for the life of the object only: for tests, and for consumers that start over each time."""
+    """Keeps offsets only while the object exists: for tests, and for consumers that start over each time."""
 
     def load(self) -> None:
-        """Nothing to open."""
+        """Do nothing; memory needs no opening."""
 
     def read_offset(
         self, mq: MessageQueue, read_type: ReadOffsetType = ReadOffsetType.MEMORY_FIRST_THEN_STORE
     ) -> int | None:
-        """Return the offset of `mq`, None when there is none; "store" is what was last persisted."""
+        """Return the offset of `mq`, or None without one. The "store" holds the offsets last persisted."""
         check_read_type(read_type)
         with self._table_lock:
             entry = self._entries.get(mq)
@@ -200,11 +200,11 @@ class MemoryOffsetStore(OffsetTable[QueueOffset]):
             return entry.offset
 
     def persist(self, mq: MessageQueue) -> None:
-        """Remember the offset of `mq` past `remove_offset`."""
+        """Keep the offset of `mq` after `remove_offset`."""
         self.persist_all([mq])
 
     def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
-        """Remember the offsets of `mqs`, or of all queues, past `remove_offset`."""
+        """Keep the offsets of `mqs`, or of all queues, after `remove_offset`."""
         entries = self._entries_of(mqs)
         with self._table_lock:
             for entry in entries:
@@ -212,14 +212,14 @@ class MemoryOffsetStore(OffsetTable[QueueOffset]):
                     entry.stored = entry.offset
 
     def remove_offset(self, mq: MessageQueue) -> None:
-        """Persist the offset of `mq` and take it out of memory."""
+        """Persist the offset of `mq` and remove it from memory."""
         with self._table_lock:
             entry = self._entries.get(mq)
             if entry is not None and entry.offset is not None:
                 entry.stored, entry.offset = entry.offset, None
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Do nothing; memory needs no closing."""
 
     def __enter__(self) -> Self:
         self.load()

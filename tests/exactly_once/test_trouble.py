@@ -250,7 +250,7 @@ def test_an_engine_that_begins_by_events_of_its_own(embedded, ledger):
 def test_a_row_that_means_nothing_is_named_and_stops_nobody(embedded, ledger, events, column, value):
     consumed(embedded, ledger, SOME, queues=2)
     ledger.execute(f"UPDATE pyrocket_offsets SET {column} = {value} WHERE topic = :t AND queue_id = 0", t=TOPIC)
-    with pytest.raises(DatabaseError, match=f"{column}=.*delete it if it is nobody's"):
+    with pytest.raises(DatabaseError, match=f"{column}=.*delete it if no group uses it"):
         ledger.offsets.offsets(GROUP)
     with billing(embedded, ledger, on_event=events, commit_interval_s=0.1) as (consumer, _):
         send(embedded, MORE, queues=2, queue_id=1)

@@ -1,4 +1,4 @@
-"""Tells how many crashes a soak of the offset store has seen."""
+"""Report how many crashes a soak test of the offset store has simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every offset store does."""
+"""The behaviour that all offset stores share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who has claimed a queue of a `DatabaseOffsets`, and what becomes of the listener call that runs for it."""
+"""The claim of a member on a queue of a `DatabaseOffsets`, and the progress of the listener call that runs for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyrocket_consumer.text import safe_repr
 
 @dataclass(frozen=True, slots=True)
 class LastMessage:
-    """The last message that an advance counted: it tells whether the log is still the one we read."""
+    """The last message that an advance counted. It shows whether the queue's log is still the same."""
 
     offset: int
     message_id: str
@@ -37,12 +37,15 @@ class StoredOffset:
 
 
 class RolledBack:
-    """What a listener's transaction came to when it was rolled back: all its messages come again."""
+    """The result of a listener's transaction that was rolled back. All its messages will be redelivered."""
 
     __slots__ = ("result", "retry_after_s")
 
     def __init__(self, result: object = None, retry_after_s: float | None = None) -> None:
-        """`result` is the listener's. `retry_after_s`: it is no failure of theirs; they come again after so long."""
+        """Keep the listener's `result`.
+
+        With `retry_after_s` the messages did not fail, and are redelivered after that time.
+        """
         self.result = result
         self.retry_after_s = retry_after_s
 
@@ -51,42 +54,45 @@ class RolledBack:
 
 
 class ClaimStore(Protocol):
-    """Where a claim is written: a `DatabaseOffsets`."""
+    """The store of a claim: a `DatabaseOffsets`."""
 
     on_divergence: str
 
 
 class ClaimHolder(Protocol):
-    """Who has a claim, and hears what becomes of it. Any thread."""
+    """The holder of a claim, which is notified of its events. Any thread may call it."""
 
     def on_outside_transaction(self, claim: Claim, offset: int) -> None:
-        """A listener has returned, or raised, and nothing of its call counts the messages from `offset` on."""
+        """Be notified that a listener call has ended, and no transaction counts its messages from `offset` on."""
 
     def on_duplicates(self, claim: Claim, messages: Sequence[Message]) -> None:
-        """Messages that had their effect before, as the inbox says, are not given to the listener."""
+        """Be notified that the listener did not get these messages, because the inbox has them already."""
 
     @property
     def failed_result(self) -> object:
-        """What a listener returns that has failed."""
+        """The result of a listener that failed."""
 
     def is_success(self, result: object) -> bool:
-        """Tell whether a listener that returned this has consumed its messages."""
+        """Return whether a listener that returned `result` has consumed its messages."""
 
     def on_claim_fenced(self, claim: Claim) -> None:
-        """Another member has claimed the queue since, or somebody has reset it."""
+        """Be notified that another member has claimed the queue, or that someone has reset it."""
 
     def on_uncommitted(self, claim: Claim, row: StoredOffset) -> None:
-        """A listener has called `advance`, and has not committed that: what it named comes again, from the row on."""
+        """Be notified that a listener has called `advance` but not committed.
+
+        The messages from the offset in `row` on are redelivered.
+        """
 
     def on_store_wait(self, claim: Claim, why: str) -> None:
-        """The queue's messages wait for the database."""
+        """Be notified that the queue's messages wait for the database."""
 
 
 class Claim:
-    """One period of owning a queue. What is done for it names its epoch.
+    """One period of owning a queue. Its statements name its epoch.
 
-    It knows the listener call that runs, which is one at a time, and what is done of it: a listener's word that it has
-    consumed its messages is not enough, for what stands between may have swallowed that their effect was rolled back.
+    A claim tracks the one listener call in progress. A listener that returns normally proves nothing, because a
+    wrapper may have caught the error that rolled back its transaction.
     """
 
     __slots__ = (
@@ -124,41 +130,41 @@ class Claim:
         self.owner = row.owner
         self.epoch = row.epoch
         self.reset_epoch = row.reset_epoch if is_valid_epoch(row.reset_epoch, int(time.time() * 1000)) else 0
-        self.stored = row.next_offset  # what is known to be committed
-        self.promised = row.next_offset  # what is, if listeners have committed their own transactions
-        self.highest_advance = row.next_offset  # the highest that any call of `advance` has named, committed or not
+        self.stored = row.next_offset  # the offset known to be committed
+        self.promised = row.next_offset  # the offset committed if listeners have committed their own transactions
+        self.highest_advance = row.next_offset  # the highest offset of any call of `advance`, committed or not
         self.last = row.last
-        self.pending_last: LastMessage | None = None  # once the transaction is committed that names it
-        self.may_be_committed = False  # a transaction has failed: it may have been committed all the same
+        self.pending_last: LastMessage | None = None  # `last`, once the current transaction is committed
+        self.may_be_committed = False  # a transaction has failed, but its commit may have succeeded
         self.lost = False
         self.in_transaction = False  # of `exactly_once`
-        self._call_messages: Sequence[Message] = ()  # the messages of the call
-        self._counted = 0  # so many of them are counted, by transactions that are committed or are to be
-        self._rolled_back: RolledBack | None = None  # what the call has come to, whatever its listener says
-        self._refused_until = 0  # up to this place messages were refused, because of some before them
+        self._call_messages: Sequence[Message] = ()
+        self._counted = 0  # how many messages of the call are in transactions that are or will be committed
+        self._rolled_back: RolledBack | None = None  # overrides the listener's result
+        self._refused_until = 0  # messages of the call before this index were refused, because earlier ones failed
         self._refused_because: RolledBack | None = None
         self._is_used = False  # the call has used the store
-        self._uses_own_transaction = False  # and in transactions of its own
+        self._uses_own_transaction = False  # the call has called `advance`
         self.has_advanced = False
-        self.log_checked_at = float("-inf")  # when the log was seen to have the last message consumed
+        self.log_checked_at = float("-inf")  # when the log was last found to have the last message consumed
 
     def __repr__(self) -> str:
         return f"Claim({self.queue}, epoch={self.epoch}, stored={self.stored}{', lost' if self.lost else ''})"
 
     @property
     def has_last_message(self) -> bool:
-        """Whether the row has a message that was consumed, to compare the log with."""
+        """Whether the row names a consumed message to compare the log with."""
         return self.last is not None or self.has_advanced
 
     # --- the listener call
 
     def begin_call(self, messages: Sequence[Message]) -> None:
-        """A listener is about to be called with these."""
+        """Start tracking a listener call with these messages."""
         self._call_messages, self._counted, self._rolled_back, self._refused_until = messages, 0, None, 0
         self._is_used = self._uses_own_transaction = self.in_transaction = False
 
     def final_result(self, result: object) -> object:
-        """Return what the call has come to, when its listener has returned this."""
+        """Return the result of the call, after its listener has returned `result`."""
         if self._rolled_back is not None:
             return self._rolled_back
         if self._refused_until > self._counted:
@@ -171,14 +177,14 @@ class Claim:
         return result
 
     def end_failed_call(self) -> None:
-        """The listener has raised."""
+        """Note that the listener has raised."""
         if not self._is_used and not self.has_advanced:
             self.holder.on_outside_transaction(self, self._call_messages[0].queue_offset)
 
     def find_messages(self, messages: Sequence[Message], what: str, *, behind: bool = False) -> int:
-        """Return which of the call's messages the first one is, for `exactly_once` or `advance`.
+        """Return the index of the first of `messages` in the call, for `exactly_once` or `advance`.
 
-        `behind`: it may also be behind some that were rolled back.
+        With `behind`, it may also follow messages that were rolled back.
 
         Raises:
             ConfigError: they are not the next ones of the call, or a transaction of `exactly_once` runs.
@@ -208,7 +214,7 @@ class Claim:
         )
 
     def count_messages(self, index: int, messages: int, *, in_own_transaction: bool) -> None:
-        """So many messages are counted, from that place on; `in_own_transaction`: in a transaction that is yet to be committed."""
+        """Count `messages` messages from `index` on; with `in_own_transaction`, the listener commits them itself."""
         self._counted = max(self._counted, index + messages)
         self.has_advanced = True
         if in_own_transaction:
@@ -216,9 +222,10 @@ class Claim:
             self.highest_advance = max(self.highest_advance, self._call_messages[self._counted - 1].queue_offset + 1)
 
     def check_rolled_back(self, index: int, messages: int) -> RolledBack | None:
-        """Return what a transaction of this call has come to, if it was before `index`: so many behind it come again.
+        """Return the rollback of an earlier transaction of this call, if `index` follows its messages.
 
-        What was rolled back itself may be tried once more.
+        The `messages` messages from `index` on are then redelivered, too. The messages that were rolled back
+        themselves may be tried once more.
         """
         if index > self._counted and self._rolled_back is not None:
             self._refused_until, self._refused_because = max(self._refused_until, index + messages), self._rolled_back
@@ -233,4 +240,4 @@ class Claim:
 
 
 claim_of_call: ContextVar[Claim | None] = ContextVar("pyrocket_claim", default=None)
-"""By which claim the listener call that runs here has its messages. Set by workers."""
+"""The claim of the listener call that runs in this context. Workers set it."""

@@ -1,4 +1,4 @@
-"""How `DatabaseOffsets` reaches a database of Django's settings."""
+"""Access of `DatabaseOffsets` to a database of Django's settings."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _LOCK_TIMEOUTS: dict[str, tuple[Statement, Statement | None]] = {
     "postgresql": (Statement(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'"), None),
     "mysql": (_SET_LOCK_TIMEOUT, _RESET_LOCK_TIMEOUT),
 }
-"""What has bookkeeping wait for locked rows, and what ends that."""
+"""The statements that limit how long bookkeeping waits for locked rows, and that remove the limit."""
 
 
 class DjangoDatabase(Database):
-    """A database of Django's settings. Each thread has its own connection, as everywhere in Django."""
+    """A database of Django's settings. Each thread has its own connection, as always in Django."""
 
     arguments = 0
 
@@ -55,8 +55,8 @@ class DjangoDatabase(Database):
         self._alias = alias
         self._lock = threading.Lock()
         self._users = 0
-        self._shared: dict[Any, threading.Thread] = {}  # connections of threads that listeners run on
-        self._busy: set[Any] = set()  # those of them that a listener call has in hand
+        self._shared: dict[Any, threading.Thread] = {}  # the connections of listener threads
+        self._busy: set[Any] = set()  # the connections that a listener call uses now
         self.address = f"django:{alias}"
         self.dialect = DIALECTS[vendor](paramstyle="format")
 
@@ -65,7 +65,7 @@ class DjangoDatabase(Database):
         from django.db import connections, transaction
 
         connection = connections[self._alias]
-        # A CONN_MAX_AGE of 0 is for requests: a connection for each would cost more than what is done with it.
+        # A CONN_MAX_AGE of 0 is meant for web requests. A new connection for each call would cost more than the call.
         if not connection.in_atomic_block and (connection.errors_occurred or connection.settings_dict["CONN_MAX_AGE"]):
             connection.close_if_unusable_or_obsolete()
         with transaction.atomic(using=self._alias, durable=True):
@@ -90,7 +90,7 @@ class DjangoDatabase(Database):
             finally:
                 connections[self._alias].close()
 
-        with ThreadPoolExecutor(1) as thread:  # a connection of its own
+        with ThreadPoolExecutor(1) as thread:  # a new thread has its own connection
             return thread.submit(run_here).result()
 
     @contextmanager
@@ -100,7 +100,7 @@ class DjangoDatabase(Database):
         connection = connections[self._alias]
         with self._lock:
             if connection not in self._shared:
-                connection.inc_thread_sharing()  # they are closed by whoever closes this
+                connection.inc_thread_sharing()  # another thread closes it in `close`
                 self._shared[connection] = threading.current_thread()
             self._busy.add(connection)
         try:
@@ -112,7 +112,7 @@ class DjangoDatabase(Database):
                 is_last = self._users == 0
                 if is_last:
                     self._shared.pop(connection, None)
-            if is_last:  # the consumer has not waited for its listener
+            if is_last:  # the consumer has closed before its listener returned
                 connection.close()
 
     def open(self) -> None:
@@ -124,7 +124,8 @@ class DjangoDatabase(Database):
 
         if given is not None:
             raise ConfigError(
-                f"advance() takes None and the messages here, not {safe_repr(given)}: the alias says where"
+                f"with Django, advance() takes None and the messages, not {safe_repr(given)}, because the alias names "
+                "the database"
             )
         connection = connections[self._alias]
         if not connection.in_atomic_block:
@@ -189,14 +190,14 @@ class _DjangoScope:
 
 
 def database_for_alias(alias: str) -> Database:
-    """Return the database of an alias of Django's.
+    """Return the database of an alias in Django's settings.
 
     Raises:
-        ConfigError: there is none, or Django is not installed.
+        ConfigError: there is no such alias, or Django is not installed.
     """
     try:
         return DjangoDatabase(alias)
     except ImportError as error:
         raise ConfigError(
-            f"DatabaseOffsets.django needs Django, which is not there ({error}); pip install django"
+            f"DatabaseOffsets.django needs Django, which is not installed ({error}); pip install django"
         ) from error

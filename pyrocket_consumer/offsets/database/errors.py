@@ -1,4 +1,4 @@
-"""What the errors of databases mean, by the codes that their drivers give them."""
+"""Classify database errors by the codes of their drivers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import sqlite3
 from typing import Literal
 
 ErrorKind = Literal["retry", "locked", "disconnected", "unavailable", "aborted", "listener"]
-"""What an error says: this transaction met another; one that lasts; there is no connection; the database cannot be used
-now; an error of before has ended the transaction; it is the listener's own."""
+"""The kinds of errors:
+
+* "retry": the transaction conflicts with another one
+* "locked": another session keeps a row locked
+* "disconnected": there is no connection
+* "unavailable": the database cannot be used now
+* "aborted": an earlier error has ended the transaction
+* "listener": the listener caused the error
+"""
 
 _SQLSTATES: dict[str, ErrorKind] = {
     "40001": "retry",
@@ -49,11 +56,13 @@ _SQLITE_CODES: dict[int, ErrorKind] = {
 
 
 def classify_driver_error(error: BaseException | None, dialect: str) -> ErrorKind | None:
-    """Return what the driver's own error says, by its code."""
+    """Return the kind of a driver's error, by its code; None if it is unknown."""
     if isinstance(error, sqlite3.Error):
         return _SQLITE_CODES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
     code = error.args[0] if error is not None and error.args else None
-    if dialect in ("mysql", "mariadb") and code in _MYSQL_CODES:  # their states say less: many errors share one
+    if (
+        dialect in ("mysql", "mariadb") and code in _MYSQL_CODES
+    ):  # more specific than the SQLSTATE, which many errors share
         return _MYSQL_CODES[code]
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     if isinstance(code, dict):
@@ -64,5 +73,5 @@ def classify_driver_error(error: BaseException | None, dialect: str) -> ErrorKin
 
 
 def _is_disconnected(error: BaseException | None) -> bool:
-    """Tell whether psycopg lost its connection, or got none: there is no SQLSTATE then."""
+    """Return whether psycopg lost its connection, or could not connect. Such an error has no SQLSTATE."""
     return type(error).__name__ == "OperationalError" and type(error).__module__.startswith("psycopg")

@@ -1,4 +1,4 @@
-"""What messages are called in the tables of a `DatabaseOffsets`: one name each, in a form that all databases have."""
+"""The ids of messages in the tables of a `DatabaseOffsets`, in a form that all databases can store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_KEY_CHARACTERS = 255
 
 
 def id_of(message: Message) -> str:
-    """Return the id of a message as the tables have it: what any producer or damage has made of it fits in there."""
+    """Return the id of a message for the table of offsets. Long, odd and damaged ids fit, too."""
     try:
         return _shorten_id(message.message_id)
     except ProtocolError:
@@ -19,10 +19,10 @@ def id_of(message: Message) -> str:
 
 
 def inbox_id_of(message: Message) -> str | None:
-    """Return what two copies of one message have in common, and no other message: None if nothing can be.
+    """Return an id that only copies of this message share, or None if there is no such id.
 
-    Ids alone would not do: one that is forwarded to another topic may keep its id, whoever knows an id can send with
-    it, and some clients give those of a batch the same one.
+    The message id alone is not enough. A message forwarded to another topic may keep its id, and any producer can
+    reuse a known id. Some clients give all messages of a batch the same id.
     """
     try:
         name, body = message.producer_id, message.body
@@ -35,7 +35,7 @@ def inbox_id_of(message: Message) -> str | None:
 
 
 def _shorten_id(name: str) -> str:
-    """Return an id in a form that every database has a place for, and tells from all others."""
+    """Return a unique form of an id that every database can store and compare."""
     if len(name) <= MAX_KEY_CHARACTERS and name.isascii() and name.isprintable() and name == name.strip():
         return name
     return "sha256:" + sha256(name.encode(errors="surrogatepass")).hexdigest()

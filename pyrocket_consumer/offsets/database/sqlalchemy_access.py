@@ -1,4 +1,4 @@
-"""How `DatabaseOffsets` reaches a database: SQLAlchemy's engines and sessions, plain and asynchronous."""
+"""Access of `DatabaseOffsets` to a database through SQLAlchemy's engines and sessions, plain and asynchronous."""
 
 from __future__ import annotations
 
@@ -47,62 +47,58 @@ from pyrocket_consumer.transport.forks import renew_locks_in_children
 T = TypeVar("T")
 
 LOCK_TIMEOUT_S = 1
-"""How long bookkeeping waits for a row that another session has locked: all queues wait for it."""
+"""How long bookkeeping waits for a row that another session has locked. All queues wait meanwhile."""
 
 DRIVER_TIMEOUT_S = 60.0
-"""How long bookkeeping waits for an asynchronous driver; others have time-outs of their own."""
+"""How long bookkeeping waits for an asynchronous driver; other drivers have their own timeouts."""
 
 DISPOSE_TIMEOUT_S = 5.0
 
 CONNECT_TIMEOUT_S = 10
-"""How long tools wait for a server that says nothing."""
+"""How long tools wait for a server that does not respond."""
 
 IDLE = 0
 """psycopg's TransactionStatus for a connection without a transaction."""
 
 
 class Scope(Protocol):
-    """A transaction that a listener runs in."""
+    """The transaction of a listener call."""
 
     @property
     def execute(self) -> Execute:
-        """What executes in it."""
+        """The function that executes statements in the transaction."""
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What the listener gets besides its messages."""
+        """The listener's arguments after its messages."""
 
     def begin(self) -> None:
-        """The listener is about to be called: what it reads is of the transaction, too."""
+        """Begin the transaction in the database, before the listener reads anything."""
 
     def flush_and_check(self) -> None:
-        """Have everything executed that was asked for; the transaction must still be there.
+        """Execute all pending statements, and check that the transaction is still open.
 
         Raises:
             ConfigError: the listener has ended it.
         """
 
     def is_lost(self) -> bool:
-        """Tell whether its connection is."""
+        """Return whether the connection is lost."""
 
 
 def _raise_must_not_end(*_: object, **__: object) -> NoReturn:
     raise ConfigError(
-        "the listener has called commit, rollback or close on the connection it was given: the transaction is ended by "
-        "exactly_once, together with the offset. Raise (or return Retry()) to roll back; for a transaction of your own "
-        "use advance()"
+        "the listener has called commit, rollback or close on the connection it was given. Only exactly_once may end "
+        "the transaction, together with the offset. Raise (or return Retry()) to roll back, or use advance() in a "
+        "transaction of your own"
     )
 
 
 def raise_transaction_ended() -> NoReturn:
-    """Raise what says so.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Raise ConfigError, because the listener has ended the transaction of exactly_once."""
     raise ConfigError(
-        "the listener has ended the transaction it was given, which exactly_once ends, together with the offset, or "
-        "has caught an error by which the database did (a deadlock, say); what it had committed is not undone"
+        "the listener has ended the transaction it was given, or has caught an error by which the database ended it "
+        "(a deadlock, for example). Only exactly_once may end it, together with the offset. A commit is not undone"
     )
 
 
@@ -110,50 +106,53 @@ def raise_transaction_ended() -> NoReturn:
 
 
 class Database:
-    """What `DatabaseOffsets` needs of a database."""
+    """The interface that `DatabaseOffsets` needs of a database."""
 
     address: str
     dialect: Dialect
     is_async = False
     arguments = 1
-    """How many arguments a listener gets besides its messages."""
+    """The number of a listener's arguments after its messages."""
 
     def statements(self, table: str, *, with_inbox: bool) -> Statements:
-        """Return what is executed there."""
+        """Return the statements for this database."""
         return Statements(table, self.dialect, with_inbox=with_inbox)
 
     def open(self) -> None:
-        """Keep what `run` needs until `close`."""
+        """Open the connections of `run`, and keep them until `close`."""
 
     def run(self, work: Callable[[Execute], T]) -> T:
-        """Do some statements in a transaction of their own. Any thread."""
+        """Run `work` in a new transaction. Any thread may call this."""
         raise NotImplementedError
 
     def run_separately(self, work: Callable[[Execute], T]) -> T:
-        """Do the same while the caller has a transaction of its own open."""
+        """Run `work` in a new transaction while the caller has another one open."""
         return self.run(work)
 
     def transaction(self) -> AbstractContextManager[Scope]:
-        """Begin a transaction for a listener; it is committed at the end, or rolled back by what is raised."""
+        """Begin a transaction for a listener. It is committed at the end, or rolled back by an exception."""
         raise NotImplementedError
 
     def executor(self, given: Any) -> Execute:
-        """Return what executes in a user's own transaction."""
+        """Return the function that executes statements in the user's own transaction."""
         raise NotImplementedError
 
     def classify_error(self, error: BaseException) -> ErrorKind:
-        """Return what an error says."""
+        """Return the kind of an error."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give up what was opened besides what the user gave."""
+        """Close the connections of `run`. The user's engine stays open."""
 
 
 class _SqlScope:
-    """A transaction of SQLAlchemy's."""
+    """A transaction of SQLAlchemy."""
 
     def __init__(self, connection: Connection, handle: Any, sync_handle: Any) -> None:
-        """`sync_handle` is what the user's code holds, or what that goes by: its ends are not the user's to call."""
+        """Wrap a transaction. `handle` is the user's connection or session, and `sync_handle` its synchronous form.
+
+        Until `restore`, commit, rollback and close of `sync_handle` raise an error.
+        """
         self.execute = _executor(connection)
         self.arguments = (handle,)
         self._connection = connection
@@ -167,13 +166,13 @@ class _SqlScope:
         if isinstance(self._sync_handle, Session):
             self._sync_handle.flush()
         info = getattr(self._connection.connection.driver_connection, "info", None)
-        if getattr(info, "transaction_status", None) == IDLE:  # of psycopg: ended by a statement, or beneath SQLAlchemy
+        if getattr(info, "transaction_status", None) == IDLE:  # psycopg: a statement has ended it
             raise_transaction_ended()
 
     def begin(self) -> None:
         driver = self._connection.connection.driver_connection
         if self._connection.dialect.name == "sqlite" and not getattr(driver, "in_transaction", True):
-            self._connection.exec_driver_sql("BEGIN")  # its driver would only with the first change
+            self._connection.exec_driver_sql("BEGIN")  # the driver itself begins only with the first change
 
     def is_lost(self) -> bool:
         if self._connection.closed or self._connection.invalidated:
@@ -182,12 +181,12 @@ class _SqlScope:
         return bool(getattr(driver, "closed", False)) or getattr(driver, "open", True) is False
 
     def restore(self) -> None:
-        """The transaction has ended: whoever keeps the connection may end it."""
+        """Restore commit, rollback and close after the transaction has ended."""
         del self._sync_handle.commit, self._sync_handle.rollback, self._sync_handle.close
 
 
 def _sqlite_executor(driver: sqlite3.Connection) -> Execute:
-    """Return what executes without SQLAlchemy's layers: they would cost more than what a file does with a statement."""
+    """Return a function that executes without SQLAlchemy's layers, which cost more than a statement on a file."""
 
     def execute(statement: Statement, values: Values | Sequence[Values] = ()) -> StatementResult:
         if isinstance(values, Mapping):
@@ -221,7 +220,7 @@ def _executor(connection: Connection) -> Execute:
 class SqlDatabase(Database):
     """SQLAlchemy's `Engine`, or `sessionmaker`.
 
-    Bookkeeping has connections of its own: listeners may have all of the engine's.
+    Bookkeeping has its own connections, because listeners may use all connections of the engine's pool.
     """
 
     def __init__(self, engine: Engine, sessions: sessionmaker[Any] | None) -> None:
@@ -235,7 +234,7 @@ class SqlDatabase(Database):
         renew_locks_in_children(self)
 
     def renew_locks(self) -> None:
-        """Have a lock that nobody holds, and no connections: in a forked child they are its parent's."""
+        """Create a new lock, and forget all connections. In a forked child, the old ones belong to the parent."""
         self._lock = threading.Lock()
         self._bookkeeping: _BookkeepingEngine | _BookkeepingLoop | None = None
         self._users = 0
@@ -316,8 +315,8 @@ class SqlDatabase(Database):
 class AsyncDatabase(SqlDatabase):
     """SQLAlchemy's `AsyncEngine`, or `async_sessionmaker`.
 
-    Listeners' transactions run on their loop. Bookkeeping runs on a loop of its own, with connections of its own: those
-    of the engine's pool belong to the loop that opened them.
+    Listeners' transactions run on their loop. Bookkeeping has its own loop and its own connections, because the
+    connections of the engine's pool belong to the loop that opened them.
     """
 
     is_async = True
@@ -332,7 +331,7 @@ class AsyncDatabase(SqlDatabase):
 
     @contextmanager
     def transaction(self) -> Generator[Scope]:
-        """To be entered within a greenlet of SQLAlchemy's."""
+        """Begin a transaction for a listener. Enter this within a greenlet of SQLAlchemy."""
         handle: Any
         sync_handle: Any
         if self._async_sessions is None:
@@ -365,7 +364,7 @@ class AsyncDatabase(SqlDatabase):
 
 
 class _BookkeepingEngine:
-    """Connections for bookkeeping, as the engine would make them."""
+    """The connections of bookkeeping, with the settings of the user's engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = _copy_engine(engine)
@@ -378,7 +377,7 @@ class _BookkeepingEngine:
 
 
 class _BookkeepingLoop:
-    """A loop on a thread of its own, and connections that belong to it."""
+    """An event loop on its own thread, and the connections that belong to it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = _copy_engine(engine)
@@ -397,7 +396,7 @@ class _BookkeepingLoop:
             result: T = running.result(DRIVER_TIMEOUT_S)
         except TimeoutError:
             running.cancel()
-            raise TimeoutError(f"no answer within {DRIVER_TIMEOUT_S:g} s") from None
+            raise TimeoutError(f"no response within {DRIVER_TIMEOUT_S:g} s") from None
         return result
 
     def close(self) -> None:
@@ -405,13 +404,13 @@ class _BookkeepingLoop:
         try:
             disposing.result(DISPOSE_TIMEOUT_S)
         except TimeoutError:
-            pass  # what it still waits for goes with it
+            pass  # the loop stops, and with it the connections that are still busy
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def _copy_engine(engine: Engine) -> Engine:
-    """Return an engine with the same settings and events, and connections of its own."""
+    """Return an engine with the same settings and events, and its own connections."""
     copy = Engine(
         engine.pool.recreate(),
         engine.dialect,
@@ -425,7 +424,7 @@ def _copy_engine(engine: Engine) -> Engine:
 
 
 def _run_on(engine: Engine, work: Callable[[Execute], T]) -> T:
-    """Do `work` on an engine of our own."""
+    """Run `work` in a transaction of a bookkeeping engine."""
     with engine.connect() as connection, connection.begin():
         if engine.dialect.name == "postgresql":
             connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
@@ -457,17 +456,17 @@ _NOT_SECRET = {
     "uri",
     "user",
 }
-"""Parts of an address's query that are shown: any other may be a secret."""
+"""The parameters of an address that error texts show. Any other parameter may be a secret."""
 
 
 def _format_address(url: URL) -> str:
-    """Return the address of a database without passwords, wherever they are in it."""
+    """Return the address of a database without any password."""
     query = {name: value if name in _NOT_SECRET else "***" for name, value in url.query.items()}
     return url.set(query=query).render_as_string(hide_password=True).replace("%2A%2A%2A", "***")
 
 
 def _check_host(url: URL, what: str) -> None:
-    if url.host is not None and "@" in url.host:  # what is before it is of the password
+    if url.host is not None and "@" in url.host:  # the part before it belongs to the password
         raise ConfigError(f"{what} has an @ in its host; an @ in a password is written %40 there")
 
 
@@ -478,23 +477,23 @@ def _check_engine(engine: Engine, *, is_async: bool) -> None:
         raise ConfigError(f"engine={address!r} is a database of {dialect}; {SUPPORTED}")
     if engine.dialect.is_async and not is_async:
         raise ConfigError(
-            f"engine={address!r} has an asynchronous driver; use create_async_engine, or a driver that is not"
+            f"engine={address!r} has an asynchronous driver; use create_async_engine, or a synchronous driver"
         )
     database, mode = engine.url.database or ":memory:", engine.url.query.get("mode")
     if dialect == "sqlite" and (":memory:" in database or mode == "memory"):
-        raise ConfigError(f"engine={address!r} is in memory, where threads have no transactions apart; use a file")
+        raise ConfigError(f"engine={address!r} is in memory, where threads share one transaction; use a file")
     if isinstance(engine.pool, StaticPool):
         raise ConfigError(
-            f"engine={address!r} has a StaticPool: all threads have one connection there, and so one transaction, "
-            "which each of them commits; make the engine without it"
+            f"engine={address!r} has a StaticPool, so all threads share one connection and one transaction, which each "
+            "of them commits; make the engine without it"
         )
 
 
 def database_for(given: object) -> Database:
-    """Return the database of an engine or of a maker of sessions.
+    """Return the database of an engine or of a sessionmaker.
 
     Raises:
-        ConfigError: it is neither, or one of a kind that is not supported.
+        ConfigError: `given` is neither, or its database is not supported.
     """
     if isinstance(given, Engine):
         return SqlDatabase(given, None)
@@ -506,7 +505,9 @@ def database_for(given: object) -> Database:
             return SqlDatabase(bind, given)
         if isinstance(given, async_sessionmaker) and isinstance(bind, AsyncEngine):
             return AsyncDatabase(bind, given)
-        raise ConfigError(f"engine is a {type(given).__name__} without one; make it with one: sessionmaker(engine)")
+        raise ConfigError(
+            f"engine is a {type(given).__name__} without an engine; make it with one: sessionmaker(engine)"
+        )
     raise ConfigError(
         f"engine={safe_repr_unless_secret(given)} is not allowed; it must be a SQLAlchemy Engine, AsyncEngine, "
         "sessionmaker or async_sessionmaker (create_engine(url) makes an Engine)"
@@ -517,11 +518,11 @@ def engine_for_url(url: str) -> Engine | AsyncEngine:
     """Return an engine that keeps no connection open.
 
     Raises:
-        ConfigError: `url` is no address, or its driver is not installed.
+        ConfigError: `url` is not an address of a database, or its driver is not installed.
     """
     try:
         parsed = make_url(url)
-    except (ArgumentError, ValueError):  # its text would show a password
+    except (ArgumentError, ValueError):  # the error's text could show a password
         raise ConfigError(
             "the database's address cannot be read; it must be one of SQLAlchemy's: postgresql+psycopg://user@host/name"
         ) from None
@@ -532,29 +533,29 @@ def engine_for_url(url: str) -> Engine | AsyncEngine:
             f"{_format_address(parsed)} is a database of {kind}; {SUPPORTED}: {', '.join(_DRIVERS.values())}"
         )
     if kind == "sqlite" and parsed.database and not parsed.query and not os.path.exists(parsed.database):
-        raise ConfigError(f"{_format_address(parsed)}: there is no such file; a member makes it, with create_tables()")
+        raise ConfigError(f"{_format_address(parsed)}: there is no such file; a member creates it with create_tables()")
     try:
         dialect = parsed.get_dialect()
         options: dict[str, Any] = {"poolclass": NullPool}
         if dialect.driver in ("psycopg", "psycopg2") and "connect_timeout" not in parsed.query:
-            options["connect_args"] = {"connect_timeout": CONNECT_TIMEOUT_S}  # others have one without being asked
+            options["connect_args"] = {"connect_timeout": CONNECT_TIMEOUT_S}  # other drivers have a default
         return (create_async_engine if dialect.is_async else create_engine)(parsed, **options)
     except (ImportError, NoSuchModuleError) as error:
         raise ConfigError(
             f"{_format_address(parsed)} needs a driver that is not installed ({error}); for example {_DRIVERS[kind]}"
         ) from error
     except (ArgumentError, TypeError, ValueError):
-        raise ConfigError(f"{_format_address(parsed)} has something in it that its driver does not take") from None
+        raise ConfigError(f"{_format_address(parsed)} has a parameter that its driver does not accept") from None
 
 
 # --- listeners
 
 
 def check_listener(listener: Any, database: Database) -> None:
-    """Look at a listener before it is given a first message.
+    """Check a listener before its first message.
 
     Raises:
-        ConfigError: it cannot be called as it will be.
+        ConfigError: it cannot be called with its arguments, or only one of it and the database is asynchronous.
     """
     if not callable(listener) or isinstance(listener, type):
         raise ConfigError(f"the listener must be a function, not {safe_repr(listener)}")
@@ -562,7 +563,7 @@ def check_listener(listener: Any, database: Database) -> None:
     try:
         inspect.signature(listener).bind(*wanted)
     except ValueError:
-        pass  # some built-ins tell nothing of themselves
+        pass  # some built-in functions have no signature
     except TypeError as error:
         raise ConfigError(
             f"the listener {_name(listener)} cannot be called with ({', '.join(wanted)}): {error}"
@@ -592,9 +593,9 @@ def _name(listener: Any) -> str:
 def wrap_listener(
     database: Database, listener: Callable[..., Any], consume: Callable[..., Any]
 ) -> Callable[[Any], Any]:
-    """Return a listener of messages alone, plain or `async def`, for `consume`, which calls the user's.
+    """Return a listener that takes only messages, plain or `async def`, and calls `consume`.
 
-    `consume` gets the messages, what calls the user's listener, and what sleeps.
+    `consume` gets the messages, a function that calls the user's listener, and a function that sleeps.
     """
     if database.is_async:
 
@@ -621,5 +622,5 @@ def wrap_listener(
 
 
 def run_in_greenlet(work: Callable[..., T], *arguments: Any) -> Coroutine[Any, Any, T]:
-    """Return what does `work` where asynchronous connections can be used as if they were not."""
+    """Return a coroutine that runs `work` in a greenlet, where it can use asynchronous connections like plain ones."""
     return greenlet_spawn(work, *arguments)

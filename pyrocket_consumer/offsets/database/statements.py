@@ -1,6 +1,6 @@
-"""All that a `DatabaseOffsets` ever executes, written once and compiled once for a database's dialect.
+"""All statements of a `DatabaseOffsets`, compiled once for the dialect of a database.
 
-What runs for each listener call is the driver's own text: to have it built anew would cost as much as to execute it.
+Each listener call passes compiled text to the driver, because compiling a statement costs as much as executing it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from sqlalchemy.sql import ClauseElement
 from pyrocket_consumer.offsets.database.message_ids import MAX_KEY_CHARACTERS
 
 INBOX_DELETE_BATCH = 500
-"""How many old rows of the inbox are deleted at a time."""
+"""The number of old rows of the inbox that one statement deletes."""
 
 
 class StatementResult(NamedTuple):
-    """What a statement came to."""
+    """The rows that a statement returned, and how many rows it changed."""
 
     rows: Sequence[Sequence[Any]]
     changed: int
 
 
 class Execute(Protocol):
-    """Executes a statement, once for each of several sets of values."""
+    """Executes a statement with one set of values, or once with each of several."""
 
     def __call__(self, statement: Statement, values: Values | Sequence[Values] = ()) -> StatementResult: ...
 
@@ -55,12 +55,12 @@ Values = Mapping[str, object]
 
 
 class Statement:
-    """SQL as the driver takes it, and in which form it takes values."""
+    """SQL text for a driver, and the form in which that driver takes values."""
 
     __slots__ = ("text", "_order")
 
     def __init__(self, text: str, order: Sequence[str] | None = None) -> None:
-        """`order`: the names of its values, where the driver takes them by their place."""
+        """Keep the text; `order` has the names of its values if the driver takes them by position."""
         self.text = text
         self._order = order
 
@@ -79,17 +79,17 @@ class Statement:
 
 
 def _value(name: str) -> Any:
-    return bindparam(name + "_")  # SQLAlchemy has its own use for names that are those of columns
+    return bindparam(name + "_")  # SQLAlchemy reserves the names of columns
 
 
 class Statements:
-    """All that is ever executed, for one dialect."""
+    """All statements for one dialect."""
 
     def __init__(self, table: str, dialect: Dialect, *, with_inbox: bool) -> None:
         self.table = table
         self._dialect = dialect
         schema, _, name = table.rpartition(".")
-        exact = mysql.VARCHAR(MAX_KEY_CHARACTERS, collation="utf8mb4_bin")  # names differ by case
+        exact = mysql.VARCHAR(MAX_KEY_CHARACTERS, collation="utf8mb4_bin")  # names are case-sensitive
         key_text = String(MAX_KEY_CHARACTERS).with_variant(exact, "mysql", "mariadb")
         options: dict[str, Any] = {"schema": schema or None, "mysql_engine": "InnoDB", "mysql_charset": "utf8mb4"}
         options |= {"mariadb_engine": "InnoDB", "mariadb_charset": "utf8mb4"}
@@ -116,7 +116,7 @@ class Statements:
             Column("consumer_group", key_text, primary_key=True),
             Column("message_id", key_text, primary_key=True),
             Column("at", BigInteger, nullable=False),
-            UniqueConstraint("consumer_group", "at", "message_id"),  # an index that is made with the table
+            UniqueConstraint("consumer_group", "at", "message_id"),  # serves as an index for `select_old_inbox`
             **options,
         )
         self._with_inbox = with_inbox
@@ -182,7 +182,9 @@ class Statements:
         self.move = self._compile(update(offsets).where(*ours).values(**moved, **no_last_message, **now))
         self.reset = self._compile(update(offsets).where(*key).values(**moved, **no_last_message, **now))
         self.delete_row = self._compile(delete(offsets).where(*key))
-        self.uses_savepoint = dialect.name != "postgresql"  # there it would cost two answers, and its driver tells
+        self.uses_savepoint = (
+            dialect.name != "postgresql"
+        )  # needs two more round trips there, and psycopg reports the state
         self.savepoint, self.release_savepoint = (
             Statement("SAVEPOINT pyrocket_begun"),
             Statement("RELEASE SAVEPOINT pyrocket_begun"),
@@ -211,7 +213,7 @@ class Statements:
         return Statement.of(clause, self._dialect)
 
     def select_inbox(self, count: int) -> Statement:
-        """Return what looks for so many ids, `id0` and on, and for when they were noted."""
+        """Return the statement that selects `count` ids, `id0` and on, with the time of each."""
         if count not in self._lookups:
             notes = self._inbox.c
             wanted = notes.message_id.in_([_value(f"id{number}") for number in range(count)])
@@ -221,24 +223,24 @@ class Statements:
         return self._lookups[count]
 
     def ddl(self) -> list[str]:
-        """Return the statements that make the tables."""
+        """Return the text of the statements that create the tables."""
         tables = [self._offsets, self._inbox] if self._with_inbox else [self._offsets]
         makers = [CreateTable(table, if_not_exists=True) for table in tables]
         return [str(maker.compile(dialect=self._dialect)).strip() for maker in makers]
 
     def creation_statements(self) -> list[Statement]:
-        """Return the same to be executed."""
+        """Return the statements that create the tables."""
         return [Statement(text) for text in self.ddl()]
 
     def check_tables(self, execute: Execute) -> None:
-        """See that the tables are there, with all their columns."""
+        """Check that the tables exist with all their columns; raise the driver's error if not."""
         execute(self._check_offsets)
         if self._with_inbox:
             execute(self._check_inbox)
 
 
 def ddl(dialect: str, table: str, *, with_inbox: bool) -> list[str]:
-    """Return the statements that make the tables, for "sqlite", "postgresql", "mysql" or "mariadb"."""
+    """Return the statements that create the tables, for "sqlite", "postgresql", "mysql" or "mariadb"."""
     return Statements(table, DIALECTS[dialect](), with_inbox=with_inbox).ddl()
 
 

@@ -1,7 +1,7 @@
-"""Offsets in the user's own database: a listener's effect and the offset that says so commit in one transaction.
+"""Offsets in the user's own database: a listener's effect and its offset commit in one transaction.
 
-Who owns a queue has *claimed* it: the claim has a number, the epoch, and every statement that moves the offset names
-it. The next owner's claim has a higher one, so that whatever a former owner still does changes nothing.
+The owner of a queue has *claimed* it. The claim has a number, the epoch, and every statement that moves the offset
+names that epoch. The next owner's claim has a higher epoch, so later statements of a former owner change nothing.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_ATTEMPTS = 8
-"""How often a transaction that met another one is tried, before its queue waits."""
+"""How often a transaction that conflicts with another one is tried, before its queue waits."""
 
 FIRST_RETRY_PAUSE_S, LONGEST_RETRY_PAUSE_S = 0.005, 0.5
-"""Pauses between these tries."""
+"""The pauses between these attempts."""
 
 UNAVAILABLE_PAUSE_S = 1.0
-"""How long a queue waits when the database is away."""
+"""How long a queue waits while the database is unavailable."""
 
 NUMBER_LIMIT = 2**62
-"""Above all numbers that a row can have; there are more above it, so that none is added to until it wraps round."""
+"""All numbers in a row must be below this. It is far below the type's maximum, so adding to one cannot overflow."""
 
 OWNER_COLUMN = 6
-"""The place of `owner` among the columns of a row."""
+"""The index of `owner` among the columns of a row."""
 
 INBOX_CLEANUP_INTERVAL_S = 60.0
-"""How often old rows are looked for."""
+"""How often old rows of the inbox are deleted."""
 
 LONGEST_INBOX_CLEANUP_S = 1.0
-"""How long they are deleted at a time, in small steps: more than can have come meanwhile."""
+"""The longest deletion at a time, in small steps. It deletes more rows than can have been added meanwhile."""
 
 _TABLE_NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]*\.)?[A-Za-z_][A-Za-z0-9_]{0,53}")
 
@@ -78,28 +78,28 @@ class _RollBack(Exception):
 
 
 class _Conflict(Exception):
-    """Rolls back a transaction that came too late, for some of its messages or for all: it is looked at."""
+    """Rolls back a transaction whose rows another one has changed: some of its messages, or all, may be consumed."""
 
     def __init__(self) -> None:
-        super().__init__(f"others have changed its rows meanwhile, {MAX_ATTEMPTS} times")
+        super().__init__(f"other transactions have changed its rows meanwhile, {MAX_ATTEMPTS} times")
 
 
 class RowLocked(DatabaseError):
-    """Another session has locked the row of a queue, and keeps it so."""
+    """Another session has locked the row of a queue for a long time."""
 
 
 class _Attempt:
-    """How far one attempt at a listener's transaction has come: who is to blame for what it raises."""
+    """The step that one attempt at a listener's transaction has reached. It decides who caused an error."""
 
     __slots__ = ("step", "is_lost")
 
     def __init__(self) -> None:
         self.step: Literal["bookkeeping", "listener", "commit"] = "bookkeeping"
-        self.is_lost = False  # its connection
+        self.is_lost = False  # whether its connection is lost
 
 
 class DatabaseOffsets:
-    """Keeps a group's offsets in your own database, so that they commit together with what your listener does there.
+    """Keeps a group's offsets in your own database, so that they commit together with the effects of your listener.
 
         offsets = DatabaseOffsets(create_engine("postgresql+psycopg://app@db/app"))
         offsets.create_tables()
@@ -123,16 +123,16 @@ class DatabaseOffsets:
         on_divergence: Literal["stop", "continue"] = "stop",
         allow_foreign_members: bool = False,
     ) -> None:
-        """Check the arguments; nothing is connected to.
+        """Check the arguments, without connecting to the database.
 
         Args:
             engine: a SQLAlchemy `Engine`, or a `sessionmaker` (listeners get a `Session`), or for `async def`
                 listeners an `AsyncEngine` or `async_sessionmaker`
             table: the table of offsets, `name` or `schema.name`
-            inbox_days (–; 0.01–3650): keep the ids of messages for so long, and leave out those that a producer has
+            inbox_days (–; 0.01–3650): keep the ids of messages for that long, and skip messages that a producer has
                 stored twice
-            on_divergence ("stop"; "continue"): what to do with a queue whose log is not the one we read any more
-            allow_foreign_members (False): work in a group that has members of other clients, which go by the broker's
+            on_divergence ("stop"; "continue"): what to do with a queue whose log is no longer the one consumed before
+            allow_foreign_members (False): work in a group that has members of other clients, which use the broker's
                 offsets
 
         Raises:
@@ -151,9 +151,9 @@ class DatabaseOffsets:
         on_divergence: Literal["stop", "continue"] = "stop",
         allow_foreign_members: bool = False,
     ) -> DatabaseOffsets:
-        """Make one for the database of that alias in Django's settings.
+        """Return the offsets in the database of an alias in Django's settings.
 
-        Listeners run within `transaction.atomic(alias)` and take the messages alone.
+        Listeners run within `transaction.atomic(alias)` and take only the messages.
 
         Raises:
             ConfigError: there is no such alias, or a value is not allowed.
@@ -167,10 +167,10 @@ class DatabaseOffsets:
 
     @classmethod
     def at(cls, url: str, table: str = "pyrocket_offsets") -> DatabaseOffsets:
-        """Make one for tools, by the database's address as SQLAlchemy has it.
+        """Return the offsets in a database, for tools; `url` is its address in SQLAlchemy's form.
 
         Raises:
-            ConfigError: that is none, or its driver is not installed.
+            ConfigError: `url` is not an address of a database, or its driver is not installed.
         """
         return cls(_import_access().engine_for_url(url), table)
 
@@ -194,18 +194,18 @@ class DatabaseOffsets:
         self.on_divergence = on_divergence
         self.allow_foreign_members = allow_foreign_members
         self.identity = "not known yet"
-        """What tells this table from all others, once it is loaded: members of a group must have the same one."""
+        """The unique id of the table, once it is loaded. All members of a group must have the same one."""
 
     def __repr__(self) -> str:
         return f"DatabaseOffsets({self._database.address!r}, table={self._sql.table!r})"
 
-    # --- what users call
+    # --- for users
 
     def create_tables(self) -> None:
-        """Make the tables that are missing; whoever may not do so has `pyrocket offsets ddl` print the statements.
+        """Create the missing tables. An account without that right can run the output of `pyrocket offsets ddl`.
 
         Raises:
-            OffsetStoreError: the database cannot be reached, or refuses.
+            OffsetStoreError: the database cannot be reached, or refuses the statements.
         """
         failure: Exception | None = None
         for statement in self._sql.creation_statements():
@@ -213,27 +213,25 @@ class DatabaseOffsets:
                 self._database.run(lambda execute, one=statement: execute(one))  # type: ignore[misc]
             except Exception as error:
                 failure = failure or error
-        try:  # another process may have made them at the same time
+        try:  # another process may have created them at the same time
             self._database.run(self._sql.check_tables)
         except Exception as error:
-            raise OffsetStoreError(
-                f"{self!r}: the tables cannot be made: {_describe_error(failure or error)}"
-            ) from error
+            reason = _describe_error(failure or error)
+            raise OffsetStoreError(f"{self!r}: the tables cannot be created: {reason}") from error
 
     def exactly_once(self, listener: Callable[..., Any]) -> Callable[[Any], Any]:
         """Return a listener that runs yours in a transaction, which commits its effect and the offset together.
 
-        Yours takes what listeners take, and a second argument: the `Connection` or `Session` of the transaction (with
-        Django, none). What it raises, or returns besides None and SUCCESS, rolls everything back: all messages of the
-        call come again. It must neither commit nor roll back itself.
+        Your listener takes the messages, and as second argument the `Connection` or `Session` of the transaction (with
+        Django, only the messages). An exception, or a result other than None and SUCCESS, rolls everything back. All
+        messages of the call are then redelivered. It must neither commit nor roll back itself.
 
         Raises:
-            ConfigError: it cannot be called like that; or it is `async def` and the engine is not, or the other way
-                round.
+            ConfigError: it cannot be called with these arguments, or only one of it and the engine is asynchronous.
         """
         _import_access().check_listener(listener, self._database)
         wrapped: Any = _import_access().wrap_listener(self._database, listener, self._consume)
-        wrapped.offset_store = self  # for consumers, which must have the same one
+        wrapped.offset_store = self  # a consumer checks that it has the same store
         listening: Callable[[Any], Any] = wrapped
         return listening
 
@@ -246,15 +244,15 @@ class DatabaseOffsets:
     ) -> Awaitable[None]: ...
 
     def advance(self, connection: Any, messages: Message | Sequence[Message]) -> Awaitable[None] | None:
-        """Count `messages` as consumed, in a transaction of your own: the last statement before you commit it.
+        """Count `messages` as consumed in your own transaction. Make this the last statement before you commit.
 
-        To be called within the listener call that was given them, with all of them or the first ones. `connection` is
-        that of your transaction: a `Connection` or `Session` (with asynchronous ones, await the call), None for Django.
+        Call it within the listener call that got the messages, with all of them or the first ones. `connection` is the
+        `Connection` or `Session` of your transaction, or None for Django. Await the call if it is asynchronous.
 
         Raises:
-            Fenced: another member has the queue now, or these messages were consumed before. Roll back, by letting it
-                through: what is to come again comes again.
-            ConfigError: it is not called within a listener call of a consumer that has this store.
+            Fenced: another member has the queue now, or these messages were consumed before. Let the error pass, so
+                that your transaction rolls back. Messages that are not consumed are redelivered.
+            ConfigError: this is not a listener call of a consumer that has this store.
         """
         claim = self._current_claim()
         given = [messages] if isinstance(messages, Message) else list(messages)
@@ -262,8 +260,7 @@ class DatabaseOffsets:
             raise ConfigError("advance() was given no messages; pass those that the listener was given")
         if self.has_inbox:
             raise ConfigError(
-                "advance() does not look into the inbox: use exactly_once(listener), or make the store without "
-                "inbox_days"
+                "advance() does not check the inbox; use exactly_once(listener), or create the store without inbox_days"
             )
         index = claim.find_messages(given, "advance()")
         if self._database.is_async:
@@ -288,17 +285,17 @@ class DatabaseOffsets:
     # --- a listener's transaction
 
     def _current_claim(self) -> Claim:
-        """Return the claim of the listener call that runs here."""
+        """Return the claim of the listener call that runs in this context."""
         claim = claim_of_call.get()
         if claim is None or claim.store is not self:
             raise ConfigError(
-                f"{self!r} was used outside of a listener call of its own: pass it to the consumer as offset_store, "
-                "and call it within a listener, or a task or thread (asyncio.to_thread) that one has begun"
+                f"{self!r} was used outside of a listener call of its own. Pass it to the consumer as offset_store, "
+                "and call it within a listener, or a task or thread (asyncio.to_thread) that a listener has started"
             )
         return claim
 
     def _consume(self, given: Any, call: Callable[..., Any], sleep: Callable[[float], None]) -> Any:
-        """Consume the messages of a listener call in a transaction; one that met another is tried again."""
+        """Consume the messages of a listener call in a transaction; retry it after a conflict with another one."""
         claim = self._current_claim()
         messages = [given] if isinstance(given, Message) else list(given)
         if not messages:
@@ -309,7 +306,7 @@ class DatabaseOffsets:
         try:
             result = self._consume_with_retries(claim, messages, call, sleep, is_single=isinstance(given, Message))
         except BaseException:
-            claim.note_rollback(RolledBack(claim.holder.failed_result))  # also when somebody catches this
+            claim.note_rollback(RolledBack(claim.holder.failed_result))  # even if a wrapper catches this
             raise
         if result is not None:
             return claim.note_rollback(result)
@@ -338,14 +335,14 @@ class DatabaseOffsets:
                 might_be_committed, claim.may_be_committed = (
                     claim.may_be_committed,
                     True,
-                )  # the commit may have been done, and its answer lost
+                )  # the commit may have succeeded, and its response be lost
                 kind = self._classify_error(error, attempt)
                 if kind == "listener" and might_be_committed:
                     kind = self._classify_unconfirmed(claim, messages)
                 if kind == "listener":
                     raise
                 if kind != "retry" or pause_s is None:
-                    met = "transactions meet again and again; have them lock rows in one order: "
+                    met = "transactions conflict repeatedly; let them lock rows in one order: "
                     why = f"{met if kind == 'retry' else ''}{self._database.address}: {_describe_error(error)}"
                     claim.holder.on_store_wait(claim, why)
                     return RolledBack(retry_after_s=UNAVAILABLE_PAUSE_S)
@@ -362,7 +359,7 @@ class DatabaseOffsets:
         raise AssertionError("the last pause is None")
 
     def _classify_unconfirmed(self, claim: Claim, messages: Sequence[Message]) -> ErrorKind:
-        """Return what an error says after a former attempt: it may have met that one, which was committed after all."""
+        """Return the kind of an error after an unconfirmed commit, which may have caused the error if it succeeded."""
         try:
             row = self._database.run_separately(lambda execute: self._read_row(execute, claim.group, claim.queue))
         except Exception:
@@ -372,25 +369,25 @@ class DatabaseOffsets:
         return "listener"
 
     def _classify_error(self, error: Exception, attempt: _Attempt) -> ErrorKind:
-        """Return what an error says: only what the listener has done is its failure."""
+        """Return the kind of an error. Only errors that the listener has caused are its failure."""
         if isinstance(error, _Conflict):
             return "retry"
         if attempt.step != "listener" and isinstance(error, OSError):
-            return "unavailable"  # some drivers raise what their connection met as it is
+            return "unavailable"  # some drivers raise the error of their socket
         kind = self._database.classify_error(error)
-        if kind == "aborted":  # by an error that the listener has caught: PostgreSQL goes on with nothing
+        if kind == "aborted":  # the listener has caught an error, after which PostgreSQL refuses all statements
             return "listener"
         if attempt.step == "listener":
-            if kind == "locked":  # by rows of its own; PostgreSQL waits unless it was told not to
+            if kind == "locked":  # the listener's own rows; PostgreSQL raises this only with a lock_timeout or NOWAIT
                 return "listener" if self._database.dialect.name == "postgresql" else "retry"
-            if kind == "disconnected" and not attempt.is_lost:  # another database's
+            if kind == "disconnected" and not attempt.is_lost:  # of another database
                 return "listener"
         return "unavailable" if kind == "listener" and attempt.step == "bookkeeping" else kind
 
     def _consume_once(
         self, claim: Claim, messages: list[Message], call: Callable[..., Any], attempt: _Attempt, *, is_single: bool
     ) -> Sequence[Message]:
-        """Do it once; returns the messages that were left out, because they had their effect before."""
+        """Consume messages in one transaction. Return the messages skipped, because they had their effect before."""
         with self._database.transaction() as scope:
             left = self._unconsumed(scope.execute, claim, messages) if claim.may_be_committed else messages
             fresh, notes = (
@@ -423,7 +420,7 @@ class DatabaseOffsets:
         return [message for message in left if message not in fresh] if len(fresh) < len(left) else ()
 
     def _release_savepoint(self, execute: Execute) -> None:
-        """See that the transaction is the one that was begun for the listener."""
+        """Check that the transaction is still the one that was begun for the listener."""
         try:
             execute(self._sql.release_savepoint)
         except Exception as error:
@@ -432,7 +429,7 @@ class DatabaseOffsets:
             raise
 
     def _advance(self, execute: Execute, claim: Claim, messages: Sequence[Message]) -> int:
-        """Execute the statement that advances; returns how many rows it has changed."""
+        """Execute the statement that advances the offset. Return how many rows it has changed."""
         last = messages[-1]
         claim.pending_last = LastMessage(last.queue_offset, id_of(last), last.stored_at_ms)
         values = {
@@ -448,10 +445,10 @@ class DatabaseOffsets:
         return execute(self._sql.advance, values).changed
 
     def _unconsumed(self, execute: Execute, claim: Claim, messages: Sequence[Message]) -> list[Message]:
-        """Return those of `messages` whose effects are not there yet, after a transaction of them has failed.
+        """Return the messages that have not had their effect yet, after an unconfirmed commit.
 
         Raises:
-            Fenced: the queue is not ours any more.
+            Fenced: this member no longer has the queue.
         """
         row = self._read_row(execute, claim.group, claim.queue)
         if row is None or row.epoch != claim.epoch:
@@ -463,15 +460,15 @@ class DatabaseOffsets:
 
     @property
     def has_inbox(self) -> bool:
-        """Whether messages are looked for in the inbox."""
+        """Whether the store checks messages against the inbox."""
         return self._inbox_days is not None
 
     def _exclude_duplicates(
         self, execute: Execute, claim: Claim, messages: Sequence[Message]
     ) -> tuple[list[Message], dict[str, bool]]:
-        """Return those of `messages` that have had no effect yet, each once; and their ids, and if a row is there.
+        """Return the messages that have had no effect yet, each once, and for their ids whether the inbox has a row.
 
-        What was noted before the queue was last reset does not count: it was reset to be consumed once more.
+        Rows from before the queue's last reset do not count, because the reset replays their messages.
         """
         names = [inbox_id_of(message) for message in messages]
         ids = list(dict.fromkeys(name for name in names if name is not None))
@@ -489,7 +486,7 @@ class DatabaseOffsets:
         return fresh, notes
 
     def _add_to_inbox(self, execute: Execute, claim: Claim, notes: Mapping[str, bool]) -> None:
-        """Note that messages are consumed."""
+        """Add consumed messages to the inbox."""
         at = max(int(time.time() * 1000), claim.reset_epoch + 1)
         try:
             for statement, is_there in ((self._sql.insert_inbox, False), (self._sql.update_inbox, True)):
@@ -497,7 +494,7 @@ class DatabaseOffsets:
                 if names:
                     execute(statement, [{"group": claim.group, "message_id": name, "at": at} for name in names])
         except Exception as error:
-            if _is_duplicate_key(error):  # another queue has it, too, and was quicker
+            if _is_duplicate_key(error):  # another queue inserted the same row first
                 raise _Conflict from error
             raise
 
@@ -506,13 +503,13 @@ class DatabaseOffsets:
         claim.lost = True
         claim.holder.on_claim_fenced(claim)
 
-    # --- what a consumer calls, from a thread of its own; each in a transaction of its own
+    # --- for consumers, which call these from one thread; each runs in a transaction of its own
 
     def load(self) -> None:
-        """See that the database can be reached, has the tables, and does undo what is rolled back.
+        """Check that the database can be reached, has the tables, and undoes a transaction that is rolled back.
 
         Raises:
-            OffsetStoreError: it cannot, has not, or does not; the text says which, and what to do.
+            OffsetStoreError: one of the checks has failed; the text names it, and the remedy.
         """
         self._database.open()
         try:
@@ -526,8 +523,8 @@ class DatabaseOffsets:
             self._run_with_retries(lambda execute: None)
         except Exception as error:
             raise OffsetStoreError(
-                f"{self!r} cannot be reached: {_describe_error(error)}; check the address and the account, and that the database "
-                "is up"
+                f"{self!r} cannot be reached: {_describe_error(error)}; check the address and the account, and that "
+                "the database is up"
             ) from error
         try:
             self._run_with_retries(self._sql.check_tables)
@@ -540,17 +537,17 @@ class DatabaseOffsets:
                     f"{self!r} cannot be used now: {_describe_error(error)}; check that it is up"
                 ) from error
             raise OffsetStoreError(
-                f"{self!r}: the table is missing, of another version, or may not be written: {_describe_error(error)}; call "
-                "create_tables() once, or execute what `pyrocket offsets ddl` prints"
+                f"{self!r}: the table is missing, of another version, or not writable: {_describe_error(error)}; call "
+                "create_tables() once, or execute the output of `pyrocket offsets ddl`"
             ) from error
         if kept:
             raise OffsetStoreError(
-                f"{self!r} keeps what is rolled back in {kept}, so that nothing can be exactly once: make the engine "
-                "without isolation_level='AUTOCOMMIT', and the tables of MySQL with ENGINE=InnoDB"
+                f"{self!r} keeps what is rolled back in {kept}, so messages would not be consumed exactly once. Create "
+                "the engine without isolation_level='AUTOCOMMIT', and the tables of MySQL with ENGINE=InnoDB"
             )
 
     def _read_identity(self) -> str:
-        """Return what tells this table from all others, which the first who asks writes there."""
+        """Return the unique id of the table. The first caller stores it there."""
         key = self._key("", MessageQueue("pyrocket", "", 0))
 
         def work(execute: Execute) -> str:
@@ -564,10 +561,10 @@ class DatabaseOffsets:
         except Exception as error:
             if not _is_duplicate_key(error):
                 raise
-        return self._run_with_retries(work)  # another was quicker
+        return self._run_with_retries(work)  # another process stored it first
 
     def _find_table_without_rollback(self) -> str:
-        """Return the table in which a row that is rolled back is there still, "" if there is none."""
+        """Return the name of a table that keeps a row after a rollback, or "" if there is no such table."""
         name = f"probe-{uuid4().hex}"
         key, note = self._key("", MessageQueue(name, "", 0)), {"group": "", "message_id": name}
 
@@ -596,12 +593,12 @@ class DatabaseOffsets:
     def claim(
         self, holder: ClaimHolder, group: str, queues: Sequence[MessageQueue], owner: str
     ) -> dict[MessageQueue, Claim | RocketError]:
-        """Make queues ours, whoever had them, in one transaction; those that the group has no row of are left out.
+        """Claim queues from their owners in one transaction. The result omits queues that have no row.
 
-        A row that means nothing is an error of its queue alone.
+        An invalid row is an error of its queue only.
 
         Raises:
-            DatabaseError: the database could not be asked.
+            DatabaseError: the statement could not be executed.
         """
 
         def work(execute: Execute) -> dict[MessageQueue, Claim | RocketError]:
@@ -626,11 +623,11 @@ class DatabaseOffsets:
         return self._run(work, what)
 
     def begin(self, holder: ClaimHolder, group: str, queue: MessageQueue, owner: str, offset: int) -> Claim:
-        """Make the first row of `queue`, and claim it.
+        """Insert the first row of `queue`, and claim it.
 
         Raises:
-            Fenced: another member has made the row just now.
-            DatabaseError: the database could not be asked.
+            Fenced: another member has inserted the row meanwhile.
+            DatabaseError: the statement could not be executed.
         """
         check_queue(queue)
         check_offset(queue, offset)
@@ -650,11 +647,11 @@ class DatabaseOffsets:
         return Claim(self, holder, group, row)
 
     def persist(self, claim: Claim, offset: int) -> None:
-        """Advance to `offset` what a listener has no effect of: gaps in the queue, and messages given up.
+        """Advance to `offset` without a listener's effect: past gaps in the queue, and past messages given up.
 
         Raises:
-            Fenced: the queue is not ours any more, or a listener has not committed what it has called `advance` for.
-            DatabaseError: the database could not be asked.
+            Fenced: this member no longer has the queue, or a listener has called `advance` and not committed.
+            DatabaseError: the statement could not be executed.
         """
         promised = min(claim.promised, offset)
 
@@ -676,16 +673,16 @@ class DatabaseOffsets:
         claim.stored = max(claim.stored, offset if row is None else row.next_offset)
 
     def fenced_among(self, group: str, claims: Iterable[Claim]) -> list[Claim]:
-        """Return those of `claims` that are another's by now.
+        """Return the claims whose queues another member has claimed meanwhile.
 
         Raises:
-            DatabaseError: the database could not be asked.
+            DatabaseError: the statement could not be executed.
         """
 
-        def work(execute: Execute) -> dict[tuple[object, ...], object]:  # whatever others may have written there
+        def work(execute: Execute) -> dict[tuple[object, ...], object]:  # objects, because rows may be invalid
             return {tuple(row[:3]): row[4] for row in execute(self._sql.select_group, {"group": group}).rows}
 
-        epochs = self._run(work, f"looking at claims of {group}")
+        epochs = self._run(work, f"checking claims of {group}")
         names = ((claim, claim.queue) for claim in claims)
         return [
             claim
@@ -694,47 +691,47 @@ class DatabaseOffsets:
         ]
 
     def move(self, claim: Claim, offset: int, reset_epoch: int | None = None) -> Claim:
-        """Set the offset, whatever it was, and claim the queue anew: what runs for `claim` changes nothing any more.
+        """Set the offset and claim the queue again. Calls that still run for `claim` can then change nothing.
 
         Raises:
-            Fenced: the queue is not ours any more.
-            DatabaseError: the database could not be asked. It may have been done all the same.
+            Fenced: this member no longer has the queue.
+            DatabaseError: the statement could not be executed, or its response was lost.
         """
         check_offset(claim.queue, offset)
 
         def work(execute: Execute) -> StoredOffset:
             key = self._key(claim.group, claim.queue)
             followed = claim.reset_epoch if reset_epoch is None else reset_epoch
-            if self.has_inbox and reset_epoch is None and offset < claim.stored:  # for the inbox it is a reset, too
+            if self.has_inbox and reset_epoch is None and offset < claim.stored:  # for the inbox this is a reset, too
                 followed = max(followed, int(time.time() * 1000))
             values = {**key, "epoch": claim.epoch, "next": offset, "reset_epoch": followed}
             changed = execute(self._sql.move, values).changed
             row = self._read_row(execute, claim.group, claim.queue)
             ours = (claim.epoch + 1, offset, claim.owner)
             if row is None or (not changed and (row.epoch, row.next_offset, row.owner) != ours):
-                raise Fenced(str(claim.queue))  # but for a move of ours that was not answered
+                raise Fenced(str(claim.queue))  # no earlier attempt of this move has succeeded, either
             return row
 
         return Claim(self, claim.holder, claim.group, self._run(work, f"moving {claim.queue} to {offset}"))
 
     def is_consumed(self, claim: Claim, offset: int) -> bool:
-        """Tell whether a message that has failed has its effect: a listener may raise after its own commit.
+        """Return whether a failed message has had its effect, because its listener may raise after its own commit.
 
         Raises:
-            DatabaseError: the database could not be asked.
+            DatabaseError: the statement could not be executed.
         """
         if claim.highest_advance > max(claim.stored, offset):
 
             def work(execute: Execute) -> StoredOffset | None:
                 return self._read_row(execute, claim.group, claim.queue)
 
-            row = self._run(work, f"looking at {claim.queue}")
+            row = self._run(work, f"checking {claim.queue}")
             if row is not None and row.epoch == claim.epoch:
                 claim.stored = max(claim.stored, row.next_offset)
         return offset < claim.stored
 
     def tidy(self, group: str) -> None:
-        """Delete old rows of the group's inbox, or as many as can be in a moment, if it is time."""
+        """Delete old rows of the group's inbox if it is time, for at most LONGEST_INBOX_CLEANUP_S."""
         if self._inbox_days is None or time.monotonic() < self._inbox_due_at:
             return
         before = int((time.time() - self._inbox_days * 86400) * 1000)
@@ -748,20 +745,20 @@ class DatabaseOffsets:
         until = time.monotonic() + LONGEST_INBOX_CLEANUP_S
         while self._run(work, "tidying the inbox"):
             if time.monotonic() >= until:
-                return  # there may be more: the next time is now
+                return  # there may be more, so the next call continues
         self._inbox_due_at = time.monotonic() + INBOX_CLEANUP_INTERVAL_S
 
     def close(self) -> None:
-        """Give up what was opened besides your engine, which stays yours to dispose of."""
+        """Close the connections that this store has opened. Your engine stays open."""
         self._database.close()
 
-    # --- what admins call
+    # --- for admins
 
     def offsets(self, group: str, topic: str | None = None) -> list[StoredOffset]:
-        """Return the rows of `group`, of one topic or of all.
+        """Return the rows of `group`, of one topic or of all topics.
 
         Raises:
-            DatabaseError: the database could not be asked.
+            DatabaseError: the statement could not be executed.
         """
 
         def work(execute: Execute) -> list[StoredOffset]:
@@ -771,10 +768,10 @@ class DatabaseOffsets:
         return sorted(self._run(work, f"reading the offsets of {group}"), key=lambda row: row.queue)
 
     def reset(self, group: str, targets: Mapping[MessageQueue, int], reset_epoch: int) -> None:
-        """Move `group`, running or not, in one transaction. Members that hold the queues claim them anew.
+        """Move the offsets of `group` in one transaction, while members run or not. The owners claim the queues again.
 
         Raises:
-            DatabaseError: the database could not be asked.
+            DatabaseError: the statement could not be executed.
         """
         for queue, offset in targets.items():
             check_queue(queue)
@@ -801,10 +798,10 @@ class DatabaseOffsets:
         return self._decode_row(rows[0]) if rows else None
 
     def _decode_row(self, row: Sequence[Any]) -> StoredOffset:
-        """Return a row as what it means.
+        """Decode a row.
 
         Raises:
-            DatabaseError: it means nothing; not every database looks at types, and not everybody at what he writes.
+            DatabaseError: the row is invalid; some databases do not check types, and users may edit rows.
         """
         topic, broker_name, queue_id, next_offset, epoch, reset_epoch, owner, *last = row
         numbers = {"queue_id": queue_id, "next_offset": next_offset, "epoch": epoch, "reset_epoch": reset_epoch}
@@ -819,14 +816,14 @@ class DatabaseOffsets:
             raise DatabaseError(
                 self._database.address,
                 f"reading {self._sql.table}",
-                f"{where} has {what}; numbers must be whole, from 0 to {NUMBER_LIMIT - 1}, and names text. Set the row "
-                "right, or delete it if it is nobody's",
+                f"{where} has {what}; numbers must be whole, from 0 to {NUMBER_LIMIT - 1}, and names text. Correct the "
+                "row, or delete it if no group uses it",
             )
         message = LastMessage(last[0], str(last[1] or ""), last[2]) if last[0] is not None else None
         return StoredOffset(MessageQueue(topic, broker_name, queue_id), next_offset, epoch, reset_epoch, owner, message)
 
     def _run(self, work: Callable[[Execute], T], what: str) -> T:
-        """Do some statements in a transaction."""
+        """Run `work` in a transaction; raise DatabaseError about `what` if it fails."""
         try:
             return self._run_with_retries(work)
         except RocketError:
@@ -836,7 +833,7 @@ class DatabaseOffsets:
             raise kind(self._database.address, what, _describe_error(error)) from error
 
     def _run_with_retries(self, work: Callable[[Execute], T]) -> T:
-        """Do some statements in a transaction; one that met another's is tried again."""
+        """Run `work` in a transaction; retry it after a conflict with another one."""
         for pause_s in retry_pauses():
             try:
                 return self._database.run(work)
@@ -848,7 +845,7 @@ class DatabaseOffsets:
 
 
 def retry_pauses() -> Iterable[float | None]:
-    """Yield how long to wait before the next try, None when there is none left."""
+    """Yield the pause before each next attempt, then None."""
     longest_s = FIRST_RETRY_PAUSE_S
     for _ in range(MAX_ATTEMPTS - 1):
         yield random.uniform(longest_s / 2, longest_s)
@@ -857,21 +854,21 @@ def retry_pauses() -> Iterable[float | None]:
 
 
 def _is_duplicate_key(error: Exception) -> bool:
-    """Tell whether a row could not be made because there is one; Django's errors have that name, too."""
+    """Return whether a row already exists. Django's errors have the same name as SQLAlchemy's."""
     return type(error).__name__ == "IntegrityError"
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return the first line of what a driver says."""
+    """Return the type and the first line of a driver's error."""
     lines = str(getattr(error, "orig", None) or error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def ddl(dialect: str, table: str = "pyrocket_offsets", *, with_inbox: bool = False) -> list[str]:
-    """Return the statements that make the tables of offsets.
+    """Return the statements that create the tables of offsets.
 
     Raises:
-        ConfigError: there is no such dialect, `table` is no name, or SQLAlchemy is not installed.
+        ConfigError: the dialect or the name of the table is not allowed, or SQLAlchemy is not installed.
     """
     check_choice("dialect", dialect, ["sqlite", "postgresql", "mysql", "mariadb"])
     _check_table(table)
@@ -893,7 +890,7 @@ def _import_access() -> Any:
         from pyrocket_consumer.offsets.database import sqlalchemy_access
     except ImportError as error:
         raise ConfigError(
-            f"offsets in a database need SQLAlchemy 2, which is not there ({error}); pip install "
+            f"offsets in a database need SQLAlchemy 2, which is not installed ({error}); pip install "
             "'pyrocket-consumer[sql]'"
         ) from error
     return sqlalchemy_access

@@ -1,4 +1,4 @@
-"""Moving a store to another directory: when a changed client id has left it behind."""
+"""Move a store to another directory, after a changed client id has left it behind."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pyrocket_consumer.offsets.local.store import LocalFileOffsetStore
 
 
 def adopt_store(orphan: str | os.PathLike[str], directory: str | os.PathLike[str], *, replace: bool = False) -> Path:
-    """Move the offsets of the store `orphan` into the store `directory`; return where the orphan's files are kept.
+    """Move the offsets of the store `orphan` into the store `directory`; return the new path of the orphan's files.
 
-    Both are taken meanwhile, so neither may be in use. The offsets are durable in their new place before the old one is
-    renamed to `<orphan>.adopted-<seconds>`. With `replace`, offsets that `directory` has already give way.
+    This locks both stores, so neither may be in use. Once the offsets are durable in `directory`, the orphan is
+    renamed to `<orphan>.adopted-<seconds>`. With `replace`, they replace offsets that `directory` already has.
 
     Raises:
-        OffsetStoreError: `orphan` is no store, or `directory` holds offsets and `replace` is not set, or is of another
-            group or of no client id while `orphan` has one; or all is done but the renaming.
-        OffsetStoreLocked: one of them is in use.
-        OffsetStoreUnwritable: the offsets could not be written; `orphan` is as it was.
+        OffsetStoreError: `orphan` is no store, or `directory` holds offsets and `replace` is not set. Or `orphan`
+            belongs to a client id, and `directory` to another group or to none. Or only the renaming failed.
+        OffsetStoreLocked: one of the stores is in use.
+        OffsetStoreUnwritable: the offsets could not be written; `orphan` is unchanged.
     """
     check_bool("replace", replace)
     source, target = (Path(os.path.abspath(given)) for given in (orphan, directory))
@@ -41,8 +41,8 @@ def adopt_store(orphan: str | os.PathLike[str], directory: str | os.PathLike[str
         present = new.clone_offset_table()
         if present and not replace:
             raise OffsetStoreError(
-                f"offset store {target} holds offsets of {len(present)} queues already; look at both, and if those of "
-                f"{source} are wanted, say so with replace=True (pyrocket: --replace)"
+                f"offset store {target} holds offsets of {len(present)} queues already; compare both, and to use those "
+                f"of {source}, pass replace=True (pyrocket: --replace)"
             )
         offsets = old.clone_offset_table()
         for mq, offset in offsets.items():

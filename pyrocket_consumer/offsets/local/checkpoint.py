@@ -1,4 +1,4 @@
-"""offsets.json on the disk: always replaced, never edited, with the one before as backup."""
+"""The file offsets.json: always replaced, never edited; the previous file stays as the backup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logger("offsets")
 
 
 class CheckpointFile:
-    """Replaces offsets.json so that at each instant the old one or the new one is there, whole."""
+    """Replaces offsets.json so that the old file or the new one exists, complete, at each instant."""
 
     def __init__(self, disk: Disk, names: SyncedDirectory) -> None:
         self._disk = disk
@@ -30,20 +30,20 @@ class CheckpointFile:
         self.backup: FileIdentity = (0, 0)
 
     def set_loaded(self, main: bytes | None, backup: bytes | None, unreadable: Sequence[str]) -> None:
-        """Say what loading has found: a good file becomes the backup next time, unreadable ones are set aside."""
+        """Take the files that `load` found. The next `replace` backs up a good one, and sets bad ones aside."""
         self.main, self.backup = identity(main or b""), identity(backup or b"")
         self._unreadable = list(unreadable)
         self._main_is_good = main is not None and MAIN_FILE not in unreadable
 
     def is_in_place(self) -> bool:
-        """Tell whether the file is, if there is to be one; if not, the next one replaces none."""
+        """Return whether the file exists, or should not. If it is missing, the next `replace` makes no backup."""
         if self._main_is_good and not self._disk.exists(self._main):
             self._main_is_good = False
             return False
         return True
 
     def replace(self, text: bytes, before_renames: Callable[[], None]) -> None:
-        """Write, sync, rename, sync the directory. `before_renames` is called when the old file is about to go."""
+        """Write, sync, rename, sync the directory. Call `before_renames` before the first rename."""
         disk, main, written = self._disk, self._main, identity(text)
         new = main + ".new"
         write_file(disk, new, text)
@@ -51,30 +51,30 @@ class CheckpointFile:
         while self._unreadable:
             self._set_aside(self._unreadable[-1])
             self._unreadable.pop()
-        if self._main_is_good and self.main != written:  # the backup shall tell a checkpoint from the one before
+        if self._main_is_good and self.main != written:  # the backup must differ from the checkpoint
             self._rotate(main)
         disk.replace(new, main)
         self.main, self._main_is_good = written, True
         self._synced_directory.sync()
 
     def _rotate(self, main: str) -> None:
-        """Make the present file the backup, without a moment in which there is neither."""
+        """Make the current file the backup. At each instant one of the two exists."""
         backup = self._backup
         new = backup + ".new"
         try:
             try:
                 self._disk.link(main, new)
-            except FileExistsError:  # a crash has left it
+            except FileExistsError:  # left by a crash
                 self._disk.remove(new)
                 self._disk.link(main, new)
             self._disk.replace(new, backup)
         except OSError:  # no hard links on this file system, for example
             self._disk.replace(main, backup)
-            self._main_is_good = False  # there is none until the new one is in place
+            self._main_is_good = False  # offsets.json does not exist until the new file is renamed
         self.backup = self.main
 
     def _set_aside(self, name: str) -> None:
-        """Keep an unreadable file under another name, for whoever wants to look at it."""
+        """Rename an unreadable file, so that the user can examine it."""
         path = os.path.join(self._directory, name)
         aside = f"{path}.unreadable-{time.time_ns()}"
         try:

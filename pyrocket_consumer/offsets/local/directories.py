@@ -1,4 +1,4 @@
-"""Where on this host the stores of a group are: `<base>/<client id>/<group>`, as for Java clients."""
+"""The directories of a group's stores on this host: `<base>/<client id>/<group>`, as for Java clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BASE_VARIABLE = "ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR"
 
 
 def base_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
-    """Return `chosen`, else what ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR says, else `~/.rocketmq_offsets`, as Java does."""
+    """Return `chosen`, else ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR, else `~/.rocketmq_offsets`, as Java does."""
     return Path(chosen or os.environ.get(BASE_VARIABLE) or Path.home() / ".rocketmq_offsets").expanduser()
 
 
@@ -23,7 +23,7 @@ def store_directory(base: str | os.PathLike[str], client_id: str, group: str) ->
     """Return the directory of a member's store. Source: LocalFileOffsetStore.
 
     Raises:
-        ConfigError: the client id names no single directory, which others would look for in vain, or find elsewhere.
+        ConfigError: the client id cannot be the name of one directory, so other programs would not find the store.
     """
     if {"/", "\0", os.sep, os.altsep} & set(client_id) or client_id in (".", ".."):
         raise ConfigError(
@@ -42,7 +42,7 @@ def slot_ids(client_id: str) -> Iterator[str]:
 
 
 def read_store(directory: str | os.PathLike[str]) -> RecoveredStore:
-    """Return what the store in `directory` holds, without taking it: its owner may be writing meanwhile.
+    """Return the contents of the store in `directory` without locking it; its owner may be writing.
 
     Raises:
         OffsetStoreCorrupt: neither its file nor the backup can be read.
@@ -55,13 +55,13 @@ def read_store(directory: str | os.PathLike[str]) -> RecoveredStore:
         except OSError as error:
             raise OffsetStoreError(f"cannot read {Path(directory, name)}: {error.strerror or error}") from error
 
-    # The journal first: if the owner writes a checkpoint in between, it holds all that these frames do.
+    # Read the journal first. If the owner then writes a checkpoint, that has all offsets of these frames.
     journal = read(JOURNAL_FILE)
     return recover(read(MAIN_FILE), read(BACKUP_FILE), journal)
 
 
 def last_write_time(directory: str | os.PathLike[str]) -> float | None:
-    """Return when the store in `directory` was last written to, None if there is none."""
+    """Return the time of the last write to the store in `directory`, or None if there is no store."""
     times = []
     for name in (MAIN_FILE, BACKUP_FILE, JOURNAL_FILE):
         try:
@@ -73,7 +73,7 @@ def last_write_time(directory: str | os.PathLike[str]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """A store of the same group under another client id, which nobody looks into any more."""
+    """A store of the same group under another client id, which no process uses now."""
 
     client_id: str
     directory: Path
@@ -86,7 +86,7 @@ class Orphan:
 def find_orphans(base: str | os.PathLike[str], client_id: str, group: str) -> list[Orphan]:
     """Return the stores of `group` under other client ids than `client_id` and its slots, newest first.
 
-    A client id changes with the host's address or the instance name, and the store is then looked for elsewhere.
+    A client id changes with the host's address or the instance name, and the member then uses another directory.
     """
     mine = set(slot_ids(client_id))
     orphans = []

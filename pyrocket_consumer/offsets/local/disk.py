@@ -1,6 +1,6 @@
-"""The few file operations the local store needs. Everything that touches the disk goes through here.
+"""The file operations of the local store. Every access to the disk goes through this module.
 
-A stand-in for `Disk` can fail, stop or forget at each call: that is how crashes and power loss are tested.
+Tests replace `Disk` by one that fails, stops or forgets at a given call, to simulate crashes and power loss.
 """
 
 from __future__ import annotations
@@ -19,90 +19,90 @@ _LOCK_ATTEMPTS = 10
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 MAX_FILE_BYTES = 1 << 30
-"""No larger file is read into memory: it is not one of ours, whose journal has at most so much."""
+"""The size of the largest file that is read. A journal is at most this large, so a larger file is not from a store."""
 
 
 class DiskFile(Protocol):
     """An open file, written at given positions."""
 
     def write_at(self, data: bytes, position: int) -> None:
-        """Write all of `data` at `position`; it survives the end of the process, not yet a power failure."""
+        """Write all of `data` at `position`. It survives the end of the process, but not yet a power failure."""
 
     def sync(self) -> None:
-        """Return when everything written to the file, through whichever opening, survives a power failure."""
+        """Return when all data written to the file, through any descriptor, survives a power failure."""
 
     def is_at(self, path: str) -> bool:
-        """Tell whether this is the file of that name, and not another or none. True if it cannot be told."""
+        """Return whether `path` still names this file. Return True if that cannot be determined."""
 
     def close(self) -> None:
-        """Give the file up without syncing it."""
+        """Close the file without syncing it."""
 
 
 class DiskLock(Protocol):
-    """An exclusive lock; it also ends when the process ends, in whatever way."""
+    """An exclusive lock. It ends with the process, however the process ends."""
 
     created_file: bool
-    """There was no file of that name before."""
+    """Whether locking created the file."""
 
     def is_in_place(self) -> bool:
-        """Tell whether the file that is locked still has its name, so that others find it locked."""
+        """Return whether the locked file still has its name, so that other processes find it locked."""
 
     def release(self) -> None:
-        """Let others have it. Safe to call twice."""
+        """Release the lock. Safe to call twice."""
 
 
 class Disk(Protocol):
-    """File operations by path. All raise OSError when the disk, or the permission, does not allow them."""
+    """File operations by path. All raise OSError if the disk fails or a permission is missing."""
 
     def make_directories(self, path: str) -> None:
-        """Create the directory and those above it, where missing, for nobody else to look into.
+        """Create the directory and its missing parents, readable by this user only.
 
-        That the directory is another user's is an error: he can exchange what is in it at any time.
+        A directory of another user is an error, because that user could replace its files at any time.
         """
 
     def read(self, path: str) -> bytes | None:
-        """Return what the file holds, None when there is no such file. Never waits: a pipe, a device is an error.
+        """Return the contents of the file, or None if it does not exist.
 
-        So are a link, and a file larger than any of ours.
+        A link, a pipe, a device, or a file of more than MAX_FILE_BYTES is an error, so this never blocks.
         """
 
     def open(self, path: str, *, create: bool) -> DiskFile:
-        """Open a file for writing: an existing one as it is, or with `create` a new one in its place."""
+        """Open an existing file for writing; with `create`, replace it by a new one."""
 
     def link(self, source: str, target: str) -> None:
         """Give the file a second name; `target` must not exist."""
 
     def replace(self, source: str, target: str) -> None:
-        """Rename, in one step, over whatever `target` was. Survives a power failure once the directory is synced."""
+        """Rename `source` to `target` in one step. This survives a power failure once the directory is synced."""
 
     def remove(self, path: str) -> None:
-        """Remove the file, if there is one."""
+        """Remove the file if it exists."""
 
     def exists(self, path: str) -> bool:
-        """Tell whether there is such a file. True if it cannot be told."""
+        """Return whether the file exists. Return True if that cannot be determined."""
 
     def sync_directory(self, path: str) -> None:
         """Return when all names in the directory survive a power failure."""
 
     def lock(self, path: str) -> DiskLock | None:
-        """Take the exclusive lock of the file, made if missing, without waiting; None when someone else has it."""
+        """Lock the file without waiting, and create it if missing. Return None if another process has the lock."""
 
 
 _CANNOT_SYNC_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""What network and FUSE file systems that cannot sync directories say. The sync of a file still counts there."""
+"""The errors of network and FUSE file systems that cannot sync directories. They still sync files."""
 
 
 class SyncedDirectory:
-    """The names in a directory, synced where the file system can do so."""
+    """A directory whose names are synced, if the file system supports that."""
 
     def __init__(self, disk: Disk, directory: str) -> None:
         self._disk = disk
         self.directory = directory
         self.sync_error: OSError | None = None
-        """What the file system says that syncs no directories."""
+        """The error of a file system that cannot sync directories."""
 
     def sync(self) -> None:
-        """Return when all names survive a power failure, or must be left to the file system."""
+        """Return when all names survive a power failure, or when the file system cannot sync directories."""
         try:
             self._disk.sync_directory(self.directory)
         except OSError as error:
@@ -140,7 +140,7 @@ class _LocalFile:
             def sync(self) -> None:
                 import fcntl
 
-                fcntl.fcntl(self._fd, fcntl.F_FULLFSYNC)  # fsync does not reach the platter there
+                fcntl.fcntl(self._fd, fcntl.F_FULLFSYNC)  # fsync does not reach the platter on macOS
 
         else:
 
@@ -159,7 +159,7 @@ class _LocalFile:
 
 
 class _LocalLock:
-    """A locked file, open. A fork leaves it with the parent: the child closes its copy, and never unlocks."""
+    """An open, locked file. After a fork the parent keeps the lock, and the child only closes its descriptor."""
 
     def __init__(self, path: str, fd: int, created_file: bool) -> None:
         self._path = path
@@ -223,7 +223,7 @@ class LocalDisk:
         for each in reversed(missing):
             try:
                 os.mkdir(each, 0o700)
-            except FileExistsError:  # another process was faster, or it is no directory
+            except FileExistsError:  # another process created it first, or it is no directory
                 if not os.path.isdir(each):
                     raise
             path = each
@@ -270,7 +270,7 @@ class LocalDisk:
         flags |= os.O_CREAT | os.O_EXCL
         try:
             return _LocalFile(os.open(path, flags, 0o600))
-        except FileExistsError:  # what a crash has left, or somebody's link: what that leads to is not ours to write
+        except FileExistsError:  # left by a crash, or a link of another user, whose target must not be written
             os.remove(path)
             return _LocalFile(os.open(path, flags, 0o600))
 
@@ -296,7 +296,7 @@ class LocalDisk:
         return True
 
     def sync_directory(self, path: str) -> None:
-        if _ON_WINDOWS:  # where directories cannot be opened, and renames are journalled
+        if _ON_WINDOWS:  # directories cannot be opened there, and NTFS journals renames
             return
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -319,10 +319,10 @@ class LocalDisk:
             try:
                 if not lock_descriptor(fd, blocking=False):
                     return None
-                is_ours = lock.is_in_place()  # or its file was removed in between, or replaced
+                is_ours = lock.is_in_place()  # False if the file was removed or replaced in between
                 if is_ours:
                     return lock
             finally:
                 if not is_ours:
                     lock.close()
-        raise OSError(errno.ENOLCK, "the file to be locked is replaced each time", path)
+        raise OSError(errno.ENOLCK, "another process replaces the lock file at each attempt", path)

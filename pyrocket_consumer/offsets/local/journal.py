@@ -1,16 +1,16 @@
-"""The bytes of offsets.journal: a header and frames, each either whole or not there.
+"""The bytes of offsets.journal: a header and frames, each of them either complete or absent.
 
     header  magic, version, crc | generation, journal_bytes, checkpoint bytes and crc, backup bytes and crc, crc
     frame   crc32 of the rest, seeded with the generation | marker | kind and count | records
 
-The file is as long as it will ever be, and written with zeros, before the first frame: an append changes no
-metadata, so one fdatasync is one wait. A checkpoint starts the next generation by one header write; the frames
-behind it die because neither their marker nor their seed is the new generation's. The header says which
-checkpoint (length, CRC) its frames come after, and which one was the backup then: beside others they are not applied.
+The file has its final length, filled with zeros, before the first frame. An append changes no metadata, so it needs
+only one fdatasync. A checkpoint starts the next generation by one header write. Older frames are then invalid,
+because their marker and seed are not those of the new generation. The header names the checkpoint (length, CRC) that
+its frames follow, and the backup at that time. With other files the frames are not applied.
 
-A frame takes effect whole or, torn, not at all, so one `persist_all` is one step, and so is a reset with its epoch.
-Records name a queue by the index of its (topic, broker name) pair, which a frame of the same generation has defined
-before, and its queue id.
+A frame takes effect completely or, if torn, not at all. So one `persist_all` is one step, and so is a reset with its
+epoch. A record names a queue by its queue id and the name index of its (topic, broker name). An earlier frame of the
+same generation defines each name index.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pyrocket_consumer.errors import OffsetStoreError, ProtocolError
 from pyrocket_consumer.model import MessageQueue
 
 VERSION = 1
-HEADER_BYTES = 512  # one sector: frames begin on the next, so no frame write can tear the header
+HEADER_BYTES = 512  # one sector; frames begin on the next one, so a frame write cannot tear the header
 MIN_JOURNAL_BYTES = 4096
 
 # Kinds of frames.
@@ -37,7 +37,7 @@ MAX_NAMES = 0x10000
 MAX_RECORDS = 0x3FFF  # kind and count share 16 bits
 
 _MAGIC = b"PyRktOff"
-_PREAMBLE = struct.Struct("<8sHHI")  # these 16 bytes stay as they are in every version to come
+_PREAMBLE = struct.Struct("<8sHHI")  # these 16 bytes must not change in later versions
 _FIELDS = struct.Struct("<QIIIII")
 _CRC = struct.Struct("<I")
 _FRAME = struct.Struct("<IHH")
@@ -49,7 +49,7 @@ _NO_OFFSET = -1  # in a reset: the queue's offset stays as it is
 _SINGLE = struct.Struct("<HHHiq")
 _ONE_OFFSET = OFFSETS << 14 | 1
 _NAMES = struct.Struct("<HHH")
-_SIZES = {OFFSETS: _RECORD.size, RESETS: _RESET.size}  # bytes per record; others count bytes
+_SIZES = {OFFSETS: _RECORD.size, RESETS: _RESET.size}  # bytes per record; the other kinds count bytes
 
 
 FileIdentity = tuple[int, int]
@@ -57,13 +57,13 @@ FileIdentity = tuple[int, int]
 
 
 def identity(data: bytes) -> FileIdentity:
-    """Return what tells a file's contents from others."""
+    """Return the length and CRC of a file's contents."""
     return len(data), crc32(data)
 
 
 @dataclass(frozen=True, slots=True)
 class JournalHeader:
-    """Which generation of frames is alive (a random number), and which checkpoint it comes after."""
+    """The valid generation of frames (a random number), and the checkpoint that it follows."""
 
     generation: int
     journal_bytes: int
@@ -71,34 +71,34 @@ class JournalHeader:
     backup: FileIdentity = (0, 0)
 
     def follows(self, checkpoint: bytes) -> bool:
-        """Tell whether the frames were written after `checkpoint`, and not after an older or another one."""
+        """Return whether the frames were written after exactly this checkpoint."""
         return self.checkpoint == identity(checkpoint)
 
     def contradicts(self, checkpoint: bytes, backup: bytes | None) -> bool:
-        """Tell whether nobody can have written `checkpoint`, as it is.
+        """Return whether `checkpoint` must be damaged, or edited by hand.
 
-        Whoever replaces one makes it the backup, Java clients too. While the backup is what it was, so must it be.
+        Every client, also Java's, makes the old checkpoint the backup when it writes a new one. So while the backup
+        is the one in the header, the checkpoint must be, too.
         """
         return self.backup == identity(backup or b"") and self.checkpoint not in (identity(checkpoint), self.backup)
 
     def follows_backup(self, backup: bytes) -> bool:
-        """Tell whether the frames are newer than `backup`: it is what they follow, or was the backup of that.
+        """Return whether the frames are newer than `backup`: they follow it, or it was the backup at that time.
 
-        Where a checkpoint was to be renamed when the power failed, the backup may be newer than a header that
-        did not get to the disk.
+        If the power failed before a checkpoint was renamed, the backup may be newer than the header on disk.
         """
         return identity(backup) in (self.checkpoint, self.backup)
 
 
 @dataclass(slots=True)
 class Replay:
-    """What the frames of a journal say: the last offset and epoch of each queue, and how the reading went."""
+    """The last offset and epoch of each queue in a journal, and how many frames were readable."""
 
     offsets: dict[MessageQueue, int] = field(default_factory=dict)
     epochs: dict[MessageQueue, int] = field(default_factory=dict)
     frames: int = 0
     end: int = HEADER_BYTES
-    damaged_bytes: int = 0  # unreadable between readable frames: lost power, or a bad disk
+    damaged_bytes: int = 0  # unreadable bytes between readable frames, after a power failure or on a bad disk
 
 
 def encode_header(header: JournalHeader) -> bytes:
@@ -112,7 +112,7 @@ def decode_header(journal: bytes) -> JournalHeader:
     """Return the header of a journal.
 
     Raises:
-        ProtocolError: the bytes are damaged, or no journal.
+        ProtocolError: the bytes are damaged, or not a journal.
         OffsetStoreError: a newer version of this package wrote it; upgrade this one.
     """
     size = _PREAMBLE.size + _FIELDS.size
@@ -123,7 +123,7 @@ def decode_header(journal: bytes) -> JournalHeader:
         raise ProtocolError("it does not begin like a journal of offsets")
     if version > VERSION:
         raise OffsetStoreError(
-            f"the journal has format {version}, this version of pyrocket-consumer reads up to {VERSION}; upgrade it, "
+            f"the journal has format {version}, and this pyrocket-consumer reads up to {VERSION}; upgrade it, "
             "or close the store with the newer version and remove offsets.journal"
         )
     if _CRC.unpack_from(journal, size)[0] != crc32(journal[:size]):
@@ -139,7 +139,7 @@ def encode_offset(generation: int, name_index: int, queue_id: int, offset: int) 
 
 
 encode_record = _RECORD.pack
-"""(pair, queue id, offset) -> the bytes of one record of `encode_offsets`."""
+"""(name index, queue id, offset) -> the bytes of one record of `encode_offsets`."""
 
 
 def encode_offsets(generation: int, records: Sequence[bytes]) -> bytes:
@@ -151,7 +151,7 @@ def encode_offsets(generation: int, records: Sequence[bytes]) -> bytes:
 def encode_resets(generation: int, records: Sequence[tuple[int, int, int | None, int]]) -> bytes:
     """Return the frame that resets up to MAX_RECORDS queues in one step.
 
-    Each record is (pair, queue id, offset, epoch); without an offset only the epoch is new.
+    Each record is (name index, queue id, offset, epoch). An offset of None sets only the epoch.
     """
     head = _HEAD.pack(_marker(generation), RESETS << 14 | len(records))
     frame = head + b"".join(
@@ -162,7 +162,7 @@ def encode_resets(generation: int, records: Sequence[tuple[int, int, int | None,
 
 
 def encode_names(generation: int, name_index: int, topic: str, broker_name: str) -> bytes:
-    """Return the frame that defines `name_index`; it must come before the first record that uses it."""
+    """Return the frame that defines `name_index`; it must precede the first record that uses it."""
     topic_bytes, broker_bytes = topic.encode(), broker_name.encode()
     payload = _NAMES.pack(name_index, len(topic_bytes), len(broker_bytes)) + topic_bytes + broker_bytes
     frame = _HEAD.pack(_marker(generation), NAMES << 14 | len(payload)) + payload
@@ -172,9 +172,9 @@ def encode_names(generation: int, name_index: int, topic: str, broker_name: str)
 def replay(journal: bytes, header: JournalHeader) -> Replay:
     """Apply the frames of the header's generation in order.
 
-    They end at the first place where no valid frame stands. If valid ones follow even so, what lies between was never
-    acknowledged (power was lost while several were on their way) or the disk has damaged it: they are used, because
-    they are newer, and `damaged_bytes` tells that something was skipped.
+    The frames end at the first invalid one. Valid frames may follow it: the power failed while several were being
+    written, or the disk has damaged some. They are applied, because they are newer, and `damaged_bytes` counts the
+    bytes skipped.
     """
     seed, marker = header.generation & 0xFFFFFFFF, _marker(header.generation)
     marker_bytes = struct.pack("<H", marker)
@@ -193,7 +193,7 @@ def replay(journal: bytes, header: JournalHeader) -> Replay:
             end = at + _FRAME.size + count * _SIZES.get(kind, 1)
             valid = found == marker and end <= size and crc32(view[at + _CRC.size : end], seed) == crc
         if not valid:
-            # `searching`: `at` is where a marker stands by chance, or a frame that is damaged itself.
+            # While `searching`, the marker at `at` may be a coincidence, or belong to a damaged frame.
             at = journal.find(marker_bytes, at + _CRC.size + 1) - _CRC.size
             if at < result.end:
                 break
@@ -207,7 +207,7 @@ def replay(journal: bytes, header: JournalHeader) -> Replay:
                 name_index, queue_id, offset = record(journal, start)
                 if name_index in names:
                     latest[name_index, queue_id] = offset
-                else:  # its definition is among what is damaged
+                else:  # the frame that defines the name index is damaged
                     result.damaged_bytes += _RECORD.size
         elif kind == NAMES:
             name_index, topic_size, broker_size = _NAMES.unpack_from(journal, at + _FRAME.size)
@@ -239,5 +239,5 @@ def replay(journal: bytes, header: JournalHeader) -> Replay:
 
 @lru_cache(4)
 def _marker(generation: int) -> int:
-    # Never 0, which is what an unused place holds, nor like the bytes of small numbers: looking for it must be quick.
+    # Never 0, which fills unused space, nor similar to the bytes of small numbers, so that find() is fast.
     return generation * 0x9E37 & 0xFFFF | 0x8080

@@ -1,4 +1,4 @@
-"""The journal on the disk: appends one after the other, flushes that callers share."""
+"""The journal on the disk. Appends run one after the other, and callers share flushes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WARN_INTERVAL_S = 60.0
 
 
 class JournaledOffset(QueueOffset):
-    """A queue's offset with the number that the journal gives to its topic and broker name."""
+    """A queue's offset, with the name index of its topic and broker name in the journal."""
 
     __slots__ = ("name_index",)
 
@@ -44,7 +44,7 @@ class JournaledOffset(QueueOffset):
 
 
 class FlushWaiter:
-    """A caller of `flush` that waits until a flush of another one reaches its write, or it has to flush itself."""
+    """A caller of `flush` that waits until another caller has flushed its write, or until it must flush itself."""
 
     __slots__ = ("count", "must_flush", "gate")
 
@@ -56,15 +56,15 @@ class FlushWaiter:
 
 
 class JournalFile:
-    """Appends frames and flushes them. All but `flush` is called under the store's write lock.
+    """Appends frames and flushes them. Except for `flush`, callers hold the store's write lock.
 
-    Writes are counted: the first `appended` of them are here or in a checkpoint, the first `durable` survive a power
-    failure. What is appended is kept until a flush writes all of it at once: that is one write and one wait for any
-    number of callers, who append more meanwhile. One flush runs at a time; those whose write it misses wait for the
-    next one, which the first of them does for all.
+    Writes are counted. The first `appended` of them are here or in a checkpoint, and the first `durable` of them
+    survive a power failure. Appended frames stay in memory until a flush writes all of them at once. That is one
+    write and one sync for any number of callers, which append more meanwhile. One flush runs at a time. Callers that
+    append during a flush wait for the next one, which the first of them runs for all.
 
-    Locks, in this order: the sync lock is held while the file is written and flushed, or exchanged; the turn lock, a
-    leaf, guards the counts, what is not written yet, and who waits.
+    Locks are taken in this order. The sync lock is held while the file is written and flushed, or exchanged. The
+    counts lock, a leaf, guards the counts, the unwritten frames and the waiters.
     """
 
     def __init__(self, disk: Disk, names: SyncedDirectory, size: int) -> None:
@@ -78,7 +78,7 @@ class JournalFile:
         self._generation = 0
         self._position = 0
         self._warned_at = float("-inf")
-        self._defined: set[int] = set()  # the pairs that frames of this generation have defined
+        self._defined: set[int] = set()  # the name indexes that frames of this generation define
 
         self._counts_lock = Lock()
         self._unwritten: list[bytes] = []
@@ -87,30 +87,32 @@ class JournalFile:
         self._waiters: list[FlushWaiter] = []
 
         self.is_appendable = False
-        """The header on disk names the checkpoint on disk, so that a frame appended now will be found again, and all
-        that is counted as written is here or there: the store clears it while it writes.
+        """Whether the next `load` would apply a frame appended now.
+
+        It is true while the header on disk names the checkpoint on disk, and these two have every counted write. The
+        store clears it while it writes.
         """
         self.appended = 0
         self.durable = 0
 
     def open(self) -> None:
-        """Use the file that is there from the next `start_generation` on."""
+        """Open the existing file; the next `start_generation` uses it."""
         file = self._disk.open(self._path, create=False)
         with self._sync_lock:
             self._file, self._flush_failed = file, False
 
     def is_in_place(self) -> bool:
-        """Tell whether what is appended can be found again: False when another file, or none, has the name."""
+        """Return whether the open file still has its name, so that the next `load` finds its frames."""
         return self._file is None or self._file.is_at(self._path)
 
     def start_generation(self, checkpoint: FileIdentity, backup: FileIdentity) -> None:
-        """Let a new generation follow `checkpoint`, which is durable and holds everything.
+        """Start a new generation after `checkpoint`, which is durable and has all offsets.
 
-        The header is not flushed: it reaches the disk with the first frame that does. If it does not, the old one names
-        another checkpoint than the one found, and the old frames are not applied.
+        The header is not flushed; it reaches the disk with the first flushed frame. Until then the old header names an
+        older checkpoint, so `load` ignores the old frames.
 
-        A generation is a random number. A counter would come again after a power failure that took the last header, and
-        with it those frames of the lost generation that had got to the disk.
+        A generation is a random number. A counter could repeat after a power failure that lost the last header. Then
+        frames of the lost generation that had reached the disk would count again.
         """
         generation = secrets.randbits(64)
         header = encode_header(JournalHeader(generation, self._size, checkpoint, backup))
@@ -121,7 +123,7 @@ class JournalFile:
             self._synced_directory.sync()
             self.open()
         else:
-            with self._sync_lock:  # no flush is under way that could write frames of before, or fail, from here on
+            with self._sync_lock:  # no running flush can write older frames, or fail, from here on
                 with self._counts_lock:
                     self._unwritten = []
                 self._flush_failed = False
@@ -132,7 +134,7 @@ class JournalFile:
         self.is_appendable = True
 
     def encode_frames(self, changed: Sequence[JournaledOffset]) -> bytes:
-        """Return the frames that store the offset of each entry in one step; b"" if a checkpoint is due."""
+        """Return the frames that set, in one step, the stored offset of each entry; b"" if they do not fit."""
         generation = self._generation
         if len(changed) == 1:
             entry = changed[0]
@@ -149,7 +151,7 @@ class JournalFile:
         return self._with_definitions(frames, undefined)
 
     def encode_reset_frames(self, resets: Sequence[tuple[int, MessageQueue, int | None, int]]) -> bytes:
-        """Return the frames that reset (pair, queue, offset, epoch) each, in one step; b"" as `encode_frames` does."""
+        """Return the frames of these resets (name index, queue, offset, epoch), in one step; b"" if they do not fit."""
         if len(resets) > MAX_RECORDS:
             return b""
         records = [(name_index, queue.queue_id, offset, epoch) for name_index, queue, offset, epoch in resets]
@@ -157,7 +159,7 @@ class JournalFile:
         return self._with_definitions(encode_resets(self._generation, records), undefined)
 
     def _with_definitions(self, frames: bytes, undefined: Mapping[int, MessageQueue]) -> bytes:
-        """Return `frames` after the definitions they need; b"" when they do not fit."""
+        """Return `frames`, preceded by the definitions that they need; b"" if they do not fit."""
         generation = self._generation
         if undefined:
             if max(undefined) >= MAX_NAMES:
@@ -173,7 +175,7 @@ class JournalFile:
         return frames
 
     def append(self, frames: bytes, count: int) -> None:
-        """Append `frames`, which complete the first `count` writes, to what the next flush writes."""
+        """Append `frames`, which complete the first `count` writes; the next flush writes them."""
         with self._counts_lock:
             if not self._unwritten:
                 self._unwritten_position = self._position
@@ -184,7 +186,7 @@ class JournalFile:
     def write(self, frames: bytes, count: int) -> None:
         """Write `frames`, which complete the first `count` writes, and count those as durable without a flush.
 
-        They survive the process, not power loss. In one life of the store all are appended, or all are written.
+        They survive the end of the process, but not a power failure. A store uses either `append` or `write`.
         """
         assert self._file is not None
         try:
@@ -196,11 +198,11 @@ class JournalFile:
         self.mark_durable(count)
 
     def flush(self, count: int) -> bool:
-        """Return True when the first `count` writes are durable, False when only a checkpoint can make them so.
+        """Return True when the first `count` writes are durable, or False if only a checkpoint can make them durable.
 
         After a failed flush the kernel forgets which pages it could not write, and the next flush of the same
-        descriptor succeeds: what was appended is lost for all we know. So a failure is noted before the next flush
-        begins, and nothing counts as flushed until a checkpoint, in new blocks, has made everything durable.
+        descriptor succeeds. The appended frames may be lost then. So a failure is noted before the next flush begins.
+        From then on no write counts as flushed until a checkpoint, in a new file, has made all of them durable.
         """
         waiter = None
         with self._counts_lock:
@@ -220,10 +222,10 @@ class JournalFile:
         return self.durable >= count
 
     def _wait_for_flush(self, waiter: FlushWaiter) -> bool:
-        """Wait for a flush by others. Returns whether the flush that is wanted has to be done here."""
+        """Wait for a flush by another caller. Return whether this caller must run the next flush itself."""
         try:
             waiter.gate.acquire()
-        except BaseException:  # from a signal's handler: nobody may wait for a flush that we do not do
+        except BaseException:  # from a signal handler; no other caller may wait for a flush that will not run
             with self._counts_lock:
                 is_waiting = waiter in self._waiters
                 if is_waiting:
@@ -234,7 +236,7 @@ class JournalFile:
         return waiter.must_flush
 
     def _flush(self) -> int:
-        """Write and flush what was appended by now; return how many writes are durable by that."""
+        """Write and flush all appended frames; return the number of durable writes."""
         with self._sync_lock:
             if self._file is None or self._flush_failed:
                 return 0
@@ -254,7 +256,7 @@ class JournalFile:
             return appended
 
     def _finish_flush(self, reached: int) -> None:
-        """Wake those whose writes are durable, now that the first `reached` are, and the one that flushes next."""
+        """Wake the waiters whose writes are durable, now that the first `reached` are, and the next one to flush."""
         with self._counts_lock:
             if self.durable < reached:
                 self.durable = reached
@@ -262,7 +264,7 @@ class JournalFile:
             if not waiters:
                 self._flushing = False
             elif self._flush_failed:
-                self._waiters, self._flushing = [], False  # a checkpoint has to help them all
+                self._waiters, self._flushing = [], False  # they all need a checkpoint
             else:
                 self._waiters = [waiter for waiter in waiters if waiter.count > durable]
                 if self._waiters:
@@ -283,7 +285,7 @@ class JournalFile:
                 self.durable = count
 
     def close(self) -> None:
-        """Give the file up; `start_generation` makes a new one."""
+        """Close the file; `start_generation` creates a new one."""
         with self._sync_lock:
             file, self._file = self._file, None
             with self._counts_lock:
@@ -296,11 +298,11 @@ class JournalFile:
         now = time.monotonic()
         if now - self._warned_at >= WARN_INTERVAL_S:
             self._warned_at = now
-            log.warning("offset journal cannot be written, checkpoints stand in: file=%s error=%s", self._path, error)
+            log.warning("offset journal cannot be written, using checkpoints: file=%s error=%s", self._path, error)
 
 
 def write_file(disk: Disk, path: str, data: bytes) -> None:
-    """Write a whole file and sync it; what a failure leaves is removed."""
+    """Write a complete file and sync it. Remove a partial file after a failure."""
     try:
         file = disk.open(path, create=True)
         try:

@@ -1,7 +1,7 @@
 """The text of offsets.json as Java clients write and read it: JSON, except that the keys of a map are objects.
 
-Where queues were reset, the epochs of those resets are in a second table, which Java clients pass over (and lose when
-they write the file). It is in the same file so that an offset and its epoch are always equally old.
+A second table has the epochs of resets. Java clients ignore it, and drop it when they write the file. It is in the
+same file so that an offset and its epoch are always equally old.
 
 Source: LocalFileOffsetStore, OffsetSerializeWrapper; fastjson 1 (clients up to 5.3) and fastjson 2 (from 5.4).
 """
@@ -22,8 +22,8 @@ _EPOCHS = "resetEpochs"
 _CHUNK_ENTRIES = 256  # entries
 _BEFORE_EPOCHS = f',\n\t"{_EPOCHS}":'
 
-# One entry as every Java client writes it, in any white space. No string in it holds a quote or a backslash, so an
-# entry cannot begin inside another's name, and findall() finds exactly the entries that the whole pattern covered.
+# One entry as every Java client writes it, with any white space. Its strings hold no quote and no backslash, so no
+# entry can begin inside a name. So findall() finds exactly the entries that the whole pattern has matched.
 _TEXT = r'"([^"\\\x00-\x1f]*+)"'
 _ENTRY = (
     rf'\{{\s*"brokerName"\s*:\s*{_TEXT}\s*,\s*"queueId"\s*:\s*(-?\d{{1,10}})\s*,\s*"topic"\s*:\s*{_TEXT}\s*\}}'
@@ -37,7 +37,7 @@ _DOCUMENT = re.compile(
 
 
 def encode_offsets(offsets: Mapping[MessageQueue, int], epochs: Mapping[MessageQueue, int] | None = None) -> bytes:
-    """Return the text a Java client of the fastjson 1 era would write; every Java client reads it."""
+    """Return the text that a Java client with fastjson 1 would write; every Java client reads it."""
     templates: dict[tuple[str, str], bytes] = {}
     entries = []
     for queue in offsets:
@@ -52,7 +52,7 @@ def encode_offsets(offsets: Mapping[MessageQueue, int], epochs: Mapping[MessageQ
 
 
 def entry_template(topic: str, broker_name: str) -> bytes:
-    """Return the text of an entry, with `%d` for the queue id and for the offset."""
+    """Return the text of an entry, with `%d` for the queue id and the offset."""
     topic, broker_name = (json.dumps(name).replace("%", "%%") for name in (topic, broker_name))
     text = f'{{\n\t\t\t"brokerName":{broker_name},\n\t\t\t"queueId":%d,\n\t\t\t"topic":{topic}\n\t\t}}:%d'
     return text.encode("ascii")
@@ -61,13 +61,13 @@ def entry_template(topic: str, broker_name: str) -> bytes:
 def fill_templates(
     templates: Sequence[bytes], queue_ids: Sequence[int], offsets: Sequence[int], epochs: bytes
 ) -> bytes:
-    """Return the whole text: one template, queue id and offset for each entry, and `encode_epochs`."""
+    """Return the whole text from one template, queue id and offset per entry, and the result of `encode_epochs`."""
     begin, end = b'{\n\t"offsetTable":{', b"}" + epochs + b"\n}"
     if not offsets:
         return begin + end
     numbers = [0] * (2 * len(offsets))
     numbers[::2], numbers[1::2] = queue_ids, offsets
-    # Piece by piece, joined once: each copy of a large text costs as much as the filling in.
+    # In chunks, joined once, because each copy of a large text costs as much as filling it in.
     pieces = [
         b",".join(templates[at : at + _CHUNK_ENTRIES]) % tuple(numbers[2 * at : 2 * (at + _CHUNK_ENTRIES)])
         for at in range(0, len(offsets), _CHUNK_ENTRIES)
@@ -78,7 +78,7 @@ def fill_templates(
 
 
 def encode_epochs(epochs: Mapping[MessageQueue, int]) -> bytes:
-    """Return the second table as it follows the first one, nothing when no queue was reset."""
+    """Return the second table as it follows the first one; empty if no queue was reset."""
     if not epochs:
         return b""
     table: dict[str, dict[str, dict[str, int]]] = {}
@@ -88,13 +88,13 @@ def encode_epochs(epochs: Mapping[MessageQueue, int]) -> bytes:
 
 
 def decode_checkpoint(text: bytes) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]]:
-    """Return the offsets in the text of an offsets.json, of whichever client wrote it, and the epochs of resets.
+    """Return the offsets in an offsets.json that any client wrote, and the epochs of resets.
 
-    Read are both Java layouts, compact text, keys in quotes (Go), any order and white space, a byte order mark, unknown
-    fields, a key without brokerName (""). Negative offsets mean "none" and are left out.
+    This reads both Java layouts, compact text, keys in quotes (Go), any order and white space, and a byte order mark.
+    It accepts unknown fields, and a key without brokerName (""). It skips negative offsets, which mean "none".
 
     Raises:
-        ProtocolError: cut short, followed by something else, or not this format at all. Never taken for "no offsets".
+        ProtocolError: the text is cut short or empty, has trailing text, or is in another format.
     """
     try:
         decoded = text.decode("utf-8-sig")
@@ -125,10 +125,10 @@ def decode_checkpoint(text: bytes) -> tuple[dict[MessageQueue, int], dict[Messag
 
 
 def _read_own_layout(text: bytes, decoded: str) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]] | None:
-    """Read what `encode_offsets` could have written, None for any other text: the quickest way, for large stores.
+    """Read a text of `encode_offsets`; return None for any other text. This is the fastest way for large stores.
 
-    The text is taken apart at its quotes, and what is between the values is not looked at. That all was understood is
-    shown by the result: written again, it is the same text to the byte.
+    It splits the text at its quotes, and does not check the text between the values. Encoding the result again proves
+    that the reading was right, because it must give the same bytes.
     """
     table, _, tail = decoded.partition(_BEFORE_EPOCHS)
     parts = table.split('"')
@@ -156,7 +156,7 @@ def _read_any_layout(text: str) -> tuple[dict[MessageQueue, int], dict[MessageQu
 
 
 def _read_epochs(table: object) -> dict[MessageQueue, int]:
-    """Read our own table. Anybody may have written something under that name: what is not ours is no epoch."""
+    """Read the table of epochs. Ignore invalid entries, because another program may use the same name."""
     epochs = {}
     try:
         for topic, brokers in table.items() if isinstance(table, dict) else ():
@@ -171,7 +171,7 @@ def _read_epochs(table: object) -> dict[MessageQueue, int]:
 
 
 def _queue(key: object) -> MessageQueue:
-    fields = loads(key) if isinstance(key, str) else key  # text: the object in quotes, as the Go client writes it
+    fields = loads(key) if isinstance(key, str) else key  # the Go client writes the object in quotes
     if isinstance(fields, Mapping):
         topic, broker_name = fields.get("topic"), fields.get("brokerName", "")
         if isinstance(topic, str) and isinstance(broker_name, str):

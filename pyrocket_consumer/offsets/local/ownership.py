@@ -1,4 +1,4 @@
-"""One owner per store: a lock from load to close, and who holds it."""
+"""One owner per store: a lock held from load to close, and a file that names the owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOCK_FILE = "offsets.lock"
 OWNER_FILE = "offsets.owner"
 MAX_HOST_CHARACTERS = 255
 MAX_TIMESTAMP = 4_102_444_800.0
-"""The end of the year 2099: what is later is no time of a process."""
+"""The end of the year 2099. A later time in the owner file is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,16 @@ class Owner:
     host: str
     since: float
     closes_by: float | None = None
-    """When it will have given the store up, if it is about to."""
+    """The time by which the owner will have released the store, if it has announced one."""
 
     @property
     def is_closing(self) -> bool:
-        """Whether it has said that it will give the store up soon."""
+        """Whether the owner has announced that it will release the store soon."""
         return self.closes_by is not None and time.time() < self.closes_by
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there, as far as can be told from this host."""
+        """Whether the process exists. True if it runs on another host, where this cannot be checked."""
         if self.host != socket.gethostname():
             return True
         try:
@@ -46,7 +46,7 @@ class Owner:
         except ProcessLookupError:
             return False
         except OSError:
-            pass  # it is another user's
+            pass  # the process belongs to another user
         return True
 
     def __str__(self) -> str:
@@ -56,11 +56,11 @@ class Owner:
 
 
 class StoreClosing(OffsetStoreLocked):
-    """The owner of the store has said that it is about to give it up."""
+    """The owner of the store has announced that it will release it soon."""
 
 
 class Ownership:
-    """The lock on a store's directory. The operating system releases it when the process ends, even by kill -9."""
+    """The lock on a store's directory. The operating system releases it when the process ends, even after kill -9."""
 
     def __init__(self, lock: DiskLock, disk: Disk, directory: str) -> None:
         self._lock = lock
@@ -71,11 +71,11 @@ class Ownership:
 
     @classmethod
     def take(cls, disk: Disk, directory: str) -> Self:
-        """Become the owner of the store in `directory`, which exists.
+        """Become the owner of the store in the existing `directory`.
 
         Raises:
-            OffsetStoreLocked: another process, or another store object of this one, owns it; the text says who.
-            OSError: the lock file can neither be made nor opened.
+            OffsetStoreLocked: another process, or another store object of this process, owns it.
+            OSError: the lock file cannot be created or opened.
         """
         lock = disk.lock(os.path.join(directory, LOCK_FILE))
         if lock is None:
@@ -88,19 +88,19 @@ class Ownership:
 
     @property
     def created_lock_file(self) -> bool:
-        """Whether there was no lock file: the store is new, or somebody removed it, maybe under an owner."""
+        """Whether there was no lock file: the store is new, or someone removed the file, perhaps in use."""
         return self._lock.created_file
 
     def is_held(self) -> bool:
-        """Whether others find the store locked by us: its lock file may have been removed, or be another one now."""
+        """Return whether other processes find the store locked. Its lock file may have been removed or replaced."""
         return self._lock.is_in_place()
 
     def lock_again(self) -> None:
-        """Lock the file that is there now, once it is not held any more.
+        """Lock the current lock file, after the one locked before was removed or replaced.
 
         Raises:
-            OffsetStoreLocked: another process, or store object, owns the store, or has owned it since.
-            OSError: the lock file can neither be made nor opened.
+            OffsetStoreLocked: another process or store object owns the store, or has owned it meanwhile.
+            OSError: the lock file cannot be created or opened.
         """
         self._lock.release()
         lock = self._disk.lock(os.path.join(self._directory, LOCK_FILE))
@@ -112,13 +112,13 @@ class Ownership:
                 return
             lock.release()
         raise OffsetStoreLocked(
-            f"offset store {self._directory} was taken by {owner or 'another process'}, as {LOCK_FILE} had been "
-            "removed or replaced while it was in use here; nothing is written any more. Close it, and open it when the "
-            "other has ended, or give this one an instance_name or a directory of its own"
+            f"offset store {self._directory} was taken by {owner or 'another process'}, because {LOCK_FILE} had been "
+            "removed or replaced while it was in use here. No more offsets are written here. Close the store, and open "
+            "it when the other process has ended, or give this one an instance_name or a directory of its own"
         )
 
     def closes_within(self, seconds: float) -> None:
-        """Tell others who want the store that it is theirs soon."""
+        """Announce to other processes that this one will release the store within `seconds`."""
         if self.is_held():
             self._write_owner(replace(self._owner, closes_by=time.time() + seconds))
 
@@ -132,15 +132,15 @@ class Ownership:
                 file.close()
             self._disk.replace(path + ".new", path)
         except OSError:
-            pass  # full disk: only what another is told of this owner is poorer
+            pass  # a full disk, for example; other processes then only lack the name of this owner
 
     def release(self) -> None:
-        """Let another process own the store."""
+        """Release the lock, so that another process can own the store."""
         self._lock.release()
 
 
 def read_owner(disk: Disk, directory: str) -> Owner | None:
-    """Return who took the store last; it may have ended since. None: nothing says it, or nothing that can be."""
+    """Return the last owner of the store, which may have ended; None if its file is missing or invalid."""
     try:
         fields = loads(disk.read(os.path.join(directory, OWNER_FILE)) or b"")
         pid, host, since, closes_by = fields["pid"], fields["host"], fields["since"], fields.get("closes_by")

@@ -1,4 +1,4 @@
-"""What a store's files say together, whatever state a crash or a bad disk left them in: a function of their bytes."""
+"""Combine the files of a store into its offsets, in whatever state a crash or a bad disk has left them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Source = Literal["new", "file", "backup", "started-over"]
 
 @dataclass(slots=True)
 class RecoveredStore:
-    """What the files hold, where it is from, and what was wrong with them.
+    """The offsets in the files, the file that each comes from, and the damage found.
 
-    Offsets of the queues in `from_journal` are from there, all others from `source`.
-    `epochs` are as old as the offsets beside them: where those are from a backup, a reset since then applies again.
+    The offsets of the queues in `from_journal` are from the journal, all others from `source`. `epochs` are as old as
+    the offsets. After a recovery from the backup, a reset since that backup applies again.
     """
 
     source: Source = "new"
@@ -34,7 +34,7 @@ class RecoveredStore:
     header: JournalHeader | None = None
     journal_frames: int = 0
     unreadable: list[str] = field(default_factory=list)
-    notes: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)  # a sentence, and facts
+    notes: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)  # texts and facts for events
 
     def add_note(self, text: str, **facts: object) -> None:
         self.notes.append((text, facts))
@@ -43,10 +43,10 @@ class RecoveredStore:
 def recover(
     main: bytes | None, backup: bytes | None, journal: bytes | None, on_unreadable: OnUnreadable = "backup"
 ) -> RecoveredStore:
-    """Return what a store with these files holds; None is a file that is not there.
+    """Return the offsets of a store with these files; pass None for a missing file.
 
     Raises:
-        OffsetStoreCorrupt: the files do not say, and `on_unreadable` says to stop.
+        OffsetStoreCorrupt: files are unreadable, and `on_unreadable` does not allow to continue.
         OffsetStoreError: a newer version of this package wrote the journal.
     """
     result = RecoveredStore()
@@ -57,13 +57,13 @@ def recover(
         (result.source == "file" and not header.follows(main or b""))
         or (result.source == "backup" and not header.follows_backup(backup or b""))
     ):
-        # A crash between a checkpoint and the header that names it, or another program wrote offsets.json since.
-        # Either way it is newer than the frames.
+        # The process crashed between a checkpoint and the header that names it, or another program wrote offsets.json
+        # meanwhile. In both cases the checkpoint is newer than the frames.
         differing = sum(result.offsets.get(mq) != offset for mq, offset in frames.offsets.items())
         if differing or not frames.offsets:
             result.add_note(
-                f"{MAIN_FILE if result.source == 'file' else BACKUP_FILE} is newer than {JOURNAL_FILE}: another "
-                "program wrote it, or a crash came between the two; its offsets are used",
+                f"{MAIN_FILE if result.source == 'file' else BACKUP_FILE} is newer than {JOURNAL_FILE}, because "
+                "another program wrote it, or a crash occurred between the two writes; its offsets are used",
                 ignored_queues=differing,
             )
         return result
@@ -84,8 +84,8 @@ def _read_journal(result: RecoveredStore, journal: bytes | None, on_unreadable: 
             raise _corrupt_error(f"{JOURNAL_FILE} is unreadable: {error}") from error
         result.unreadable.append(JOURNAL_FILE)
         result.add_note(
-            f"{JOURNAL_FILE} is unreadable: {error}; offsets persisted since the last checkpoint are lost, their "
-            "messages come again"
+            f"{JOURNAL_FILE} is unreadable: {error}; offsets persisted since the last checkpoint are lost, so their "
+            "messages will be redelivered"
         )
         return Replay()
     frames = replay(journal, result.header)
@@ -93,7 +93,7 @@ def _read_journal(result: RecoveredStore, journal: bytes | None, on_unreadable: 
     if damaged_bytes:
         result.unreadable.append(JOURNAL_FILE)
         result.add_note(
-            f"{JOURNAL_FILE} has unreadable places; the rest is used, some messages may come again",
+            f"{JOURNAL_FILE} has unreadable parts; the rest is used, and some messages may be redelivered",
             damaged_bytes=damaged_bytes,
         )
     return frames
@@ -113,8 +113,8 @@ def _read_checkpoint(
             if header is not None and header.contradicts(main, backup):
                 result.offsets, result.epochs = {}, {}
                 raise ProtocolError(
-                    "it is not what was written, by its checksum: damaged, or edited by hand (to have it used as it "
-                    f"is, remove {JOURNAL_FILE})"
+                    "its checksum is wrong, so it is damaged or was edited by hand (to use it as it is, "
+                    f"remove {JOURNAL_FILE})"
                 )
         except ProtocolError as error:
             result.unreadable.append(MAIN_FILE)
@@ -135,14 +135,14 @@ def _read_checkpoint(
         else:
             result.source = "backup"
             result.add_note(
-                f"{reason}; {BACKUP_FILE} and the journal are used, some messages may come again",
+                f"{reason}; {BACKUP_FILE} and the journal are used, and some messages may be redelivered",
                 queues=len(result.offsets),
             )
             return
     if on_unreadable == "backup":
         raise _corrupt_error(reason)
     result.source = "started-over"
-    result.add_note(f"{reason}; starting over with what the journal has")
+    result.add_note(f"{reason}; starting over with the offsets of the journal")
 
 
 def _corrupt_error(reason: str) -> OffsetStoreCorrupt:

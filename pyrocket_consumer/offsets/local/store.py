@@ -1,10 +1,12 @@
-"""Offsets kept in files of this host: what a broadcasting group uses.
+"""Offsets in files of this host, as broadcasting groups store them.
 
-`offsets.json` is the checkpoint, in the text Java clients write and read; `offsets.json.bak` the one before;
-`offsets.journal` what was persisted since; `offsets.lock` says that the store is taken, `offsets.owner` by whom.
+* `offsets.json`: the checkpoint, in the text that Java clients write and read
+* `offsets.json.bak`: the previous checkpoint
+* `offsets.journal`: the offsets persisted since the checkpoint
+* `offsets.lock`: locked while a process has the store; `offsets.owner` names that process
 
-Locks, in this order: the write lock orders all persists; the journal has two of its own, so that flushes run without
-it; the table lock (see OffsetTable) guards memory, and nothing else is taken under it.
+Locks are taken in this order. The write lock orders all persists. The journal's two locks let a flush run without the
+write lock. The table lock guards memory (see OffsetTable), and no other lock is taken under it.
 """
 
 from __future__ import annotations
@@ -91,7 +93,10 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class FoundOffsets:
-    """What `load` found: `source` is where, "new" when there was no store and "started-over" when none was readable."""
+    """The result of `load`. `source` names where the offsets were found.
+
+    It is "new" if there was no store, and "started-over" if no file was readable.
+    """
 
     source: Source
     queues: int
@@ -99,12 +104,12 @@ class FoundOffsets:
 
 
 class _FileOffset(JournaledOffset):
-    """`stored` is what was last handed to the disk, `origin` where it was found."""
+    """`stored` is the offset last passed to the disk; `origin` names the file where `load` found it."""
 
     __slots__ = ("origin",)
 
     def __init__(self, queue: MessageQueue, name_index: int) -> None:
-        # Not through super(): a store may have to make tens of thousands of them before it is open.
+        # super().__init__() is too slow, because loading may create tens of thousands of entries.
         self.queue, self.name_index = queue, name_index
         self.offset: int | None = None
         self.stored: int | None = None
@@ -112,20 +117,22 @@ class _FileOffset(JournaledOffset):
 
 
 class LocalFileOffsetStore(OffsetTable[_FileOffset]):
-    """Keeps offsets in a directory that one process owns at a time. Works alone, without a consumer.
+    """Keeps offsets in a directory that one process owns at a time. It also works without a consumer.
 
-    A relative `directory` is meant from where the process is when the store is made. Closed, it may be loaded again.
-    Any thread may call it, but no handler of a signal: it may come in the middle of another call of its thread, and
-    would wait for that. Let it set an event that ends the main loop, and close the store there.
+    A relative `directory` is resolved when the store is created. A closed store can be loaded again.
 
-    `durability`: with "fsync" (default) a persisted offset survives a power failure; with "process" only the end of the
-    process, however sudden; "checkpoint" is as "fsync", but each persist rewrites offsets.json, for Java programs that
-    read it at any time (otherwise it is up to `checkpoint_interval_s` old while the store is open).
+    Any thread may call the store, but no signal handler may. A handler may interrupt a call on its own thread, and
+    would then wait for it forever. Let the handler set an event that ends the main loop, and close the store there.
 
-    `on_unreadable`, when offsets.json is damaged: "raise"; "backup" (default) uses offsets.json.bak, and raises when
-    that is no better; "start_over" then begins without offsets. What was unreadable is set aside, never overwritten.
+    `durability`: with "fsync" (default) a persisted offset survives a power failure. With "process" it survives only
+    the end of the process, even a sudden one. With "checkpoint" it is as durable as with "fsync", and each persist
+    rewrites offsets.json for Java programs that read it at any time. In the other modes offsets.json is up to
+    `checkpoint_interval_s` old while the store is open.
 
-    `existing_only`: raise instead of beginning a new store, for a group that must have one.
+    `on_unreadable`, for a damaged offsets.json: "raise"; "backup" (default) uses offsets.json.bak, and raises if that
+    is damaged, too; "start_over" then begins without offsets. Unreadable files are set aside, never overwritten.
+
+    `existing_only`: raise instead of creating a new store, for a group that must have one.
     """
 
     def __init__(
@@ -169,29 +176,27 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._events: deque[ConsumerEvent] = deque()
         self._unwritable_since: float | None = None
         self._unsynced_reported = False
-        self._taken_reason: str | None = None  # by whom, when another owns the store while it is open here
+        self._taken_reason: str | None = None  # set once another process has taken the store while it was open here
         self._checked_at = self._removal_reported_at = float("-inf")
         self._reminded_at = 0.0
 
-        # Under the write lock. `_written` counts what was handed over; the journal counts how far it got.
+        # Under the write lock. `_written` counts the writes so far; the journal counts how many of them are durable.
         self._set_directory(_absolute_path(directory))
-        self._stored_entries: list[_FileOffset] = []  # the queues of offsets.json
-        self._templates: list[bytes] = []  # by pair: what an entry of offsets.json is made from
+        self._stored_entries: list[_FileOffset] = []  # in the order of offsets.json
+        self._templates: list[bytes] = []  # by name_index: the template of an entry of offsets.json
         self._epochs_text: bytes | None = None
-        self._durability_unknown = (
-            False  # what was found may be in the system's cache only: a killed process did not sync it
-        )
-        self._has_old_journal = False  # there is one, of a mode that has journals
-        self._checkpoint_is_stale = False  # offsets.json lacks something that the journal, or a backup, holds
+        self._durability_unknown = False  # the files found may be in the cache only, because a killed process left them
+        self._has_old_journal = False  # in mode "checkpoint": another mode has left a journal
+        self._checkpoint_is_stale = False  # the journal, or a backup, has offsets that offsets.json lacks
         self._checkpointed_at = 0.0
         _stores.add(self)
 
     @classmethod
     def for_group(cls, config: ConsumerConfig, client_id: str) -> Self:
-        """Return the store, not loaded yet, of the member `client_id` of the group, set up as its config says.
+        """Return the store of the member `client_id`, configured for its group but not loaded yet.
 
-        Processes of one host share a client id while nobody gave them an instance name. The first to load its store
-        gets it, the next one `…@DEFAULT-1`, and so on: `client_id` and `directory` tell, once loaded.
+        Processes of one host share a client id unless each has an instance name. The first process to load gets that
+        store, the next one gets `…@DEFAULT-1`, and so on. `client_id` and `directory` name it after `load`.
         """
         base = Path(_absolute_path(base_directory(config.offset_store_dir)))
         store = cls(
@@ -205,49 +210,48 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
     @property
     def client_id(self) -> str:
-        """The client id whose store this is: the directory's name above the group's."""
+        """The client id that this store belongs to: the name of the parent directory."""
         return self.directory.parent.name
 
     @property
     def directory(self) -> Path:
-        """Where the files are."""
+        """The directory of the files."""
         return Path(self._directory)
 
     @property
     def found(self) -> FoundOffsets:
-        """What `load` found: tells a new store from an existing one, and where its offsets came from.
+        """The result of `load`: whether the store is new, and where its offsets were found.
 
         Raises:
-            OffsetStoreError: not loaded yet.
+            OffsetStoreError: the store is not loaded yet; call `load`.
         """
         if self._found is None:
             raise OffsetStoreError(f"offset store {self._directory} is not loaded; call load(), or use `with`")
         return self._found
 
     def origin(self, mq: MessageQueue) -> str | None:
-        """Return where `load` found the offset of `mq`: "file", "backup" or "journal"; None when it did not."""
+        """Return where `load` found the offset of `mq`: "file", "backup" or "journal"; None if it found no offset."""
         entry = self._find_entry(mq)
         return entry.origin if entry else None
 
     def load(self) -> None:
-        """Take the store, and put what it holds into memory. An offset set before the first time is kept.
+        """Lock the store, and read its offsets into memory. The first `load` keeps offsets that were set before.
 
-        Loaded again after `close`, memory begins with what the store holds now: what it had of the time before, and an
-        offset acknowledged late, since then, may be older than what another owner has stored meanwhile.
+        A `load` after `close` discards the offsets in memory, because another owner may have stored newer ones.
 
         Raises:
             OffsetStoreLocked: another process owns the store.
-            OffsetStoreCorrupt: its files are unreadable, and `on_unreadable` says to stop.
-            OffsetStoreUnwritable: the directory cannot be made, or not be written at all.
+            OffsetStoreCorrupt: its files are unreadable, and `on_unreadable` does not allow to continue.
+            OffsetStoreUnwritable: the directory cannot be created or written.
             OffsetStoreError: it does not exist (`existing_only`), or a newer version wrote it.
         """
         self._load(wait_for_closing=False)
 
     def try_load(self) -> bool:
-        """Do what `load` does, unless the process that has the store is about to give it up: then return False.
+        """Load the store and return True. Return False if its owner has announced that it will close soon.
 
-        So that of two processes of one host of which one takes the other's place, the new one goes on where the old one
-        ends, and not in another store.
+        When a new process replaces an old one on the same host, the new one can then wait for the old one's store. It
+        would otherwise use another slot, and not continue at the same offsets.
         """
         try:
             self._load(wait_for_closing=True)
@@ -256,7 +260,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         return True
 
     def closes_within(self, seconds: float) -> None:
-        """Tell whoever wants this store that it will be closed soon; see `try_load`."""
+        """Announce to other processes that this store will close within `seconds`; see `try_load`."""
         with self._write_lock:
             if self._ownership is not None and not self._forked:
                 self._ownership.closes_within(seconds)
@@ -290,13 +294,13 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
     def read_offset(
         self, mq: MessageQueue, read_type: ReadOffsetType = ReadOffsetType.MEMORY_FIRST_THEN_STORE
     ) -> int | None:
-        """Return the offset of `mq`, None when there is none. Never touches the disk: the store is ours alone.
+        """Return the offset of `mq`, or None without one. This never reads the disk, because no one else writes it.
 
-        "Store" is what was last persisted. It is copied to memory only where memory holds none, so that reading
-        never forgets an offset that is not durable yet.
+        The stored offset is the one last persisted. It is copied to memory only if memory has none, so a read never
+        replaces an offset that is not durable yet.
 
         Raises:
-            OffsetStoreError: what the store holds is wanted, and it is not open: that is not known.
+            OffsetStoreError: the stored offset is needed, and the store is not open.
         """
         with self._table_lock:
             entry = self._entries.get(mq)
@@ -315,22 +319,22 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         raise self._not_open()
 
     def persist(self, mq: MessageQueue) -> None:
-        """Return when the offset that memory holds of `mq` is durable (see `durability`).
+        """Return when the offset of `mq` in memory is durable (see `durability`).
 
-        An offset that already is costs nothing.
+        If it is durable already, this does nothing.
 
         Raises:
-            OffsetStoreUnwritable: it is not. Memory keeps it, and a later call tries again.
-            OffsetStoreLocked: it is not, and will not be: another owns the store since its lock file was removed.
+            OffsetStoreUnwritable: it is not durable. Memory keeps it, and a later call tries again.
+            OffsetStoreLocked: the lock file was removed and another process has the store, so it never will be.
         """
         with self._table_lock:
             entry = self._entries.get(mq)
         self._persist(() if entry is None else (entry,))
 
     def persist_all(self, mqs: Iterable[MessageQueue] | None = None) -> None:
-        """Persist `mqs`, or all queues in memory, as one step: after a crash all are there or none.
+        """Persist `mqs`, or all queues in memory, in one step. A crash leaves all of them or none.
 
-        What is stored of other queues stays.
+        The stored offsets of other queues stay.
 
         Raises:
             OffsetStoreUnwritable: they are not durable. Memory keeps them, and a later call tries again.
@@ -343,10 +347,10 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             return self._epochs.get(mq, 0)
 
     def persist_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
-        """Set offsets and epochs, and return when all are durable: after a crash all are there or none.
+        """Set offsets and epochs in one step, and return when they are durable. A crash leaves all of them or none.
 
         Raises:
-            ConfigError: an offset or epoch is not a whole number from 0 to 2**63 - 1. Nothing was set.
+            ConfigError: an offset or epoch is not a whole number from 0 to 2**63 - 1. No offset was set.
             OffsetStoreUnwritable: they are not durable. Memory has them, and a later persist tries again.
         """
         for mq, reset in resets.items():
@@ -364,7 +368,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._emit_events()
 
     def remove_offset(self, mq: MessageQueue) -> None:
-        """Persist the offset of `mq` if it is not, and take it out of memory; the store keeps it.
+        """Persist the offset of `mq`, and remove it from memory; the store keeps it.
 
         Raises:
             OffsetStoreUnwritable: it is not durable, and still in memory.
@@ -373,7 +377,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         if entry is None:
             return
         try:
-            # Under the write lock nobody else persists, so what is durable at the end is what is compared.
+            # No one else persists while the write lock is held, so the offset compared is the durable one.
             with self._write_lock:
                 self._check_open()
                 while True:
@@ -389,16 +393,16 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._emit_events()
 
     def close(self) -> None:
-        """Persist what memory holds, write the checkpoint, and let others have the store. Safe to call twice.
+        """Persist the offsets in memory, write the checkpoint, and release the store. Safe to call twice.
 
-        Where the journal has all, but offsets.json cannot be written (the disk is full), nothing is lost: that is an
-        event, `store-unwritable`, and the next owner reads both.
+        If offsets.json cannot be written, for example on a full disk, the journal still has all offsets. The store
+        then emits `store-unwritable`, and the next owner reads both files.
 
         Raises:
-            OffsetStoreUnwritable: not everything is durable. The store is closed all the same.
-            OffsetStoreLocked: another owns it since its lock was removed, and nothing was written.
+            OffsetStoreUnwritable: not all offsets are durable. The store is closed anyway.
+            OffsetStoreLocked: its lock was removed and another process owns it. Nothing was written.
         """
-        if self._forked:  # its files and its lock are the parent's
+        if self._forked:  # the parent owns the files and the lock
             return
         try:
             with self._write_lock:
@@ -412,20 +416,21 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                         self._checkpoint()
                     elif self._checkpoint_is_stale:
                         self._try_checkpoint()
-                    if self._durability_unknown:  # files are gone since then, and could not be written anew
+                    if self._durability_unknown:  # files were removed meanwhile, and could not be written again
                         self._checkpoint()
                     is_stale = self._checkpoint_is_stale
                 except OffsetStoreUnwritable as error:
                     raise OffsetStoreUnwritable(
                         f"not all offsets could be written to {self._directory} before it was closed: "
-                        f"{_reason_and_remedy(error.__cause__)}. Messages consumed since the last persist come again"
+                        f"{_reason_and_remedy(error.__cause__)}. Messages consumed since the last persist will be "
+                        "redelivered"
                     ) from error.__cause__
                 finally:
                     self._release()
         finally:
             self._emit_events()
         if is_stale:
-            log.warning("offset store closed, its journal has what offsets.json lacks: directory=%s", self._directory)
+            log.warning("offset store closed, offsets.json is older than its journal: directory=%s", self._directory)
         else:
             log.info("offset store closed: directory=%s", self._directory)
 
@@ -448,7 +453,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             with self._write_lock:
                 self._check_open()
                 if self._durability == "checkpoint":
-                    # One checkpoint for all who wait for the lock: the next to get it find their work done.
+                    # One checkpoint serves all callers that wait for the lock. The later ones find nothing to write.
                     with self._table_lock:
                         entries, self._awaiting_checkpoint = list(self._awaiting_checkpoint), {}
                 self._write_changes(self._unstored(entries))
@@ -460,24 +465,24 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 self._emit_events()
 
     def _make_durable(self, journal: JournalFile, target: int) -> None:
-        """Return when the first `target` writes, counted by `journal`, are durable. No lock is held."""
+        """Return when the first `target` writes, as `journal` counts them, are durable. No lock is held."""
         if journal.durable < target and not journal.flush(target):
             with self._write_lock:
                 if journal.durable >= target:
                     return
                 if journal is not self._journal:
-                    raise self._not_open()  # closed meanwhile, which failed, and loaded again: memory has begun anew
+                    raise self._not_open()  # closed meanwhile, which failed; a new load has replaced memory
                 self._check_open()
                 self._checkpoint()
 
     def _unstored(self, entries: Iterable[_FileOffset]) -> list[_FileOffset]:
-        """Return the entries to write. Reading one attribute needs no lock."""
+        """Return the entries that differ from the store. Reading one attribute needs no lock."""
         return [entry for entry in entries if (offset := entry.offset) is not None and offset != entry.stored]
 
     def _write_changes(self, changed: Sequence[_FileOffset]) -> None:
-        """Write `changed` to the journal, or with a checkpoint. The write lock is held.
+        """Write `changed` to the journal, or with a checkpoint. The caller holds the write lock.
 
-        Returns with `_written` counting it; it is durable once the journal has come as far.
+        `_written` then counts this write. It is durable once `durable` of the journal reaches that count.
         """
         if self._clock() - self._checked_at >= _CHECK_INTERVAL_S:
             self._check_files()
@@ -487,7 +492,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         if changed:
             journal = self._journal
             fits = journal.is_appendable
-            journal.is_appendable = False  # until `_write_frames` has put there what is noted as stored from here on
+            journal.is_appendable = False  # until `_write_frames` has written the entries marked as stored below
             for entry in changed:
                 if entry.stored is None:
                     self._stored_entries.append(entry)
@@ -499,9 +504,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._try_checkpoint()
 
     def _try_checkpoint(self) -> None:
-        """Write a checkpoint that nobody's offsets wait for. If that fails it is told, and tried an interval later.
+        """Write a checkpoint that no caller waits for. A failure emits an event, and the next interval tries again.
 
-        What is in the journal is safe all the same, or will be when the caller has flushed it.
+        The offsets are safe in the journal, or will be when the caller has flushed it.
         """
         try:
             self._checkpoint()
@@ -509,13 +514,14 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._checkpointed_at = self._clock()
 
     def _check_files(self) -> None:
-        """Check that the files are there, and that the lock on them is ours: somebody may have removed them.
+        """Check that the files still exist and that this store still holds the lock; someone may have removed them.
 
-        If so, write everything anew, unless another process owns the store. The caller holds the write lock.
+        If files are missing and no other process has taken the store, lock it again and have all offsets written
+        again. The caller holds the write lock.
 
         Raises:
-            OffsetStoreLocked: another owns the store, or has owned it since.
-            OffsetStoreUnwritable: it cannot be locked.
+            OffsetStoreLocked: another process owns the store, or has owned it meanwhile.
+            OffsetStoreUnwritable: the store cannot be locked.
         """
         self._checked_at = self._clock()
         if self._ownership is None:
@@ -542,13 +548,16 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._removal_reported_at = self._checked_at
             self._add_event(
                 EventKind.STORE_REMOVED,
-                "files of the store were removed or replaced while it was in use; nobody else had taken it, and all "
-                "offsets are written anew. Keep whoever cleans up there away from it",
+                "files of the store were removed or replaced while it was in use; no other process had taken it, so "
+                "all offsets are written again. Exclude the directory from the job that cleans up there",
                 directory=self._directory,
             )
 
     def _write_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
-        """Set memory and write, as `_write_changes` does. The write lock is held: nobody else persists one half of it."""
+        """Set memory and write, as `_write_changes` does.
+
+        The caller holds the write lock, so no one else can persist a part of the resets.
+        """
         if self._clock() - self._checked_at >= _CHECK_INTERVAL_S:
             self._check_files()
         with self._table_lock:
@@ -563,7 +572,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             frames = journal.encode_reset_frames(
                 [(entry.name_index, entry.queue, reset.offset, reset.epoch) for entry, reset in entries]
             )
-        journal.is_appendable = False  # until `_write_frames` has put them there
+        journal.is_appendable = False  # until `_write_frames` has written them
         for entry, reset in entries:
             if reset.offset is not None:
                 if entry.stored is None:
@@ -574,9 +583,10 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._write_frames(frames)
 
     def _write_frames(self, frames: bytes) -> None:
-        """Append `frames`, or write a checkpoint when there are none because none fit. The write lock is held.
+        """Append `frames`, or write a checkpoint if they are empty because they do not fit.
 
-        Where neither works, the journal stays closed to frames: later ones would count what is in none as durable.
+        The caller holds the write lock. If both fail, the journal stays closed to frames. Otherwise a later frame
+        would make this write count as durable although no file has it.
         """
         self._checkpoint_is_stale = True
         journal = self._journal
@@ -594,13 +604,13 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             journal.is_appendable = True
 
     def _checkpoint(self) -> None:
-        """Make everything written durable in offsets.json, and begin a new generation of the journal.
+        """Make all writes durable in offsets.json, and start a new generation of the journal.
 
-        The write lock is held.
+        The caller holds the write lock.
 
         Raises:
-            OffsetStoreUnwritable: it could not be done.
-            OffsetStoreLocked: another owns the store.
+            OffsetStoreUnwritable: the file could not be written.
+            OffsetStoreLocked: another process owns the store.
         """
         self._check_files()
         order, templates = self._stored_entries, self._templates
@@ -629,10 +639,10 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             if self._durability != "checkpoint":
                 journal.start_generation(self._checkpoint_file.main, self._checkpoint_file.backup)
             elif self._has_old_journal:
-                self._disk.remove(os.path.join(self._directory, JOURNAL_FILE))  # its frames are in
+                self._disk.remove(os.path.join(self._directory, JOURNAL_FILE))  # the checkpoint has its frames
                 self._has_old_journal = False
         except OSError as error:
-            self._note_unwritable(error)  # durable all the same: until it works, every persist is a checkpoint
+            self._note_unwritable(error)  # durable anyway; until this works, each persist writes a checkpoint
         else:
             self._note_writable()
 
@@ -642,23 +652,26 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._unsynced_reported = True
             self._add_event(
                 EventKind.STORE_UNSYNCED,
-                "this file system cannot sync directories: offsets survive the end of the process, and power loss as "
-                "far as it keeps the names of files by itself; use a local file system if that matters",
+                "this file system cannot sync directories. Offsets survive the end of the process, but not every power "
+                "failure, because new names of files may be lost. Use a local file system if that matters",
                 directory=self._directory,
                 error=refusal.strerror,
             )
 
     def _stop_appending(self) -> None:
-        # From the first rename on, the checkpoint on disk may be one that the journal's header does not name. Frames
-        # appended now would not be applied at the next load: none until the header is rewritten.
+        # From the first rename on, the journal's header may not name the checkpoint on disk. The next load would
+        # ignore frames appended now, so append no more until the header is rewritten.
         self._journal.is_appendable = False
-        if self._clock() - self._checked_at >= _CHECK_INTERVAL_S:  # writing has taken long
+        if self._clock() - self._checked_at >= _CHECK_INTERVAL_S:  # the write took long
             self._check_files()
 
     # -- loading -------------------------------------------------------------------------------------------------
 
     def _take_ownership(self, wait_for_closing: bool) -> None:
-        """Become the owner of the directory, or of the first one that is free, or (`wait_for_closing`) is about to be."""
+        """Become the owner of the directory, or of the first free slot.
+
+        With `wait_for_closing`, raise StoreClosing at the first slot whose owner will close soon.
+        """
         if self._member is None or not self._member[-1]:
             return self._lock_directory(self._directory)
         base, client_id, group, _ = self._member
@@ -684,7 +697,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._set_directory(directory)
 
     def _set_directory(self, directory: str) -> None:
-        """Begin to count what is written to the files of `directory`."""
+        """Use the files of `directory`, and start counting writes to them."""
         self._directory = directory
         self._synced_directory = SyncedDirectory(self._disk, directory)
         self._checkpoint_file = CheckpointFile(self._disk, self._synced_directory)
@@ -692,27 +705,27 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._written = 0
 
     def _recover(self) -> None:
-        """Read the files. Writes nothing: the first persist writes a checkpoint, which brings them in order.
+        """Read the files. This writes nothing, because the first persist writes a checkpoint that repairs them.
 
-        It does so in any case. What is found may be in the system's cache only, even the names of the files: whoever
-        was killed may not have come to sync them.
+        The first persist always does. A killed process may not have synced its files, not even their names, so they
+        may exist only in the system's cache.
         """
         journal, main, backup = (self._read(name) for name in (JOURNAL_FILE, MAIN_FILE, BACKUP_FILE))
         try:
             found = recover(main, backup, journal, self._on_unreadable)
         except OffsetStoreCorrupt as error:
             chosen = f"on_unreadable_store={self._on_unreadable!r}"
-            if self._member is None:  # whoever made it by itself
+            if self._member is None:  # created without a consumer
                 chosen = f"LocalFileOffsetStore(…, on_unreadable={self._on_unreadable!r})"
             raise OffsetStoreCorrupt(
                 f"offset store {self._directory}: {error}, or choose another policy than {chosen}: "
-                f"'backup' uses {BACKUP_FILE}, 'start_over' begins anew when that is no better"
+                f"'backup' uses {BACKUP_FILE}; 'start_over' begins without offsets if that is unreadable, too"
             ) from error
         except OffsetStoreError as error:
             raise type(error)(f"offset store {self._directory}: {error}") from error
         if found.source == "new" and self._existing_only:
             raise OffsetStoreError(
-                f"offset store {self._directory} does not exist, and existing_only asks for one; check the directory "
+                f"offset store {self._directory} does not exist, and existing_only requires one; check the directory "
                 "and the client id (address@instance), or start without existing_only"
             )
         for text, facts in found.notes:
@@ -721,7 +734,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             self._epochs = dict(found.epochs)
             self._awaiting_checkpoint = {}
             unused = 0
-            for known in self._entries.values():  # kept, not made anew: another thread may be about to persist one
+            for known in self._entries.values():  # keep the objects, because another thread may be about to persist one
                 known.stored = known.origin = None
                 if self._found is not None:
                     unused += known.offset is not None and known.offset != found.offsets.get(known.queue)
@@ -737,7 +750,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 self._entries[mq].origin = "journal"
         if unused:
             log.info(
-                "offset store opened again, offsets that memory had are not used: directory=%s queues=%d",
+                "offset store opened again, offsets in memory are discarded: directory=%s queues=%d",
                 self._directory,
                 unused,
             )
@@ -749,7 +762,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._checkpoint_is_stale = bool(found.journal_frames) or found.source == "backup"
         self._checkpointed_at = self._clock()
         usable = journal is not None and len(journal) == self._journal_bytes and JOURNAL_FILE not in found.unreadable
-        # Where the lock had been removed a former owner may not have noticed, and be writing to that very file.
+        # If the lock file was removed, a former owner may not have noticed, and may still write to the journal.
         is_ours = self._ownership is not None and not self._ownership.created_lock_file
         if usable and is_ours and found.header and self._durability != "checkpoint":
             try:
@@ -765,20 +778,20 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         if orphans:
             self._add_event(
                 EventKind.STORE_ORPHANED,
-                f"this store is new, but group {group} has one under another client id: {orphans[0]}; "
-                f"if its offsets are wanted, stop, and adopt it: pyrocket offsets adopt {orphans[0]} {self._directory}",
+                f"this store is new, but group {group} has one under another client id: {orphans[0]}. "
+                f"To use its offsets, stop, and adopt it: pyrocket offsets adopt {orphans[0]} {self._directory}",
                 directory=self._directory,
                 orphans=len(orphans),
             )
 
     def _report_slot_change(self) -> None:
-        """Tell when processes of this host that all are called DEFAULT may have changed places."""
+        """Emit `store-slot` if processes of this host without instance names may have swapped their stores."""
         if self._member is None or not self._member[-1]:
             return
         base, first_id, group, _ = self._member
         written = last_write_time(self._directory)
         store = "this store is new" if written is None else f"this store was last written {_format_age(written)}"
-        remedy = "if they are to keep their places, give each an instance_name of its own"
+        remedy = "to let each keep its store, give each an instance_name of its own"
         facts = {"directory": self._directory, "client_id": self.client_id}
         if self.client_id != first_id:
             text = f"another process of this host has {first_id}, this one has {self.client_id}; {store}; {remedy}"
@@ -791,7 +804,9 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 return
             owner = read_owner(self._disk, directory)
             if owner is not None and owner.is_alive and newer > (written or 0.0) + _SLOT_LAG_S:
-                text = f"{store}, and what came since comes here, too; {owner} has gone on with {slot}; {remedy}"
+                text = (
+                    f"{store}, so messages since then are delivered here, too; {owner} continued with {slot}; {remedy}"
+                )
                 self._add_event(EventKind.STORE_SLOT, text, **facts)
                 return
 
@@ -804,20 +819,20 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 f"{_reason_and_remedy(error, 'check its owner and permissions')}"
             ) from error
 
-    # -- the rest ------------------------------------------------------------------------------------------------
+    # -- state and events ----------------------------------------------------------------------------------------
 
     def _new_entry(self, mq: MessageQueue) -> _FileOffset:
         return _FileOffset(mq, self._name_indexes.setdefault((mq.topic, mq.broker_name), len(self._name_indexes)))
 
     def _release(self) -> None:
-        """Close the files and release the store. The write lock is held."""
+        """Close the files and release the store. The caller holds the write lock."""
         self._journal.close()
         if self._ownership is not None:
             self._ownership.release()
             self._ownership = self._taken_reason = None
 
     def _check_open(self) -> None:
-        if self._forked or self._ownership is None:  # not through _is_open: each persist comes by here
+        if self._forked or self._ownership is None:  # inlined _is_open, because each persist calls this
             self._check_not_forked()
             raise self._not_open()
         if self._taken_reason is not None:
@@ -838,7 +853,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             )
 
     def _after_fork_in_child(self) -> None:
-        # Other threads of the parent may have held the locks; they do not run here and would never release them.
+        # Other threads of the parent may have held the locks. They do not run here, and would never release them.
         self._table_lock, self._write_lock = Lock(), Lock()
         self._forked = self._ownership is not None
 
@@ -858,8 +873,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         text = str(self._unwritable_error(error))
         if self._written <= self._journal.durable and not self._durability_unknown:
             text = (
-                f"not every file in {self._directory} can be written: {_reason_and_remedy(error)}. Nothing is lost: "
-                f"what {MAIN_FILE} lacks is in {JOURNAL_FILE}, and the next persist tries again"
+                f"not every file in {self._directory} can be written: {_reason_and_remedy(error)}. Nothing is lost, "
+                f"because {JOURNAL_FILE} has the offsets that {MAIN_FILE} lacks. The next persist tries again"
             )
         self._add_event(
             EventKind.STORE_UNWRITABLE,
@@ -877,7 +892,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
             )
 
     def _add_event(self, kind: EventKind, text: str, **facts: object) -> None:
-        """Keep an event until no lock is held: whoever hears of it may call the store."""
+        """Keep an event until no lock is held, because its receiver may call the store."""
         self._events.append(ConsumerEvent(kind, text, facts=facts))
 
     def _emit_events(self) -> None:
@@ -896,7 +911,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
 
 def _absolute_path(directory: str | os.PathLike[str]) -> str:
-    """Return where `directory` is now, wherever the process goes later."""
+    """Return the absolute path of `directory`, which a later chdir() does not change."""
     try:
         path = os.fspath(directory)
     except TypeError:

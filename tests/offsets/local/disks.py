@@ -1,4 +1,4 @@
-"""Disks for tests: one in memory that forgets what was not synced, and one that counts, fails or stops at each call."""
+"""Disks for tests: one in memory that forgets unsynced data, and one that counts, fails or stops at each call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECTOR = 512
 
 
 class PowerCut(BaseException):
-    """The machine stops here. Not an Exception: no code of the store may handle it."""
+    """The machine stops here. This is no Exception, because the store must not handle it."""
 
 
 class _Inode:
@@ -28,7 +28,7 @@ class _Inode:
         self.unsynced: list[tuple[int, bytes]] = []
 
     def survivor(self, rng: random.Random) -> bytes:
-        """What is on the platter after a power failure: of each sector some version since the last sync."""
+        """Return the contents after a power failure: for each sector some version since the last sync."""
         result = bytearray(self.safe)
         for sector in range(0, max((at + len(data) for at, data in self.unsynced), default=0), SECTOR):
             touching = [(at, data) for at, data in self.unsynced if at < sector + SECTOR and at + len(data) > sector]
@@ -84,7 +84,8 @@ class _MemoryLock:
 class MemoryDisk:
     """A disk with a write-back cache. File contents survive a power failure once synced, names once their directory is.
 
-    `lying_files` and `lying_directories` say "synced" and do nothing: the negative controls of the power-loss tests.
+    `lying_files` and `lying_directories` report a sync and do nothing. They are negative controls of the power-loss
+    tests.
     """
 
     def __init__(self, *, lying_files: tuple[str, ...] = (), lying_directories: bool = False) -> None:
@@ -95,7 +96,7 @@ class MemoryDisk:
         self._lying_files = lying_files
         self._lying_directories = lying_directories
         self.has_links = True
-        self.beginnings: list[bytes] = []  # whatever was written at the start of a file, ever
+        self.beginnings: list[bytes] = []  # all data ever written at the start of a file
         self.bytes_written = 0
 
     def make_directories(self, path: str) -> None:
@@ -156,11 +157,11 @@ class MemoryDisk:
                 table[path] = inode
 
     def files(self) -> dict[str, bytes]:
-        """Return what is there, by path."""
+        """Return the contents of all files, by path."""
         return {path: bytes(inode.now) for path, inode in self._names.items()}
 
     def put(self, path: str, data: bytes | None) -> None:
-        """Let the file hold `data`, safely; None removes it."""
+        """Store `data` in the file as if synced; None removes the file."""
         if data is None:
             self.remove(path)
         else:
@@ -177,15 +178,15 @@ class MemoryDisk:
         return dict(recover(main, backup, journal).offsets)
 
     def free_locks(self) -> None:
-        """The process that used the disk is gone; what it wrote is in the cache still."""
+        """Release the locks of a process that has ended. Its writes stay in the cache."""
         self._taken.clear()
 
     def after_kill(self) -> MemoryDisk:
-        """Return the disk as the next process finds it when this one was killed."""
+        """Return the disk as the next process finds it after a kill of this one."""
         return self.holding({path: bytes(inode.now) for path, inode in self._names.items()})
 
     def after_power_loss(self, rng: random.Random) -> MemoryDisk:
-        """Return a disk as it may be found after a power failure now."""
+        """Return the disk as it may be after a power failure now."""
         names = dict(self._safe_names)
         for change in self._unsynced[: rng.randint(0, len(self._unsynced))]:  # the file system's journal keeps order
             self._apply(names, change)
@@ -217,7 +218,7 @@ class WatchedDisk:
         return partial(self._call, self._disk, None, name)
 
     def _call(self, target: Disk | DiskFile, file: str | None, name: str, *arguments: Any, **options: Any) -> Any:
-        path = file or arguments[-1]  # of two paths the new one
+        path = file or arguments[-1]  # the new one, if there are two paths
         if name not in ("exists", "is_at", "close"):
             self.count += 1
             self._hook(self.count, "create" if options.get("create") else name, path)

@@ -1,4 +1,4 @@
-"""A store driven at random, and what may be found of it after a crash; what tests of stores share."""
+"""Shared by tests of stores: random operations, and the offsets that a restart may find after a crash."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def put(store: LocalFileOffsetStore, queue: MessageQueue, offset: int) -> None:
 
 
 def left(directory: str | os.PathLike[str], queues: Iterable[MessageQueue], offset: int, **options: Any) -> None:
-    """Let a store be used, and closed."""
+    """Open a store, set offsets, and close it."""
     with LocalFileOffsetStore(directory, **options) as store:
         update(store, queues, offset)
 
@@ -51,10 +51,12 @@ def flipped(data: bytes, byte: int, bit: int) -> bytes:
 
 
 def in_a_fork(work: Callable[[Callable[[Any], None]], object]) -> tuple[list[Any], int]:
-    """Run `work(tell)` in a forked child; return all it told until its end, and its exit code."""
+    """Run `work(send)` in a forked child. Return all objects that it sent, and its exit code."""
     reading, writing = Pipe(duplex=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests may live on; the child needs none
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # threads of other tests may still run; the child needs none of them
         child = os.fork()
     if child == 0:
         try:
@@ -73,7 +75,7 @@ def in_a_fork(work: Callable[[Callable[[Any], None]], object]) -> tuple[list[Any
 
 
 class History:
-    """For each queue, the value last acknowledged as durable and those written since: any of them may be found."""
+    """For each queue, the value last acknowledged as durable, and the values written since. A restart may find each."""
 
     def __init__(self) -> None:
         self.possible: dict[MessageQueue, list[int | None]] = {queue: [None] for queue in QUEUES}
@@ -83,19 +85,19 @@ class History:
         self.memory[queue] = offset
 
     def writing(self, queues: Iterable[MessageQueue]) -> None:
-        """A persist of `queues` begins: from now on their new values may be found."""
+        """Note that a persist of `queues` begins, so that a restart may find their new values."""
         for queue in queues:
             if queue in self.memory:
                 self.possible[queue].append(self.memory[queue])
 
     def acknowledged(self, queues: Iterable[MessageQueue]) -> None:
-        """The persist has returned: no earlier value may be found."""
+        """Note that the persist has returned, so that a restart may find no earlier value."""
         for queue in queues:
             if queue in self.memory:
                 self.possible[queue] = [self.memory[queue]]
 
     def violations(self, found: dict[MessageQueue, int]) -> list[str]:
-        """Return what contradicts the history in the offsets `found` after a crash."""
+        """Return the offsets in `found` that contradict the history."""
         wrong = [
             f"{queue}: found {found.get(queue)}, possible {values}"
             for queue, values in self.possible.items()
@@ -104,17 +106,17 @@ class History:
         return wrong + [f"{queue}: never written" for queue in found.keys() - self.possible.keys()]
 
     def killed(self, found: dict[MessageQueue, int]) -> None:
-        """A new process begins with what it has found after a kill; it may be unsynced, and lost to a power cut."""
+        """Note the offsets that a new process has found after a kill. They may be unsynced, and lost at a power cut."""
         self.memory = dict(found)
 
     def restarted(self, found: dict[MessageQueue, int]) -> None:
-        """A new process begins with what it has found."""
+        """Note the offsets that a new process has found."""
         self.memory = dict(found)
         self.possible = {queue: [found.get(queue)] for queue in QUEUES}
 
 
 def step(store: LocalFileOffsetStore, history: History, rng: random.Random) -> None:
-    """Do one random thing to the store, and tell the history."""
+    """Do one random operation on the store, and note it in the history."""
     choice = rng.random()
     queue = rng.choice(QUEUES)
     if choice < 0.75:

@@ -1,4 +1,4 @@
-"""A store that a changed client id left behind is moved, never lost."""
+"""A store that a changed client id left behind can be moved without losing offsets."""
 
 from __future__ import annotations
 

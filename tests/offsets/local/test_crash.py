@@ -1,4 +1,4 @@
-"""A real process, killed with -9 before each of its file operations in turn, on a real disk."""
+"""A real process on a real disk, killed with -9 before each of its file operations in turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.trials import crash_points, trials
 
 
 class SpokenHistory(History):
-    """Tells what it notes."""
+    """A history that also sends each note to the parent process."""
 
     def __init__(self, report):
         super().__init__()
@@ -59,7 +59,7 @@ def live(directory, durability, seed, last, report):
 
 
 def history_of(reports, start):
-    """Return what may be found after a life that began with the offsets `start`."""
+    """Return the history of a process that began with the offsets `start`."""
     history = History()
     history.restarted(start)
     for what, offsets in reports:
@@ -75,7 +75,7 @@ def history_of(reports, start):
 @pytest.mark.parametrize("seed", range(trials(1)))
 @pytest.mark.live
 def test_a_process_killed_before_any_file_operation(tmp_path, durability, seed):
-    # Each life but the first works on a copy of what that one has left
+    # Each process except the first works on a copy of the files that the first one has left.
     reports, code = in_a_fork(partial(live, tmp_path / "0", durability, seed + 1000, 0))
     assert code == 0
     start = {queue: values[-1] for queue, values in history_of(reports, {}).possible.items() if values[-1] is not None}

@@ -1,4 +1,4 @@
-"""Files that are cut short, overwritten or have flipped bits: never silently empty, never silently wrong."""
+"""Files that are cut short, overwritten or have flipped bits are never silently empty or silently wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HAS_PIPES = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system ha
 
 
 def used_and_killed() -> MemoryDisk:
-    """A store with all its files: backup 110, checkpoint 120 for two queues, journal 122 and 130."""
+    """Return the files of a killed store: backup 110, checkpoint 120 for two queues, journal 122 and 130."""
     disk, now = MemoryDisk(), [0.0]
     store = opened(journal_bytes=4096, disk=disk, clock=lambda: now[0])
     update(store, QUEUES, 110)
@@ -53,7 +53,7 @@ BESIDE = ("/s/offsets.lock", "/s/offsets.owner")
 
 
 def loaded(changes: dict[str, bytes | None], **options):
-    """Load a store with some files changed; return its offsets, events and disk. It is used and opened again, too."""
+    """Load a store with some files changed, use it, and load it again. Return its offsets, events and disk."""
     disk, events = MemoryDisk.holding(files_with(changes)), []
     store = LocalFileOffsetStore("/s", journal_bytes=4096, disk=disk, on_event=events.append, **options)
     try:
@@ -64,7 +64,7 @@ def loaded(changes: dict[str, bytes | None], **options):
         assert again.clone_offset_table() == offsets | {QUEUES[2]: 555}
         assert again.found.source == "file"
         store.close()
-    except OffsetStoreError:  # what stopped it touched nothing
+    except OffsetStoreError:  # the failed load changed no file
         untouched = {path: data for path, data in disk.files().items() if path not in BESIDE}
         assert untouched == {path: data for path, data in files_with(changes).items() if path not in BESIDE}
         raise
@@ -92,7 +92,7 @@ def test_no_flipped_bit_of_offsets_json_goes_unnoticed():
 
 @pytest.mark.parametrize("closes", [1, 2, 3])
 def test_no_flipped_bit_goes_unnoticed_after_a_clean_close(closes):
-    """The journal is empty then, but knows what was written: the copy that is whole is used, or nothing."""
+    """The journal is empty then, but its header has the checksums. So only an undamaged copy is used."""
     disk = MemoryDisk()
     for number in range(closes):
         left("/s", QUEUES, 1000 + 10 * number, journal_bytes=4096, disk=disk)
@@ -141,7 +141,7 @@ def test_no_flipped_bit_of_the_journal_goes_unnoticed():
     last = end - 22
     for byte, bit in product([*range(48), *range(HEADER_BYTES, end), end + 100, 4095], range(8)):
         offsets, events, _ = loaded({JOURNAL: flipped(GOOD[JOURNAL], byte, bit)})
-        if last <= byte < end:  # like a frame that was never acknowledged
+        if last <= byte < end:  # the same as a frame that was never acknowledged
             assert offsets == EXPECTED | {QUEUES[1]: 121}
         else:
             assert events or offsets == EXPECTED, (byte, bit)
@@ -149,7 +149,7 @@ def test_no_flipped_bit_of_the_journal_goes_unnoticed():
 
 def test_a_journal_cut_anywhere_loses_at_most_what_was_cut_off():
     end, size = replay(GOOD[JOURNAL], decode_header(GOOD[JOURNAL])).end, len(GOOD[JOURNAL])
-    for length in [*range(end), *range(end, size, 64 // trials(64))]:  # behind its end there are zeros
+    for length in [*range(end), *range(end, size, 64 // trials(64))]:  # zeros follow the last frame
         offsets, events, _ = loaded({JOURNAL: GOOD[JOURNAL][:length]})
         assert events
         assert offsets[QUEUES[0]] in range(120, 131)
@@ -173,7 +173,7 @@ def test_with_neither_file_readable_the_policy_decides(main, backup):
         with pytest.raises(OffsetStoreCorrupt, match="Restore the file"):
             loaded({MAIN: main, BACKUP: backup}, on_unreadable=policy)
     offsets, events, disk = loaded({MAIN: main, BACKUP: backup}, on_unreadable="start_over")
-    assert offsets == {QUEUES[0]: 130, QUEUES[1]: 122}  # the journal's, newer than anything else
+    assert offsets == {QUEUES[0]: 130, QUEUES[1]: 122}  # from the journal, which is the newest file
     assert "starting over" in events[0].text
     assert sorted(set_aside(disk)) == sorted(data for data in (main, backup) if data is not None)
 
@@ -186,7 +186,7 @@ def damage(directory):
 
 @pytest.mark.parametrize("policy", ["raise", "backup"])
 def test_the_error_names_the_option_its_reader_has_in_hand(policy, tmp_path):
-    """A consumer's option is another than the parameter of a store that was made by itself."""
+    """The consumer's option has another name than the parameter of a store used alone."""
     damage(tmp_path / "alone")
     with pytest.raises(OffsetStoreCorrupt) as alone:
         LocalFileOffsetStore(tmp_path / "alone", on_unreadable=policy).load()
@@ -224,7 +224,7 @@ def test_a_missing_main_file_is_not_a_new_store():
     assert "offsets.json is missing" in events[0].text
     with pytest.raises(OffsetStoreCorrupt):
         loaded({MAIN: None}, on_unreadable="raise")
-    with pytest.raises(OffsetStoreCorrupt):  # only the journal is left: some offsets are known to be missing
+    with pytest.raises(OffsetStoreCorrupt):  # only the journal exists, so some offsets are missing
         loaded({MAIN: None, BACKUP: None})
 
 
@@ -233,7 +233,7 @@ def test_a_missing_journal_leaves_the_checkpoint():
 
 
 def test_a_backup_newer_than_the_journal_is_used_alone():
-    """Without hard links there is a moment without offsets.json, and the last header may not have reached the disk."""
+    """Without hard links offsets.json is missing for a moment, and the last header may not have reached the disk."""
     newer = {**EXPECTED, QUEUES[0]: 900, QUEUES[1]: 100}
     offsets, events, _ = loaded({MAIN: None, BACKUP: encode_offsets(newer)})
     assert offsets == newer
@@ -246,10 +246,10 @@ def test_everything_missing_is_a_new_store():
 
 @pytest.mark.hazard("H13")
 def test_an_empty_main_file_is_never_copied_over_a_good_backup():
-    """The second crash that costs Java clients everything: at each instant one good generation is there."""
+    """A second crash costs Java clients all offsets. Here one good generation exists at each instant."""
     disk, seen = MemoryDisk.holding(GOOD | {MAIN: b""}), []
 
-    def check(count, operation, path):  # before each operation: would a restart find the offsets?
+    def check(count, operation, path):  # before each operation, a restart must find the offsets
         if operation in ("create", "link", "replace", "remove"):
             seen.append(disk.files())
 
@@ -286,7 +286,7 @@ def test_an_owner_s_pipe_does_not_hold_up_who_is_refused(tmp_path):
 @pytest.mark.parametrize("link", [os.link, os.symlink])
 @pytest.mark.parametrize("name", ["offsets.json.new", "offsets.json.bak.new", "offsets.journal.new", "offsets.owner"])
 def test_nothing_is_written_through_a_link(tmp_path, name, link):
-    """Neither what somebody has linked to there nor, where it is a file of the store itself, that one."""
+    """Neither the target of another user's link is written, nor the target of a link to a file of the store."""
     directory = tmp_path / "store"
     left(directory, QUEUES[:1], 1)
     other = tmp_path / "other"

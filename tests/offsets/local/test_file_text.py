@@ -1,6 +1,6 @@
-"""H42: offsets.json as every client and every release has written it, and what is no such text.
+"""H42: offsets.json as each client and each release writes it, and damaged texts.
 
-It is read whoever wrote it, and written as Java writes it.
+The store reads the file of every client, and writes it as Java does.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def fastjson_2(offsets: Offsets) -> bytes:
 
 
 def go(offsets: Offsets) -> bytes:
-    """As the Go client writes it: each key is a text that holds JSON."""
+    """As the Go client writes it. Each key is a string with JSON in it."""
     entries = ",".join(f"{json.dumps(key(queue_id) + '}')}:{offset}" for queue_id, offset in offsets.items())
     return ('{"offsetTable":{' + entries + "}}").encode()
 
@@ -104,7 +104,7 @@ def test_large_tables_are_one_entry_after_the_other(count):
 
 
 class FileOfAnotherClient(MemoryOffsetStore):
-    """Reads offsets.json at the start, as other clients do: `parse` and `number` are where they differ."""
+    """Reads offsets.json at the start, as other clients do. They differ in `parse` and `number`."""
 
     number: Callable[[bytes], int] = staticmethod(int)
 
@@ -118,7 +118,7 @@ class FileOfAnotherClient(MemoryOffsetStore):
         self.persist_all()
 
     def parse(self, text: bytes) -> dict[MessageQueue, int]:
-        """Take what looks like `{…}:number`, as a client that splits the text does; nothing found is no offsets."""
+        """Find entries like `{…}:number`, as a client that splits the text does. No entry means no offsets."""
         found = {}
         for fields, number in re.findall(rb"\{([^{}]*)\}\s*:\s*(\d+)", text):
             names = dict(re.findall(rb'"(\w+)"\s*:\s*"?([^",\s]*)', fields))
@@ -140,7 +140,7 @@ class NumbersAreInts(FileOfAnotherClient):
 
 
 def fresh(tmp_path: Path, text: bytes) -> Path:
-    """Return a directory that holds `text` as offsets.json and nothing else."""
+    """Return a directory with `text` as offsets.json and no other file."""
     directory = Path(mkdtemp(dir=tmp_path))
     (directory / "offsets.json").write_bytes(text)
     return directory
@@ -158,9 +158,9 @@ def read(make_store: MakeStore, directory: Path) -> dict[MessageQueue, int]:
 @pytest.mark.hazard("H42")
 @pytest.mark.parametrize("member", [OURS, faulty(FileOfAnotherClient, "written as Go")])
 def test_every_spelling_of_the_file_is_read(tmp_path, member):
-    """The file is read whoever wrote it: Java of both eras, the Go client, with a byte order mark or CRLF.
+    """The store reads the file of every client: Java of both eras, the Go client, with a byte order mark or CRLF.
 
-    Faulty: a reader that knows one spelling of the keys; Java 5.5.0 takes the Go client's file for no offsets.
+    Faulty: a reader that knows one spelling of the keys. Java 5.5.0 finds no offsets in the Go client's file.
     """
     for name, spell in SPELLINGS.items():
         assert read(member, fresh(tmp_path, spell(SAMPLE))) == table(SAMPLE), f"written as {name}"
@@ -173,7 +173,7 @@ def test_every_spelling_of_the_file_is_read(tmp_path, member):
 def test_large_offsets_are_exact(tmp_path, member):
     """Offsets up to 2^63 - 1 are read exactly.
 
-    Faulty: numbers that become doubles, or 32 bits wide (fastjson 2.0.43).
+    Faulty: a reader that turns numbers into doubles, or into 32 bits (fastjson 2.0.43).
     """
     offsets = dict(enumerate([2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1, 0]))
     for name in ("fastjson 1", "fastjson 2", "compact"):
@@ -193,9 +193,9 @@ def refuses(make_store: MakeStore, directory: Path, what: str) -> None:
     "member", [OURS, faulty(FileOfAnotherClient, r"fastjson 1 cut after \d+ bytes was read as \{Mess")]
 )
 def test_a_text_cut_anywhere_is_damaged_never_shorter(tmp_path, member):
-    """A file that ends too early is refused (or its backup used), wherever it ends; it is never a shorter table.
+    """The store refuses a file that is cut anywhere, or uses the backup. It never reads a shorter table from it.
 
-    Faulty: a reader that takes what it finds.
+    Faulty: a reader that accepts the entries before the cut.
     """
     directory = fresh(tmp_path, b"")
     for name in ("fastjson 1", "fastjson 2", "Go"):
@@ -243,9 +243,9 @@ NO_TABLES = {
 @pytest.mark.hazard("H42")
 @pytest.mark.parametrize("member", [OURS, faulty(FileOfAnotherClient, "empty was read as {}")])
 def test_what_is_no_table_is_damaged_never_empty(tmp_path, member):
-    """A file of another format or charset stops the start with the reason; it is never taken for "no offsets".
+    """A file of another format or charset stops the start with the reason. It never means "no offsets".
 
-    Faulty: a reader that finds nothing, and begins as if the group were new.
+    Faulty: a reader that finds no offsets, and begins as if the group were new.
     """
     for name, text in NO_TABLES.items():
         refuses(member, fresh(tmp_path, text), name)
@@ -257,9 +257,9 @@ def test_what_is_no_table_is_damaged_never_empty(tmp_path, member):
     [(None, "fastjson 2"), (None, "Go"), faulty(FileOfAnotherClient, "messages were skipped", "Go")],
 )
 def test_a_consumer_goes_on_from_the_file_of_another_client(embedded, names, tmp_path, name, store):
-    """After a change of client or release a broadcasting member goes on where the file says.
+    """After a change of client or release a broadcasting member continues at the offsets of the file.
 
-    Faulty: Java 5.5.0 with a Go client's file starts at the end, in silence.
+    Faulty: Java 5.5.0 with a Go client's file silently starts at the end.
     """
     topic, group = names.topic(), names.group()
     embedded.create_topic(topic, queues=3)
@@ -282,7 +282,7 @@ def test_a_consumer_goes_on_from_the_file_of_another_client(embedded, names, tmp
 
 
 class WritesLikeGo(MemoryOffsetStore):
-    """Writes keys that are texts."""
+    """Writes keys as strings."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -295,9 +295,9 @@ class WritesLikeGo(MemoryOffsetStore):
 @pytest.mark.hazard("H42")
 @pytest.mark.parametrize("durability", ["fsync", "checkpoint"])
 def test_java_reads_what_we_wrote_and_we_what_java_wrote(real_version, durability):
-    """Java of either era reads the file we write, so that a group may change its clients back.
+    """Java of either era reads the file that the store writes, so that a group may change its clients back.
 
-    Faulty: the Go client's file, from 5.4 on.
+    Faulty: the Go client's file, which Java cannot read from 5.4 on.
     """
     offsets = table({0: 5, 1: 2**40}) | {MessageQueue("%RETRY%g", "broker-b", 0): 2**63 - 1}
     first = next(iter(offsets))
@@ -315,7 +315,7 @@ def test_java_reads_what_we_wrote_and_we_what_java_wrote(real_version, durabilit
             assert store.found.source == "file"
             assert store.clone_offset_table() == offsets | {first: 70}
             store.update_offset(first, 71)
-            store.persist_resets({first: QueueReset(9, 1234)})  # epochs are in a table of their own
+            store.persist_resets({first: QueueReset(9, 1234)})  # the epochs are in a separate table
             if durability == "checkpoint":
                 for offset in range(100, 105):  # Java sees every persist at once
                     put(store, first, offset)
@@ -368,7 +368,7 @@ def test_garbage_is_refused_and_nothing_else_happens(data):
         table = decode_checkpoint(data)[0]
     except ProtocolError:
         return
-    assert b"offsetTable" in data or table  # only a table that is there may be empty
+    assert b"offsetTable" in data or table  # only a table in the text may be empty
 
 
 @given(st.data())

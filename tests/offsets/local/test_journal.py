@@ -1,4 +1,4 @@
-"""The journal's bytes: whole frames of the present generation count, nothing else does."""
+"""The journal's bytes: only complete frames of the current generation count."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEADER = JournalHeader(7, SIZE, identity(b"checkpoint!"), identity(b"before it")
 
 
 def journal(*frames: bytes, header: JournalHeader = HEADER, before: bytes = b"") -> bytes:
-    """A journal with `frames`, written over what was there `before`."""
+    """Return a journal with `frames`, written over the bytes `before`."""
     data = bytearray(encode_header(header).ljust(SIZE, b"\0"))
     data[HEADER_BYTES : HEADER_BYTES + len(before)] = before
     body = b"".join(frames)
@@ -41,7 +41,7 @@ def journal(*frames: bytes, header: JournalHeader = HEADER, before: bytes = b"")
 
 
 def frames(generation: int, *offsets: int) -> list[bytes]:
-    """A definition, and one frame per offset for queue 3."""
+    """Return a definition, and one frame per offset of queue 3."""
     written = [encode_offset(generation, 0, 3, offset) for offset in offsets]
     return [encode_names(generation, 0, "orders", "broker-a"), *written]
 
@@ -129,7 +129,7 @@ def test_frames_say_what_a_dictionary_would(records):
 
 
 def test_a_full_journal_is_read_in_a_moment():
-    """A loose limit, against accidents of order; the benchmark measures."""
+    """The limit is loose, and catches only quadratic code; the benchmark measures."""
     header = JournalHeader(9, 1 << 20, identity(b""))
     body = encode_names(9, 0, "orders", "broker-a") + b"".join(encode_offset(9, 0, n % 256, n) for n in range(47_000))
     data = encode_header(header).ljust(HEADER_BYTES, b"\0") + body

@@ -1,6 +1,6 @@
-"""H13–H15, the local file: what is found again after a kill, a power failure, and while others write.
+"""H13–H15, the local file: the offsets found after a kill, after a power failure, and while others write.
 
-The faulty stores are those of Java, Go and older Java clients in a few lines; they write the same text as ours.
+The faulty stores imitate Java, Go and older Java clients in a few lines. They write the same text as ours.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MakeStore = Callable[..., OffsetStore]
 
 
 class JavaStore(MemoryOffsetStore):
-    """Java from 5.2 on: reads the file, lays memory over it, copies the file to the backup, writes it in place."""
+    """Java from 5.2 on: reads the file, merges memory into it, copies the file to the backup, writes it in place."""
 
     def __init__(self, disk: Disk, on_event: Callable[[ConsumerEvent], None] | None = None) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class JavaStore(MemoryOffsetStore):
 
 
 class GoStore(JavaStore):
-    """Go: a new file takes the place of one removed before; the backup is looked for where it never is."""
+    """Go: removes the file, then renames a new one to its name. It searches the backup under a wrong name."""
 
     def _read(self) -> dict[MessageQueue, int]:
         data = self._disk.read(MAIN)
@@ -93,7 +93,7 @@ class GoStore(JavaStore):
 
 
 class OldJavaStore(JavaStore):
-    """Java up to 4.9.7 and 5.1: the file holds what was held at the last tick of the timer, and nothing else."""
+    """Java up to 4.9.7 and 5.1: the file has only the queues held at the last tick of the timer."""
 
     def persist(self, mq: MessageQueue) -> None:
         pass
@@ -120,7 +120,7 @@ OURS = [ours, ours_that_checkpoints]
 
 
 class Life:
-    """A store is used until the process, or the machine, ends before file operation number `last`."""
+    """Uses a store until the process, or the machine, ends before file operation number `last`."""
 
     def __init__(self, make: MakeStore, disk: MemoryDisk, start: int, last: int) -> None:
         self.acknowledged, self.written, self.ended_at = start, start, "its end"
@@ -138,7 +138,7 @@ class Life:
             pass
 
     def _cut(self, count: int, operation: str, path: str) -> None:
-        if count >= self._last:  # nothing reaches the disk any more, whatever the store tries
+        if count >= self._last:  # from now on no operation of the store reaches the disk
             if count == self._last:
                 self.ended_at = f"{operation} {path}"
             raise PowerCut
@@ -149,7 +149,7 @@ class Life:
 
 
 def check_found(make: MakeStore, disk: MemoryDisk, life: Life, how: str) -> int:
-    """Return what the next process finds: what was acknowledged, or what was being written."""
+    """Return the offsets that the next process finds: those acknowledged, or those being written."""
     store = make(disk)
     store.load()
     found = store.read_offset(QUEUE, ReadOffsetType.MEMORY_FIRST_THEN_STORE)
@@ -169,13 +169,14 @@ def check_found(make: MakeStore, disk: MemoryDisk, life: Life, how: str) -> int:
     ],
 )
 def test_after_a_kill_what_was_acknowledged_is_found(make):
-    """An offset whose persist has returned is found again, wherever the process was killed, and the next one too: the
-    old file is there until the new one is whole, and is never overwritten by an empty one.
+    """A restart finds each offset whose persist has returned, wherever this process and the next one were killed.
 
-    Faulty: Go has a moment without a file, between remove and rename. Java, killed a second time, has copied the empty
+    The old file exists until the new one is complete, and an empty file never replaces it.
+
+    Faulty: Go has no file for a moment, between remove and rename. Java, killed a second time, has copied the empty
     file of the first time over its good backup.
     """
-    # Killed before any file operation, and the next process again
+    # Kill the process before each of its file operations, and the next process again.
     for first in itertools.count(1):
         disk = MemoryDisk()
         life = Life(make, disk, 0, first)
@@ -195,7 +196,7 @@ def test_after_a_kill_what_was_acknowledged_is_found(make):
     "make", [*OURS, *(faulty(store, "power failed before .*found None") for store in (JavaStore, GoStore))]
 )
 def test_power_may_fail_at_any_moment(make):
-    """File and directory are synced before a persist returns, so what was acknowledged survives a power failure.
+    """The store syncs file and directory before a persist returns, so acknowledged offsets survive a power failure.
 
     Faulty: Java, Go and C++ never sync.
     """
@@ -219,10 +220,12 @@ POLICIES = [partial(ours, on_unreadable=policy) for policy in ("raise", "backup"
     [*itertools.product(POLICIES, BACKUPS), faulty(JavaStore, "found None, and nobody was told", "no backup")],
 )
 def test_unreadable_files_are_told_or_stop_the_start(make, backup):
-    """With neither offsets.json nor its backup readable the consumer does not start, unless `on_unreadable_store`
-    says to start over; then an event tells, and the unreadable file is kept beside.
+    """If neither offsets.json nor its backup is readable, the consumer does not start.
 
-    Faulty: Java starts without offsets and without a word when there is no backup, Go whenever it is empty.
+    With `on_unreadable_store="start_over"` it starts without offsets, emits an event, and keeps the unreadable file
+    under another name.
+
+    Faulty: Java silently starts without offsets if there is no backup, and Go if the file is empty.
     """
     disk, events = MemoryDisk(), []
     disk.put(MAIN, b"\0" * 200)
@@ -241,16 +244,16 @@ def test_unreadable_files_are_told_or_stop_the_start(make, backup):
 @pytest.mark.hazard("H13")
 @pytest.mark.parametrize("make", [*OURS, faulty(GoStore, "None was read before replace")])
 def test_whoever_reads_while_another_writes_sees_the_last_offset(make):
-    """The stored offset is read from memory, never from a file that is just being written.
+    """A read of the stored offset uses memory, never a file that is just being written.
 
-    Faulty: Go reads the file, which is away for a moment.
+    Faulty: Go reads the file, which is missing for a moment.
     """
-    # Somebody reads the stored offset before each file operation of a persist
+    # Read the stored offset before each file operation of a persist.
     seen, watching = [], []
 
     def read(count: int, operation: str, path: str) -> None:
         if watching:
-            watching.clear()  # what the reader itself does with the disk is of no interest
+            watching.clear()  # ignore the reader's own file operations
             seen.append((operation, path, store.read_offset(QUEUE, ReadOffsetType.READ_FROM_STORE)))
             watching.append(True)
 
@@ -269,12 +272,13 @@ def test_whoever_reads_while_another_writes_sees_the_last_offset(make):
 @pytest.mark.hazard("H14")
 @pytest.mark.parametrize("make", [*OURS, faulty(JavaStore, "but 100 is stored")])
 def test_a_correction_is_not_overwritten_by_the_timer(make):
-    """A correction that was persisted stays, whatever another thread persists meanwhile: writes have one order, and
-    each takes the offsets when its turn comes.
+    """A persisted correction stays, whatever another thread persists meanwhile.
+
+    Writes run one after the other, and each takes the offsets when it starts.
 
     Faulty: Java from 5.2 on reads, changes and writes the file in several threads at once.
     """
-    # While the timer persists everything, another thread corrects an offset and gives its queue up
+    # While the timer persists all queues, another thread corrects an offset and gives up its queue.
     disk, corrector, armed = MemoryDisk(), threading.Thread(), []
 
     def correct() -> None:
@@ -287,7 +291,7 @@ def test_a_correction_is_not_overwritten_by_the_timer(make):
             armed.clear()
             corrector = threading.Thread(target=correct)
             corrector.start()
-            corrector.join(0.2)  # ours has to wait for its turn; whoever need not is through by now
+            corrector.join(0.2)  # ours has to wait for the timer; a faulty store has finished by now
 
     store = make(WatchedDisk(disk, interfere))
     store.load()
@@ -306,7 +310,7 @@ def test_a_correction_is_not_overwritten_by_the_timer(make):
 
 
 def an_absent_brokers_queues_keep_their_place(cluster: EmbeddedCluster, names: Any, **store: Any) -> None:
-    """broker-b leaves the route for a while; what it stored meanwhile is consumed, with and without a restart."""
+    """Remove broker-b from the route for a while; its messages are consumed later, with and without a restart."""
     topic, group, absent = names.topic(), names.group(), cluster.broker("broker-b")
     options = {
         **store,
@@ -351,11 +355,11 @@ def an_absent_brokers_queues_keep_their_place(cluster: EmbeddedCluster, names: A
 @pytest.mark.hazard("H15")
 @pytest.mark.parametrize("faulty_store", [None, faulty(OldJavaStore, r"consumed \[b'm26'\]")])
 def test_queues_of_a_broker_that_is_away_keep_their_offsets(names, tmp_path, faulty_store):
-    """A persist changes the queues it names and leaves all others in the file: a broker that was away for a while, or
-    over a restart, is consumed from where it was.
+    """A persist changes only the queues that it names, and keeps all others in the file.
 
-    Faulty: Java up to 4.9.7 and 5.1 writes what it holds and nothing else; the queues of the broker then begin at the
-    end.
+    So the queues of a broker that was down, for a while or during a restart, continue at their offsets.
+
+    Faulty: Java up to 4.9.7 and 5.1 writes only the queues that it holds, so those of the broker begin at the end.
     """
     store = {"offset_store": faulty_store(MemoryDisk())} if faulty_store else {"offset_store_dir": tmp_path}
     with EmbeddedCluster(brokers=2, long_poll_tick_s=0.1) as cluster:

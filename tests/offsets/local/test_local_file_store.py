@@ -1,4 +1,4 @@
-"""The local store on a real disk, alone: what it finds, what it keeps, what it tells."""
+"""The local store on a real disk, without a consumer: the offsets it finds and keeps, and its events."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_journal_holds_what_the_checkpoint_does_not(tmp_path):
     put(store, QUEUE, 2)
     assert (main_file(tmp_path), frames_in(tmp_path).offsets) == ({QUEUE: 1}, {QUEUE: 2})
     now[0] = 5.0
-    store.persist_all()  # nothing has changed, but offsets.json is behind
+    store.persist_all()  # no offset has changed, but offsets.json is stale
     assert (main_file(tmp_path), frames_in(tmp_path).offsets) == ({QUEUE: 2}, {})
     put(store, QUEUE, 3)
     assert main_file(tmp_path) == {QUEUE: 2}
@@ -77,7 +77,7 @@ def test_with_checkpoint_durability_each_persist_is_readable(tmp_path):
 
 
 def test_a_generation_never_comes_again():
-    """Power loss may take the last header and leave frames written after it: they must not fit the next generation."""
+    """Power loss may drop the last header and keep frames written after it. The next generation must not match them."""
     disk, generations = MemoryDisk(), set()
     left("/s", [QUEUE], 1, disk=disk)
     for _ in range(5):
@@ -191,7 +191,7 @@ def test_a_closed_store_does_not_persist_and_opens_again(tmp_path):
 
 @pytest.mark.parametrize("durability", DURABILITIES)
 def test_a_store_opened_again_goes_on_after_another_owner(tmp_path, durability, caplog):
-    """Also when a listener acknowledges after the close, and somebody tries to persist that."""
+    """This holds even if a listener acknowledges after the close, and a caller tries to persist that."""
     store = LocalFileOffsetStore(tmp_path, durability)
     with store:
         update(store, ORDERS[:3], 10)
@@ -222,7 +222,7 @@ def test_a_store_opened_again_forgets_what_was_removed(tmp_path):
 
 
 def test_a_relative_directory_does_not_follow_the_process(tmp_path, monkeypatch):
-    """Wherever the process goes later: there may be the store of another application, of the same name."""
+    """The process may call chdir() later, and another application may have a store of the same name there."""
     mine, others = tmp_path / "mine", tmp_path / "others"
     for place in (mine, others):
         place.mkdir()
@@ -260,7 +260,7 @@ def test_what_names_no_directory_is_refused(directory):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_a_store_holds_is_not_known_while_it_is_not_open(tmp_path, when):
-    """None would say that there is no offset, and a consumer would begin at the end."""
+    """None would mean that there is no offset, and a consumer would begin at the end."""
     with LocalFileOffsetStore(tmp_path) as store:
         store.update_offset(QUEUE, 5)
         store.update_offset(ORDERS[1], 6)
@@ -306,7 +306,7 @@ def test_a_store_that_is_dropped_leaves_no_file_and_no_lock(tmp_path):
 
 @for_each("options", [{"instance_name": "../../x"}, {"instance_name": "a/b"}, {"client_ip": "/"}, {"unit_name": "a/"}])
 def test_a_client_id_that_is_no_name_of_a_directory_is_refused(tmp_path, options):
-    """It would be somewhere else, where nobody looks for a store that was left behind, or beyond `offset_store_dir`."""
+    """The store would be in another directory, perhaps outside of `offset_store_dir`, where no search finds it."""
     chosen = config(tmp_path / "base", **{"client_ip": "10.0.0.5", **options})
     with pytest.raises(ConfigError, match="client id .* cannot name the directory .*; use client_ip, instance_name"):
         LocalFileOffsetStore.for_group(chosen, make_client_id(chosen, broadcasting=True))
@@ -384,7 +384,7 @@ def test_what_java_wrote_between_two_runs_counts(tmp_path, writes, runs_before):
     main, events = tmp_path / "offsets.json", []
     for offset in range(runs_before):
         left(tmp_path, [QUEUE], offset)
-    for number in range(1, writes + 1):  # as MixAll.string2File does: the one before is kept
+    for number in range(1, writes + 1):  # as MixAll.string2File does, which keeps the previous file
         (tmp_path / "offsets.json.bak").write_bytes(main.read_bytes())
         main.write_bytes(encode_offsets({QUEUE: 100 * number}))
     with LocalFileOffsetStore(tmp_path, on_event=events.append) as store:
@@ -460,7 +460,7 @@ def test_a_changed_client_id_names_the_store_it_leaves_behind(tmp_path):
     assert [str(event.kind) for event in events] == ["store-orphaned"]
     assert str(tmp_path / "10.0.0.5@DEFAULT" / "g") in events[0].text
     with LocalFileOffsetStore.for_group(chosen, "10.0.0.99@DEFAULT"):
-        assert len(events) == 1  # only a new store wonders
+        assert len(events) == 1  # only a new store emits the event
     assert [orphan.client_id for orphan in find_orphans(tmp_path, "10.0.0.99@DEFAULT", "g")] == ["10.0.0.5@DEFAULT"]
     assert find_orphans(tmp_path, "10.0.0.99@DEFAULT", "another-group") == []
     assert find_orphans(tmp_path / "nowhere", "x@y", "g") == []
@@ -499,12 +499,12 @@ def test_a_queue_needs_little_memory_beyond_its_key(tmp_path):
             store.update_offset(queue, 10**9 + number)
         store.persist_all()
         put(store, QUEUE, 1)
-        assert (memory() - before) / len(MANY) <= 200  # bytes, the offset itself included
+        assert (memory() - before) / len(MANY) <= 200  # bytes, including the offset itself
         store.close()
         del store
         before = memory()
         store = opened(tmp_path)
-        assert (memory() - before) / len(MANY) <= 300  # now the keys are its own
+        assert (memory() - before) / len(MANY) <= 300  # now the store holds its own keys
     finally:
         tracemalloc.stop()
     store.close()
@@ -512,7 +512,7 @@ def test_a_queue_needs_little_memory_beyond_its_key(tmp_path):
 
 @pytest.mark.parametrize("queues", [16, 4096])
 def test_a_persist_writes_few_bytes_checkpoints_included(queues):
-    """A whole life of the journal, from one checkpoint to the next. The interval is not over meanwhile."""
+    """This covers all frames from one checkpoint to the next. The checkpoint interval does not end meanwhile."""
     disk, checkpoints, persists = MemoryDisk(), [], 0
 
     def check(count, operation, path):

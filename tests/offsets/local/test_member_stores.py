@@ -1,4 +1,4 @@
-"""H05, H10, H11, H12: stores of whole members: whose offsets are where, and what counts before the file."""
+"""H05, H10, H11, H12: the stores of members: where their offsets are, and that memory takes precedence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.resets import fill, queue
 
 
 class KeepsOffsetsAtHome(NaiveMember):
-    """Go and C++: the directory is in the user's home, wherever that is today, and cannot be chosen."""
+    """Go and C++: the directory is in the user's current home directory, and no option changes it."""
 
     @property
     def file(self) -> Path:
@@ -33,11 +33,11 @@ class KeepsOffsetsAtHome(NaiveMember):
 @pytest.mark.hazard("H10")
 @pytest.mark.parametrize("member", [ours, faulty(KeepsOffsetsAtHome, "sent meanwhile were skipped")])
 def test_offsets_are_where_the_user_puts_them(embedded, names, member, tmp_path, monkeypatch):
-    """`offset_store_dir`, or an environment variable, says where offsets are: on a volume that outlives containers.
+    """`offset_store_dir` or an environment variable names the directory, such as a volume that outlives containers.
 
-    Faulty: Go and C++ keep them in the home directory, and lose them with it.
+    Faulty: Go and C++ keep offsets in the home directory, and lose them with it.
     """
-    # Only a volume outlives the container; "last" is where a consumer without offsets begins
+    # Only a volume outlives the container. A consumer without offsets begins at "last".
     topic, group = filled(embedded, names, queues=1, messages=0)
     options = broadcasting(tmp_path / "volume", consume_from="last")
     monkeypatch.setenv("HOME", str(tmp_path / "first-container"))
@@ -56,7 +56,7 @@ def test_offsets_are_where_the_user_puts_them(embedded, names, member, tmp_path,
 
 @pytest.mark.hazard("H10")
 def test_a_start_without_offsets_is_told_from_one_that_goes_on(embedded, names, tmp_path, caplog):
-    """The start's log line names the directory and what was found there; `progress()` tells why a queue began there."""
+    """The log line of the start names the directory and the offsets found. `progress()` reports where a queue began."""
     topic, group = filled(embedded, names, queues=1, messages=3)
     place = queue(topic, 0)
     caplog.set_level("INFO", "pyrocket_consumer")
@@ -73,7 +73,7 @@ def test_a_start_without_offsets_is_told_from_one_that_goes_on(embedded, names, 
 
 
 class HasThePidInItsName(NaiveMember):
-    """Go: the directory's name has the number of the process."""
+    """Go: the directory's name contains the process id."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "instance_name": f"{os.getpid()}#{time.time_ns()}"})
@@ -82,11 +82,11 @@ class HasThePidInItsName(NaiveMember):
 @pytest.mark.hazard("H11")
 @pytest.mark.parametrize("member", [ours, faulty(HasThePidInItsName, "were consumed again after a restart")])
 def test_a_restarted_program_finds_its_offsets(embedded, names, member, tmp_path):
-    """The directory's name has no part that is new with each run: neither process nor time.
+    """The directory's name has no part that changes with each run, such as the process id or a time.
 
-    Faulty: Go puts the process into it, and begins anew at each restart.
+    Faulty: Go puts the process id into it, and starts without offsets after each restart.
     """
-    # The same program on the same machine, started twice
+    # Start the same program twice on the same machine.
     topic, group = filled(embedded, names, queues=1, messages=5)
     for start in (0, 5):
         with member(embedded, topic, group, **broadcasting(tmp_path)) as consumer:
@@ -100,18 +100,19 @@ def test_a_restarted_program_finds_its_offsets(embedded, names, member, tmp_path
 @pytest.mark.hazard("H11")
 @pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "is left behind")])
 def test_a_changed_address_names_the_directory_left_behind(embedded, names, member, tmp_path):
-    """A member that begins anew while another client id of its group has left a store says so: `store-orphaned` names
-    the directory, which `offsets.adoption.adopt` moves to the new id.
+    """A member with a new store emits `store-orphaned` if another client id of its group has left a store.
 
-    Faulty: all others begin anew without a word.
+    The event names that directory, and `pyrocket offsets adopt` moves its offsets to the new client id.
+
+    Faulty: all others silently start without offsets.
     """
-    # The machine has another address after a restart, and with it the client another id
+    # The machine has another address after a restart, so the client has another id.
     topic, group = filled(embedded, names, queues=1, messages=5)
     with member(embedded, topic, group, **broadcasting(tmp_path, client_ip="10.0.0.5")) as consumer:
         consumer.seen.wait_for(5)
         left = store_directory(tmp_path, consumer.client_id, group)
     with member(embedded, topic, group, **broadcasting(tmp_path, client_ip="10.0.0.9")) as consumer:
-        consumer.seen.wait_for(5)  # it begins anew, with what it was configured to begin with
+        consumer.seen.wait_for(5)  # it starts without offsets, at the position of `consume_from`
         orphaned = [event for event in consumer.events.of("store-orphaned") if str(left) in event.text]
         assert orphaned, f"nobody was told that {left} is left behind"
 
@@ -119,12 +120,11 @@ def test_a_changed_address_names_the_directory_left_behind(embedded, names, memb
 @pytest.mark.hazard("H12")
 @pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "two processes write one file")])
 def test_two_processes_of_a_host_have_a_store_each(embedded, names, member, tmp_path):
-    """A store belongs to one process, for as long as that lives; a second one takes the next slot, and each finds its
-    own again.
+    """A store belongs to one process until it ends. A second process uses the next slot, and both find theirs again.
 
-    Faulty: Java and C++, where both are `ip@DEFAULT` and write one file.
+    Faulty: Java and C++, where both processes are `ip@DEFAULT` and write one file.
     """
-    # Two consumers of one group on one host, at different places of a queue, are restarted
+    # Restart two consumers of one group on one host, at different offsets of a queue.
     topic, group = filled(embedded, names, queues=1, messages=0)
     place, options = queue(topic, 0), broadcasting(tmp_path)
     with member(embedded, topic, group, **options) as first, member(embedded, topic, group, **options) as second:
@@ -146,12 +146,13 @@ def test_two_processes_of_a_host_have_a_store_each(embedded, names, member, tmp_
 @pytest.mark.hazard("H12")
 @pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "two members write one store")])
 def test_a_store_whose_lock_was_removed_has_one_owner(embedded, names, member, tmp_path):
-    """An owner looks now and then whether its lock is there. When another has taken the store since, nothing more is
-    written: `store-taken` tells, consuming goes on, and `close()` raises.
+    """An owner regularly checks its lock. If another process has taken the store meanwhile, the owner stops writing.
 
-    Faulty: all others; they lock nothing, or never look again.
+    It emits `store-taken` and continues to consume, and `close()` raises.
+
+    Faulty: all others lock nothing, or never check the lock again.
     """
-    # Somebody cleans up under a running member, and another process of the host starts
+    # A cleanup job removes files of a running member, and another process of the host starts.
     topic, group = filled(embedded, names, queues=1, messages=0)
     place, options = queue(topic, 0), broadcasting(tmp_path, client_ip="127.0.0.1")
     with member(embedded, topic, group, **options) as first:
@@ -178,7 +179,7 @@ def test_a_store_whose_lock_was_removed_has_one_owner(embedded, names, member, t
 
 @pytest.mark.hazard("H12")
 def test_a_store_removed_under_its_member_is_written_anew(embedded, names, tmp_path):
-    """Nobody has taken it since: the directory is made again, with all offsets, and told (`store-removed`)."""
+    """No other process has taken it, so the store writes all offsets again and emits `store-removed`."""
     topic, group = filled(embedded, names, queues=2, messages=6)
     with ours(embedded, topic, group, **broadcasting(tmp_path / "s")) as consumer:
         until(lambda: sum(consumer.stored().values()) == 6, "consumed")
@@ -192,8 +193,7 @@ def test_a_store_removed_under_its_member_is_written_anew(embedded, names, tmp_p
 
 
 class IsCalledLikeTheOthers(NaiveMember):
-    """Java before 4.9, and containers with one address and the pid 1: members of a group that are told apart by
-    nothing."""
+    """Java before 4.9, and containers with one address and process id 1: members with equal client ids."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "instance_name": "DEFAULT"})
@@ -202,11 +202,11 @@ class IsCalledLikeTheOthers(NaiveMember):
 @pytest.mark.hazard("H12")
 @pytest.mark.parametrize("member", [ours, faulty(IsCalledLikeTheOthers, "queues belong to two members")])
 def test_members_that_are_configured_alike_share_the_queues(embedded, names, member):
-    """Each clustering consumer has an id of its own, by process and time.
+    """Each clustering consumer has its own client id, made from process id and time.
 
-    Faulty: clients whose ids can be equal: equal ids get equal queues, consumed twice, and other queues nobody.
+    Faulty: clients whose ids can be equal. Equal ids get the same queues, and no member gets the other queues.
     """
-    # Two clustering members that were configured alike
+    # Two clustering members with the same configuration.
     topic, group = filled(embedded, names, queues=4, messages=0)
     with member(embedded, topic, group) as first, member(embedded, topic, group) as second:
         until(lambda: len(second.held()) >= 2, "the second has queues")
@@ -222,7 +222,7 @@ def two_brokers() -> Iterator[EmbeddedCluster]:
 
 
 class ReadsTheFile(NaiveMember):
-    """Java before 5.2: a queue that is given up is not persisted, and one that comes begins where the file says."""
+    """Java before 5.2: does not persist a queue that it gives up, and starts a new queue at the file's offset."""
 
     def drop(self, queue: MessageQueue) -> None:
         self.windows.pop(queue).dropped = True
@@ -230,7 +230,7 @@ class ReadsTheFile(NaiveMember):
 
 
 class ForgetsWhatItCouldNotWrite(NaiveMember):
-    """Java from 5.2 on: a queue that is given up is persisted, and forgotten even if that failed."""
+    """Java from 5.2 on: persists a queue that it gives up, and forgets it even if that failed."""
 
     def drop(self, queue: MessageQueue) -> None:
         super().drop(queue)
@@ -249,11 +249,12 @@ class ForgetsWhatItCouldNotWrite(NaiveMember):
     ],
 )
 def test_a_queue_that_comes_back_goes_on_where_it_was(two_brokers, names, member, tmp_path, is_full):
-    """A queue is persisted before it is forgotten, and stays in memory while that fails; memory counts before the file.
+    """The store persists a queue before it forgets it, keeps it while that fails, and prefers memory to the file.
 
-    Faulty: Java before 5.2 reads the file, which is as old as the timer; later ones forget what they could not write.
+    Faulty: Java before 5.2 reads the file, which is as old as the last timer. Later ones forget offsets they could not
+    write.
     """
-    # A broker's route is gone for a while, and the timer that persists has not run
+    # A broker's route is missing for a while, and the timer that persists has not run.
     topic, group = names.topic(), names.group()
     place, broker = queue(topic, 0, "broker-b"), two_brokers.broker("broker-b")
     two_brokers.create_topic(topic, queues=1)

@@ -1,4 +1,4 @@
-"""One owner per store: across processes, kill -9 and fork."""
+"""A store has one owner, across processes, kill -9 and fork."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ for line in sys.stdin:
 
 @contextmanager
 def owner(base):
-    """A process that owns a slot's store and persists the offsets it is sent."""
+    """Run a process that owns a slot's store and persists the offsets that it receives."""
     command, pipes = [sys.executable, "-c", OWNER, str(base)], dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
         try:
@@ -61,7 +61,7 @@ def persist(process, offset):
 @pytest.mark.live
 @pytest.mark.hazard("H12")
 def test_a_store_belongs_to_one_process_until_that_is_killed(tmp_path):
-    """Processes of a host have a store each. Who ends leaves it to the next one, even by kill -9."""
+    """Each process of a host has its own store. The next process can take it after the owner ends, even by kill -9."""
     directory = tmp_path / "10.0.0.5@DEFAULT" / "g"
     with owner(tmp_path) as (first, first_id, nothing), owner(tmp_path) as (second, second_id, none):
         assert (first_id, second_id, nothing, none) == ("10.0.0.5@DEFAULT", "10.0.0.5@DEFAULT-1", None, None)
@@ -71,7 +71,7 @@ def test_a_store_belongs_to_one_process_until_that_is_killed(tmp_path):
         store = LocalFileOffsetStore(directory)
         with pytest.raises(OffsetStoreLocked, match=rf"in use by process {first.pid} on host .*instance_name"):
             store.load()
-        assert read_store(directory).offsets == {QUEUE: 104}  # looking is allowed
+        assert read_store(directory).offsets == {QUEUE: 104}  # other processes may read it
         first.send_signal(signal.SIGKILL)
         first.wait(30)
         with owner(tmp_path) as (_, third_id, offset):
@@ -179,7 +179,7 @@ def test_after_a_fork_the_store_stays_with_the_parent(tmp_path):
         assert ["stays with its parent" in error for error in refused] == [True] * 3
         assert "in use by process" in in_use
         assert read_store(tmp_path).offsets == {QUEUE: 1}
-        with pytest.raises(OffsetStoreLocked):  # the child's end has not freed it
+        with pytest.raises(OffsetStoreLocked):  # the child's exit has not released it
             LocalFileOffsetStore(tmp_path).load()
         put(store, QUEUE, 2)
     assert read_store(tmp_path).offsets == {QUEUE: 2}

@@ -1,7 +1,7 @@
-"""Power fails at any moment: what was acknowledged is found again, and nothing that was never written.
+"""After a power failure at any moment a restart finds the acknowledged offsets, and no offset that was never written.
 
-The disk is a model: unsynced writes survive sector by sector or not, unsynced renames in order up to some point. That
-the model bites is shown by the controls at the end: the same trials without one of the design's parts must fail.
+The disk is a model. Each sector of an unsynced write may survive or not, and unsynced renames survive in order up to
+some point. Negative controls at the end show that the model is strict: without one part of the design, trials fail.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Read = Callable[[MemoryDisk], dict[MessageQueue, int]]
 
 
 class Trial:
-    """One life, or several, of a store on a disk that loses power in the middle of some file operation."""
+    """One or several runs of a store on a disk that loses power during some file operation."""
 
     def __init__(self, seed: int, *, durability: str = "fsync", disk: MemoryDisk | None = None) -> None:
         self.rng, self.history = random.Random(seed), History()
@@ -38,12 +38,14 @@ class Trial:
         self.has_links = self.rng.random() < 0.8
 
     def live(self) -> None:
-        """Drive the store until the power fails."""
-        last = self.rng.randint(1, self.rng.choice([15, 120]))  # short lives meet what the one before has left
+        """Use the store until the power fails."""
+        last = self.rng.randint(
+            1, self.rng.choice([15, 120])
+        )  # short runs also cover the files that the previous run has left
         self.dead = False
 
         def cut(count: int, operation: str, path: str) -> None:
-            # After the cut nothing reaches the disk, whatever the store's clean-up tries.
+            # After the power failure no write reaches the disk, not even the store's clean-up.
             self.dead = self.dead or count >= last
             if self.dead:
                 raise PowerCut
@@ -66,7 +68,7 @@ class Trial:
             pass
 
     def restart(self, read: Read, *, kill: bool = False) -> list[str]:
-        """Restart the machine, or only the process, and return what is wrong with what is found."""
+        """Restart the machine, or only the process. Return the offsets found that are wrong."""
         crash_points["kills in the model" if kill else "power failures in the model"] += 1
         if kill:
             self.disk.free_locks()
@@ -96,8 +98,10 @@ class Trial:
     ],
 )
 def test_a_crash_loses_nothing_that_was_acknowledged(durability, kills, count, lives):
-    """Power fails, or the process is killed, or power fails after some kills: what a killed process wrote and did not
-    sync is found, but counts as durable only when it was persisted again."""
+    """The power fails, or the process is killed, or the power fails after some kills.
+
+    A restart finds unsynced writes of a killed process. They count as durable only after the next persist.
+    """
     for seed in range(trials(count)):
         trial = Trial(seed, durability=durability)
         for life in range(lives):
@@ -128,7 +132,7 @@ def test_process_durability_survives_power_loss_with_old_values():
 
 @pytest.mark.search
 def test_power_fails_while_threads_share_flushes():
-    """What any of them was told to be durable is found. The switch interval is short, so that they meet everywhere."""
+    """A restart finds each offset that a thread has persisted. A short switch interval makes the threads interleave."""
     queues = [MessageQueue("orders", "broker-a", number) for number in range(6)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -139,7 +143,7 @@ def test_power_fails_while_threads_share_flushes():
 
             def cut(count: int, operation: str, path: str) -> None:
                 if operation == "sync":
-                    time.sleep(0.0002)  # others append meanwhile
+                    time.sleep(0.0002)  # other threads append meanwhile
                 if count >= last or dead.is_set():  # noqa: B023
                     dead.set()  # noqa: B023
                     raise PowerCut

@@ -1,4 +1,4 @@
-"""Somebody removes or replaces files, the lock among them, or the whole directory, under a store that is in use."""
+"""A cleanup job or a user removes or replaces files, the lock or the whole directory of a store in use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = ["offsets.lock", "offsets.owner", "offsets.json", "offsets.json.bak", "o
 
 
 class Bench:
-    """A store in use, with a clock of its own, and what it tells. Its three queues are at 5, its journal holds a 6."""
+    """A store in use, with its own clock, and its events. Its three queues are at 5, and its journal has a 6."""
 
     def __init__(self, directory, durability="fsync"):
         self.now, self.events, self.directory = 0.0, [], directory
@@ -38,7 +38,7 @@ class Bench:
         return [str(event.kind) for event in self.events]
 
     def after_a_kill(self, tmp_path):
-        """What a new process finds, and that nothing is wrong with it."""
+        """Return the offsets that a new process finds, and check that it finds no damage."""
         copy, events = tmp_path / f"copy-{time.monotonic_ns()}", []
         shutil.copytree(self.directory, copy)
         store = opened(copy, on_event=events.append)
@@ -47,14 +47,14 @@ class Bench:
 
 
 def with_offset(offset):
-    """All that is stored once QUEUE is at `offset`."""
+    """Return all stored offsets once QUEUE is at `offset`."""
     return {QUEUE: offset, QUEUES[1]: 5, QUEUES[2]: 6}
 
 
 @pytest.mark.hazard("H12")
 @pytest.mark.live
 def test_after_its_lock_is_removed_the_old_owner_stops(tmp_path):
-    """With default options: the first notices by itself, stores nothing more, says so, and may come back later."""
+    """With default options the old owner notices, stops writing, emits an event, and can load the store again later."""
     events = []
     store = opened(tmp_path / "10.0.0.5@DEFAULT" / "g", on_event=events.append)
     put(store, QUEUE, 5)
@@ -83,14 +83,14 @@ def test_after_its_lock_is_removed_the_old_owner_stops(tmp_path):
 
 @pytest.mark.parametrize("durability", DURABILITIES)
 def test_an_old_owner_damages_nothing_before_it_notices(tmp_path, durability):
-    """They have the same files for a moment: what the old one appends still must not get into those of the new one."""
+    """Both owners have the same files for a moment. Frames of the old owner must not reach the new owner's files."""
     first = Bench(tmp_path / "s", durability)
     (tmp_path / "s" / "offsets.lock").unlink()
     with LocalFileOffsetStore(tmp_path / "s", "fsync") as second:
         for offset in range(400, 501):
             put(second, QUEUE, offset)
         for offset in range(300, 310):
-            if durability != "checkpoint":  # which notices at once
+            if durability != "checkpoint":  # "checkpoint" notices at once
                 first.persist(offset, QUEUES[1])
         assert first.after_a_kill(tmp_path) == with_offset(500)
         first.now += 1
@@ -99,7 +99,7 @@ def test_an_old_owner_damages_nothing_before_it_notices(tmp_path, durability):
         first.store.closes_within(30)
         assert read_owner(LocalDisk(), str(tmp_path / "s")).closes_by is None
         assert first.after_a_kill(tmp_path) == with_offset(500)
-    with pytest.raises(OffsetStoreLocked):  # the other has ended, but its offsets are the newer ones
+    with pytest.raises(OffsetStoreLocked):  # the other owner has ended, but its offsets are newer
         first.persist(7)
     with pytest.raises(OffsetStoreLocked):
         first.store.close()
@@ -133,7 +133,7 @@ def test_no_way_to_write_leaves_out_to_look_whose_the_store_is(tmp_path, call, p
 @pytest.mark.parametrize("removed", [[name] for name in FILES] + [FILES, FILES[2:], None], ids=str)
 @pytest.mark.parametrize("durability", DURABILITIES)
 def test_what_somebody_removes_is_written_anew(tmp_path, durability, removed):
-    """A cleaner that goes by age, or `rm -rf`: nobody has taken the store meanwhile, and it stays ours."""
+    """A job removes old files, or someone runs `rm -rf`. No process has taken the store, so the owner keeps it."""
     bench = Bench(tmp_path / "s", durability)
     for again in range(3):
         if removed is None:
@@ -155,7 +155,7 @@ def test_what_somebody_removes_is_written_anew(tmp_path, durability, removed):
 
 @pytest.mark.parametrize("how", ["close", "persist"])
 def test_a_directory_removed_under_an_idle_store_comes_back(tmp_path, how):
-    """With default options, and without any offset that has changed."""
+    """This works with default options, and while no offset changes."""
     store = opened(tmp_path / "s")
     put(store, QUEUE, 5)
     shutil.rmtree(tmp_path / "s")
@@ -172,9 +172,9 @@ def test_a_directory_removed_under_an_idle_store_comes_back(tmp_path, how):
 @pytest.mark.parametrize("in_use", [True, False], ids=["in-use", "left"])
 @pytest.mark.parametrize("how", ["renamed", "symlink"])
 def test_another_store_in_its_place_is_not_touched(tmp_path, how, in_use):
-    """A directory that is renamed, and another in its place; or a symlink that is made to point elsewhere."""
+    """A directory is renamed and replaced by another, or a symlink is changed to another target."""
     mine, others = tmp_path / "mine", tmp_path / "others"
-    left(others, [QUEUE], 777)  # of another application
+    left(others, [QUEUE], 777)  # the store of another application
     if how == "symlink":
         (tmp_path / "first").mkdir()
         mine.symlink_to("first")
@@ -202,7 +202,7 @@ def test_another_store_in_its_place_is_not_touched(tmp_path, how, in_use):
 
 
 def test_a_directory_that_is_back_after_a_while_is_ours_still(tmp_path):
-    """A mount that goes and comes: meanwhile the offsets are in what was mounted over."""
+    """A volume is unmounted and mounted again. Meanwhile the offsets are in the directory below the mount point."""
     bench = Bench(tmp_path / "s")
     (tmp_path / "s").rename(tmp_path / "away")
     bench.now += 1
@@ -217,7 +217,7 @@ def test_a_directory_that_is_back_after_a_while_is_ours_still(tmp_path):
 
 
 def test_a_lock_is_of_the_file_that_is_there(tmp_path):
-    """Also when it has been removed, or replaced by another of the same name, more than once."""
+    """This holds even after the file was removed, or replaced by another of the same name, more than once."""
     disk, path = LocalDisk(), str(tmp_path / "offsets.lock")
     first = disk.lock(path)
     assert (first.created_file, first.is_in_place(), disk.lock(path)) == (True, True, None)
@@ -231,7 +231,7 @@ def test_a_lock_is_of_the_file_that_is_there(tmp_path):
         None,
     )
     os.replace(path, path + ".old")
-    os.link(path + ".old", path)  # the same file: it is the file that counts
+    os.link(path + ".old", path)  # the same file has its name again
     assert second.is_in_place()
     first.release()
     assert disk.lock(path) is None

@@ -1,4 +1,4 @@
-"""A reset and its epoch are stored in one step: after any crash both are there, or neither."""
+"""A reset and its epoch are stored in one step. After any crash a restart finds both or neither."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_epochs_are_found_again_and_so_are_the_offsets(tmp_path, durability):
         store.persist_all()
         store.persist_resets({FIRST: QueueReset(10, 1000), SECOND: QueueReset(None, 1000)})
         assert [store.reset_epoch(queue) for queue in QUEUES] == [1000, 1000, 0]
-    for _ in range(2):  # from what the close has written, and again
+    for _ in range(2):  # from the file that the close has written, and once more
         with LocalFileOffsetStore(tmp_path, durability) as again:
             assert again.clone_offset_table() == {FIRST: 10, THIRD: 7}
             assert [again.reset_epoch(queue) for queue in QUEUES] == [1000, 1000, 0]
@@ -88,7 +88,7 @@ def test_a_full_disk_is_told_and_a_later_persist_stores_both():
     failing.error = errno.ENOSPC
     with pytest.raises(OffsetStoreUnwritable):
         store.persist_resets({FIRST: QueueReset(10, 1000)})
-    assert (store.read_offset(FIRST), store.reset_epoch(FIRST)) == (10, 1000)  # memory goes on
+    assert (store.read_offset(FIRST), store.reset_epoch(FIRST)) == (10, 1000)  # memory has the new values
     failing.error = None
     store.persist(FIRST)
     disk.free_locks()
@@ -99,7 +99,7 @@ def test_a_full_disk_is_told_and_a_later_persist_stores_both():
 @pytest.mark.search
 @pytest.mark.parametrize("durability", ["fsync", "checkpoint"])
 def test_power_may_fail_at_any_moment(durability):
-    """A found epoch never comes without the offset of its reset, or a later one; an acknowledged one is found."""
+    """An epoch that is found comes with the offset of its reset, or a later one. Acknowledged epochs are found."""
     for seed in range(trials(300)):
         rng, disk, epoch = random.Random(seed), MemoryDisk(), 0
         acknowledged: dict[MessageQueue, tuple[int, int]] = dict.fromkeys(QUEUES, (0, -1))  # epoch, progress
@@ -121,7 +121,7 @@ def test_power_may_fail_at_any_moment(durability):
                         epoch += 1
                         for queue in queues:
                             written[queue].append((epoch, 0))
-                        # the offset tells the epoch it belongs to: 1000 * epoch + messages consumed since
+                        # Each offset encodes its epoch: 1000 * epoch + messages consumed since.
                         store.persist_resets({queue: QueueReset(1000 * epoch, epoch) for queue in queues})
                     else:
                         for queue in queues:

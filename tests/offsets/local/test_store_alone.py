@@ -1,7 +1,7 @@
-"""The local store's public interface at random, on a real disk, against a small model.
+"""Random calls of the local store's public interface, on a real disk, compared with a small model.
 
-Three objects want one store: two of this process, and one of another. They are opened, closed, opened again and made
-anew, from wherever the process is; the other process is killed; somebody removes the lock, the files or the directory.
+Three objects compete for one store: two in this process, and one in another process. They are opened, closed, opened
+again and recreated, from any working directory. The other process is killed. The lock, files or the directory vanish.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.trials import trials
 pytestmark = pytest.mark.search
 
 QUEUES = [MessageQueue(topic, "broker-a", number) for topic in ("orders", "%RETRY%g") for number in range(2)]
-IN_MEMORY = "/dev/shm"  # where a flush costs nothing; every process sees the same there, and none ends by power loss
+IN_MEMORY = "/dev/shm"  # a flush is free there, all processes see the same files, and no test simulates a power loss
 NOTICED_WITHIN_S = 1.0
 """How soon an owner that writes has noticed what was removed."""
 
 
 class Here:
-    """A store of this process. `now` is what its clock says."""
+    """A store of this process. `now` is the time of its clock."""
 
     def __init__(self, directory: str) -> None:
         self.now = 0.0
@@ -58,7 +58,7 @@ class There:
     def __init__(self, directory: str) -> None:
         self._process, served = Pipe()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests may live on
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests may still run
             self._pid = os.fork()
         if self._pid == 0:
             try:
@@ -88,7 +88,7 @@ class There:
         return answer
 
     def end(self) -> None:
-        """Kill it: what it has not stored is gone, and its lock."""
+        """Kill the process, so that its lock and its unstored offsets are lost."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         self._process.close()
@@ -96,7 +96,7 @@ class There:
 
 @dataclass
 class Known:
-    """An object, and what it should say: `stored` is what it holds for stored. Another may have taken the store."""
+    """A store object and its expected state. `stored` is its view of the files; another owner may change them."""
 
     name: str
     store: Here | There
@@ -114,7 +114,7 @@ queues, offsets = st.sampled_from(QUEUES), st.integers(0, 2**63 - 1)
 
 
 class StoreAlone(RuleBasedStateMachine):
-    """`disk` is what whoever opens the store next should find; `owner` the one that may write, if any."""
+    """The model: `disk` has the offsets that the next `load` should find; `owner` may write, unless it is None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,12 +150,12 @@ class StoreAlone(RuleBasedStateMachine):
         return There(directory) if name == "c" else Here(directory)
 
     def named(self, name: str) -> Known:
-        """Return the object of that name; most is asked of the owner."""
+        """Return the object of that name, which is the owner in most cases."""
         if name != "owner":
             return self.known[name]
         return self.owner or self.known["a"]
 
-    # -- whose it is
+    # -- ownership
 
     @rule(name=names)
     def open(self, name: str) -> None:
@@ -197,7 +197,7 @@ class StoreAlone(RuleBasedStateMachine):
     @precondition(lambda self: self.all_have_noticed())
     @rule(name=names)
     def make_anew(self, name: str) -> None:
-        """A new object in place of one that is closed; the other process is killed first, whatever it does."""
+        """Replace a closed object by a new one. If it is the other process, kill that first."""
         each = self.named(name)
         if each.name == "c":
             each.store.end()
@@ -209,7 +209,7 @@ class StoreAlone(RuleBasedStateMachine):
             return
         self.known[each.name] = Known(each.name, self.make(each.name))
 
-    # -- what is in it
+    # -- contents
 
     @rule(name=names, queue=queues, offset=offsets, increase_only=st.booleans())
     def update(self, name: str, queue: MessageQueue, offset: int, increase_only: bool) -> None:
@@ -219,7 +219,7 @@ class StoreAlone(RuleBasedStateMachine):
             each.memory[queue] = offset
 
     def writing(self, each: Known, call: str, *arguments: Any) -> bool:
-        """Make a call that writes; return whether it has. An owner has it durably, another never."""
+        """Make a call that writes, and return whether it has written. An owner always does, another object never."""
         try:
             each.store.call(self.now, call, *arguments)
         except OffsetStoreLocked:
@@ -264,7 +264,7 @@ class StoreAlone(RuleBasedStateMachine):
 
     @rule(name=names, queue=queues)
     def remove(self, name: str, queue: MessageQueue) -> None:
-        """A queue that memory never had is not even looked for in a store that is not open."""
+        """Remove an offset. A store that is not open ignores a queue that memory never had."""
         each = self.named(name)
         if queue not in each.memory and queue not in each.stored:
             return
@@ -300,7 +300,7 @@ class StoreAlone(RuleBasedStateMachine):
             if in_memory is None and found is not None:
                 each.memory[queue] = found
 
-    # -- what happens around it
+    # -- accidents
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 5.0]))
     def time_passes(self, seconds: float) -> None:
@@ -311,7 +311,7 @@ class StoreAlone(RuleBasedStateMachine):
         os.chdir(self.home if home else self.elsewhere)
 
     def all_have_noticed(self) -> bool:
-        """Nobody still writes who has lost the store, and nothing of such a one can be found."""
+        """Check that no former owner still writes, and that no write of one can be found."""
         return self.has_new_owner_written and all(
             each.taken_at is None or each.has_noticed for each in self.known.values()
         )

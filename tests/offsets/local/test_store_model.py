@@ -1,4 +1,4 @@
-"""Random operations against a dictionary, through restarts, kills and failures; and eight threads at once."""
+"""Random operations compared with a dictionary, with restarts, kills and failures; and eight threads at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ queues = st.sampled_from(QUEUES)
 
 
 class StoreAgainstDictionaries(RuleBasedStateMachine):
-    """`memory` and `stored` are what the store should say. After a failure `stored` is uncertain until one succeeds."""
+    """`memory` and `stored` have the expected offsets. After a failure `stored` is uncertain until a write succeeds."""
 
     @initialize(durability=st.sampled_from(DURABILITIES), links=st.booleans())
     def begin(self, durability, links):
@@ -105,7 +105,7 @@ class StoreAgainstDictionaries(RuleBasedStateMachine):
     @precondition(lambda self: self.failing.error)
     @rule()
     def restart_after_trouble(self):
-        """What a close has not refused is there; what it has, memory begins without, or with."""
+        """Expect each offset that `close` has stored. Offsets that it could not store may be there or not."""
         closed = self.persisting(QUEUES, self.store.close)
         self.failing.error = None
         self.open()
@@ -136,8 +136,8 @@ TestStoreAgainstDictionaries.settings = settings(max_examples=trials(80), statef
 @pytest.mark.live
 @pytest.mark.slow("eight threads have the disk flush each of their files")
 def test_eight_threads_persist_at_once(tmp_path, durability):
-    """What a thread was told to be stored is found in the files, whatever other threads persist at the same time."""
-    # Each thread has queues of its own, and shares one with all others; the switch interval is made short
+    """The files have each offset that a thread has persisted, whatever other threads persist at the same time."""
+    # Each thread has its own queues, and shares one queue with all others. The switch interval is short.
     shared = MessageQueue("shared", "broker-a", 0)
     rounds = 60
     store, wrong = opened(tmp_path, durability, journal_bytes=4096), []
@@ -145,7 +145,7 @@ def test_eight_threads_persist_at_once(tmp_path, durability):
     def work(number):
         rng = random.Random(number)
         mine = [MessageQueue("orders", f"broker-{number}", each) for each in range(3)]
-        for offset in range(rounds, 0, -1):  # corrections go back; nobody else's persist may undo them
+        for offset in range(rounds, 0, -1):  # corrections lower the offset; no persist of another thread may undo them
             queue = rng.choice(mine)
             store.update_offset(queue, offset)
             store.update_offset(shared, rounds + 1 - offset, increase_only=True)
@@ -200,7 +200,7 @@ class SlowFlush:
 
 
 def test_updating_does_not_wait_for_a_slow_disk():
-    """While a flush takes for ever, memory is read and written; who persists meanwhile is told after the flush only."""
+    """While a flush hangs, callers can read and write memory. A `persist` returns only after the flush."""
     bench = SlowFlush()
     store, (first, second, third, *_) = bench.store, QUEUES
     threads = [bench.persisting(first, 2)]
@@ -220,7 +220,7 @@ def test_updating_does_not_wait_for_a_slow_disk():
 
 
 class Interrupted(Exception):
-    """What a signal's handler raises."""
+    """Raised by a signal handler."""
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system")

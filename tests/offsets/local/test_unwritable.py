@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or broken: told, survived from memory, and healed by itself."""
+"""On a full, read-only or broken disk the store emits events, works from memory, and recovers by itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TABLE = [MessageQueue("orders", "broker-a", number) for number in range(200)]  #
 
 
 class Bench:
-    """A store on a memory disk that fails when told, and what it says."""
+    """A store on a memory disk that fails on request, and the store's events."""
 
     def __init__(self, durability="fsync", **options):
         self.memory_disk, self.failing, self.events, self.now = MemoryDisk(), Failing(), [], 0.0
@@ -44,7 +44,7 @@ class Bench:
         )
 
     def fail(self, number, *operations):
-        """From now on these operations fail, or all that write."""
+        """Let these operations fail from now on, or all that write."""
         self.fail_when(number, lambda operation, path: operation in (operations or WRITES))
 
     def fail_when(self, number, when):
@@ -69,7 +69,7 @@ class Bench:
 
 @pytest.fixture
 def new():
-    """An open store without offsets."""
+    """Return a bench with an open store without offsets."""
     bench = Bench()
     bench.store.load()
     return bench
@@ -77,7 +77,7 @@ def new():
 
 @pytest.fixture
 def bench(new):
-    """A store that has 5 for four queues."""
+    """Return a bench with a store that has offset 5 for four queues."""
     for queue in QUEUES:
         new.persist(5, queue)
     return new
@@ -130,7 +130,7 @@ def test_the_reminder_comes_once_a_minute(bench):
 @pytest.mark.parametrize("has_links", [True, False], ids=["links", "no-links"])
 @pytest.mark.parametrize("durability", DURABILITIES)
 def test_an_error_at_any_file_operation_loses_nothing(durability, has_links):
-    """One operation fails, later ones work: whatever was acknowledged is found after a kill at every later moment."""
+    """One operation fails, and later ones work. A restart after a later kill finds all acknowledged offsets."""
     reached = set()
     for broken in range(1, 400):
         bench = Bench(durability)
@@ -192,12 +192,12 @@ def test_an_error_at_any_file_operation_loses_nothing(durability, has_links):
 def test_after_a_failed_flush_only_a_checkpoint_counts(bench):
     """The kernel reports a failed write-back once; the next flush of the same file 'succeeds'."""
     bench.fail_when(errno.EIO, lambda operation, path: operation == "sync" and path.endswith(".journal"))
-    bench.persist(6)  # the journal's flush fails, a checkpoint has it
+    bench.persist(6)  # the journal's flush fails, so a checkpoint stores it
     assert bench.failing.failures == 1
     assert b":6" in bench.memory_disk.files()["/s/offsets.json"]
     bench.fail(errno.EIO, "sync")
     bench.refuses(lambda: bench.persist(7))
-    bench.refuses(lambda: bench.store.persist(QUEUE))  # an unchanged value is not durable either
+    bench.refuses(lambda: bench.store.persist(QUEUE))  # an unchanged value is not durable, either
     bench.refuses(lambda: bench.store.persist_all([]))
     bench.heal()
     bench.store.persist(QUEUE)
@@ -222,8 +222,10 @@ def test_a_failed_write_does_not_count_with_a_later_one(bench):
 
 
 def test_a_flush_after_a_failed_one_acknowledges_nothing():
-    """The first flush fails while two others wait; the next on the same descriptor would be told by Linux that all is
-    well. The checkpoint fails, too: nobody may be told that anything is durable."""
+    """The first flush fails while two others wait, and on Linux the next one on the same descriptor succeeds.
+
+    The checkpoint fails, too, so no caller may see its offset as durable.
+    """
     flushed_by, outcomes = [], {}
     first_flushes, others_come = threading.Event(), threading.Event()
 
@@ -236,7 +238,7 @@ def test_a_flush_after_a_failed_one_acknowledges_nothing():
             if name == "first":
                 first_flushes.set()
                 assert others_come.wait(30)
-                time.sleep(0.05)  # they wait by now, or come later: the outcome is the same
+                time.sleep(0.05)  # they wait by now, or start to wait later; both have the same result
                 raise OSError(errno.EIO, "broken")
 
     store = opened(disk=WatchedDisk(MemoryDisk(), disk_hook))
@@ -289,7 +291,7 @@ def test_what_an_interrupted_flush_carried_is_written_again(bench, operation):
 
 @pytest.mark.live
 def test_a_failed_flush_fails_for_everyone_who_waited_for_it(new):
-    """Eight threads share flushes; one flush fails and so does every checkpoint: nobody may be told it is durable."""
+    """Eight threads share flushes. One flush fails, and so does every checkpoint, so every `persist` must fail."""
     for queue in ORDERS:
         new.persist(1, queue)
     everyone_waits, text = threading.Barrier(8), []
@@ -328,7 +330,7 @@ def test_a_full_disk_stops_checkpoints_but_not_the_journal(bench):
 
 
 def test_a_failed_checkpoint_does_not_count_with_a_later_frame(new):
-    """A table too large for the journal, on a full disk; what the journal has room for must not count in its place."""
+    """On a full disk a table is too large for the journal. A later, smaller frame must not make it count as durable."""
     update(new.store, TABLE, 5)
     new.store.persist_all()
     new.fail(errno.ENOSPC, "create")
@@ -415,7 +417,7 @@ def test_closing_on_a_full_disk_uses_the_journal(durability, persisted, waits_s)
     bench = Bench(durability)
     bench.store.load()
     bench.persist(5)
-    bench.fail(errno.ENOSPC, "create")  # what a full disk refuses: the journal has its room already
+    bench.fail(errno.ENOSPC, "create")  # a full disk refuses new files, but the journal has its space already
     bench.store.update_offset(QUEUE, 6)
     bench.store.update_offset(QUEUES[1], 7)
     if persisted:
@@ -440,7 +442,7 @@ def test_power_may_fail_after_a_close_without_checkpoint(bench, refused, has_lin
     bench.fail(errno.EIO, refused)
     bench.store.update_offset(QUEUE, 6)
     bench.store.close()
-    assert bench.failing.failures == 1 + (refused == "replace" and has_links)  # the backup's is tried twice
+    assert bench.failing.failures == 1 + (refused == "replace" and has_links)  # the rename to the backup is tried twice
     for seed in range(50):
         store = opened(disk=bench.memory_disk.after_power_loss(random.Random(seed)))
         assert store.clone_offset_table() == dict.fromkeys(QUEUES, 5) | {QUEUE: 6}
