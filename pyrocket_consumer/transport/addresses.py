@@ -1,4 +1,4 @@
-"""Where a client connects to: name servers are its user's own word, and what routes name is somebody else's."""
+"""The addresses that a client may connect to. The user gives name servers, but routes contain addresses of others."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pyrocket_consumer.errors import AddressRefused, ConfigError
 from pyrocket_consumer.text import truncate
 
 OnAddressRefused = Callable[[str, str], None]
-"""Told of an address that is not connected to, once for each of the first hundred: the address, and why."""
+"""Called with a refused address and the reason, once for each of the first hundred addresses."""
 
 _MAX_NOTIFIED = 100
-_MAX_ADDRESS_CHARS = 280  # is told; a host name has 253 characters at most, and a port five
+_MAX_ADDRESS_CHARS = 280  # in texts; a host name has at most 253 characters, and a port five
 
 
 class Addresses:
-    """Decides for one client about each address before it is connected to."""
+    """Checks each address before a client connects to it."""
 
     def __init__(
         self, name_servers: Iterable[str], allowed: Sequence[str] | None, on_refused: OnAddressRefused
@@ -39,7 +39,7 @@ class Addresses:
         """Return host and port of `address`.
 
         Raises:
-            AddressRefused: it is no address, or not one of `allowed_addresses`.
+            AddressRefused: it is not a valid address, or not one of `allowed_addresses`.
         """
         try:
             host, port = parse_address(address)
@@ -61,7 +61,7 @@ class Addresses:
             return True
         try:
             ip = ip_address(host)
-        except ValueError:  # a name: what it stands for is not asked, for the next answer may be another one
+        except ValueError:  # a host name: do not resolve it, because the next lookup may return another address
             return False
         return any(ip in network for network in self._networks)
 
@@ -74,7 +74,7 @@ class Addresses:
 
 
 def _normalize_host(host: str) -> str:
-    """Return a host as it is compared: an IP address has several spellings, a name two cases."""
+    """Return a host in one spelling for comparisons: the canonical IP address, or the name in lower case."""
     try:
         return str(ip_address(host))
     except ValueError:

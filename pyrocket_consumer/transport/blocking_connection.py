@@ -1,4 +1,4 @@
-"""A connection its user waits on itself, in its own thread: for bulk reading, where bytes count more than calls."""
+"""A connection that its user polls in a thread of its own, for bulk reads of many bytes in few calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pyrocket_consumer.transport.forks import close_in_children
 log = logger("net")
 
 OnBulkResponse = Callable[["RemotingCommand | Exception", BufferSlice], None]
-"""Gets the answer, and where its body is; or the error that took its place."""
+"""Receives the response and a slice of its body, or the error in place of the response."""
 
 EMPTY_SLICE = BufferSlice.whole(b"")
 _MAX_OPAQUE = 0x7FFFFFFF
@@ -35,10 +35,10 @@ _WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSL
 
 
 class BlockingConnection:
-    """Requests to one server. Nothing happens but inside its methods, and none of them waits.
+    """Requests to one server. It works only inside its methods, and no method blocks.
 
-    Its user calls `receive()` whenever the socket may be read, `flush()` after requests, `expire()` past a deadline.
-    Requests that the server sends are not answered.
+    Call `receive()` when the socket is readable, `flush()` after requests, and `expire()` after a deadline. It does
+    not respond to requests that the server sends.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class BlockingConnection:
         close_in_children(self)
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, -1 if it is closed."""
+        """Return the file descriptor of the socket, -1 if it is closed."""
         return self.socket.fileno()
 
     # --- requests
 
     @property
     def is_signing(self) -> bool:
-        """Whether requests are signed: then a prepared frame cannot be sent."""
+        """Whether requests are signed, so that a prepared frame cannot be sent."""
         return self._sign is not None
 
     def encode(self, command: RemotingCommand, opaque: int) -> bytes:
-        """Return the frame of `command`, with its opaque, and signed if we sign."""
+        """Return the frame of `command` with this opaque, and with a signature if requests are signed."""
         command.opaque = opaque
         if self._sign is not None:
             self._sign(command)
@@ -85,16 +85,16 @@ class BlockingConnection:
         timeout_s: float,
         what: str = "PULL_MESSAGE",
     ) -> None:
-        """Take the frame `encode(opaque)` returns for the next `flush`; `on_response` is called exactly once, later.
+        """Add the frame that `encode(opaque)` returns to the next `flush`. `on_response` is called exactly once, later.
 
-        `now` is of the clock that `expire` will be asked with.
+        `now` is the time of the same clock as for `expire`.
         """
         self._opaque = self._opaque + 1 if self._opaque < _MAX_OPAQUE else 1
         self._outgoing += encode(self._opaque)
         self._pending[self._opaque] = (on_response, now + timeout_s, what, timeout_s)
 
     def flush(self) -> None:
-        """Send what the socket takes now. If the connection is lost, the callbacks are told."""
+        """Send as many bytes as the socket accepts now. If the connection is lost, all callbacks receive the error."""
         while self._outgoing and not self.closed:
             try:
                 sent = self.socket.send(self._outgoing)
@@ -107,15 +107,15 @@ class BlockingConnection:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether there is something to flush."""
+        """Whether there are bytes to flush."""
         return bool(self._outgoing)
 
-    # --- answers
+    # --- responses
 
     def receive(self) -> bool:
-        """Take what has come, and call back for each answer. Return whether there was anything.
+        """Read received bytes, and call back for each response. Return whether there were any bytes.
 
-        If the connection is lost, or what comes are no frames, the callbacks of all that wait are told.
+        If the connection is lost, or the bytes are not frames, all pending callbacks receive the error.
         """
         if self.closed:
             return False
@@ -145,30 +145,30 @@ class BlockingConnection:
         return True
 
     def release_except(self, wanted: Iterable[BufferSlice]) -> None:
-        """Give back the room of every body handed out so far, but for those `wanted` still; these may be moved."""
+        """Reuse the memory of all bodies passed to callbacks so far, except those in `wanted`, which may be moved."""
         self._frames.release_except(wanted)
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for an answer."""
+        """The number of requests that wait for a response."""
         return len(self._pending)
 
     @property
     def next_deadline(self) -> float | None:
-        """When the first of the requests that wait is overdue; None if there are none."""
+        """The earliest deadline of the pending requests; None without any."""
         return min((deadline for _, deadline, *_ in self._pending.values()), default=None)
 
     def expire(self, now: float) -> None:
-        """Tell the callbacks of requests that are overdue."""
+        """Pass RequestTimeout to the callbacks of overdue requests."""
         for opaque in [opaque for opaque, (_, deadline, *_) in self._pending.items() if deadline <= now]:
             if entry := self._pending.pop(opaque, None):
                 on_response, _, what, timeout_s = entry
                 on_response(RequestTimeout(what, self.address, timeout_s), EMPTY_SLICE)
 
-    # --- its end
+    # --- closing
 
     def is_reusable(self) -> bool:
-        """Whether nothing is awaited and nothing has come, the end neither: it can be put aside and used again."""
+        """Return whether the connection is open without pending requests or unread bytes, so that it can be reused."""
         if self.closed or self._pending or self._outgoing:
             return False
         try:
@@ -178,7 +178,7 @@ class BlockingConnection:
         return not readable and not broken
 
     def close(self, reason: str) -> None:
-        """End the connection; those that wait get ConnectionLost."""
+        """Close the connection. Pending requests receive ConnectionLost."""
         self._end(ConnectionLost(self.address, reason))
 
     def _end(self, error: Exception) -> None:
@@ -202,10 +202,10 @@ async def open_blocking_connection(
     sign: Sign | None = None,
     max_frame_bytes: int = MAX_FRAME_BYTES,
 ) -> BlockingConnection:
-    """Return a connection to `address`, for whichever thread asked.
+    """Return a new connection to `address`, which any one thread may use.
 
     Raises:
-        ConnectError: nobody answers there within `timeout_s`.
+        ConnectError: no server accepts the connection within `timeout_s`.
     """
     host, port = resolve(address)
 
@@ -236,7 +236,7 @@ def _close_unwanted(attempt: asyncio.Future[socket.socket]) -> None:
 
 
 class IdleConnections:
-    """Direct connections that nobody uses now, by address. Thread-safe."""
+    """Open blocking connections that are not in use, by address. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -244,7 +244,7 @@ class IdleConnections:
         self._closed = False
 
     def take(self, address: str) -> BlockingConnection | None:
-        """Return one to `address` that still is connected, or None."""
+        """Return a connection to `address` that is still open, or None."""
         while True:
             with self._lock:
                 idle = self._idle.get(address)
@@ -256,16 +256,16 @@ class IdleConnections:
             connection.close("ended while it was idle")
 
     def put(self, connection: BlockingConnection) -> None:
-        """Keep `connection` for the next who needs one; it is closed if answers are still on their way."""
+        """Keep `connection` for a later `take`. It is closed if it still has pending requests."""
         with self._lock:
             if connection.is_reusable() and not self._closed:
                 connection.release_except(())
                 self._idle.setdefault(connection.address, []).append(connection)
                 return
-        connection.close("not needed any more")
+        connection.close("no longer needed")
 
     def close(self) -> None:
-        """Close those that are idle now, and every one that is given back later."""
+        """Close all idle connections, and each connection that is returned later."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, {}

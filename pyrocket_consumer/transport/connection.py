@@ -1,4 +1,4 @@
-"""One connection to one server: frames out, frames in, and which waiting call an answer belongs to."""
+"""One connection to one server: it sends and receives frames, and matches responses to pending calls."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from pyrocket_consumer.transport.forks import close_in_children
 log = logger("net")
 
 OnResponse = Callable[["RemotingCommand | Exception"], "Callable[[], None] | None"]
-"""Gets the answer, or the error that took its place. What it returns is called after the requests that the
-answers of this wake-up have caused are on the wire, so that decoding never delays the next pull."""
+"""Receives the response, or the error in its place. It may return a function, which the connection calls after it has
+sent all requests that the responses of this wake-up cause. So decoding never delays the next pull."""
 
 OnLateResponse = Callable[["RemotingCommand"], None]
 OnRequest = Callable[["RemotingCommand", "Connection"], "Awaitable[RemotingCommand | None] | None"]
-"""Gets a request of the server. Returns what leads to its answer, None if there is nothing left to do."""
+"""Receives a request of the server. Returns an awaitable of the response, None if the request is finished."""
 OnLost = Callable[["Connection", str], None]
 Sign = Callable[[RemotingCommand], None]
 
 MAX_OVERDUE = 1024
-"""How many answers that did not come in time are looked out for; of more, the oldest are given up."""
+"""How many late responses a connection expects. If there are more, it drops the oldest."""
 
 MAX_UNREAD_BYTES = 4 * 1024 * 1024
-"""Of answers to requests of a server that does not read them; then it is answered no more until it does."""
+"""How many bytes of responses may wait for a server that does not read. It receives no more until it reads again."""
 
-_MAX_COMMANDS_AT_ONCE = 256  # commands that came together and are taken without letting others have the thread
-_MAX_FREE_UNREQUESTED = 32  # of them, that are no reason for a pause
+_MAX_COMMANDS_AT_ONCE = 256  # commands handled before other tasks may run
+_MAX_FREE_UNREQUESTED = 32  # unrequested commands among them that cause no pause
 _SWEEP_STEP_S = 0.05
 _MAX_OPAQUE = 0x7FFFFFFF
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Calls and one-way requests to one server, and the requests it sends us. Confined to the I/O thread."""
+    """Calls and one-way requests to one server, and the requests that it sends. Confined to the I/O thread."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class Connection(asyncio.BufferedProtocol):
     ) -> None:
         self.address = address
         self.closed = False
-        self.is_damaged = False  # what came was no frame
+        self.is_damaged = False  # whether the server has sent something other than frames
         self.max_frame_bytes = max_frame_bytes
-        self.received_bytes = 0  # to tell whether the server has said anything meanwhile
+        self.received_bytes = 0  # shows whether the server has sent anything since an earlier check
         self._loop = loop
         self._on_request = on_request
         self._on_lost = on_lost
@@ -85,10 +85,10 @@ class Connection(asyncio.BufferedProtocol):
     def call(
         self, command: RemotingCommand, timeout_s: float, on_late: OnLateResponse | None = None
     ) -> asyncio.Future[RemotingCommand]:
-        """Send a request; the future gets its answer, whatever the code.
+        """Send a request. The result of the future is the response with any code.
 
-        The future raises RequestTimeout past `timeout_s`, or ConnectionLost when the connection ends first. `on_late`
-        gets an answer that comes after the timeout.
+        The future raises RequestTimeout after `timeout_s`, or ConnectionLost if the connection ends first. `on_late`
+        receives a response that arrives after the timeout.
         """
         future: asyncio.Future[RemotingCommand] = self._loop.create_future()
 
@@ -107,9 +107,9 @@ class Connection(asyncio.BufferedProtocol):
     def call_many(
         self, commands: Collection[RemotingCommand], timeout_s: float
     ) -> asyncio.Future[list[RemotingCommand | Exception]]:
-        """Send requests; the future gets the answer of each, in their order, or the error that took its place.
+        """Send requests. The result of the future is the response to each in order, or the error in its place.
 
-        What `call` does for each of them, but whoever waits is woken once.
+        This is `call` for each of them, but it wakes the waiting task only once.
         """
         future: asyncio.Future[list[RemotingCommand | Exception]] = self._loop.create_future()
         responses: dict[int, RemotingCommand | Exception] = {}
@@ -127,7 +127,7 @@ class Connection(asyncio.BufferedProtocol):
         return future
 
     def oneway(self, command: RemotingCommand) -> None:
-        """Send a request that wants no answer. Whether it arrived is never known."""
+        """Send a request without a response. The caller does not learn whether it arrived."""
         if self.closed:
             raise ConnectionLost(self.address, self._reason)
         command.flag |= ONEWAY_FLAG
@@ -141,9 +141,9 @@ class Connection(asyncio.BufferedProtocol):
         what: str = "PULL_MESSAGE",
         on_late: OnLateResponse | None = None,
     ) -> int:
-        """Send the frame `encode(opaque)` returns; `on_response` is called exactly once. The quick form of `call`.
+        """Send the frame that `encode(opaque)` returns, and call `on_response` exactly once. A fast variant of `call`.
 
-        `on_late` gets the answer if it comes after the timeout, for one that must not be lost.
+        `on_late` receives a response that arrives after the timeout but must not be lost.
         """
         opaque = self._next_opaque()
         if self.closed:
@@ -159,21 +159,21 @@ class Connection(asyncio.BufferedProtocol):
         return opaque
 
     def forget(self, opaque: int) -> None:
-        """Stop waiting for an answer; a late one is ignored."""
+        """Stop waiting for a response; a late one is ignored."""
         self._pending.pop(opaque, None)
 
     @property
     def waiting(self) -> int:
-        """How many calls wait for an answer."""
+        """The number of calls that wait for a response."""
         return len(self._pending)
 
     async def drain(self) -> None:
-        """Wait while the socket takes no more bytes."""
+        """Wait until the socket accepts more bytes."""
         while self._writable is not None and not self.closed:
             await asyncio.shield(self._writable)
 
     def close(self, reason: str) -> None:
-        """End the connection; waiting calls get ConnectionLost."""
+        """Close the connection. Pending calls raise ConnectionLost."""
         if self._transport is not None and not self.closed:
             self._reason = reason
             self._flush()
@@ -181,7 +181,7 @@ class Connection(asyncio.BufferedProtocol):
             self._end(ConnectionLost(self.address, reason))
 
     def abort(self) -> None:
-        """Give up what a closed connection has not sent yet."""
+        """Discard the bytes that a closed connection has not sent yet."""
         if self._transport is not None and not self._is_socket_closed:
             self._transport.abort()
 
@@ -191,11 +191,11 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def is_signing(self) -> bool:
-        """Whether requests are signed: then a prepared frame cannot be sent."""
+        """Whether requests are signed, so that a prepared frame cannot be sent."""
         return self._sign is not None
 
     def encode(self, command: RemotingCommand, opaque: int) -> bytes:
-        """Return the frame of `command` as it goes out here: with its opaque, and signed if we sign."""
+        """Return the frame of `command` with this opaque, and with a signature if requests are signed."""
         command.opaque = opaque
         if self._sign is not None and not command.is_response:
             self._sign(command)
@@ -227,7 +227,7 @@ class Connection(asyncio.BufferedProtocol):
         now = self._loop.time()
         late = [opaque for opaque, (_, deadline, *_) in self._pending.items() if deadline <= now]
         for opaque in late:
-            if (entry := self._pending.pop(opaque, None)) is None:  # whoever was told has closed the connection
+            if (entry := self._pending.pop(opaque, None)) is None:  # an earlier callback has closed the connection
                 break
             on_response, _, what, timeout_s, on_late = entry
             if on_late is not None:
@@ -235,18 +235,18 @@ class Connection(asyncio.BufferedProtocol):
                 if len(self._overdue) > MAX_OVERDUE:
                     del self._overdue[next(iter(self._overdue))]
             self._notify(on_response, RequestTimeout(what, self.address, timeout_s))
-        if self._pending:  # also after a callback that has sent again: that has a deadline of its own
+        if self._pending:  # a callback may have sent a request with a new deadline
             self._sweep_at(max(min(entry[1] for entry in self._pending.values()), now + _SWEEP_STEP_S))
 
     def _handle_late(self, response: RemotingCommand) -> None:
         on_late = self._overdue.pop(response.opaque, None)
         if on_late is None:
-            log.debug("connection=%s late answer opaque=%d ignored", self.address, response.opaque)
+            log.debug("connection=%s late response opaque=%d ignored", self.address, response.opaque)
         else:
             try:
                 on_late(response)
             except Exception as error:
-                self._report_exception(error, "a late answer could not be handled")
+                self._report_exception(error, "a late response could not be handled")
 
     def _notify(self, on_response: OnResponse, response: RemotingCommand | Exception) -> None:
         try:
@@ -260,13 +260,13 @@ class Connection(asyncio.BufferedProtocol):
         self._loop.call_exception_handler({"message": f"{what} (address={self.address})", "exception": error})
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, -1 if it is closed or there is none."""
+        """Return the file descriptor of the socket, -1 if it is closed or not open yet."""
         connected = (
             None if self._transport is None or self._is_socket_closed else self._transport.get_extra_info("socket")
         )
         return -1 if connected is None else int(connected.fileno())
 
-    # --- what the event loop calls
+    # --- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -282,9 +282,9 @@ class Connection(asyncio.BufferedProtocol):
         self._process(nbytes)
 
     def _process(self, nbytes: int) -> bool:
-        """Take commands that have come, but not so many in a row that others wait for long.
+        """Handle received commands, but limit their number, so that other tasks do not wait for long.
 
-        Returns whether the rest waits, and nothing is read meanwhile.
+        Returns whether commands are left and reading is paused.
         """
         began = self._loop.time()
         try:
@@ -300,7 +300,7 @@ class Connection(asyncio.BufferedProtocol):
             return False
         afterwards: list[Callable[[], None]] = []
         unrequested = 0
-        self._flush_due = True  # writes of this wake-up go out together, below
+        self._flush_due = True  # sends all writes of this wake-up together, below
         for command in commands:
             if command.flag & 1:
                 entry = self._pending.pop(command.opaque, None)
@@ -331,7 +331,7 @@ class Connection(asyncio.BufferedProtocol):
         ):
             return False
         self._transport.pause_reading()
-        # What nobody asked for has half of the thread's time at most, however much comes.
+        # Unrequested commands take at most half of the thread's time, even if the server sends many.
         self._loop.call_later(
             self._loop.time() - began if unrequested > _MAX_FREE_UNREQUESTED else 0.0, self._resume_reading
         )
@@ -363,19 +363,19 @@ class Connection(asyncio.BufferedProtocol):
     # --- requests of the server
 
     def respond(self, request: RemotingCommand, response: RemotingCommand) -> None:
-        """Send the answer to a request of the server, unless that was one-way or it does not read what it gets."""
+        """Send the response to a request of the server, unless it was one-way or the server reads no responses."""
         if request.is_oneway or self.closed or self.is_backlogged:
             return
         try:
             frame = self.encode(response, request.opaque)
-        except ProtocolError as error:  # too large: the server shall not wait for it in vain
+        except ProtocolError as error:  # too large; respond anyway, so that the server does not wait for its timeout
             frame = self.encode(request.make_response(ResponseCode.SYSTEM_ERROR, str(error)), request.opaque)
         self._unread_bytes += len(frame)
         self._write(frame)
 
     @property
     def is_backlogged(self) -> bool:
-        """Whether the server has more answers to its requests waiting than it may: it reads none of them."""
+        """Whether more than `MAX_UNREAD_BYTES` of responses wait because the server does not read them."""
         return self._unread_bytes >= MAX_UNREAD_BYTES
 
     def _handle_request(self, command: RemotingCommand) -> None:

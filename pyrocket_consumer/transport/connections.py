@@ -1,4 +1,4 @@
-"""The open connections of a client, one per address."""
+"""The connections of a client, one per address."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ Resolve = Callable[[str], tuple[str, int]]
 
 _FIRST_CONNECT_PAUSE_S = 0.05
 _LONGEST_CONNECT_PAUSE_S = 1.0
-_LONGEST_DAMAGED_PAUSE_S = 30.0  # each attempt may be as good as the last, until it is not
+_LONGEST_DAMAGED_PAUSE_S = 30.0  # each attempt costs a connection and succeeds only after the server was repaired
 
 
 @dataclass(slots=True)
 class _Target:
-    """What is known of one address: its connection, the attempt under way, and when to try again."""
+    """The state of one address: its connection, the attempt in progress, and the time of the next attempt."""
 
     connection: Connection | None = None
     attempt: asyncio.Task[Connection] | None = None
     failures: int = 0
     not_before: float = 0.0
     opened_at: float = 0.0
-    damages: int = 0  # connections in a row that soon ended because what came was no frame
+    damages: int = 0  # consecutive connections that soon ended because the server sent no frames
     damage: str = ""
-    dropped: str = ""  # why nobody wants it any more
+    dropped: str = ""  # the reason for which drop() was called
 
 
 class Connections:
-    """Connections by address, opened when asked for. Confined to the I/O thread."""
+    """Connections by address, opened on demand. Confined to the I/O thread."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Connections:
         self._closed = False
 
     def peek(self, address: str) -> Connection | None:
-        """Return the open connection to `address`, if there is one."""
+        """Return the open connection to `address`, None without one."""
         target = self._targets.get(address)
         if target is None or target.connection is None or target.connection.closed:
             return None
@@ -82,12 +82,12 @@ class Connections:
         return [connection for address in self._targets if (connection := self.peek(address)) is not None]
 
     async def get(self, address: str) -> Connection:
-        """Return the connection to `address`, opening one if need be. Callers at the same time share the attempt.
+        """Return the connection to `address`, and open it if necessary. Concurrent callers share one attempt.
 
         Raises:
-            ConnectError: nobody answers there, or the address was dropped meanwhile. After a failure the next attempt
-                waits a little, up to 1 s after many. A server that sends what is no frame, again and again, is left
-                alone for up to 30 s.
+            ConnectError: no server accepts a connection there, or the address was dropped during the attempt. After a
+                failure the next attempt waits, up to 1 s after many. After repeated data that are not frames, an
+                address is not retried for up to 30 s.
         """
         if (connection := self.peek(address)) is not None:
             return connection
@@ -97,7 +97,7 @@ class Connections:
         if target.attempt is None:
             pause_s = target.not_before - self._loop.time()
             if pause_s > _LONGEST_CONNECT_PAUSE_S:
-                raise ConnectError(address, f"it is left alone for {pause_s:.0f} s: {target.damage}")
+                raise ConnectError(address, f"not retried for {pause_s:.0f} s after {target.damage}")
             target.attempt = self._loop.create_task(self._open(address, target))
             target.attempt.add_done_callback(lambda task: task.cancelled() or task.exception())
         attempt = target.attempt
@@ -107,7 +107,7 @@ class Connections:
             task = asyncio.current_task()
             if not attempt.cancelled() or (task is not None and task.cancelling()):
                 raise
-            # The attempt was cancelled, not the caller: passed on, this would end the caller's loop without a word.
+            # The attempt was cancelled, not the caller. A CancelledError would silently end the caller's loop.
             if self._closed:
                 raise ClientClosed("the client is closed; make a new one") from None
             raise ConnectError(address, target.dropped) from None
@@ -169,12 +169,12 @@ class Connections:
             target.connection.close(reason)
 
     async def close(self) -> None:
-        """Close every connection; nothing can be opened afterwards."""
+        """Close every connection. Later calls of `get` raise."""
         self._closed = True
         connections = self.all()
         for address in list(self._targets):
             self.drop(address, "closed by us")
-        for _ in range(2):  # sockets are closed in the loop's next round, unless there is something left to send
+        for _ in range(2):  # the loop closes sockets in its next iteration, unless they have bytes to send
             await asyncio.sleep(0)
             for connection in connections:
                 connection.abort()
@@ -183,7 +183,7 @@ class Connections:
 
 @asynccontextmanager
 async def connect_errors(address: str, timeout_s: float, tls: ssl.SSLContext | None) -> AsyncIterator[None]:
-    """Around an attempt to connect to `address`: give it `timeout_s`, and make of any failure a ConnectError."""
+    """Limit an attempt to connect to `address` to `timeout_s`, and raise each failure as a ConnectError."""
     hint = f" ({MAYBE_PLAINTEXT})" if tls is not None else ""
     try:
         async with asyncio.timeout(timeout_s):

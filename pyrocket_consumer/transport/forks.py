@@ -1,7 +1,7 @@
-"""What a forked child must not keep: sockets and locks.
+"""Closes sockets and replaces locks in forked children.
 
-A membership lives while any process has its connection open. A thread that held a lock in the parent does not run in
-the child, and would never release it.
+A broker keeps a member while any process has its connection open. A thread that held a lock in the parent does not run
+in the child, and would never release it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Protocol
 
 
 class HasSocket(Protocol):
-    """Something with a socket, open or closed by now."""
+    """An object with an open or closed socket."""
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, -1 if it is closed."""
+        """Return the file descriptor of the socket, -1 if it is closed."""
 
 
 class HasLocks(Protocol):
-    """Something that threads of the parent may be in the middle of."""
+    """An object whose locks other threads of the parent may hold at the fork."""
 
     def renew_locks(self) -> None:
-        """Have new locks, which nobody holds."""
+        """Replace all locks by new ones."""
 
 
 _with_locks: weakref.WeakSet[HasLocks] = weakref.WeakSet()
@@ -30,12 +30,12 @@ _open_sockets: weakref.WeakSet[HasSocket] = weakref.WeakSet()
 
 
 def close_in_children(connection: HasSocket) -> None:
-    """Have children that are forked from now on close their copy of a socket. It stays this process's."""
+    """Have later forked children close their copy of this socket. The socket of this process stays open."""
     _open_sockets.add(connection)
 
 
 def renew_locks_in_children(owner: HasLocks) -> None:
-    """Have children that are forked from now on begin with locks of `owner` that nobody holds."""
+    """Have later forked children replace the locks of `owner`."""
     _with_locks.add(owner)
 
 
@@ -49,8 +49,8 @@ def _after_fork_in_child() -> None:
         return
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
-        # Neither a shutdown nor a word of TLS: the peer notices nothing. And the number stays taken: the objects that
-        # the child has of its parent believe that it is theirs, and close it when they go.
+        # Send neither a shutdown nor a TLS alert, so that the peer notices nothing. Keep the descriptor in use, because
+        # the child's copies of the parent's objects close it when they are garbage-collected.
         os.dup2(nothing, descriptor, inheritable=False)
     os.close(nothing)
 

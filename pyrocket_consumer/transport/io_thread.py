@@ -19,12 +19,12 @@ class IoThread:
     """One asyncio loop on one daemon thread. Sockets, timers and their callbacks are confined to it."""
 
     def __init__(self, name: str = "pyrocket-io", on_end: Callable[[], None] = lambda: None) -> None:
-        """`on_end` is called on the thread, as the last thing it does."""
+        """`on_end` is called on the thread as its last step."""
         self._on_end = on_end
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._not_started: dict[Coroutine[Any, Any, Any], Callable[[], object]] = {}
-        """What may not have begun yet, each with how to tell that it never will."""
+        """Coroutines that may not have started yet, each with a function that reports that it never will."""
 
     def start(self) -> None:
         """Start the thread; once only."""
@@ -38,8 +38,8 @@ class IoThread:
         finally:
             self._end_tasks()
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self._end_tasks()  # those that have begun meanwhile
-            self.loop.close()  # threads of its executor end by themselves; one that hangs in a name's resolution, later
+            self._end_tasks()  # tasks that started during the first call
+            self.loop.close()  # threads of its executor end on their own, also one that hangs in a name resolution
             for coroutine in list(self._not_started):
                 self._reject(coroutine)
             self._on_end()
@@ -51,14 +51,14 @@ class IoThread:
             self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
     def _reject(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Tell who waits for `coroutine` that it will not begin."""
+        """Raise in the caller that waits for `coroutine`, because it will not start."""
         tell = self._not_started.pop(coroutine, None)
         if tell is not None:
             coroutine.close()
             tell()
 
     def _run_until_stopped(self) -> bool:
-        """Run the loop. False: a task raised what asyncio lets through; that task has ended, the others go on."""
+        """Run the loop until `stop`. Return False if a task raised SystemExit or KeyboardInterrupt."""
         try:
             self.loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:
@@ -67,7 +67,7 @@ class IoThread:
         return True
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the loop, cancel what still runs on it, and wait up to `timeout_s` for the thread."""
+        """Stop the loop, cancel its tasks, and wait up to `timeout_s` for the thread."""
         if not self._thread.is_alive():
             if not self.loop.is_closed():
                 self.loop.close()
@@ -75,12 +75,12 @@ class IoThread:
         try:
             self.loop.call_soon_threadsafe(self.loop.stop)
         except RuntimeError:
-            pass  # another thread stops it as well, and was first
+            pass  # another thread has stopped it first
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
     def run_in_background(self, function: Callable[[], object]) -> None:
-        """Have `function` called on a thread of its own. Takes no lock and does not wait: finalizers may call it."""
+        """Call `function` on a new thread. This takes no lock and does not block, so finalizers may use it."""
         thread = threading.Thread(target=function, name="pyrocket-closing", daemon=True)
         self._call_soon(thread.start)
 
@@ -98,7 +98,7 @@ class IoThread:
         """Run `coroutine` on the I/O thread and return its result.
 
         Raises:
-            RuntimeError: called on the I/O thread, where waiting would stop everything. Await the coroutine instead.
+            RuntimeError: called on the I/O thread, where waiting would block all network I/O. Await the coroutine.
             RequestTimeout: not done within `timeout_s`; the coroutine is cancelled.
             ClientClosed: the thread has ended.
         """
@@ -135,9 +135,9 @@ class IoThread:
         return outcome.result()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start `coroutine` on the I/O thread and return at once; the future gets its result.
+        """Start `coroutine` on the I/O thread and return a future of its result at once.
 
-        It is cancelled if the thread ends before.
+        The future is cancelled if the thread ends first.
 
         Raises:
             ClientClosed: the thread has ended.
@@ -149,7 +149,7 @@ class IoThread:
             raise ClientClosed("the client is closed; make a new one") from None
         self._not_started[coroutine] = future.cancel
         future.add_done_callback(lambda done: self._not_started.pop(coroutine, None))
-        if self.loop.is_closed():  # before it was noted
+        if self.loop.is_closed():  # it was closed before the coroutine was registered
             self._reject(coroutine)
         return future
 

@@ -1,4 +1,4 @@
-"""An end that threads and coroutines wait for, whatever signals come meanwhile."""
+"""A one-shot flag for threads, coroutines and signal handlers, and the handling of SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from functools import partial
 from types import FrameType
 
 _SIGNAL_CHECK_S = 1.0
-"""A signal that comes just before a thread begins to sleep does not wake it: Python looks at it after that."""
+"""How long a wait sleeps at most. Python handles a signal that arrives just before a sleep only after that sleep."""
 
 
 class Latch:
-    """Something that comes once, and can be waited for before and after.
+    """A flag that is set once, by any thread or signal handler, and that any thread or coroutine can wait for.
 
-    The handler of a signal runs between any two steps of the main thread, and may raise there. `threading.Event` takes
-    a lock with several of them: to set it in a handler may find the lock taken by the very wait that was interrupted,
-    and a wait that Ctrl-C ends at the wrong moment leaves it taken. A SimpleQueue is made for both, and everybody who
-    waits has one.
+    A signal handler runs between any two steps of the main thread, and may raise there. `threading.Event` takes a lock
+    in several steps. If a handler sets the event, the wait that it interrupted may hold the lock. If Ctrl-C ends a wait
+    at the wrong moment, the lock stays locked. `SimpleQueue` is safe in both cases, so each waiter has one.
     """
 
     def __init__(self) -> None:
@@ -30,17 +29,17 @@ class Latch:
         self._waiting: list[Callable[[], None]] = []
 
     def is_set(self) -> bool:
-        """Whether it has come."""
+        """Return whether the flag is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Say that it has come. Any thread, and handlers of signals."""
+        """Set the flag. Any thread and any signal handler may call this."""
         self._is_set = True
-        for notify in list(self._waiting):  # whoever adds itself after this sees that it has come
+        for notify in list(self._waiting):  # a waiter that is added later sees the flag
             notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for at most `timeout_s`. Returns whether it has come."""
+        """Wait for at most `timeout_s`; None waits without limit. Return whether the flag is set."""
         wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         notify = partial(wakes.put, None)
@@ -59,14 +58,14 @@ class Latch:
         return self._is_set
 
     async def wait_async(self, timeout_s: float | None = None) -> bool:
-        """Do what `wait` does, on an asyncio loop."""
+        """Do the same as `wait`, on an asyncio loop."""
         loop, is_set_event = asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
             try:
                 loop.call_soon_threadsafe(is_set_event.set)
             except RuntimeError:
-                pass  # the loop has ended, and with it whoever waited
+                pass  # the loop and its waiting task have ended
 
         self._waiting.append(notify)
         try:
@@ -81,14 +80,14 @@ class Latch:
 
 
 class Terminated(SystemExit):
-    """SIGTERM has come, and the main thread leaves what it does in order, as it does after Ctrl-C."""
+    """Raised in the main thread after SIGTERM, so that it cleans up as it does after Ctrl-C."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
 
 
 def terminate() -> None:
-    """Leave what the main thread does."""
+    """Raise Terminated in the main thread."""
     raise Terminated
 
 
@@ -102,7 +101,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def on_sigterm(notify: Callable[[], None]) -> Iterator[None]:
-    """Within this, SIGTERM calls `notify` in the main thread, unless the program has a handler of its own."""
+    """Call `notify` in the main thread on SIGTERM within this context, unless the program has its own handler."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or not (_sigterm_callbacks or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
         yield

@@ -93,7 +93,7 @@ async def test_a_server_that_never_sends_frames_is_left_alone():
                 (await server.peer()).send(b"\xff" * 64)
 
         sending = asyncio.create_task(garbage())
-        with pytest.raises(ConnectError, match=r"left alone for \d+ s: bad frame: frame of 4294967295 bytes"):
+        with pytest.raises(ConnectError, match=r"not retried for \d+ s after bad frame: frame of 4294967295 bytes"):
             for _ in range(100):
                 connection = await connections.get(server.address)
                 await until(lambda connection=connection: connection.closed)
