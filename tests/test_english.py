@@ -33,7 +33,7 @@ NOT_CLEAN_YET: set[str] = {
     "docs/spark.md", "pyrocket_consumer",
     "pyrocket_consumer/admin", "pyrocket_consumer/cli", "pyrocket_consumer/cluster", "pyrocket_consumer/compat",
     "pyrocket_consumer/consumer", "pyrocket_consumer/offsets", "pyrocket_consumer/producer",
-    "pyrocket_consumer/protocol", "pyrocket_consumer/spark", "pyrocket_consumer/testing",
+    "pyrocket_consumer/protocol", "pyrocket_consumer/spark",
     "pyrocket_consumer/transport", "pyspark_rocketmq", "setup.py", "tests", "tests/admin", "tests/cli",
     "tests/cluster", "tests/compat", "tests/conformance", "tests/consumer", "tests/exactly_once", "tests/fuzz",
     "tests/hazards", "tests/hostile", "tests/interop", "tests/migration", "tests/offsets", "tests/plugins",

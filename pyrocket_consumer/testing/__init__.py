@@ -1,4 +1,4 @@
-"""For tests: messages by themselves, and a RocketMQ cluster inside the process, with scriptable faults.
+"""For tests: single messages, and a RocketMQ cluster inside the process with scriptable faults.
 
 from pyrocket_consumer.testing import EmbeddedCluster, message
 """

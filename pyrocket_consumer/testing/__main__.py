@@ -1,4 +1,4 @@
-"""Runs an embedded cluster in a process of its own, for benchmarks and for trying things out."""
+"""Runs an embedded cluster in a separate process, for benchmarks and experiments."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _EXAMPLE = """example:
   python -m pyrocket_consumer.testing --brokers 2 --topic orders:4 --topic audit:1 --port 9876
 
 The first line printed is the name server's address. The cluster runs until standard input ends (with
---until-stdin-ends), Ctrl-C or SIGTERM. Everything is in memory: it is for tests, not for production.
+--until-stdin-ends), Ctrl-C or SIGTERM. It keeps everything in memory. Use it for tests, not for production.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a cluster until it is told to end."""
+    """Run a cluster until a signal, or the end of standard input, stops it."""
     options = _options(arguments)
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

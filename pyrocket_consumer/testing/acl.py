@@ -1,4 +1,4 @@
-"""Accounts: which signed requests a broker takes. Source: PlainAccessValidator, DefaultAuthenticationHandler."""
+"""Accounts: which signed requests a broker accepts. Source: PlainAccessValidator, DefaultAuthenticationHandler."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SIGNS_WITHOUT_UNTIL = 399
 
 
 class Accounts:
-    """Secret keys by access key. Every account may do everything; what is checked is the signature."""
+    """Secret keys by access key. The broker checks the signature only; every account may do everything."""
 
     def __init__(self, secret_keys: Mapping[str, str]) -> None:
         self._secret_keys = dict(secret_keys)
 
     def check(self, command: RemotingCommand, release: Release) -> None:
-        """Refuse a request that is not signed, or not by a known account."""
+        """Refuse a request without the signature of a known account."""
         access_key = command.fields.get(ACCESS_KEY)
         old = release.number < (5, 3, 3)
         if access_key is None:

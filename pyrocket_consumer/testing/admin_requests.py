@@ -1,4 +1,4 @@
-"""What admin tools ask a broker for: topics, groups, statistics, settings, single messages.
+"""Requests of admin tools to a broker: topics, groups, statistics, settings, single messages.
 
 Source: AdminBrokerProcessor, QueryMessageProcessor.
 """
@@ -42,7 +42,7 @@ _ATTRIBUTES = frozenset(("message.type", "queue.type", "cleanup.policy"))
 
 
 class AdminRequests:
-    """Answers admin tools at one broker."""
+    """Handles the requests of admin tools at one broker."""
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
@@ -111,7 +111,7 @@ class AdminRequests:
         return command.make_response()
 
     def drop_topic(self, topic: str) -> None:
-        """Delete a topic and its messages; from 5.0 on the groups' offsets of it, too."""
+        """Delete a topic and its messages; from 5.0 on also the offsets of its groups."""
         self._state.topics.delete(topic)
         self._state.store.delete_topic(topic)
         if self._state.release.deletes_offsets_with_topic:
@@ -350,7 +350,7 @@ def _topic_object(topic: TopicConfig) -> dict[str, object]:
 
 
 def _attributes(text: str) -> dict[str, str]:
-    """Return the attributes that `+key=value,-key2` sets; refuse names brokers do not know."""
+    """Return the attributes that `+key=value,-key2` sets. Refuse names that brokers do not know."""
     attributes = {}
     for change in filter(None, text.split(",")):
         name, _, value = change[1:].partition("=")

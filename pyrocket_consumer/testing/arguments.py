@@ -1,4 +1,4 @@
-"""What may be given to an embedded cluster: each check raises ConfigError, and says what is allowed."""
+"""Checks of the arguments of an embedded cluster. Each raises ConfigError with the allowed values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_account(value: object) -> tuple[str, str]:
-    """Return an access key and its secret key. They show in no error."""
+    """Return an access key and its secret key. Errors never contain them."""
     parts = value if isinstance(value, tuple) else ()
     if len(parts) != 2 or not all(isinstance(part, str) and part.isascii() and part.isprintable() for part in parts):
         raise ConfigError("account must be a pair of texts, (access key, secret key), of printable ASCII")
@@ -53,10 +53,10 @@ def check_account(value: object) -> tuple[str, str]:
 
 
 def check_tls(value: object) -> ssl.SSLContext:
-    """Return the context of a server."""
+    """Return `value` if it is an SSLContext."""
     if not isinstance(value, ssl.SSLContext):
         raise ConfigError(
-            f"tls={safe_repr(value)} is not allowed; it must be an ssl.SSLContext with a certificate, or left out"
+            f"tls={safe_repr(value)} is not allowed; it must be an ssl.SSLContext with a certificate, or None"
         )
     return value
 

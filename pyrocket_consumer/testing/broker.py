@@ -1,4 +1,4 @@
-"""One broker: requests in, answers out. Knows no sockets; time comes from its clock."""
+"""One broker: requests in, responses out. It uses no sockets, and reads the time from its clock only."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from pyrocket_consumer.testing.transactions import Transactions
 
 
 class Broker:
-    """A master or slave: its state, and what it does when asked. Everything on the clock's loop.
+    """A master or slave: its state, and the handlers of its requests. Everything runs on the clock's loop.
 
-    `handle` answers a request at once, or returns None and answers later through the connection (held pulls,
-    relays). `start` and `stop` are the life of a process on the same "disk": topics, groups, messages and
-    offsets stay, members, locks and reset marks do not.
+    `handle` returns the response, or returns None and responds later through the connection (held pulls, relays).
+    `start` and `stop` act like a process on the same "disk". Topics, groups, messages and offsets survive a stop;
+    members, locks and reset marks do not.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Broker:
         seed: int = 0,
         accounts: Accounts | None = None,
     ) -> None:
-        self.on_topics_changed: Callable[[], None] = lambda: None  # routes have to change, too
-        self.on_timer: Callable[[], None] = lambda: None  # something happened without a request
+        self.on_topics_changed: Callable[[], None] = lambda: None  # updates the routes
+        self.on_timer: Callable[[], None] = lambda: None  # called after changes that no request caused
         self.state = BrokerState(
             config, timing, release, clock, address, seed=seed, topics_changed=lambda: self.on_topics_changed()
         )
@@ -88,7 +88,7 @@ class Broker:
         return self.state.config.broker_name
 
     def handle(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
-        """Return the answer to a request; None when it comes later."""
+        """Return the response to a request; None if the broker sends it later."""
         handler = self._handlers.get(command.code)
         try:
             if handler is None:
@@ -98,7 +98,7 @@ class Broker:
             response = handler(command, connection)
         except Refused as refused:
             response = error_response(command, refused)
-        except (ProtocolError, ConfigError) as error:  # brokers answer with the text of a Java exception here
+        except (ProtocolError, ConfigError) as error:  # brokers respond with the text of a Java exception here
             response = command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
         if response is not None:
             response.language, response.version = "JAVA", self.state.release.ordinal
@@ -106,7 +106,7 @@ class Broker:
         return response
 
     def lost(self, connection: Connection) -> None:
-        """Note that a connection ended: its members leave and its held pulls are dropped."""
+        """Remove the members and held pulls of a connection that ended."""
         self.pulls.long_poll.lost(connection)
         if self.running:
             self.membership.lost(connection)
@@ -120,7 +120,7 @@ class Broker:
             timer.start()
 
     def stop(self, *, lose_unflushed: bool = False) -> None:
-        """Stop. A killed broker may lose the offsets that were not flushed; marks, members and locks go anyway."""
+        """Stop. A killed broker may lose the offsets that were not flushed. It always loses the rest of its memory."""
         self.running = False
         self.pulls.long_poll.stop()
         self.intake.schedule.stop()
@@ -146,7 +146,7 @@ class Broker:
         old.sync_with_master()
 
     def sync_with_master(self) -> None:
-        """Take over the master's topics, groups and offsets; messages come by themselves."""
+        """Copy the master's topics, groups and offsets. The store replicates messages separately."""
         master = self.master
         if master is not None and self.state.is_slave:
             self.state.topics.copy_from(master.state.topics)

@@ -1,4 +1,4 @@
-"""Everything one broker knows; its parts (sends, pulls, membership …) work on it."""
+"""The state of one broker, which its parts (sends, pulls, membership …) read and change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["BrokerState", "Refused", "dlq_topic", "retry_topic"]
 
 
 class Refused(Exception):
-    """A request is answered with an error: code, remark and, rarely, fields."""
+    """The broker responds to a request with an error: code, remark and, rarely, fields."""
 
     def __init__(self, code: int, remark: str, fields: dict[str, str] | None = None) -> None:
         super().__init__(code, remark)
@@ -48,7 +48,7 @@ class BrokerState:
         self.release = release
         self.clock = clock
         self.address = address
-        self.random = random.Random(seed)  # which queue a message goes to is no secret
+        self.random = random.Random(seed)  # chooses queues; it protects nothing
         self.config_changed = topics_changed  # routes show the broker's own permission
         self.topics = Topics(config, len(config.delay_levels_s()), topics_changed)
         self.groups: dict[str, SubscriptionGroupConfig] = {}
@@ -59,7 +59,7 @@ class BrokerState:
         pid, value = self.random.getrandbits(16), self.random.getrandbits(32)
         self.ids = UniqueIds("127.0.0.1", pid, value, lambda: clock.now_ms() / 1000)
         self.suggest_broker_id = 0
-        self.on_disk = False  # True: messages count as no longer in memory (smaller pulls, no zero rule)
+        self.on_disk = False  # if True, messages count as no longer in memory (smaller pulls, no zero rule)
         self._id_prefix = encode_host(address).hex().upper()
 
     @property
@@ -70,7 +70,7 @@ class BrokerState:
         return f"{self._id_prefix}{commit_log_offset:016X}"
 
     def group(self, name: str) -> SubscriptionGroupConfig | None:
-        """Return a group's settings, made on demand if that is allowed; None when it is not."""
+        """Return a group's settings. Create the group on demand if that is allowed, else return None."""
         known = self.groups.get(name)
         if known is None and (self.config.auto_create_subscription_group or name.startswith("CID_RMQ_SYS_")):
             if self.release.checks_group_names and name_defect("group", name, self.release.longest_group, self.release):

@@ -1,4 +1,4 @@
-"""Time as a node sees it: the loop's for timers, and a wall clock for timestamps. Both may be simulated."""
+"""The time of a node: the loop's time for timers, and a wall clock for timestamps. Both may be simulated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """The loop's timers and a wall clock; nothing in a node reads the time elsewhere."""
+    """The loop's timers and a wall clock. A node reads the time only here."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, wall: Callable[[], float] = time.time) -> None:
         self.loop = loop
@@ -24,7 +24,7 @@ class Clock:
 
 
 class Timer:
-    """Calls `action` every `interval_s()` seconds, from start() to stop(). The interval may change meanwhile."""
+    """Calls `action` every `interval_s()` seconds between start() and stop(). The interval may change in between."""
 
     def __init__(self, clock: Clock, interval_s: Callable[[], float], action: Callable[[], None]) -> None:
         self._clock = clock

@@ -44,25 +44,25 @@ _MOST_QUEUES = 65535
 class EmbeddedCluster:
     """Name servers and brokers on loopback ports in this process, for tests. Not a production broker.
 
-    Speaks the remoting protocol with any client, ours or Java's, as brokers of `version` do. All in memory::
+    It speaks the remoting protocol with any client as brokers of `version` do, and keeps everything in memory::
 
         with EmbeddedCluster(brokers=2) as cluster:
             cluster.create_topic("orders", queues=4)
             cluster.send("orders", b"hello", tags="paid")
             consumer = PushConsumer("app", name_server=cluster.name_server)
 
-    `brokers` is a number or names; each has `slaves` slaves. `settings` are what real brokers have in
-    broker.properties, by their Java names; with `account` (access key, secret key) requests to brokers must be
-    signed. Options in seconds are for tests that cannot wait: real brokers have the defaults. `delay_scale=0.01`
-    makes a retry after 10 s one after 0.1 s. `record_limit` requests of each code are remembered per node.
+    `brokers` is a number or a list of names; each broker has `slaves` slaves. `settings` are the settings that real
+    brokers read from broker.properties, by their Java names. With `account` (access key, secret key), brokers accept
+    signed requests only. Tests shorten the options in seconds; real brokers have the defaults. `delay_scale=0.01`
+    turns a retry after 10 s into one after 0.1 s. Each node records `record_limit` requests of each code.
 
-    The requests of one connection are executed in the order they came, each before the next. The threads of real
-    brokers execute them side by side: with `side_by_side_s=0.01` each begins up to so many seconds after it came, so
-    that they overtake each other. `seed` decides which, as it decides about queues.
+    A node executes the requests of one connection in the order in which they arrive. Real brokers execute them on
+    several threads. With `side_by_side_s=0.01`, each request starts up to 0.01 s after its arrival, so that requests
+    overtake each other. `seed` decides their order, and the choice of queues.
 
-    Methods may be called from any thread. With `loop` nothing runs by itself: `await open()` on that loop,
-    call from its thread only, and `shut()` at the end. A loop that simulates time and the network wants
-    `wall_clock`, and `first_port`: nodes then have that port and those after it, and no real socket is opened.
+    Methods may be called from any thread. With `loop`, the caller runs the cluster: `await open()` on that loop, call
+    methods from its thread only, and call `shut()` at the end. A loop that simulates time and the network also needs
+    `wall_clock` and `first_port`. The nodes then use that port and the following ones, and open no real socket.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class EmbeddedCluster:
             ),
             **(settings or {}),
         }
-        BrokerConfig().change(self._settings)  # says now what is wrong with them
+        BrokerConfig().change(self._settings)  # raises ConfigError now if one of them is wrong
         if server_side_reset and not self._release.has_server_side_reset:
             raise ConfigError(f"server_side_reset: brokers {version} cannot do that; 5.1.0 and later can")
         self._accounts = Accounts(dict([check_account(account)])) if account is not None else None
@@ -206,13 +206,13 @@ class EmbeddedCluster:
         self._servers.append(server)
         return server
 
-    # --- its life
+    # --- start and stop
 
     def start(self) -> None:
-        """Start all nodes; returns when they listen and the brokers are registered.
+        """Start all nodes. Return when they listen and the brokers are registered.
 
         Raises:
-            OSError: the port asked for is taken.
+            OSError: another process uses the port.
         """
         if self._thread is not None:
             raise RuntimeError("the embedded cluster was started already; make a new one")
@@ -236,9 +236,10 @@ class EmbeddedCluster:
             await broker.open()
 
     def close(self) -> None:
-        """Stop all nodes. The cluster cannot be started again; a single node can, with its own stop() and start().
+        """Stop all nodes. The cluster cannot start again; a single node can, with its own stop() and start().
 
-        In a process forked from the one that started it, it does nothing: the cluster is not there.
+        In a process forked from the one that started the cluster, it does nothing, because the cluster does not run
+        there.
 
         Raises:
             RuntimeError: a node failed at a request (a defect of the embedded cluster); the text has the traceback.
@@ -283,9 +284,9 @@ class EmbeddedCluster:
         return self._running().call(action)
 
     def end(self, servers: Sequence[Server], close: Callable[[], None]) -> None:
-        """Run `close`, which closes `servers`, on the cluster's thread; who is connecting meanwhile is connected first.
+        """Run `close`, which closes `servers`, on the cluster's thread. Finish connections that are being accepted.
 
-        On that thread itself nothing can be waited for: asyncio leaves open what it has accepted just before.
+        A call on that thread itself cannot wait for them. asyncio then leaves open the sockets it has just accepted.
         """
         running = self._running()
         if not running.is_current_thread:
@@ -304,21 +305,21 @@ class EmbeddedCluster:
     def _failed(self, address: str, error: BaseException) -> None:
         self._failures.append(f"{address}: " + "".join(traceback.format_exception(error)))
 
-    # --- its nodes
+    # --- nodes
 
     @property
     def name_server(self) -> str:
-        """The address to give to clients; several are joined by ";"."""
+        """The address for clients; several addresses are joined by ";"."""
         return ";".join(name_server.address for name_server in self.name_server_nodes)
 
     @property
     def name_server_node(self) -> EmbeddedNameServer:
-        """The (first) name server, for faults and its record."""
+        """The (first) name server, for faults and recorded requests."""
         return self.name_server_nodes[0]
 
     @property
     def name_server_nodes(self) -> list[EmbeddedNameServer]:
-        """All name servers, for faults and their records."""
+        """All name servers, for faults and recorded requests."""
         self._running()
         return [name_server for name_server, _ in self._name_servers]
 
@@ -326,7 +327,7 @@ class EmbeddedCluster:
         """Return the master of a broker name ("broker-a"), or its slave with an id ("broker-a-1").
 
         Raises:
-            KeyError: there is none.
+            KeyError: the cluster has no such broker.
         """
         for broker in self.nodes:
             if name == (broker.name if broker.broker_id == 0 else f"{broker.name}-{broker.broker_id}"):
@@ -340,7 +341,7 @@ class EmbeddedCluster:
 
     @property
     def nodes(self) -> list[EmbeddedBroker]:
-        """All brokers, slaves too."""
+        """All brokers, including slaves."""
         self._running()
         return [broker for name in self._names for broker in self._brokers[name]]
 
@@ -357,7 +358,7 @@ class EmbeddedCluster:
     def switch_master(self, name: str) -> EmbeddedBroker:
         """Make the first slave of a broker name its master, and the master a slave; return the new master.
 
-        What the slave did not know yet (messages not replicated, offsets not synced) is lost.
+        Messages that were not replicated, and offsets that were not synced, are lost.
         """
         return self.call(lambda: self._switch_master(name))
 
@@ -385,7 +386,7 @@ class EmbeddedCluster:
             self.register(broker)
 
     def register(self, broker: EmbeddedBroker) -> None:
-        """Tell the running name servers about a broker and its topics."""
+        """Register a broker and its topics at the running name servers."""
         state = broker.core.state
         for node, name_server in self._name_servers:
             if node.running:
@@ -399,13 +400,13 @@ class EmbeddedCluster:
                 )
 
     def register_brokers(self) -> None:
-        """Tell the name servers about every running broker."""
+        """Register every running broker at the name servers."""
         for broker in self.nodes:
             if broker.running:
                 self.register(broker)
 
     def unregister(self, broker: EmbeddedBroker) -> None:
-        """Take a broker out of all routes, as name servers do when its connection ends."""
+        """Remove a broker from all routes, as name servers do when its connection ends."""
         for _, name_server in self._name_servers:
             name_server.unregister(broker.name, broker.address)
 
@@ -422,11 +423,11 @@ class EmbeddedCluster:
         brokers: Sequence[str] | None = None,
         order: bool = False,
     ) -> None:
-        """Create a topic, or change it, with so many queues on each master (or on those named).
+        """Create a topic, or change it, with `queues` queues on each master (or on the named ones).
 
         Raises:
-            ConfigError: the name is none that brokers accept, `queues` is not 1 to 65535, one of the others not 0 to
-                that, or `perm` not 0 to 7.
+            ConfigError: brokers do not accept the name, or a number is out of range. `queues` is 1 to 65535,
+                `read_queues` and `write_queues` are 0 to 65535, and `perm` is 0 to 7.
             KeyError: there is no such broker.
         """
         check_topic(name)
@@ -455,7 +456,7 @@ class EmbeddedCluster:
         self.call(create)
 
     def delete_topic(self, name: str) -> None:
-        """Delete a topic everywhere, its route included."""
+        """Delete a topic on all nodes, including its route."""
         check_topic(name)
 
         def delete() -> None:
@@ -483,10 +484,9 @@ class EmbeddedCluster:
     ) -> list[Sent]:
         """Store `count` messages as if a producer had sent them, and wake the pulls that wait for them.
 
-        `body` may be a function of the message's number. Without `queue_id` the writable queues of the topic
-        take turns, those of one broker after those of another. A topic that does not exist is made with 4 queues,
-        if topics are created on demand.
-        `stored_at_ms` sets the store time, which must not be older than that of the messages before.
+        `body` may be a function of the message's number. Without `queue_id`, the cluster stores messages in the topic's
+        writable queues one after the other, broker by broker. It creates a missing topic with 4 queues, if topics are
+        created on demand. `stored_at_ms` sets the store time, which must not be older than that of earlier messages.
 
         Raises:
             ConfigError: an argument is not allowed, or the topic does not exist and may not be created.
@@ -512,13 +512,13 @@ class EmbeddedCluster:
         return self.call(put)
 
     def messages(self, topic: str) -> list[Message]:
-        """Return what a topic holds on all masters, by broker, queue and offset."""
+        """Return the messages of a topic on all masters, by broker, queue and offset."""
         return [message for broker in self.brokers for message in broker.messages(topic)]
 
     # --- groups
 
     def committed(self, group: str, topic: str, broker_name: str | None = None) -> dict[int, int]:
-        """Return the offsets a group committed at one broker (the first), by queue id, as they are stored."""
+        """Return the offsets that a group committed at one broker (the first), by queue id, as they are stored."""
         return self.broker(broker_name or self._names[0]).committed(group, topic)
 
     def members(self, group: str, broker_name: str | None = None) -> list[str]:
@@ -528,13 +528,13 @@ class EmbeddedCluster:
     # --- waiting
 
     def wait_until(self, predicate: Callable[[], object], timeout_s: float = 30) -> bool:
-        """Wait until `predicate()` holds; returns True.
+        """Wait until `predicate()` is true, and return True.
 
-        It is looked at whenever a node did something, every 50 ms at least, and once more at the end. What it raises
-        ends the wait.
+        It is called after each action of a node, at least every 50 ms, and once more at the end. An exception that it
+        raises ends the wait.
 
         Raises:
-            TimeoutError: it did not hold within `timeout_s` seconds; the text says what it was.
+            TimeoutError: it was not true within `timeout_s` seconds; the text quotes it.
         """
         if not self.changes.wait_until(predicate, timeout_s):
             raise TimeoutError(f"did not come true within {timeout_s:g} s: {describe(predicate)}")
@@ -565,7 +565,7 @@ async def _finish_accepting(servers: Sequence[Server]) -> None:
 
 
 async def _settle(servers: Sequence[Server]) -> None:
-    """Let connections end, in the loop's next rounds; those that were being accepted, too."""
+    """Let connections end in the loop's next iterations, including those that were being accepted."""
     for _ in range(100):
         for _ in range(5):
             await asyncio.sleep(0)

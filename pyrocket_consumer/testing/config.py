@@ -1,4 +1,4 @@
-"""A broker's settings: those a real one has, under the same names, and the times only tests change."""
+"""A broker's settings: those of a real broker under the same names, and times that only tests change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(slots=True)
 class BrokerConfig:
-    """Settings a real broker has too: GET_BROKER_CONFIG tells them, UPDATE_BROKER_CONFIG changes them.
+    """Settings of a real broker: GET_BROKER_CONFIG returns them, UPDATE_BROKER_CONFIG changes them.
 
     An attribute's name in camelCase is the setting's name: `broker_permission` is `brokerPermission`.
     Source: BrokerConfig, MessageStoreConfig.
@@ -45,7 +45,7 @@ class BrokerConfig:
     reject_pull_consumer_enable: bool = False
     reject_transaction_message: bool = False
     short_polling_time_mills: int = 1000
-    slave_read_enable: bool = True  # real brokers: false; a slave that serves nobody is of little use in a test
+    slave_read_enable: bool = True  # false on real brokers, but a test needs slaves that serve pulls
     timer_max_delay_sec: int = 3 * 24 * 3600
     timer_wheel_enable: bool = True
     trace_topic_enable: bool = False
@@ -56,7 +56,7 @@ class BrokerConfig:
     use_server_side_reset_offset: bool = False
 
     def properties(self, release: Release) -> dict[str, str]:
-        """Return all settings a broker of `release` has, by their Java names."""
+        """Return all settings of a broker of `release`, by their Java names."""
         known = {_camel(each.name): _text(getattr(self, each.name)) for each in fields(self)}
         if not release.has_server_side_reset:
             del known["useServerSideResetOffset"]
@@ -65,7 +65,7 @@ class BrokerConfig:
         return dict(sorted(known.items()))
 
     def update(self, name: str, value: str) -> bool:
-        """Change one setting; an unknown name or a value of the wrong type is ignored, as brokers do."""
+        """Change one setting and return True. Ignore an unknown name or a value of the wrong type, as brokers do."""
         for each in fields(self):
             if _camel(each.name) == name:
                 try:
@@ -98,7 +98,7 @@ class Timing:
     """Times and limits that tests shorten. Real brokers have the defaults."""
 
     delay_scale: float = 1.0
-    """Delay levels and timers take their time multiplied by this."""
+    """Factor of the times of delay levels and timers."""
     long_poll_tick_s: float = 5.0
     lock_expiry_s: float = 60.0
     scan_interval_s: float = 10.0

@@ -1,4 +1,4 @@
-"""A client's connection as a node sees it, whatever carries the bytes."""
+"""A client's connection on the side of a node, independent of the transport."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import count
 from pyrocket_consumer.protocol.frame import RemotingCommand, encode_command
 
 OnResponse = Callable[[RemotingCommand | None], None]
-"""Called once with a client's answer, or None when none came in time or the connection ended."""
+"""Called once with a client's response, or with None after a timeout or the end of the connection."""
 
 
 class Connection:
-    """Carries answers to one client, and the node's own requests to it. Everything on the node's loop.
+    """Sends responses and the node's own requests to one client. Everything runs on the node's loop.
 
     `write` takes bytes and must not block; `close(abrupt)` ends the connection.
     """
@@ -29,13 +29,13 @@ class Connection:
         self.write = write
         self.close = close
         self.open = True
-        self.diverted: dict[int, Callable[[RemotingCommand], None]] = {}  # by opaque: who takes the answer instead
+        self.diverted: dict[int, Callable[[RemotingCommand], None]] = {}  # by opaque, for faults
         self._loop = loop
         self._opaques = count(1)
         self._waiting: dict[int, tuple[OnResponse, asyncio.TimerHandle]] = {}
 
     def respond(self, request: RemotingCommand, response: RemotingCommand) -> None:
-        """Send the answer to `request`, unless that was one-way or a fault takes the answer."""
+        """Send the response to `request`, unless that was one-way or a fault takes the response."""
         if request.is_oneway or not self.open:
             return
         response.opaque = request.opaque
@@ -45,13 +45,13 @@ class Connection:
             self.write(encode_command(response, response.header_type))
 
     def oneway(self, command: RemotingCommand) -> None:
-        """Send a request that wants no answer."""
+        """Send a request that needs no response."""
         if self.open:
             command.opaque = next(self._opaques)
             self.write(encode_command(command))
 
     def call(self, command: RemotingCommand, timeout_s: float, on_response: OnResponse) -> None:
-        """Send a request and have `on_response` called with the client's answer, or with None."""
+        """Send a request. Call `on_response` with the client's response, or with None."""
         if not self.open:
             on_response(None)
             return
@@ -61,7 +61,7 @@ class Connection:
         self.write(encode_command(command))
 
     def receive_response(self, response: RemotingCommand) -> None:
-        """Take a client's answer; one that nobody waits for is ignored, as late ones are."""
+        """Resolve the call that waits for a client's response. Ignore a late response."""
         self._settle(response.opaque, response)
 
     def _settle(self, opaque: int, response: RemotingCommand | None) -> None:
@@ -71,7 +71,7 @@ class Connection:
             on_response(response)
 
     def lost(self) -> None:
-        """Note that the connection ended: nothing is sent any more, and waiting calls end without an answer."""
+        """Mark the connection as ended: stop sending, and end waiting calls without a response."""
         self.open = False
         self.diverted.clear()
         for opaque in list(self._waiting):

@@ -1,4 +1,4 @@
-"""What groups committed, and the marks of server-side resets. Source: ConsumerOffsetManager."""
+"""Committed offsets of groups, and the marks of server-side resets. Source: ConsumerOffsetManager."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ConsumerOffsets:
         self._offsets.setdefault((topic, group), {})[queue_id] = offset
 
     def committed(self, topic: str, group: str, queue_id: int) -> int | None:
-        """Return what is stored, negative values included; None when nothing is."""
+        """Return the stored offset, which may be negative; None if there is no offset."""
         return self._offsets.get((topic, group), {}).get(queue_id)
 
     def table(self, topic: str, group: str) -> dict[int, int]:
@@ -32,7 +32,7 @@ class ConsumerOffsets:
         return [(key, dict(table)) for key, table in self._offsets.items()]
 
     def pulled(self, topic: str, group: str, queue_id: int, offset: int) -> None:
-        """Note where the group last pulled a queue."""
+        """Remember the offset of the group's last pull of a queue."""
         self._pulled[topic, group, queue_id] = offset
 
     def last_pulled(self, topic: str, group: str, queue_id: int) -> int:
@@ -45,7 +45,7 @@ class ConsumerOffsets:
         return {group for its_topic, group in self._offsets if its_topic == topic}
 
     def remove(self, *, topic: str | None = None, group: str | None = None) -> None:
-        """Forget the offsets and marks of a topic, of a group, or of one at the other."""
+        """Remove the offsets and marks of a topic, of a group, or of one group in one topic."""
         for table in (self._offsets, self._marks):
             for key in [key for key in table if topic in (None, key[0]) and group in (None, key[1])]:
                 del table[key]
@@ -67,17 +67,17 @@ class ConsumerOffsets:
     # --- the disk
 
     def flush(self) -> None:
-        """Write the offsets to "disk": a kill loses only what is committed from now on."""
+        """Write the offsets to "disk": a kill loses only later commits."""
         self._flushed = {key: dict(table) for key, table in self._offsets.items()}
 
     def restart(self, lose_unflushed: bool) -> None:
-        """Come up again after a stop, or after a kill that lost what was not flushed. Marks are gone either way."""
+        """Load the offsets after a stop, or after a kill that lost unflushed ones. Marks are lost in both cases."""
         if lose_unflushed:
             self._offsets = {key: dict(table) for key, table in self._flushed.items()}
         self._marks.clear()
 
     def copy_from(self, other: ConsumerOffsets) -> None:
-        """Take another broker's offsets, as a slave does from its master."""
+        """Copy another broker's offsets, as a slave does from its master."""
         self._offsets = {key: dict(table) for key, table in other._offsets.items()}
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""What tests hold in their hands: an embedded name server or broker with its faults, its record and its life."""
+"""The public face of an embedded name server or broker: faults, recorded requests, start and stop."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class EmbeddedNode:
 
     @property
     def address(self) -> str:
-        """The "host:port" it listens on; the same after a restart."""
+        """The "host:port" of the node; a restart does not change it."""
         return self._server.address
 
     @property
     def running(self) -> bool:
-        """Whether it can be connected to."""
+        """Whether the node accepts connections."""
         return self._server.is_open
 
     # --- faults
@@ -50,23 +50,23 @@ class EmbeddedNode:
     ) -> None:
         """Do `fault` instead of handling the next `times` requests of `code`; always, if `times` is None.
 
-        With code None every request counts: `on(None, delay(0.5), times=None)` is a slow node, `on(None, drop,
-        times=None)` one that is silent. With `when`, only requests for which it is true count. Faults apply in the
-        order they were given.
+        With code None every request counts: `on(None, delay(0.5), times=None)` makes a slow node, `on(None, drop,
+        times=None)` a silent one. With `when`, only requests for which it is true count. Faults apply in the order in
+        which they were given.
 
         Raises:
-            ConfigError: one of these is none, `times=0` for example.
+            ConfigError: an argument is not allowed, `times=0` for example.
         """
         self._server.faults.add(code, fault, times, when)
 
     def clear_faults(self, code: int | None = None) -> None:
-        """Forget the faults given for one code, or all."""
+        """Remove the faults of one code, or all."""
         self._server.faults.clear(code)
 
-    # --- what it was asked
+    # --- recorded requests
 
     def requests(self, code: int | None = None) -> list[Recorded]:
-        """Return the requests it received, of one code or all, oldest first."""
+        """Return the received requests, of one code or all, oldest first."""
         return self._server.log.requests(code)
 
     def wait_for(
@@ -78,27 +78,27 @@ class EmbeddedNode:
     ) -> list[Recorded]:
         """Return the requests of `code` (for which `when` holds) as soon as there are `count` of them.
 
-        A request counts once it is handled, so its effect can be seen. Those received earlier count, too:
-        `forget_requests()` starts afresh.
+        A request counts once it is handled, so that its effect is visible. Earlier requests count, too;
+        `forget_requests()` removes them.
 
         Raises:
-            TimeoutError: fewer came within `timeout_s` seconds.
+            TimeoutError: the node received fewer within `timeout_s` seconds.
         """
         return self._server.log.wait_for(code, count, timeout_s, when)
 
     def forget_requests(self) -> None:
-        """Forget what was recorded so far."""
+        """Remove the requests recorded so far."""
         self._server.log.forget()
 
     # --- connections
 
     @property
     def connections(self) -> list[str]:
-        """The addresses of the clients connected now."""
+        """The addresses of the connected clients."""
         return self.cluster.call(lambda: sorted(each.address for each in self._server.connections))
 
     def close_connections(self, abrupt: bool = True) -> None:
-        """End every connection; the node goes on. `abrupt`: they are reset."""
+        """End every connection, while the node keeps running. With `abrupt`, reset them."""
 
         def close() -> None:
             for connection in list(self._server.connections):
@@ -115,7 +115,7 @@ class EmbeddedNameServer(EmbeddedNode):
         self._name_server = name_server
 
     def stop(self) -> None:
-        """Stop it; its routes are gone, its settings stay."""
+        """Stop the name server. It loses its routes and keeps its settings."""
         self.cluster.end([self._server], self.stop_now)
 
     def stop_now(self) -> None:
@@ -124,7 +124,7 @@ class EmbeddedNameServer(EmbeddedNode):
         self._name_server.forget()
 
     def start(self, *, register: bool = True) -> None:
-        """Start it again on its port.
+        """Start the name server again on its port.
 
         Brokers register at once; real ones take up to 30 s, and `register=False` leaves it to `register()`.
         """
@@ -137,7 +137,7 @@ class EmbeddedNameServer(EmbeddedNode):
             self.cluster.register_brokers()
 
     def register(self) -> None:
-        """Have every running broker register."""
+        """Let every running broker register."""
         self.cluster.call(self.cluster.register_brokers)
 
 
@@ -155,15 +155,15 @@ class EmbeddedBroker(EmbeddedNode):
 
     @property
     def broker_id(self) -> int:
-        """0 for the master, above for slaves."""
+        """0 for the master, a higher number for a slave."""
         return self.core.state.config.broker_id
 
-    # --- its life
+    # --- start and stop
 
     def stop(self, *, keep_route: bool = False) -> None:
-        """Stop it as SIGTERM does: connections close, held pulls are not answered, offsets are flushed.
+        """Stop the broker as SIGTERM does: close connections, drop held pulls, and flush offsets.
 
-        `keep_route`: name servers do not notice, and go on naming it.
+        With `keep_route`, name servers keep the broker in their routes.
         """
         self.cluster.end([self._server], lambda: self.stop_now(keep_route=keep_route))
 
@@ -173,7 +173,7 @@ class EmbeddedBroker(EmbeddedNode):
         self._ended(lose_unflushed=False, keep_route=keep_route)
 
     def kill(self, *, lose_commits: bool = False, keep_route: bool = False) -> None:
-        """Kill it: connections are reset. `lose_commits`: offsets are back at what was last flushed (every 5 s)."""
+        """Kill the broker and reset connections. With `lose_commits`, offsets return to the last flush (every 5 s)."""
 
         def kill() -> None:
             self._server.abort()
@@ -188,7 +188,7 @@ class EmbeddedBroker(EmbeddedNode):
             self.cluster.unregister(self)
 
     def start(self) -> None:
-        """Start it again, on its port and with its data."""
+        """Start the broker again, on its port and with its data."""
         self.cluster.run(self.open())
 
     async def open(self) -> None:
@@ -202,17 +202,17 @@ class EmbeddedBroker(EmbeddedNode):
         self.stop()
         self.start()
 
-    # --- its data
+    # --- data
 
     def committed(self, group: str, topic: str) -> dict[int, int]:
-        """Return the offsets a group committed here, by queue id, as they are stored."""
+        """Return the offsets that a group committed here, by queue id, as they are stored."""
         return self.cluster.call(lambda: self.core.state.offsets.table(topic, group))
 
     def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
-        """Store offsets by queue id, whatever numbers they are.
+        """Store offsets by queue id, without a check of their range.
 
         Raises:
-            ConfigError: they are no numbers, or the group or topic is none that brokers accept.
+            ConfigError: they are not numbers, or brokers do not accept the name of the group or topic.
         """
         check_group(group)
         check_topic(topic)
@@ -228,11 +228,11 @@ class EmbeddedBroker(EmbeddedNode):
         self._change(store)
 
     def flush_offsets(self) -> None:
-        """Write the offsets to "disk" now: a kill loses only what is committed later."""
+        """Write the offsets to "disk" now: a kill loses only later commits."""
         self._change(self.core.state.offsets.flush)
 
     def messages(self, topic: str, queue_id: int | None = None) -> list[Message]:
-        """Return what a topic holds here, by queue and offset."""
+        """Return the messages of a topic on this broker, by queue and offset."""
 
         def read() -> list[Message]:
             store, found = self.core.state.store, []
@@ -245,23 +245,23 @@ class EmbeddedBroker(EmbeddedNode):
         return self.cluster.call(read)
 
     def min_offset(self, topic: str, queue_id: int) -> int:
-        """Return the offset of the oldest message a queue still has."""
+        """Return the offset of the oldest message in a queue."""
         return self.cluster.call(lambda: self.core.state.store.min_offset(topic, queue_id))
 
     def max_offset(self, topic: str, queue_id: int) -> int:
-        """Return the offset the next message of a queue will have."""
+        """Return the offset of the next message of a queue."""
         return self.cluster.call(lambda: self.core.state.store.max_offset(topic, queue_id))
 
     def delete_before(self, topic: str, queue_id: int, offset: int) -> None:
-        """Delete a queue's older messages, as expiry of files does: its min offset becomes `offset`."""
+        """Delete a queue's older messages, as the expiry of files does. Its min offset becomes `offset`."""
         self._change(lambda: self.core.state.store.delete_before(topic, queue_id, offset))
 
     def truncate(self, topic: str, queue_id: int, offset: int) -> None:
-        """Lose a queue's newest messages, as a crash can: its max offset becomes `offset`."""
+        """Lose a queue's newest messages, as a crash can. Its max offset becomes `offset`."""
         self._change(lambda: self.core.state.store.truncate(topic, queue_id, offset))
 
     def lose_data(self, *, messages: bool = True, offsets: bool = True) -> None:
-        """Lose all messages (every queue starts at 0 again), all committed offsets, or both; topics and groups stay."""
+        """Lose all messages (every queue starts at 0 again), all committed offsets, or both. Keep topics and groups."""
 
         def lose() -> None:
             if messages:
@@ -284,7 +284,7 @@ class EmbeddedBroker(EmbeddedNode):
         return self.cluster.call(read)
 
     def subscriptions(self, group: str) -> dict[str, Subscription]:
-        """Return what an online group subscribes to, by topic."""
+        """Return the subscriptions of an online group, by topic."""
 
         def read() -> dict[str, Subscription]:
             online = self.core.state.members.group(group)
@@ -293,19 +293,19 @@ class EmbeddedBroker(EmbeddedNode):
         return self.cluster.call(read)
 
     def create_group(self, group: str, **settings: object) -> None:
-        """Make a subscription group, or change it: `create_group("app", consumeEnable=False)`.
+        """Create a subscription group, or change it: `create_group("app", consumeEnable=False)`.
 
-        Settings have their Java names; those not given take Java's defaults.
+        Settings have their Java names and Java's defaults.
 
         Raises:
-            ConfigError: the name is none that brokers accept.
+            ConfigError: brokers do not accept the name.
         """
         check_group(group)
         config = decode_subscription_group(fastjson.dumps({"groupName": group, **settings}))
         self._change(lambda: self.core.state.groups.__setitem__(group, config))
 
     def locks(self, group: str) -> dict[MessageQueue, str]:
-        """Return the queues a group holds locked, and the client id that holds each."""
+        """Return the locked queues of a group, and the client id that holds each lock."""
         return self.cluster.call(lambda: self.core.state.locks.held(group))
 
     def expire_locks(self) -> None:
@@ -317,7 +317,7 @@ class EmbeddedBroker(EmbeddedNode):
         return self.cluster.call(lambda: self.core.pulls.long_poll.held(topic))
 
     def tick(self) -> None:
-        """Do now what a held pull waits for every `long_poll_tick_s` seconds."""
+        """Check the held pulls now, as the broker does every `long_poll_tick_s` seconds."""
         self._change(self.core.pulls.long_poll.tick)
 
     # --- settings
@@ -336,23 +336,23 @@ class EmbeddedBroker(EmbeddedNode):
         self._change(change)
 
     def suggest_broker(self, broker_id: int) -> None:
-        """Suggest this broker id for the next pull, in every pull's answer."""
+        """Suggest this broker id for the next pull, in every pull response."""
         self._change(lambda: setattr(self.core.state, "suggest_broker_id", broker_id))
 
     def count_as_on_disk(self, on_disk: bool = True) -> None:
-        """Treat messages as on disk only: pulls give 8 messages or 64 KiB, no group is told 0."""
+        """Treat messages as on disk only: pulls return 8 messages or 64 KiB, and no group starts at offset 0."""
         self._change(lambda: setattr(self.core.state, "on_disk", on_disk))
 
     def pause_replication(self) -> None:
-        """For a slave: stay behind the master from now on."""
+        """Stop replication from the master, at a slave."""
         self._change(self.core.state.store.pause_replication)
 
     def resume_replication(self) -> None:
-        """For a slave: take what the master stored meanwhile."""
+        """Resume replication, at a slave, with the messages that the master stored meanwhile."""
         self._change(self.core.state.store.resume_replication)
 
     def sync_with_master(self) -> None:
-        """For a slave: take over the master's topics, groups and offsets now, not at the next timer."""
+        """Copy the master's topics, groups and offsets to a slave now, not at the next timer."""
         self._change(self.core.sync_with_master)
 
     def _change(self, action: Callable[[], object]) -> None:

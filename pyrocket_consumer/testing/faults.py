@@ -1,4 +1,4 @@
-"""Scripted faults: what a node does instead of answering as it should."""
+"""Scripted faults, which replace a node's usual handling of a request."""
 
 from __future__ import annotations
 
@@ -15,66 +15,66 @@ from pyrocket_consumer.testing.connection import Connection
 
 
 class Exchange(Protocol):
-    """One request that a fault decides about."""
+    """One request that a fault handles."""
 
     request: RemotingCommand
     connection: Connection
 
     def handle(self, on_answer: Callable[[RemotingCommand], None]) -> None:
-        """Have the node handle the request; `on_answer` gets what it would have sent (late, if it was held)."""
+        """Let the node handle the request. `on_answer` gets its response (later, if the node holds the request)."""
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Call `action` after `delay_s` seconds, from the node's own loop and from any thread."""
+        """Call `action` on the node's loop after `delay_s` seconds. May be called from any thread."""
 
     def answer(self, answer: RemotingCommand) -> None:
-        """Send an answer as the node would."""
+        """Send a response as the node would."""
 
 
 Fault = Callable[[Exchange], None]
-"""Decides about one request. Those below are for use as they are; write others where a test needs them."""
+"""Handles one request. Use the functions below, or write another one if a test needs it."""
 
 
 def apply_fault(fault: Fault, exchange: Exchange) -> None:
-    """Let an exchange meet its fault.
+    """Call a fault with an exchange.
 
     Raises:
-        ConfigError: it only made something, and did nothing: `delay` was given where `delay(1)` is the fault.
+        ConfigError: the function returned a fault or a coroutine, for example `delay` in place of `delay(1)`.
     """
     made = cast(Callable[[Exchange], object], fault)(exchange)
     if iscoroutine(made):
         made.close()
         raise ConfigError(f"{fault!r} returns a coroutine; give a function that is not async")
     if callable(made):
-        raise ConfigError(f"{fault!r} makes a fault and is none itself; call it first: delay(1), Gate(), answer(2)")
+        raise ConfigError(f"{fault!r} returns a fault; call it first: delay(1), Gate(), answer(2)")
 
 
 def drop(exchange: Exchange) -> None:
-    """The request is lost on its way: neither handled nor answered."""
+    """Lose the request: the node neither handles it nor responds."""
 
 
 def drop_answer(exchange: Exchange) -> None:
-    """The request is handled, its answer is lost."""
+    """Handle the request and lose its response."""
     exchange.handle(lambda answer: None)
 
 
 def close_connection(exchange: Exchange) -> None:
-    """The connection ends without an answer; the request is not handled."""
+    """Close the connection without a response, and do not handle the request."""
     exchange.connection.close(False)
 
 
 def handle_and_close(exchange: Exchange) -> None:
-    """The request is handled and then the connection ends, without an answer."""
+    """Handle the request, then close the connection without a response."""
     exchange.handle(lambda answer: None)
     exchange.connection.close(False)
 
 
 def reset_connection(exchange: Exchange) -> None:
-    """The connection is reset (RST); the request is not handled."""
+    """Reset the connection (RST), and do not handle the request."""
     exchange.connection.close(True)
 
 
 def duplicate(exchange: Exchange) -> None:
-    """The request is handled once, its answer arrives twice."""
+    """Handle the request once, and send its response twice."""
 
     def twice(answer: RemotingCommand) -> None:
         exchange.answer(answer)
@@ -84,36 +84,36 @@ def duplicate(exchange: Exchange) -> None:
 
 
 def delay(delay_s: float) -> Fault:
-    """The request is handled at once, its answer arrives `delay_s` seconds late."""
+    """Handle the request immediately, and send its response `delay_s` seconds late."""
     return lambda exchange: exchange.handle(lambda answer: exchange.later(delay_s, lambda: exchange.answer(answer)))
 
 
 def delay_request(delay_s: float) -> Fault:
-    """The request itself is `delay_s` seconds late: handled and answered only then."""
+    """Delay the request itself: handle it and respond after `delay_s` seconds."""
     return lambda exchange: exchange.later(delay_s, lambda: exchange.handle(exchange.answer))
 
 
 def answer(code: int, remark: str | None = None, fields: Mapping[str, str] | None = None, body: bytes = b"") -> Fault:
-    """The request is not handled; this is the answer."""
+    """Send this response, and do not handle the request."""
     return lambda exchange: exchange.answer(exchange.request.make_response(code, remark, dict(fields or {}), body))
 
 
 def now_and_then(share: float, fault: Fault, rng: random.Random | None = None) -> Fault:
-    """A `share` of the requests (0 to 1) meets `fault`, chosen by `rng`; the others are handled as if there were none.
+    """Apply `fault` to a `share` of the requests (0 to 1), chosen by `rng`. Handle the others as usual.
 
-    `broker.on(None, now_and_then(0.3, drop_answer), times=None)`: a broker of which three answers in ten are lost.
+    `broker.on(None, now_and_then(0.3, drop_answer), times=None)` makes a broker that loses three responses in ten.
     """
     chance = (rng or random.Random(0)).random
     return lambda exchange: fault(exchange) if chance() < share else exchange.handle(exchange.answer)
 
 
 def rewrite(change: Callable[[RemotingCommand], RemotingCommand]) -> Fault:
-    """The request is handled; the answer is what `change` makes of it."""
+    """Handle the request, and send the response that `change` returns for the original one."""
     return lambda exchange: exchange.handle(lambda answer: exchange.answer(change(answer)))
 
 
 def cut_after(byte_count: int) -> Fault:
-    """The request is handled; only the first bytes of the answer's frame arrive, then the connection ends."""
+    """Handle the request, send only the first bytes of the response's frame, then close the connection."""
 
     def apply(exchange: Exchange) -> None:
         def cut(answer: RemotingCommand) -> None:
@@ -127,15 +127,15 @@ def cut_after(byte_count: int) -> Fault:
 
 
 def garbage(data: bytes) -> Fault:
-    """These bytes arrive in place of an answer; the request is not handled, the connection stays open."""
+    """Send these bytes in place of a response. Do not handle the request, and keep the connection open."""
     return lambda exchange: exchange.connection.write(data)
 
 
 class Gate:
     """A fault that holds requests until the test opens it: `gate = Gate(); broker.on(code, gate, times=None)`.
 
-    What waits is handled in order when the gate opens; from then on requests pass at once. With
-    `answers=True` requests are handled as they come and only their answers wait.
+    When the gate opens, the node handles the held requests in order; later requests pass immediately. With
+    `answers=True`, the node handles requests as they arrive, and the gate holds their responses.
     """
 
     def __init__(self, answers: bool = False) -> None:
@@ -159,10 +159,10 @@ class Gate:
         action()
 
     def wait_held(self, count: int = 1, timeout_s: float = 30) -> list[RemotingCommand]:
-        """Return the requests that wait at the gate once there are `count` of them.
+        """Wait until the gate holds `count` requests, and return them.
 
         Raises:
-            TimeoutError: fewer came within `timeout_s`.
+            TimeoutError: fewer arrived within `timeout_s`.
         """
         with self._condition:
             if not self._condition.wait_for(lambda: len(self._waiting) >= count, timeout_s):
@@ -170,7 +170,7 @@ class Gate:
             return [exchange.request for exchange, _ in self._waiting]
 
     def open(self) -> None:
-        """Let everything pass, what waits first."""
+        """Let all requests pass, the held ones first."""
         with self._condition:
             self._open = True
             waiting, self._waiting = self._waiting, []
@@ -187,7 +187,7 @@ class _Rule:
 
 
 class Faults:
-    """The faults a node was told to show, in the order they were given. Thread-safe."""
+    """The faults of a node, in the order in which they were added. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -212,8 +212,8 @@ class Faults:
             self._rules = [rule for rule in self._rules if code is not None and rule.code != code]
 
     def take(self, command: RemotingCommand) -> Fault | None:
-        """Return the oldest fault that applies to `command` and count it as used."""
-        if not self._rules:  # read without the lock: a rule added a moment later applies to the next request
+        """Return the oldest fault that applies to `command`, and count one use of it."""
+        if not self._rules:  # read without the lock, because a rule added later applies to the next request
             return None
         with self._lock:
             for rule in self._rules:

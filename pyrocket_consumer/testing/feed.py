@@ -1,4 +1,4 @@
-"""Messages a test puts into an embedded cluster without a producer."""
+"""Messages that a test stores in an embedded cluster without a producer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BORN_HOST = "127.0.0.1:1"
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Where `EmbeddedCluster.send` stored a message. Of a delayed one, `queue_offset` is that of the system topic."""
+    """A message stored by `EmbeddedCluster.send`. For a delayed one, `queue_offset` is in the system topic."""
 
     queue: MessageQueue
     queue_offset: int
@@ -34,7 +34,7 @@ class Sent:
 
 
 class _Target(NamedTuple):
-    """The queue a message goes to, and its broker."""
+    """The broker and queue that store a message."""
 
     broker: EmbeddedBroker
     queue: MessageQueue
@@ -44,7 +44,7 @@ _NEEDS_OWN_RECORD = {PropertyName.UNIQUE_KEY, PropertyName.DELAY, *TIMERS}
 
 
 class Feed:
-    """Stores messages as producers' sends would be, queue by queue in turn. On the cluster's thread."""
+    """Stores messages like sends of a producer, in one queue after the other. Runs on the cluster's thread."""
 
     def __init__(self, clock: Clock, release: Release, cluster_name: str) -> None:
         self._clock = clock
@@ -81,7 +81,7 @@ class Feed:
     def _choose_targets(
         self, brokers: Sequence[EmbeddedBroker], topic: str, queue_id: int | None, count: int
     ) -> list[_Target]:
-        """Return where each of `count` messages goes."""
+        """Return the target of each of `count` messages."""
         found = []
         for broker in brokers:
             config = broker.core.state.topics.for_send(topic, DEFAULT_TOPIC, DEFAULT_QUEUES)
@@ -121,7 +121,7 @@ class Feed:
         return Sent(target.queue, result.queue_offset, key, core.state.offset_message_id(result.commit_log_offset))
 
     def _fill(self, targets: list[_Target], body: bytes, properties: dict[str, str], at_ms: int | None) -> list[Sent]:
-        """Store the same body many times: each queue's share at once."""
+        """Store the same body many times, with one call for each queue."""
         numbers: dict[_Target, list[int]] = {}
         for number, target in enumerate(targets):
             numbers.setdefault(target, []).append(number)
@@ -139,7 +139,7 @@ def check_body(body: object) -> bytes:
     """Return `body` if a message can have it.
 
     Raises:
-        ConfigError: it is no bytes.
+        ConfigError: `body` is not bytes.
     """
     if not isinstance(body, bytes):
         raise ConfigError(f"body={body!r:.80} is not allowed; give bytes (a text's are text.encode())")
@@ -149,10 +149,10 @@ def check_body(body: object) -> bytes:
 def make_properties(
     tags: str | None, keys: Iterable[str], properties: Mapping[str, str] | None, delay_level: int
 ) -> dict[str, str]:
-    """Return the properties a test asks for.
+    """Return the properties of a message with these tags, keys, properties and delay level.
 
     Raises:
-        ConfigError: they are none that a message can have.
+        ConfigError: a message cannot have one of them.
     """
     if tags is not None and not isinstance(tags, str):
         raise ConfigError(f"tags={tags!r} is not allowed; give one tag, a text")

@@ -1,4 +1,4 @@
-"""What the parts of a node have in common: a table of handlers by request code."""
+"""The interface of a node's parts: a table of handlers by request code."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pyrocket_consumer.testing.broker_state import Refused
 from pyrocket_consumer.testing.connection import Connection
 
 Handler = Callable[[RemotingCommand, Connection], RemotingCommand | None]
-"""Returns the answer, or None when it comes later or never. Raises Refused, or ProtocolError for a bad request."""
+"""Returns the response, or None if it follows later or never. Raises Refused, or ProtocolError for a bad request."""
 
 Handlers = dict[int, Handler]
 
 
 def error_response(request: RemotingCommand, refused: Refused) -> RemotingCommand:
-    """Return the answer that carries a refusal."""
+    """Return the response that reports a refusal."""
     return request.make_response(refused.code, refused.remark, dict(refused.fields))

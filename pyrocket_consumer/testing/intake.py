@@ -1,4 +1,4 @@
-"""Where every message enters a broker: stored at once, parked until it is due, or kept as a half message."""
+"""The entry of all messages into a broker: stored immediately, delayed, or kept as half messages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pyrocket_consumer.testing.schedule import Schedule
 from pyrocket_consumer.testing.topics import HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC
 
 TIMERS = {PropertyName.TIMER_DELAY_SEC: 1000, PropertyName.TIMER_DELAY_MS: 1, PropertyName.TIMER_DELIVER_MS: 1}
-"""The properties that make a timer, in the order in which they are looked at, and their units in milliseconds."""
+"""The properties that make a timer, in the order in which brokers check them, and their units in milliseconds."""
 
-_TIMER_PRECISION_MS = 1000  # timers are kept by the second; each is over with its second
+_TIMER_PRECISION_MS = 1000  # brokers keep timers by the second; each fires at the end of its second
 
 
 class Intake:
@@ -35,7 +35,7 @@ class Intake:
         self.schedule = Schedule(state.clock, self._deliver)
 
     def put(self, message: StoredMessage) -> AppendResult:
-        """Store a message; the place is that in a system topic if it is delayed or a half message."""
+        """Store a message and return its position, which is in a system topic for a delayed or half message."""
         properties = properties_of(message)
         if message.sys_flag & SysFlag.TRANSACTION_MASK == SysFlag.TRANSACTION_PREPARED:
             half = replace(message, sys_flag=message.sys_flag & ~SysFlag.TRANSACTION_MASK)
@@ -54,7 +54,7 @@ class Intake:
         return self.store(message)
 
     def store_now(self, message: StoredMessage) -> None:
-        """Store a message in its real queue, whatever it says about delays."""
+        """Store a message in its real queue, and ignore its delay properties."""
         self.store(replace(message, stored_at_ms=self._state.clock.now_ms()))
 
     def _deliver(self, message: StoredMessage) -> None:
@@ -62,13 +62,13 @@ class Intake:
         self._delivered()
 
     def store(self, message: StoredMessage) -> AppendResult:
-        """Store a message as it is, and wake the pulls that want it."""
+        """Store a message unchanged, and wake the pulls that match it."""
         result, tag_code = self._append(message)
         self._arrived(message.topic, message.queue_id, tag_code)
         return result
 
     def store_all(self, messages: Iterable[StoredMessage]) -> list[AppendResult]:
-        """Store messages together: pulls are woken when all are there."""
+        """Store messages together, then wake the pulls."""
         results: list[AppendResult] = []
         wake: dict[tuple[str, int, int], None] = {}
         for message in messages:
@@ -80,7 +80,7 @@ class Intake:
         return results
 
     def store_copies(self, message: StoredMessage, unique_keys: Iterable[str]) -> list[AppendResult]:
-        """Store the same message under several unique keys: quick, for filling queues."""
+        """Store the same message under several unique keys, as a fast way to fill queues."""
         placeholder = "0" * 32
         properties = {**properties_of(message), PropertyName.UNIQUE_KEY: placeholder}
         template = write_record(replace(message, properties=properties_text(properties, self._state.release)))
@@ -105,10 +105,10 @@ class Intake:
         return result, tag_code
 
     def timer_out_ms(self, properties: dict[str, str]) -> int | None:
-        """Return until when a message with timer properties waits; None if it does not, and for old releases.
+        """Return the time until which a message with timer properties waits; None if it does not, and on old releases.
 
         Raises:
-            Refused: that is further away than timerMaxDelaySec, or no number.
+            Refused: the time is further away than timerMaxDelaySec, or is not a number.
         Source: HookUtils.transformTimerMessage.
         """
         config, now_ms = self._state.config, self._state.clock.now_ms()
@@ -131,7 +131,8 @@ class Intake:
         if due_ms - now_ms > most_ms:
             raise Refused(
                 ResponseCode.MESSAGE_ILLEGAL,
-                f"timer message illegal, the delay time should not be bigger than the max delay {most_ms}ms; "
+                "timer message illegal, the delay time should not be bigger than "  # english: allow (Java's text)
+                f"the max delay {most_ms}ms; "
                 "or if set del msg, the delay time should be bigger than the current time",
             )
         if due_ms <= now_ms:
@@ -152,7 +153,7 @@ class Intake:
 
 
 def _in_system_topic(message: StoredMessage, topic: str, queue_id: int) -> StoredMessage:
-    """Return the message as it is kept in a system topic."""
+    """Return the message as a system topic stores it."""
     return replace(message, topic=topic, queue_id=queue_id, properties=_with_real_queue(message))
 
 

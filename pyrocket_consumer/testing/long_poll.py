@@ -10,12 +10,12 @@ from pyrocket_consumer.testing.clock import Clock, Timer
 from pyrocket_consumer.testing.connection import Connection
 
 Matches = Callable[[int], bool]
-"""Whether a message with this tag hash is wanted."""
+"""Whether the pull's subscription matches a message with this tag hash."""
 
 
 @dataclass(slots=True, eq=False)
 class HeldPull:
-    """A pull that found nothing, waiting for a message at `offset` or for a tick past `until_s`."""
+    """A pull that found no message. It waits for a message at `offset`, or for the first tick after `until_s`."""
 
     request: RemotingCommand
     connection: Connection
@@ -25,10 +25,10 @@ class HeldPull:
 
 
 class LongPoll:
-    """Holds pulls until a wanted message arrives or a tick finds them due; `wake` evaluates one again.
+    """Holds pulls until a matching message arrives or a tick finds them due; `wake` evaluates one again.
 
-    A message wakes every held pull of its queue that wants it. Messages nobody wants wake nobody; the next
-    tick finds that the queue has grown, and the fresh evaluation says so. Empty answers come at ticks only.
+    A message wakes every held pull of its queue that matches it. If no pull matches, the next tick notices that the
+    queue has grown, and evaluates the pulls again. The broker sends empty responses at ticks only.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LongPoll:
         self._timer.start()
 
     def stop(self) -> None:
-        """Drop what is held: nobody gets an answer."""
+        """Drop the held pulls without a response."""
         self._timer.stop()
         self._held.clear()
 
@@ -56,11 +56,11 @@ class LongPoll:
         self._held.setdefault((topic, queue_id), []).append(pull)
 
     def held(self, topic: str | None = None) -> int:
-        """Return how many pulls wait, of one topic or in all."""
+        """Return the number of held pulls of one topic, or of all."""
         return sum(len(pulls) for key, pulls in self._held.items() if topic in (None, key[0]))
 
     def arrived(self, topic: str, queue_id: int, tag_code: int) -> None:
-        """Wake the pulls that want the message just stored."""
+        """Wake the pulls that match the message just stored."""
         pulls = self._held.get((topic, queue_id))
         if not pulls:
             return
@@ -71,7 +71,7 @@ class LongPoll:
                 self._wake(pull)
 
     def tick(self) -> None:
-        """Evaluate again what is due or has a message at its offset."""
+        """Evaluate the pulls again that are due or have a message at their offset."""
         now = self._clock.monotonic_s()
         for key, pulls in list(self._held.items()):
             max_offset = self._max_offset(*key)
@@ -82,7 +82,7 @@ class LongPoll:
                     self._wake(pull)
 
     def lost(self, connection: Connection) -> None:
-        """Forget the pulls of a connection that ended."""
+        """Drop the pulls of a connection that ended."""
         for key, pulls in list(self._held.items()):
             if any(pull.connection is connection for pull in pulls):
                 self._keep(key, [pull for pull in pulls if pull.connection is not connection])

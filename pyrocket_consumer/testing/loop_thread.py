@@ -1,4 +1,4 @@
-"""The thread that runs a cluster's loop, and the way onto it from other threads."""
+"""The thread of a cluster's loop, and calls to it from other threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALL_TIMEOUT_S = 30.0
 
 
 class LoopThread:
-    """An asyncio loop on a daemon thread; or a loop given by the caller, who runs it and calls from its thread only."""
+    """An asyncio loop on a daemon thread, or a loop of the caller, who runs it and calls from its thread only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._owned = loop is None
@@ -25,7 +25,7 @@ class LoopThread:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a process forked from the one whose thread it is: it does not run here."""
+        """Whether this process was forked from the process of the thread, which does not run here."""
         return self._pid != os.getpid()
 
     def start(self) -> None:
@@ -37,7 +37,7 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
-        finally:  # here, and not by whoever stops us: a loop may be running on that thread
+        finally:  # on this thread, because the caller of stop() may run another loop
             self.loop.run_until_complete(_finish())
             self.loop.close()
 
@@ -52,7 +52,7 @@ class LoopThread:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the loop runs on this thread, so that what is called here runs there."""
+        """Whether the loop runs on the current thread, so that calls need no hand-over."""
         return not self._owned or threading.current_thread() is self._thread
 
     def call(self, action: Callable[[], _T]) -> _T:
@@ -72,7 +72,7 @@ class LoopThread:
         return _result(result)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on the loop and return its result; not from the loop's own thread."""
+        """Run a coroutine on the loop and return its result. Do not call this from the loop's own thread."""
         try:
             if self.is_current_thread:
                 raise RuntimeError("this call waits for the loop that runs on this thread; await open() instead")
@@ -87,19 +87,19 @@ class LoopThread:
             raise RuntimeError("the embedded cluster was closed; make a new one")
         if self.is_forked:
             raise RuntimeError(
-                "the embedded cluster runs in the process that started it, and this one was forked from that: here its "
-                "name_server and addresses can be used, by clients made here"
+                "the embedded cluster runs in the process that started it, not in this forked one; "
+                "create clients here that connect to its name_server"
             )
 
 
 async def _finish() -> None:
-    """End what a loop still does when it is stopped, above all TLS handshakes of clients that say nothing."""
+    """Cancel the tasks of a stopped loop, mainly TLS handshakes of silent clients."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_asyncgens()
-    await asyncio.sleep(0)  # their sockets are closed in the next round
+    await asyncio.sleep(0)  # the loop closes their sockets in its next iteration
 
 
 def _result(future: concurrent.futures.Future[_T]) -> _T:

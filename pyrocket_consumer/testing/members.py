@@ -1,4 +1,4 @@
-"""Who is online: members of consumer groups, their subscriptions, and producers.
+"""Clients online: members of consumer groups, their subscriptions, and producers.
 
 Source: ConsumerManager, ProducerManager.
 """
@@ -14,7 +14,7 @@ from pyrocket_consumer.testing.connection import Connection
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One connection of a group. The broker knows members by connection, not by client id."""
+    """One connection of a group. The broker identifies members by connection, not by client id."""
 
     connection: Connection
     client_id: str
@@ -25,7 +25,7 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class OnlineGroup:
-    """A consumer group with at least one member. What it subscribes to is the group's, not a member's."""
+    """A consumer group with at least one member. Its subscriptions belong to the group, not to a member."""
 
     name: str
     consume_type: str = "CONSUME_PASSIVELY"
@@ -43,14 +43,14 @@ class OnlineGroup:
         return [member.client_id for member in self.members.values()]
 
     def find(self, client_id: str) -> Member | None:
-        """Return the member with that id that heartbeat last, None when there is none."""
+        """Return the member with that id that sent a heartbeat last, or None."""
         found = [member for member in self.members.values() if member.client_id == client_id]
         return found[-1] if found else None
 
     def subscribe(self, subscriptions: Iterable[Subscription]) -> bool:
-        """Take over a heartbeat's subscriptions; True when the set of topics changed.
+        """Store a heartbeat's subscriptions. Return whether the set of topics changed.
 
-        A topic's subscription is replaced only by a greater version, and topics left out are dropped.
+        Only a greater version replaces a topic's subscription. Topics missing from the heartbeat are removed.
         """
         by_topic = {subscription.topic: subscription for subscription in subscriptions}
         changed = by_topic.keys() != self.subscriptions.keys()
@@ -71,7 +71,7 @@ class Members:
         self._producers: dict[str, dict[Connection, Member]] = {}
 
     def group(self, name: str) -> OnlineGroup | None:
-        """Return the group if anybody of it is online."""
+        """Return the group if it has a member online."""
         return self._groups.get(name)
 
     def groups(self) -> list[OnlineGroup]:
@@ -81,7 +81,7 @@ class Members:
         return list(self._producers.get(group, {}).values())
 
     def join(self, name: str, member: Member) -> tuple[OnlineGroup, bool]:
-        """Register or refresh a member; also tells whether its connection is new to the group."""
+        """Register or refresh a member. Return its group, and whether its connection is new to the group."""
         group = self._groups.setdefault(name, OnlineGroup(name))
         known = group.members.get(member.connection)
         group.members[member.connection] = member
@@ -91,13 +91,13 @@ class Members:
         self._producers.setdefault(name, {})[member.connection] = member
 
     def leave(self, connection: Connection, *, consumers: str | None, producers: str | None) -> list[OnlineGroup]:
-        """Take one connection out of the groups named."""
+        """Remove one connection from the named groups."""
         if producers is not None:
             self._drop_producer(producers, connection)
         return self._drop(consumers, connection) if consumers is not None else []
 
     def lost(self, connection: Connection) -> list[OnlineGroup]:
-        """Take a connection that ended out of every group."""
+        """Remove a connection that ended from every group."""
         for producers in list(self._producers):
             self._drop_producer(producers, connection)
         return [group for name in list(self._groups) for group in self._drop(name, connection)]

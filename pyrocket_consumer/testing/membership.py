@@ -1,4 +1,4 @@
-"""Heartbeats, lists of members, locks and assignments: what a group is to one broker.
+"""Requests about a group's members: heartbeats, lists of members, locks and assignments.
 
 Source: ClientManageProcessor, ConsumerManageProcessor, QueryAssignmentProcessor.
 """
@@ -37,7 +37,7 @@ from pyrocket_consumer.testing.pulls import sql_refusal
 
 
 class Membership:
-    """Keeps the members of one broker's groups and tells them when they change."""
+    """Keeps the members of one broker's groups, and notifies them of changes."""
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
@@ -79,7 +79,7 @@ class Membership:
         return command.make_response(fields={"IS_SUPPORT_HEART_BEAT_V2": "true", "IS_SUB_CHANGE": is_changed})
 
     def _join(self, data: ConsumerData, member: Member, fingerprint: int, without_subscriptions: bool) -> bool:
-        """Register one group of a heartbeat; True unless the broker knew its fingerprint."""
+        """Register one group of a heartbeat. Return whether its fingerprint is new to the broker."""
         state = self._state
         config = state.group(data.group)
         if config is None and state.release.skips_members_of_unknown_groups:
@@ -108,11 +108,11 @@ class Membership:
         return command.make_response()
 
     def lost(self, connection: Connection) -> None:
-        """Forget a connection that ended, and tell the other members."""
+        """Remove a connection that ended, and notify the other members."""
         self.notify_all(self._state.members.lost(connection))
 
     def expire(self) -> None:
-        """Close the connections that did not heartbeat for too long, as brokers scan for every ten seconds."""
+        """Close the connections without a recent heartbeat, as brokers do every ten seconds."""
         oldest = self._state.clock.monotonic_s() - self._state.config.channel_expired_timeout / 1000
         for connection in self._state.members.silent_since(oldest):
             self.lost(connection)
@@ -123,7 +123,7 @@ class Membership:
             self.notify(group)
 
     def notify(self, group: OnlineGroup) -> None:
-        """Tell every connection of a group that its members or topics changed."""
+        """Notify every connection of a group that its members or topics changed."""
         state, config = self._state, self._state.groups.get(group.name)
         if (
             not state.config.notify_consumer_ids_changed_enable
@@ -197,7 +197,7 @@ class Membership:
 def _allocate(
     strategy: str, queues: list[MessageQueue], members: list[str], client_id: str
 ) -> list[MessageQueue] | None:
-    """Return a member's share by the strategies brokers know; None when there is none to be had."""
+    """Return a member's queues by a strategy that brokers know; None if no queue can be allocated."""
     if client_id not in members or not queues or strategy not in ("AVG", "AVG_BY_CIRCLE"):
         return None
     index, count = members.index(client_id), len(members)

@@ -1,4 +1,4 @@
-"""A broker's messages: queues of records that are encoded once, when they are stored.
+"""A broker's messages: queues of records, which the store encodes once.
 
 Source: CommitLog, ConsumeQueue, DefaultMessageStore.
 """
@@ -15,11 +15,11 @@ _OFFSETS_AT = 20
 _STORED_AT = struct.Struct(">q")
 
 MAX_SCANNED = 800
-"""Most index entries one pull looks at: 16,000 bytes of them. Source: DefaultMessageStore.getMessage."""
+"""Maximum number of index entries that one pull reads: 16,000 bytes. Source: DefaultMessageStore.getMessage."""
 
 
 class AppendResult(NamedTuple):
-    """Where a message was stored."""
+    """The position of a stored message."""
 
     queue_offset: int
     commit_log_offset: int
@@ -38,7 +38,7 @@ class QueueLog:
 
     @property
     def max_offset(self) -> int:
-        """The offset the next message will have."""
+        """The offset of the next message."""
         return self.min_offset + len(self.records)
 
     def append(self, record: bytes, tag_code: int, stored_at_ms: int) -> None:
@@ -49,9 +49,9 @@ class QueueLog:
     def read(
         self, offset: int, max_count: int, max_bytes: int, matches: Callable[[int], bool] | None
     ) -> tuple[list[bytes], int]:
-        """Return the records wanted from `offset` on, at least one if there is one, and where to go on."""
+        """Return the matching records from `offset` on, at least one if possible, and the next offset to read."""
         first = offset - self.min_offset
-        if matches is None:  # nearly always: no need to look at each
+        if matches is None:  # the usual case, without a check of each record
             found = self.records[first : first + max(1, max_count)]
             size = sum(map(len, found))
             while size > max_bytes and len(found) > 1:
@@ -68,13 +68,13 @@ class QueueLog:
         return found, min(offset + MAX_SCANNED, self.max_offset)
 
     def delete_before(self, offset: int) -> list[bytes]:
-        """Drop what is older than `offset`; return what was dropped."""
+        """Drop the records before `offset`, and return them."""
         count = max(0, min(offset, self.max_offset) - self.min_offset)
         self.min_offset += count
         return self._drop(slice(0, count))
 
     def truncate(self, offset: int) -> list[bytes]:
-        """Drop `offset` and what is newer; return what was dropped."""
+        """Drop the records from `offset` on, and return them."""
         return self._drop(slice(max(0, offset - self.min_offset), None))
 
     def _drop(self, part: slice) -> list[bytes]:
@@ -83,11 +83,11 @@ class QueueLog:
         return dropped
 
     def first_since(self, time_ms: int) -> int:
-        """Return the offset of the first message stored at or after a time; max when there is none."""
+        """Return the offset of the first message stored at or after a time, else the max offset."""
         return self.min_offset + bisect_left(self.stored_at_ms, time_ms)
 
     def last_until(self, time_ms: int) -> int:
-        """Return the offset of the last message stored at or before a time; min when there is none."""
+        """Return the offset of the last message stored at or before a time, else the min offset."""
         return self.min_offset + max(0, bisect_right(self.stored_at_ms, time_ms) - 1)
 
     def nearest(self, time_ms: int) -> int:
@@ -115,11 +115,11 @@ class MessageStore:
         self._behind: list[tuple[str, int, AppendResult, bytes, int, int]] | None = None
 
     def queue(self, topic: str, queue_id: int) -> QueueLog | None:
-        """Return a queue, None when nothing was ever stored in it."""
+        """Return a queue, or None if it never stored a message."""
         return self._queues.get(topic, {}).get(queue_id)
 
     def queue_ids(self, topic: str) -> list[int]:
-        """Return the queues something was ever stored in."""
+        """Return the ids of the queues that ever stored a message."""
         return list(self._queues.get(topic, ()))
 
     def max_offset(self, topic: str, queue_id: int) -> int:
@@ -131,7 +131,7 @@ class MessageStore:
         return queue.min_offset if queue is not None else 0
 
     def append(self, topic: str, queue_id: int, record: bytearray, tag_code: int, stored_at_ms: int) -> AppendResult:
-        """Store an encoded record whose place is filled in here."""
+        """Store an encoded record, and write its offsets into it."""
         result = AppendResult(self.max_offset(topic, queue_id), self._next_commit_log_offset)
         _OFFSETS.pack_into(record, _OFFSETS_AT, *result)
         entry = (topic, queue_id, result, bytes(record), tag_code, stored_at_ms)
@@ -155,22 +155,22 @@ class MessageStore:
         self._next_commit_log_offset = result.commit_log_offset + len(record)
 
     def pause_replication(self) -> None:
-        """Stay behind the master from now on."""
+        """Stop taking the master's new records."""
         if self._behind is None:
             self._behind = []
 
     def resume_replication(self) -> None:
-        """Take what the master stored meanwhile."""
+        """Take the records that the master stored meanwhile, and later ones."""
         behind, self._behind = self._behind or [], None
         for entry in behind:
             self._take(*entry)
 
     def promote(self) -> None:
-        """Become the master's: what was not replicated yet is lost."""
+        """Become the master's store. Records that were not replicated are lost."""
         self._behind = None
 
     def copy_from(self, other: MessageStore) -> None:
-        """Hold what another store holds, as a slave that starts again does."""
+        """Copy another store, as a restarted slave does."""
         self.clear()
         self._behind = None
         for topic, queues in other._queues.items():
@@ -182,7 +182,7 @@ class MessageStore:
         self._next_commit_log_offset = other._next_commit_log_offset
 
     def record_at(self, commit_log_offset: int) -> tuple[str, bytes] | None:
-        """Return the topic and record stored there; None when there is none or it was deleted.
+        """Return the topic and record at an offset; None if it was deleted or never stored.
 
         Offset 0 finds the first record of the oldest file left, as on real brokers.
         """
@@ -191,7 +191,7 @@ class MessageStore:
         return self._by_commit_log_offset.get(commit_log_offset)
 
     def records(self) -> Iterator[tuple[int, str, bytes]]:
-        """Go through the commit log: offset, topic, record."""
+        """Yield the commit log's offsets, topics and records."""
         for offset, (topic, record) in self._by_commit_log_offset.items():
             yield offset, topic, record
 
@@ -212,7 +212,7 @@ class MessageStore:
             self._forget(queue.records)
 
     def clear(self) -> None:
-        """Lose everything."""
+        """Remove all messages."""
         self._queues.clear()
         self._by_commit_log_offset.clear()
         self._next_commit_log_offset = 0

@@ -30,7 +30,7 @@ _ORDER_NAMESPACE = "ORDER_TOPIC_CONFIG"
 
 
 class NameServer:
-    """Knows which broker has which topic, as the brokers registered it; forgets all that when it stops."""
+    """Stores the brokers of each topic, as they registered. Loses all routes when it stops."""
 
     def __init__(self, release: Release) -> None:
         self._release = release
@@ -50,7 +50,7 @@ class NameServer:
             RequestCode.GET_KVLIST_BY_NAMESPACE: self.settings,
         }
 
-    # --- what brokers tell it
+    # --- registration by brokers
 
     def register(
         self,
@@ -61,9 +61,9 @@ class NameServer:
         topics: Iterable[TopicConfig],
         permission: int,
     ) -> None:
-        """Take note of a broker and, if it is a master, of its topics.
+        """Store a broker's address and, if it is a master, its topics.
 
-        Topics it has no longer stay until they are deleted here.
+        Topics that it no longer has stay until they are deleted here.
         """
         known = self._brokers.get(broker_name)
         addresses = dict(known.addresses) if known is not None else {}
@@ -79,7 +79,7 @@ class NameServer:
             self._topics.setdefault(topic.name, {})[broker_name] = data
 
     def unregister(self, broker_name: str, address: str) -> None:
-        """Take a broker that is gone out of all routes; without any broker of its name its topics go, too."""
+        """Remove a stopped broker from all routes. With the last broker of a name, remove its topics, too."""
         known = self._brokers.get(broker_name)
         if known is None:
             return
@@ -94,7 +94,7 @@ class NameServer:
                 del self._topics[topic]
 
     def forget(self) -> None:
-        """Lose all routes, as a restarted name server has; settings are kept on disk."""
+        """Lose all routes, as a restart does. Settings stay on disk."""
         self._brokers.clear()
         self._topics.clear()
 
@@ -102,7 +102,7 @@ class NameServer:
         self._topics.pop(topic, None)
 
     def topic_route(self, topic: str) -> TopicRoute | None:
-        """Return where a topic lives, None when nobody has it."""
+        """Return the route of a topic, or None if no broker has it."""
         queues = self._topics.get(topic)
         if not queues:
             return None
@@ -110,7 +110,7 @@ class NameServer:
         order = self._settings.get(_ORDER_NAMESPACE, {}).get(topic) if self.order_message_enable else None
         return TopicRoute(topic, tuple(queues[name] for name in sorted(queues)), brokers, order)
 
-    # --- what clients ask it
+    # --- requests of clients
 
     def handle(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
         handler = self._handlers.get(command.code)
@@ -130,7 +130,7 @@ class NameServer:
         return response
 
     def lost(self, connection: Connection) -> None:
-        """Clients come and go."""
+        """Ignore the end of a connection, because a name server keeps no state of clients."""
 
     def route(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = GetRouteInfoHeader.from_fields(command.fields)

@@ -1,4 +1,4 @@
-"""Offsets over the wire: committed ones, the ends of queues, and search by time.
+"""Requests about offsets: committed offsets, first and last offsets of queues, and search by time.
 
 Source: ConsumerManageProcessor, AdminBrokerProcessor.
 """
@@ -25,7 +25,7 @@ _NOT_TO_ZERO = "Not found, do not set to zero, maybe this group boot first"
 
 
 class OffsetRequests:
-    """Answers questions about offsets at one broker."""
+    """Handles requests about offsets at one broker."""
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
@@ -56,7 +56,7 @@ class OffsetRequests:
         raise Refused(ResponseCode.QUERY_NOT_FOUND, _BOOTS_FIRST)
 
     def _starts_at_zero(self, topic: str, queue_id: int) -> bool:
-        """Tell whether a group without an offset is told 0: the queue is young enough to be in memory."""
+        """Return whether a group without an offset gets 0, because the queue is young enough to be in memory."""
         store = self._state.store
         if store.min_offset(topic, queue_id) > 0:
             return False
@@ -102,7 +102,7 @@ class OffsetRequests:
 
 
 def search_offset(state: BrokerState, topic: str, queue_id: int, time_ms: int, upper: bool = False) -> int:
-    """Return the offset a broker of this release finds for a time."""
+    """Return the offset that a broker of this release finds for a time."""
     queue = state.store.queue(topic, queue_id)
     if queue is None:
         return 0

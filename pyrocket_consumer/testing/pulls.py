@@ -1,4 +1,4 @@
-"""PULL_MESSAGE: which records, which code, and whether to wait. Source: PullMessageProcessor."""
+"""PULL_MESSAGE: the records and the code of a response, or a held pull. Source: PullMessageProcessor."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _CODES = {
     "OFFSET_RESET": ResponseCode.PULL_OFFSET_MOVED,
 }
 
-_INSIDE = ("FOUND", "NO_MATCHED_MESSAGE", "OFFSET_RESET")  # of the queue: even a slave says where to go on
+_INSIDE = ("FOUND", "NO_MATCHED_MESSAGE", "OFFSET_RESET")  # even a slave returns the next offset
 
 
 class _PullFields(NamedTuple):
-    """The fields of a pull that count; a tuple, because one is made for every pull."""
+    """The fields of a pull that the broker uses; a tuple for speed, because every pull makes one."""
 
     consumer_group: str
     topic: str
@@ -46,7 +46,7 @@ class _PullFields(NamedTuple):
 
 
 class Pulls:
-    """Answers pulls of one broker, at once or when a message arrives."""
+    """Responds to pulls at one broker, immediately or when a message arrives."""
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
@@ -59,7 +59,7 @@ class Pulls:
         return handlers
 
     def arrived(self, topic: str, queue_id: int, tag_code: int) -> None:
-        """Wake the pulls that want a message just stored."""
+        """Wake the pulls that match a message just stored."""
         if self._state.config.long_polling_enable:
             self.long_poll.arrived(topic, queue_id, tag_code)
 
@@ -92,7 +92,7 @@ class Pulls:
         return None if hold else response
 
     def _wake(self, held: HeldPull) -> None:
-        """Evaluate a held pull afresh: by the subscription of now, and without holding it again or committing."""
+        """Evaluate a held pull again with the current subscription. Do not hold it again, and do not commit."""
         pull = _read_fields(held.request.fields)
         try:
             response = self._evaluate(held.request, pull, self._permit(pull, held.connection))
@@ -102,7 +102,7 @@ class Pulls:
         held.connection.respond(held.request, response)
 
     def _permit(self, pull: _PullFields, connection: Connection) -> Matches | None:
-        """Return the filter of a pull that is allowed; refuse any other, in the order brokers check."""
+        """Return the filter of an allowed pull. Refuse other pulls, with the checks in the order of brokers."""
         state, release = self._state, self._state.release
         if not state.config.broker_permission & PERM_READ:
             raise self._forbidden(1, f"the broker[{state.address}] pulling message is forbidden")
@@ -159,7 +159,7 @@ class Pulls:
         return Refused(ResponseCode.NO_PERMISSION, remark, fields)
 
     def _evaluate(self, command: RemotingCommand, pull: _PullFields, matches: Matches | None) -> RemotingCommand:
-        """Return the answer of this moment, by the table of every offset a pull can ask for."""
+        """Return the response for the current state of the queue, by the table of all offsets that a pull can have."""
         state, release = self._state, self._state.release
         topic, queue_id, offset = pull.topic, pull.queue_id, pull.queue_offset
         queue = state.store.queue(topic, queue_id)
@@ -192,7 +192,7 @@ class Pulls:
             code = ResponseCode.PULL_OFFSET_MOVED if offset != 0 else ResponseCode.PULL_NOT_FOUND
         suggested = state.suggest_broker_id
         if state.is_slave and not state.config.offset_check_in_slave and status not in _INSIDE:
-            next_offset = offset  # a slave does not correct: the master will
+            next_offset = offset  # a slave leaves corrections to the master
             if code == ResponseCode.PULL_OFFSET_MOVED:
                 code, suggested = ResponseCode.PULL_RETRY_IMMEDIATELY, 0
         state.offsets.pulled(topic, pull.consumer_group, queue_id, offset)
@@ -208,14 +208,14 @@ class Pulls:
 
 
 def sql_refusal(state: BrokerState) -> str:
-    """Return why SQL92 cannot be had: by default brokers refuse it, and this one has no parser for it."""
+    """Return the remark that refuses SQL92: brokers refuse it by default, and this one has no parser for it."""
     if state.config.enable_property_filter:
         return "the embedded broker does not evaluate SQL92; use tags, or a real broker"
     return "The broker does not support consumer to filter message by SQL92"
 
 
 def _read_fields(fields: Mapping[str, str]) -> _PullFields:
-    try:  # quicker than from_fields, which says what is wrong
+    try:  # faster than from_fields, which reports the wrong field
         return _PullFields(
             fields["consumerGroup"],
             fields["topic"],
@@ -241,7 +241,7 @@ def _tags_filter(expression: str, tags: frozenset[str]) -> Matches | None:
 
 @lru_cache(maxsize=1024)
 def _expression_filter(expression: str) -> Matches | None:
-    """Return the filter of an expression sent with a pull: only separators are an error, only blanks match nothing."""
+    """Return the filter of an expression in a pull. Only separators are an error; only blanks match no message."""
     if expression == ALL:
         return None
     if not expression.replace("||", ""):

@@ -1,6 +1,6 @@
-"""The pytest plugin: the fixture `rocketmq_cluster`, a fresh embedded cluster for each test that takes it.
+"""The pytest plugin: the fixture `rocketmq_cluster`, a new embedded cluster for each test that uses it.
 
-Options of `EmbeddedCluster` come from a mark: `@pytest.mark.rocketmq_cluster(brokers=2, version="4.9.7")`.
+A mark sets options of `EmbeddedCluster`: `@pytest.mark.rocketmq_cluster(brokers=2, version="4.9.7")`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def rocketmq_cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
-    """A RocketMQ cluster in this process: give its `name_server` to consumers and producers. Fresh for each test."""
-    from pyrocket_consumer.testing import EmbeddedCluster  # not before it is used: plugins load in every pytest run
+    """A RocketMQ cluster in this process, new for each test. Pass its `name_server` to consumers and producers."""
+    from pyrocket_consumer.testing import EmbeddedCluster  # imported on use, because every pytest run loads plugins
 
     mark = request.node.get_closest_marker("rocketmq_cluster")
     with EmbeddedCluster(**(mark.kwargs if mark else {})) as cluster:

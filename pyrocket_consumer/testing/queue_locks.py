@@ -1,4 +1,4 @@
-"""The locks orderly consumers take on queues. Source: RebalanceLockManager."""
+"""Queue locks of orderly consumers. Source: RebalanceLockManager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Lock:
 
 
 class QueueLocks:
-    """Who holds which queue of which group. A holder is the text of a client id, not a connection."""
+    """The locks of each group by queue. A lock belongs to a client id, not to a connection."""
 
     def __init__(self, now_s: Callable[[], float], expiry_s: float) -> None:
         self._now_s = now_s
@@ -23,7 +23,7 @@ class QueueLocks:
         self._locks: dict[str, dict[MessageQueue, _Lock]] = {}
 
     def lock(self, group: str, client_id: str, queues: Iterable[MessageQueue]) -> set[MessageQueue]:
-        """Lock or renew what is free, expired or already the client's; return what it holds of `queues` now."""
+        """Lock or renew the queues that are free, expired or the client's own; return the locked ones of `queues`."""
         now, held, locks = self._now_s(), set(), self._locks.setdefault(group, {})
         for queue in queues:
             lock = locks.get(queue)
@@ -33,7 +33,7 @@ class QueueLocks:
         return held
 
     def unlock(self, group: str, client_id: str, queues: Iterable[MessageQueue]) -> None:
-        """Free what the client holds of `queues`; anything else is left alone."""
+        """Release the client's locks of `queues`, and no other client's."""
         locks = self._locks.get(group, {})
         for queue in queues:
             lock = locks.get(queue)
@@ -48,7 +48,7 @@ class QueueLocks:
         }
 
     def clear(self) -> None:
-        """Forget all locks, as a restarted broker has."""
+        """Remove all locks, as a restart does."""
         self._locks.clear()
 
     def _expired(self, lock: _Lock, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""What a node was asked, and waiting for it: tests wait for an event, never for some time to pass."""
+"""Recorded requests of a node, and waiting for them. Tests wait for an event, not for a period."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP_S = 0.05
 
 
 class Recorded(NamedTuple):
-    """A request as a node received it. `at_s` is the node's monotonic clock, `client` the sender's address."""
+    """A request that a node received. `at_s` is the node's monotonic clock, `client` the sender's address."""
 
     at_s: float
     command: RemotingCommand
@@ -27,26 +27,26 @@ class Recorded(NamedTuple):
 
 
 class Changes:
-    """Tells waiting threads that something happened in the cluster."""
+    """Notifies waiting threads of changes in the cluster."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self._count = 0
 
     def notify(self) -> None:
-        """Let every waiting thread look again."""
+        """Let every waiting thread check its condition again."""
         with self.condition:
             self._count += 1
             self.condition.notify_all()
 
     def wait_until(self, condition: Callable[[], object], timeout_s: float) -> bool:
-        """Return True as soon as `condition()` holds, False if it does not even when `timeout_s` seconds are over.
+        """Wait until `condition()` is true, for at most `timeout_s` seconds. Return whether it is true.
 
-        It is called on the waiting thread with no lock held: after each change, at least every `STEP_S` seconds,
-        because what is waited for may be done by somebody who tells nobody, and once more when the time is over.
+        The waiting thread calls it without a lock after each change, and once more after the timeout. It also calls
+        it every `STEP_S` seconds, because code outside the cluster may change the condition without a notification.
 
         Raises:
-            ConfigError: `condition` is no function, or one whose result would have to be awaited.
+            ConfigError: `condition` is not a function, or is an async one.
         """
         if not callable(condition):
             raise ConfigError(f"{condition!r} is not a condition; give a function, for example lambda: len(seen) == 3")
@@ -69,7 +69,7 @@ class Changes:
 
 
 def describe(condition: Callable[[], object]) -> str:
-    """Return where a condition is written and the line that begins it, for an error that says what did not happen."""
+    """Return the file and the first line of a condition, for the error after a timeout."""
     code = getattr(condition, "__code__", None)
     if code is None:
         return repr(condition)
@@ -78,7 +78,7 @@ def describe(condition: Callable[[], object]) -> str:
 
 
 class RequestLog:
-    """The requests a node received, newest last; at most `limit` of each code are kept."""
+    """The requests that a node received, newest last. Keeps at most `limit` requests of each code."""
 
     def __init__(self, changes: Changes, limit: int) -> None:
         self._changes = changes
@@ -95,12 +95,12 @@ class RequestLog:
         self._changes.notify()
 
     def forget(self) -> None:
-        """Forget what was recorded so far."""
+        """Remove the requests recorded so far."""
         with self._changes.condition:
             self._requests.clear()
 
     def requests(self, code: int | None = None) -> list[Recorded]:
-        """Return what was recorded, of one code or of all, oldest first."""
+        """Return the recorded requests, of one code or of all, oldest first."""
         with self._changes.condition:
             if code is not None:
                 return list(self._requests.get(code, ()))
@@ -112,10 +112,10 @@ class RequestLog:
     def wait_for(
         self, code: int, count: int, timeout_s: float, when: Callable[[RemotingCommand], bool] | None
     ) -> list[Recorded]:
-        """Return the recorded requests of `code` (for which `when` holds) once there are `count` of them.
+        """Wait for `count` requests of `code` for which `when` is true, and return them.
 
         Raises:
-            TimeoutError: they did not come within `timeout_s`; the text says how many did.
+            TimeoutError: fewer arrived within `timeout_s`; the text has their number.
         """
         found: list[Recorded] = []
 

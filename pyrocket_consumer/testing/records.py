@@ -1,4 +1,4 @@
-"""Records of a broker's store: written once, and read again to be sent back, delivered late or committed."""
+"""Records of a broker's store: written once, and read again to send back, delay or commit the message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BODY_LENGTH = struct.Struct(">I")
 
 
 def properties_text(properties: Mapping[str, str] | str, release: Release) -> str:
-    """Return properties as a broker of `release` writes them; text stays as it is."""
+    """Return properties as a broker of `release` writes them; return a text unchanged."""
     if isinstance(properties, str):
         return properties
     text = encode_properties(properties)
@@ -27,18 +27,18 @@ def properties_text(properties: Mapping[str, str] | str, release: Release) -> st
 
 
 def properties_of(message: StoredMessage) -> dict[str, str]:
-    """Return a message's properties as a table of its own."""
+    """Return a copy of a message's properties."""
     properties = message.properties
     return decode_properties(properties) if isinstance(properties, str) else dict(properties)
 
 
 def write_record(message: StoredMessage) -> bytearray:
-    """Return the record of `message`; its place is filled in when it is stored."""
+    """Return the record of `message`. The store fills in its offsets."""
     return bytearray(encode_message(message))
 
 
 def read_record(record: bytes) -> StoredMessage:
-    """Return the fields of a stored record, the body as stored."""
+    """Return the fields of a stored record, with the body as it was stored."""
     message = decode_messages(record)[0]
     (length,) = _BODY_LENGTH.unpack_from(record, _BODY_AT - _BODY_LENGTH.size)
     return StoredMessage(

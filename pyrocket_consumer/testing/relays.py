@@ -1,4 +1,4 @@
-"""Requests an admin makes to members through the broker: status, running info, consume directly, reset.
+"""Requests of an admin to members through the broker: status, running info, consume directly, reset.
 
 Source: Broker2Client, AdminBrokerProcessor.
 """
@@ -32,7 +32,7 @@ _NOT_SET = "not set any response code"
 
 
 class Relays:
-    """Passes an admin's requests on to the members of one broker's groups."""
+    """Relays an admin's requests to the members of one broker's groups."""
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
@@ -109,7 +109,7 @@ class Relays:
         ]
         for member in asked_members:
             if member.version < _RESETS_SINCE:
-                remark = f"the client <{member.client_id}> is too old to tell its status"
+                remark = f"the client <{member.client_id}> is too old to report its status"
                 raise Refused(ResponseCode.SYSTEM_ERROR, remark)
         found: dict[str, dict[MessageQueue, int]] = {}
 
@@ -127,7 +127,7 @@ class Relays:
         found: dict[str, dict[MessageQueue, int]],
         finish: Callable[[], None],
     ) -> None:
-        """Ask one member after the other, as brokers do: each silent one costs its timeout."""
+        """Send the request to one member after the other, as brokers do. Each silent member costs its timeout."""
         if not members:
             finish()
             return
@@ -138,7 +138,7 @@ class Relays:
                 try:
                     found[member.client_id] = decode_consumer_status(response.body)
                 except ProtocolError:
-                    pass  # a body it cannot read is a member that is missing from the answer
+                    pass  # the response does not include a member with an unreadable body
             self._request_each(others, header, found, finish)
 
         status_request = RemotingCommand(
@@ -160,7 +160,7 @@ class Relays:
         return MessageQueue(topic, self._state.config.broker_name, queue_id)
 
     def _reset_at_members(self, header: ResetOffsetHeader, language: str) -> dict[MessageQueue, int]:
-        """Compute targets and tell every member (220); what is committed does not change."""
+        """Compute targets and send them to every member (220). Do not change committed offsets."""
         state, release = self._state, self._state.release
         topic = state.topics.get(header.topic)
         if topic is None:
@@ -205,7 +205,7 @@ class Relays:
         return targets
 
     def _reset_at_broker(self, header: ResetOffsetHeader) -> dict[MessageQueue, int]:
-        """Store targets and mark their queues: the next pull of each is answered OFFSET_RESET."""
+        """Store targets and mark their queues. The next pull of each queue gets OFFSET_RESET."""
         state, release = self._state, self._state.release
         if state.is_slave:
             raise Refused(ResponseCode.SYSTEM_ERROR, "can not reset offset in slave broker")

@@ -1,4 +1,4 @@
-"""What brokers of one release do differently, as far as a client can see it."""
+"""The differences between broker releases that a client can observe."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ DEFAULT_RELEASE: Final = "5.5.0"
 
 
 class Release:
-    """A RocketMQ release, for example "4.9.7" or "5.5.0", and the behaviour that came or went with it.
+    """A RocketMQ release, for example "4.9.7" or "5.5.0", and its behaviour.
 
-    Source: protocol reference, "Version differences"; seen on real brokers 4.9.7, 5.1.4, 5.3.3 and 5.5.0.
+    Source: observed on real brokers 4.9.7, 5.1.4, 5.3.3 and 5.5.0.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,7 +34,7 @@ class Release:
             + " for further details."
         )
         # frames, texts and name server
-        self.mirrors_header_type = not v5  # answers a binary header with a binary one, unless the pull was held
+        self.mirrors_header_type = not v5  # responds to a binary header with a binary one, unless the pull was held
         self.names_bad_topics = number >= (5, 5, 0)
         self.name_server_refuses_unknown_code = v5
         self.routes_have_acting_master = v5

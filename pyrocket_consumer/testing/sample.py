@@ -1,4 +1,4 @@
-"""A message by itself, for unit tests of listeners."""
+"""Single messages for unit tests of listeners."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def message(
 ) -> Message:
     """Make a message as a listener gets it: `handle(message("orders", b"...", tags="paid"))`.
 
-    It is a real one, from the bytes a broker would answer with. Unless given, it is in queue 0 of "broker-a", has an id
-    of its own, was born now and stored when it was born. For one that comes again, `queue` is one of the group's retry
-    topic: `MessageQueue("%RETRY%orders-app", "broker-a", 0)`.
+    The message is decoded from the bytes of a broker's response. By default it is in queue 0 of "broker-a", has a new
+    id, was born now and stored at the same time. For a retried message, give a `queue` of the group's retry topic:
+    `MessageQueue("%RETRY%orders-app", "broker-a", 0)`.
 
     Raises:
-        ConfigError: no message can have such a part; the text says which.
+        ConfigError: a message cannot have one of the values; the text names it.
     """
     _check("topic", topic, str)
     if not topic:

@@ -1,4 +1,4 @@
-"""Messages that are delivered later. Source: ScheduleMessageService."""
+"""Delayed messages. Source: ScheduleMessageService."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyrocket_consumer.testing.clock import Clock
 
 
 class Schedule:
-    """Delivers each message when it is due. What falls due while stopped is delivered at the next start."""
+    """Delivers each message when it is due. Delivers messages that were due during a stop at the next start."""
 
     def __init__(self, clock: Clock, deliver: Callable[[StoredMessage], None]) -> None:
         self._clock = clock
@@ -38,7 +38,7 @@ class Schedule:
         self._disarm()
 
     def take_over(self, other: Schedule) -> None:
-        """Deliver from now on what another schedule was to deliver."""
+        """Take the pending messages of another schedule."""
         for due_s, _, message in sorted(other._due, key=lambda due: due[:2]):
             heappush(self._due, (due_s, next(self._order), message))
         other.clear()
@@ -59,7 +59,7 @@ class Schedule:
             self._timer = None
 
     def _fire(self) -> None:
-        # A little beyond now: a loop may call a moment early, and one more round for that moment is waste.
+        # Add a millisecond, because a loop may call slightly early, and another timer for the rest is waste.
         now = self._clock.monotonic_s() + 0.001
         while self._due and self._due[0][0] <= now:
             self._deliver(heappop(self._due)[2])

@@ -1,4 +1,4 @@
-"""Messages from clients: sends, batches, and messages that consumers send back.
+"""Requests that store messages: sends, batches, and messages that consumers send back.
 
 Source: SendMessageProcessor, AbstractSendMessageProcessor.
 """
@@ -28,19 +28,19 @@ from pyrocket_consumer.testing.records import properties_of, read_record
 from pyrocket_consumer.testing.topics import LONGEST_TOPIC, TopicConfig, name_defect, refuses_sends
 
 REGION = "DefaultRegion"
-_RETRY_COUNTS_SINCE = 121  # clients before 3.4.9 cannot say maxReconsumeTimes
+_RETRY_COUNTS_SINCE = 121  # clients before 3.4.9 do not send maxReconsumeTimes
 _ILLEGAL = (
     "the message is illegal, maybe msg body or properties length not matched. "
     "msg body length limit 4194304, msg properties length limit 32KB."
 )
 _NOT_AVAILABLE = (
-    "service not available now. It may be caused by one of the following reasons: "
+    "service not available now. It may be caused by one of the following reasons: "  # english: allow (Java's text)
     "the broker's disk is full, messages are put to the slave, message store has been shut down, etc."
 )
 
 
 class Sends:
-    """Takes messages of clients into one broker."""
+    """Stores the messages that clients send to one broker."""
 
     def __init__(self, state: BrokerState, intake: Intake) -> None:
         self._state = state
@@ -77,7 +77,7 @@ class Sends:
             raise Refused(ResponseCode.SERVICE_NOT_AVAILABLE, _NOT_AVAILABLE)
 
     def _target(self, header: SendMessageHeader, connection: Connection) -> tuple[TopicConfig, int]:
-        """Return the topic and queue to store in; refuse what brokers refuse."""
+        """Return the topic and queue to store in. Refuse the sends that brokers refuse."""
         state, release = self._state, self._state.release
         defect = name_defect("topic", header.topic, 1 << 30, release)
         if defect is not None:
@@ -130,7 +130,7 @@ class Sends:
         return fields
 
     def _ids_for_response(self, topic: str, properties: dict[str, str]) -> dict[str, str]:
-        """Return the ids that 5.x adds to an answer: the unique key, and what a timer can be recalled by."""
+        """Return the ids that 5.x adds to a response: the unique key, and the recall handle of a timer."""
         release, unique_key = self._state.release, properties.get(PropertyName.UNIQUE_KEY)
         if not release.returns_transaction_id or not unique_key:
             return {}
@@ -177,7 +177,7 @@ class Sends:
         return fields
 
     def _is_dead(self, header: SendMessageHeader, command: RemotingCommand, topic: str) -> bool:
-        """Tell whether a direct send to a retry topic goes to the dead letters instead."""
+        """Return whether a direct send to a retry topic goes to the dead-letter topic instead."""
         state, release, name = self._state, self._state.release, group_of(topic)
         group = state.group_or_refuse(name, f"subscription group not exist, {name}")
         most = group.retry_max_times
@@ -197,7 +197,7 @@ class Sends:
             raise Refused(ResponseCode.MESSAGE_ILLEGAL, _ILLEGAL)
 
     def _completed(self, properties: dict[str, str]) -> dict[str, str]:
-        """Add what brokers add to a message's properties, and drop what they drop."""
+        """Add and remove the properties of a message that brokers add and remove."""
         release = self._state.release
         properties[PropertyName.CLUSTER] = self._state.config.broker_cluster_name
         if release.adds_own_properties:
@@ -233,7 +233,7 @@ class Sends:
         )
 
     def send_back(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        """Have a message delivered again later, or give it up."""
+        """Store a message for a later delivery, or in the dead-letter topic."""
         state, release = self._state, self._state.release
         self._refuse_back_on_slave()
         header = ConsumerSendMsgBackHeader.from_fields(command.fields)
@@ -241,7 +241,7 @@ class Sends:
         if not state.config.broker_permission & PERM_WRITE:
             raise Refused(ResponseCode.NO_PERMISSION, f"the broker[{state.address}] sending message is forbidden")
         if group.retry_queue_nums <= 0:
-            return command.make_response()  # as brokers do: the message is gone
+            return command.make_response()  # the message is lost, as at real brokers
         topic = state.topics.for_group(retry_topic(header.group), group.retry_queue_nums)
         if not topic.perm & PERM_WRITE:
             raise Refused(ResponseCode.NO_PERMISSION, f"the topic[{topic.name}] sending message is forbidden")
@@ -267,7 +267,7 @@ class Sends:
         topic: TopicConfig,
         client_version: int,
     ) -> StoredMessage:
-        """Return the message as it goes to the retry topic, or to the dead letters."""
+        """Return the message for the retry topic, or for the dead-letter topic."""
         state = self._state
         if client_version >= _RETRY_COUNTS_SINCE and header.max_reconsume_times is not None:
             most = header.max_reconsume_times

@@ -1,4 +1,4 @@
-"""A node's listening socket: bytes to commands and back, with faults and recording in between."""
+"""A node's listening socket, which decodes and encodes commands, applies faults and records requests."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _LINGER_ZERO = struct.pack("ii", 1, 0)  # close() sends RST at once and forgets 
 
 
 class Node(Protocol):
-    """What a server serves: a broker or a name server. Knows nothing of sockets."""
+    """A broker or a name server, which a server gives commands. It uses no sockets."""
 
     def handle(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
-        """Return the answer, or None when it comes later through `connection.respond`, or never."""
+        """Return the response, or None if it follows later through `connection.respond`, or never."""
 
     def lost(self, connection: Connection) -> None:
-        """Note that a connection ended."""
+        """Handle the end of a connection."""
 
 
 class Server:
     """Serves `node` on one port of the loopback, from open() to close() or abort(); may be opened again.
 
-    The port stays reserved while the server is closed: clients that try to connect are refused, no other
-    process gets the port, and the kernel never picks it as the source port of a connection to itself.
-    On a simulated loop nothing is reserved: `port` is taken as it is.
+    A bound socket reserves the port while the server is closed. The kernel then refuses connections, gives the port to
+    no other process, and never picks it as the source port of a connection to itself. On a simulated loop the server
+    reserves no port and uses `port` directly.
     """
 
     node: Node
@@ -60,7 +60,7 @@ class Server:
     ) -> None:
         self.faults = Faults()
         self.log = RequestLog(changes, record_limit)
-        self.connections: dict[Connection, None] = {}  # in order, so that a seed repeats a simulated run
+        self.connections: dict[Connection, None] = {}  # ordered, so that a seed repeats a simulated run
         self.clock = clock
         self.changes = changes
         self.on_failure = on_failure
@@ -88,7 +88,7 @@ class Server:
         except OSError:
             bound.close()
             raise
-        close_in_children(bound)  # whose copies would listen on when this server does not any more
+        close_in_children(bound)  # because their copies would keep listening after this server stops
         return bound
 
     @property
@@ -112,17 +112,17 @@ class Server:
                 self._idle_check.start()
 
     def stop_accepting(self) -> None:
-        """Let those wait who connect from now on. asyncio leaves open what it accepted just before the end."""
+        """Leave new connections in the backlog, because asyncio leaks sockets accepted just before the end."""
         for listening in self._listener.sockets if self._listener is not None else ():
             with suppress(NotImplementedError):  # loops of Windows
                 self.clock.loop.remove_reader(listening)
 
     def close(self) -> None:
-        """Stop listening and end every connection, as a process that was asked to stop does."""
+        """Stop listening and end every connection, as a process does after SIGTERM."""
         self._end(abrupt=False)
 
     def abort(self) -> None:
-        """Stop listening and reset every connection, as a process that was killed does."""
+        """Stop listening and reset every connection, as a killed process does."""
         self._end(abrupt=True)
 
     def _end(self, abrupt: bool) -> None:
@@ -134,13 +134,13 @@ class Server:
             connection.close(abrupt)
 
     def release_port(self) -> None:
-        """Close for good."""
+        """Close the server and release its port."""
         self._end(abrupt=False)
         if self._reserved is not None:
             self._reserved.close()
 
     def abort_rest(self) -> bool:
-        """Reset what has not ended by itself; returns whether there was anything."""
+        """Reset the connections that are still open, and return whether there are any."""
         for connection in list(self.connections):
             connection.close(True)
         return bool(self.connections)
@@ -151,17 +151,17 @@ class Server:
             if protocol.last_active_s < oldest:
                 protocol.connection.close(False)
 
-    # --- what protocols call -----------------------------------------------------------------------------------------
+    # --- calls of the protocols --------------------------------------------------------------------------------------
 
     def connected(self, protocol: _ServerProtocol) -> None:
         self._protocols[protocol] = None
         self.connections[protocol.connection] = None
-        if not self.is_open:  # it was accepted just before we stopped listening
+        if not self.is_open:  # it was accepted just before the listener closed
             protocol.connection.close(True)
         self.changes.notify()
 
     def random_for_connection(self) -> random.Random:
-        """Return what decides about one more connection."""
+        """Return the random generator of the next connection."""
         return random.Random(f"{self._seed} {next(self._accepted)}")
 
     def received(self, connection: Connection, command: RemotingCommand) -> None:
@@ -174,7 +174,7 @@ class Server:
             fault = self.faults.take(command)
             if fault is not None:
                 apply_fault(fault, _SocketExchange(self, connection, command))
-        except Exception as error:  # the test's own fault or condition: it fails when the cluster is closed
+        except Exception as error:  # raised by the test's fault or condition; closing the cluster raises it again
             self.on_failure(self.address, error)
             connection.close(True)
         else:
@@ -188,7 +188,7 @@ class Server:
     def handle(self, connection: Connection, command: RemotingCommand) -> None:
         try:
             answer = self.node.handle(command, connection)
-        except Exception as error:  # our defect: say so when the cluster is closed, and do not leave the client hanging
+        except Exception as error:  # a defect of the node: respond with it now, and raise it when the cluster closes
             self.on_failure(self.address, error)
             answer = command.make_response(1, f"{type(error).__name__}: {error}")
         if answer is not None:
@@ -203,7 +203,7 @@ class Server:
 
 
 class _SocketExchange:
-    """The exchange a fault gets: one request on one connection of a server."""
+    """The exchange of a fault: one request on one connection of a server."""
 
     def __init__(self, server: Server, connection: Connection, request: RemotingCommand) -> None:
         self.request = request
@@ -235,8 +235,8 @@ class _ServerProtocol(asyncio.BufferedProtocol):
         self._server = server
         self._frames = FrameBuffer()
         self._transport: asyncio.Transport | None = None
-        self._out: list[bytes] | None = None  # while commands are handled, what they write; sent at once after
-        self._random = server.random_for_connection()  # which of its requests overtake each other
+        self._out: list[bytes] | None = None  # collects the output of commands being handled, to send it together
+        self._random = server.random_for_connection()  # chooses the order of requests
         self.last_active_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -245,7 +245,7 @@ class _ServerProtocol(asyncio.BufferedProtocol):
         address = f"{peer[0]}:{peer[1]}"
         self.connection = Connection(address, self._server.clock.loop, self._write, self._close)
         self.last_active_s = self._server.clock.monotonic_s()
-        close_in_children(self)  # whose copies would keep it open
+        close_in_children(self)  # because their copies would keep it open
         self._server.connected(self)
 
     def fileno(self) -> int:
@@ -260,7 +260,7 @@ class _ServerProtocol(asyncio.BufferedProtocol):
         try:
             commands = self._frames.read_commands(nbytes)
         except ProtocolError:
-            self._close(False)  # as a real server: no answer to bytes that are not frames
+            self._close(False)  # as real servers, which do not respond to bytes that are not frames
             return
         if self._server.side_by_side_s:
             self._handle_out_of_order(commands)
@@ -268,7 +268,7 @@ class _ServerProtocol(asyncio.BufferedProtocol):
             self._received(commands)
 
     def _handle_out_of_order(self, commands: Iterable[RemotingCommand]) -> None:
-        """Let requests begin one by one, in another order; answers are taken at once."""
+        """Start requests one by one, in another order. Handle responses immediately."""
         for command in commands:
             if command.is_response:
                 self._received([command])
@@ -277,8 +277,8 @@ class _ServerProtocol(asyncio.BufferedProtocol):
                 self._server.clock.loop.call_at(begin_s, self._received_if_open, command)
 
     def _received_if_open(self, command: RemotingCommand) -> None:
-        # Else it is lost with its connection. Real brokers execute it nevertheless, and a member whose last heartbeat
-        # comes after its end keeps its queues from the others for two minutes.
+        # A request is lost with its connection. Real brokers execute it anyway. A heartbeat that they handle after
+        # its member has left keeps its queues from the other members for two minutes.
         if self.connection.open:
             self._received([command])
 
@@ -288,7 +288,7 @@ class _ServerProtocol(asyncio.BufferedProtocol):
         try:
             for command in commands:
                 if self._transport is None or self._transport.is_closing():
-                    break  # a fault closed the connection: what followed on it never arrived
+                    break  # a fault closed the connection, so later bytes never arrived
                 self._server.received(self.connection, command)
         finally:
             self._out = None
@@ -314,8 +314,8 @@ class _ServerProtocol(asyncio.BufferedProtocol):
             if (sock := transport.get_extra_info("socket")) is not None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_ZERO)
             transport.abort()
-        elif not transport.is_closing():  # one over TLS that is closed twice forgets what it needs to be aborted
-            if self._out:  # what was answered before the connection ends still goes out
+        elif not transport.is_closing():  # a second close() of a TLS transport makes abort() fail
+            if self._out:  # responses before the close are still sent
                 transport.write(b"".join(self._out))
                 self._out.clear()
             transport.close()

@@ -1,4 +1,4 @@
-"""A broker's topics: how many queues, what may be done with them, and making them on demand.
+"""A broker's topics: numbers of queues, permissions, and creation on demand.
 
 Source: TopicConfigManager, TopicValidator.
 """
@@ -46,12 +46,12 @@ def is_system_topic(topic: str) -> bool:
 
 
 def refuses_sends(topic: str) -> bool:
-    """Tell whether clients may not send to this system topic."""
+    """Return whether brokers refuse sends of clients to this system topic."""
     return topic in _NO_SENDS
 
 
 def name_defect(kind: str, name: str, longest: int, release: Release) -> str | None:
-    """Return what is wrong with the name of a topic or group, in a broker's words; None when nothing is."""
+    """Return a broker's error text for the name of a topic or group; None if the name is valid."""
     if not name.strip():
         return f"The specified {kind} is blank."
     if not _LEGAL.fullmatch(name):
@@ -86,7 +86,7 @@ class TopicConfig:
 
 
 class Topics:
-    """The topics of one broker; `changed` is called after each change, to tell the name servers."""
+    """The topics of one broker. It calls `changed` after each change, to register them at the name servers."""
 
     def __init__(self, config: BrokerConfig, levels: int, changed: Callable[[], None]) -> None:
         self._config = config
@@ -123,12 +123,12 @@ class Topics:
         return known
 
     def copy_from(self, other: Topics) -> None:
-        """Take over another broker's topics, as a slave does; its own name's topic stays."""
+        """Copy another broker's topics, as a slave does. The topic of its own name stays."""
         self._topics = dict(other._topics)
         self._changed()
 
     def for_send(self, name: str, template: str, max_queues: int) -> TopicConfig | None:
-        """Return the topic to send to, made from the template topic if that is allowed; None when it is not."""
+        """Return the topic of a send. Create a missing one from the template if that is allowed, else return None."""
         known = self._topics.get(name)
         if known is not None:
             return known
@@ -143,6 +143,6 @@ class Topics:
         return None
 
     def for_group(self, name: str, queues: int) -> TopicConfig:
-        """Return a retry or dead-letter topic, made when it is missing."""
+        """Return a retry or dead-letter topic, and create it if it is missing."""
         known = self._topics.get(name)
         return known if known is not None else self.put(TopicConfig(name, queues, queues))

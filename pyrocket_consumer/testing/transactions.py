@@ -1,4 +1,4 @@
-"""Half messages: committed, rolled back, or asked about.
+"""Half messages: commit, rollback, and checks at producers.
 
 Source: EndTransactionProcessor, TransactionalMessageServiceImpl.
 """
@@ -21,7 +21,7 @@ from pyrocket_consumer.testing.topics import CHECKED_TOO_OFTEN_TOPIC, HALF_TOPIC
 
 @dataclass(slots=True)
 class _HalfMessage:
-    """A half message nobody decided about yet."""
+    """A half message without a commit or rollback."""
 
     commit_log_offset: int
     since_s: float
@@ -29,7 +29,7 @@ class _HalfMessage:
 
 
 class Transactions:
-    """Decides about the half messages of one broker."""
+    """Commits, rolls back and checks the half messages of one broker."""
 
     def __init__(self, state: BrokerState, intake: Intake) -> None:
         self._state = state
@@ -41,9 +41,9 @@ class Transactions:
         return {RequestCode.END_TRANSACTION: self.end}
 
     def end(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
-        """Make a half message an ordinary one, or drop it; anything else leaves it open, and is not answered.
+        """Commit or roll back a half message. Any other value leaves it open, and gets no response.
 
-        As brokers do, it looks at the record alone: a half message that was committed before is stored once more.
+        As at real brokers, only the record counts: a second commit of a half message stores it once more.
         """
         header = EndTransactionHeader.from_fields(command.fields)
         if self._state.is_slave:
@@ -59,7 +59,7 @@ class Transactions:
         return command.make_response()
 
     def _half(self, header: EndTransactionHeader) -> StoredMessage:
-        """Return the half message a request is about; refuse one that is about another."""
+        """Return the half message of a request. Refuse a request whose fields do not match the record."""
         found = self._state.store.record_at(header.commit_log_offset)
         if found is None:
             raise Refused(ResponseCode.SYSTEM_ERROR, "Find prepared transaction message failed")
@@ -71,7 +71,7 @@ class Transactions:
         return half
 
     def _read_new(self) -> None:
-        """Take note of the half messages that came since the last look."""
+        """Read the half messages stored since the last call."""
         queue = self._state.store.queue(HALF_TOPIC, 0)
         if queue is None or queue.max_offset < self._next_offset:  # the store was lost
             self._next_offset = 0
@@ -84,7 +84,7 @@ class Transactions:
         self._next_offset = queue.max_offset
 
     def take_over(self, other: Transactions) -> None:
-        """Decide from now on about the half messages of another broker, whose master role this one takes."""
+        """Take the half messages of another broker whose master role this one takes."""
         other._read_new()
         self._open, self._next_offset = other._open, other._next_offset
         other._open, other._next_offset = {}, other._next_offset
@@ -109,7 +109,7 @@ class Transactions:
         )
 
     def check(self) -> None:
-        """Ask producers about half messages older than transactionTimeOut; give up after transactionCheckMax times."""
+        """Check half messages older than transactionTimeOut at producers; give up after transactionCheckMax checks."""
         self._read_new()
         config, now_s = self._state.config, self._state.clock.monotonic_s()
         for offset, half in list(self._open.items()):

@@ -240,7 +240,7 @@ async def awaited(exchange: Exchange) -> None:
     raise AssertionError
 
 
-NOT_MADE_YET = "makes a fault and is none itself; call it first|missing 1 required"
+NOT_MADE_YET = "returns a fault; call it first|missing 1 required"
 
 
 @for_each(
