@@ -1,1 +1,1 @@
-"""What all parts of a member share: settings, subscriptions, tasks, events."""
+"""Settings, subscriptions, tasks and events, which all parts of a member share."""

@@ -1,4 +1,4 @@
-"""What a consumer tells its user besides messages: counted, and passed to `on_event` in order."""
+"""Events of a consumer: counting, limiting and passing them to `on_event` in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logger("consumer")
 
 
 MAX_WAITING = 10_000
-"""How many events wait at most for a slow `on_event`."""
+"""The largest number of events that wait for a slow `on_event`."""
 
 
 LIMITED_KINDS = frozenset(
@@ -36,7 +36,7 @@ LIMITED_KINDS = frozenset(
         EventKind.STORE_UNREACHABLE,
     }
 )
-"""What a server can cause as often as it likes. Any other concerns a message, or the user caused it: each is told."""
+"""Kinds that a server can cause without limit. Each of the others concerns a message or an action of the user."""
 
 LIMITED_IN_LOG = frozenset(
     {
@@ -47,10 +47,10 @@ LIMITED_IN_LOG = frozenset(
         EventKind.SEND_BACK_FAILED,
     }
 )
-"""Of these there is one for each message: `on_event` has them all, the log some."""
+"""Kinds with one event for each message. `on_event` gets all of them, and the log gets some."""
 
 EVENT_BURST = 20
-"""So many of a kind, for one queue, are told as they come; then one in a while that grows."""
+"""The number of events of one kind and queue without a limit. Later ones are emitted at growing intervals."""
 
 FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 1.0, 60.0
 MAX_KNOWN_SERIES = 4096
@@ -61,13 +61,13 @@ class _Series:
     """Events of one kind, for one queue."""
 
     emitted: int = 0
-    left_out: int = 0
+    suppressed: int = 0
     last_at: float = 0.0
     quiet_until: float = 0.0
 
 
 class EventLimiter:
-    """Decides which of many like events are told: the first ones, then one in a while for those left out."""
+    """Limits floods of events: it admits the first ones of a kind and queue, then one in each growing interval."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -75,34 +75,34 @@ class EventLimiter:
         self._lock = threading.Lock()
 
     def admit(self, kind: EventKind, queue: MessageQueue | None) -> int | None:
-        """Return how many before this one were left out, None if this one is to be left out."""
+        """Return the number of events suppressed before this one, or None if this one is suppressed."""
         if kind not in LIMITED_KINDS and kind not in LIMITED_IN_LOG:
             return 0
         now = self._clock()
         with self._lock:
             series = self._known.pop((kind, queue), None)
             if series is None or now - series.last_at > LONGEST_INTERVAL_S and now > series.quiet_until:
-                series = _Series(left_out=series.left_out if series else 0)
-            self._known[kind, queue] = series  # the last one, so that the first is the one to forget
+                series = _Series(suppressed=series.suppressed if series else 0)
+            self._known[kind, queue] = series  # the newest entry is the last, so the first one is the oldest
             if len(self._known) > MAX_KNOWN_SERIES:
                 del self._known[next(iter(self._known))]
             series.last_at = now
             if now < series.quiet_until:
-                series.left_out += 1
+                series.suppressed += 1
                 return None
             series.emitted += 1
             if series.emitted >= EVENT_BURST:
                 series.quiet_until = now + min(
                     FIRST_INTERVAL_S * 2 ** min(series.emitted - EVENT_BURST, 16), LONGEST_INTERVAL_S
                 )
-            left_out, series.left_out = series.left_out, 0
-            return left_out
+            suppressed, series.suppressed = series.suppressed, 0
+            return suppressed
 
 
 class Events:
-    """Counts events and calls `on_event` with each on a thread of its own: however long it takes, nothing waits for it.
+    """Counts events and calls `on_event` for each on a separate thread, so a slow `on_event` delays nothing.
 
-    Any thread may tell. The thread is a daemon: an `on_event` that never returns keeps no process alive.
+    Any thread may emit. The thread is a daemon, so an `on_event` that never returns does not keep the process alive.
     """
 
     def __init__(self, on_event: Callable[[ConsumerEvent], None] | None, group: str = "") -> None:
@@ -112,17 +112,17 @@ class Events:
         self._lock = threading.Lock()
         self._waiting: SimpleQueue[ConsumerEvent | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._left_out = 0
+        self._unsent = 0
         self._raised = False
         self._closed = False
 
     def count(self, kind: EventKind) -> None:
-        """Count an event that is not told."""
+        """Count an event without emitting it."""
         with self._lock:
             self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def emit(self, event: ConsumerEvent) -> None:
-        """Count an event and have it passed on."""
+        """Count an event and pass it to `on_event`."""
         with self._lock:
             self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
             if self._on_event is None or self._closed:
@@ -133,10 +133,10 @@ class Events:
             if self._waiting.qsize() < MAX_WAITING:
                 self._waiting.put(event)
             else:
-                self._left_out += 1
+                self._unsent += 1
 
     def close(self) -> None:
-        """Pass on what was told before, and nothing more."""
+        """Pass the events emitted so far to `on_event`, and end the thread."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -146,44 +146,46 @@ class Events:
         assert self._on_event is not None
         while (event := self._waiting.get()) is not None:
             self._call(event)
-            if self._left_out and self._waiting.qsize() < MAX_WAITING // 2:
+            if self._unsent and self._waiting.qsize() < MAX_WAITING // 2:
                 with self._lock:
-                    left_out, self._left_out = self._left_out, 0
-                text = f"{left_out} events were not passed on, for on_event takes too long; each was counted and logged"
-                self._call(ConsumerEvent(EventKind.EVENTS_LEFT_OUT, text, None, {"count": left_out}))
+                    unsent, self._unsent = self._unsent, 0
+                text = (
+                    f"{unsent} events were not passed on because on_event takes too long; each was counted and logged"
+                )
+                self._call(ConsumerEvent(EventKind.EVENTS_LEFT_OUT, text, None, {"count": unsent}))
 
     def _call(self, event: ConsumerEvent) -> None:
         assert self._on_event is not None
         try:
             self._on_event(event)
         except BaseException as error:
-            trace = None if self._raised else error  # the first one shows where; a thousand show no more
+            trace = None if self._raised else error  # one traceback shows the place; more of them only fill the log
             self._raised = True
             log.error("group=%s on_event raised %s for %s", self._group, safe_repr(error), event, exc_info=trace)
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error of a user's as tools show it, one line of it; some cannot be shown."""
+    """Return an exception of user code as one line for tools. The str of some exceptions raises."""
     try:
         return escape_controls(truncate(f"{type(error).__name__}: {error}", MOST_OF_A_REMARK))
-    except BaseException:  # SystemExit of a user's must end nothing of ours
+    except BaseException:  # also SystemExit: code of users must not end our thread
         return escape_controls(f"{truncate(type(error).__name__, MOST_OF_A_REMARK)}, whose str raises")
 
 
 def describe_key(message: Message) -> str | None:
-    """Return the key of a message as it is told; None without `order_by`, and until the key was asked for."""
+    """Return the key of a message as text; None without `order_by`, and before `order_by` was called."""
     lane = getattr(message, "_key_lane", None)
     return None if lane is None else lane.text
 
 
 def key_facts(message: Message) -> dict[str, object]:
-    """Return what an event tells of the key of a message: nothing without `order_by`."""
+    """Return the facts about the key of a message for an event; empty without `order_by`."""
     key = describe_key(message)
     return {} if key is None else {"key": key}
 
 
 def describe_id(message: Message) -> str:
-    """Return the id of a message as it is told; a damaged record has none that can be read."""
+    """Return the id of a message as text. The id of a damaged record cannot be read."""
     try:
         return message.message_id
     except ProtocolError:

@@ -1,4 +1,7 @@
-"""What all parts of a member know: settings, cluster, subscriptions, events, tasks. It knows none of the parts."""
+"""The context that all parts of a member share: settings, cluster, subscriptions, events, tasks.
+
+It does not know the parts.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ from pyrocket_consumer.text import logger
 log = logger("consumer")
 
 THROTTLE_S = 10.0
-"""The same trouble is told once in this time."""
+"""`emit_throttled` emits the same event once in this time."""
 
 
 MAX_THROTTLED = 1000
-"""How many troubles are remembered before half of them are forgotten."""
+"""The number of throttled events that are remembered. At this number the older half is forgotten."""
 
 
 class MemberContext:
-    """The consumer group as one of its members sees it."""
+    """The consumer group as one of its members sees it, and the things that all parts of the member use."""
 
     def __init__(
         self,
@@ -50,22 +53,22 @@ class MemberContext:
         self.events = Events(config.on_event, self.name)
         self.tasks = Tasks(self.loop, self.report_unexpected)
         self.closing = False
-        """The member is ending: no queue begins any more."""
+        """True once the member closes. No queue begins after that."""
         self.rebalance_wanted = asyncio.Event()
-        """Set by whoever has a reason to look again at which queues are ours."""
+        """Set by any part that has a reason for a new rebalance round."""
         self.on_unexpected_error: Callable[[str, BaseException], None] = lambda what, error: None
         self.lock_clock = lock_clock or cluster.loop.time
-        """Tells how old the broker's confirmation of a lock is, also when the machine slept meanwhile."""
+        """Measures the age of a broker lock. It includes the time that the machine was suspended."""
         self._wall_clock = wall_clock
         self._limiter = EventLimiter(cluster.loop.time)
         self._emitted_at: dict[tuple[EventKind, str], float] = {}
 
     def now_ms(self) -> int:
-        """Return the time of day."""
+        """Return the wall-clock time in milliseconds."""
         return int(self._wall_clock() * 1000)
 
     def heartbeat_data(self) -> ConsumerData:
-        """Return what heartbeats say of this group."""
+        """Return the part of a heartbeat about this group."""
         where = {"first": "CONSUME_FROM_FIRST_OFFSET", "last": "CONSUME_FROM_LAST_OFFSET"}
         return ConsumerData(
             self.name,
@@ -74,7 +77,7 @@ class MemberContext:
             subscriptions=tuple(self.subscriptions.all()),
         )
 
-    # --- telling the user
+    # --- events
 
     def emit(
         self,
@@ -85,39 +88,44 @@ class MemberContext:
         level: int = logging.INFO,
         error: BaseException | None = None,
     ) -> None:
-        """Tell the user: one log line, one count, one event; of a flood some, with how many were not. Any thread."""
-        left_out, facts = self._limiter.admit(kind, queue), facts or {}
-        if left_out is None and kind in LIMITED_KINDS:
+        """Emit an event: count it, log it, and pass it to `on_event`. Any thread.
+
+        Of a flood, only some are logged or passed on, with the number of the suppressed ones.
+        """
+        suppressed, facts = self._limiter.admit(kind, queue), facts or {}
+        if suppressed is None and kind in LIMITED_KINDS:
             self.events.count(kind)
             return
-        if left_out and kind in LIMITED_KINDS:
-            facts = {**facts, "left_out": left_out}
+        if suppressed and kind in LIMITED_KINDS:
+            facts = {**facts, "left_out": suppressed}
         event = ConsumerEvent(kind, text, queue, facts)
-        if left_out is not None:
-            more = f" ({left_out} like it are not in the log)" if left_out and kind not in LIMITED_KINDS else ""
+        if suppressed is not None:
+            more = (
+                f" ({suppressed} similar events are not in the log)" if suppressed and kind not in LIMITED_KINDS else ""
+            )
             log.log(level, "group=%s %s%s", self.name, event, more, exc_info=error)
         self.events.emit(event)
 
     def emit_throttled(self, kind: EventKind, text: str, queue: MessageQueue | None = None) -> None:
-        """Tell the user about something that is tried again, once in a while and not every time."""
+        """Emit a warning about an operation that is retried. Repetitions within `THROTTLE_S` go to the debug log."""
         key = (kind, str(queue.broker_name if queue else text[:40]))
         now = self.loop.time()
         if now - self._emitted_at.get(key, -THROTTLE_S) < THROTTLE_S:
             log.debug("group=%s %s %s", self.name, kind, text)
             return
-        if len(self._emitted_at) >= MAX_THROTTLED:  # names come from servers
+        if len(self._emitted_at) >= MAX_THROTTLED:  # servers choose the names, so there is no limit otherwise
             self._emitted_at = dict(list(self._emitted_at.items())[MAX_THROTTLED // 2 :])
         self._emitted_at[key] = now
         self.emit(kind, text, queue, level=logging.WARNING)
 
     def report_unexpected(self, what: str, error: BaseException) -> None:
-        """Something of ours failed that must not: the member has failed."""
+        """Report an error that must not happen. It fails the member."""
         self.on_unexpected_error(what, error)
 
-    # --- work
+    # --- background work
 
     def start_in_background(self, work: Callable[[], Awaitable[object]], what: str) -> None:
-        """Begin a step that nobody waits for: that it could not be done is told."""
+        """Begin a step that nobody waits for. A `RocketError` of it becomes an event."""
 
         async def work_and_report() -> None:
             try:
@@ -128,7 +136,7 @@ class MemberContext:
         self.tasks.begin(work_and_report(), what)
 
     def call_soon(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Have something done on the I/O thread, unless that has ended: a listener may outlive it. Any thread."""
+        """Run `work` on the I/O thread. Do nothing if that has ended, because a listener may outlive it. Any thread."""
         try:
             self.loop.call_soon_threadsafe(work, *arguments)
         except RuntimeError:

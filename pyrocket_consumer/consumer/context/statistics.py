@@ -1,4 +1,4 @@
-"""How fast a member pulls and consumes, for tools: rates over the last minute, from counters that only grow."""
+"""How fast a member pulls and consumes, for tools: rates over the last minute, from counters that never decrease."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pyrocket_consumer.protocol.bodies import TopicStatus
 SAMPLE_EVERY_S = 10.0
 MINUTE = 6
 HOUR = 360
-"""How many samples make a minute, and an hour."""
+"""The number of samples in a minute and in an hour."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """What has happened to a topic's messages since the start.
+    """Counters of a topic's messages since the start.
 
-    `pulls` are answers with messages, `failed` the attempts whose listener failed; of `finished` messages `sent_back`
-    were not consumed but sent back, or given up.
+    `pulls` counts pull responses with messages, and `failed` counts attempts whose listener failed. `finished` includes
+    the `sent_back` messages, which were not consumed but sent back or given up.
     """
 
     pulls: int = 0
@@ -31,7 +31,7 @@ class Totals:
     sent_back: int = 0
 
     def add(self, other: Totals) -> None:
-        """Count what `other` has counted."""
+        """Add the counts of `other`."""
         self.pulls += other.pulls
         self.pull_time_s += other.pull_time_s
         self.pulled += other.pulled
@@ -44,13 +44,13 @@ _NOTHING = Totals()
 
 
 class Counts:
-    """What has happened to messages, by topic: of queues that have ended, and what is not counted by queue."""
+    """Counters by topic: those of queues that have ended, and those that are not kept by queue."""
 
     def __init__(self) -> None:
         self._past: dict[str, Totals] = {}
 
     def add(self, topic: str, totals: Totals) -> None:
-        """Count what has happened to messages of `topic`."""
+        """Add counts for messages of `topic`."""
         self._past.setdefault(topic, Totals()).add(totals)
 
     def failed(self, topic: str, count: int) -> None:
@@ -62,7 +62,7 @@ class Counts:
         self.add(topic, Totals(sent_back=count))
 
     def past(self) -> dict[str, Totals]:
-        """Return a copy of what was counted."""
+        """Return a copy of the counters by topic."""
         return {topic: replace(totals) for topic, totals in self._past.items()}
 
 
@@ -87,7 +87,7 @@ class Statistics:
             self._samples.append((self._clock(), self._totals()))
 
     def status(self) -> dict[str, TopicStatus]:
-        """Return what tools show of each topic: the last minute, and failures of the last hour."""
+        """Return the figures for tools by topic: rates of the last minute, and failures of the last hour."""
         since, minute_ago = self._samples[max(0, len(self._samples) - MINUTE)]
         _, hour_ago = self._samples[0]
         span = max(self._clock() - since, 0.001)

@@ -1,4 +1,4 @@
-"""What a member reads, and which listener gets it."""
+"""The topics that a member reads, and the listener of each."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pyrocket_consumer.model import Subscription, retry_topic
 
 @dataclass(slots=True)
 class Topic:
-    """A topic subscribed to."""
+    """A subscribed topic."""
 
     subscription: Subscription
     listener: Listener
 
 
 class Subscriptions:
-    """The topics of a member, the retry topic of its group among them. Each change has a newer version.
+    """The topics of a member, including the retry topic of its group. Each change has a newer version.
 
-    Changed on the I/O thread only; read on any.
+    Only the I/O thread changes them. Any thread reads them.
     """
 
     def __init__(self, own_retry_topic: str | None, now_ms: Callable[[], int]) -> None:
@@ -30,7 +30,7 @@ class Subscriptions:
 
     @classmethod
     def of_group(cls, group: str, *, broadcasting: bool, now_ms: Callable[[], int]) -> Subscriptions:
-        """Return the subscriptions of a group's member: none yet. A broadcasting group has no retry topic."""
+        """Return empty subscriptions for a member of `group`. A broadcasting group has no retry topic."""
         return cls(None if broadcasting else retry_topic(group), now_ms)
 
     def topics(self) -> list[str]:
@@ -38,11 +38,11 @@ class Subscriptions:
         return list(self._topics)
 
     def get(self, topic: str) -> Topic | None:
-        """Return what is subscribed of `topic`."""
+        """Return the subscription and listener of `topic`, None if it is not subscribed to."""
         return self._topics.get(topic)
 
     def subscription(self, topic: str) -> Subscription | None:
-        """Return what the group wants of `topic` now."""
+        """Return the present subscription of `topic`, None without one."""
         found = self._topics.get(topic)
         return found.subscription if found is not None else None
 
@@ -51,24 +51,24 @@ class Subscriptions:
         return [topic.subscription for topic in self._topics.values()]
 
     def newer(self, subscription: Subscription) -> Subscription:
-        """Return `subscription` with a version that is newer than what its topic has now."""
+        """Return `subscription` with a version that is newer than the present one of its topic."""
         before = self._topics.get(subscription.topic)
         version = max(self._now_ms(), (before.subscription.version if before is not None else 0) + 1)
         return replace(subscription, version=version)
 
     def add(self, subscription: Subscription, listener: Listener) -> None:
-        """Subscribe to a topic, in the place of what was subscribed of it."""
+        """Subscribe to a topic. This replaces an earlier subscription of it."""
         self._topics[subscription.topic] = Topic(subscription, listener)
         own = self._own_retry_topic
         if own is not None and own not in self._topics:
             self._topics[own] = Topic(Subscription(own, version=subscription.version), listener)
 
     def remove(self, topic: str) -> None:
-        """Read `topic` no longer."""
+        """Remove the subscription of `topic`."""
         self._topics.pop(topic, None)
 
     def renew(self, topics: Iterable[str]) -> None:
-        """Give the subscriptions of `topics` a newer version: the set of their queues we hold changes."""
+        """Give the subscriptions of `topics` a newer version, because the set of held queues changes."""
         for topic in topics:
             found = self._topics.get(topic)
             if found is not None:

@@ -1,4 +1,4 @@
-"""Who keeps the tasks of a member: its loops, and the steps that change something."""
+"""The tasks of a member: loops that run until it ends, and steps that change something."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pyrocket_consumer.errors import RocketError
 T = TypeVar("T")
 
 MAX_WORK_PAUSE_S = 1.0
-"""Between two turns."""
+"""The longest pause of a `Throttle`."""
 
 
 class Tasks:
     """Owns every task of a member. Confined to the I/O thread.
 
-    A loop runs until the member ends. A step (begin, move, end, reset, send back, commit) is never ended in the
-    middle: whoever asked for it waits for it, and may stop waiting.
+    A loop runs until the member ends. A step (begin, move, end, reset, send back, commit) always runs to its end.
+    Its caller may wait for it, and may stop waiting.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class Tasks:
         self._stopping = False
 
     def keep_running(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        """Run a loop. That it ends by itself with an error is a surprise."""
+        """Run a loop until the member ends. An error that ends it earlier is reported as unexpected."""
         self._create_task(self._loops, work, what)
 
     def begin(self, work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
-        """Begin a step that somebody may or may not wait for. Only a RocketError is for whoever waits."""
+        """Begin a step. A caller may wait for it. Errors other than `RocketError` are reported as unexpected."""
         return self._create_task(self._steps, work, what)
 
     async def finish(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        """Return what the step returns. The caller may be cancelled; the step goes on."""
+        """Return the result of a step. If the caller is cancelled, the step continues."""
         return await asyncio.shield(self.begin(work, what))
 
     def _create_task(
@@ -50,9 +50,9 @@ class Tasks:
             error: BaseException | None
             if not task.cancelled():
                 error = task.exception()
-            else:  # a loop is cancelled by us only, and then the member ends
-                is_ours = self._stopping or kind is not self._loops
-                error = None if is_ours else asyncio.CancelledError("it was cancelled by somebody else")
+            else:  # only `stop_loops` may cancel a loop
+                is_expected = self._stopping or kind is not self._loops
+                error = None if is_expected else asyncio.CancelledError("something else cancelled it")
             if error is not None and (kind is self._loops or not isinstance(error, RocketError)):
                 self._on_unexpected_error(what, error)
 
@@ -62,12 +62,12 @@ class Tasks:
         return task
 
     async def stop_loops(self) -> None:
-        """End every loop; steps that loops have begun go on."""
+        """End every loop. Steps that loops have begun continue."""
         self._stopping = True
         await self._end(self._loops)
 
     async def settle(self, until: float) -> list[str]:
-        """Wait for the steps under way until the loop's time `until`; end those that are not done, and name them."""
+        """Wait for running steps until the loop's time `until`. Cancel the others, and return their names."""
         if self._steps:
             await asyncio.wait(list(self._steps), timeout=max(0.0, until - self._loop.time()))
         left = list(self._steps.values())
@@ -83,7 +83,7 @@ class Tasks:
 
 
 class Throttle:
-    """Has work done one after the other, and with pauses: however much is asked for, it takes a tenth of the time."""
+    """Runs work one at a time with pauses, so that any amount of it takes at most a tenth of the time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
