@@ -1,4 +1,4 @@
-"""Which queues are mine: the strategies of the Java client, in the same order and with the same results."""
+"""The strategies that allocate queues to members: those of the Java client, with the same results."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def average(group: str, client_id: str, queues: Sequence[MessageQueue], members:
 
 
 def circle(group: str, client_id: str, queues: Sequence[MessageQueue], members: Sequence[str]) -> list[MessageQueue]:
-    """Deal queues out like cards. Source: AllocateMessageQueueAveragelyByCircle."""
+    """Give members one queue each in rotation. Source: AllocateMessageQueueAveragelyByCircle."""
     return list(queues[members.index(client_id) :: len(members)])
 
 
 def consistent_hash(
     group: str, client_id: str, queues: Sequence[MessageQueue], members: Sequence[str]
 ) -> list[MessageQueue]:
-    """Keep most queues where they are when members come and go. Source: AllocateMessageQueueConsistentHash."""
+    """Keep most queues at their member when members join or leave. Source: AllocateMessageQueueConsistentHash."""
     ring = sorted((_ring_point(f"{member}-{node}"), member) for member in members for node in range(VIRTUAL_NODES))
     points = [point for point, _ in ring]
 
@@ -46,10 +46,10 @@ def _ring_point(text: str) -> int:
     return int.from_bytes(hashlib.md5(text.encode(), usedforsecurity=False).digest()[:4])
 
 
-def machine_room(
+def machine_room(  # english: allow (the term of the Java client)
     group: str, client_id: str, queues: Sequence[MessageQueue], members: Sequence[str], rooms: frozenset[str]
 ) -> list[MessageQueue]:
-    """Take queues only of brokers named `room@…` with a room of ours. Source: AllocateMessageQueueByMachineRoom."""
+    """Take queues only of brokers named `room@…` with one of `rooms`. Source: AllocateMessageQueueByMachineRoom."""
     ours = [queue for queue in queues if len(parts := queue.broker_name.split("@")) == 2 and parts[0] in rooms]
     index, (share, rest) = members.index(client_id), divmod(len(ours), len(members))
     mine = ours[share * index : share * (index + 1)]
@@ -88,10 +88,10 @@ def strategy_of(allocation: str | Strategy) -> Strategy:
 def allocate(
     strategy: Strategy, group: str, client_id: str, queues: Sequence[MessageQueue], members: Sequence[str]
 ) -> list[MessageQueue]:
-    """Return our queues. All members sort queues and ids alike; a member that is not listed gets nothing.
+    """Return the queues of `client_id`. All members sort queues and ids alike; a member that is not listed gets none.
 
     Raises:
-        ConfigError: a strategy of the user's raised, or returned something else than queues of the topic.
+        ConfigError: the strategy raised, or returned something else than queues of the topic; correct the strategy.
     """
     ordered, ids = sorted(queues), sorted(set(members), key=_utf16)
     if not ordered or client_id not in ids:

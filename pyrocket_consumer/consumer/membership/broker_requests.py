@@ -1,6 +1,6 @@
-"""What brokers ask a consumer: group changed, reset, where do you stand, how do you do, consume this.
+"""Requests of brokers to a consumer: follow a changed group, reset or report offsets, report state, consume a message.
 
-Source: ClientRemotingProcessor. Tools such as mqadmin consumerStatus show our members by these answers.
+Source: ClientRemotingProcessor. Tools such as mqadmin consumerStatus show members by these responses.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ MAX_STACK_CHARACTERS = 256 * 1024
 DIRECT_CALL_TIMEOUT_S = 9.0  # the broker waits 10 s
 
 NOTICE_BURST, NOTICE_EVERY_S = 10, 2.0
-"""So many notices of changed members are followed at once, then one in that time: each may move all queues."""
+"""How many notices of changed members are followed at once, and then one per interval, because each may move queues."""
 
 MAX_DIRECT_CALLS = 4
-"""How many messages that brokers pass on are consumed at once; never more than `consume_threads`."""
+"""How many messages in requests of brokers are consumed at once; never more than `consume_threads`."""
 
 
 class BrokerRequests:
-    """Answers them for one member. Confined to the I/O thread."""
+    """Handles the requests of brokers for one member. Confined to the I/O thread."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class BrokerRequests:
         self._turns = Throttle(context.loop)
 
     def begin(self) -> None:
-        """Answer from now on."""
+        """Handle requests from now on."""
         cluster, self.started_at_ms = self._context.cluster, self._context.now_ms()
         cluster.on_request_refused(self._report_refused)
         cluster.on_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, self._on_ids_changed)
@@ -95,14 +95,14 @@ class BrokerRequests:
         cluster.on_request(RequestCode.CONSUME_MESSAGE_DIRECTLY, self._on_consume_directly)
 
     def _report_refused(self, code: int, address: str, why: str) -> None:
-        text = f"{request_name(code)} from {address} is not obeyed: {why}"
+        text = f"{request_name(code)} from {address} is refused: {why}"
         facts = {"code": code, "address": address}
         self._context.emit(EventKind.REQUEST_REFUSED, text, facts=facts, level=logging.WARNING)
 
-    def _check_group(self, command: RemotingCommand, context: str) -> RemotingCommand | None:
-        if context == self._context.name:
+    def _check_group(self, command: RemotingCommand, group: str) -> RemotingCommand | None:
+        if group == self._context.name:
             return None
-        remark = f"The Consumer Group <{context}> not exist in this consumer"
+        remark = f"The Consumer Group <{group}> not exist in this consumer"
         return command.make_response(ResponseCode.SYSTEM_ERROR, remark)
 
     def _on_ids_changed(self, command: RemotingCommand, address: str) -> None:
@@ -120,7 +120,7 @@ class BrokerRequests:
             )
 
     def _follow_notices(self) -> None:
-        """Look again who is there, for all notices that have come meanwhile."""
+        """Start a rebalance round, for all notices that have arrived meanwhile."""
         self._notice_timer, self._notices, self._noticed_at = None, 0.0, self._context.loop.time()
         self._context.rebalance_wanted.set()
 
@@ -166,7 +166,7 @@ class BrokerRequests:
             return command.make_response(body=await _encode(bodies.encode_running_info, info, len(info.queues)))
 
     def running_info(self, stacks: str | None) -> bodies.RunningInfo:
-        """Return what tools show of this member."""
+        """Return the state of this member that tools show."""
         context, now = self._context, time.time() * 1000
         loop_now, lock_now = context.loop.time(), context.lock_clock()
         is_locked = context.config.orderly and not context.config.broadcasting
@@ -202,12 +202,12 @@ class BrokerRequests:
         )
 
     def _properties(self) -> dict[str, str]:
-        """What tools ask for by name, and the settings by the names they have in Java."""
-        config, told = self._context.config, self._context.heartbeat_data()
+        """Return the properties that tools read, and the settings under their names in Java."""
+        config, heartbeat = self._context.config, self._context.heartbeat_data()
         settings: dict[str, object] = {
             "consumerGroup": config.group,
-            "messageModel": told.message_model,
-            "consumeFromWhere": told.consume_from_where,
+            "messageModel": heartbeat.message_model,
+            "consumeFromWhere": heartbeat.consume_from_where,
             "allocateMessageQueueStrategy": config.allocation,
             "instanceName": config.instance_name,
             "clientIP": self._context.client_id.partition("@")[0],
@@ -237,7 +237,7 @@ class BrokerRequests:
         }
 
     async def _on_consume_directly(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
-        """Run the listener on one message, beside everything else: no offset moves."""
+        """Call the listener with one message, independently of all queues; no offset moves."""
         header = ConsumeMessageDirectlyHeader.from_fields(command.fields)
         refusal = self._check_group(command, header.consumer_group)
         if refusal is not None:
@@ -260,7 +260,7 @@ class BrokerRequests:
         outcome, remark = "CR_SUCCESS", None
         unit = [message] if listener.batch_size > 1 else message
         call = self._context.loop.create_task(self._calls.call_once(listener, unit, context))
-        self._direct_calls.add(call)  # until it ends, however long that takes: calls that hang are not to pile up
+        self._direct_calls.add(call)  # until it ends, so that calls that hang do not accumulate
         call.add_done_callback(self._direct_calls.discard)
         done, _ = await asyncio.wait([call], timeout=DIRECT_CALL_TIMEOUT_S)
         if not done:
@@ -275,10 +275,10 @@ class BrokerRequests:
         return command.make_response(body=bodies.encode_consume_directly_result(result_body))
 
     def _find_listener(self, record: bytes, address: str) -> tuple[Message, Listener]:
-        """Return the message a broker has passed on, as if it was pulled from there, and the listener it would get.
+        """Return the message of the request, as if it was pulled from that broker, and its listener.
 
         Raises:
-            RocketError: it would get to no listener of this consumer.
+            RocketError: no listener of this consumer takes the message; send it to another member.
         """
         stored = decode_message(record).queue
         where = self._context.cluster.broker_name(address)
@@ -294,20 +294,20 @@ class BrokerRequests:
 
 
 async def _encode(encode: Callable[[T], bytes], value: T, queues: int) -> bytes:
-    """Return `encode(value)`; of many queues from another thread, for that takes a tenth of a millisecond for each."""
+    """Return `encode(value)`; use another thread for many queues, because each takes a tenth of a millisecond."""
     return encode(value) if queues <= MANY_QUEUES else await asyncio.to_thread(encode, value)
 
 
 def _format_stacks() -> str:
-    """Return where each thread is, its last call first: file, line and function; neither source nor what they hold."""
+    """Return the call stack of each thread, last call first: file, line and function, without source and values."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    told, size = list[str](), 0
+    stacks, size = list[str](), 0
     for ident, frame in sys._current_frames().items():
         calls = islice(traceback.walk_stack(frame), MAX_STACK_FRAMES)
         lines = [f"  {each.f_code.co_filename}:{line} in {each.f_code.co_name}" for each, line in calls]
-        told.append("\n".join([str(names.get(ident, ident)), *lines, ""]))
-        size += len(told[-1])
+        stacks.append("\n".join([str(names.get(ident, ident)), *lines, ""]))
+        size += len(stacks[-1])
         if size > MAX_STACK_CHARACTERS:
-            told.append("and more threads")
+            stacks.append("and more threads")
             break
-    return "\n".join(told)
+    return "\n".join(stacks)

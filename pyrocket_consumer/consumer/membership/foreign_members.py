@@ -1,4 +1,4 @@
-"""Members of a group whose offsets are in a database that go by other ones: they would consume all anew."""
+"""Foreign members: they do not use the group's offsets in the database, and would consume all messages again."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import escape_controls, join_truncated, logger, truncate
 
 STATUS_TIMEOUT_S = 3.0
-"""How long brokers have to say who is there, and then members to answer that they are ours."""
+"""How long brokers have to return the group's members, and then the members to report their offset stores."""
 
 SECOND_CHECK_AFTER_S = 0.5
-"""A start that has not heard all looks once more, after so long; then it goes on, and the watch asks them again."""
+"""After this time a start repeats an incomplete check, once. Then it continues, and `watch` repeats the check."""
 
 MAX_STATUS_PAUSE_S = 300.0
-"""Between two words to a member that does not answer: each takes a thread of its broker's for ten seconds."""
+"""The longest pause between two requests to a silent member. Each request occupies a broker's thread for 10 s."""
 
 MAX_MEMBERS_PER_CHECK = 200
-"""Members that are asked in one look: brokers say how many there are."""
+"""How many members one check asks. A faulty broker could name any number of members."""
 
 _MAX_NAMED = 10
 _MAX_NAME_CHARS = 127
@@ -42,29 +42,31 @@ log = logger("consumer")
 
 @dataclass(slots=True)
 class _Unidentified:
-    """When to ask a member of which it is not known whose it is, and after what pause again."""
+    """A member whose client or offset store is unknown: when to send it a request, and the pause after that."""
 
     request_at: float
     pause_s: float = 0.0
-    why: str = "not asked yet"
+    why: str = "no request sent yet"
 
 
 class ForeignMembers:
-    """Looks who is in the group: other clients, and members of ours whose offsets are not in a database."""
+    """Finds other clients in the group, and members of this library whose offsets are not in the database."""
 
     def __init__(self, context: MemberContext, store: DatabaseOffsets) -> None:
         self._context = context
         self._store = store
-        self._known: set[str] = set()  # who has its offsets in a database, or was told
-        self._unidentified: dict[str, _Unidentified] = {}  # all others that are there, but for ourselves
+        self._known: set[str] = set()  # members with offsets in the database, and reported ones
+        self._unidentified: dict[str, _Unidentified] = {}  # the other members except this one
         self._check_lock = asyncio.Lock()
-        self._failed_brokers: dict[str, RocketError] = {}  # why brokers did not say who is there, at the last look
+        self._failed_brokers: dict[str, RocketError] = {}  # those that did not return the members
 
     async def check(self, *topics: str) -> None:
-        """Look before anything is consumed, of `topics` too. Who is silent is no reason not to start, but is told.
+        """Find foreign members before this consumer consumes, for its topics and `topics`.
+
+        Silent members do not prevent a start; a warning names them.
 
         Raises:
-            ConfigError: there is such a member; the text names it.
+            ConfigError: the group has a foreign member; stop it, or use another group.
         """
         foreign = await self._find_foreign(topics)
         if not foreign and not topics and (self._unidentified or self._failed_brokers):  # a start may take a moment
@@ -72,32 +74,31 @@ class ForeignMembers:
             foreign = await self._find_foreign(topics)
         if foreign:
             raise ConfigError(
-                f"group {self._context.name!r} has {len(foreign)} members of another client, or without this database, "
-                f"which go by other offsets than those in {self._store!r}; stop them, or use a group of your own; "
-                "allow_foreign_members=True lets them be, and what they consume has its effect by their rules: "
+                f"group {self._context.name!r} has {len(foreign)} members of another client, or without this database. "
+                f"They do not use the offsets in {self._store!r}; stop them, or use another group. "
+                "allow_foreign_members=True accepts them, and they follow their own rules: "
                 f"{join_truncated(foreign, _MAX_NAMED)}"
             )
-        if topics:  # who is silent was told, or is by the watch
+        if topics:  # silent members were reported at the start, or are by `watch`
             return
         silent = [f"{client_id} ({each.why})" for client_id, each in sorted(self._unidentified.items())]
         silent += [f"all of {broker_name} ({why})" for broker_name, why in sorted(self._failed_brokers.items())]
         if silent:
             log.warning(
-                "group=%s whether members have their offsets in a database is not known, they are asked again: %s",
+                "group=%s the offset stores of some members are not known, requests are repeated: %s",
                 self._context.name,
                 join_truncated(silent, _MAX_NAMED),
             )
 
     async def watch(self) -> None:
-        """Tell of those that come later, or are heard later. Until cancelled."""
+        """Emit an event when a foreign member joins, or is found later. Runs until cancelled."""
         while True:
             await asyncio.sleep(self._context.config.rebalance_interval_s)
             if foreign := await self._find_foreign():
                 self._context.emit(
                     EventKind.FOREIGN_MEMBER,
-                    f"{len(foreign)} members go by other offsets than those in this database, stop them: what they "
-                    "consume is consumed here, too, and what was consumed here may be there: "
-                    f"{join_truncated(foreign, _MAX_NAMED)}",
+                    f"{len(foreign)} members do not use the offsets in this database, so messages are consumed twice; "
+                    f"stop them: {join_truncated(foreign, _MAX_NAMED)}",
                     facts={
                         "members": [escape_controls(truncate(name, _MAX_NAME_CHARS)) for name in foreign[:_MAX_NAMED]],
                         "count": len(foreign),
@@ -106,7 +107,7 @@ class ForeignMembers:
                 )
 
     async def _find_foreign(self, topics: Iterable[str] = ()) -> list[str]:
-        """Return which members are foreign, among those of which that was not known at the last look."""
+        """Return the foreign members among those that the last check did not know."""
         async with self._check_lock:
             return await self._find_foreign_now(topics)
 
@@ -118,7 +119,7 @@ class ForeignMembers:
             if member.client_id not in foreign:
                 member_state = self._unidentified.setdefault(member.client_id, _Unidentified(now))
                 due.append((member_state.request_at, member))
-        due.sort(key=itemgetter(0))  # so that each has its turn
+        due.sort(key=itemgetter(0))  # the longest waiting first
         foreign |= await self._request_status(
             [member for request_at, member in due if request_at <= now][:MAX_MEMBERS_PER_CHECK]
         )
@@ -127,7 +128,7 @@ class ForeignMembers:
         return sorted(f"{client_id} ({what})" for client_id, what in foreign.items())
 
     async def _members(self, topics: Iterable[str]) -> Iterable[RemoteMember]:
-        """Return who else is in the group, as far as brokers tell, and forget who is not there any more."""
+        """Return the other members that the brokers name, and forget members that have left."""
         context, cluster = self._context, self._context.cluster
         brokers: dict[str, str] = {}
         for topic in {*context.subscriptions.topics(), *topics}:
@@ -146,9 +147,9 @@ class ForeignMembers:
         return members.values()
 
     async def _request_status(self, members: list[RemoteMember]) -> dict[str, str]:
-        """Return which of these say that they are foreign, and what they are; as many are asked as there is time for.
+        """Request the status of members as far as the time allows; return the foreign ones, each with the reason.
 
-        Who does not say whose it is is asked again at the next look, and then after growing pauses.
+        A silent member gets another request in the next check, and then after growing pauses.
         """
         context, foreign = self._context, dict[str, str]()
         rid = str(UUID(int=context.rng.getrandbits(128), version=4))

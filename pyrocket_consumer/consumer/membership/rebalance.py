@@ -1,4 +1,4 @@
-"""Which queues should be ours, asked again whenever the group or a route changes."""
+"""The rebalance: it decides again which queues this member holds whenever the group or a route changes."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from pyrocket_consumer.text import logger
 log = logger("consumer")
 
 MIN_ROUND_INTERVAL_S = 0.5
-"""Least time between two rounds; notifications come in bursts."""
+"""The minimum time between two rounds, because notifications arrive in bursts."""
 
 RETRY_ROUND_S = 1.0
-"""When the last round left something undone."""
+"""The time until the next round if the last one could not do everything."""
 
 HANDOVER_S = 1.0
-"""How long a queue's new owner leaves its old one to store the last offset; both hear of the change at once."""
+"""How long a new owner waits while the old owner stores its last offset. Both learn of the change at the same time."""
 
 HEARTBEAT_WAIT_S = 1.0
-"""How long a round waits for brokers to take a heartbeat; those that have not by then refuse pulls until they have."""
+"""How long a round waits for the responses to a heartbeat. A broker without the heartbeat refuses pulls."""
 
 BEGIN_LIMIT = 200
-"""How many queues of one broker begin at a time: calls of thousands at once would wait for their answers too long."""
+"""How many queues of one broker begin at a time. Thousands of requests at once would wait too long for responses."""
 
 STRATEGY_S = 3.0
-"""How long an allocation strategy of the user's may take."""
+"""How long an allocation strategy of the user may take."""
 
 _SOON_S = 0.001  # timers are not more exact
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a round changes."""
+    """The changes of one round."""
 
     drop: tuple[MessageQueue, ...]
     add: tuple[MessageQueue, ...]
@@ -53,16 +53,16 @@ class Plan:
 
 
 def plan(held: Iterable[MessageQueue], wanted: Iterable[MessageQueue]) -> Plan:
-    """Return what turns the queues held into the queues wanted."""
+    """Return the changes from the held queues to the wanted ones."""
     have, want = set(held), set(wanted)
     return Plan(tuple(sorted(have - want)), tuple(sorted(want - have)))
 
 
 class Rebalance:
-    """Rounds of rebalance: every 20 s, soon after the group or a route changes, and until everything is in place.
+    """Rebalance rounds: every 20 s, soon after the group or a route changes, and until all queues have begun.
 
-    A round decides; what follows from it are steps of their own, so that one broker that does not answer holds up only
-    the queues it has. Confined to the I/O thread.
+    A round only decides. Other tasks make the changes, so that a silent broker delays only its own queues. Confined to
+    the I/O thread.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class Rebalance:
         self._known: dict[str, frozenset[MessageQueue]] = {}
         self._no_route: set[str] = set()
         self._has_others = False  # the group has other members
-        self._announced: dict[str, frozenset[MessageQueue]] = {}  # what brokers have been told we hold
-        self._due_at: dict[MessageQueue, float] = {}  # when each of the queues that are to begin may do so
+        self._announced: dict[str, frozenset[MessageQueue]] = {}  # the queues as of the last subscription version
+        self._due_at: dict[MessageQueue, float] = {}  # when each new queue may begin
         self._beginning: dict[MessageQueue, asyncio.Task[bool]] = {}
         self._strategy_thread = SerialExecutor("pyrocket-allocation")
         self._strategy_lock = asyncio.Lock()
         self._hanging_call: asyncio.Future[list[MessageQueue]] | None = None
-        self._begin_slots: dict[str, asyncio.Semaphore] = {}  # by broker name, for those that begin there
-        self._undecided: set[str] = set()  # topics of which it could not be told what is ours
+        self._begin_slots: dict[str, asyncio.Semaphore] = {}  # by broker name
+        self._undecided: set[str] = set()  # topics whose allocation is unknown
         self._rounds_begun = 0
         self._rounds_ended = 0
         self._changed = asyncio.Event()  # a round has ended, or a queue has begun or failed to
 
     def is_new(self, queue: MessageQueue) -> bool:
-        """Tell whether `queue` was added to its topic after this consumer first saw the topic."""
+        """Return whether `queue` was added to its topic after this consumer first knew the topic's route."""
         known = self._known.get(queue.topic)
         return known is not None and queue not in known
 
@@ -117,8 +117,8 @@ class Rebalance:
             await asyncio.sleep(began + MIN_ROUND_INTERVAL_S - self._context.loop.time())
 
     async def wait_until_begun(self, timeout_s: float) -> list[str]:
-        """Wait until a round was held and all that is ours has begun; returns which queues, or topics, have not."""
-        first = self._rounds_begun + 1  # one that begins from now on
+        """Wait until a round has ended and all queues have begun. Return the queues, or topics, that have not."""
+        first = self._rounds_begun + 1  # a round that begins from now on
         self._context.rebalance_wanted.set()
         try:
             async with asyncio.timeout(timeout_s):
@@ -133,17 +133,17 @@ class Rebalance:
         return [*sorted(self._undecided), *map(str, sorted({*self._due_at, *self._beginning}))]
 
     def forget(self, topic: str) -> None:
-        """`topic` is read no longer: should it come again, it is as new as any other."""
+        """Forget `topic`, which is no longer subscribed to. If it is subscribed to again, it counts as new."""
         self._known.pop(topic, None)
         self._announced.pop(topic, None)
         self._no_route.discard(topic)
 
     def mark_missing(self, topic: str) -> None:
-        """No name server knows `topic`. What is sent to it from now on is sent to us: all its queues will be new."""
+        """Note that no name server knows `topic`, so all its queues will be new and begin at their first messages."""
         self._known.setdefault(topic, frozenset())
 
     async def round(self) -> float:
-        """Compare what we hold with what is ours, and change it. Returns how long it may be until the next round."""
+        """Compare the held queues with the allocated ones, and start the changes. Return the time to the next round."""
         context = self._context
         settled, wanted = await self._wanted()
         for topic, ours in wanted.items():
@@ -158,7 +158,7 @@ class Rebalance:
         if news:
             self._announced.update((topic, wanted[topic]) for topic in news)
             context.subscriptions.renew(news)
-            # the heartbeat carries the new subscription version and has to be there before the first such pull
+            # the heartbeat has the new subscription version, and must arrive before the first pull with it
             await self._heartbeat()
         now = context.loop.time()
         for queue in [queue for queue, at in self._due_at.items() if at <= now + _SOON_S]:
@@ -174,7 +174,7 @@ class Rebalance:
         await asyncio.wait([heartbeat], timeout=HEARTBEAT_WAIT_S)
 
     def _revoke(self, queue: MessageQueue) -> None:
-        self._beginning.pop(queue, None)  # one that begins finds that it is not wanted; but it may just have begun
+        self._beginning.pop(queue, None)  # a queue that is beginning stops by itself, unless it has just begun
         if self._assignments.get(queue) is not None:
             self._context.start_in_background(partial(self._assignments.end, queue, "revoked"), f"giving up {queue}")
 
@@ -193,7 +193,7 @@ class Rebalance:
                     EventKind.BROKER_UNREACHABLE, f"{queue} does not begin yet: {error}", queue
                 )
                 return False
-            recorded = await self._resets.read_record_before_begin(queue)  # what was reset while we were away counts
+            recorded = await self._resets.read_record_before_begin(queue)  # follow resets made during an absence
             return await self._assignments.begin(
                 queue, is_new=self.is_new(queue), is_ours=lambda: self._beginning.get(queue) is task, recorded=recorded
             )
@@ -209,7 +209,7 @@ class Rebalance:
         task.add_done_callback(begun)
 
     async def _wanted(self) -> tuple[bool, dict[str, frozenset[MessageQueue]]]:
-        """Return whether nothing is left open, and which queues of each topic should be ours, where that is known."""
+        """Return whether every allocation is certain, and the queues allocated to this member, by topic."""
         topics = self._context.subscriptions.topics()
         members = _Members(self._context)
         found = await asyncio.gather(*(self._allocation(topic, members) for topic in topics))
@@ -223,9 +223,9 @@ class Rebalance:
         return all(is_sure for _, is_sure in found), wanted | dict.fromkeys(gone, frozenset())
 
     async def _allocation(self, topic: str, members: _Members) -> tuple[list[MessageQueue] | None, bool]:
-        """Return our queues of `topic`, and whether to leave it at that until something changes.
+        """Return the queues of `topic` allocated to this member, and whether that is certain until something changes.
 
-        None when it cannot be told and everything stays as it is.
+        The queues are None if they are unknown; then the member keeps those that it holds.
         """
         context = self._context
         try:
@@ -252,8 +252,8 @@ class Rebalance:
             return None, False
 
     async def _call_strategy(self, call: Callable[[], list[MessageQueue]]) -> list[MessageQueue]:
-        """Call code of the user's, which may take its time, and may hang: then nothing is asked until it returns."""
-        async with self._strategy_lock:  # each topic's call has its time, however many there are
+        """Call code of the user, which may take time. If it hangs, do not call it again until it returns."""
+        async with self._strategy_lock:  # each topic's call may take the whole time
             if self._hanging_call is None or self._hanging_call.done():
                 calling = self._context.loop.run_in_executor(self._strategy_thread, call)
                 await asyncio.wait([calling], timeout=STRATEGY_S)
@@ -267,7 +267,7 @@ class Rebalance:
         context = self._context
         if isinstance(error, RouteNotFound):
             if topic not in self._no_route and not topic.startswith(RETRY_PREFIX):
-                text = f"topic {topic} has no route yet; still looking"
+                text = f"topic {topic} has no route yet; trying again"
                 context.emit(EventKind.BROKER_UNREACHABLE, text, level=logging.WARNING)
             self._no_route.add(topic)
             self.mark_missing(topic)
@@ -278,7 +278,7 @@ class Rebalance:
 
 
 class _Members:
-    """Who is in the group, as brokers see it; in one round, each broker is asked once."""
+    """The members of the group as brokers report them; one request to each broker per round."""
 
     def __init__(self, context: MemberContext) -> None:
         self._context = context
@@ -288,14 +288,14 @@ class _Members:
         self.has_others = False
 
     async def fetch(self, route: TopicRoute) -> list[str] | None:
-        """Return the group's members as a broker of the topic sees them; None if no broker can be asked.
+        """Return the group's members as a broker of the topic reports them, or None if the topic has no broker.
 
-        One that knows us is believed rather than one that does not: a single broker that has not taken our heartbeat
-        shall not cost us the queues of all others.
+        A broker that knows this member takes precedence. Otherwise a single broker that has missed the heartbeat would
+        cost this member the queues of all others.
         """
         ids = await self._fetch_ids(route)
         if ids is not None and self._context.client_id not in ids:
-            # our heartbeat is not there (yet): the broker lets nobody pull for us, and others share our queues
+            # the heartbeat has not arrived (yet), so the broker refuses pulls, and other members share the queues
             if self._heartbeat is None:
                 self._heartbeat = self._context.tasks.begin(self._context.cluster.heartbeat(), "a heartbeat")
                 await asyncio.wait([self._heartbeat], timeout=HEARTBEAT_WAIT_S)
@@ -313,8 +313,8 @@ class _Members:
         names = names or [broker.broker_name for broker in route.brokers]
         self._context.rng.shuffle(names)
         error: RocketError | None = None
-        without_us: list[str] | None = None
-        for name in sorted(names, key=self._has_failed):  # of two that do not answer, only one is waited for
+        ids_without_self: list[str] | None = None
+        for name in sorted(names, key=self._has_failed):  # failed ones last, so that a round waits for one timeout only
             try:
                 ids = list(await asyncio.shield(self._fetch_ids_from(name)))
             except RocketError as failure:
@@ -322,15 +322,15 @@ class _Members:
                 continue
             if self._context.client_id in ids:
                 return ids
-            without_us = without_us or ids
-        if without_us is None and error is not None:
+            ids_without_self = ids_without_self or ids
+        if ids_without_self is None and error is not None:
             raise error
-        return without_us
+        return ids_without_self
 
     def _fetch_ids_from(self, name: str) -> asyncio.Task[list[str]]:
         if name not in self._fetches:
-            asking = self._context.cluster.broker(name).consumer_ids(self._context.name)
-            self._fetches[name] = self._context.tasks.begin(asking, f"asking {name} for the group's members")
+            fetch = self._context.cluster.broker(name).consumer_ids(self._context.name)
+            self._fetches[name] = self._context.tasks.begin(fetch, f"fetching the group's members from {name}")
         return self._fetches[name]
 
     def _has_failed(self, name: str) -> bool:
