@@ -43,7 +43,7 @@ def test_the_lock_has_all_that_ci_needs():
 
 
 @pytest.mark.parametrize("lock", ["lock.txt", "lock-audit.txt"])
-def test_what_is_locked_can_be_nothing_else(lock):
+def test_the_lock_pins_versions_and_hashes(lock):
     blocks = (CI / lock).read_text().split("\n    --hash=sha256:")
     assert len(blocks) > 200
     assert all("--hash" not in block for block in blocks)
@@ -94,7 +94,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.live
-def test_a_database_is_asked_and_what_none_mends_stops_nobody(tmp_path):
+def test_a_weakness_without_a_fix_does_not_fail_the_audit(tmp_path):
     weak = [{**WEAK, "vulns": [WEAKNESS]}]
     code, text = audited(tmp_path, weak=weak, lock=[{"name": "rich", "version": "15.0.0", "vulns": []}])
     assert (code, "PyPI's database was asked" in text, "nothing was found" in text) == (0, True, True)
@@ -106,13 +106,13 @@ def test_a_database_is_asked_and_what_none_mends_stops_nobody(tmp_path):
 
 
 @pytest.mark.live
-def test_a_database_that_lacks_what_is_known_is_not_believed(tmp_path):
+def test_a_database_without_the_known_weakness_is_not_used(tmp_path):
     code, text = audited(tmp_path, weak=[{"name": "orjson", "skip_reason": "not found on PyPI"}], lock=[])
     assert (code, "WAS NOT ASKED" in text) == (0, True)
 
 
 @pytest.mark.live
-def test_without_an_answer_the_known_weaknesses_decide(tmp_path):
+def test_the_known_weaknesses_are_used_without_a_database(tmp_path):
     code, text = run("--pip-audit", str(tmp_path / "not-there"))
     assert (code, "WAS NOT ASKED" in text) == (0, True)
     lock = tmp_path / "lock.txt"

@@ -105,7 +105,7 @@ def test_decode_measures_every_way_and_each_step(measured):
 
 
 @long
-def test_drop_in_measures_the_facade_beside_what_is_beneath(measured, cluster):
+def test_drop_in_measures_the_facade_and_the_library_below(measured, cluster):
     printed, found = measured("drop_in", "--quick", "--sides", "facade,api", cluster=cluster)
     rounds = found["rounds"]
     assert set(rounds) == {"consume", "read", "send", "raising"}
@@ -147,7 +147,7 @@ def test_cores_measures_one_and_two_members_of_a_group(measured, cluster):
     assert "2 ÷ 1" in printed
 
 
-def test_spark_reads_beside_batches_that_are_ready(tmp_path):
+def test_spark_reads_and_compares_with_prepared_batches(tmp_path):
     pytest.importorskip("pyspark")
     from benchmarks.recorded_broker import recorded
     from benchmarks.spark_sources import ReadySource
@@ -159,7 +159,7 @@ def test_spark_reads_beside_batches_that_are_ready(tmp_path):
     assert [[batch.num_rows for batch in reader.read(each)] for each in reader.partitions()] == 2 * [[2048, 952]]
 
 
-def test_spark_pushdown_has_messages_of_the_age_it_says():
+def test_spark_pushdown_has_messages_of_the_reported_age():
     pytest.importorskip("pyspark")
     from benchmarks.spark_pushdown import timed_broker
     from benchmarks.timed_broker import FIRST_MS
@@ -184,7 +184,7 @@ def test_spark_pushdown_has_messages_of_the_age_it_says():
         (["--before", "/nowhere"], "'/nowhere' is no checkout"),
     ],
 )
-def test_consume_says_what_it_cannot_measure(options, expected):
+def test_consume_refuses_options_that_it_cannot_measure(options, expected):
     done = ended("consume", *options)
     assert (done.returncode, expected in done.stderr) == (2, True), done.stderr
 
@@ -212,7 +212,7 @@ def test_order_by_key_measures_all_modes(measured, cluster):
     assert "order_by ÷ concurrent" in printed
 
 
-def test_drop_in_says_where_the_native_library_is():
+def test_drop_in_reports_a_missing_native_library():
     if importlib.util.find_spec("rocketmq") is None:
         done = ended("drop_in", "--quick")
         assert (done.returncode, "pip install '.[native]'" in done.stderr) == (2, True)

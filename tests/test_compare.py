@@ -49,7 +49,7 @@ def row(cpu, wall=None, rounds=7, noise=0.02, seed=1):
         (1.2, 0.9, "slower"),
     ],
 )
-def test_a_verdict_goes_by_both_times(cpu, wall, expected):
+def test_a_verdict_uses_both_times(cpu, wall, expected):
     made = row(cpu, wall)
     assert made.verdict() == expected
     assert made.is_worse() == expected.startswith("slower")
@@ -65,7 +65,7 @@ def test_a_slowdown_of_a_fifth_is_nearly_always_found():
     assert found.count("slower") >= 380
 
 
-def test_the_spread_holds_the_median_as_often_as_it_says():
+def test_the_spread_contains_the_median_as_often_as_documented():
     below = above = 0
     for seed in range(2000):
         draw = random.Random(seed)
@@ -74,7 +74,7 @@ def test_the_spread_holds_the_median_as_often_as_it_says():
     assert max(below, above) <= 2000 * 0.05 + 20
 
 
-def test_the_spread_leaves_out_what_tables_of_signed_ranks_say():
+def test_the_spread_follows_the_tables_of_signed_ranks():
     # One-sided 5 %: 0 of 5 rounds, 2 of 6, 3 of 7, 5 of 8, 10 of 10, 60 of 20.
     assert [ranks_left_out(rounds) for rounds in (1, 4, 5, 6, 7, 8, 10, 20)] == [0, 0, 0, 2, 3, 5, 10, 60]
 
@@ -91,7 +91,7 @@ def test_samples_count_in_pairs(base, new, spread):
     assert (found.low, found.median, found.high) == pytest.approx(spread)
 
 
-def test_what_fails_on_new_only_is_worse():
+def test_a_failure_of_the_new_side_only_is_worse():
     verdicts = {("base",): "fails on base", ("new",): "fails on new", ("base", "new"): "fails"}
     for sides, expected in verdicts.items():
         made = Row(failed=dict.fromkeys(sides, "ConfigError: unknown option"))

@@ -17,17 +17,17 @@ from pyrocket_consumer.offsets.local.adopt import adopt_store
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
 
-PLACE = {"name_server": "127.0.0.1:9876"}
+NAME_SERVER = {"name_server": "127.0.0.1:9876"}
 WORDS = {"first": "first", "earliest": "first", "last": "last", "latest": "last"}
 
 
 @for_each("given, means", [*WORDS.items(), ("2026-11-21T08:00:00Z", datetime(2026, 11, 21, 8, tzinfo=UTC))])
-def test_where_to_begin_is_one_word_whichever_is_given(given, means):
-    assert ConsumerConfig(group="G", **PLACE, consume_from=given).consume_from == means
+def test_both_names_of_consume_from_give_one_value(given, means):
+    assert ConsumerConfig(group="G", **NAME_SERVER, consume_from=given).consume_from == means
 
 
 def allowed(value):
-    return ClientConfig(**PLACE, allowed_addresses=value).allowed_addresses
+    return ClientConfig(**NAME_SERVER, allowed_addresses=value).allowed_addresses
 
 
 @for_each(
@@ -41,7 +41,7 @@ def allowed(value):
         ((each for each in ["a", " b "]), ("a", "b")),
     ],
 )
-def test_allowed_addresses_are_hosts_places_and_networks(given, means):
+def test_allowed_addresses_are_hosts_addresses_and_networks(given, means):
     assert allowed(given) == means
     assert allowed(means) == means
 
@@ -61,7 +61,7 @@ def test_allowed_addresses_are_hosts_places_and_networks(given, means):
         ("a\nb", "give a host"),
     ],
 )
-def test_what_is_no_allowed_address_is_told(given, expected):
+def test_an_invalid_allowed_address_is_refused(given, expected):
     with pytest.raises(ConfigError, match="allowed_addresses") as raised:
         allowed(given)
     assert expected in str(raised.value)
@@ -76,17 +76,21 @@ def assert_hidden(*shown):
 
 
 def test_an_account_shows_in_no_repr():
-    configs = [kind(**PLACE, **ACCOUNT) for kind in (ClientConfig, ProducerConfig)]
-    configs.append(ConsumerConfig(group="g", **PLACE, **ACCOUNT))
-    clients = [Admin(config=configs[0]), Producer(**PLACE, **ACCOUNT), PushConsumer("g", **PLACE, **ACCOUNT)]
+    configs = [kind(**NAME_SERVER, **ACCOUNT) for kind in (ClientConfig, ProducerConfig)]
+    configs.append(ConsumerConfig(group="g", **NAME_SERVER, **ACCOUNT))
+    clients = [
+        Admin(config=configs[0]),
+        Producer(**NAME_SERVER, **ACCOUNT),
+        PushConsumer("g", **NAME_SERVER, **ACCOUNT),
+    ]
     for config in configs:
         assert_hidden(config, asdict(config), vars(config), config.secret_key, [config.access_key])
         assert str(config.secret_key) == "do-not-show-2"
     assert_hidden(*clients, *map(vars, clients))
 
 
-def test_a_config_with_an_account_is_not_pickled_unawares():
-    config = ConsumerConfig(group="g", **PLACE, **ACCOUNT)
+def test_a_config_with_an_account_is_not_pickled():
+    config = ConsumerConfig(group="g", **NAME_SERVER, **ACCOUNT)
     with pytest.raises(ConfigError, match="is not pickled") as raised:
         pickle.dumps(config)
     assert_hidden(str(raised.value))
@@ -100,11 +104,11 @@ def test_a_config_with_an_account_is_not_pickled_unawares():
 
 def test_a_config_is_copied_and_changed_with_its_account():
     expected = []
-    config = ConsumerConfig(group="g", on_event=expected.append, tls=create_default_context(), **PLACE, **ACCOUNT)
+    config = ConsumerConfig(group="g", on_event=expected.append, tls=create_default_context(), **NAME_SERVER, **ACCOUNT)
     for other in (copy.copy(config), copy.deepcopy(config), replace(config, consume_threads=3)):
         assert (other.access_key, other.secret_key, other.tls) == ("reader-1", "do-not-show-2", config.tls)
         assert other.on_event.__self__ is expected, "events go where they went"
-    plain = ClientConfig(**PLACE, **ACCOUNT)
+    plain = ClientConfig(**NAME_SERVER, **ACCOUNT)
     assert ClientConfig.from_options(asdict(plain)) == plain
 
 
@@ -123,23 +127,23 @@ def test_a_config_is_copied_and_changed_with_its_account():
 )
 def test_each_part_of_an_account_is_a_text_of_printable_ascii(name, value, expected):
     with pytest.raises(ConfigError, match=name) as raised:
-        ClientConfig(**PLACE, **{**ACCOUNT, name: value})
+        ClientConfig(**NAME_SERVER, **{**ACCOUNT, name: value})
     assert expected in str(raised.value)
     assert_hidden(str(raised.value))
 
 
-def test_a_token_without_an_account_is_told():
+def test_a_token_without_an_account_is_refused():
     with pytest.raises(ConfigError, match="security_token goes with access_key and secret_key"):
-        ClientConfig(**PLACE, security_token="t")
+        ClientConfig(**NAME_SERVER, security_token="t")
 
 
 @for_each("word", ["no", "false", "", 0, 1, None])
-def test_no_word_is_taken_for_a_truth(word, tmp_path):
+def test_a_text_is_not_a_boolean(word, tmp_path):
     places = {
-        partial(ProducerConfig, **PLACE): ("auto_create_topic", "accept_degraded"),
-        partial(ConsumerConfig, group="g", **PLACE): ("orderly", "auto_commit", "server_messages"),
+        partial(ProducerConfig, **NAME_SERVER): ("auto_create_topic", "accept_degraded"),
+        partial(ConsumerConfig, group="g", **NAME_SERVER): ("orderly", "auto_commit", "server_messages"),
         EmbeddedCluster: ("auto_create_topics", "auto_create_groups"),
-        partial(ClientConfig, **PLACE): ("tls",),
+        partial(ClientConfig, **NAME_SERVER): ("tls",),
         partial(adopt_store, tmp_path / "a", tmp_path / "b"): ("replace",),
     }
     for taker, names in places.items():
@@ -176,20 +180,20 @@ WRONG = {
 
 
 @for_each("name, value", [(name, value) for name, values in WRONG.items() for value in values])
-def test_a_wrong_value_is_told_with_what_is_allowed(name, value):
+def test_a_wrong_value_is_refused_with_the_allowed_ones(name, value):
     with pytest.raises(ConfigError, match=TOLD.get(name, name)):
-        ConsumerConfig(**{"group": "g", **PLACE, name: value})
+        ConsumerConfig(**{"group": "g", **NAME_SERVER, name: value})
 
 
 @for_each("topic", ["bad topic", "", "t" * 128])
 def test_a_wrong_topic_is_refused_before_the_start(topic):
     with pytest.raises(ConfigError):
-        PushConsumer("g", **PLACE).subscribe(topic, print)
+        PushConsumer("g", **NAME_SERVER).subscribe(topic, print)
 
 
 def error_of(name, value):
     try:
-        ConsumerConfig(**{"group": "g", **PLACE, name: value})
+        ConsumerConfig(**{"group": "g", **NAME_SERVER, name: value})
     except ConfigError as error:
         return str(error)
     return ""

@@ -15,7 +15,7 @@ def rows(engine):
         return connection.execute(text("SELECT a FROM t ORDER BY a")).scalars().all()
 
 
-def test_what_was_committed_is_there(database):
+def test_committed_rows_are_readable(database):
     engine = database.engine()
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE t(a INTEGER)"))
@@ -33,7 +33,7 @@ def test_each_test_has_its_own(database):
 
 
 @pytest.mark.databases("postgresql", "mariadb")
-def test_a_server_that_is_killed_keeps_what_was_committed(database_kind):
+def test_a_killed_server_keeps_committed_rows(database_kind):
     with running(database_kind) as server:
         engine = server.new_database().engine()
         with engine.begin() as connection:

@@ -42,7 +42,7 @@ PUBLIC = {
 
 
 @for_each("public", sorted(PUBLIC, key=repr), ids=lambda public: public.__qualname__)
-def test_what_is_public_has_a_docstring(public):
+def test_public_names_have_a_docstring(public):
     methods = vars(public).items() if inspect.isclass(public) else ()
     docstrings = {"": public.__doc__} | {
         name: inspect.getdoc(getattr(public, name))
@@ -70,7 +70,7 @@ PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md")
 
 
 @for_each("page", PAGES)
-def test_links_between_pages_lead_somewhere(page):
+def test_links_between_pages_hold(page):
     text = (ROOT / page).read_text()
     wrong = []
     for link in LINKED.findall(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):

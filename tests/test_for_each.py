@@ -22,7 +22,7 @@ class Subtests:
             self.failed.append((name, str(error).partition("\n")[0]))
 
 
-def test_each_case_runs_and_what_fails_is_named():
+def test_each_case_runs_and_a_failure_is_named():
     subtests, ran = Subtests(), []
 
     @for_each("number", lambda: [1, 2])

@@ -128,7 +128,7 @@ FOLDERS = sorted(
 
 
 @for_each("folder", FOLDERS, ids=lambda folder: folder.relative_to(ROOT).as_posix())
-def test_nothing_is_imported_in_a_circle(folder):
+def test_no_import_is_circular(folder):
     TopologicalSorter(imports_within(folder)).prepare()  # raises CycleError, which names the circle
 
 
@@ -151,7 +151,7 @@ def test_the_core_needs_only_its_two_dependencies():
     assert heads - set(sys.stdlib_module_names) - {PACKAGE, "filelock", "orjson"} == set()
 
 
-def test_nothing_imports_the_columns_but_the_spark_source():
+def test_only_the_spark_source_imports_the_columns():
     importers = {name_of(module) for module in MODULES if "protocol.columns" in module.read_text()}
     assert {name.partition("/")[0] for name in importers} <= {"spark"}
 

@@ -48,7 +48,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 @pytest.mark.parametrize("kind", ["listener", "orderly", "order_by"])
-def test_what_a_listener_says_of_a_body_forges_no_line(embedded, written, kind):
+def test_a_body_in_a_listener_error_forges_no_log_line(embedded, written, kind):
     def fails(message):
         try:
             raise LookupError(message.body.decode())
@@ -66,7 +66,7 @@ def test_what_a_listener_says_of_a_body_forges_no_line(embedded, written, kind):
         assert line in whole, whole
 
 
-def test_what_sqlalchemy_says_forges_no_line_and_hides_bodies(embedded, written, tmp_path):
+def test_an_error_of_sqlalchemy_forges_no_log_line_and_hides_bodies(embedded, written, tmp_path):
     engine = create_engine(f"sqlite:///{tmp_path}/app.db", hide_parameters=True)
 
     def books(message):
@@ -83,7 +83,7 @@ def test_what_sqlalchemy_says_forges_no_line_and_hides_bodies(embedded, written,
     assert "secret" not in whole + str(event)
 
 
-def test_what_on_event_raises_forges_no_line(embedded, written):
+def test_an_error_of_on_event_forges_no_log_line(embedded, written):
     def fails(event):
         raise ValueError(FORGED)
 
@@ -93,7 +93,7 @@ def test_what_on_event_raises_forges_no_line(embedded, written):
     assert "  | ValueError: 12" in assert_fit(written)
 
 
-def test_a_long_traceback_is_cut_and_shows_where_it_was_raised(written):
+def test_a_long_traceback_is_truncated_and_keeps_its_last_frames(written):
     def fails(depth):
         if depth:
             return fails(depth - 1)
@@ -137,7 +137,7 @@ def test_a_long_traceback_is_cut_and_shows_where_it_was_raised(written):
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
-def test_an_error_that_cannot_be_shown_is_logged(written, error):
+def test_an_error_whose_repr_fails_is_logged(written, error):
     class Unshown(Exception):
         def __str__(self) -> str:
             raise error("not shown")
@@ -151,7 +151,7 @@ def test_an_error_that_cannot_be_shown_is_logged(written, error):
     assert whole.count("ERROR") == 2 and "Unshown" in whole
 
 
-def test_an_error_that_cannot_be_shown_ends_no_listener(embedded, written):
+def test_an_error_whose_repr_fails_does_not_end_the_listener(embedded, written):
     class Unshown(SystemExit):
         def __repr__(self) -> str:
             raise ValueError("not shown")
@@ -174,7 +174,7 @@ def test_an_error_that_cannot_be_shown_ends_no_listener(embedded, written):
     assert_fit(written)
 
 
-def test_a_record_keeps_its_error_for_those_that_report_errors(caplog):
+def test_a_log_record_keeps_its_exception_for_handlers(caplog):
     problem = raised(ValueError(FORGED))
     logger("test").error("failed", exc_info=problem)
     (record,) = caplog.records

@@ -27,7 +27,7 @@ from tests.for_each import for_each
 KINDS = [(ClientConfig, ClientOptions), (ConsumerConfig, ConsumerOptions), (ProducerConfig, ProducerOptions)]
 
 
-def test_what_is_made_from_the_options_is_up_to_date():
+def test_the_texts_made_from_the_options_are_up_to_date():
     differing = [file.name for file, text in options.made().items() if file.read_text() != text]
     assert not differing, "run: python -m tests.options --write"
 
@@ -50,7 +50,7 @@ FACES = {
 
 
 @for_each("face, keywords", [(face, keywords) for keywords, faces in FACES.items() for face in faces])
-def test_a_face_takes_the_options_of_its_config(face, keywords):
+def test_each_public_class_takes_the_options_of_its_config(face, keywords):
     (unpacked,) = get_args(get_type_hints(face.__init__)["options"])
     assert unpacked is keywords
 

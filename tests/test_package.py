@@ -240,7 +240,7 @@ CHECKS = (
 
 @pytest.mark.live
 @pytest.mark.slow("builds the package")
-def test_what_is_built(tmp_path, subtests):
+def test_the_built_distributions(tmp_path, subtests):
     built = Built(tmp_path)
     for check in CHECKS:
         with subtests.test(check.__name__):

@@ -20,7 +20,7 @@ def test_each_mistake_has_an_input_or_a_seed():
 
 
 @pytest.mark.live
-def test_a_fork_that_dies_says_how(capfd):
+def test_a_dying_fork_reports_its_exit_status(capfd):
     assert planted_mistakes.in_fork(lambda: ["a", 1]) == ["a", 1]
     assert planted_mistakes.in_fork(lambda: planted_mistakes.os._exit(7)) == f"{planted_mistakes.DIED} 7"
     with pytest.raises(RuntimeError):

@@ -45,7 +45,7 @@ def test_a_killed_broker_keeps_its_messages(real_cluster, names):
     wait_until(lambda: len(real_cluster.messages(topic)) == 5, "the broker shows what it had stored")
 
 
-def test_routes_say_where_a_topic_can_be_read_and_written(real_cluster, names):
+def test_routes_have_the_readable_and_writable_queues(real_cluster, names):
     topic = names.topic()
     real_cluster.create_topic(topic, read_queues=3, write_queues=2)
     assert {each.queue.queue_id for each in real_cluster.send(topic, lambda number: b"%d" % number, count=6)} == {0, 1}

@@ -63,7 +63,7 @@ def test_events_and_their_log_lines_are_one_short_line(embedded, caplog):
     assert_fit(*events.all, *(event.text for event in events.all), *logged(caplog))
 
 
-def test_what_a_listener_says_forges_no_line(embedded, caplog):
+def test_a_text_of_a_listener_forges_no_line(embedded, caplog):
     embedded.send("orders", b"one")
     events = Events()
 
@@ -79,7 +79,7 @@ def test_what_a_listener_says_forges_no_line(embedded, caplog):
     assert_fit(*events.all, *logged(caplog))
 
 
-def test_a_text_that_another_error_quotes_is_fit():
+def test_a_text_quoted_by_another_error_is_escaped():
     for error in (RocketError(FORGED), ConnectError(FORGED, FORGED), BrokerError(1, FORGED, FORGED)):
         assert_fit(error, repr(error))
     assert_fit(ConsumerEvent(EventKind.OFFSET_RESET, FORGED, None, {"topic": FORGED}))
@@ -101,7 +101,7 @@ def test_a_value_is_shown_as_one_short_line_whatever_it_does(error):
     assert safe_repr("as short as this") == "'as short as this'"
 
 
-def test_words_of_all_languages_stay_as_they_are():
+def test_letters_of_all_languages_are_unchanged():
     for text in ("订单　已付", "ناقص", "naïve – 10 €", "👩‍🚀", "a\\b"):
         assert escape_controls(text) == text
         assert str(RocketError(text)) == text

@@ -148,7 +148,7 @@ SAID = re.compile(r"^([^:]+):(\d+): (error|note): (.*?)(?:  \[([\w-]+)\])?$")
 
 @pytest.mark.live
 @pytest.mark.slow("mypy reads the whole package")
-def test_mypy_finds_the_mistakes_and_nothing_else(tmp_path):
+def test_mypy_finds_exactly_the_mistakes(tmp_path):
     """`# E:` says which errors a line has, `# R:` the type it reveals; no other line has any."""
     wanted: dict[tuple[str, int], set[str]] = {}
     for name, program in PROGRAMS.items():

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from pyrocket_consumer.testing import EmbeddedBroker
+from tests.testing.broker_and_client import VERSIONS, broker_with_topic
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import VERSIONS, talking_to
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def version() -> str:
 def broker(request: pytest.FixtureRequest, version: str) -> Iterator[EmbeddedBroker]:
     """A broker with the topic `T`; `@pytest.mark.cluster(**options)` says how its cluster is made."""
     marker = request.node.get_closest_marker("cluster")
-    with talking_to(**{"version": version, **(marker.kwargs if marker else {})}) as broker:
+    with broker_with_topic(**{"version": version, **(marker.kwargs if marker else {})}) as broker:
         yield broker
 
 

@@ -16,7 +16,7 @@ from pyrocket_consumer.protocol.frame import JSON_HEADER, ONEWAY_FLAG, FrameBuff
 from pyrocket_consumer.protocol.message import encode_properties
 from pyrocket_consumer.protocol.subscription import parse_subscription
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 class RawClient:
@@ -26,7 +26,7 @@ class RawClient:
         self.client_id = client_id
         self.received: list[RemotingCommand] = []
         host, port = address.split(":")
-        self._socket = socket.create_connection((host, int(port)), PATIENCE_S)
+        self._socket = socket.create_connection((host, int(port)), TIMEOUT_S)
         self._frames = FrameBuffer()
         self._opaques = itertools.count(1)
         self._answers: dict[int, list[RemotingCommand]] = {}
@@ -59,7 +59,7 @@ class RawClient:
     def send_bytes(self, data: bytes) -> None:
         self._socket.sendall(data)
 
-    def call(self, *what: Any, timeout_s: float = PATIENCE_S, **options: Any) -> RemotingCommand:
+    def call(self, *what: Any, timeout_s: float = TIMEOUT_S, **options: Any) -> RemotingCommand:
         """Send a request and return its answer; the arguments are those of `post`."""
         return self.answer(self.post(*what, **options), timeout_s)
 
@@ -84,14 +84,14 @@ class RawClient:
             command.flag = ONEWAY_FLAG
         return self.send(command, header_type)
 
-    def answer(self, opaque: int, timeout_s: float = PATIENCE_S) -> RemotingCommand:
+    def answer(self, opaque: int, timeout_s: float = TIMEOUT_S) -> RemotingCommand:
         """Return the answer to a request sent before."""
         deadline = time.monotonic() + timeout_s
         while not self._answers.get(opaque):
             self._read(deadline)
         return self._answers[opaque].pop(0)
 
-    def wait_received(self, code: int, count: int = 1, timeout_s: float = PATIENCE_S) -> list[RemotingCommand]:
+    def wait_received(self, code: int, count: int = 1, timeout_s: float = TIMEOUT_S) -> list[RemotingCommand]:
         """Return the server's requests of `code` once there are `count`."""
         deadline = time.monotonic() + timeout_s
         while len(found := [command for command in self.received if command.code == code]) < count:
@@ -110,7 +110,7 @@ class RawClient:
     def _count(self) -> int:
         return sum(map(len, self._answers.values())) + len(self.received)
 
-    def wait_closed(self, timeout_s: float = PATIENCE_S) -> str:
+    def wait_closed(self, timeout_s: float = TIMEOUT_S) -> str:
         """Wait until the server ends the connection; return "closed" or "reset"."""
         deadline = time.monotonic() + timeout_s
         while True:

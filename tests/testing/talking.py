@@ -17,7 +17,7 @@ VERSIONS = ("4.9.7", "5.1.4", "5.3.3", "5.5.0")
 
 
 @contextmanager
-def talking_to(queues: int = 2, **options: Any) -> Iterator[EmbeddedBroker]:
+def broker_with_topic(queues: int = 2, **options: Any) -> Iterator[EmbeddedBroker]:
     """Yield a broker with the topic `T`."""
     with EmbeddedCluster(**{"long_poll_tick_s": 0.2, "delay_scale": 0.01, **options}) as cluster:
         cluster.create_topic("T", queues=queues)
@@ -25,9 +25,9 @@ def talking_to(queues: int = 2, **options: Any) -> Iterator[EmbeddedBroker]:
 
 
 @contextmanager
-def talking(**options: Any) -> Iterator[tuple[EmbeddedBroker, RawClient]]:
+def broker_and_client(**options: Any) -> Iterator[tuple[EmbeddedBroker, RawClient]]:
     """Yield a broker with the topic `T`, and a client connected to it."""
-    with talking_to(**options) as broker, RawClient(broker.address) as client:
+    with broker_with_topic(**options) as broker, RawClient(broker.address) as client:
         yield broker, client
 
 
@@ -38,8 +38,8 @@ def every_version(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(body)
     def on_release(version: str, **given: Any) -> None:
-        talk = talking(version=version) if takes & {"broker", "client"} else nullcontext((None, None))
-        with talk as (broker, client):
+        opened = broker_and_client(version=version) if takes & {"broker", "client"} else nullcontext((None, None))
+        with opened as (broker, client):
             made = {"version": version, "broker": broker, "client": client}
             body(**given, **{name: made[name] for name in takes & made.keys()})
 
@@ -51,7 +51,7 @@ def every_version(test: Callable[..., None]) -> Callable[..., None]:
     return for_each("version", VERSIONS)(on_release)
 
 
-def facts(answer: RemotingCommand) -> tuple[int, str | None, int, int, int]:
+def pull_result(answer: RemotingCommand) -> tuple[int, str | None, int, int, int]:
     """Return what a pull's answer says: code, remark, next, min and max offset."""
     fields = answer.fields
     return (

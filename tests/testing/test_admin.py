@@ -9,14 +9,17 @@ from pyrocket_consumer.protocol import bodies, fastjson
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.command import CreateTopicHeader, DeleteSubscriptionGroupHeader
 from pyrocket_consumer.protocol.message import decode_messages
+from tests.testing.broker_and_client import broker_and_client, every_version
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import every_version, talking
 
 
 @every_version
 def test_topics_are_created_and_changed(version: str) -> None:
     bad = 29 if version in ("5.3.3", "5.5.0") else 1
-    with talking(version=version) as (broker, client), RawClient(broker.cluster.name_server) as to_name_server:
+    with (
+        broker_and_client(version=version) as (broker, client),
+        RawClient(broker.cluster.name_server) as to_name_server,
+    ):
         for queues in (3, 5):
             assert client.call(CreateTopicHeader("new", read_queue_nums=queues, write_queue_nums=2)).code == 0
             route = to_name_server.call(RequestCode.GET_ROUTEINFO_BY_TOPIC, {"topic": "new"})
@@ -141,7 +144,7 @@ def test_single_messages_are_found(broker, client):
 
 @pytest.mark.differs("requests")
 @every_version
-def test_what_is_not_there_is_answered_as_what_nobody_knows(client):
+def test_a_missing_message_gets_the_response_of_an_unknown_one(client):
     pop, reply, recall, make_user, query_static_topic = 200050, 324, 370, 3001, 513
     for code in (pop, reply, recall, make_user, query_static_topic):
         assert client.call(code, {"topic": "T", "group": "G"}).code == 3

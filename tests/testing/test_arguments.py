@@ -68,7 +68,7 @@ def cluster():
 
 
 @for_each("owner, method, name", TABLE)
-def test_a_wrong_argument_is_told_and_nothing_is_done(cluster, owner, method, name):
+def test_a_wrong_argument_raises_and_changes_nothing(cluster, owner, method, name):
     broker = cluster.broker("broker-a")
     right, wrong = (CALLS if owner == "cluster" else BROKER_CALLS)[method]
     for value in wrong[name]:
@@ -81,6 +81,6 @@ def test_a_wrong_argument_is_told_and_nothing_is_done(cluster, owner, method, na
 
 @for_each("option", ["slaves", "name_servers", "port", "side_by_side_s"])
 @for_each("value", ["1", None, True, -1, [1]])
-def test_a_cluster_is_not_made_with_wrong_options(option, value):
+def test_wrong_options_raise_before_the_start(option, value):
     with pytest.raises(ConfigError, match=option):
         EmbeddedCluster(**{option: value})

@@ -22,8 +22,8 @@ from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.testing.clock import Clock
 from pyrocket_consumer.testing.recording import Changes
 from pyrocket_consumer.testing.server import Server
+from tests.testing.broker_and_client import broker_and_client, pull_result
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import facts, talking
 
 
 def test_a_broker_starts_again_on_its_port_with_its_data(broker, client):
@@ -47,7 +47,7 @@ def test_a_broker_starts_again_on_its_port_with_its_data(broker, client):
 @pytest.mark.differs("ends")
 @pytest.mark.parametrize("lose", [False, True])
 def test_a_killed_broker_may_lose_unflushed_commits(lose: bool) -> None:
-    with talking(flush_offsets_s=600) as (broker, client):
+    with broker_and_client(flush_offsets_s=600) as (broker, client):
         broker.create_group("G")
         client.commit("G", "T", 0, 1)
         broker.flush_offsets()
@@ -59,7 +59,7 @@ def test_a_killed_broker_may_lose_unflushed_commits(lose: bool) -> None:
 
 
 def test_commits_are_flushed_by_time() -> None:
-    with talking(flush_offsets_s=0.05) as (broker, client):
+    with broker_and_client(flush_offsets_s=0.05) as (broker, client):
         broker.create_group("G")
         client.commit("G", "T", 0, 2)
         before = broker.core.state.offsets._flushed
@@ -70,7 +70,7 @@ def test_commits_are_flushed_by_time() -> None:
 
 
 def test_a_delayed_message_survives_a_restart() -> None:
-    with talking(delay_scale=2) as (broker, client):
+    with broker_and_client(delay_scale=2) as (broker, client):
         client.produce("T", properties={"DELAY": "1"})
         broker.kill()
         assert broker.max_offset("T", 0) == 0
@@ -84,7 +84,7 @@ def test_messages_are_lost_at_either_end(broker, client):
     broker.delete_before("T", 0, 3)
     broker.truncate("T", 0, 8)
     assert (broker.min_offset("T", 0), broker.max_offset("T", 0)) == (3, 8)
-    assert facts(client.pull("T", 0, 10)) == (21, "OFFSET_OVERFLOW_BADLY", 8, 3, 8)
+    assert pull_result(client.pull("T", 0, 10)) == (21, "OFFSET_OVERFLOW_BADLY", 8, 3, 8)
     broker.cluster.send("T", b"new", queue_id=0)
     assert decode_messages(client.pull("T", 0, 8).body)[0].body == b"new"
 
@@ -96,7 +96,7 @@ def test_everything_is_lost(broker, client):
     assert (broker.committed("G", "T"), broker.max_offset("T", 0)) == ({}, 3)
     broker.commit("G", "T", {0: 3})
     broker.lose_data(offsets=False)
-    assert facts(client.pull("T", 0, 3)) == (21, "NO_MESSAGE_IN_QUEUE", 0, 0, 0)
+    assert pull_result(client.pull("T", 0, 3)) == (21, "NO_MESSAGE_IN_QUEUE", 0, 0, 0)
     assert broker.committed("G", "T") == {0: 3}
 
 
@@ -122,10 +122,10 @@ def test_a_slave_takes_over() -> None:
         with RawClient(new.address) as to_new, RawClient(old.address) as to_old:
             assert to_new.produce("T").code == 0
             assert to_old.produce("T").code == 2
-            assert facts(to_old.pull("T", 0, 9))[0] == 20
+            assert pull_result(to_old.pull("T", 0, 9))[0] == 20
 
 
-def test_the_new_master_delivers_what_the_old_one_had_to() -> None:
+def test_a_new_master_delivers_the_delayed_messages_of_the_old_one() -> None:
     with EmbeddedCluster(slaves=1, delay_scale=2) as cluster:
         cluster.create_topic("T", queues=1)
         old = cluster.broker("broker-a")
@@ -149,8 +149,8 @@ def test_the_new_master_delivers_what_the_old_one_had_to() -> None:
         assert [message.body for message in old.messages("T")] == [b"half", b"delayed"]
 
 
-def test_a_dead_broker_s_route_may_stay() -> None:
-    with talking() as (broker, _), RawClient(broker.cluster.name_server) as client:
+def test_a_dead_broker_may_keep_its_route() -> None:
+    with broker_and_client() as (broker, _), RawClient(broker.cluster.name_server) as client:
         broker.kill(keep_route=True)
         assert client.call(RequestCode.GET_ROUTEINFO_BY_TOPIC, {"topic": "T"}).code == 0
 
@@ -184,14 +184,14 @@ def test_broken_frames_end_the_connection_without_an_answer() -> None:
         struct.pack(">II", 4 + len(json), 2 << 24 | len(json)) + json,
         struct.pack(">II", 4 + len(json), len(json)) + json,
     ):
-        with talking() as (broker, client):
+        with broker_and_client() as (broker, client):
             client.send_bytes(data.ljust(12, b"\0"))
             assert client.wait_closed() in ("closed", "reset")
             assert broker.requests() == []
 
 
 def test_idle_connections_are_closed() -> None:
-    with talking(idle_timeout_s=0.2) as (_, client):
+    with broker_and_client(idle_timeout_s=0.2) as (_, client):
         assert client.wait_closed() == "closed"
 
 
@@ -203,7 +203,7 @@ def test_connections_can_be_ended_by_the_test(broker, client):
 
 def test_requests_must_be_signed_where_there_is_an_account() -> None:
     for version, code in (("4.9.7", 1), ("5.5.0", 16)):
-        with talking(version=version, account=("ak", "sk")) as (_, client):
+        with broker_and_client(version=version, account=("ak", "sk")) as (_, client):
             fields = {"topic": "T", "queueId": "0"}
             assert client.call(RequestCode.GET_MAX_OFFSET, fields).code == code
             assert client.call(RequestCode.GET_MAX_OFFSET, sign(fields, b"", "ak", "sk")).code == 0
@@ -212,7 +212,7 @@ def test_requests_must_be_signed_where_there_is_an_account() -> None:
 
 
 @pytest.mark.live
-def test_ports_stay_ours_while_a_broker_is_down(broker):
+def test_a_stopped_broker_keeps_its_port_reserved(broker):
     broker.stop()
     host, port = broker.address.split(":")
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -292,7 +292,7 @@ def test_wrong_options_name_the_remedy() -> None:
 def test_nothing_is_left_open() -> None:
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     for _ in range(3):
-        with talking() as (_, client):
+        with broker_and_client() as (_, client):
             client.heartbeat("G", "T")
     after = len(os.listdir("/proc/self/fd")) if before else 0
     assert after <= before + 1
@@ -341,7 +341,7 @@ with EmbeddedCluster() as cluster:
 @pytest.mark.live
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_a_forked_child_does_not_listen_in_its_parent_s_place(end: str) -> None:
+def test_a_forked_child_does_not_listen_on_the_port_of_a_stopped_broker(end: str) -> None:
     """As `multiprocessing` forks them: a broker that stops while there are children has stopped, and starts again."""
     done = subprocess.run(
         [sys.executable, "-c", _OF_FORKS, end], capture_output=True, text=True, timeout=120, check=False
@@ -350,7 +350,7 @@ def test_a_forked_child_does_not_listen_in_its_parent_s_place(end: str) -> None:
     assert "runs in the process that started it" in done.stdout
 
 
-def test_what_is_closed_says_so() -> None:
+def test_calls_after_close_raise() -> None:
     with EmbeddedCluster() as cluster:
         broker = cluster.broker("broker-a")
     for action in (broker.stop, broker.kill, broker.start, broker.restart, lambda: broker.messages("T")):
@@ -369,7 +369,7 @@ ENDS = {
 @pytest.mark.live
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("end", ENDS)
-def test_who_connects_while_it_closes_leaves_nothing_open(end, turn):
+def test_connecting_during_a_close_leaks_no_socket(end, turn):
     connected, closed = threading.Semaphore(0), threading.Event()
 
     def knock(address: str) -> None:

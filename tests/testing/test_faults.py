@@ -29,8 +29,8 @@ from pyrocket_consumer.testing import (
     rewrite,
 )
 from tests.for_each import for_each
+from tests.testing.broker_and_client import broker_and_client
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import talking
 
 MAX, COMMIT, PULL = RequestCode.GET_MAX_OFFSET, RequestCode.UPDATE_CONSUMER_OFFSET, RequestCode.PULL_MESSAGE
 QUEUE = {"topic": "T", "queueId": 0}
@@ -41,7 +41,7 @@ def commit_fields(offset: int = 5) -> dict[str, object]:
 
 
 def test_drop_loses_the_request_and_drop_answer_only_the_answer() -> None:
-    with talking(version="4.9.7") as (broker, client):
+    with broker_and_client(version="4.9.7") as (broker, client):
         broker.on(COMMIT, drop)
         broker.on(COMMIT, drop_answer)
         client.post(COMMIT, commit_fields(5))
@@ -66,14 +66,14 @@ def test_counted_conditional_and_lasting_faults(broker, client):
 
 
 @pytest.mark.differs("busy")
-def test_an_answer_of_the_test_s_own(broker, client):
+def test_a_test_can_define_the_response(broker, client):
     broker.on(PULL, answer(21, "OFFSET_RESET", {"nextBeginOffset": "7"}, b"body"))
     got = client.pull("T", 0, 0)
     assert (got.code, got.remark, got.fields, got.body) == (21, "OFFSET_RESET", {"nextBeginOffset": "7"}, b"body")
 
 
 def test_delays() -> None:
-    with talking(version="4.9.7") as (broker, client):
+    with broker_and_client(version="4.9.7") as (broker, client):
         broker.on(COMMIT, delay(0.2))
         start = time.monotonic()
         opaque = client.post(COMMIT, commit_fields())
@@ -101,7 +101,7 @@ def test_faults_of_all_codes_and_of_one_take_turns(broker, client):
     assert client.call(MAX, QUEUE).code == 0
 
 
-def test_a_fault_now_and_then_leaves_the_other_requests_alone(broker, client):
+def test_a_fault_now_and_then_changes_no_other_request(broker, client):
     broker.on(MAX, now_and_then(0.3, answer(2)), times=None)
     codes = [client.call(MAX, QUEUE).code for _ in range(100)]
     assert set(codes) == {0, 2}
@@ -110,7 +110,7 @@ def test_a_fault_now_and_then_leaves_the_other_requests_alone(broker, client):
 
 
 def test_connections_end() -> None:
-    with talking(version="4.9.7") as (broker, _):
+    with broker_and_client(version="4.9.7") as (broker, _):
         for fault, ends, committed in (
             (close_connection, "closed", {}),
             (reset_connection, "reset", {}),
@@ -162,7 +162,7 @@ def test_an_answer_is_rewritten(broker, client):
 
 
 def test_faults_reach_the_answers_of_held_pulls() -> None:
-    with talking(long_poll_tick_s=600.0) as (broker, client):
+    with broker_and_client(long_poll_tick_s=600.0) as (broker, client):
         broker.on(PULL, duplicate)
         opaque = client.post_pull("T", 0, 0, sysFlag=6, suspendTimeoutMillis=15_000)
         broker.cluster.wait_until(lambda: broker.held_pulls() == 1)
@@ -173,7 +173,7 @@ def test_faults_reach_the_answers_of_held_pulls() -> None:
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_gate_holds_requests_or_answers(answers: bool) -> None:
     gate = Gate(answers=answers)
-    with talking(version="4.9.7") as (broker, client):
+    with broker_and_client(version="4.9.7") as (broker, client):
         broker.on(COMMIT, gate, times=None)
         opaques = [client.post(COMMIT, commit_fields(offset)) for offset in (5, 6)]
         assert [command.fields["commitOffset"] for command in gate.wait_held(2)] == ["5", "6"]
@@ -210,9 +210,9 @@ def test_requests_are_recorded_and_waited_for(broker, client):
         broker.wait_for(COMMIT, timeout_s=0.01)
 
 
-def test_recording_is_bounded_and_can_be_left_out() -> None:
+def test_recording_is_bounded_and_can_be_disabled() -> None:
     for limit in (3, 0):
-        with talking(record_limit=limit) as (broker, client):
+        with broker_and_client(record_limit=limit) as (broker, client):
             for offset in range(5):
                 client.commit("G", "T", 0, offset)
             offsets = [each.command.fields["commitOffset"] for each in broker.requests(COMMIT)]
@@ -229,7 +229,7 @@ def test_recording_is_bounded_and_can_be_left_out() -> None:
         ({"when": "always"}, "when='always' is not a condition"),
     ],
 )
-def test_what_is_no_fault_is_refused(broker, client, options, text):
+def test_an_invalid_fault_is_refused(broker, client, options, text):
     given: dict[str, Any] = {"code": MAX, "fault": drop, **options}
     with pytest.raises(ConfigError, match=text):
         broker.on(given.pop("code"), given.pop("fault"), **given)
@@ -255,7 +255,7 @@ NOT_MADE_YET = "returns a fault; call it first|missing 1 required"
 def test_a_mistake_in_a_fault_fails_the_test_that_made_it(fault, options, text):
     """It loses no request silently: the connection ends, and the cluster with the error."""
     ended = None
-    with pytest.raises(RuntimeError, match=text), talking() as (broker, client):
+    with pytest.raises(RuntimeError, match=text), broker_and_client() as (broker, client):
         broker.on(MAX, fault, **options)
         client.post(MAX, QUEUE)
         ended = client.wait_closed()

@@ -39,7 +39,7 @@ def conversation(version: str) -> list[tuple[golden.Entry, golden.Entry | None]]
     ]
 
 
-class Places:
+class Translation:
     """Where things are here that were elsewhere at the recorded broker."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ def without_addresses(value: Any) -> Any:
 
 @pytest.mark.parametrize("version", golden.VERSIONS)
 def test_answers_are_those_of_a_real_broker(version: str) -> None:
-    places = Places()
+    places = Translation()
     differences = []
     with EmbeddedCluster(version=version, delay_scale=0.01, long_poll_tick_s=0.1) as cluster:
         cluster.create_topic(TOPIC, queues=2)

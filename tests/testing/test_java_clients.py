@@ -71,7 +71,9 @@ def test_an_orderly_consumer_locks_its_queues(embedded: EmbeddedCluster, java: J
         assert locks[MessageQueue("orders", "broker-a", 0)] == consumer.client_id
 
 
-def test_failed_messages_come_again_and_delayed_ones_late(embedded: EmbeddedCluster, java: JavaMachine) -> None:
+def test_failed_messages_are_redelivered_and_delayed_ones_arrive_late(
+    embedded: EmbeddedCluster, java: JavaMachine
+) -> None:
     embedded.create_topic("%RETRY%app", queues=1)  # or the client asks for its route again only after 30 s
     with (
         java.producer(embedded.name_server) as producer,

@@ -9,8 +9,8 @@ import pytest
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.message import decode_messages
 from tests.for_each import for_each
+from tests.testing.broker_and_client import broker_and_client, every_version, pull_result
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import every_version, facts, talking
 
 HOLD = {"sysFlag": 6, "suspendTimeoutMillis": 15_000}
 NO_TICK = {"long_poll_tick_s": 600.0}
@@ -28,13 +28,13 @@ def held(broker, client, offset=0, **options):
 
 @every_version
 def test_a_message_wakes_every_pull_of_its_queue_at_once(version):
-    with talking(version=version, **NO_TICK) as (broker, client), RawClient(broker.address) as producer:
+    with broker_and_client(version=version, **NO_TICK) as (broker, client), RawClient(broker.address) as producer:
         first, second = client.post_pull("T", 0, 0, **HOLD), client.post_pull("T", 0, 0, **HOLD)
         other = client.post_pull("T", 1, 0, **HOLD)
         broker.cluster.wait_until(lambda: broker.held_pulls("T") == 3)
         producer.produce("T", b"hello")
         for opaque in (first, second):
-            assert facts(client.answer(opaque)) == (0, "FOUND", 1, 0, 1)
+            assert pull_result(client.answer(opaque)) == (0, "FOUND", 1, 0, 1)
         assert broker.held_pulls("T") == 1
         producer.produce("T", queue_id=1)
         assert client.answer(other).code == 0
@@ -55,7 +55,7 @@ def test_waking_takes_about_a_millisecond(broker, client):
 def test_an_empty_answer_comes_at_a_tick_after_the_timeout(client):
     start = time.monotonic()
     answer = client.pull("T", 0, 0, sysFlag=6, suspendTimeoutMillis=300)
-    assert facts(answer) == (19, "NO_MESSAGE_IN_QUEUE", 0, 0, 0)
+    assert pull_result(answer) == (19, "NO_MESSAGE_IN_QUEUE", 0, 0, 0)
     assert time.monotonic() - start >= 0.3
 
 
@@ -67,7 +67,7 @@ def test_the_suspend_bit_alone_holds_to_the_next_tick(broker, client, timeout_ms
     assert client.pull("T", 0, 0, sysFlag=4, suspendTimeoutMillis=15_000).code == 19
 
 
-def test_only_what_could_find_a_message_is_held(broker, client):
+def test_only_pulls_at_the_end_of_a_queue_are_held(broker, client):
     client.produce("T", properties={"TAGS": "A"})
     assert client.pull("T", 0, 9, **HOLD).code == 21
     assert client.pull("T", 0, -1, **HOLD).code == 21
@@ -75,19 +75,19 @@ def test_only_what_could_find_a_message_is_held(broker, client):
     assert broker.held_pulls() == 0
 
 
-def test_an_unwanted_message_wakes_nobody_till_the_next_tick(broker, client, other):
+def test_a_message_that_no_pull_matches_wakes_none_before_the_next_tick(broker, client, other):
     opaque = held(broker, client, subscription="A")
     other.produce("T", properties={"TAGS": "B"})
     other.produce("T")
     assert broker.held_pulls() == 1
     broker.tick()
-    assert facts(client.answer(opaque)) == (20, "NO_MATCHED_MESSAGE", 2, 0, 2)
+    assert pull_result(client.answer(opaque)) == (20, "NO_MATCHED_MESSAGE", 2, 0, 2)
     opaque = held(broker, client, 2, subscription="A")
     other.produce("T", properties={"TAGS": "A"})
-    assert facts(client.answer(opaque)) == (0, "FOUND", 3, 0, 3)
+    assert pull_result(client.answer(opaque)) == (0, "FOUND", 3, 0, 3)
 
 
-def test_a_woken_pull_goes_by_the_subscription_of_now(broker, client):
+def test_a_woken_pull_uses_the_current_subscription(broker, client):
     client.heartbeat("G", "T", expression="A", sub_version=1)
     opaque = held(broker, client, sysFlag=2, subscription=None, subVersion=1)
     client.heartbeat("G", "T", expression="A || B", sub_version=2)
@@ -96,7 +96,7 @@ def test_a_woken_pull_goes_by_the_subscription_of_now(broker, client):
     assert [message.tags for message in decode_messages(client.answer(opaque).body)] == ["B", "A"]
 
 
-def test_a_held_pull_commits_when_it_comes_and_not_again(broker, client):
+def test_a_held_pull_commits_on_arrival_and_only_then(broker, client):
     opaque = client.post_pull("T", 0, 0, **{**HOLD, "sysFlag": 7, "commitOffset": 0})
     broker.cluster.wait_until(lambda: broker.committed("G", "T") == {0: 0})
     client.commit("G", "T", 0, 5)
@@ -109,7 +109,7 @@ def test_a_held_pull_commits_when_it_comes_and_not_again(broker, client):
 def test_without_long_polling_a_pull_waits_a_second_at_most(broker, client, other):
     opaque = held(broker, client)
     other.produce("T")  # does not wake it; the tick finds it
-    assert facts(client.answer(opaque)) == (0, "FOUND", 1, 0, 1)
+    assert pull_result(client.answer(opaque)) == (0, "FOUND", 1, 0, 1)
     assert client.pull("T", 0, 1, **HOLD).code == 19
 
 

@@ -6,8 +6,8 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol import bodies, fastjson
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing.queue_locks import QueueLocks
+from tests.testing.broker_and_client import broker_and_client, every_version
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import every_version, talking
 
 NOTIFY = RequestCode.NOTIFY_CONSUMER_IDS_CHANGED
 
@@ -19,7 +19,10 @@ def members(client: RawClient, group: str = "G") -> list[str]:
 
 @every_version
 def test_the_first_heartbeat(version: str) -> None:
-    with talking(version=version) as (broker, client), RawClient(broker.cluster.name_server) as to_name_server:
+    with (
+        broker_and_client(version=version) as (broker, client),
+        RawClient(broker.cluster.name_server) as to_name_server,
+    ):
         nobody = client.call(RequestCode.GET_CONSUMER_LIST_BY_GROUP, {"consumerGroup": "G"})
         assert (nobody.code, nobody.remark) == (1, "no consumer for this group, G")
         answer = client.heartbeat("G", "T")
@@ -36,7 +39,7 @@ def test_the_first_heartbeat(version: str) -> None:
 
 
 @every_version
-def test_everybody_is_told_of_a_new_member_and_of_one_that_left(broker, client):
+def test_members_are_notified_of_a_join_and_a_leave(broker, client):
     client.heartbeat("G", "T")
     with RawClient(broker.address, "c2") as second:
         second.heartbeat("G", "T")
@@ -54,7 +57,7 @@ def test_everybody_is_told_of_a_new_member_and_of_one_that_left(broker, client):
 
 
 def test_the_broker_knows_members_by_connection() -> None:
-    with talking() as (broker, client), RawClient(broker.address, "c1") as twin:
+    with broker_and_client() as (broker, client), RawClient(broker.address, "c1") as twin:
         client.heartbeat("G", "T")
         twin.heartbeat("G", "T")
         assert members(client) == ["c1", "c1"]
@@ -76,7 +79,7 @@ def test_notices_can_be_switched_off(broker, client):
     assert client.is_silent()
 
 
-def test_a_group_subscribes_as_its_last_heartbeat_says(broker, client, second):
+def test_the_last_heartbeat_sets_the_subscriptions_of_a_group(broker, client, second):
     client.heartbeat("G", "T", expression="A", sub_version=5)
     second.heartbeat("G", "T", expression="B", sub_version=5)
     assert broker.subscriptions("G")["T"].expression == "A"  # only a greater version replaces
@@ -90,7 +93,7 @@ def test_a_group_subscribes_as_its_last_heartbeat_says(broker, client, second):
     assert bodies.decode_consumer_connection(stats.body).message_model == "BROADCASTING"
 
 
-def test_an_empty_heartbeat_is_taken_and_none_is_not(client):
+def test_an_empty_heartbeat_is_accepted_and_a_missing_body_is_not(client):
     assert client.call(RequestCode.HEART_BEAT, body=b"{}").code == 0
     assert client.call(RequestCode.HEART_BEAT).code == 1
     subscription = {"topic": "T", "subString": "*", "subVersion": 1}
@@ -122,8 +125,8 @@ def test_heartbeats_without_subscriptions(broker, client, version):
 
 
 @every_version
-def test_groups_that_may_not_be_made(version: str) -> None:
-    with talking(version=version, auto_create_groups=False) as (broker, client):
+def test_groups_that_brokers_do_not_create(version: str) -> None:
+    with broker_and_client(version=version, auto_create_groups=False) as (broker, client):
         assert client.heartbeat("G", "T").code == 0
         assert members(client) == (["c1"] if version == "4.9.7" else [])
         assert broker.core.state.topics.get("%RETRY%G") is None
@@ -132,7 +135,7 @@ def test_groups_that_may_not_be_made(version: str) -> None:
 
 def test_a_silent_member_expires_and_its_connection_is_closed() -> None:
     options = {"member_expiry_s": 0.3, "scan_interval_s": 0.1}
-    with talking(**options) as (broker, client), RawClient(broker.address, "c2") as other:
+    with broker_and_client(**options) as (broker, client), RawClient(broker.address, "c2") as other:
         client.heartbeat("G", "T")
         other.heartbeat("G", "T")
         client.heartbeat("G", "T")
@@ -219,7 +222,7 @@ def test_check_client_config(broker, client):
 @every_version
 def test_query_assignment(version: str) -> None:
     with (
-        talking(version=version, queues=8) as (broker, client),
+        broker_and_client(version=version, queues=8) as (broker, client),
         RawClient(broker.address, "c2") as second,
         RawClient(broker.address, "c3") as third,
     ):

@@ -8,8 +8,8 @@ from pyrocket_consumer.protocol import bodies, fastjson
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.testing.broker_and_client import every_version
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import every_version
 
 ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
 
@@ -56,7 +56,7 @@ def test_an_unknown_code_is_answered_by_5_only(version: str) -> None:
             assert to_broker.is_silent()
 
 
-def test_a_topic_s_perm_is_cut_by_the_broker_s() -> None:
+def test_the_permission_of_a_broker_limits_that_of_a_topic() -> None:
     with EmbeddedCluster() as cluster, RawClient(cluster.name_server) as client:
         cluster.create_topic("T")
         cluster.broker("broker-a").update_config(brokerPermission=2)
@@ -134,7 +134,7 @@ def test_routes_come_and_go_with_brokers() -> None:
             assert route(client).code == 0
 
 
-def test_several_name_servers_tell_the_same() -> None:
+def test_all_name_servers_return_the_same_routes() -> None:
     with EmbeddedCluster(name_servers=2) as cluster:
         cluster.create_topic("T")
         first, second = cluster.name_server.split(";")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.testing.broker_and_client import every_version
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import every_version
 
 
 @every_version
-def test_a_group_without_an_offset_is_told_zero_or_not_found(broker, client, version):
+def test_a_group_without_an_offset_gets_zero_or_not_found(broker, client, version):
     old = version == "4.9.7"
     empty = client.query("G", "T", 0)
     assert (empty.code, empty.fields.get("offset")) == ((0, "0") if old else (22, None))
@@ -102,7 +102,7 @@ def test_search_by_time(broker, client, version):
         assert search(time_ms, "nowhere") == 0
 
 
-def test_a_slave_keeps_commits_to_itself_and_takes_the_master_s() -> None:
+def test_a_slave_keeps_its_commits_until_it_copies_those_of_the_master() -> None:
     with EmbeddedCluster(slaves=1) as cluster:
         cluster.create_topic("T")
         master, slave = cluster.broker("broker-a"), cluster.broker("broker-a-1")

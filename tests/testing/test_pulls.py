@@ -8,8 +8,8 @@ from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.protocol.message import decode_messages
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
+from tests.testing.broker_and_client import every_version, pull_result
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import every_version, facts
 
 
 @every_version
@@ -23,7 +23,7 @@ from tests.testing.talking import every_version, facts
     ],
 )
 def test_an_empty_queue(client, offset, expected):
-    assert facts(client.pull("T", 0, offset)) == expected
+    assert pull_result(client.pull("T", 0, offset)) == expected
 
 
 @every_version
@@ -45,19 +45,19 @@ def test_a_queue_of_five(client, offset, subscription, expected, found):
     for number in range(5):
         client.produce("T", properties={"TAGS": "odd"} if number % 2 else {})
     answer = client.pull("T", 0, offset, subscription=subscription)
-    assert facts(answer) == expected
+    assert pull_result(answer) == expected
     assert [message.queue_offset for message in decode_messages(answer.body)] == found
 
 
 @pytest.mark.parametrize("offset", [0, 42])
-def test_what_was_deleted_is_too_small(broker, client, offset):
+def test_a_deleted_offset_is_too_small(broker, client, offset):
     for _ in range(48):
         client.produce("T")
     broker.delete_before("T", 0, 43)
-    assert facts(client.pull("T", 0, offset)) == (21, "OFFSET_TOO_SMALL", 43, 43, 48)
-    assert facts(client.pull("T", 0, 43)) == (0, "FOUND", 48, 43, 48)
+    assert pull_result(client.pull("T", 0, offset)) == (21, "OFFSET_TOO_SMALL", 43, 43, 48)
+    assert pull_result(client.pull("T", 0, 43)) == (0, "FOUND", 48, 43, 48)
     broker.delete_before("T", 0, 48)
-    assert facts(client.pull("T", 0, 48)) == (19, "OFFSET_OVERFLOW_ONE", 48, 48, 48)
+    assert pull_result(client.pull("T", 0, 48)) == (19, "OFFSET_OVERFLOW_ONE", 48, 48, 48)
 
 
 @every_version
@@ -76,9 +76,9 @@ def test_the_first_answer_holds_few_messages(broker, client, version):
     assert len(decode_messages(client.pull("T", 1, 0).body)) == 1
 
 
-def test_one_answer_looks_at_no_more_than_800_messages(broker, client):
+def test_one_pull_reads_at_most_800_messages(broker, client):
     broker.cluster.send("T", count=1000, queue_id=0)
-    assert facts(client.pull("T", 0, 0, subscription="nobody")) == (20, "NO_MATCHED_MESSAGE", 800, 0, 1000)
+    assert pull_result(client.pull("T", 0, 0, subscription="nobody")) == (20, "NO_MATCHED_MESSAGE", 800, 0, 1000)
 
 
 @every_version
@@ -93,7 +93,7 @@ def test_the_heartbeat_s_subscription_counts(broker, client):
     client.produce("T")
     answer = client.pull("T", 0, 0, sysFlag=0, subVersion=7)
     assert [message.tags for message in decode_messages(answer.body)] == ["A"]
-    assert facts(answer)[2] == 3
+    assert pull_result(answer)[2] == 3
 
 
 @for_each(
@@ -123,7 +123,7 @@ def test_sql_is_refused_and_unknown_types_select_everything(broker, client):
 
 
 @every_version
-def test_who_may_not_read_is_told_why(broker, client, version):
+def test_a_refused_pull_has_the_reason(broker, client, version):
     kinds = {} if version == "4.9.7" else {"broker": "1", "group": "2", "topic": "3", "broadcasting": "4"}
 
     def refused(**options):
@@ -143,7 +143,7 @@ def test_who_may_not_read_is_told_why(broker, client, version):
     assert refused() == (16, kinds.get("topic"))
 
 
-def test_a_group_is_made_by_a_pull_unless_that_is_forbidden(broker, client):
+def test_a_pull_creates_a_group_unless_that_is_forbidden(broker, client):
     broker.update_config(autoCreateSubscriptionGroup=False)
     assert client.pull("T", 0, 0).code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
     broker.update_config(autoCreateSubscriptionGroup=True)
@@ -153,7 +153,7 @@ def test_a_group_is_made_by_a_pull_unless_that_is_forbidden(broker, client):
 
 
 @every_version
-def test_a_missing_or_broken_field_ends_no_connection(client):
+def test_a_missing_or_broken_field_does_not_end_the_connection(client):
     assert client.call(RequestCode.PULL_MESSAGE, {"topic": "T"}).code == 1
     assert client.pull("T", 0, 0, maxMsgNums="many").code == 1
     assert client.pull("T", 0, 0).code == 19
@@ -182,17 +182,17 @@ def test_a_slave_answers_but_does_not_correct(version: str) -> None:
         cluster.send("T", count=5, queue_id=0)
         master, slave = cluster.broker("broker-a"), cluster.broker("broker-a-1")
         with RawClient(slave.address) as client:
-            assert facts(client.pull("T", 0, 0)) == (0, "FOUND", 5, 0, 5)
-            assert facts(client.pull("T", 0, 5)) == (19, "OFFSET_OVERFLOW_ONE", 5, 0, 5)
+            assert pull_result(client.pull("T", 0, 0)) == (0, "FOUND", 5, 0, 5)
+            assert pull_result(client.pull("T", 0, 5)) == (19, "OFFSET_OVERFLOW_ONE", 5, 0, 5)
             for offset in (6, 11, -1):
                 answer = client.pull("T", 0, offset)
-                assert facts(answer)[0::2] == (20, offset, 5)
+                assert pull_result(answer)[0::2] == (20, offset, 5)
                 assert answer.fields["suggestWhichBrokerId"] == "0"
             client.pull("T", 0, 0, sysFlag=5, commitOffset=3)
             assert slave.committed("G", "T") == ({} if version == "4.9.7" else {0: 3})
             assert master.committed("G", "T") == {}
             slave.update_config(offsetCheckInSlave=True)
-            assert facts(client.pull("T", 0, 6)) == (21, "OFFSET_OVERFLOW_BADLY", 5, 0, 5)
+            assert pull_result(client.pull("T", 0, 6)) == (21, "OFFSET_OVERFLOW_BADLY", 5, 0, 5)
             slave.update_config(slaveReadEnable=False)
             assert client.pull("T", 0, 0).code == (0 if version == "4.9.7" else 2)
 
@@ -212,7 +212,7 @@ def test_lite_pull_came_with_5(broker, client, version):
 
 
 @every_version
-def test_a_binary_request_is_answered_in_kind_by_4_9_only(client, version):
+def test_only_4_9_responds_to_a_binary_request_with_a_binary_header(client, version):
     client.produce("T")
     fields = {"consumerGroup": "G", "topic": "T", "queueId": 0}
     answer = client.call(RequestCode.QUERY_CONSUMER_OFFSET, fields, header_type=1)

@@ -12,7 +12,7 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.testing import EmbeddedCluster, RequestCode
 
 
-def test_what_happens_while_the_cluster_rests_is_seen() -> None:
+def test_a_change_outside_the_cluster_ends_the_wait() -> None:
     happened = threading.Event()
     checks: list[bool] = []
 
@@ -27,7 +27,7 @@ def test_what_happens_while_the_cluster_rests_is_seen() -> None:
     assert checks == [False, False, True]
 
 
-def test_a_slow_listener_is_heard_when_it_returns(rocketmq_cluster) -> None:
+def test_the_wait_ends_when_a_slow_listener_returns(rocketmq_cluster) -> None:
     rocketmq_cluster.create_topic("orders", queues=1)
     rocketmq_cluster.send("orders", b"first")
     returned_at: list[float] = []
@@ -42,7 +42,7 @@ def test_a_slow_listener_is_heard_when_it_returns(rocketmq_cluster) -> None:
         assert time.monotonic() - returned_at[0] < 2  # the next commit, which a node would notice, is 5 s away
 
 
-def test_a_condition_is_looked_at_once_more_at_the_end(rocketmq_cluster) -> None:
+def test_a_condition_is_checked_once_more_after_the_timeout(rocketmq_cluster) -> None:
     began: list[float] = []
 
     def slow() -> bool:
@@ -54,14 +54,14 @@ def test_a_condition_is_looked_at_once_more_at_the_end(rocketmq_cluster) -> None
     assert began[1] - began[0] >= 0.3
 
 
-def test_with_no_time_at_all_it_is_looked_at_once(rocketmq_cluster) -> None:
+def test_a_condition_is_checked_once_without_any_timeout(rocketmq_cluster) -> None:
     checks: list[bool] = []
     with pytest.raises(TimeoutError):
         rocketmq_cluster.wait_until(lambda: checks.append(True), timeout_s=0)  # type: ignore[func-returns-value]
     assert len(checks) == 1
 
 
-def test_the_error_says_what_was_waited_for(rocketmq_cluster) -> None:
+def test_the_error_quotes_the_condition(rocketmq_cluster) -> None:
     bodies: list[bytes] = []
     with pytest.raises(TimeoutError, match=r"within 0\.1 s: test_recording\.py:\d+: .*lambda: bodies == \[b"):
         rocketmq_cluster.wait_until(lambda: bodies == [b"first"], timeout_s=0.1)
@@ -74,7 +74,7 @@ def test_a_condition_that_raises_ends_the_wait(rocketmq_cluster) -> None:
         rocketmq_cluster.wait_until(lambda: bool([][0]))
 
 
-def test_what_cannot_be_waited_for_is_told(rocketmq_cluster) -> None:
+def test_an_invalid_condition_or_timeout_is_refused(rocketmq_cluster) -> None:
     async def later() -> bool:
         return True
 

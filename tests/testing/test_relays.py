@@ -8,15 +8,15 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.bodies import decode_consumer_status_table, encode_consumer_status
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.message import decode_messages
+from tests.testing.broker_and_client import broker_and_client, every_version
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import every_version, talking
 
 RUNNING_INFO = RequestCode.GET_CONSUMER_RUNNING_INFO
 
 
 @every_version
 def test_a_relay_changes_nothing(version: str) -> None:
-    with talking(version=version) as (broker, admin), RawClient(broker.address) as member:
+    with broker_and_client(version=version) as (broker, admin), RawClient(broker.address) as member:
         member.heartbeat("G", "T")
         fields = {"consumerGroup": "G", "clientId": "c1", "jstackEnable": "false", "own": "x"}
         opaque = admin.post(RUNNING_INFO, fields, b"a body")
@@ -33,8 +33,8 @@ def test_a_relay_changes_nothing(version: str) -> None:
         )
 
 
-def test_a_member_that_is_not_there_or_does_not_answer() -> None:
-    with talking(relay_timeout_s=0.2) as (broker, admin), RawClient(broker.address) as member:
+def test_a_missing_or_silent_member() -> None:
+    with broker_and_client(relay_timeout_s=0.2) as (broker, admin), RawClient(broker.address) as member:
         fields = {"consumerGroup": "G", "clientId": "c1", "jstackEnable": "false"}
         absent = admin.call(RUNNING_INFO, fields)
         assert (absent.code, absent.remark) == (1, "The Consumer <G> <c1> not online")
@@ -46,7 +46,7 @@ def test_a_member_that_is_not_there_or_does_not_answer() -> None:
         assert time.monotonic() - start >= 0.2
         [late] = member.wait_received(RUNNING_INFO)
         member.reply(late)  # ignored
-    with talking(relay_timeout_s=600) as (broker, admin), RawClient(broker.address) as member:
+    with broker_and_client(relay_timeout_s=600) as (broker, admin), RawClient(broker.address) as member:
         member.heartbeat("G", "T")
         opaque = admin.post(RUNNING_INFO, fields)
         member.wait_received(RUNNING_INFO)
@@ -57,7 +57,7 @@ def test_a_member_that_is_not_there_or_does_not_answer() -> None:
 @every_version
 def test_consume_directly_carries_the_stored_message(version: str) -> None:
     code = RequestCode.CONSUME_MESSAGE_DIRECTLY
-    with talking(version=version) as (broker, admin), RawClient(broker.address) as member:
+    with broker_and_client(version=version) as (broker, admin), RawClient(broker.address) as member:
         member.heartbeat("G", "T")
         message_id = admin.produce("T", b"hello").fields["msgId"]
         opaque = admin.post(code, {"consumerGroup": "G", "clientId": "c1", "msgId": message_id, "topic": "T"})
@@ -82,7 +82,7 @@ def test_the_status_of_every_member() -> None:
     code, request_code = RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS, RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT
     queue = MessageQueue("T", "broker-a", 0)
     with (
-        talking(status_timeout_s=1.5) as (broker, admin),
+        broker_and_client(status_timeout_s=1.5) as (broker, admin),
         RawClient(broker.address) as first,
         RawClient(broker.address, "c2") as second,
     ):

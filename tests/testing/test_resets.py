@@ -12,8 +12,8 @@ from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedBroker
 from tests import golden
 from tests.for_each import for_each
+from tests.testing.broker_and_client import broker_and_client, pull_result
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import facts, talking
 
 AT_MEMBERS = [("4.9.7", False), ("5.1.4", False), ("5.5.0", False)]
 AT_BROKER = [("5.1.4", True), ("5.3.3", True), ("5.5.0", True)]
@@ -22,7 +22,7 @@ BOTH = AT_MEMBERS + AT_BROKER
 
 def at(mode: tuple[str, bool]) -> AbstractContextManager[tuple[EmbeddedBroker, RawClient]]:
     """A broker of a release that resets at the members, or itself."""
-    return talking(version=mode[0], server_side_reset=mode[1])
+    return broker_and_client(version=mode[0], server_side_reset=mode[1])
 
 
 def reset(
@@ -43,7 +43,7 @@ def ten_messages(broker: EmbeddedBroker) -> None:
 
 
 @pytest.mark.parametrize("mode", AT_MEMBERS)
-def test_what_the_broker_refuses_when_members_are_to_reset(mode: tuple[str, bool]) -> None:
+def test_the_broker_refuses_a_reset_at_members(mode: tuple[str, bool]) -> None:
     with at(mode) as (broker, client):
         refused = reset(client)
         assert (refused.code, refused.remark) == (1, "THe consumer group <G> not exist")
@@ -66,7 +66,7 @@ def test_what_the_broker_refuses_when_members_are_to_reset(mode: tuple[str, bool
 
 
 @pytest.mark.parametrize("mode", AT_BROKER)
-def test_what_the_broker_refuses_when_it_resets_itself(mode: tuple[str, bool]) -> None:
+def test_the_broker_refuses_a_reset_at_the_broker(mode: tuple[str, bool]) -> None:
     with at(mode) as (broker, client):
         assert (reset(client).code, reset(client).remark) == (26, "Group G does not exist")
         broker.create_group("G")
@@ -77,7 +77,7 @@ def test_what_the_broker_refuses_when_it_resets_itself(mode: tuple[str, bool]) -
 
 @for_each("mode", AT_MEMBERS)
 @for_each("language", ["PYTHON", "JAVA", "OTHER", "CPP"])
-def test_members_are_told_in_the_form_of_the_admins_language(mode: tuple[str, bool], language: str) -> None:
+def test_members_get_the_format_of_the_language_of_the_admin(mode: tuple[str, bool], language: str) -> None:
     with at(mode) as (broker, client), RawClient(broker.address, "c2") as second:
         ten_messages(broker)
         client.heartbeat("G", "T")
@@ -141,8 +141,8 @@ def test_a_mark_is_delivered_once_by_the_next_pull(mode: tuple[str, bool]) -> No
         ignored = client.commit("G", "T", 0, 9)
         assert (ignored.code, ignored.remark) == (0, "Offset has been previously reset")
         assert client.query("G", "T", 0).fields == {"offset": "5"}
-        assert facts(other.pull("T", 0, 9)) == (21, "OFFSET_RESET", 5, 0, 10)
-        assert facts(client.pull("T", 0, 9)) == (0, "FOUND", 10, 0, 10)
+        assert pull_result(other.pull("T", 0, 9)) == (21, "OFFSET_RESET", 5, 0, 10)
+        assert pull_result(client.pull("T", 0, 9)) == (0, "FOUND", 10, 0, 10)
         assert client.commit("G", "T", 0, 9).remark is None
 
 
@@ -153,24 +153,24 @@ def test_the_pull_that_takes_a_mark_commits_its_stale_offset(mode: tuple[str, bo
         broker.create_group("G")
         broker.commit("G", "T", {0: 9})
         reset(client, 0)
-        assert facts(client.pull("T", 0, 9, sysFlag=5, commitOffset=7))[:3] == (21, "OFFSET_RESET", 0)
+        assert pull_result(client.pull("T", 0, 9, sysFlag=5, commitOffset=7))[:3] == (21, "OFFSET_RESET", 0)
         assert broker.committed("G", "T")[0] == 7
 
 
 def test_a_held_pull_meets_the_mark_when_its_hold_ends() -> None:
-    with talking(long_poll_tick_s=600.0) as (broker, client):
+    with broker_and_client(long_poll_tick_s=600.0) as (broker, client):
         ten_messages(broker)
         opaque = client.post_pull("T", 0, 10, sysFlag=6, suspendTimeoutMillis=0)
         broker.cluster.wait_until(lambda: broker.held_pulls() == 1)
         reset(client, 0)
         assert broker.held_pulls() == 1
         broker.tick()
-        assert facts(client.answer(opaque)) == (21, "OFFSET_RESET", 0, 0, 10)
+        assert pull_result(client.answer(opaque)) == (21, "OFFSET_RESET", 0, 0, 10)
 
 
 @pytest.mark.parametrize(("version", "expected"), [("5.1.4", {}), ("5.3.3", {0: 10, 1: 0})])
 def test_a_group_that_never_committed(version: str, expected: dict[int, int]) -> None:
-    with talking(version=version, server_side_reset=True) as (broker, client):
+    with broker_and_client(version=version, server_side_reset=True) as (broker, client):
         ten_messages(broker)
         broker.create_group("G")
         reset(client, -1)
@@ -192,7 +192,7 @@ def test_one_queue_and_an_exact_offset(broker, client):
 
 
 @pytest.mark.parametrize("mode", AT_MEMBERS)
-def test_members_are_told_of_all_queues_not_only_the_one_asked(mode: tuple[str, bool]) -> None:
+def test_members_get_the_offsets_of_all_queues(mode: tuple[str, bool]) -> None:
     with at(mode) as (broker, client):
         ten_messages(broker)
         client.heartbeat("G", "T")
@@ -206,5 +206,5 @@ def test_marks_do_not_survive_a_restart(broker, client):
     reset(client, 11_250)
     broker.restart()
     with RawClient(broker.address) as again:
-        assert facts(again.pull("T", 0, 9)) == (0, "FOUND", 10, 0, 10)
+        assert pull_result(again.pull("T", 0, 9)) == (0, "FOUND", 10, 0, 10)
         assert broker.committed("G", "T")[0] == 5

@@ -15,7 +15,7 @@ from tests.for_each import for_each
 ATTRIBUTES = sorted(name for name, value in vars(Message).items() if isinstance(value, property))
 
 
-def test_it_has_what_it_was_given():
+def test_a_message_has_the_given_values():
     born, stored = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), datetime(2026, 1, 2, 3, 4, 6, tzinfo=UTC)
     made = message(
         topic="orders",
@@ -44,7 +44,7 @@ def test_it_has_what_it_was_given():
     assert made.properties["region"] == "eu"
 
 
-def test_a_bare_one_has_everything_too():
+def test_a_message_without_arguments_is_complete():
     before = datetime.now(UTC) - timedelta(milliseconds=1)
     made = message()
     assert {name: getattr(made, name) for name in ATTRIBUTES}.keys() == set(ATTRIBUTES)
@@ -63,14 +63,14 @@ def test_it_can_be_detached_pickled_and_shown():
     assert "offset=7" in repr(made)
 
 
-def test_one_that_comes_again_has_its_own_topic_and_the_retrys():
+def test_a_retried_message_has_its_own_topic_and_the_retry_queue():
     again = message("orders", queue=MessageQueue("%RETRY%orders-app", "broker-a", 0), reconsume_times=1)
     assert again.topic == "orders"
     assert again.queue.topic == "%RETRY%orders-app"
     assert again.reconsume_times == 1
 
 
-def test_it_is_like_one_that_was_sent():
+def test_a_message_equals_one_that_was_sent():
     with EmbeddedCluster() as cluster, Producer(name_server=cluster.name_server) as producer:
         cluster.create_topic("orders")
         sent = producer.send("orders", b"an order", tags="paid", keys=["o-1"], properties={"region": "eu"}, flag=3)
@@ -118,12 +118,12 @@ def test_it_is_like_one_that_was_sent():
     ],
     ids=str,
 )
-def test_what_is_wrong_is_said(wrong, expected):
+def test_a_wrong_value_is_refused_with_its_remedy(wrong, expected):
     with pytest.raises(ConfigError, match=expected):
         message(**wrong)
 
 
-def test_bytes_of_every_kind_are_a_body():
+def test_every_bytes_like_body_is_accepted():
     assert message(body=bytearray(b"x")).body == message(body=memoryview(b"x")).body == b"x"
     assert message(body=struct.pack(">I", 5)).body == b"\0\0\0\5"
     assert message(body=b"").body == b""

@@ -8,8 +8,8 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.testing import EmbeddedBroker
+from tests.testing.broker_and_client import every_version
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import every_version
 
 
 def send_back(client: RawClient, message: Message, level: int = 0, **others: object) -> RemotingCommand:
@@ -24,7 +24,7 @@ def retried(broker: EmbeddedBroker, count: int = 1) -> Message:
 
 
 @every_version
-def test_what_comes_again(broker, client):
+def test_a_message_sent_back_is_redelivered(broker, client):
     first = {"TAGS": "A", "KEYS": "k", "UNIQ_KEY": "U1", "own": "x"}
     client.produce("T", b"hello", properties=first, queue_id=1, flag=7)
     [message] = broker.messages("T")
@@ -59,7 +59,7 @@ def test_the_broker_picks_the_level(broker, client):
 
 @every_version
 @pytest.mark.parametrize("others", [{"delayLevel": -1}, {"maxReconsumeTimes": 0}])
-def test_dead_letters_are_there_at_once(broker, client, others):
+def test_dead_letters_are_stored_immediately(broker, client, others):
     client.produce("T")
     send_back(client, broker.messages("T")[0], **others)
     [dead] = broker.messages("%DLQ%G")
@@ -78,7 +78,7 @@ def test_the_group_s_limit_counts_unless_the_request_has_one(broker, client):
     assert len(broker.messages("%DLQ%G")) == 1
 
 
-def test_what_cannot_be_found(broker, client):
+def test_a_message_that_the_broker_does_not_find_is_refused(broker, client):
     for _ in range(3):
         client.produce("T")
     first, second, third = broker.messages("T")
@@ -92,7 +92,7 @@ def test_what_cannot_be_found(broker, client):
     assert send_back(client, first, 1).code == 0  # offset 0 finds the oldest that is left
 
 
-def test_groups_that_get_nothing_back(broker, client):
+def test_groups_without_retries_lose_the_message(broker, client):
     client.produce("T")
     [message] = broker.messages("T")
     broker.create_group("G", retryQueueNums=0)

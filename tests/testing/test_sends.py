@@ -13,8 +13,8 @@ from pyrocket_consumer.protocol.bodies import LockRequest, encode_lock_request
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.message import BatchItem, encode_batch, encode_properties
 from pyrocket_consumer.testing import EmbeddedCluster
+from tests.testing.broker_and_client import broker_and_client, every_version
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import every_version, talking
 
 
 def v2(topic: str, properties: str = "", queue_id: int = 0, **others: object) -> dict[str, object]:
@@ -79,7 +79,10 @@ def test_batches_are_split(broker, client, version):
 
 @every_version
 def test_a_topic_is_made_on_demand(version: str) -> None:
-    with talking(version=version) as (broker, client), RawClient(broker.cluster.name_server) as to_name_server:
+    with (
+        broker_and_client(version=version) as (broker, client),
+        RawClient(broker.cluster.name_server) as to_name_server,
+    ):
         assert client.produce("new", defaultTopicQueueNums=3, queue_id=-1).code == 0
         route = to_name_server.call(RequestCode.GET_ROUTEINFO_BY_TOPIC, {"topic": "new"})
         assert b'"perm":6,"readQueueNums":3' in route.body
@@ -93,7 +96,7 @@ def test_a_topic_is_made_on_demand(version: str) -> None:
 
 
 @every_version
-def test_what_is_refused(broker, client, version):
+def test_sends_that_brokers_refuse(broker, client, version):
     newer = version in ("5.3.3", "5.5.0")
     assert client.produce("bad name!").code == (29 if newer else 1)
     assert client.produce("T", queue_id=2).code == (29 if newer else 1)
@@ -106,14 +109,14 @@ def test_what_is_refused(broker, client, version):
     assert client.produce("T", b"four").code == 13
 
 
-def test_brokers_do_not_look_at_the_write_bit(broker, client):
+def test_brokers_ignore_the_write_permission_of_a_topic(broker, client):
     broker.update_config(brokerPermission=4)
     broker.cluster.create_topic("T", perm=4)
     assert client.produce("T").code == 0
 
 
 @pytest.mark.parametrize(("version", "code"), [("4.9.7", 14), ("5.5.0", 2)])
-def test_a_slave_takes_nothing(version: str, code: int) -> None:
+def test_a_slave_refuses_sends(version: str, code: int) -> None:
     with EmbeddedCluster(version=version, slaves=1) as cluster:
         cluster.create_topic("T")
         with RawClient(cluster.broker("broker-a-1").address) as client:
@@ -139,7 +142,7 @@ def test_a_delayed_message_appears_later(broker, client):
 
 
 def test_delays_are_kept_in_order_and_capped() -> None:
-    with talking(delay_scale=0.02) as (broker, client):
+    with broker_and_client(delay_scale=0.02) as (broker, client):
         client.produce("T", b"5 s", properties={"DELAY": "2"})
         client.produce("T", b"1 s", properties={"DELAY": "1"})
         client.produce("T", b"2 h", properties={"DELAY": "99"})
@@ -191,7 +194,7 @@ def test_a_timer_in_the_past_is_no_timer(broker, client):
     assert [message.property("TIMER_OUT_MS") for message in broker.messages("T", 0)] == [None]
 
 
-def test_messages_that_a_test_puts_there_wait_as_well(broker):
+def test_delayed_messages_of_the_cluster_itself_wait_as_well(broker):
     broker.cluster.send("T", count=2, properties={"TIMER_DELAY_SEC": "60"})
     assert broker.cluster.messages("T") == []
     with pytest.raises(ConfigError, match="max delay 259200000ms"):
@@ -233,7 +236,7 @@ def test_a_direct_send_to_a_retry_topic_becomes_a_dead_letter(broker, client, ve
 
 
 def test_a_retry_topic_needs_its_group() -> None:
-    with talking(auto_create_groups=False) as (_, client):
+    with broker_and_client(auto_create_groups=False) as (_, client):
         assert client.produce("%RETRY%G").code == 26
 
 

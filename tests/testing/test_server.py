@@ -42,14 +42,14 @@ def test_requests_are_executed_in_their_order() -> None:
     assert executed() == list(range(COUNT))
 
 
-def test_or_side_by_side_as_the_seed_says() -> None:
+def test_the_seed_decides_the_order_of_concurrent_requests() -> None:
     one, again, other = (executed(side_by_side_s=20, seed=seed) for seed in (1, 1, 2))
     assert sorted(one) == sorted(other) == list(range(COUNT))
     assert one == again
     assert one not in (sorted(one), other)
 
 
-def test_what_a_killed_broker_had_not_begun_is_lost() -> None:
+def test_a_killed_broker_loses_the_requests_that_it_had_not_started() -> None:
     with EmbeddedCluster(side_by_side_s=60) as cluster:
         broker = cluster.broker("broker-a")
         broker.create_group("app")
@@ -62,6 +62,6 @@ def test_what_a_killed_broker_had_not_begun_is_lost() -> None:
 
 
 @pytest.mark.parametrize("side_by_side_s", [-1, 61, float("nan")])
-def test_it_has_its_limits(side_by_side_s: float) -> None:
+def test_side_by_side_s_has_limits(side_by_side_s: float) -> None:
     with pytest.raises(ConfigError, match="side_by_side_s=.* give 0 to 60"):
         EmbeddedCluster(side_by_side_s=side_by_side_s)

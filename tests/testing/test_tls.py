@@ -36,14 +36,14 @@ def talking_tls(cluster: EmbeddedCluster) -> ssl.SSLSocket:
     return client.wrap_socket(connected(cluster))
 
 
-def test_it_ends_although_a_client_does_not_answer_its_farewell() -> None:
+def test_close_does_not_wait_for_the_tls_shutdown_of_a_client() -> None:
     with tls_cluster() as cluster:
         silent = talking_tls(cluster)
         cluster.wait_until(lambda: bool(cluster.name_server_node.connections))
     silent.close()
 
 
-def test_it_ends_although_a_client_has_not_begun_to_talk_tls() -> None:
+def test_close_does_not_wait_for_the_tls_handshake_of_a_client() -> None:
     with tls_cluster() as cluster:
         silent = connected(cluster)
         with talking_tls(cluster):  # so that the silent one, which came before, has been accepted
@@ -54,7 +54,7 @@ def test_it_ends_although_a_client_has_not_begun_to_talk_tls() -> None:
 
 
 @pytest.mark.differs("tls")
-def test_it_does_not_talk_to_plain_connections() -> None:
+def test_plain_connections_are_refused() -> None:
     with tls_cluster() as cluster, RawClient(cluster.broker("broker-a").address) as plain:
         plain.post(RequestCode.GET_BROKER_CONFIG)
         assert plain.wait_closed()

@@ -9,8 +9,8 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import decode_messages, parse_offset_message_id
 from pyrocket_consumer.testing import EmbeddedBroker
+from tests.testing.broker_and_client import broker_and_client, every_version
 from tests.testing.raw_client import RawClient
-from tests.testing.talking import every_version, talking
 
 HALF = "RMQ_SYS_TRANS_HALF_TOPIC"
 COMMIT, ROLLBACK, UNKNOWN = 8, 12, 0
@@ -59,9 +59,9 @@ def test_only_a_committed_message_appears(broker, client, version):
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])
-def test_the_broker_asks_what_became_of_it(version: str) -> None:
+def test_the_broker_checks_an_undecided_transaction(version: str) -> None:
     settings = {"transactionTimeOut": 1, "transactionCheckInterval": 20, "transactionCheckMax": 3}
-    with talking(version=version, settings=settings) as (broker, client):
+    with broker_and_client(version=version, settings=settings) as (broker, client):
         client.call(RequestCode.HEART_BEAT, body=encode_heartbeat(HeartbeatData("c1", producers=("P",))))
         half = produce_half(client)
         first, second = client.wait_received(RequestCode.CHECK_TRANSACTION_STATE, 2)[:2]
@@ -80,13 +80,13 @@ def test_the_broker_asks_what_became_of_it(version: str) -> None:
 
 
 def test_transactions_can_be_rejected() -> None:
-    with talking(settings={"rejectTransactionMessage": True}) as (_, client):
+    with broker_and_client(settings={"rejectTransactionMessage": True}) as (_, client):
         assert produce_half(client).code == 16
 
 
 @every_version
 def test_the_end_of_a_transaction_may_be_refused(version: str) -> None:
-    with talking(version=version, slaves=1) as (broker, client):
+    with broker_and_client(version=version, slaves=1) as (broker, client):
         right = ending(produce_half(client), COMMIT)
         for wrong, remark in (
             ({"commitLogOffset": 1 << 40}, "Find prepared transaction message failed"),
