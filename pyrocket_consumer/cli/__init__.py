@@ -13,12 +13,12 @@ from pyrocket_consumer.cli.streams import discard_output, escape_unencodable, pr
 from pyrocket_consumer.errors import ConfigError, RequestTimeout, RocketError
 from pyrocket_consumer.protocol.accelerator import ACCELERATED, REASON
 
-_NO_ANSWER = "; it is busy or not well, or something else listens there"
+_NO_ANSWER = "; it is busy or broken, or another program listens there"
 OK, ERROR, USAGE, FAILED_CHECK = 0, 1, 2, 3
 
 
 class _Version(argparse.Action):
-    """Says the version in one line, however narrow the terminal is."""
+    """Prints the version in one line, also on a narrow terminal."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(nargs=0, **options)
@@ -34,8 +34,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="pyrocket",
         description="Apache RocketMQ from the shell: a demo, consuming and producing, offsets, a broker for tests.",
-        epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 a check failed: a message was lost, a lag is above "
-        "--max or not known, a broker is missing, or a reset is not verified.",
+        epilog="Exit codes: 0 done, 1 failed, 2 wrong arguments, 3 a check failed. Checks that can fail: a message was "
+        "lost, a lag is above --max or unknown, a broker is missing, or a reset is not verified.",
     )
     top.add_argument("--version", action=_Version, help="show the version, whether its compiled part is used, and exit")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     escape_unencodable()
     options = parser().parse_args(arguments)
     if sys.stdout is None:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ERROR
     try:
         code = int(options.run(options))
-        sys.stdout.flush()  # while a reader that has left is still an error of ours
+        sys.stdout.flush()  # here, so that a closed pipe is handled below
         return code
     except RocketError as error:
         remedy = _NO_ANSWER if isinstance(error, RequestTimeout) else ""
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE if isinstance(error, ConfigError) else ERROR
     except KeyboardInterrupt:
         return ERROR
-    except BrokenPipeError:  # the reader of our output has left
+    except BrokenPipeError:  # the reader of stdout has closed it
         discard_output()
         return ERROR
     except OSError as error:

@@ -39,11 +39,11 @@ def add_name_server(command: argparse.ArgumentParser, default: str = "NAMESRV_AD
 
 
 def add_connection(command: argparse.ArgumentParser) -> None:
-    """Add what says where the cluster is, and how to be let in; `connection` reads it."""
+    """Add the options for the cluster's address and the account; `connection` reads them."""
     group = command.add_argument_group(
         "cluster",
-        "An account is read from PYROCKET_ACCESS_KEY and PYROCKET_SECRET_KEY (PYROCKET_SECURITY_TOKEN, too, if it "
-        "has one): everybody on the machine can see the arguments of a command.",
+        "The account is read from PYROCKET_ACCESS_KEY, PYROCKET_SECRET_KEY and, if it has one, "
+        "PYROCKET_SECURITY_TOKEN. It is not an option, because every user of the machine can see the arguments.",
     )
     group.add_argument("-n", "--name-server", metavar="HOST:PORT[;...]", help="name servers (default: NAMESRV_ADDR)")
     group.add_argument("--tls", action="store_true", help="encrypt, and trust the system's authorities")
@@ -56,10 +56,10 @@ def add_connection(command: argparse.ArgumentParser) -> None:
 
 
 def connection(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a client for what `add_connection` has read.
+    """Return the options of a client from the options that `add_connection` added.
 
     Raises:
-        ConfigError: half of an account, or a file of authorities that is none.
+        ConfigError: a part of the account is missing, or the file of authorities cannot be read.
     """
     account = {name: os.environ.get(f"PYROCKET_{name.upper()}") or None for name in _ACCOUNT}
     for one, other in (("access_key", "secret_key"), ("secret_key", "access_key")):
@@ -83,7 +83,7 @@ def add_output(command: argparse.ArgumentParser) -> None:
 
 
 def start_point(text: str) -> Place:
-    """Parse a place in a queue: first, last, or a time with its zone."""
+    """Parse the start of a read: first, last, or a time with its zone."""
     try:
         return check_place("PLACE", text)
     except ConfigError as error:

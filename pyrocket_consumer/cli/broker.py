@@ -1,4 +1,4 @@
-"""`pyrocket broker`: the embedded cluster, for trying things out."""
+"""`pyrocket broker`: the embedded cluster, for experiments and tests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _topic(text: str) -> tuple[str, int]:
         raise argparse.ArgumentTypeError(str(error)) from None
     count = 4 if text == name else int(queues) if queues.isdecimal() else 0
     if not 1 <= count <= MAX_QUEUES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not such as orders or orders:4, with 1 to {MAX_QUEUES} queues")
+        raise argparse.ArgumentTypeError(f"{text!r} is not like orders or orders:4, with 1 to {MAX_QUEUES} queues")
     return name, count
 
 

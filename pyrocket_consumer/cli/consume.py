@@ -1,4 +1,4 @@
-"""`pyrocket consume`: print messages, as an onlooker or as a member of a group."""
+"""`pyrocket consume`: print messages, without a group or as a member of one."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from pyrocket_consumer.protocol.message import Message
 
 _EXAMPLES = """\
-  pyrocket consume -n 127.0.0.1:9876 orders                        # what there is, oldest first
-  pyrocket consume -n 127.0.0.1:9876 orders --from last            # what comes from now on, until Ctrl-C
+  pyrocket consume -n 127.0.0.1:9876 orders                        # the stored messages, oldest first
+  pyrocket consume -n 127.0.0.1:9876 orders --from last            # new messages, until Ctrl-C
   pyrocket consume -n 127.0.0.1:9876 orders --from 2026-11-21T08:00:00Z --follow -o json
   pyrocket consume -n 127.0.0.1:9876 orders --queue broker-a/3 --offset 120 --count 1
   pyrocket consume -n 127.0.0.1:9876 orders --selector 'paid || refunded'
   pyrocket consume -n 127.0.0.1:9876 orders --group audit --count 10
 
-Without --group it only looks: it is no member of any group, commits nothing, and ends where the queues ended when it
-began. With --group it is a member for as long as it runs: it shares the queues with the others, waits for messages,
-and commits what it has printed and nothing else. --count, Ctrl-C, SIGTERM and a reader that leaves (| head) end it.
+Without --group it joins no group and commits nothing. It ends at the offsets where the queues ended when it started.
+With --group it is a member of the group while it runs. It shares the queues with the other members, and waits for
+messages. It commits only the messages that it has printed. --count, Ctrl-C, SIGTERM or a closed pipe (| head) end it.
 """
 
 _CHECK_INTERVAL_S = 0.2
@@ -70,29 +70,29 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         dest="start",
         type=start_point,
         metavar="PLACE",
-        help="first (default), last (and follow), or a time with its zone: 2026-11-21T08:00:00Z; "
-        "with --group, where it begins in queues it has no offset for, which is stored at once (default: last)",
+        help="first (default), last (and follow), or a time with its zone: 2026-11-21T08:00:00Z. "
+        "With --group, where it starts in queues without an offset; it stores that offset at once (default: last)",
     )
     command.add_argument(
         "--queue", action="append", type=queue_name, metavar="BROKER/ID", help="only this queue; repeatable"
     )
-    command.add_argument("--offset", type=whole_number, metavar="N", help="begin at this offset of the one --queue")
-    command.add_argument("--follow", action="store_true", help="at the end wait for what comes (always with --group)")
+    command.add_argument("--offset", type=whole_number, metavar="N", help="start at this offset of the one --queue")
+    command.add_argument("--follow", action="store_true", help="at the end wait for messages (always with --group)")
     command.add_argument("--selector", default="*", help="tags, for example 'paid || refunded' (default: *)")
     command.add_argument("--sql", help="properties, for example \"region = 'eu' AND price > 5\"")
     command.add_argument("--count", type=positive_number, help="stop after this many messages")
     command.add_argument(
         "--raw",
         action="store_true",
-        help="print bodies as they are on a terminal, too, which obeys the escapes in them; else they are shown",
+        help="print bodies unchanged on a terminal, too, which executes escapes in them; without it, escapes are shown",
     )
     command.set_defaults(wrong_usage=command.error)
 
 
 class Printer:
-    """Prints messages, up to a number of them, while somebody reads. For the main thread.
+    """Prints messages up to `limit`, until the reader closes the output. For the main thread.
 
-    What is told of a printed message belongs within `interrupts.deferred()`, too: so no signal comes in between.
+    Print a message and report its result within one `interrupts.deferred()`, so that no signal separates the two.
     """
 
     def __init__(self, interrupts: Interrupts, as_json: bool, raw: bool, limit: int | None) -> None:
@@ -104,7 +104,7 @@ class Printer:
         self._remaining = limit
 
     def print_message(self, message: Message) -> bool:
-        """Print a message; returns False, and it counts as not printed, when there were enough or nobody reads."""
+        """Print a message, and return True. Return False if the limit was reached or the output is closed."""
         from pyrocket_consumer.protocol.message import drop_body
 
         while not self.ended and not wait_writable(_CHECK_INTERVAL_S):
@@ -117,7 +117,7 @@ class Printer:
             self._stop_printing()
             return False
         finally:
-            drop_body(message)  # others wait beside it to be printed
+            drop_body(message)  # other messages wait, and memory is limited
         self.printed += 1
         if self._remaining is not None:
             self._remaining -= 1
@@ -133,12 +133,12 @@ class Printer:
             print_line(_heading(message) + _body_text(message))
 
     def check_reader(self) -> None:
-        """Look whether anybody still reads."""
+        """Stop if the reader has closed the output."""
         if is_output_closed():
             self._stop_printing()
 
     def print_count(self) -> None:
-        """Tell how many were printed: who stops in the middle does not see it from the last one."""
+        """Print the number of printed messages on standard error."""
         print_to_stderr(f"{self.printed} {'message' if self.printed == 1 else 'messages'} printed")
 
     def _stop_printing(self) -> None:
@@ -173,7 +173,7 @@ def _as_json(message: Message) -> dict[str, object]:
 
 
 def _read_body(message: Message) -> tuple[bytes, str | None]:
-    """Return the body; or why it cannot be read, which ends nothing: those behind it are to be seen, too."""
+    """Return the body, or the reason why it cannot be read. The messages after it are printed anyway."""
     try:
         return message.body, None
     except ProtocolError as error:
@@ -196,15 +196,15 @@ def _body_text(message: Message) -> str:
 def run(options: argparse.Namespace) -> int:
     named = options.queue or []
     if options.sql is not None and options.selector != "*":
-        options.wrong_usage("either --selector or --sql, not both")
+        options.wrong_usage("--selector and --sql exclude each other; give one of them")
     if options.raw and options.output == "json":
-        options.wrong_usage("--raw is for text: JSON has its own escapes, and body_base64")
+        options.wrong_usage("--raw is for text, because JSON has its own escapes and body_base64; remove one of them")
     if options.offset is not None and (options.start is not None or len(named) != 1):
-        options.wrong_usage("--offset N is for one queue, without --from: --queue BROKER/ID --offset N")
+        options.wrong_usage("--offset N needs exactly one queue, without --from: --queue BROKER/ID --offset N")
     if options.group is not None and named:
-        options.wrong_usage("a group's members share all queues; --queue and --offset are for looking, without --group")
+        options.wrong_usage("use --queue and --offset without --group, because the members share all queues")
     with Interrupts() as interrupts:
-        raw = options.raw or not sys.stdout.isatty()  # a program reads it: it gets bodies as they are
+        raw = options.raw or not sys.stdout.isatty()  # a program gets bodies unchanged
         printer = Printer(interrupts, options.output == "json", raw, options.count)
         try:
             if options.group is None:
@@ -225,20 +225,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _PrintQueue:
-    """Messages on their way from the consumer's one worker to the thread that prints, and its word for each back."""
+    """Passes messages from the consumer's one worker to the thread that prints, and the result of each back."""
 
     def __init__(self) -> None:
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._printed: SimpleQueue[bool] = SimpleQueue()
 
     def listen(self, message: Message) -> ConsumeResult | Suspend:
-        """Consume a message if it was printed. In order of offset, none that was not printed is passed over."""
+        """Consume a message once it is printed. In order of offset, so no unprinted message is skipped."""
         from pyrocket_consumer.consumer import ConsumeResult, Suspend
 
         self._messages.put(message)
         if self._printed.get():
             return ConsumeResult.SUCCESS
-        self._printed.put(False)  # that was the last word: it holds for all that come
+        self._printed.put(False)  # printing has ended, also for all later messages
         return Suspend(30)
 
     def print_until_ended(self, consumer: PushConsumer, printer: Printer) -> None:
@@ -252,7 +252,7 @@ class _PrintQueue:
                     self._printed.put(printer.print_message(message))
 
     def end(self) -> None:
-        """Have no worker wait any more."""
+        """Release the worker, if it waits."""
         self._printed.put(False)
 
 
@@ -265,7 +265,7 @@ def _consume(options: argparse.Namespace, printer: Printer) -> None:
         **connection(options),
         consume_from=options.start or "last",
         consume_threads=1,
-        orderly=True,  # what was not printed waits in its queue; else it would go through the retry topic
+        orderly=True,  # so that unprinted messages stay in their queue, and are not sent back
         shutdown_timeout_s=_CLOSE_WITHIN_S,
     )
     consumer.subscribe(options.topic, print_queue.listen, options.selector if options.sql is None else sql(options.sql))
@@ -277,7 +277,7 @@ def _consume(options: argparse.Namespace, printer: Printer) -> None:
                 print_to_stderr(f"consuming {options.topic} as a member of {options.group}; Ctrl-C ends")
                 print_queue.print_until_ended(consumer, printer)
             except KeyboardInterrupt:
-                pass  # the rest is the consumer's end, and what it says counts
+                pass  # now the consumer closes, and its errors count
             finally:
                 print_queue.end()
     finally:
@@ -285,7 +285,7 @@ def _consume(options: argparse.Namespace, printer: Printer) -> None:
 
 
 async def _check_model(cluster: Cluster, options: argparse.Namespace) -> None:
-    """Raise ConfigError if members of the group that are online keep their offsets themselves."""
+    """Raise ConfigError if the group is broadcasting, where each member stores its own offsets."""
     from pyrocket_consumer.cluster.admin_relay import fetch_group_members
     from pyrocket_consumer.model import MessageModel
 
@@ -293,12 +293,12 @@ async def _check_model(cluster: Cluster, options: argparse.Namespace) -> None:
     addresses = {name: address for name in names if (address := cluster.address(name, only_this=True)) is not None}
     if (await fetch_group_members(cluster, options.group, addresses)).model is MessageModel.BROADCASTING:
         raise ConfigError(
-            f"{options.group} is a broadcasting group: each of its members gets every message, and keeps its own "
-            "offsets; look at the topic without --group"
+            f"{options.group} is a broadcasting group: each member gets every message, and stores its own offsets; "
+            "read the topic without --group"
         )
 
 
-# --- as an onlooker
+# --- without a group
 
 
 @contextmanager
@@ -323,7 +323,7 @@ def _tail(options: argparse.Namespace, printer: Printer) -> None:
             _print(messages, printer)
         if options.follow or options.start == "last":
             cluster.run(_follow(tailer, options), None)
-            print_to_stderr(f"looking at {options.topic}; Ctrl-C ends")
+            print_to_stderr(f"following {options.topic}; Ctrl-C ends")
             while not printer.ended:
                 _print(cluster.run(tailer.new_messages(_CHECK_INTERVAL_S), None), printer)
                 printer.check_reader()
@@ -352,7 +352,7 @@ def _subscription(options: argparse.Namespace) -> Subscription:
 
 
 async def _open_tailer(cluster: Cluster, options: argparse.Namespace, subscription: Subscription) -> TopicTailer:
-    """Find the queues, and where to begin and end."""
+    """Find the queues, and their start and end offsets."""
     from pyrocket_consumer.cli.topic_tail import TopicTailer
     from pyrocket_consumer.cluster.offset_lookup import TOOLS_GROUP, fetch_first_and_last, fetch_offsets_at
 

@@ -1,4 +1,4 @@
-"""`pyrocket demo`: the main job before your eyes, with members killed on the way."""
+"""`pyrocket demo`: produce and consume while members are killed, and count the messages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.errors import ConfigError, RocketError
 
 _EXAMPLES = """\
-  pyrocket demo                                  # on an embedded cluster: nothing to install
-  pyrocket demo -n 127.0.0.1:9876                # on your cluster (it must create topics by itself)
+  pyrocket demo                                  # on an embedded cluster, without installing one
+  pyrocket demo -n 127.0.0.1:9876                # on your cluster, which must create topics on demand
   pyrocket demo --messages 100000 -o json
 """
 
@@ -90,19 +90,19 @@ class RemoteMember:
         """Wait until the member consumes.
 
         Raises:
-            RocketError: it did not come up; the text holds the end of its log.
+            RocketError: it did not start; the text has the end of its log.
         """
         if not self.ready.wait(WAIT_S):
             raise RocketError(f"member {self.name} did not start: {self._log.read_text()[-2000:]}")
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._reader.join(5)
 
     def close(self) -> None:
-        """Have it close in order."""
+        """Let the member close its consumer, and wait for it."""
         if self._process.poll() is None and self._process.stdin is not None:
             self._process.stdin.close()
             try:
@@ -117,10 +117,10 @@ class RemoteMember:
 
 
 class Ledger:
-    """A table in SQLite, in which a group books what it consumes in the transactions that advance its offsets."""
+    """A table in SQLite. A group inserts its messages in the transactions that advance its offsets."""
 
     def __init__(self, file: Path) -> None:
-        """Make the file, with the group's table of offsets.
+        """Create the file, with the group's table of offsets.
 
         Raises:
             ConfigError: SQLAlchemy is not installed.
@@ -134,12 +134,12 @@ class Ledger:
                 connection.execute(statement)
 
     def booked(self) -> Counter[bytes]:
-        """Return how often each body is in it."""
+        """Return the number of rows of each body."""
         with closing(sqlite3.connect(self._file, timeout=WAIT_S)) as connection:
             return Counter(dict(connection.execute("SELECT body, COUNT(*) FROM ledger GROUP BY body").fetchall()))
 
     def compare_with(self, sent: set[bytes]) -> dict[str, Any]:
-        """Return how it differs from having each body of `sent` once."""
+        """Return the differences to a ledger that has each body of `sent` once."""
         booked = self.booked()
         return {
             "sent": len(sent),
@@ -151,7 +151,7 @@ class Ledger:
 
 
 class Demo:
-    """The story: members of several groups consume what a producer sends; of each group the first one is killed."""
+    """One run: members of several groups consume the messages of a producer. The first of each group is killed."""
 
     def __init__(self, name_server: str, messages: int, rate: int, directory: Path, quiet: bool) -> None:
         self._name_server, self._messages, self._rate = name_server, messages, rate
@@ -164,13 +164,13 @@ class Demo:
         self._ledger: Ledger | None = None
 
     def run(self) -> dict[str, Any]:
-        """Play it, and return what was counted."""
+        """Run the demo, and return the counts."""
         from pyrocket_consumer.admin import Admin
 
         with Admin(name_server=self._name_server) as admin:
             admin.create_topic(self._topic, queues=QUEUES)
         sizes = {"clustering": 2, "broadcasting": 1}
-        with suppress(ConfigError):  # without SQLAlchemy nobody keeps a ledger
+        with suppress(ConfigError):  # without SQLAlchemy there is no ledger
             self._ledger = Ledger(self._directory / "ledger.db")
             sizes["ledger"] = 2
         producing = threading.Thread(target=self._produce, name="demo-producer")
@@ -228,14 +228,14 @@ class Demo:
         return seen
 
     def _progress(self) -> dict[str, int]:
-        """Return how many messages each group has seen."""
+        """Return the number of messages that each group has seen."""
         return {kind: len(self._seen(kind)) for kind in dict.fromkeys(member.kind for member in self._members)}
 
     def _all_seen(self) -> bool:
         return min(self._progress().values()) >= self._sent
 
     def _watch_until(self, reached: Any) -> None:
-        """Show progress until `reached()`, or until nothing has changed for a minute."""
+        """Print progress until `reached()`, or until nothing has changed for a minute."""
         state, since = None, time.monotonic()
         while not reached():
             now = {"sent": self._sent, **self._progress()}
@@ -293,7 +293,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def report(result: dict[str, Any], output: str) -> int:
-    """Print what was counted; returns the exit code: 3 when a message was lost, or an offset or the ledger is wrong."""
+    """Print the counts; return the exit code, 3 if a message was lost, or an offset or the ledger is wrong."""
     lost = sum(row["lost"] for row in result["groups"])
     right = result["file"]["sum"] == result["groups"][1]["sent"]
     ledger = result["ledger"]
@@ -305,16 +305,16 @@ def report(result: dict[str, Any], output: str) -> int:
         rows = [[queue, offset] for queue, offset in result["file"]["offsets"].items()]
         print_table("Offsets found in the broadcasting member's file", ("queue", "offset"), rows)
         print_line(
-            "every message was consumed; repeats are what was in hand when a member was killed"
+            "every message was consumed; members were processing the repeated ones when they were killed"
             if not lost
-            else f"{lost} messages were lost: this must not happen, please report it"
+            else f"{lost} messages were lost; this must not happen, please report it"
         )
         report_ledger(ledger)
     return 0 if not lost and right and (ledger is None or ledger["equal"]) else 3
 
 
 def report_ledger(ledger: dict[str, Any] | None) -> None:
-    """Print how the ledger differs from what was sent; None is a ledger that nobody kept."""
+    """Print the differences between the ledger and the messages sent; None means no ledger."""
     if ledger is None:
         print_line(
             "pip install 'pyrocket-consumer[sql]' shows a ledger in a database, too, with each message in it once"

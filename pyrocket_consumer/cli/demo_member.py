@@ -1,4 +1,4 @@
-"""One member of the demo, in a process of its own so that it can be killed."""
+"""One member of the demo, in its own process so that the demo can kill it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(group: str, kind: str, topic: str, name_server: str, directory: str) ->
 def printing_listener(model: str, directory: str) -> tuple[Callable[[Message], None], dict[str, Any]]:
     """Return a listener that prints the number in each message, and the options it needs.
 
-    What was consumed is told before the listener returns: whatever this process has acknowledged, its parent knows.
+    It prints before it returns, so the parent process knows every message that this process has acknowledged.
     """
 
     def print_number(message: Message) -> None:
@@ -42,7 +42,7 @@ def printing_listener(model: str, directory: str) -> tuple[Callable[[Message], N
 
 
 def ledger_listener(directory: str) -> tuple[Callable[[list[Message]], Any], dict[str, Any]]:
-    """Return a listener that books the messages in the ledger, exactly once, and the options it needs."""
+    """Return a listener that inserts the messages into the ledger, exactly once, and the options it needs."""
     from sqlalchemy import URL, create_engine, text
 
     offsets = DatabaseOffsets(create_engine(URL.create("sqlite", database=f"{directory}/ledger.db")))
@@ -55,7 +55,7 @@ def ledger_listener(directory: str) -> tuple[Callable[[list[Message]], Any], dic
 
 
 def close_at_end_of_input(consumer: PushConsumer) -> None:
-    """Close the consumer when the parent closes our standard input, or is gone."""
+    """Close the consumer when the parent process closes our standard input, or ends."""
     sys.stdin.read()
     consumer.close()
 

@@ -1,4 +1,4 @@
-"""`pyrocket offsets`: where groups are, how far behind, and resetting them."""
+"""`pyrocket offsets`: show the offsets and the lag of groups, and reset them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pyrocket_consumer.admin import Admin, GroupLag, QueueLag, ResetPlan, ResetProgress, ResetResult
     from pyrocket_consumer.offsets import DatabaseOffsets
 
-_SUMMARY = "show where groups are, and reset them"
+_SUMMARY = "show the offsets of groups, and reset them"
 _EXAMPLES = """\
   pyrocket offsets show orders-app orders -n 127.0.0.1:9876
   pyrocket offsets lag orders-app
@@ -38,42 +38,43 @@ _EXAMPLES = """\
   pyrocket offsets reset orders-app orders --to earliest --execute
 """
 _SHOW_EXAMPLES = """\
-  pyrocket offsets show orders-app orders                             # every queue; of each member, in broadcasting
+  pyrocket offsets show orders-app orders                             # every queue; per member in a broadcasting group
   pyrocket offsets show orders-app orders -o json
 """
 _LAG_EXAMPLES = """\
-  pyrocket offsets lag orders-app                                     # every topic of the group, and its retries
-  pyrocket offsets lag orders-app --max 10000                         # exit code 3 when one is further behind
+  pyrocket offsets lag orders-app                                     # every topic of the group, and its retry topic
+  pyrocket offsets lag orders-app --max 10000                         # exit code 3 if the lag of a topic is above it
 """
 _RESET_EXAMPLES = """\
-  pyrocket offsets reset orders-app orders --to earliest              # a plan: nothing is changed
-  pyrocket offsets reset orders-app orders --to earliest --execute    # done, and verified member by member
+  pyrocket offsets reset orders-app orders --to earliest              # prints the plan, and changes nothing
+  pyrocket offsets reset orders-app orders --to earliest --execute    # resets, and verifies each member
   pyrocket offsets reset orders-app orders --to 2026-11-21T08:00:00Z --execute
   pyrocket offsets reset orders-app orders --to latest --queue broker-a/3 --execute
   pyrocket offsets reset orders-app orders --queue broker-a/0=120 --queue broker-a/1=77 --execute
 
-Offsets in a database (DatabaseOffsets) are reset there, whether members run or not:
+--store resets offsets in a database (DatabaseOffsets), whether members run or not:
   pyrocket offsets reset billing orders --to earliest --store env:DATABASE_URL --execute
-Queues of the retry topic that have no row there begin where the brokers have them.
 
-Plan and result name the commands that undo it. Exit code 3: somebody has not moved, or did not confirm it. To repeat
-a reset is safe.
+Queues of the retry topic without a row in the database start at the brokers' offsets.
+
+The plan and the result name the commands that undo the reset. Exit code 3: a member has not moved, or has not confirmed
+it. Repeating a reset is safe.
 """
 _INTERRUPTED = (
-    "stopped in the middle of the reset: what has moved stays moved, and what is recorded will be followed; repeat it, "
-    "which is safe, or undo it"
+    "stopped during the reset; members that have moved stay moved, and the records that were written apply. "
+    "Repeat the reset, which is safe, or undo it"
 )
 _DDL_EXAMPLES = """\
-  pyrocket offsets ddl --dialect postgresql                           # for whoever may make tables
+  pyrocket offsets ddl --dialect postgresql                           # for a user who may create tables
   pyrocket offsets ddl --dialect mysql --table billing_offsets --inbox
 """
 _FORGET_EXAMPLES = """\
-  pyrocket offsets forget-reset orders-app orders                     # members that are away will not follow it
+  pyrocket offsets forget-reset orders-app orders                     # members that are offline will not follow it
 """
 _ADOPT_EXAMPLES = """\
   pyrocket offsets adopt ~/.rocketmq_offsets/10.0.0.5@DEFAULT/audit ~/.rocketmq_offsets/10.0.0.9@DEFAULT/audit
 
-Both consumers must be stopped. The old store is kept beside, under another name.
+Stop both consumers first. The old store is kept in the same directory under another name.
 """
 
 
@@ -94,7 +95,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     adopt.add_argument("orphan", help="directory of the store left behind")
     adopt.add_argument("directory", help="directory of the store that is used now")
-    adopt.add_argument("--replace", action="store_true", help="though there are offsets in it already, which give way")
+    adopt.add_argument("--replace", action="store_true", help="replace the offsets in DIRECTORY, if it has some")
     add_output(adopt)
     for command in (show, lag, reset, forget):
         add_connection(command)
@@ -103,7 +104,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     for command in (show, reset, forget):
         command.add_argument("topic")
     lag.add_argument(
-        "--max", type=whole_number, metavar="N", help="exit with code 3 when a topic's lag is above N, or not known"
+        "--max", type=whole_number, metavar="N", help="exit with code 3 if a topic's lag is above N, or unknown"
     )
     for command in (show, lag):
         command.add_argument(
@@ -111,7 +112,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             action="append",
             default=[],
             metavar="NAME",
-            help="exit with code 3 when this broker is not there: name servers forget those that stop; repeatable",
+            help="exit with code 3 if no route has this broker, because name servers drop stopped ones; repeatable",
         )
     reset.add_argument(
         "--to",
@@ -125,31 +126,31 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         default=[],
         type=_queue,
         metavar="BROKER/ID[=OFFSET]",
-        help="only this queue, or exactly to this offset; repeatable",
+        help="only this queue, or this queue to this offset; repeatable",
     )
     reset.add_argument("--member", metavar="CLIENT-ID", help="only this member of a broadcasting group")
     reset.add_argument(
-        "--model", choices=("clustering", "broadcasting"), help="what the group is, when nobody of it is online"
+        "--model", choices=("clustering", "broadcasting"), help="the group's model, if no member is online"
     )
     for command in (show, lag, reset):
         command.add_argument(
             "--store",
             metavar="URL",
-            help="the database that has the group's offsets, as SQLAlchemy names it; env:NAME takes it from a variable",
+            help="SQLAlchemy URL of the database with the group's offsets; env:NAME reads it from a variable",
         )
         _add_table(command)
     ddl = add_command(under, "ddl", "print the tables of offsets in a database", _DDL_EXAMPLES, run_ddl)
     ddl.add_argument("--dialect", required=True, choices=("sqlite", "postgresql", "mysql", "mariadb"))
     _add_table(ddl)
-    ddl.add_argument("--inbox", action="store_true", help="with the table of messages that were consumed")
+    ddl.add_argument("--inbox", action="store_true", help="include the table of consumed messages")
     reset.set_defaults(wrong_usage=reset.error)
-    reset.add_argument("--execute", action="store_true", help="do it; without this it is only planned")
-    reset.add_argument("--partial", action="store_true", help="leave brokers out that cannot be asked")
+    reset.add_argument("--execute", action="store_true", help="reset; without this, print the plan only")
+    reset.add_argument("--partial", action="store_true", help="skip unreachable brokers")
     reset.add_argument(
-        "--unsubscribed", action="store_true", help="though no member that is online subscribes to the topic"
+        "--unsubscribed", action="store_true", help="reset even if no online member subscribes to the topic"
     )
     reset.add_argument(
-        "--wait", type=seconds, default=30.0, metavar="SECONDS", help="how long to wait for members in all (30)"
+        "--wait", type=seconds, default=30.0, metavar="SECONDS", help="total time to wait for members (30)"
     )
 
 
@@ -180,10 +181,10 @@ def _admin(options: argparse.Namespace) -> Admin:
 
 @contextmanager
 def _store(options: argparse.Namespace) -> Iterator[DatabaseOffsets | None]:
-    """Give the store that the options name, if they do.
+    """Yield the store that --store names, None without it.
 
     Raises:
-        ConfigError: its address is none, or a driver is missing.
+        ConfigError: its address is wrong, or a driver is missing.
     """
     if options.store is None:
         yield None
@@ -265,7 +266,7 @@ def run_lag(options: argparse.Namespace) -> int:
 
 
 def _by_topic(found: GroupLag) -> list[tuple[str | None, str, int, int]]:
-    """Return member, topic, number of queues and lag, the furthest behind first."""
+    """Return member, topic, number of queues and lag, the largest lag first."""
     rows: dict[tuple[str | None, str], list[QueueLag]] = {}
     for row in found.rows:
         rows.setdefault((row.member, row.queue.topic), []).append(row)
@@ -283,14 +284,14 @@ def _print_unreached(found: GroupLag) -> int:
     for broker, reason in found.missing.items():
         print_to_stderr(f"  {broker} is missing: {reason}")
     for client_id, reason in found.unreached.items():
-        print_to_stderr(f"  {client_id} did not tell: {reason}")
+        print_to_stderr(f"  {client_id} did not report its offsets: {reason}")
     if found.not_known:
         print_to_stderr(f"  not known: {found.not_known}")
     for row in found.rows:
         if row.is_above_end:
             print_to_stderr(
-                f"  {row.queue} is committed at {row.committed}, above its end {row.max}: nothing of it comes until "
-                "a member that stays online corrects it, or a reset does"
+                f"  {row.queue} is committed at {row.committed}, above its end {row.max}. No message is delivered "
+                "until a member that stays online, or a reset, corrects the offset"
             )
     return 3 if found.missing else 0
 
@@ -394,10 +395,10 @@ def run_reset(options: argparse.Namespace) -> int:
 
 
 def _undo_commands(plan: ResetPlan, options: argparse.Namespace) -> list[str]:
-    """Return the commands that bring everybody back to where the plan found them."""
+    """Return the commands that move every member back to its offsets before the reset."""
     where = [*(["-n", options.name_server] if options.name_server else []), *(["--tls"] if options.tls else [])]
     where += ["--tls-ca", options.tls_ca] if options.tls_ca else []
-    if plan.store is not None:  # a password is not shown
+    if plan.store is not None:  # without a password
         where += ["--store", options.store if options.store.startswith("env:") else plan.store.address]
         where += ["--table", options.table] if options.table != "pyrocket_offsets" else []
     where += ["--allowed-addresses", options.allowed_addresses] if options.allowed_addresses else []
@@ -431,24 +432,24 @@ def _print_undo(plan: ResetPlan, commands: Sequence[str]) -> None:
         for command in commands:
             print_line(f"  {command}")
     for member in sorted({move.member for move in plan.moves if move.member and move.current is None}):
-        print_line(f"  where {member} is, is not known, at least of some queues: no command can bring it back there")
+        print_line(f"  {member}: some of its offsets are unknown, so no command can undo their reset")
     nowhere = sorted(_queue_name(move.queue) for move in plan.moves if move.current is None)
     if nowhere and not plan.broadcasting:
         print_line(
-            f"  nothing is committed yet in {', '.join(nowhere)}: no command takes away again what a reset commits"
+            f"  no offset is committed yet in {', '.join(nowhere)}, and no command can remove the one of a reset"
         )
 
 
 def _reset_targets(options: argparse.Namespace) -> tuple[Any, list[MessageQueue] | None]:
-    """Return what to reset to, and which queues."""
+    """Return the target of the reset, and the queues."""
     named = {MessageQueue(options.topic, broker, queue_id): offset for broker, queue_id, offset in options.queue}
     exact = {queue: offset for queue, offset in named.items() if offset is not None}
     if exact and (len(exact) < len(named) or options.to is not None):
-        options.wrong_usage("either --to, or an offset with each --queue; not both")
+        options.wrong_usage("give either --to, or an offset with each --queue")
     if exact:
         return exact, None
     if options.to is None:
-        options.wrong_usage("say where to: --to earliest, latest or a time, or --queue BROKER/ID=OFFSET")
+        options.wrong_usage("the target is missing; give --to earliest, latest or a time, or --queue BROKER/ID=OFFSET")
     return options.to, list(named) or None
 
 
@@ -474,9 +475,9 @@ def _print_plan(plan: ResetPlan) -> None:
     for each in plan.members:
         print_line(f"  {each.client_id} ({each.client}): {each.how}")
     if not plan.members:
-        print_line("  nobody of the group is online")
+        print_line("  no member of the group is online")
     if broadcasting and plan.member is None:
-        print_line("  members that are offline will follow at their next start")
+        print_line("  offline members will follow at their next start")
 
 
 def _print_step(step: ResetProgress) -> None:
@@ -494,7 +495,7 @@ def _print_result(result: ResetResult) -> None:
         print_line(f"  {name}: {text}")
     if result.raced:
         names = ", ".join(map(_queue_name, result.raced))
-        print_line(f"  somebody else has reset {names} at the same time; theirs was later, and counts")
+        print_line(f"  another reset of {names} ran at the same time; it was later, so it counts")
 
 
 def _plan_as_json(plan: ResetPlan) -> dict[str, Any]:
@@ -566,7 +567,7 @@ def run_forget(options: argparse.Namespace) -> int:
     if options.output == "json":
         _print_indented_json({"group": options.group, "topic": options.topic, "forgotten": True})
     else:
-        print_line(f"nothing is recorded any more for {options.group} in {options.topic}")
+        print_line(f"the recorded resets of {options.group} in {options.topic} were removed")
     return 0
 
 

@@ -22,10 +22,11 @@ from pyrocket_consumer.errors import RocketError
 _EXAMPLES = """\
   pyrocket produce -n 127.0.0.1:9876 orders 'first' 'second' --tag paid
   pyrocket produce -n 127.0.0.1:9876 orders 'placed' 'paid' --sharding-key customer-7   # one queue, in order
-  seq 1000 | pyrocket produce -n 127.0.0.1:9876 orders -          # a message a line
+  seq 1000 | pyrocket produce -n 127.0.0.1:9876 orders -          # one message per line
 
-A line's body is without its end (LF or CRLF); an empty line is no message. What stops it, Ctrl-C and SIGTERM too, does
-so between two messages, and how many were sent is told on standard error. With -o json the last line tells it always.
+A body is a line without its end (LF or CRLF); empty lines are skipped. An error, Ctrl-C or SIGTERM stops the command
+between two messages. It then prints the number of sent messages on standard error. With -o json the last line has it
+in any case.
 """
 
 _CHECK_INTERVAL_S = 0.2
@@ -37,17 +38,17 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add_connection(command)
     add_output(command)
     command.add_argument("topic")
-    command.add_argument("bodies", nargs="+", metavar="BODY", help="a message each; - reads standard input by lines")
+    command.add_argument(
+        "bodies", nargs="+", metavar="BODY", help="one message each; - reads one message per line of stdin"
+    )
     command.add_argument("--tag", help="the messages' tag")
     command.add_argument("--key", action="append", default=[], help="an index key; repeatable")
-    command.add_argument(
-        "--sharding-key", metavar="KEY", help="what the messages are about: it chooses their queue, which keeps order"
-    )
+    command.add_argument("--sharding-key", metavar="KEY", help="messages with the same key go to one queue, in order")
 
 
 @dataclass
 class _Sent:
-    """How many messages are stored, and where the last of them was from."""
+    """The number of stored messages, and the source of the last one."""
 
     count: int = 0
     last: str = ""
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         with Interrupts() as interrupts:
             _send(options, interrupts, sent)
-        # Flushed here: where it cannot be written, how many there are is told beside.
+        # It flushes here, so that _print_stopped reports the number if stdout cannot be written.
         if options.output == "json":
             print_json(_as_json(options, sent, None))
         else:
@@ -75,7 +76,7 @@ def _send(options: argparse.Namespace, interrupts: Interrupts, sent: _Sent) -> N
     with Producer(**connection(options)) as producer:
         bodies = _Bodies(options.bodies, producer.config.max_message_bytes)
         for body in bodies:
-            with interrupts.deferred():  # so what is on its way is waited for, and counted
+            with interrupts.deferred():  # so that the send in flight is awaited and counted
                 result = producer.send(
                     options.topic, body, tags=options.tag, keys=options.key, sharding_key=options.sharding_key
                 )
@@ -97,7 +98,7 @@ def _as_json(options: argparse.Namespace, sent: _Sent, stopped_by: str | None) -
 
 
 def _print_stopped(options: argparse.Namespace, sent: _Sent, error: BaseException) -> None:
-    """Tell how many were sent before something stopped it; of the first message its error says enough."""
+    """Print the number of messages sent before an error. The error alone suffices if the first message failed."""
     if sent.count or not isinstance(error, RocketError):
         last = f"; the last was {sent.last}" if sent.last else ""
         print_to_stderr(f"pyrocket: stopped, {_text(options, sent)}{last}")
@@ -110,7 +111,7 @@ def _print_stopped(options: argparse.Namespace, sent: _Sent, error: BaseExceptio
 
 
 class _Bodies:
-    """The bodies that arguments and lines of standard input give. `where` says where the one in hand is from."""
+    """The bodies from arguments and from lines of standard input. `where` is the source of the current one."""
 
     def __init__(self, arguments: Iterable[str], max_bytes: int) -> None:
         self.where = ""
@@ -127,17 +128,17 @@ class _Bodies:
 
     def _lines(self) -> Iterator[bytes]:
         if sys.stdin is None:
-            raise RocketError("- reads standard input, which is closed; give it something to read, as in: seq 10 | …")
+            raise RocketError("- reads standard input, which is closed; connect it, as in: seq 10 | pyrocket …")
         if sys.stdin.isatty():
-            print_to_stderr("a message a line, until Ctrl-D")
+            print_to_stderr("one message per line, until Ctrl-D")
         number = 0
         while line := sys.stdin.buffer.readline(self._max_bytes + len(b"\r\n")):
             number += 1
             body = line.removesuffix(b"\n").removesuffix(b"\r") if line.endswith(b"\n") else line
-            if len(body) > self._max_bytes:  # the rest of it is not read: it may be endless
+            if len(body) > self._max_bytes:  # the rest is not read, because it may be endless
                 raise RocketError(
-                    f"line {number} of standard input has more than {self._max_bytes} bytes, which a message may "
-                    "have; split it"
+                    f"line {number} of standard input has more than {self._max_bytes} bytes, the limit of a message; "
+                    "split it"
                 )
             if body:
                 self.where = f"line {number} of standard input"

@@ -1,4 +1,4 @@
-"""What a long command tells while it works."""
+"""The progress lines of a long command."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pyrocket_consumer.text import escape_controls
 
 
 class Progress:
-    """Lines on standard error, each with the seconds since the beginning."""
+    """Prints lines on standard error, each with the seconds since the start."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
         self._began = time.monotonic()
 
     def print_line(self, text: str, is_transient: bool = False) -> None:
-        """Print a line. One that is `is_transient` is replaced by the next; without a terminal few of those are printed."""
+        """Print a line. On a terminal the next line replaces a transient one; elsewhere few of those are printed."""
         if self._quiet:
             return
         line = f"{time.monotonic() - self._began:5.1f} s  {escape_controls(text)}"

@@ -1,4 +1,4 @@
-"""Standard output and error, whatever is at their other end."""
+"""Standard output and error, for terminals, files and pipes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pyrocket_consumer.text import escape_controls, escape_json_controls
 
 
 def escape_unencodable() -> None:
-    """Have what a console's encoding lacks written as an escape, so that no text is an error."""
-    if sys.stderr is None:  # it is closed: what belongs there must not go to what is read
+    """Write characters that the console's encoding lacks as escapes, so that no text is an error."""
+    if sys.stderr is None:  # it is closed, and errors must not go to stdout
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -27,7 +27,7 @@ def escape_unencodable() -> None:
 
 
 def print_line(text: str = "") -> None:
-    """Print a line at once. Whoever wrote parts of it, it moves no cursor and makes no second line."""
+    """Print a line at once. Control characters in it are escaped, so it stays one line."""
     print(escape_controls(text), flush=True)
 
 
@@ -37,24 +37,24 @@ def print_to_stderr(text: str) -> None:
 
 
 def print_json(value: object, indent: int | None = None) -> None:
-    """Print JSON that comes out whole: an escape of the console's, instead of JSON's, would make it none."""
+    """Print JSON that is valid on any console. The console's own escapes would make it invalid."""
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
     text = json.dumps(value, ensure_ascii=codecs.lookup(encoding).name != "utf-8", indent=indent)
     print(escape_json_controls(text), flush=True)
 
 
 def is_output_closed() -> bool:
-    """Tell whether nobody reads our output any more, as after `| head -2`; False where that cannot be known."""
+    """Return whether the reader of stdout has closed it, as after `| head -2`; False if unknown."""
     return _poll_output("", 0) not in (None, 0)
 
 
 def wait_writable(within_s: float) -> bool:
-    """Wait until a line can be written, or nobody reads: a pipe may be full. True where that cannot be known."""
+    """Wait until a line can be written, or the reader has closed stdout. Return False if a pipe stays full."""
     return _poll_output("POLLOUT", within_s) != 0
 
 
 def _poll_output(is_pending: str, within_s: float) -> int | None:
-    """Return what the system tells of our output, 0 if nothing within the time; None where it has no `poll`."""
+    """Return the events that the system reports for stdout, 0 without one within the time; None without `poll`."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), getattr(select, is_pending) if is_pending else 0)
@@ -64,9 +64,9 @@ def _poll_output(is_pending: str, within_s: float) -> int | None:
 
 
 class Interrupts:
-    """Has Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread, but not within `deferred()`: after it.
+    """Makes Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread. Within `deferred()` it waits for the end.
 
-    A second one raises at once.
+    A second signal raises at once.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Interrupts:
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
             handler = signal.getsignal(number)
-            if handler not in (signal.SIG_IGN, None):  # a shell has its background jobs ignore Ctrl-C
+            if handler not in (signal.SIG_IGN, None):  # a shell's background jobs ignore Ctrl-C
                 self._before[number] = handler
                 signal.signal(number, self._on_signal)
         return self
@@ -93,7 +93,7 @@ class Interrupts:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """What is done within is done whole."""
+        """Defer the first signal until the end of this block."""
         self._is_deferred = True
         try:
             yield
@@ -104,7 +104,7 @@ class Interrupts:
 
 
 def discard_output() -> None:
-    """Have the rest of the output go nowhere: else its flush at the end of the process is an error once more."""
+    """Discard the rest of the output, because its flush at the end of the process would raise again."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Tables for people: with rich where it is installed, plain otherwise."""
+"""Tables for terminals: with rich if it is installed, else plain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading queues without being a member of a group: nothing is committed, and nobody's queues move."""
+"""Read queues without joining a group. It commits nothing, and no member loses a queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyrocket_consumer.model import MessageQueue, PullResponse, PullStatus, Subs
 from pyrocket_consumer.protocol.message import Message
 
 MAX_MESSAGES = 4096
-"""Kept of all queues together while they are merged; at least one of each."""
+"""Most messages to keep of all queues while they are merged; at least one of each."""
 
 _LARGEST_PULL = 32
 _TRIES = 3
@@ -26,14 +26,14 @@ _HOLD_S = 15.0
 
 @dataclass(slots=True, eq=False)
 class _QueueCursor:
-    """One queue: where it goes on, what was pulled and not taken, and whether there is more before its end."""
+    """One queue: its next offset, its end offset, and the messages that were pulled and not yet returned."""
 
     queue: MessageQueue
     position: int
     end: int
     pulled: deque[Message] = field(default_factory=deque)
     empty_responses: int = 0
-    """Answers in a row that came at once, brought nothing, and led hardly anywhere."""
+    """Immediate responses in a row that had no message and hardly advanced."""
 
     @property
     def has_more(self) -> bool:
@@ -41,9 +41,9 @@ class _QueueCursor:
 
 
 class TopicTailer:
-    """Reads queues from `begins` on, up to `ends` in order of time, then as messages come. Confined to the I/O thread.
+    """Reads queues from `begins` up to `ends` in order of time, then new messages. Confined to the I/O thread.
 
-    `report` gets what a user should know, in a sentence.
+    It calls `report` with a sentence for the user.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class TopicTailer:
         self._cursors = [_QueueCursor(queue, begins[queue], ends[queue]) for queue in sorted(begins)]
         self._pull_size = max(1, min(_LARGEST_PULL, MAX_MESSAGES // max(1, len(self._cursors))))
         self._arrived: asyncio.Queue[Message | RocketError] = asyncio.Queue(MAX_MESSAGES)
-        self._reported: set[str] = set()  # brokers that are away
+        self._reported: set[str] = set()  # unreachable brokers
 
     async def next_messages(self) -> list[Message]:
-        """Return messages of those before the ends, the oldest first; none when all were returned.
+        """Return the next messages before the ends, the oldest first; none if all were returned.
 
         Raises:
-            RocketError: a broker did not answer, or refused, several times.
+            RocketError: requests to a broker failed several times.
         """
         while True:
             await gather_limited([each for each in self._cursors if each.has_more and not each.pulled], self._fill)
@@ -75,7 +75,7 @@ class TopicTailer:
                 return found
 
     def _oldest(self) -> list[Message]:
-        """Take messages in the order they were stored, until that of a queue with more to come is not known."""
+        """Return messages in the order they were stored, until a queue that has more needs another pull."""
         found: list[Message] = []
         cursors = [each for each in self._cursors if each.pulled or each.has_more]
         while cursors and all(each.pulled for each in cursors):
@@ -86,7 +86,7 @@ class TopicTailer:
         return found
 
     async def _fill(self, cursor: _QueueCursor) -> None:
-        """Pull once, and again while nothing comes for a reason that may pass."""
+        """Pull once, and again after an error that may pass."""
         for tries_left in reversed(range(_TRIES)):
             try:
                 response, messages = await self._pull(cursor, 0)
@@ -96,13 +96,13 @@ class TopicTailer:
                     raise
                 await asyncio.sleep(_PAUSE_S)
         if response.status is PullStatus.NO_NEW_MESSAGE or response.next_offset <= cursor.position:
-            cursor.end = cursor.position  # there is no more, whatever was said before
+            cursor.end = cursor.position  # the queue has no more messages, so the reported end was wrong
         else:
             cursor.pulled.extend(each for each in messages if each.queue_offset < cursor.end)
             cursor.position = response.next_offset
 
     async def _pull(self, cursor: _QueueCursor, hold_s: float) -> tuple[PullResponse, list[Message]]:
-        if cursor.empty_responses > _TRIES:  # some brokers hold no pull, or lead from place to place
+        if cursor.empty_responses > _TRIES:  # some brokers hold no pull, or advance by a few offsets only
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** min(cursor.empty_responses - _TRIES, 10), _PAUSE_S))
         asked_at = self._cluster.loop.time()
         try:
@@ -115,10 +115,10 @@ class TopicTailer:
                 hold_s=hold_s,
             )
         except PermissionDenied as error:
-            error.add_note(f"Who looks needs the right to subscribe with group {TOOLS_GROUP}; members with theirs.")
+            error.add_note(f"Without --group, the account needs the right to subscribe with group {TOOLS_GROUP}.")
             raise
         if response.status is PullStatus.OFFSET_MOVED and response.next_offset != cursor.position:
-            self._report(f"{cursor.queue} has nothing at {cursor.position}; going on at {response.next_offset}")
+            self._report(f"{cursor.queue} has nothing at {cursor.position}; continuing at {response.next_offset}")
         far = (
             response.status is PullStatus.NO_MATCHED_MESSAGE and response.next_offset >= cursor.position + _LARGEST_PULL
         )
@@ -126,10 +126,10 @@ class TopicTailer:
         cursor.empty_responses = 0 if messages or far or was_held else cursor.empty_responses + 1
         return response, messages
 
-    # --- what comes
+    # --- new messages
 
     def follow(self, new_queues: bool) -> None:
-        """Begin to wait for messages; with `new_queues` also for those of queues that the topic gets."""
+        """Begin to wait for messages; with `new_queues` also in queues that the topic gets later."""
         for cursor in self._cursors:
             self._cluster.spawn(self._follow(cursor), f"follow {cursor.queue}")
         if new_queues:
@@ -143,10 +143,10 @@ class TopicTailer:
                 self._cluster.spawn(self._follow(cursor), f"follow {queue}")
 
     async def new_messages(self, within_s: float) -> list[Message]:
-        """Return what has come since `follow`, waiting up to `within_s` seconds for the first.
+        """Return new messages since `follow`; wait up to `within_s` seconds for the first.
 
         Raises:
-            RocketError: a broker refuses.
+            RocketError: a broker refuses the request.
         """
         found: list[Message] = []
         try:
@@ -179,7 +179,7 @@ class TopicTailer:
 
 
 def _age(message: Message) -> tuple[int, int, MessageQueue]:
-    """Messages of a millisecond are in the order of their broker's log."""
+    """Return the sort key of a message. Messages of the same millisecond stay in the order of their broker's log."""
     return message.stored_at_ms, message.commit_log_offset, message.queue
 
 

@@ -248,7 +248,7 @@ def test_messages_that_are_deleted_meanwhile_are_told(orders, consume):
     broker.delete_before("orders", 0, 3)
     printed, stderr = consume()
     assert [line.rpartition(" ")[2] for line in printed] == ["m3", "m4"]
-    assert stderr == "orders/broker-a/0 has nothing at 0; going on at 3\n"
+    assert stderr == "orders/broker-a/0 has nothing at 0; continuing at 3\n"
 
 
 @for_each(

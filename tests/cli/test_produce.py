@@ -195,7 +195,7 @@ def test_who_types_is_told_how_to_end(cluster):
     ours, theirs = pty.openpty()
     with Running(*command(cluster, "-"), stdin=theirs) as typing:
         os.close(theirs)
-        typing.wait_for_error_line("a message a line, until Ctrl-D")
+        typing.wait_for_error_line("one message per line, until Ctrl-D")
         os.write(ours, b"typed\n\x04")
         assert typing.end() == 0
         os.close(ours)
