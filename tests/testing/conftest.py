@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from pyrocket_consumer.testing import EmbeddedBroker
-from tests.testing.broker_and_client import VERSIONS, broker_with_topic
+from tests.testing.brokers import VERSIONS, broker_with_topic
 from tests.testing.raw_client import RawClient
 
 

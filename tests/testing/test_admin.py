@@ -9,7 +9,7 @@ from pyrocket_consumer.protocol import bodies, fastjson
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.command import CreateTopicHeader, DeleteSubscriptionGroupHeader
 from pyrocket_consumer.protocol.message import decode_messages
-from tests.testing.broker_and_client import broker_and_client, every_version
+from tests.testing.brokers import broker_and_client, every_version
 from tests.testing.raw_client import RawClient
 
 

@@ -29,7 +29,7 @@ from pyrocket_consumer.testing import (
     rewrite,
 )
 from tests.for_each import for_each
-from tests.testing.broker_and_client import broker_and_client
+from tests.testing.brokers import broker_and_client
 from tests.testing.raw_client import RawClient
 
 MAX, COMMIT, PULL = RequestCode.GET_MAX_OFFSET, RequestCode.UPDATE_CONSUMER_OFFSET, RequestCode.PULL_MESSAGE

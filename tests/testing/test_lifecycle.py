@@ -22,7 +22,7 @@ from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.testing.clock import Clock
 from pyrocket_consumer.testing.recording import Changes
 from pyrocket_consumer.testing.server import Server
-from tests.testing.broker_and_client import broker_and_client, pull_result
+from tests.testing.brokers import broker_and_client, pull_result
 from tests.testing.raw_client import RawClient
 
 

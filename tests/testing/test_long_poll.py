@@ -9,7 +9,7 @@ import pytest
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.message import decode_messages
 from tests.for_each import for_each
-from tests.testing.broker_and_client import broker_and_client, every_version, pull_result
+from tests.testing.brokers import broker_and_client, every_version, pull_result
 from tests.testing.raw_client import RawClient
 
 HOLD = {"sysFlag": 6, "suspendTimeoutMillis": 15_000}

@@ -6,7 +6,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol import bodies, fastjson
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing.queue_locks import QueueLocks
-from tests.testing.broker_and_client import broker_and_client, every_version
+from tests.testing.brokers import broker_and_client, every_version
 from tests.testing.raw_client import RawClient
 
 NOTIFY = RequestCode.NOTIFY_CONSUMER_IDS_CHANGED

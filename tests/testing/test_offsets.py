@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.testing.broker_and_client import every_version
+from tests.testing.brokers import every_version
 from tests.testing.raw_client import RawClient
 
 

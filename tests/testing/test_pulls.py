@@ -8,7 +8,7 @@ from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.protocol.message import decode_messages
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
-from tests.testing.broker_and_client import every_version, pull_result
+from tests.testing.brokers import every_version, pull_result
 from tests.testing.raw_client import RawClient
 
 

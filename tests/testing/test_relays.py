@@ -8,7 +8,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.bodies import decode_consumer_status_table, encode_consumer_status
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.message import decode_messages
-from tests.testing.broker_and_client import broker_and_client, every_version
+from tests.testing.brokers import broker_and_client, every_version
 from tests.testing.raw_client import RawClient
 
 RUNNING_INFO = RequestCode.GET_CONSUMER_RUNNING_INFO

@@ -12,7 +12,7 @@ from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedBroker
 from tests import golden
 from tests.for_each import for_each
-from tests.testing.broker_and_client import broker_and_client, pull_result
+from tests.testing.brokers import broker_and_client, pull_result
 from tests.testing.raw_client import RawClient
 
 AT_MEMBERS = [("4.9.7", False), ("5.1.4", False), ("5.5.0", False)]

@@ -8,7 +8,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.testing import EmbeddedBroker
-from tests.testing.broker_and_client import every_version
+from tests.testing.brokers import every_version
 from tests.testing.raw_client import RawClient
 
 

@@ -13,7 +13,7 @@ from pyrocket_consumer.protocol.bodies import LockRequest, encode_lock_request
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.message import BatchItem, encode_batch, encode_properties
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.testing.broker_and_client import broker_and_client, every_version
+from tests.testing.brokers import broker_and_client, every_version
 from tests.testing.raw_client import RawClient
 
 

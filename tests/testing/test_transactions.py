@@ -9,7 +9,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import decode_messages, parse_offset_message_id
 from pyrocket_consumer.testing import EmbeddedBroker
-from tests.testing.broker_and_client import broker_and_client, every_version
+from tests.testing.brokers import broker_and_client, every_version
 from tests.testing.raw_client import RawClient
 
 HALF = "RMQ_SYS_TRANS_HALF_TOPIC"
