@@ -1,7 +1,7 @@
-"""Makes `format("rocketmq")` known to Spark, which looks for `DefaultSource` in every module named `pyspark_…`.
+"""Register `format("rocketmq")` in Spark, which searches for `DefaultSource` in every module named `pyspark_…`.
 
-If one such module cannot be imported, Spark registers none of them. So nothing is imported before it is asked for,
-and what an incomplete installation lacks is an attribute that is not there.
+If one such module cannot be imported, Spark registers none of them. So this module imports nothing until Spark needs
+`DefaultSource`. In an incomplete installation, that attribute is missing.
 """
 
 
@@ -11,5 +11,5 @@ def __getattr__(name: str) -> object:
     try:
         from pyrocket_consumer.spark.data_source import RocketMQDataSource
     except ImportError as error:
-        raise AttributeError(f"{__name__}.DefaultSource needs what is not installed: {error}") from error
+        raise AttributeError(f"{__name__}.DefaultSource needs a package that is not installed: {error}") from error
     return RocketMQDataSource

@@ -1,4 +1,4 @@
-"""What lets code run here that was written for other clients; see docs/from-rocketmq-client-python.md.
+"""Run code that was written for other clients; see docs/from-rocketmq-client-python.md.
 
 import pyrocket_consumer.compat
 pyrocket_consumer.compat.install()
@@ -21,10 +21,10 @@ _MODULES = ("client", "consts", "exceptions", "ffi", "utils")
 
 
 def install() -> None:
-    """Have `import rocketmq` mean `pyrocket_consumer.compat.rocketmq` from here on, in this process.
+    """Make `import rocketmq` import `pyrocket_consumer.compat.rocketmq` from now on, in this process.
 
-    Call it once, before anything imports `rocketmq`; a second call does nothing. Child processes that are spawned,
-    not forked, must call it as well. Where the import lines may be changed, change those instead:
+    Call it once, before any code imports `rocketmq`; a second call does nothing. Child processes that are spawned,
+    not forked, must call it as well. If you may change the import lines, change them instead:
     `from pyrocket_consumer.compat.rocketmq.client import …` needs no `install()`, and type checkers follow it.
 
     Raises:
@@ -38,7 +38,7 @@ def install() -> None:
         where = getattr(imported, "__file__", None) or "another package"
         raise ConfigError(f"rocketmq is imported already, from {where}; call compat.install() before that")
     if (other := util.find_spec("rocketmq")) is not None and other.origin is not None:  # not just a folder of that name
-        log.warning("rocketmq stands for %s now, and not for the one in %s", _FACADE, other.origin)
+        log.warning("import rocketmq now imports %s, and not the package in %s", _FACADE, other.origin)
     for name in _MODULES:
         sys.modules[f"rocketmq.{name}"] = import_module(f"{_FACADE}.{name}")
     sys.modules["rocketmq"] = facade

@@ -550,7 +550,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
         ([], 0, "timed out"),
         ([bytes([each]) for each in HEAD], 0.3, "timed out"),
         ([HEAD] + [b"1"] * 1000, 0.3, "timed out"),
-        ([b"\xff\x1b\x00" * 5000 + b"\r\n"], 0, r"nsaddr: it does not tell .*\\x1b.*… \(\d+ more characters\)"),
+        ([b"\xff\x1b\x00" * 5000 + b"\r\n"], 0, r"nsaddr: it did not return .*\\x1b.*… \(\d+ more characters\)"),
         ([HEAD.replace(b"200 OK", b"302 Found\r\nLocation: file:///etc/passwd")], 0, "it answers 302"),
         ([HEAD.replace(b"1000", b"13"), b"<html></html>"], 0, "nsaddr names no name servers.*'<html></html>'"),
     ],
@@ -967,7 +967,7 @@ def test_what_is_set_after_the_start_counts_from_the_next_one(cluster, topic):
     with run(script, cluster, topic) as process:
         _, errors = process.communicate(timeout=WAIT_S)
     settings = ["set_group", "set_name_server_domain", "set_thread_count", "set_session_credentials"]
-    warning = "called after start(): it takes effect at the next one"
+    warning = "called after start(); it takes effect at the next start"
     assert errors.splitlines() == [f"{each}: {warning}" for each in settings]
 
 

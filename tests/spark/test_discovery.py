@@ -105,7 +105,7 @@ def test_an_incomplete_installation_hides_no_other_source(folder, missing):
             print(error)
     """
     output = run(code, {}, folder, blocked=missing)
-    assert f"pyspark_rocketmq.DefaultSource needs what is not installed: No module named '{missing}" in output
+    assert f"pyspark_rocketmq.DefaultSource needs a package that is not installed: No module named '{missing}" in output
 
 
 @pytest.mark.live

@@ -1,6 +1,6 @@
-"""The classes of the old package's `rocketmq.client`, each a thin face of one of this package's own.
+"""The classes of the old package's `rocketmq.client`, each a thin wrapper of a class of this package.
 
-What is different, and why, is in docs/from-rocketmq-client-python.md.
+docs/from-rocketmq-client-python.md lists the differences and their reasons.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ _EXIT_TIMEOUT_S = 3.0
 def _to_bytes(s: Any) -> Any:
     """Return text as UTF-8, and anything else as it is.
 
-    Nothing here calls it: it is for code that was written around the old one.
+    Nothing here calls it. It exists for code that called the old one.
     """
     return s.encode() if isinstance(s, str) else s
 
 
 class SendResult(NamedTuple):
-    """Where a message is stored."""
+    """The result of a send: where the message is stored."""
 
     status: SendStatus
     msg_id: str
@@ -84,7 +84,7 @@ class SendResult(NamedTuple):
 
 
 class SendStatus(IntEnum):
-    """How safely a message is stored; in every case it is."""
+    """How safely a message is stored. It is stored in every case."""
 
     OK = 0
     FLUSH_DISK_TIMEOUT = 1
@@ -93,7 +93,7 @@ class SendStatus(IntEnum):
 
 
 class TransactionStatus(IntEnum):
-    """What became of a transaction. UNKNOWN: the broker asks the checker later."""
+    """The result of a transaction. UNKNOWN: the broker asks the checker later."""
 
     COMMIT = 0
     ROLLBACK = 1
@@ -101,7 +101,7 @@ class TransactionStatus(IntEnum):
 
 
 class ConsumeStatus(IntEnum):
-    """What became of a message. RECONSUME_LATER: it comes again."""
+    """The result of a callback. RECONSUME_LATER: the message is redelivered."""
 
     CONSUME_SUCCESS = 0
     RECONSUME_LATER = 1
@@ -111,11 +111,11 @@ class Message:
     """A message to send."""
 
     def __init__(self, topic: str | bytes) -> None:
-        """Begin a message to `topic`.
+        """Make an empty message to `topic`.
 
         Raises:
-            NullPointerException, ctypes.ArgumentError: it is None; or neither text nor bytes. So it is with all that
-                is set.
+            NullPointerException, ctypes.ArgumentError: it is None; or neither text nor bytes. The setters raise the
+                same.
         """
         self._topic = to_text("topic", topic)
         self._body = b""
@@ -123,7 +123,7 @@ class Message:
         self._properties: dict[str, str] = {}
 
     def set_keys(self, keys: str | bytes) -> None:
-        """Have the message be found by `keys`, one or several with spaces between."""
+        """Set the keys by which tools find the message, one or several with spaces between."""
         self._properties[PropertyName.KEYS] = to_text("keys", keys)
 
     def set_tags(self, tags: str | bytes) -> None:
@@ -131,31 +131,31 @@ class Message:
         self._properties[PropertyName.TAGS] = to_text("tags", tags)
 
     def set_body(self, body: str | bytes) -> None:
-        """Set what is sent: text goes as UTF-8, bytes as they are, whatever they hold."""
+        """Set the body. Text is sent as UTF-8, bytes are sent unchanged."""
         self._body = to_bytes("body", body)
 
     def set_property(self, key: str | bytes, value: str | bytes) -> None:
-        """Give the message a property of the application's own, or its KEYS, TAGS or DELAY."""
+        """Set a property: one of the application, or KEYS, TAGS or DELAY."""
         name = to_text("property name", key)
         self._properties[name] = to_text(f"property {safe_repr(name)}", value)
 
     def set_delay_time_level(self, delay_time_level: int) -> None:
-        """Deliver later: level 1 to 18 is 1 s to 2 h, unless the broker is told otherwise; 0 is at once."""
+        """Delay the delivery. Levels 1 to 18 are 1 s to 2 h unless the broker is configured otherwise; 0 is at once."""
         self._properties[PropertyName.DELAY] = str(to_number("delay_time_level", delay_time_level))
 
     def __repr__(self) -> str:
         return f"<Message topic={self._topic!r} body={safe_repr(self._body)}>"
 
     def _outgoing(self) -> OutgoingMessage:
-        """Return what is sent.
+        """Return the message for the producer.
 
         Raises:
-            ConfigError: a part is not allowed; the text says which, and why.
+            ConfigError: a part is not allowed; the text names it, and the reason.
         """
-        properties = {name: value for name, value in self._properties.items() if value}  # empty ones never arrive
+        properties = {name: value for name, value in self._properties.items() if value}  # empty ones are not stored
         properties.pop(PropertyName.DELAY, None)
         if properties.pop(PropertyName.WAIT, "true") != "true":
-            warn_once("property WAIT", "messages are acknowledged when they are stored; false has no meaning")
+            warn_once("property WAIT", "messages are acknowledged when they are stored; false has no effect")
         tags = properties.pop(PropertyName.TAGS, None)
         keys = tuple(properties.pop(PropertyName.KEYS, "").split())
         return OutgoingMessage(self._body, tags, keys, properties or None, topic=self._topic)
@@ -174,10 +174,10 @@ class ReceivedMessage:
     """A message that was received. It may be kept after the callback has returned."""
 
     _handle: wire.Message
-    _namespace: str | None = None  # of the client that received it, whose applications do not know it
+    _namespace: str | None = None  # of the client that received it; applications do not see it
 
     def __init__(self, handle: wire.Message) -> None:
-        """Show `handle`, a message of this package."""
+        """Wrap `handle`, a message of this package."""
         self._handle = handle
 
     @property
@@ -198,7 +198,7 @@ class ReceivedMessage:
 
     @property
     def body(self) -> bytes:
-        """What was sent, whole."""
+        """The body, uncompressed."""
         return self._handle.body
 
     @property
@@ -208,7 +208,7 @@ class ReceivedMessage:
 
     @property
     def delay_time_level(self) -> int:
-        """The level it was delayed by; 0 without."""
+        """The level of its delay; 0 without one."""
         level = self._handle.property(PropertyName.DELAY)
         return int(level) if level is not None and level.isdecimal() else 0
 
@@ -239,17 +239,17 @@ class ReceivedMessage:
 
     @property
     def queue_offset(self) -> int:
-        """Its place in its queue."""
+        """Its offset in its queue."""
         return self._handle.queue_offset
 
     @property
     def commit_log_offset(self) -> int:
-        """Its place in the broker's commit log."""
+        """Its offset in the broker's commit log."""
         return self._handle.commit_log_offset
 
     @property
     def prepared_transaction_offset(self) -> int:
-        """Where in the commit log the half message of its transaction is; 0 without one."""
+        """The offset of its transaction's half message in the commit log; 0 without one."""
         return self._handle.prepared_transaction_offset
 
     def get_property(self, prop: str | bytes | MessageProperty) -> bytes:
@@ -275,9 +275,9 @@ _C = TypeVar("_C", ConsumerConfig, ProducerConfig)
 
 
 class _Client(Generic[_C]):
-    """What the old package's clients share: settings that are made one by one, before the start."""
+    """The base of the clients. Applications set options one by one before the start."""
 
-    _config: _C  # group and name servers in it are stand-ins until the start
+    _config: _C  # its group and name servers are placeholders until the start
 
     def __init__(self, config: _C, group_id: str | bytes) -> None:
         self._config = config
@@ -289,10 +289,12 @@ class _Client(Generic[_C]):
         renew_locks_in_children(self)
 
     def renew_locks(self) -> None:
-        self._starting = threading.RLock()  # one start at a time; a signal's handler may come in the middle
+        self._starting = (
+            threading.RLock()
+        )  # one start at a time; reentrant, because a signal's handler may start or stop the client
 
     @property
-    def _handle(self) -> Self:  # what applications pass to the functions of `ffi.dll` for the log
+    def _handle(self) -> Self:  # applications pass it to the functions of `ffi.dll` for the log
         return self
 
     @property
@@ -300,7 +302,10 @@ class _Client(Generic[_C]):
         raise NotImplementedError
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"a {type(self).__name__} cannot be pickled: it may hold an account; make one where it is used")
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled, because it may hold an account; create it in the process that "
+            "uses it"
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} group={self._group!r} {'running' if self._is_running else 'not running'}>"
@@ -321,32 +326,32 @@ class _Client(Generic[_C]):
         raise NotImplementedError
 
     def set_name_server_address(self, addr: str | bytes) -> None:
-        """Say where the name servers are: `host:port`, several joined by `;`, or an endpoint `http://host:port`."""
+        """Set the name servers: `host:port`, several joined by `;`, or an endpoint `http://host:port`."""
         address, namespace = parse_address(to_text("addr", addr))
         if address:
             self._set("set_name_server_address", name_server=address, namespace=namespace)
         self._address = address or None
 
     def set_name_server_domain(self, domain: str | bytes) -> None:
-        """Say where to ask for the name servers' addresses, over HTTP. It is asked at the start."""
+        """Set the HTTP address that returns the name servers. The start sends the request."""
         self._domain = to_text("domain", domain) or None
         self._warn_if_running("set_name_server_domain")
 
     def set_session_credentials(
         self, access_key: str | bytes, access_secret: str | bytes, channel: str | bytes
     ) -> None:
-        """Sign every request. `channel` has no meaning for brokers."""
+        """Sign every request. Brokers ignore `channel`."""
         account = to_text("access_key", access_key), _secret(access_secret)
         to_text("channel", channel)
         access_key_, secret_key = account if all(account) else (None, None)  # without one nothing is signed
         self._set("set_session_credentials", access_key=access_key_, secret_key=secret_key)
 
     def set_instance_name(self, name: str | bytes) -> None:
-        """Set the second part of the client id. Every process needs another one; an empty one is none."""
+        """Set the second part of the client id. Every process needs its own; an empty text means the default."""
         self._set("set_instance_name", instance_name=to_text("name", name) or type(self._config).instance_name)
 
     def set_message_trace(self, message_trace: bool | TraceModel) -> None:
-        """Do nothing: messages are not traced."""
+        """Do nothing, because this package does not trace messages."""
         warn_once("set_message_trace", "messages are not traced here")
 
     def _set(self, what: str, **options: Any) -> None:
@@ -359,13 +364,13 @@ class _Client(Generic[_C]):
 
     def _warn_if_running(self, what: str) -> None:
         if self._is_running:
-            warn_once(what, "called after start(): it takes effect at the next one")
+            warn_once(what, "called after start(); it takes effect at the next start")
 
     def _full_config(self) -> _C:
         """Return the settings, with group and name servers.
 
         Raises:
-            RocketError: one is missing, or not allowed; or the domain does not say where the name servers are.
+            RocketError: a setting is missing, or not allowed; or the domain did not return the name servers.
         """
         check_group(self._group)
         servers: str | tuple[str, ...] | None = self._address
@@ -377,7 +382,7 @@ class _Client(Generic[_C]):
 
 
 def _secret(value: str | bytes) -> str:
-    """Return a secret as text; no error may show it."""
+    """Return a secret as text. No error shows it."""
     try:
         return maybe_decode(value)
     except (TypeError, UnicodeDecodeError):
@@ -399,7 +404,7 @@ _PLACEHOLDER_ADDRESS = "127.0.0.1:9876"
 
 
 class Producer(_Client[ProducerConfig]):
-    """Sends messages. Threads may share it."""
+    """Sends messages. Threads can share it."""
 
     def __init__(
         self,
@@ -409,7 +414,7 @@ class Producer(_Client[ProducerConfig]):
         compress_level: int | None = None,
         max_message_size: int | None = None,
     ) -> None:
-        """Begin a producer of a group; `timeout` is in milliseconds, `max_message_size` in bytes."""
+        """Make a producer of a group; `timeout` is in milliseconds, `max_message_size` in bytes."""
         super().__init__(ProducerConfig(name_server=_PLACEHOLDER_ADDRESS, auto_create_topic=True), group_id)
         self._producer: producer.Producer | None = None
         if timeout is not None:
@@ -435,18 +440,18 @@ class Producer(_Client[ProducerConfig]):
         self._set("set_timeout", send_timeout_s=timeout / 1000)
 
     def set_compress_level(self, level: int) -> None:
-        """Do nothing: bodies of 4 KiB and more are compressed, at the usual level."""
+        """Do nothing. Bodies of 4 KiB and more are compressed at the default level."""
         to_number("level", level)
         warn_once("set_compress_level", "bodies of 4 KiB and more are compressed at the usual level")
 
     def set_max_message_size(self, max_size: int) -> None:
-        """Set how many bytes a body may have; brokers take 4 MiB, unless told otherwise."""
+        """Set the most bytes of a body. Brokers accept 4 MiB unless configured otherwise."""
         self._set("set_max_message_size", max_message_bytes=to_number("max_size", max_size))
 
     def start(self) -> None:
-        """Connect to a name server. Does nothing when it is started already.
+        """Connect to a name server. Do nothing if it is started.
 
-        It may be shut down meanwhile, by the handler of a signal for example: as if that came just after.
+        `shutdown()` may run meanwhile, in the handler of a signal for example. Then it acts as if called afterwards.
 
         Raises:
             ProducerStartFailed: a setting is not allowed, or no name server answers.
@@ -462,28 +467,28 @@ class Producer(_Client[ProducerConfig]):
                     if self._producer is starting:
                         self._producer = None
                     elif isinstance(error, ClientClosed):
-                        return  # shut down meanwhile
+                        return  # shutdown() was called meanwhile
                     raise
 
     def shutdown(self) -> None:
-        """Wait until what is on its way was sent, and disconnect. It can be started again."""
+        """Wait for the sends in flight, and disconnect. The producer can be started again."""
         running, self._producer = self._producer, None
         if running is not None and self._pid == os.getpid():
             with _raise_as(RocketMQException):
                 running.close()
 
     def send_sync(self, msg: Message) -> SendResult:
-        """Store a message, and return where it is stored.
+        """Send a message, and return where it is stored.
 
         Raises:
-            ProducerSendSyncFailed: not stored, as far as is known; or the producer is not started.
+            ProducerSendSyncFailed: the send failed, or its response was lost; or the producer is not started.
             NullPointerException, ctypes.ArgumentError: `msg` is None, or no Message.
         """
         with _raise_as(ProducerSendSyncFailed):
             return self._send(msg, None)
 
     def send_oneway(self, msg: Message) -> None:
-        """Send a message without asking whether it was stored.
+        """Send a message without waiting for a response.
 
         Raises:
             ProducerSendOnewayFailed: not sent; or the producer is not started.
@@ -494,13 +499,15 @@ class Producer(_Client[ProducerConfig]):
             self._running_producer().send_oneway(**self._arguments(msg, message))
 
     def send_orderly_with_sharding_key(self, msg: Message, sharding_key: str | bytes) -> SendResult:
-        """Store a message in the queue of all with this key, behind those that were sent before.
+        """Send a message to the queue of its key, after the earlier messages with that key.
 
         Raises:
-            ProducerSendOrderlyFailed: not stored, as far as is known; or the producer is not started.
+            ProducerSendOrderlyFailed: the send failed, or its response was lost; or the producer is not started.
             NullPointerException, ctypes.ArgumentError: an argument is None, or is of another type.
         """
-        key = to_text("sharding_key", sharding_key) or "-"  # an empty one cannot travel, and must keep its order, too
+        key = (
+            to_text("sharding_key", sharding_key) or "-"
+        )  # an empty key cannot be transmitted, and its messages must stay in order, too
         with _raise_as(ProducerSendOrderlyFailed):
             return self._send(msg, key)
 
@@ -533,10 +540,10 @@ class Producer(_Client[ProducerConfig]):
         return producer.Producer(config=config)
 
     def _running_producer(self) -> producer.Producer:
-        """Return the producer that sends; in a process that was forked after the start, a new one.
+        """Return the started producer; in a process that was forked after the start, a new one.
 
         Raises:
-            RocketError: it is not started.
+            RocketError: the producer is not started.
         """
         running = self._producer
         if running is None:
@@ -549,7 +556,7 @@ class Producer(_Client[ProducerConfig]):
 
 
 class TransactionMQProducer(Producer):
-    """A producer whose messages are delivered only if a transaction of the application is committed."""
+    """A producer whose messages are delivered only after the application commits its transaction."""
 
     def __init__(
         self,
@@ -560,7 +567,7 @@ class TransactionMQProducer(Producer):
         compress_level: int | None = None,
         max_message_size: int | None = None,
     ) -> None:
-        """Begin a producer; brokers that do not hear what became of a transaction have `checker_callback` called.
+        """Make a producer. If a broker gets no result of a transaction, it makes the producer call `checker_callback`.
 
         Raises:
             ctypes.ArgumentError: it cannot be called.
@@ -584,12 +591,12 @@ class TransactionMQProducer(Producer):
         local_execute: Callable[[ReceivedMessage, Any], TransactionStatus],
         user_args: Any = None,
     ) -> SendResult:
-        """Store a message, call `local_execute(message, user_args)`, and have it delivered or dropped as that returns.
+        """Store a message, and call `local_execute(message, user_args)`. Its result delivers or drops the message.
 
         UNKNOWN, or a `local_execute` that raises, leaves the decision to the checker.
 
         Raises:
-            RocketMQException: not stored, and `local_execute` was not called; or the producer is not started.
+            RocketMQException: the send failed, and `local_execute` was not called; or the producer is not started.
             NullPointerException, ctypes.ArgumentError: `message` is None, or no Message.
         """
         if not callable(local_execute):
@@ -621,7 +628,7 @@ def _state(status: object, who: str) -> TransactionState:
 
 
 def _half(sent: producer.SendResult, message: OutgoingMessage) -> wire.Message:
-    """Return a message that has just been stored, as its consumers will see it."""
+    """Return a message that has just been stored, as its consumers will receive it."""
     _, _, commit_log_offset = wire.parse_offset_message_id(sent.offset_message_id)
     now_ms = time.time_ns() // 1_000_000
     record = wire.encode_message(
@@ -658,7 +665,7 @@ Callback = Callable[[ReceivedMessage], ConsumeStatus | None]
 
 
 class PushConsumer(_Client[ConsumerConfig]):
-    """Receives the messages of a group: each goes to the callback of its topic."""
+    """Receives the messages of a group, and passes each to the callback of its topic."""
 
     def __init__(
         self,
@@ -666,7 +673,7 @@ class PushConsumer(_Client[ConsumerConfig]):
         orderly: bool = False,
         message_model: MessageModel = MessageModel.CLUSTERING,
     ) -> None:
-        """Begin a consumer of a group; `orderly`: one callback of a queue at a time, in order."""
+        """Make a consumer of a group. With `orderly`, a queue has one callback at a time, in order."""
         config = ConsumerConfig(
             group="-",
             name_server=_PLACEHOLDER_ADDRESS,
@@ -675,7 +682,7 @@ class PushConsumer(_Client[ConsumerConfig]):
         )
         super().__init__(config, group_id)
         self._consumer: consumer.PushConsumer | None = None
-        self._closing: consumer.PushConsumer | None = None  # was shut down last; its end may wait for a callback
+        self._closing: consumer.PushConsumer | None = None  # the last one shut down; its close may wait for a callback
         self._subscriptions: dict[str, tuple[Callable[[wire.Message], Any], str]] = {}
         self.set_message_model(message_model)
 
@@ -690,7 +697,7 @@ class PushConsumer(_Client[ConsumerConfig]):
         self._warn_if_running("set_group")
 
     def set_message_model(self, model: MessageModel | int) -> None:
-        """Have each message go to one member of the group, or to every member."""
+        """Deliver each message to one member of the group, or to every member."""
         try:
             chosen = MessageModel(MessageModel.from_param(model))
         except (TypeError, ValueError) as error:
@@ -699,41 +706,44 @@ class PushConsumer(_Client[ConsumerConfig]):
         self._set("set_message_model", message_model=chosen.name.lower())
 
     def set_thread_count(self, thread_count: int) -> None:
-        """Set how many callbacks run at a time: 1 to 1000. Without it: as many as there are processors."""
+        """Set how many callbacks run at a time: 1 to 1000. The default is the number of processors."""
         if to_number("thread_count", thread_count) == 0:
             raise NullPointerException("thread_count is 0; use 1 to 1000")
         self._set("set_thread_count", consume_threads=int(thread_count))
 
     def set_message_batch_max_size(self, max_size: int) -> None:
-        """Do nothing: a callback gets one message, as it always did."""
+        """Do nothing. A callback gets one message, as in the old package."""
         if to_number("max_size", max_size) == 0:
             raise NullPointerException("max_size is 0; use 1 or more")
         if max_size != 1:
-            warn_once("set_message_batch_max_size", "a callback gets one message at a time; batches are no matter here")
+            warn_once("set_message_batch_max_size", "a callback gets one message at a time; batches have no effect")
 
     def subscribe(self, topic: str | bytes, callback: Callback, expression: str | bytes = "*") -> None:
-        """Have `callback` called with the messages of `topic` that have one of the tags in `expression` (`"a || b"`).
+        """Call `callback` with the messages of `topic` that have one of the tags in `expression` (`"a || b"`).
 
-        A callback that returns ConsumeStatus.CONSUME_SUCCESS, or nothing, has consumed the message; after
-        RECONSUME_LATER, anything else, or an exception it comes again. Each topic has a callback of its own.
+        A callback that returns ConsumeStatus.CONSUME_SUCCESS, or None, has consumed the message. After RECONSUME_LATER,
+        any other result, or an exception, the message is redelivered. Each topic has its own callback.
 
         Raises:
-            ConsumerException: topic, callback or expression is not what it must be.
+            ConsumerException: topic, callback or expression is not allowed.
             NullPointerException, ctypes.ArgumentError: an argument is None, or is of another type.
         """
         name, selector = to_text("topic", topic), to_text("expression", expression) or "*"
         listener = _listener(callback, self)
-        with self._starting, _raise_as(ConsumerException):  # a start has taken its subscriptions already
-            consumer.PushConsumer(config=self._config).subscribe(name, listener, selector)  # says what is wrong with it
+        with (
+            self._starting,
+            _raise_as(ConsumerException),
+        ):  # so that it does not run during a start, which has read the subscriptions
+            consumer.PushConsumer(config=self._config).subscribe(name, listener, selector)  # raises if it is wrong
             self._subscriptions[name] = listener, selector
             running = self._consumer
             if running is not None and self._is_running:
                 running.subscribe(name, listener, selector)
 
     def start(self) -> None:
-        """Start consuming. Does nothing when it is started already.
+        """Start consuming. Do nothing if it is started.
 
-        It may be shut down meanwhile, by a callback for example: as if that came just after.
+        `shutdown()` may run meanwhile, in a callback for example. Then it acts as if called afterwards.
 
         Raises:
             PushConsumerStartFailed: nothing is subscribed to, a setting is not allowed, or no name server answers.
@@ -742,7 +752,7 @@ class PushConsumer(_Client[ConsumerConfig]):
             if self._is_running:
                 return
             if not self._subscriptions:
-                raise ConfigError("nothing is subscribed to; call subscribe(topic, callback) before start()")
+                raise ConfigError("there is no subscription; call subscribe(topic, callback) before start()")
             starting = consumer.PushConsumer(config=self._full_config())
             for topic, (listener, selector) in self._subscriptions.items():
                 starting.subscribe(topic, listener, selector)
@@ -754,26 +764,26 @@ class PushConsumer(_Client[ConsumerConfig]):
                 starting.start()
             except BaseException as error:
                 if self._consumer is not starting and isinstance(error, ClientClosed):
-                    return  # shut down meanwhile
+                    return  # shutdown() was called meanwhile
                 _open_consumers.discard(starting)
                 if self._consumer is starting:
                     self._consumer = None
                 raise
 
     def shutdown(self) -> None:
-        """Let callbacks finish, store offsets, and leave the group. It can be started again.
+        """Let callbacks finish, store offsets, and leave the group. The consumer can be started again.
 
-        A callback may call it: it returns at once there, and the end waits for the callback.
+        A callback may call it. There it returns at once, and the consumer closes after the callback.
 
         Raises:
-            ConsumerException: the consumer had failed before; the text says why.
+            ConsumerException: the consumer had failed before; the text has the reason.
         """
         if self._pid != os.getpid():
             return
         running, self._consumer = self._consumer, None
         if running is not None:
             self._closing = running
-        if (closing := self._closing) is not None:  # whoever shuts down a second time waits for the same end
+        if (closing := self._closing) is not None:  # a second call waits for the same close
             try:
                 with _raise_as(ConsumerException):
                     closing.close()
@@ -782,7 +792,7 @@ class PushConsumer(_Client[ConsumerConfig]):
 
 
 _open_consumers: set[consumer.PushConsumer] = set()
-"""Those that run go on, whether the application keeps them or not, until they are shut down or the process ends."""
+"""Started consumers. This keeps them running without a reference of the application, until they are shut down."""
 
 
 def _discard_closed() -> None:
@@ -792,12 +802,12 @@ def _discard_closed() -> None:
 
 
 def _processor_count() -> int:
-    """Return how many processors this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _listener(callback: Callback, subscriber: PushConsumer) -> Callable[[wire.Message], Any]:
-    """Return what calls `callback` for `subscriber`, and says in this package's words what it returns.
+    """Return a listener that calls `callback` for `subscriber`, and converts its result.
 
     Raises:
         ConsumerException: it cannot be called with a message, or is a coroutine function.
@@ -806,19 +816,19 @@ def _listener(callback: Callback, subscriber: PushConsumer) -> Callable[[wire.Me
         raise ConsumerException(f"callback must be a function of a message, not {safe_repr(callback)}")
     if inspect.iscoroutinefunction(callback):
         raise ConsumerException(
-            f"callback {safe_repr(callback)} is an `async def`, which is never awaited here; "
+            f"callback {safe_repr(callback)} is an `async def`, which this class never awaits; "
             "subscribe it with pyrocket_consumer.PushConsumer"
         )
     try:
         inspect.signature(callback).bind(None)
     except ValueError:
-        pass  # some built-ins tell nothing of themselves
+        pass  # some built-ins have no signature
     except TypeError as error:
         raise ConsumerException(f"callback {safe_repr(callback)} cannot be called with one message: {error}") from error
     success, new = ConsumeStatus.CONSUME_SUCCESS, ReceivedMessage.__new__
 
     def listen(message: wire.Message) -> object:
-        received = new(ReceivedMessage)  # quicker than to call it, which looks for its `__init__`
+        received = new(ReceivedMessage)  # faster than a call with `__init__`
         received._handle = message
         if (namespace := subscriber._config.namespace) is not None:
             received._namespace = namespace
@@ -829,7 +839,7 @@ def _listener(callback: Callback, subscriber: PushConsumer) -> Callable[[wire.Me
 
 
 def _result_of(status: object) -> object:
-    """Return what an unusual status means: the numbers are what they were, and what is none is told."""
+    """Return the result for an unusual status. Numbers keep their old meaning; any other value is logged."""
     if isinstance(status, int):
         if status is True:
             warn_once("a callback returned True", "True equals RECONSUME_LATER; return ConsumeStatus.CONSUME_SUCCESS")

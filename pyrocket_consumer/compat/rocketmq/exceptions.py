@@ -1,4 +1,4 @@
-"""What calls raise: the old package's classes with this package's texts. `__cause__` is the error of this package."""
+"""The exceptions: the old package's classes with this package's texts. `__cause__` is the error of this package."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ def _register(status_code: int) -> Callable[[_T], _T]:
 
 
 def ffi_check(status_code: int) -> None:
-    """Raise the exception that stands for a status of the native library; return for OK.
+    """Raise the exception for a status of the native library; return for OK.
 
-    Nothing here calls it: it is for code that was written around the old one.
+    Nothing here calls it. It exists for code that called the old one.
     """
     if status_code != _CStatus.OK:
         raise _EXCEPTION_MAP.get(status_code, RocketMQException)(f"status {int(status_code)}")
 
 
 class RocketMQException(Exception):
-    """Base of all that this package raises on purpose."""
+    """Base of all exceptions that this package raises on purpose."""
 
 
 @_register(_CStatus.NULL_POINTER)
 class NullPointerException(RocketMQException):
-    """Something is None, or 0, that must be there."""
+    """A required argument is None, or 0."""
 
 
 @_register(_CStatus.MALLOC_FAILED)
@@ -43,7 +43,7 @@ class MallocFailed(RocketMQException):
 
 
 class ProducerException(RocketMQException):
-    """Base of what producers raise."""
+    """Base of the exceptions of producers."""
 
 
 @_register(_CStatus.PRODUCER_START_FAILED)
@@ -53,7 +53,7 @@ class ProducerStartFailed(ProducerException):
 
 @_register(_CStatus.PRODUCER_SEND_SYNC_FAILED)
 class ProducerSendSyncFailed(ProducerException):
-    """The message was not stored, as far as is known."""
+    """The send failed; the message may be stored if the response was lost."""
 
 
 @_register(_CStatus.PRODUCER_SEND_ONEWAY_FAILED)
@@ -63,11 +63,11 @@ class ProducerSendOnewayFailed(ProducerException):
 
 @_register(_CStatus.PRODUCER_SEND_ORDERLY_FAILED)
 class ProducerSendOrderlyFailed(ProducerException):
-    """The message was not stored, as far as is known."""
+    """The send failed; the message may be stored if the response was lost."""
 
 
 class ProducerSendAsyncFailed(ProducerException):
-    """A message sent asynchronously was not stored. Never raised here: the old package cannot send so, either."""
+    """A message sent asynchronously was not stored. Never raised, because the old package has no such send either."""
 
     def __init__(self, msg: str, error: int, file: str, line: int, type: str) -> None:  # noqa: A002
         super().__init__(msg)
@@ -78,7 +78,7 @@ class ProducerSendAsyncFailed(ProducerException):
 
 
 class ConsumerException(RocketMQException):
-    """Base of what consumers raise."""
+    """Base of the exceptions of consumers."""
 
 
 @_register(_CStatus.PUSH_CONSUMER_START_FAILED)

@@ -1,4 +1,4 @@
-"""The enums that lie beside the native library in the old package; there is no library here."""
+"""The enums that the old package defines next to its native library. This package has no native library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CtypesEnum", "MessageModel", "TraceModel", "dll"]
 
 
 class CtypesEnum(IntEnum):
-    """A number that the native library knows."""
+    """A number of the native library."""
 
     @classmethod
     def from_param(cls, obj: SupportsInt) -> int:
@@ -46,7 +46,7 @@ class _CLogLevel(CtypesEnum):
 
 
 class MessageModel(CtypesEnum):
-    """Each message to every member, or to one."""
+    """Whether every member gets each message, or one."""
 
     BROADCASTING = 0
     CLUSTERING = 1
@@ -70,13 +70,13 @@ _LEVELS: dict[int, int] = {
 
 
 class _NoLibrary:
-    """Stands where the native library was: of its functions only those for the log are called by applications."""
+    """Replaces the native library. Applications call only its functions for the log."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no native library, so no {name}; use the classes of rocketmq.client")
 
     def SetPushConsumerLogPath(self, handle: object, path: object) -> int:  # noqa: N802
-        warn_once("log path", "log lines go to Python's logger 'pyrocket_consumer', and to no file of their own")
+        warn_once("log path", "log lines go to Python's logger 'pyrocket_consumer', not to a file")
         return _CStatus.OK
 
     def SetPushConsumerLogFileNumAndSize(self, handle: object, number: int, size: int) -> int:  # noqa: N802
@@ -94,4 +94,4 @@ class _NoLibrary:
 
 
 dll = _NoLibrary()
-"""No library: the six functions for the log act on Python's logger `pyrocket_consumer`; any other is an error."""
+"""The replacement: six functions for the log configure Python's logger `pyrocket_consumer`; others do not exist."""

@@ -1,4 +1,4 @@
-"""Where the old package's settings say that name servers are."""
+"""Find name servers by the settings of the old package."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def parse_address(address: str) -> tuple[str, str | None]:
 
 
 def fetch_name_servers(domain: str) -> str:
-    """Ask a web server where the name servers are: it answers `host:port;host:port` in its first line.
+    """Return the name servers that a web server names as `host:port;host:port` in the first line of its response.
 
     Raises:
-        ConfigError: it is no http or https address, or its answer names no server.
-        ConnectError: it does not answer within 3 s, or refuses.
+        ConfigError: `domain` is not an http or https address, or the response names no server.
+        ConnectError: the web server does not respond within 3 s, or responds with an error.
     """
     url = domain if "://" in domain else _PREFIX + domain
     request = _DomainRequest(url)
@@ -52,22 +52,22 @@ def fetch_name_servers(domain: str) -> str:
     response = request.wait(_DOMAIN_TIMEOUT_S)
     if not isinstance(response, str):
         why = truncate(escape_controls(str(response)), 200)
-        raise ConnectError(url, f"it does not tell where the name servers are: {why}") from response
+        raise ConnectError(url, f"it did not return the name servers: {why}") from response
     servers = response.split()[0] if response.split() else ""
     try:
         parse_name_servers(servers)
     except ConfigError as error:
         raise ConfigError(
-            f"{url} names no name servers; it must answer host:port, several joined by ;, not {safe_repr(servers)}"
+            f"{url} names no name servers; it must return host:port, several joined by ;, not {safe_repr(servers)}"
         ) from error
     return servers
 
 
 class _DomainRequest(threading.Thread):
-    """Asks a web server, in a thread: the look-up of a name, and an answer that comes byte by byte, have no deadline.
+    """Sends a request to a web server in a thread, because a DNS query and a slow response have no deadline.
 
     Raises:
-        ConfigError: `url` is no http or https address.
+        ConfigError: `url` is not an http or https address.
     """
 
     def __init__(self, url: str) -> None:
@@ -98,17 +98,17 @@ class _DomainRequest(threading.Thread):
                 if response.status != http.HTTPStatus.OK:
                     raise ConnectionError(f"it answers {response.status}")
                 self._result = response.read(_MAX_BYTES).decode()
-        except Exception as error:  # whatever a web server can bring about
+        except Exception as error:  # any error; wait() returns it
             self._result = error
         finally:
             self._connection.close()
 
     def wait(self, timeout_s: float) -> str | Exception:
-        """Return what is answered, or why nothing is; after `timeout_s` it is asked no longer."""
+        """Return the response, or the error; cancel the request after `timeout_s`."""
         self.join(timeout_s)
         if not self.is_alive():
             return self._result
         if self._socket is not None:
-            with suppress(OSError):  # it has been closed in this moment
+            with suppress(OSError):  # it was closed meanwhile
                 self._socket.shutdown(socket.SHUT_RDWR)
         return TimeoutError("timed out")

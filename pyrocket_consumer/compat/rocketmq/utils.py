@@ -1,4 +1,4 @@
-"""What the old package took as texts and numbers, and how it refused the rest."""
+"""Convert texts and numbers as the old package did, with its errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def to_text(what: str, value: object) -> str:
     Raises:
         NullPointerException: it is None.
         ctypes.ArgumentError: it is neither text nor bytes.
-        RocketMQException: it is text or bytes that are no UTF-8.
+        RocketMQException: it is text or bytes that are not UTF-8.
     """
     encoded = to_bytes(what, value)
     if isinstance(value, str):
@@ -64,7 +64,7 @@ def to_number(what: str, value: object) -> int:
     """Return a whole number; `what` names it in errors.
 
     Raises:
-        ctypes.ArgumentError: it is none.
+        ctypes.ArgumentError: it is not a whole number.
     """
     if isinstance(value, int):
         return int(value)

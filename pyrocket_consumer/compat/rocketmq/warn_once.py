@@ -1,4 +1,4 @@
-"""What is said once, however often it is the case."""
+"""Warnings that are logged once per process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _warned: set[str] = set()
 
 
 def warn_once(what: str, text: str) -> None:
-    """Log `text`, unless something was said about `what` in this process already."""
+    """Log `text`, unless this process has logged a warning about `what`."""
     if what not in _warned:
         _warned.add(what)
         log.warning("%s: %s", what, text)
