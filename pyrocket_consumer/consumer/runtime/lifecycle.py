@@ -1,4 +1,4 @@
-"""A consumer from its start to its end: what is opened, and that all of it is closed."""
+"""The lifecycle of a consumer: it opens everything at the start, and closes all of it at the end."""
 
 from __future__ import annotations
 
@@ -35,38 +35,38 @@ from pyrocket_consumer.transport.latch import Latch
 log = logger("consumer")
 
 CLOSE_MARGIN_S = 10.0
-"""How much longer than its time-out a close may take: brokers are told, and what does not answer is given up."""
+"""How much longer than its timeout a close may take, for the last requests to brokers."""
 
 START_TIMEOUT_S = 60.0
-"""The longest a start takes, besides what name servers are given: another process may be closing the same store."""
+"""The longest duration of a start without the time for name servers. Another process may be closing the same store."""
 
 OWNER_CLOSE_S = 30.0
-"""How long a start waits for a process that is closing the store: on a host where one takes the other's place."""
+"""How long a start waits while another process, which it replaces, closes the store."""
 
 OWNER_CHECK_EVERY_S = 0.1
 
 STORE_CLOSE_TIMEOUT_S = 5.0
-"""How long what was opened by a start that fails is given to close."""
+"""How long a failed start waits for its store to close."""
 
 DATABASE_TIMEOUT_S = 30.0
-"""How long a start waits for a database to answer."""
+"""How long a start waits for the database."""
 
 
 class ConsumerLifecycle:
-    """What one consumer opens, and the two tasks on its I/O thread that open and close it.
+    """Opens and closes everything that one consumer uses, with two tasks on its I/O thread.
 
-    Callers wait for these tasks and may stop waiting; a start that fails, or is not waited for any more, is ended like
-    a consumer that runs.
+    Callers wait for these tasks, and may stop waiting. A start that fails, or that no caller waits for, ends like a
+    running consumer.
     """
 
     def __init__(self, config: ConsumerConfig, workers_for: Callable[[bool, ListenerReporter], Workers]) -> None:
         self.config = config
         self.ended = Latch()
-        """The consumer has failed, or is closed: what `join` waits for."""
+        """Set when the consumer has failed or is closed; `join` waits for it."""
         self.stored = Latch()
-        """What was consumed when the end began is stored, as far as it could be."""
+        """Set when the offsets as of the beginning of the end are stored, as far as possible."""
         self.closed = Latch()
-        """Nothing is left: what `close` waits for."""
+        """Set when no thread and no connection is left; `close` waits for it."""
         self.cluster: Cluster | None = None
         self.member: GroupMember | None = None
         self._workers_for = workers_for
@@ -90,17 +90,17 @@ class ConsumerLifecycle:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the end has begun, or has come."""
+        """Whether the end has begun, or is complete."""
         return self._ending is not None or self.closed.is_set()
 
     @property
     def has_begun(self) -> bool:
-        """Whether it was started, or closed without."""
+        """Whether the consumer was started, or was closed without a start."""
         return self._io is not None or self.closed.is_set()
 
     @property
     def is_forked(self) -> bool:
-        """Whether it was started by the process this one was forked from."""
+        """Whether the process that this one was forked from started the consumer."""
         return self._pid is not None and self._pid != os.getpid()
 
     @property
@@ -110,23 +110,23 @@ class ConsumerLifecycle:
 
     @property
     def start_timeout_s(self) -> float:
-        """How long `start` may take; every name server that does not answer has its time."""
+        """How long `start` may take, with the time for every silent name server."""
         config = self.config
         return START_TIMEOUT_S + len(config.name_servers) * (config.connect_timeout_s + config.call_timeout_s)
 
     # --- the start
 
     def start(self, subscriptions: Mapping[str, tuple[Subscription, Listener]]) -> Future[None]:
-        """Begin to open everything; the future tells when it is done, or why it cannot be.
+        """Begin to open everything; the future has the result, or the error.
 
-        `subscriptions` are by topic, and those that are in it when there is a member.
+        `subscriptions` are by topic. The start reads them when it has created the member.
         """
         self._pid = os.getpid()
         opening = self._start(subscriptions)
         try:
             io = self._io = IoThread(on_end=self._on_io_ended)
             starting = asyncio.run_coroutine_threadsafe(opening, io.loop)
-            io.start()  # only now: whoever closes meanwhile finds something to cancel
+            io.start()  # only now, so that a close meanwhile has a task to cancel
         except BaseException:  # Ctrl-C
             if self._io is None or not self._io.is_running:
                 opening.close()
@@ -150,7 +150,7 @@ class ConsumerLifecycle:
         if store is not None:
             await self._open(store)
         elif config.broadcasting:
-            from pyrocket_consumer.offsets import LocalFileOffsetStore  # only here are its modules needed
+            from pyrocket_consumer.offsets import LocalFileOffsetStore  # other consumers do not need these modules
 
             store = file_store = LocalFileOffsetStore.for_group(replace(config, on_event=self._emit), client_id)
             await self._open(file_store)
@@ -191,21 +191,21 @@ class ConsumerLifecycle:
             await asyncio.sleep(OWNER_CHECK_EVERY_S)
 
     async def _wait_for_database(self, opening: asyncio.Future[bool], store: DatabaseOffsets) -> None:
-        """Wait for a database to answer.
+        """Wait until a database is open.
 
         Raises:
-            OffsetStoreError: it has not; what it still does is undone when it has.
+            OffsetStoreError: the database did not respond; if it opens later, it is closed again.
         """
         opening.add_done_callback(consume_exception)
         await wait_for_all([opening], self.loop.time() + DATABASE_TIMEOUT_S)
         if not opening.done():
             raise OffsetStoreError(
-                f"{store!r} has not answered within {DATABASE_TIMEOUT_S:g} s; check the address, and that the database "
-                "is up; a time-out of its driver (connect_timeout, say) ends such an attempt sooner"
+                f"{store!r} has not responded within {DATABASE_TIMEOUT_S:g} s; check its address, and that it is up. "
+                "A timeout of its driver, such as connect_timeout, ends the attempt sooner"
             )
 
     def _open_store(self, store: OffsetStore | DatabaseOffsets, waits_for_owner: bool) -> bool:
-        """Load the store, unless its owner is about to give it up, and we are patient."""
+        """Load the store. With `waits_for_owner`, return False if another process is about to release it."""
         if waits_for_owner and isinstance(store, Transferable):
             self._store_is_open = store.try_load()
         else:
@@ -214,7 +214,7 @@ class ConsumerLifecycle:
         return self._store_is_open
 
     def _emit(self, event: ConsumerEvent) -> None:
-        """Pass on what the store tells, which begins before there is a member."""
+        """Emit an event of the store; keep it until the member exists."""
         if self.member is None:
             self._early_events.append(event)
         else:
@@ -223,7 +223,7 @@ class ConsumerLifecycle:
     # --- the end
 
     def close(self, timeout_s: float) -> None:
-        """Begin to end everything, or shorten the end that has begun. Any thread; nothing is waited for."""
+        """Begin the end, or shorten the timeout of the end that has begun. Any thread may call it; it does not wait."""
         if self._io is None:
             self._on_io_ended()
             return
@@ -234,25 +234,25 @@ class ConsumerLifecycle:
 
     @property
     def needs_caller(self) -> bool:
-        """Whether the end cannot come before the caller returns: it is a listener call, or the I/O thread."""
+        """Whether the end must wait for the caller, because it is a listener call or the I/O thread."""
         if self._io is not None and self._io.is_current:
             return True
         return self.member is not None and self.member.service.is_own_call()
 
     def abandon(self) -> None:
-        """Wait for the end no longer: it was given more time than it may take."""
+        """Stop the I/O thread, because the end has exceeded its time."""
         log.error("group=%s was not closed in time", self.config.group)
         if self._io is not None:
             self._io.stop()
 
     def take_failure(self) -> bool:
-        """Tell the first who asks whether the member has failed."""
+        """Return whether the member has failed, to the first caller only."""
         failed = self.member is not None and self.member.failure is not None
         is_first, self._is_failure_taken = not self._is_failure_taken, True
         return failed and is_first
 
     def take_error(self) -> BaseException | None:
-        """Return what went wrong at the end, to the first who asks."""
+        """Return the error of the end, to the first caller only."""
         error, self._error = self._error, None
         return error
 
@@ -272,7 +272,7 @@ class ConsumerLifecycle:
     def _on_shortened(self, done: asyncio.Task[None]) -> None:
         self._shorten_tasks.discard(done)
         if not done.cancelled():
-            done.exception()  # _end has it, too
+            done.exception()  # _end raises it, too
 
     async def _end(self, timeout_s: float) -> None:
         try:
@@ -290,7 +290,7 @@ class ConsumerLifecycle:
                 await wait_for_all([closing], self.loop.time() + STORE_CLOSE_TIMEOUT_S)
                 if closing.done():
                     closing.result()
-                else:  # it is closed when the call that it is in has returned: nothing else is left to do
+                else:  # the store's thread closes it after its present call
                     log.warning(
                         "group=%s %r has not closed within %g s", self.config.group, self._store, STORE_CLOSE_TIMEOUT_S
                     )
@@ -313,6 +313,6 @@ class ConsumerLifecycle:
             store.close()
 
     def _on_io_ended(self) -> None:
-        """Nothing runs any more. On the I/O thread, as the last thing it does, or when there never was one."""
-        for end in (self.stored, self.ended, self.closed):
-            end.set()
+        """Set all latches: as the last step of the I/O thread, or when it never started."""
+        for latch in (self.stored, self.ended, self.closed):
+            latch.set()

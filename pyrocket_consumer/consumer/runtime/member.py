@@ -52,14 +52,14 @@ from pyrocket_consumer.text import logger
 log = logger("consumer")
 
 MAX_NAMES_SHOWN = 20
-"""How many names one sentence has at most."""
+"""How many names of queues or topics one event lists."""
 
 LAST_REQUESTS_S = 3.0
-"""How long the end of a member waits for brokers, after its listener calls."""
+"""How long the end of a member waits for brokers after the last listener call."""
 
 
 class ConsumerState(Enum):
-    """A consumer's life."""
+    """The states of a consumer."""
 
     CREATED = "created"
     RUNNING = "running"
@@ -68,7 +68,7 @@ class ConsumerState(Enum):
 
 
 class GroupMember:
-    """Subscribes, rebalances, pulls, consumes and commits for one group."""
+    """One member of a consumer group, with all its parts: it subscribes, rebalances, pulls, consumes and commits."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class GroupMember:
         self.state = ConsumerState.CREATED
         self.failure: BaseException | None = None
         self.on_stored: Callable[[], None] = lambda: None
-        """Called when what was consumed before the end began is stored, as far as it can be."""
+        """Called when the offsets as of the beginning of the end are stored, as far as possible."""
         self.on_ended: Callable[[], None] = lambda: None
         """Called when the member has failed, and when it is closed."""
         self.context = context = MemberContext(config, cluster, rng, wall_clock, lock_clock)
@@ -124,7 +124,7 @@ class GroupMember:
         self._call_deadline = float("inf")
 
     async def _give_up_unless_consumed(self, window: ProcessQueue, message: Message) -> float:
-        """Give up a message of an orderly queue, as `Retries` does; one that has its effect is consumed."""
+        """Give up a message of an orderly queue as `Retries` does, unless the database counts it as consumed."""
         if window.claim is not None and isinstance(self.commits, DatabaseCommits):
             try:
                 if await self.commits.is_consumed(window.claim, message.queue_offset):
@@ -135,13 +135,13 @@ class GroupMember:
         return await self.retries.give_up(window, message)
 
     def _report_duplicates(self, queue: MessageQueue, messages: Sequence[Message]) -> None:
-        text = f"{len(messages)} messages have had their effect: their producer has stored them twice"
+        text = f"{len(messages)} messages skipped, because their producer has stored them twice"
         facts = {"offset": messages[0].queue_offset, "message_id": describe_id(messages[0])}
         self.context.emit(EventKind.MESSAGE_LEFT_OUT, text, queue, facts)
 
     @staticmethod
     def _needs_locks(config: ConsumerConfig) -> bool:
-        """Tell whether brokers keep others from a queue of ours; a claim does so by itself, but for foreign members."""
+        """Return whether brokers must lock queues. A claim excludes other members, except for foreign members."""
         if not config.orderly or config.broadcasting:
             return False
         store = config.offset_store
@@ -180,7 +180,7 @@ class GroupMember:
     # --- subscriptions
 
     async def subscribe(self, subscription: Subscription, listener: Listener) -> None:
-        """Add a topic; while running, wait a moment until its queues have begun, as a start does."""
+        """Add a topic. While running, wait up to `start_wait_s` until its queues have begun, as a start does."""
         await self.context.tasks.finish(self._subscribe(subscription, listener), f"subscribing to {subscription.topic}")
 
     async def _subscribe(self, subscription: Subscription, listener: Listener) -> None:
@@ -203,7 +203,7 @@ class GroupMember:
             await self._wait_until_begun()
 
     async def unsubscribe(self, topic: str, *, wait: bool) -> None:
-        """Remove a topic; its queues end as at any rebalance, their offsets stored. `wait` until they have."""
+        """Remove a topic. Its queues end and store their offsets, as in a rebalance; with `wait`, wait for that."""
         step = self.context.tasks.begin(self._unsubscribe(topic), f"unsubscribing {topic}")
         if wait:
             await asyncio.shield(step)
@@ -214,19 +214,19 @@ class GroupMember:
             ending = (self.assignments.end(queue, "unsubscribed") for queue in self.assignments.held(topic))
             await asyncio.gather(*ending)
             await self.context.cluster.heartbeat()
-            if self.context.subscriptions.get(topic) is None:  # nobody subscribed again meanwhile
+            if self.context.subscriptions.get(topic) is None:  # not subscribed again meanwhile
                 self._rebalance.forget(topic)
                 self.context.cluster.forget_topic(topic)
 
-    # --- life
+    # --- start and close
 
     async def start(self) -> None:
-        """Become known to the brokers, and wait a moment until the queues that are ours have begun.
+        """Register at the brokers, and wait until the queues of this member have begun.
 
-        What has not begun after `start_wait_s` is told, and goes on beside.
+        After `start_wait_s`, an event names the queues that have not begun; they begin later.
 
         Raises:
-            BrokerError: a broker refuses what was subscribed to, or who we are. Nothing is left running then.
+            BrokerError: a broker refuses a subscription or the credentials; correct them. No task is left running.
         """
         context, cluster = self.context, self.context.cluster
         cluster.add_consumer(context.name, context.heartbeat_data)
@@ -262,13 +262,13 @@ class GroupMember:
         await self._wait_until_begun()
 
     async def _wait_until_begun(self) -> None:
-        """Wait a moment until all queues that are ours have begun, and tell which have not."""
+        """Wait up to `start_wait_s` until all queues of this member have begun; emit an event that names the others."""
         context, wait_s = self.context, self.config.start_wait_s
         if waiting := await self._rebalance.wait_until_begun(wait_s):
             names = ", ".join(waiting[:MAX_NAMES_SHOWN]) + (
                 f" and {len(waiting) - MAX_NAMES_SHOWN} more" if len(waiting) > MAX_NAMES_SHOWN else ""
             )
-            text = f"not begun after {wait_s:g} s, and tried again until they are: {names}"
+            text = f"not begun after {wait_s:g} s, trying again: {names}"
             context.emit(EventKind.BROKER_UNREACHABLE, text, facts={"waiting": len(waiting)}, level=logging.WARNING)
 
     async def _fetch_route(self, topic: str) -> None:
@@ -280,14 +280,14 @@ class GroupMember:
         except RouteNotFound as error:
             self._rebalance.mark_missing(topic)
             if not topic.startswith(RETRY_PREFIX):
-                context.emit(EventKind.BROKER_UNREACHABLE, f"{error}; still looking", level=logging.WARNING)
+                context.emit(EventKind.BROKER_UNREACHABLE, f"{error}; trying again", level=logging.WARNING)
         except RocketError as error:
             context.emit_throttled(EventKind.BROKER_UNREACHABLE, f"the route of {topic} is not known yet: {error}")
 
     async def close(self, timeout_s: float) -> None:
-        """End in the order that loses nothing. Whoever calls again waits for the same end, and may shorten it.
+        """Shut down without losing messages. A second call waits for the same shutdown, and may shorten its timeout.
 
-        Whoever waits may be cancelled; the end goes on. It comes within `timeout_s` and a few seconds, whatever
+        If a caller is cancelled, the shutdown continues. It takes at most `timeout_s` and a few seconds, whatever
         brokers and listeners do.
         """
         self._call_deadline = min(self._call_deadline, self.context.loop.time() + timeout_s)
@@ -296,25 +296,25 @@ class GroupMember:
         await asyncio.shield(self._ending)
 
     async def _close(self) -> None:
-        """Stop pulling, store, finish what runs, store, leave, close. What fails on the way keeps none of it undone."""
+        """Stop pulling, store offsets, finish running calls, store, leave the group, close. An error skips no step."""
         context, loop, commits = self.context, self.context.loop, self.commits
         context.closing = True
         self.assignments.stop_pulling()
         self.service.stop()
-        # Listener calls may take long, and whoever waits for them may lose patience: what is consumed is stored now.
-        # The loops go on meanwhile: offsets are stored, locks kept, and queues handed over to members that come.
+        # Store the offsets now, because listener calls may take long, and the caller may stop waiting. The loops
+        # continue meanwhile: they store offsets, renew locks, and hand over queues to new members.
         context.tasks.begin(self._store_early(), "storing offsets")
-        while (self.service.running() or self.retries.in_flight) and loop.time() < self._call_deadline:  # noqa: ASYNC110 - workers keep no count: it would cost each call
+        while (self.service.running() or self.retries.in_flight) and loop.time() < self._call_deadline:  # noqa: ASYNC110 - counting would cost time in each call
             await asyncio.sleep(0.005)
         if running := self.service.running():
             context.emit(
                 EventKind.MESSAGE_STUCK,
-                f"{running} listener calls still run; their messages stay unfinished, and come again",
+                f"{running} listener calls still run; their messages stay unfinished and will be redelivered",
                 level=logging.WARNING,
             )
         await context.tasks.stop_loops()
         self.retries.cancel()
-        # The lock of a queue whose call runs on is left to expire: its next owner shall not begin beside that call.
+        # Do not release the lock of a queue with a running call, so that its next owner begins only when it expires.
         free = [queue for queue, window in self.assignments.windows().items() if not self.service.running(window)]
         queues = self.assignments.fence_all()
         self.service.abandon()
@@ -327,7 +327,7 @@ class GroupMember:
         failure: Exception | None = None
         try:
             await commits.close(until=max(last_request_at, loop.time() + LAST_REQUESTS_S / 3))
-        except Exception as error:  # of a store of the user's
+        except Exception as error:  # of the user's store
             failure = error
         if self.state is not ConsumerState.FAILED:
             self.state = ConsumerState.CLOSED
@@ -338,36 +338,36 @@ class GroupMember:
             raise failure
 
     async def _store_early(self) -> None:
-        """Store what is consumed so far; what cannot be stored now is stored, or told, with the rest."""
+        """Store the offsets so far. `_store_last` stores, or reports, those that cannot be stored now."""
         try:
             await self.commits.persist(self.assignments.all(), until=self.context.loop.time() + LAST_REQUESTS_S)
-        except Exception as error:  # of a store of the user's
+        except Exception as error:  # of the user's store
             log.info("group=%s offsets not stored before listener calls end: %s", self.context.name, error)
         self.on_stored()
 
     async def _store_last(self, queues: list[MessageQueue], until: float) -> Collection[MessageQueue]:
-        """Store the last offsets of `queues`; tell and return which could not be."""
+        """Store the last offsets of `queues`. Report and return the queues whose offsets could not be stored."""
         unstored: Mapping[MessageQueue, Exception]
         try:
             unstored = await self.commits.persist(queues, until=until)
-        except Exception as error:  # of a store of the user's
+        except Exception as error:  # of the user's store
             unstored = dict.fromkeys(queues, error)
         if unstored:
             queue, reason = next(iter(unstored.items()))
             log.warning(
-                "group=%s final offsets of %d queues not stored, messages may come again; of %s: %s",
+                "group=%s final offsets of %d queues not stored, messages may be redelivered; %s: %s",
                 self.context.name,
                 len(unstored),
                 queue,
                 reason,
             )
         for queue, reason in unstored.items():
-            text = f"final offset not stored, messages may come again: {reason}"
+            text = f"final offset not stored, messages may be redelivered: {reason}"
             self.context.events.emit(ConsumerEvent(EventKind.COMMIT_FAILED, text, queue))
         return unstored
 
     async def _leave(self, queues: list[MessageQueue]) -> None:
-        """Unlock `queues` and have the brokers forget us, so that others need not wait until they find out."""
+        """Unlock `queues` and unregister at the brokers, so that other members take the queues over at once."""
         context = self.context
         if self.locks is not None:
             await self.locks.release(queues)
@@ -377,7 +377,7 @@ class GroupMember:
             log.info("group=%s not unregistered everywhere: %s", context.name, error)
 
     def _on_unexpected_error(self, what: str, error: BaseException) -> None:
-        """Something of ours failed that must not: the member has failed, says so, and leaves its queues to others."""
+        """Fail the member after an error of its own code: emit an event, and leave the queues to other members."""
         context = self.context
         log.error("group=%s failed: %s: %r", context.name, what, error, exc_info=error)
         if self.state in (ConsumerState.FAILED, ConsumerState.CLOSED) or context.closing:
@@ -391,7 +391,7 @@ class GroupMember:
             self._ending.add_done_callback(lambda ending: ending.cancelled() or ending.exception())
         self.on_ended()
 
-    # --- what the cluster tells
+    # --- events of the cluster
 
     def _on_address_refused(self, address: str, why: str) -> None:
         facts = {"address": address}
@@ -402,7 +402,7 @@ class GroupMember:
             address = broker.addresses.get(MASTER_ID)
             if address is not None and self._masters.get(broker.broker_name) != address:
                 self._masters[broker.broker_name] = address
-                self._on_broker_gap(broker.broker_name)  # one that was a slave lacks the commits of the last seconds
+                self._on_broker_gap(broker.broker_name)  # a former slave lacks the commits of the last seconds
         if self.context.subscriptions.get(topic) is not None:
             self.context.rebalance_wanted.set()
 
@@ -412,7 +412,7 @@ class GroupMember:
         self.context.rebalance_wanted.set()
 
     def _on_broker_gap(self, broker_name: str) -> None:
-        """A broker may have lost something: commits, or what came last."""
+        """Commit again, and check claimed logs, because a broker may have lost commits or its last messages."""
         self.commits.mark_unpersisted(broker_name)
         self.assignments.recheck_log(broker_name)
 
@@ -421,10 +421,10 @@ class GroupMember:
             if address in addresses.values():
                 action(broker_name)
 
-    # --- what users ask
+    # --- requests of the user
 
     def pause(self, queues: Iterable[MessageQueue] | None) -> None:
-        """Pull no more from `queues`, or from all, and take nothing that is still on its way."""
+        """Pull no more from `queues`, or from all, and drop the pulls in flight."""
         self._pull_host.pause(queues)
         self.assignments.pause_pulls()
 
@@ -434,13 +434,13 @@ class GroupMember:
         self.assignments.pull_all()
 
     async def reset(self, topic: str, targets: Mapping[MessageQueue, int]) -> dict[MessageQueue, int]:
-        """Move the queues of `topic` we hold to their targets; returns those moved, when they are durable."""
-        return await self.resets.move_held(topic, targets, "asked for by this program")
+        """Move the held queues of `topic` to their targets. Return the moved ones once their offsets are durable."""
+        return await self.resets.move_held(topic, targets, "requested by this program")
 
     def progress(self) -> dict[MessageQueue, QueueProgress]:
-        """Return where each queue we hold stands."""
+        """Return the progress of each held queue."""
         return self.assignments.progress()
 
     def emit(self, event: ConsumerEvent) -> None:
-        """Count an event of the offset store, and pass it to the user."""
+        """Count an event of the offset store, and emit it to the user."""
         self.context.events.emit(event)
