@@ -37,7 +37,7 @@ NOT_CLEAN_YET: set[str] = {
     "pyrocket_consumer/transport", "pyspark_rocketmq", "setup.py", "tests", "tests/admin", "tests/cli",
     "tests/cluster", "tests/compat", "tests/conformance", "tests/consumer", "tests/exactly_once", "tests/fuzz",
     "tests/hazards", "tests/hostile", "tests/interop", "tests/migration", "tests/offsets", "tests/plugins",
-    "tests/producer", "tests/protocol", "tests/real_brokers", "tests/simulation", "tests/spark", "tests/testing",
+    "tests/producer", "tests/protocol", "tests/real_brokers", "tests/simulation", "tests/spark",
     "tests/transport", "tests/virtual",
 }  # fmt: skip
 GROUPS = (*FOLDERS, "")

@@ -1,4 +1,4 @@
-"""A broker and a raw client that talks to it, for tests that make several, or whose fixtures do not fit."""
+"""A broker and a connected raw client, for tests that make several, or that need other options than the fixtures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def broker_and_client(**options: Any) -> Iterator[tuple[EmbeddedBroker, RawClien
 
 
 def every_version(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test on each release, all in one item; the `broker` and `client` that it takes are of that release."""
+    """Run a test on each release, all in one item. Its `broker` and `client` have that release."""
     body, inner = getattr(test, "cases", (test, None))
     takes = inspect.signature(body).parameters.keys()
 
@@ -52,7 +52,7 @@ def every_version(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def pull_result(answer: RemotingCommand) -> tuple[int, str | None, int, int, int]:
-    """Return what a pull's answer says: code, remark, next, min and max offset."""
+    """Return the code, the remark and the next, min and max offset of a pull response."""
     fields = answer.fields
     return (
         answer.code,

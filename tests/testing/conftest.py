@@ -1,4 +1,4 @@
-"""A cluster of one broker and raw clients that talk to it: what nearly every test here starts with."""
+"""A cluster of one broker, and raw clients connected to it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.testing.raw_client import RawClient
 
 @pytest.fixture
 def version() -> str:
-    """Return the newest release, where a test is not about others."""
+    """Return the newest release; tests about other releases replace this fixture."""
     return VERSIONS[-1]
 
 
 @pytest.fixture
 def broker(request: pytest.FixtureRequest, version: str) -> Iterator[EmbeddedBroker]:
-    """A broker with the topic `T`; `@pytest.mark.cluster(**options)` says how its cluster is made."""
+    """A broker with the topic `T`; `@pytest.mark.cluster(**options)` sets options of its cluster."""
     marker = request.node.get_closest_marker("cluster")
     with broker_with_topic(**{"version": version, **(marker.kwargs if marker else {})}) as broker:
         yield broker

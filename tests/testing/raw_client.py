@@ -1,4 +1,4 @@
-"""A blocking client over one socket: what crosses the wire, without any of the consumer's code."""
+"""A blocking client over one socket, without any of the consumer's code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 30.0
 
 
 class RawClient:
-    """Sends requests, reads answers, and keeps the requests the server sends."""
+    """Sends requests, reads responses, and records the requests of the server."""
 
     def __init__(self, address: str, client_id: str = "c1") -> None:
         self.client_id = client_id
@@ -46,11 +46,11 @@ class RawClient:
         self._socket.close()
 
     def end(self) -> None:
-        """End the connection; a thread that reads sees that the server has closed it."""
+        """Shut the connection down; a reading thread sees the server close it."""
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, command: RemotingCommand, header_type: int = JSON_HEADER) -> int:
-        """Send a request or an answer; return its opaque."""
+        """Send a request or a response, and return its opaque."""
         if not command.is_response:
             command.opaque = next(self._opaques)
         self._socket.sendall(encode_command(command, header_type))
@@ -60,7 +60,7 @@ class RawClient:
         self._socket.sendall(data)
 
     def call(self, *what: Any, timeout_s: float = TIMEOUT_S, **options: Any) -> RemotingCommand:
-        """Send a request and return its answer; the arguments are those of `post`."""
+        """Send a request and return its response. Takes the arguments of `post`."""
         return self.answer(self.post(*what, **options), timeout_s)
 
     def post(
@@ -85,7 +85,7 @@ class RawClient:
         return self.send(command, header_type)
 
     def answer(self, opaque: int, timeout_s: float = TIMEOUT_S) -> RemotingCommand:
-        """Return the answer to a request sent before."""
+        """Return the response to an earlier request."""
         deadline = time.monotonic() + timeout_s
         while not self._answers.get(opaque):
             self._read(deadline)
@@ -99,7 +99,7 @@ class RawClient:
         return found
 
     def is_silent(self, for_s: float = 0.2) -> bool:
-        """Return whether nothing at all arrives for a while."""
+        """Return whether no byte arrives for a while."""
         before = self._count()
         try:
             self._read(time.monotonic() + for_s)
@@ -130,7 +130,7 @@ class RawClient:
             else:
                 self.received.append(command)
 
-    # --- requests tests make often
+    # --- frequent requests
 
     def heartbeat(
         self,
@@ -151,7 +151,7 @@ class RawClient:
         return self.call(RequestCode.HEART_BEAT, body=encode_heartbeat(data), version=version)
 
     def pull(self, topic: str, queue_id: int, offset: int, **others: object) -> RemotingCommand:
-        """Pull with a subscription of its own and without waiting, unless told otherwise."""
+        """Pull with a subscription in the request and without waiting, unless `others` change that."""
         return self.answer(self.post_pull(topic, queue_id, offset, **others))
 
     def post_pull(
@@ -217,7 +217,7 @@ class RawClient:
         remark: str | None = None,
         fields: Mapping[str, str] | None = None,
     ) -> None:
-        """Answer a request of the server's."""
+        """Respond to a request of the server."""
         self.send(RemotingCommand(code, dict(fields or {}), body, question.opaque, frame.RESPONSE_FLAG, remark))
 
 

@@ -1,4 +1,4 @@
-"""What admin tools ask a broker for."""
+"""Requests of admin tools to a broker."""
 
 from __future__ import annotations
 

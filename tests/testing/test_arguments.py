@@ -1,4 +1,4 @@
-"""What a test gives an embedded cluster by mistake is told to it, in a sentence, and nothing is done."""
+"""Wrong arguments of an embedded cluster raise a ConfigError of one sentence, and change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults: each does what it says, as often as it is told, and nothing else is disturbed."""
+"""Faults: each has its documented effect the given number of times, and changes no other request."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_delays() -> None:
         start = time.monotonic()
         opaque = client.post(COMMIT, commit_fields())
         broker.wait_for(COMMIT)
-        assert broker.committed("G", "T") == {0: 5}  # done at once, told later
+        assert broker.committed("G", "T") == {0: 5}  # handled immediately, its response is late
         client.answer(opaque)
         assert time.monotonic() - start >= 0.2
         broker.on(COMMIT, delay_request(1))
@@ -182,7 +182,7 @@ def test_a_gate_holds_requests_or_answers(answers: bool) -> None:
         gate.open()
         assert [client.answer(opaque).code for opaque in opaques] == [0, 0]
         assert broker.committed("G", "T") == {0: 6}
-        assert client.call(COMMIT, commit_fields(7)).code == 0  # open: nothing waits any more
+        assert client.call(COMMIT, commit_fields(7)).code == 0  # the gate is open
         with pytest.raises(TimeoutError):
             gate.wait_held(1, timeout_s=0.01)
 
@@ -253,7 +253,7 @@ NOT_MADE_YET = "returns a fault; call it first|missing 1 required"
     ],
 )
 def test_a_mistake_in_a_fault_fails_the_test_that_made_it(fault, options, text):
-    """It loses no request silently: the connection ends, and the cluster with the error."""
+    """A broken fault loses no request silently. It ends the connection, and closing the cluster raises its error."""
     ended = None
     with pytest.raises(RuntimeError, match=text), broker_and_client() as (broker, client):
         broker.on(MAX, fault, **options)

@@ -1,4 +1,4 @@
-"""The conversation a probe had with real brokers, had again with the embedded one: the answers are the same."""
+"""A probe's recorded requests to real brokers, sent to the embedded broker, get the same responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.testing.raw_client import RawClient
 
 TOPIC = "A_gold"
 TO_NAME_SERVER = {105, 106, 206, 100, 101, 102, 219}
-NEEDS_MORE = {  # told by other tests: they need a member, a special setting or a parser
+NEEDS_MORE = {  # covered by other tests, because they need a member, a special setting or a parser
     RequestCode.CONSUME_MESSAGE_DIRECTLY,
     RequestCode.CHECK_CLIENT_CONFIG,
     RequestCode.CHECK_TRANSACTION_STATE,
@@ -25,7 +25,7 @@ NEEDS_MORE = {  # told by other tests: they need a member, a special setting or 
 
 
 def conversation(version: str) -> list[tuple[golden.Entry, golden.Entry | None]]:
-    """Return the probe's requests and their answers."""
+    """Return the probe's requests and their responses."""
     probe = [entry for entry in golden.index() if entry.version == version and "(probe)" in entry.what]
     answers = {
         entry.name.removesuffix("-response.bin"): entry
@@ -40,14 +40,14 @@ def conversation(version: str) -> list[tuple[golden.Entry, golden.Entry | None]]
 
 
 class Translation:
-    """Where things are here that were elsewhere at the recorded broker."""
+    """Maps message ids and offsets of the recorded broker to those of the embedded one."""
 
     def __init__(self) -> None:
         self.commit_log_offsets: dict[int, int] = {}
         self.half_offsets: dict[int, int] = {}
 
     def here(self, command: RemotingCommand) -> None:
-        """Change the places that a recorded request names to ours."""
+        """Replace the ids and offsets of a recorded request."""
         fields = command.fields
         if command.code in (RequestCode.CONSUMER_SEND_MSG_BACK, RequestCode.VIEW_MESSAGE_BY_ID):
             offset = int(fields["offset"])
@@ -59,7 +59,7 @@ class Translation:
             fields["queueOffset"] = str(self.half_offsets[int(fields["queueOffset"])])
 
     def learn(self, recorded: RemotingCommand, ours: RemotingCommand, is_half: bool) -> None:
-        """Take note of what two answers say about the same messages."""
+        """Learn the ids and offsets of the same messages from two responses."""
         for then, now in zip(records(recorded), records(ours), strict=True):
             self.commit_log_offsets[then.commit_log_offset] = now.commit_log_offset
         if "msgId" in recorded.fields and "," not in recorded.fields["msgId"]:
@@ -74,7 +74,7 @@ def records(answer: RemotingCommand) -> list[Message]:
 
 
 def comparable(answer: RemotingCommand, is_half: bool) -> dict[str, Any]:
-    """Return what does not depend on times, ports and places in the commit log."""
+    """Return the parts of a response that do not depend on times, ports and offsets in the commit log."""
     fields = dict(answer.fields)
     for name in ("msgId", "version", "indexLastUpdateTimestamp", "indexLastUpdatePhyoffset"):
         if name in fields:
@@ -83,7 +83,7 @@ def comparable(answer: RemotingCommand, is_half: bool) -> dict[str, Any]:
         for name in ("queueOffset", "nextBeginOffset", "maxOffset"):
             fields.pop(name, None)
     remark = re.sub(r"127\.0\.0\.1:\d+", "127.0.0.1:0", answer.remark or "")
-    # Only humans read the rest of these: texts of exceptions, a topic's settings, statistics.
+    # Only people read the rest of these: texts of exceptions, a topic's settings, statistics.
     remark = re.sub(r"TopicConfig \[.*", "", remark)
     body: Any = answer.body
     if records(answer):
@@ -139,7 +139,7 @@ def test_answers_are_those_of_a_real_broker(version: str) -> None:
         broker = cluster.broker("broker-a")
         with RawClient(broker.address) as to_broker, RawClient(cluster.name_server) as to_name_server:
             for request_entry, answer_entry in conversation(version):
-                if "offset 0 of 3" in request_entry.what:  # what was sent before it was not recorded
+                if "offset 0 of 3" in request_entry.what:  # earlier sends were not recorded
                     for number, tag in enumerate(("TagA", "TagB", "TagA")):
                         to_broker.produce(
                             TOPIC,

@@ -74,7 +74,7 @@ def test_an_orderly_consumer_locks_its_queues(embedded: EmbeddedCluster, java: J
 def test_failed_messages_are_redelivered_and_delayed_ones_arrive_late(
     embedded: EmbeddedCluster, java: JavaMachine
 ) -> None:
-    embedded.create_topic("%RETRY%app", queues=1)  # or the client asks for its route again only after 30 s
+    embedded.create_topic("%RETRY%app", queues=1)  # otherwise the client fetches its route again only after 30 s
     with (
         java.producer(embedded.name_server) as producer,
         java.consumer(embedded.name_server, "app", "orders", fail=2) as consumer,
@@ -98,7 +98,7 @@ def test_mqadmin_sees_progress_and_resets_it(embedded: EmbeddedCluster, java: Ja
         java.mqadmin(embedded.name_server, "resetOffsetByTime", "-g", "app", "-t", "orders", "-s", "0")
         if java.version == "4.9.7":
             assert embedded.broker("broker-a").requests(RequestCode.INVOKE_BROKER_TO_RESET_OFFSET)
-        else:  # marked: a held pull meets the mark when a message wakes it
+        else:  # a held pull gets the mark when a message wakes it
             with RawClient(embedded.broker("broker-a").address) as client:
                 assert client.query("app", "orders", 0).fields == {"offset": "0"}
             embedded.send("orders", count=4)

@@ -315,7 +315,7 @@ with EmbeddedCluster() as cluster:
         except RuntimeError as error:
             print(error)
         cluster.close()
-        shown = socket.create_connection((host, int(port)), timeout=30)  # open for as long as it is looked for
+        shown = socket.create_connection((host, int(port)), timeout=30)  # stays open during the search
         sys.stdout.flush()
         os.read(until, 1)
         os._exit(0)
@@ -342,7 +342,7 @@ with EmbeddedCluster() as cluster:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_a_forked_child_does_not_listen_on_the_port_of_a_stopped_broker(end: str) -> None:
-    """As `multiprocessing` forks them: a broker that stops while there are children has stopped, and starts again."""
+    """A broker with children, forked as `multiprocessing` forks them, still stops completely and starts again."""
     done = subprocess.run(
         [sys.executable, "-c", _OF_FORKS, end], capture_output=True, text=True, timeout=120, check=False
     )
@@ -392,4 +392,4 @@ def test_connecting_during_a_close_leaks_no_socket(end, turn):
             closed.set()
             for thread in threads:
                 thread.join()
-    gc.collect()  # what is left open warns, and warnings are errors
+    gc.collect()  # an open socket warns, and warnings are errors

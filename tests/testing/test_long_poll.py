@@ -1,4 +1,4 @@
-"""Pulls that wait: what holds them, what wakes them, and what they are told."""
+"""Held pulls: when the broker holds them, wakes them, and responds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_waking_takes_about_a_millisecond(broker, client):
         broker.cluster.send("T", queue_id=0)
         client.answer(opaque)
         delays.append(time.perf_counter() - start)
-    assert min(delays) < 0.02  # a busy machine may delay most
+    assert min(delays) < 0.02  # a busy machine may delay most of them
 
 
 @pytest.mark.cluster(long_poll_tick_s=0.2)
@@ -108,7 +108,7 @@ def test_a_held_pull_commits_on_arrival_and_only_then(broker, client):
 @pytest.mark.cluster(**NO_TICK, settings={"longPollingEnable": False, "shortPollingTimeMills": 100})
 def test_without_long_polling_a_pull_waits_a_second_at_most(broker, client, other):
     opaque = held(broker, client)
-    other.produce("T")  # does not wake it; the tick finds it
+    other.produce("T")  # does not wake the pull; the tick finds the message
     assert pull_result(client.answer(opaque)) == (0, "FOUND", 1, 0, 1)
     assert client.pull("T", 0, 1, **HOLD).code == 19
 

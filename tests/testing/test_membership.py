@@ -1,4 +1,4 @@
-"""Heartbeats and what follows from them: members, subscriptions, notices, locks."""
+"""Heartbeats and their effects: members, subscriptions, notifications, locks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_last_heartbeat_sets_the_subscriptions_of_a_group(broker, client, se
     client.heartbeat("G", "T", "U", expression="A", sub_version=5)
     assert broker.subscriptions("G").keys() == {"T", "U", "%RETRY%G"}
     second.heartbeat("G", "U", model="BROADCASTING")
-    assert broker.subscriptions("G").keys() == {"U"}  # and topics left out are dropped
+    assert broker.subscriptions("G").keys() == {"U"}  # topics missing from the heartbeat are removed
     stats = client.call(RequestCode.GET_CONSUMER_CONNECTION_LIST, {"consumerGroup": "G"})
     assert bodies.decode_consumer_connection(stats.body).message_model == "BROADCASTING"
 
@@ -197,7 +197,7 @@ def test_a_lock_ends_sixty_seconds_after_it_was_renewed() -> None:
     assert locks.lock("G", "c2", [queue]) == {queue}
 
 
-# --- asked by clients
+# --- other requests of clients
 
 
 def test_check_client_config(broker, client):

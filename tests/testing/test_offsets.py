@@ -1,4 +1,4 @@
-"""Committed offsets, the ends of queues, and search by time."""
+"""Committed offsets, first and last offsets of queues, and search by time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_commit_is_stored_as_it_is(broker, client):
         assert client.query("G", "T", 0).fields == {"offset": str(offset)}
     client.commit("G", "T", 0, -1)
     assert broker.committed("G", "T") == {0: -1}
-    assert client.query("G", "T", 0).fields == {"offset": "0"}  # reads as nothing stored
+    assert client.query("G", "T", 0).fields == {"offset": "0"}  # like a group without an offset
     for queue_id in (99, 2**30, 2**31 - 1, -5):
         assert client.commit("G", "T", queue_id, 1).code == 0
         assert client.query("G", "T", queue_id).fields == {"offset": "1"}
@@ -72,7 +72,7 @@ def test_the_ends_of_a_queue(broker, client):
     assert client.call(RequestCode.GET_EARLIEST_MSG_STORETIME, where).fields == {"timestamp": "1001"}
 
 
-# Messages 0 to 9 stored 250 ms apart from 10,000 on.
+# Messages 0 to 9 were stored every 250 ms from 10,000 on.
 SEARCHES = [  # time, 4.9, 5.x lower, 5.x upper
     (0, 0, 0, 0),
     (-1, 0, 0, 0),

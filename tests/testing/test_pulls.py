@@ -1,4 +1,4 @@
-"""PULL_MESSAGE: each question gets the answer real brokers give."""
+"""PULL_MESSAGE: each request gets the response of real brokers."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def test_the_heartbeat_s_subscription_counts(broker, client):
     "expression, expected",
     [
         ("||", ResponseCode.SUBSCRIPTION_PARSE_FAILED),
-        (" || ", ResponseCode.PULL_RETRY_IMMEDIATELY),  # names no tag and is not *: matches nothing
+        (" || ", ResponseCode.PULL_RETRY_IMMEDIATELY),  # contains no tag and is not *, so it matches no message
         ("", ResponseCode.SUCCESS),
         (None, ResponseCode.SUCCESS),
         (" A || || B ||", ResponseCode.SUCCESS),
         ("AaAa", ResponseCode.PULL_RETRY_IMMEDIATELY),
-        ("BBBB", ResponseCode.SUCCESS),  # as hashes go, the same as AaBB
+        ("BBBB", ResponseCode.SUCCESS),  # has the same hash as AaBB
     ],
 )
 def test_expressions(client, expression, expected):
@@ -164,7 +164,7 @@ def test_the_commit_bit_stores_any_offset_once(broker, client):
     client.produce("T")
     client.pull("T", 0, 1, sysFlag=5, commitOffset=1)
     assert broker.committed("G", "T") == {0: 1}
-    client.pull("T", 0, 99, sysFlag=5, commitOffset=77)  # answered 21, and stored
+    client.pull("T", 0, 99, sysFlag=5, commitOffset=77)  # the response is 21, and the offset is stored
     assert broker.committed("G", "T") == {0: 77}
     client.pull("T", 0, 0, sysFlag=5, commitOffset=-1)
     assert broker.committed("G", "T") == {0: -1}

@@ -1,4 +1,4 @@
-"""Tests that wait: what they wait for is seen soon, whoever did it, and an error says what it was."""
+"""`wait_until`: it notices changes of any origin soon, and its error quotes the condition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_change_outside_the_cluster_ends_the_wait() -> None:
     def check() -> bool:
         checks.append(happened.is_set())
         if len(checks) == 2:
-            happened.set()  # by nobody whom the cluster knows
+            happened.set()  # outside the cluster
         return checks[-1]
 
     with EmbeddedCluster(long_poll_tick_s=600, scan_interval_s=600, flush_offsets_s=600) as cluster:

@@ -1,4 +1,4 @@
-"""What an admin asks members through the broker."""
+"""Requests of an admin to members through the broker."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_missing_or_silent_member() -> None:
         opaque = admin.post(RUNNING_INFO, fields)
         member.wait_received(RUNNING_INFO)
         member.close()
-        assert admin.answer(opaque).code == 207  # at once: nobody is there to wait for
+        assert admin.answer(opaque).code == 207  # immediately, because no member is there
 
 
 @every_version
@@ -93,7 +93,7 @@ def test_the_status_of_every_member() -> None:
         [received] = first.wait_received(request_code)
         assert received.fields == {"topic": "T", "group": "G"}
         first.reply(received, body=encode_consumer_status({queue: 16}))
-        second.wait_received(request_code)  # which stays silent, and is missing
+        second.wait_received(request_code)  # it sends no response, so it is missing
         answer = admin.answer(opaque)
         assert (answer.remark, decode_consumer_status_table(answer.body)) == (
             "not set any response code",

@@ -1,4 +1,4 @@
-"""INVOKE_BROKER_TO_RESET_OFFSET: at the members, and at the broker."""
+"""INVOKE_BROKER_TO_RESET_OFFSET, handled by the members or by the broker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOTH = AT_MEMBERS + AT_BROKER
 
 
 def at(mode: tuple[str, bool]) -> AbstractContextManager[tuple[EmbeddedBroker, RawClient]]:
-    """A broker of a release that resets at the members, or itself."""
+    """A broker whose release resets at the members, or at the broker."""
     return broker_and_client(version=mode[0], server_side_reset=mode[1])
 
 
@@ -37,7 +37,7 @@ def targets(answer: RemotingCommand) -> dict[int, int]:
 
 
 def ten_messages(broker: EmbeddedBroker) -> None:
-    """Messages 0 to 9 in queue 0, stored 250 ms apart from 10,000 on; queue 1 is empty."""
+    """Store messages 0 to 9 in queue 0, every 250 ms from 10,000 on. Queue 1 stays empty."""
     for number in range(10):
         broker.cluster.send("T", queue_id=0, stored_at_ms=10_000 + 250 * number)
 
@@ -51,7 +51,7 @@ def test_the_broker_refuses_a_reset_at_members(mode: tuple[str, bool]) -> None:
         broker.commit("G", "T", {0: 3})
         assert reset(client).code == 1  # queue 1 has no offset
         broker.commit("G", "T", {1: -1})
-        assert reset(client).code == 1  # and a negative one is none
+        assert reset(client).code == 1  # a negative offset does not count
         broker.commit("G", "T", {1: 0})
         assert reset(client).code == 0
         client.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c1", "consumerGroup": "G"})
@@ -70,7 +70,7 @@ def test_the_broker_refuses_a_reset_at_the_broker(mode: tuple[str, bool]) -> Non
     with at(mode) as (broker, client):
         assert (reset(client).code, reset(client).remark) == (26, "Group G does not exist")
         broker.create_group("G")
-        assert reset(client).code == 0  # nobody online, nothing committed
+        assert reset(client).code == 0  # no member is online, and no offset is committed
         unknown = reset(client, topic="nowhere")
         assert (unknown.code, unknown.remark) == (17, "Topic nowhere does not exist")
 
@@ -99,7 +99,7 @@ def test_members_get_the_format_of_the_language_of_the_admin(mode: tuple[str, bo
             recorded = golden.frame("reset", name)
             assert (b'"offsetTable":[' in order.body) == (b'"offsetTable":[' in recorded) == (language == "CPP")
             assert {queue.queue_id: offset for queue, offset in decode_offset_table(order.body).items()} == {0: 0, 1: 0}
-        assert broker.committed("G", "T") == {0: 3, 1: 0}  # only members change it
+        assert broker.committed("G", "T") == {0: 3, 1: 0}  # only members change committed offsets
 
 
 # Ten messages, 3 committed. Timestamps and the target for queue 0: 4.9 forced, 5.x at members forced, at the broker.

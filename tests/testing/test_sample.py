@@ -1,4 +1,4 @@
-"""A message made for a unit test is one like any other."""
+"""A message made for a unit test equals a received one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CONSUMER_SEND_MSG_BACK: later, or never again."""
+"""CONSUMER_SEND_MSG_BACK: retries and dead letters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def send_back(client: RawClient, message: Message, level: int = 0, **others: obj
 
 
 def retried(broker: EmbeddedBroker, count: int = 1) -> Message:
-    """Return the newest message of the retry topic, waiting for it."""
+    """Wait for the next message of the retry topic, and return it."""
     broker.cluster.wait_until(lambda: broker.max_offset("%RETRY%G", 0) == count)
     return broker.messages("%RETRY%G")[-1]
 
@@ -89,7 +89,7 @@ def test_a_message_that_the_broker_does_not_find_is_refused(broker, client):
         fields = {"offset": offset, "group": "G", "delayLevel": 1}
         assert client.call(RequestCode.CONSUMER_SEND_MSG_BACK, fields).code == 1
     assert first.commit_log_offset == 0
-    assert send_back(client, first, 1).code == 0  # offset 0 finds the oldest that is left
+    assert send_back(client, first, 1).code == 0  # offset 0 finds the oldest remaining message
 
 
 def test_groups_without_retries_lose_the_message(broker, client):

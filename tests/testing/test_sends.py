@@ -1,4 +1,4 @@
-"""Sends: what is stored, what is answered, what is refused."""
+"""Sends: stored messages, responses, and refused requests."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_direct_send_to_a_retry_topic_becomes_a_dead_letter(broker, client, ve
     client.call(RequestCode.LOCK_BATCH_MQ, body=encode_lock_request(lock))
     before = broker.max_offset("%DLQ%G", 0)
     retry(0)
-    if not old:  # while the group holds a lock, whatever the count
+    if not old:  # while the group holds a lock, for any count
         broker.cluster.wait_until(lambda: broker.max_offset("%DLQ%G", 0) == before + 1)
     client.call(RequestCode.UNLOCK_BATCH_MQ, body=encode_lock_request(lock))
     retry(0)

@@ -13,7 +13,7 @@ COUNT = 30
 
 
 def burst(broker_address: str, oneway: bool = False) -> RawClient:
-    """Send many commits of one queue at once, as a client with many threads does; each is to store its number."""
+    """Send many commits of one queue together, as a client with many threads does. Each stores its number."""
     client, requests = RawClient(broker_address), []
     for number in range(COUNT):
         fields = {"consumerGroup": "app", "topic": "orders", "queueId": "0", "commitOffset": str(number)}

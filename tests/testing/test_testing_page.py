@@ -1,4 +1,4 @@
-"""The examples of docs/testing.md run as they stand, and it names all there is."""
+"""The examples of docs/testing.md run unchanged, and the page names every public name."""
 
 from __future__ import annotations
 

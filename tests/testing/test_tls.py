@@ -1,4 +1,4 @@
-"""A cluster that takes TLS only."""
+"""A cluster that accepts TLS only."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_close_does_not_wait_for_the_tls_shutdown_of_a_client() -> None:
 def test_close_does_not_wait_for_the_tls_handshake_of_a_client() -> None:
     with tls_cluster() as cluster:
         silent = connected(cluster)
-        with talking_tls(cluster):  # so that the silent one, which came before, has been accepted
+        with talking_tls(cluster):  # by now the cluster has accepted the earlier, silent connection
             cluster.wait_until(lambda: bool(cluster.name_server_node.connections))
     with silent, suppress(ConnectionResetError):
         assert silent.recv(1) == b""
-    gc.collect()  # what is left open warns, and warnings are errors
+    gc.collect()  # an open socket warns, and warnings are errors
 
 
 @pytest.mark.differs("tls")

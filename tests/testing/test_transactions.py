@@ -34,7 +34,7 @@ def ending(half: RemotingCommand, decision: int) -> dict[str, object]:
 
 
 def end(broker: EmbeddedBroker, client: RawClient, half: RemotingCommand, decision: int) -> None:
-    """Decide, one-way as producers do."""
+    """Commit or roll back with a one-way request, as producers do."""
     count = len(broker.requests(RequestCode.END_TRANSACTION))
     client.post(RequestCode.END_TRANSACTION, ending(half, decision), oneway=True)
     broker.wait_for(RequestCode.END_TRANSACTION, count + 1)
