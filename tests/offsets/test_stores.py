@@ -23,7 +23,7 @@ def store(request):
     store.close()
 
 
-def test_a_queue_never_seen_has_no_offset(store):
+def test_a_new_queue_has_no_offset(store):
     for kind in ReadOffsetType:
         assert store.read_offset(QUEUE, kind) is None
     store.persist(QUEUE)
@@ -32,7 +32,7 @@ def test_a_queue_never_seen_has_no_offset(store):
 
 
 @for_each("kind", ["memory", "store", None, 0])
-def test_a_wrong_way_to_read_is_refused(store, kind):
+def test_a_wrong_read_type_is_refused(store, kind):
     store.update_offset(QUEUE, 5)
     with pytest.raises(ConfigError, match=f"read_type={kind!r} is not allowed; choose one of ReadOffsetType.READ_FROM"):
         store.read_offset(QUEUE, kind)
@@ -71,7 +71,7 @@ def test_the_table_is_copied_by_topic_or_whole(store):
     assert store.read_offset(QUEUE) == 1
 
 
-def test_persisting_some_queues_leaves_the_others_alone(store):
+def test_a_persist_of_some_queues_does_not_change_others(store):
     put(store, QUEUE, 1)
     put(store, OTHER, 2)
     store.update_offset(QUEUE, 3)
@@ -84,7 +84,7 @@ def test_persisting_some_queues_leaves_the_others_alone(store):
     assert store.read_offset(QUEUE, STORE) == 3
 
 
-def test_an_offset_that_is_none_is_refused(store):
+def test_an_invalid_offset_is_refused(store):
     for offset in (-1, 2**63, True, 1.0, "5", None):
         with pytest.raises(ConfigError, match="whole number from 0"):
             store.update_offset(QUEUE, offset)
@@ -97,7 +97,7 @@ NO_NAMES = [("orders", None, 1), ("orders", "b", "1"), ("x" * 5000, "b", 1), ("\
 
 
 @for_each("queue", ["orders", *(MessageQueue(*names) for names in NO_NAMES)])
-def test_a_queue_that_is_none_is_refused(store, queue):
+def test_an_invalid_queue_is_refused(store, queue):
     with pytest.raises(ConfigError):
         store.update_offset(queue, 1)
 

@@ -28,7 +28,7 @@ def test_a_store_left_behind_is_adopted(tmp_path):
     assert find_orphans(tmp_path, "10.0.0.9@DEFAULT", "g") == []
 
 
-def test_existing_offsets_are_not_overwritten_unasked(tmp_path):
+def test_existing_offsets_are_replaced_only_on_request(tmp_path):
     fill(tmp_path / "old", 70)
     fill(tmp_path / "new", 5)
     left(tmp_path / "new", QUEUES[2:], 6)
@@ -47,7 +47,7 @@ def test_a_store_in_use_is_not_adopted(tmp_path):
     assert read_store(tmp_path / "old").offsets == dict.fromkeys(QUEUES[:2], 70)
 
 
-def test_what_is_no_store_is_not_adopted(tmp_path):
+def test_a_directory_without_a_store_is_not_adopted(tmp_path):
     fill(tmp_path / "store", 1)
     (tmp_path / "empty").mkdir()
     for source in ("nowhere", "empty", "store"):
@@ -57,7 +57,7 @@ def test_what_is_no_store_is_not_adopted(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["x", "10.0.0.9@DEFAULT/other", "10.0.0.9@DEFAULT", "clients/g"])
-def test_offsets_do_not_go_where_nobody_of_their_group_looks(tmp_path, target):
+def test_a_store_is_adopted_only_within_its_group(tmp_path, target):
     old = tmp_path / "10.0.0.5@DEFAULT" / "g"
     fill(old, 70)
     with pytest.raises(OffsetStoreError, match="no consumer of group 'g' looks for its offsets in .*CLIENT-ID/g"):

@@ -185,7 +185,7 @@ def damage(directory):
 
 
 @pytest.mark.parametrize("policy", ["raise", "backup"])
-def test_the_error_names_the_option_its_reader_has_in_hand(policy, tmp_path):
+def test_the_error_names_the_option_of_its_reader(policy, tmp_path):
     """The consumer's option has another name than the parameter of a store used alone."""
     damage(tmp_path / "alone")
     with pytest.raises(OffsetStoreCorrupt) as alone:
@@ -202,7 +202,7 @@ def test_the_error_names_the_option_its_reader_has_in_hand(policy, tmp_path):
         assert "'start_over'" in str(error.value) and "Restore the file" in str(error.value)
 
 
-def test_who_only_reads_is_advised_to_restore_the_file(tmp_path):
+def test_a_reader_is_advised_to_restore_the_file(tmp_path):
     damage(tmp_path)
     with pytest.raises(OffsetStoreCorrupt, match="Restore the file") as refused:
         read_store(tmp_path)
@@ -265,7 +265,7 @@ def test_an_empty_main_file_is_never_copied_over_a_good_backup():
 
 @HAS_PIPES
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_no_file_is_an_error_and_not_waited_for(tmp_path, name):
+def test_a_pipe_or_device_in_place_of_a_file_is_an_error(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(OffsetStoreError, match=rf"{name} in .*not a regular file; something else is .*move it away"):
         LocalFileOffsetStore(tmp_path).load()
@@ -274,7 +274,7 @@ def test_what_is_no_file_is_an_error_and_not_waited_for(tmp_path, name):
 
 
 @HAS_PIPES
-def test_an_owner_s_pipe_does_not_hold_up_who_is_refused(tmp_path):
+def test_a_pipe_as_owner_file_does_not_block_a_second_process(tmp_path):
     with LocalFileOffsetStore(tmp_path) as first:
         (tmp_path / "offsets.owner").unlink()
         os.mkfifo(tmp_path / "offsets.owner")
@@ -344,7 +344,7 @@ def test_the_directory_of_another_user_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_larger_than_any_of_ours_is_not_read(tmp_path, name):
+def test_a_file_larger_than_a_store_writes_is_not_read(tmp_path, name):
     left(tmp_path, QUEUES[:1], 1)
     with open(tmp_path / name, "ab") as file:
         file.truncate(5 << 30)

@@ -91,7 +91,7 @@ def test_the_golden_texts_are_the_ones_java_wrote():
     assert hashlib.sha1(fastjson_2(SAMPLE)).hexdigest() == "1c7454a2ebb2b249dcdeefaecedee627090dc0e0"
 
 
-def test_what_we_write_is_byte_for_byte_what_java_writes():
+def test_the_text_is_byte_for_byte_that_of_java():
     assert encode_offsets(table(SAMPLE)) == fastjson_1(SAMPLE)
     assert encode_offsets({}) == b'{\n\t"offsetTable":{}\n}'
 
@@ -242,7 +242,7 @@ NO_TABLES = {
 
 @pytest.mark.hazard("H42")
 @pytest.mark.parametrize("member", [OURS, faulty(FileOfAnotherClient, "empty was read as {}")])
-def test_what_is_no_table_is_damaged_never_empty(tmp_path, member):
+def test_a_text_in_another_format_is_damaged_never_empty(tmp_path, member):
     """A file of another format or charset stops the start with the reason. It never means "no offsets".
 
     Faulty: a reader that finds no offsets, and begins as if the group were new.
@@ -256,7 +256,7 @@ def test_what_is_no_table_is_damaged_never_empty(tmp_path, member):
     ("store", "name"),
     [(None, "fastjson 2"), (None, "Go"), faulty(FileOfAnotherClient, "messages were skipped", "Go")],
 )
-def test_a_consumer_goes_on_from_the_file_of_another_client(embedded, names, tmp_path, name, store):
+def test_a_consumer_continues_from_the_file_of_another_client(embedded, names, tmp_path, name, store):
     """After a change of client or release a broadcasting member continues at the offsets of the file.
 
     Faulty: Java 5.5.0 with a Go client's file silently starts at the end.
@@ -294,7 +294,7 @@ class WritesLikeGo(MemoryOffsetStore):
 
 @pytest.mark.hazard("H42")
 @pytest.mark.parametrize("durability", ["fsync", "checkpoint"])
-def test_java_reads_what_we_wrote_and_we_what_java_wrote(real_version, durability):
+def test_java_and_the_store_read_each_others_files(real_version, durability):
     """Java of either era reads the file that the store writes, so that a group may change its clients back.
 
     Faulty: the Go client's file, which Java cannot read from 5.4 on.
@@ -328,7 +328,7 @@ def test_java_reads_what_we_wrote_and_we_what_java_wrote(real_version, durabilit
 @pytest.mark.hazard("H42")
 @pytest.mark.versions("5.5.0")
 @pytest.mark.parametrize("store", [faulty(WritesLikeGo, "Java does not find the offsets")])
-def test_java_reads_not_what_go_wrote(real_version, store):
+def test_java_does_not_read_the_file_of_go(real_version, store):
     offsets = table({0: 5, 1: 2**40, 2: 2**63 - 1})
     with JavaOffsetStore(real_version, "app") as java:
         java.path.parent.mkdir(parents=True, exist_ok=True)
@@ -350,7 +350,7 @@ queues = st.builds(MessageQueue, names, names, st.integers(-1, 2**31 - 1))
 
 @pytest.mark.slow("writes and reads many tables")
 @given(st.dictionaries(queues, st.integers(0, 2**63 - 1), max_size=8))
-def test_any_table_comes_back_as_it_was(table):
+def test_any_table_is_read_back_unchanged(table):
     assert decode_checkpoint(encode_offsets(table))[0] == table
 
 
@@ -358,12 +358,12 @@ def test_any_table_comes_back_as_it_was(table):
     st.dictionaries(queues, st.integers(0, 2**63 - 1), max_size=8),
     st.dictionaries(st.builds(MessageQueue, names, names, st.integers(0, 2**31 - 1)), st.integers(1, 2**63 - 1)),
 )
-def test_any_table_with_epochs_comes_back_as_it_was(table, epochs):
+def test_any_table_with_epochs_is_read_back_unchanged(table, epochs):
     assert decode_checkpoint(encode_offsets(table, epochs)) == (table, epochs)
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_refused_and_nothing_else_happens(data):
+def test_garbage_is_refused(data):
     try:
         table = decode_checkpoint(data)[0]
     except ProtocolError:
@@ -372,7 +372,7 @@ def test_garbage_is_refused_and_nothing_else_happens(data):
 
 
 @given(st.data())
-def test_a_changed_byte_is_refused_or_read_as_what_it_now_says(data):
+def test_a_changed_byte_is_refused_or_read_as_its_new_value(data):
     text = bytearray(data.draw(st.sampled_from([spell(SAMPLE) for spell in (fastjson_1, fastjson_2, compact, go)])))
     text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
     try:

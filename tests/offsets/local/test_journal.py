@@ -49,7 +49,7 @@ def frames(generation: int, *offsets: int) -> list[bytes]:
 QUEUE = ORDERS[3]
 
 
-def test_a_header_comes_back_and_knows_its_checkpoint():
+def test_a_header_is_read_back_and_names_its_checkpoint():
     header = decode_header(encode_header(HEADER).ljust(HEADER_BYTES, b"\0"))
     assert header == HEADER
     assert header.follows(b"checkpoint!") and not header.follows(b"checkpoint?")
@@ -71,7 +71,7 @@ def test_a_frame_of_many_queues_counts_whole_or_not_at_all():
         assert replay(journal(*start, many[:torn], b"\xaa" * 8), HEADER).offsets == {QUEUE: 1}
 
 
-def test_frames_of_an_older_generation_are_dead():
+def test_frames_of_an_older_generation_are_ignored():
     old = b"".join(frames(6, *range(1000, 1100)))
     assert replay(journal(before=old), HEADER).offsets == {}
     result = replay(journal(*frames(7, 5), before=old), HEADER)
@@ -85,7 +85,7 @@ def test_frames_behind_an_unreadable_one_are_used():
         assert (result.offsets, result.damaged_bytes) == ({QUEUE: 30}, length)
 
 
-def test_records_whose_names_are_damaged_are_left_out():
+def test_records_whose_names_are_damaged_are_skipped():
     result = replay(flipped(journal(*frames(7, 10, 20)), HEADER_BYTES + 9, 0), HEADER)
     assert result.offsets == {}
     assert result.damaged_bytes > 0
@@ -99,7 +99,7 @@ def test_every_damaged_header_is_refused():
             decode_header(damaged)
 
 
-def test_a_newer_format_says_so():
+def test_a_newer_format_is_reported():
     newer = bytearray(journal())
     struct.pack_into("<HH", newer, 8, 2, 0)
     struct.pack_into("<I", newer, 12, crc32(newer[:12]))
@@ -115,12 +115,12 @@ def test_a_frame_of_an_unknown_kind_is_a_newer_version():
 
 
 @given(st.binary(max_size=600))
-def test_garbage_behind_the_header_says_nothing(garbage):
+def test_garbage_behind_the_header_is_ignored(garbage):
     assert replay(journal(garbage), HEADER).offsets == {}
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**31 - 1), st.integers(0, 2**63 - 1)), max_size=40))
-def test_frames_say_what_a_dictionary_would(records):
+def test_frames_are_replayed_like_updates_of_a_dictionary(records):
     pairs = [("orders", "broker-a"), ("orders", "broker-b"), ("Zahlungen·", "broker-a"), ("", "")]
     names = [encode_names(7, index, *pair) for index, pair in enumerate(pairs)]
     written = [encode_offset(7, *record) for record in records]
@@ -128,7 +128,7 @@ def test_frames_say_what_a_dictionary_would(records):
     assert replay(journal(*names, *written), HEADER).offsets == expected
 
 
-def test_a_full_journal_is_read_in_a_moment():
+def test_a_full_journal_is_read_quickly():
     """The limit is loose, and catches only quadratic code; the benchmark measures."""
     header = JournalHeader(9, 1 << 20, identity(b""))
     body = encode_names(9, 0, "orders", "broker-a") + b"".join(encode_offset(9, 0, n % 256, n) for n in range(47_000))

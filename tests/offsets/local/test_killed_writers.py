@@ -168,7 +168,7 @@ def check_found(make: MakeStore, disk: MemoryDisk, life: Life, how: str) -> int:
         faulty(JavaStore, "killed again before .*found None"),
     ],
 )
-def test_after_a_kill_what_was_acknowledged_is_found(make):
+def test_acknowledged_offsets_are_found_after_a_kill(make):
     """A restart finds each offset whose persist has returned, wherever this process and the next one were killed.
 
     The old file exists until the new one is complete, and an empty file never replaces it.
@@ -219,7 +219,7 @@ POLICIES = [partial(ours, on_unreadable=policy) for policy in ("raise", "backup"
     ("make", "backup"),
     [*itertools.product(POLICIES, BACKUPS), faulty(JavaStore, "found None, and nobody was told", "no backup")],
 )
-def test_unreadable_files_are_told_or_stop_the_start(make, backup):
+def test_unreadable_files_emit_an_event_or_stop_the_start(make, backup):
     """If neither offsets.json nor its backup is readable, the consumer does not start.
 
     With `on_unreadable_store="start_over"` it starts without offsets, emits an event, and keeps the unreadable file
@@ -243,7 +243,7 @@ def test_unreadable_files_are_told_or_stop_the_start(make, backup):
 
 @pytest.mark.hazard("H13")
 @pytest.mark.parametrize("make", [*OURS, faulty(GoStore, "None was read before replace")])
-def test_whoever_reads_while_another_writes_sees_the_last_offset(make):
+def test_a_read_during_a_write_returns_the_last_offset(make):
     """A read of the stored offset uses memory, never a file that is just being written.
 
     Faulty: Go reads the file, which is missing for a moment.
@@ -309,7 +309,7 @@ def test_a_correction_is_not_overwritten_by_the_timer(make):
     store.close()
 
 
-def an_absent_brokers_queues_keep_their_place(cluster: EmbeddedCluster, names: Any, **store: Any) -> None:
+def a_stopped_brokers_queues_keep_their_offsets(cluster: EmbeddedCluster, names: Any, **store: Any) -> None:
     """Remove broker-b from the route for a while; its messages are consumed later, with and without a restart."""
     topic, group, absent = names.topic(), names.group(), cluster.broker("broker-b")
     options = {
@@ -354,7 +354,7 @@ def an_absent_brokers_queues_keep_their_place(cluster: EmbeddedCluster, names: A
 
 @pytest.mark.hazard("H15")
 @pytest.mark.parametrize("faulty_store", [None, faulty(OldJavaStore, r"consumed \[b'm26'\]")])
-def test_queues_of_a_broker_that_is_away_keep_their_offsets(names, tmp_path, faulty_store):
+def test_queues_of_a_stopped_broker_keep_their_offsets(names, tmp_path, faulty_store):
     """A persist changes only the queues that it names, and keeps all others in the file.
 
     So the queues of a broker that was down, for a while or during a restart, continue at their offsets.
@@ -363,4 +363,4 @@ def test_queues_of_a_broker_that_is_away_keep_their_offsets(names, tmp_path, fau
     """
     store = {"offset_store": faulty_store(MemoryDisk())} if faulty_store else {"offset_store_dir": tmp_path}
     with EmbeddedCluster(brokers=2, long_poll_tick_s=0.1) as cluster:
-        an_absent_brokers_queues_keep_their_place(cluster, names, **store)
+        a_stopped_brokers_queues_keep_their_offsets(cluster, names, **store)

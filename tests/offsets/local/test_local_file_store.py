@@ -34,7 +34,7 @@ def frames_in(directory):
 
 
 @pytest.mark.parametrize("durability", DURABILITIES)
-def test_what_was_persisted_is_there_after_a_restart(tmp_path, durability):
+def test_persisted_offsets_are_found_after_a_restart(tmp_path, durability):
     with LocalFileOffsetStore(tmp_path / "store", durability) as store:
         assert store.found.source == "new"
         for number, queue in enumerate(ORDERS):
@@ -52,7 +52,7 @@ def test_what_was_persisted_is_there_after_a_restart(tmp_path, durability):
         assert store.origin(MessageQueue("x", "y", 1)) is None
 
 
-def test_the_journal_holds_what_the_checkpoint_does_not(tmp_path):
+def test_the_journal_has_the_offsets_since_the_checkpoint(tmp_path):
     now = [0.0]
     store = opened(tmp_path, checkpoint_interval_s=5, clock=lambda: now[0])
     put(store, QUEUE, 1)  # the first persist of a new store writes both
@@ -76,7 +76,7 @@ def test_with_checkpoint_durability_each_persist_is_readable(tmp_path):
     assert not (tmp_path / "offsets.journal").exists()
 
 
-def test_a_generation_never_comes_again():
+def test_a_generation_is_never_reused():
     """Power loss may drop the last header and keep frames written after it. The next generation must not match them."""
     disk, generations = MemoryDisk(), set()
     left("/s", [QUEUE], 1, disk=disk)
@@ -153,7 +153,7 @@ def test_another_journal_size_takes_effect_at_the_next_start(tmp_path):
     assert main_file(tmp_path) == {QUEUE: 1 << 16}
 
 
-def test_an_offset_may_step_back(tmp_path):
+def test_an_offset_may_be_lowered(tmp_path):
     with LocalFileOffsetStore(tmp_path) as store:
         for offset in (9, 100, 10, 10):
             put(store, QUEUE, offset)
@@ -190,7 +190,7 @@ def test_a_closed_store_does_not_persist_and_opens_again(tmp_path):
 
 
 @pytest.mark.parametrize("durability", DURABILITIES)
-def test_a_store_opened_again_goes_on_after_another_owner(tmp_path, durability, caplog):
+def test_a_store_opened_again_continues_after_another_owner(tmp_path, durability, caplog):
     """This holds even if a listener acknowledges after the close, and a caller tries to persist that."""
     store = LocalFileOffsetStore(tmp_path, durability)
     with store:
@@ -211,7 +211,7 @@ def test_a_store_opened_again_goes_on_after_another_owner(tmp_path, durability, 
     assert main_file(tmp_path) == {QUEUE: 500, ORDERS[1]: 3, ORDERS[2]: 12}
 
 
-def test_a_store_opened_again_forgets_what_was_removed(tmp_path):
+def test_a_store_opened_again_forgets_removed_offsets(tmp_path):
     store = LocalFileOffsetStore(tmp_path)
     with store:
         store.update_offset(QUEUE, 10)
@@ -253,13 +253,13 @@ def test_a_relative_base_directory_does_not_follow_it_either(tmp_path, monkeypat
 
 
 @for_each("directory", ["", None, 7, b"/tmp/offsets", "offsets\0"])
-def test_what_names_no_directory_is_refused(directory):
+def test_an_invalid_directory_is_refused(directory):
     with pytest.raises(ConfigError, match="directory=.* is not allowed; name the directory"):
         LocalFileOffsetStore(directory)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_what_a_store_holds_is_not_known_while_it_is_not_open(tmp_path, when):
+def test_the_stored_offset_is_not_known_while_the_store_is_closed(tmp_path, when):
     """None would mean that there is no offset, and a consumer would begin at the end."""
     with LocalFileOffsetStore(tmp_path) as store:
         store.update_offset(QUEUE, 5)
@@ -305,7 +305,7 @@ def test_a_store_that_is_dropped_leaves_no_file_and_no_lock(tmp_path):
 
 
 @for_each("options", [{"instance_name": "../../x"}, {"instance_name": "a/b"}, {"client_ip": "/"}, {"unit_name": "a/"}])
-def test_a_client_id_that_is_no_name_of_a_directory_is_refused(tmp_path, options):
+def test_a_client_id_that_cannot_name_a_directory_is_refused(tmp_path, options):
     """The store would be in another directory, perhaps outside of `offset_store_dir`, where no search finds it."""
     chosen = config(tmp_path / "base", **{"client_ip": "10.0.0.5", **options})
     with pytest.raises(ConfigError, match="client id .* cannot name the directory .*; use client_ip, instance_name"):
@@ -324,7 +324,7 @@ def test_names_of_any_script_and_with_percent_signs_survive(tmp_path):
     assert main_file(tmp_path) == dict.fromkeys(queues, 1)
 
 
-def test_a_store_that_must_exist_is_not_made(tmp_path):
+def test_a_store_that_must_exist_is_not_created(tmp_path):
     with pytest.raises(OffsetStoreError, match="existing_only"):
         LocalFileOffsetStore(tmp_path, existing_only=True).load()
     left(tmp_path, [QUEUE], 5)
@@ -347,21 +347,21 @@ def test_wrong_settings_are_refused(tmp_path, options):
         LocalFileOffsetStore(tmp_path, **options)
 
 
-def test_what_was_found_is_logged(tmp_path, caplog):
+def test_the_offsets_found_are_logged(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         left(tmp_path, [QUEUE], 5)
     assert f"offset store loaded: directory={tmp_path} found=new queues=0" in caplog.text
     assert "\n" not in caplog.messages[0]
 
 
-def test_files_of_another_program_are_left_alone(tmp_path):
+def test_files_of_another_program_are_not_changed(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     left(tmp_path, [QUEUE], 5)
     ours = ["offsets.journal", "offsets.json", "offsets.lock", "offsets.owner"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", *ours]
 
 
-def test_what_java_wrote_after_us_counts(tmp_path):
+def test_a_later_write_of_java_counts(tmp_path):
     events, store = [], opened(tmp_path)
     put(store, QUEUE, 5)
     put(store, QUEUE, 6)  # in the journal only
@@ -380,7 +380,7 @@ def test_what_java_wrote_after_us_counts(tmp_path):
 
 @pytest.mark.parametrize("writes", [1, 2, 5])
 @pytest.mark.parametrize("runs_before", [1, 2])
-def test_what_java_wrote_between_two_runs_counts(tmp_path, writes, runs_before):
+def test_writes_of_java_between_two_runs_count(tmp_path, writes, runs_before):
     main, events = tmp_path / "offsets.json", []
     for offset in range(runs_before):
         left(tmp_path, [QUEUE], offset)
@@ -398,7 +398,7 @@ def test_what_java_wrote_between_two_runs_counts(tmp_path, writes, runs_before):
 
 
 @pytest.mark.hazard("H15")
-def test_queues_left_out_of_a_persist_stay_in_the_store(tmp_path):
+def test_queues_that_a_persist_omits_stay_in_the_store(tmp_path):
     with LocalFileOffsetStore(tmp_path, "checkpoint") as store:
         update(store, ORDERS, 50)
         store.persist_all(ORDERS)

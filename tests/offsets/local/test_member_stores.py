@@ -32,7 +32,7 @@ class KeepsOffsetsAtHome(NaiveMember):
 
 @pytest.mark.hazard("H10")
 @pytest.mark.parametrize("member", [ours, faulty(KeepsOffsetsAtHome, "sent meanwhile were skipped")])
-def test_offsets_are_where_the_user_puts_them(embedded, names, member, tmp_path, monkeypatch):
+def test_offsets_are_in_the_configured_directory(embedded, names, member, tmp_path, monkeypatch):
     """`offset_store_dir` or an environment variable names the directory, such as a volume that outlives containers.
 
     Faulty: Go and C++ keep offsets in the home directory, and lose them with it.
@@ -55,7 +55,7 @@ def test_offsets_are_where_the_user_puts_them(embedded, names, member, tmp_path,
 
 
 @pytest.mark.hazard("H10")
-def test_a_start_without_offsets_is_told_from_one_that_goes_on(embedded, names, tmp_path, caplog):
+def test_a_start_reports_whether_it_found_offsets(embedded, names, tmp_path, caplog):
     """The log line of the start names the directory and the offsets found. `progress()` reports where a queue began."""
     topic, group = filled(embedded, names, queues=1, messages=3)
     place = queue(topic, 0)
@@ -178,7 +178,7 @@ def test_a_store_whose_lock_was_removed_has_one_owner(embedded, names, member, t
 
 
 @pytest.mark.hazard("H12")
-def test_a_store_removed_under_its_member_is_written_anew(embedded, names, tmp_path):
+def test_a_store_removed_under_its_member_is_written_again(embedded, names, tmp_path):
     """No other process has taken it, so the store writes all offsets again and emits `store-removed`."""
     topic, group = filled(embedded, names, queues=2, messages=6)
     with ours(embedded, topic, group, **broadcasting(tmp_path / "s")) as consumer:
@@ -201,7 +201,7 @@ class IsCalledLikeTheOthers(NaiveMember):
 
 @pytest.mark.hazard("H12")
 @pytest.mark.parametrize("member", [ours, faulty(IsCalledLikeTheOthers, "queues belong to two members")])
-def test_members_that_are_configured_alike_share_the_queues(embedded, names, member):
+def test_members_with_the_same_configuration_share_the_queues(embedded, names, member):
     """Each clustering consumer has its own client id, made from process id and time.
 
     Faulty: clients whose ids can be equal. Equal ids get the same queues, and no member gets the other queues.
@@ -248,7 +248,7 @@ class ForgetsWhatItCouldNotWrite(NaiveMember):
         faulty(ForgetsWhatItCouldNotWrite, "messages were consumed again", True),
     ],
 )
-def test_a_queue_that_comes_back_goes_on_where_it_was(two_brokers, names, member, tmp_path, is_full):
+def test_a_queue_that_returns_continues_at_its_offset(two_brokers, names, member, tmp_path, is_full):
     """The store persists a queue before it forgets it, keeps it while that fails, and prefers memory to the file.
 
     Faulty: Java before 5.2 reads the file, which is as old as the last timer. Later ones forget offsets they could not

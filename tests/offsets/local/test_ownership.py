@@ -92,7 +92,7 @@ def slot(base, instance="DEFAULT"):
 
 
 @pytest.mark.parametrize("instance", ["DEFAULT", "mine"])
-def test_a_store_that_will_soon_close_can_be_waited_for(tmp_path, instance):
+def test_a_process_can_wait_for_a_store_that_will_close_soon(tmp_path, instance):
     old = slot(tmp_path, instance)
     old.load()
     old.update_offset(QUEUE, 5)
@@ -106,7 +106,7 @@ def test_a_store_that_will_soon_close_can_be_waited_for(tmp_path, instance):
     patient.close()
 
 
-def test_a_store_not_closed_in_time_is_not_waited_for(tmp_path):
+def test_a_process_does_not_wait_for_a_late_close(tmp_path):
     with slot(tmp_path) as old:
         second, third = slot(tmp_path), slot(tmp_path)
         assert (second.try_load(), second.client_id) == (True, "10.0.0.5@DEFAULT-1"), "nobody said: the first gets free"
@@ -117,7 +117,7 @@ def test_a_store_not_closed_in_time_is_not_waited_for(tmp_path):
         third.close()
 
 
-def test_who_does_not_wait_takes_the_next_slot(tmp_path):
+def test_a_process_that_does_not_wait_takes_the_next_slot(tmp_path):
     with slot(tmp_path) as old:
         old.closes_within(30)
         with slot(tmp_path) as impatient:
@@ -127,7 +127,7 @@ def test_who_does_not_wait_takes_the_next_slot(tmp_path):
         slot(tmp_path, "mine").load()
 
 
-def test_an_unreadable_owner_counts_as_one_that_stays(tmp_path):
+def test_an_unreadable_owner_counts_as_not_closing(tmp_path):
     with slot(tmp_path) as old:
         (old.directory / "offsets.owner").write_text('{"pid": 1, "host": "x", "since": 0, "closes_by": "soon"}')
         with slot(tmp_path) as other:
@@ -147,7 +147,7 @@ def test_an_unreadable_owner_counts_as_one_that_stays(tmp_path):
     ],
     ids=["deep", "no-pid", "long-pid", "far", "never", "always-closing", "long-host"],
 )
-def test_whatever_the_owner_file_holds_the_store_is_in_use(tmp_path, owner):
+def test_a_locked_store_is_in_use_whatever_the_owner_file_has(tmp_path, owner):
     with slot(tmp_path, "mine") as old:
         (old.directory / "offsets.owner").write_text(owner)
         with pytest.raises(OffsetStoreLocked, match="is in use by another process; stop it") as refused:

@@ -236,7 +236,7 @@ def failures(read: Read, count: int, **disk_options) -> int:
     return failed
 
 
-def test_the_controls_reader_is_right_by_itself():
+def test_the_reader_of_the_controls_is_correct():
     assert failures(read_with(checked), trials(200)) == 0
 
 

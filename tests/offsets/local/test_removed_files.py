@@ -53,7 +53,7 @@ def with_offset(offset):
 
 @pytest.mark.hazard("H12")
 @pytest.mark.live
-def test_after_its_lock_is_removed_the_old_owner_stops(tmp_path):
+def test_the_old_owner_stops_after_its_lock_is_removed(tmp_path):
     """With default options the old owner notices, stops writing, emits an event, and can load the store again later."""
     events = []
     store = opened(tmp_path / "10.0.0.5@DEFAULT" / "g", on_event=events.append)
@@ -82,7 +82,7 @@ def test_after_its_lock_is_removed_the_old_owner_stops(tmp_path):
 
 
 @pytest.mark.parametrize("durability", DURABILITIES)
-def test_an_old_owner_damages_nothing_before_it_notices(tmp_path, durability):
+def test_an_old_owner_does_no_damage_before_it_notices(tmp_path, durability):
     """Both owners have the same files for a moment. Frames of the old owner must not reach the new owner's files."""
     first = Bench(tmp_path / "s", durability)
     (tmp_path / "s" / "offsets.lock").unlink()
@@ -118,7 +118,7 @@ def test_an_old_owner_damages_nothing_before_it_notices(tmp_path, durability):
     ],
     ids=["close", "checkpoint", "resets", "remove"],
 )
-def test_no_way_to_write_leaves_out_to_look_whose_the_store_is(tmp_path, call, passed_s):
+def test_every_write_checks_the_owner_of_the_store(tmp_path, call, passed_s):
     first = Bench(tmp_path / "s")
     (tmp_path / "s" / "offsets.lock").unlink()
     left(tmp_path / "s", [QUEUE], 500)
@@ -132,7 +132,7 @@ def test_no_way_to_write_leaves_out_to_look_whose_the_store_is(tmp_path, call, p
 
 @pytest.mark.parametrize("removed", [[name] for name in FILES] + [FILES, FILES[2:], None], ids=str)
 @pytest.mark.parametrize("durability", DURABILITIES)
-def test_what_somebody_removes_is_written_anew(tmp_path, durability, removed):
+def test_removed_files_are_written_again(tmp_path, durability, removed):
     """A job removes old files, or someone runs `rm -rf`. No process has taken the store, so the owner keeps it."""
     bench = Bench(tmp_path / "s", durability)
     for again in range(3):
@@ -171,7 +171,7 @@ def test_a_directory_removed_under_an_idle_store_comes_back(tmp_path, how):
 
 @pytest.mark.parametrize("in_use", [True, False], ids=["in-use", "left"])
 @pytest.mark.parametrize("how", ["renamed", "symlink"])
-def test_another_store_in_its_place_is_not_touched(tmp_path, how, in_use):
+def test_another_store_with_the_same_path_is_not_changed(tmp_path, how, in_use):
     """A directory is renamed and replaced by another, or a symlink is changed to another target."""
     mine, others = tmp_path / "mine", tmp_path / "others"
     left(others, [QUEUE], 777)  # the store of another application
@@ -201,7 +201,7 @@ def test_another_store_in_its_place_is_not_touched(tmp_path, how, in_use):
     assert read_store(mine).offsets == {QUEUE: 777}
 
 
-def test_a_directory_that_is_back_after_a_while_is_ours_still(tmp_path):
+def test_a_directory_that_returns_still_belongs_to_its_owner(tmp_path):
     """A volume is unmounted and mounted again. Meanwhile the offsets are in the directory below the mount point."""
     bench = Bench(tmp_path / "s")
     (tmp_path / "s").rename(tmp_path / "away")
@@ -216,7 +216,7 @@ def test_a_directory_that_is_back_after_a_while_is_ours_still(tmp_path):
     assert read_store(tmp_path / "s").offsets == with_offset(8)
 
 
-def test_a_lock_is_of_the_file_that_is_there(tmp_path):
+def test_a_lock_is_on_the_current_file(tmp_path):
     """This holds even after the file was removed, or replaced by another of the same name, more than once."""
     disk, path = LocalDisk(), str(tmp_path / "offsets.lock")
     first = disk.lock(path)

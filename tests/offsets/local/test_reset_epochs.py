@@ -21,7 +21,7 @@ FIRST, SECOND, THIRD = QUEUES
 
 
 @pytest.mark.parametrize("durability", DURABILITIES)
-def test_epochs_are_found_again_and_so_are_the_offsets(tmp_path, durability):
+def test_epochs_and_offsets_are_found_again(tmp_path, durability):
     with LocalFileOffsetStore(tmp_path, durability) as store:
         assert isinstance(store, ResetEpochs)
         store.update_offset(FIRST, 50)
@@ -37,7 +37,7 @@ def test_epochs_are_found_again_and_so_are_the_offsets(tmp_path, durability):
 
 
 @pytest.mark.parametrize("durability", DURABILITIES)
-def test_a_killed_process_leaves_both(durability):
+def test_a_killed_process_leaves_offset_and_epoch(durability):
     disk = MemoryDisk()
     store = opened("/s", durability, disk=disk)
     store.persist_resets({FIRST: QueueReset(10, 1000)})
@@ -47,7 +47,7 @@ def test_a_killed_process_leaves_both(durability):
         assert (again.read_offset(FIRST), again.reset_epoch(FIRST)) == (12, 1000)
 
 
-def test_epochs_change_nothing_that_java_reads(tmp_path):
+def test_epochs_do_not_change_the_offsets_that_java_reads(tmp_path):
     with LocalFileOffsetStore(tmp_path) as store:
         store.update_offset(FIRST, 3)
     plain = (tmp_path / "offsets.json").read_bytes()
@@ -60,12 +60,12 @@ def test_epochs_change_nothing_that_java_reads(tmp_path):
 
 
 @for_each("table", [b"7", b"{}", b'{"T":3}', b'{"T":{"b":{"x":1}}}', b'{"T":{"b":{"0":-1}}}', b"null"])
-def test_what_another_program_wrote_under_that_name_is_no_epoch(table):
+def test_an_entry_of_another_program_is_not_an_epoch(table):
     text = b'{"offsetTable":{{"brokerName":"b","queueId":0,"topic":"T"}:5},"resetEpochs":%s}' % table
     assert decode_checkpoint(text) == ({MessageQueue("T", "b", 0): 5}, {})
 
 
-def test_many_resets_fill_the_journal_and_go_on_in_a_checkpoint(tmp_path):
+def test_many_resets_fill_the_journal_and_then_a_checkpoint(tmp_path):
     with LocalFileOffsetStore(tmp_path, journal_bytes=4096, checkpoint_interval_s=3600) as store:
         for epoch in range(1, 300):
             store.persist_resets({queue: QueueReset(epoch, epoch) for queue in QUEUES})
@@ -74,14 +74,14 @@ def test_many_resets_fill_the_journal_and_go_on_in_a_checkpoint(tmp_path):
         assert again.clone_offset_table() == dict.fromkeys(QUEUES, 299)
 
 
-def test_an_offset_that_is_none_changes_nothing(tmp_path):
+def test_an_invalid_offset_changes_nothing(tmp_path):
     with LocalFileOffsetStore(tmp_path) as store:
         with pytest.raises(ConfigError):
             store.persist_resets({FIRST: QueueReset(1, 1), SECOND: QueueReset(-1, 1)})
         assert (store.clone_offset_table(), store.reset_epoch(FIRST)) == ({}, 0)
 
 
-def test_a_full_disk_is_told_and_a_later_persist_stores_both():
+def test_a_full_disk_is_reported_and_a_later_persist_stores_both():
     disk, failing = MemoryDisk(), Failing()
     store = opened(disk=WatchedDisk(disk, failing))
     put(store, FIRST, 50)

@@ -225,7 +225,7 @@ class Interrupted(Exception):
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to a thread on this system")
 @pytest.mark.live
-def test_an_interrupted_wait_for_a_flush_stops_nobody():
+def test_an_interrupted_wait_for_a_flush_blocks_no_other_caller():
     bench = SlowFlush()
     store, (first, second, third, *_) = bench.store, QUEUES
     waiting, interrupted = threading.Event(), threading.Event()

@@ -270,7 +270,7 @@ def test_a_flush_after_a_failed_one_acknowledges_nothing():
 
 
 @pytest.mark.parametrize("operation", ["write_at", "sync"])
-def test_what_an_interrupted_flush_carried_is_written_again(bench, operation):
+def test_frames_of_an_interrupted_flush_are_written_again(bench, operation):
     interrupts = [KeyboardInterrupt]
 
     def interrupt(count, what, path):
@@ -290,7 +290,7 @@ def test_what_an_interrupted_flush_carried_is_written_again(bench, operation):
 
 
 @pytest.mark.live
-def test_a_failed_flush_fails_for_everyone_who_waited_for_it(new):
+def test_a_failed_flush_fails_for_all_its_waiters(new):
     """Eight threads share flushes. One flush fails, and so does every checkpoint, so every `persist` must fail."""
     for queue in ORDERS:
         new.persist(1, queue)
@@ -399,7 +399,7 @@ def test_a_directory_that_cannot_be_made_fails_the_start(tmp_path):
             LocalFileOffsetStore(directory).load()
 
 
-def test_closing_an_unwritable_store_says_so_and_frees_it(bench):
+def test_closing_an_unwritable_store_raises_and_releases_it(bench):
     bench.fail(errno.ENOSPC)
     bench.store.update_offset(QUEUE, 9)
     bench.refuses(bench.store.close, "/s before it was closed: .*free some space.* redelivered")
@@ -448,7 +448,7 @@ def test_power_may_fail_after_a_close_without_checkpoint(bench, refused, has_lin
         assert store.clone_offset_table() == dict.fromkeys(QUEUES, 5) | {QUEUE: 6}
 
 
-def test_closing_on_a_full_disk_without_room_in_the_journal(bench):
+def test_closing_on_a_full_disk_with_a_full_journal(bench):
     bench.fail(errno.ENOSPC, "create")
     update(bench.store, TABLE, 6)
     bench.refuses(bench.store.close, "not all offsets could be written to /s .*free some space")
@@ -456,7 +456,7 @@ def test_closing_on_a_full_disk_without_room_in_the_journal(bench):
 
 
 @pytest.mark.parametrize("removed", [["offsets.lock"], ["offsets.json", "offsets.json.bak", "offsets.journal"]])
-def test_closing_counts_on_nothing_that_is_removed_meanwhile(bench, removed):
+def test_closing_does_not_rely_on_files_removed_meanwhile(bench, removed):
     def remove_and_fail(operation, path):
         if operation == "sync" and path.endswith(".journal"):
             for name in removed:
@@ -486,13 +486,13 @@ def test_a_file_system_without_directory_sync_is_used(number, durability):
 
 
 @pytest.mark.parametrize("operation", ["sync", "write_at", "replace"])
-def test_an_error_of_a_file_is_not_taken_for_one_of_directories(new, operation):
+def test_an_error_of_a_file_is_not_an_error_of_directories(new, operation):
     new.fail(errno.EINVAL, operation)
     new.refuses(lambda: new.persist(9))
     assert new.kinds() == ["store-unwritable"]
 
 
-def test_a_disk_that_breaks_while_names_are_synced_is_an_error(new):
+def test_a_disk_error_while_names_are_synced_is_an_error(new):
     new.fail(errno.EIO, "sync_directory")
     new.store.update_offset(QUEUE, 9)
     new.refuses(new.store.close, "check the disk")
