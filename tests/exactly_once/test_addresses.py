@@ -85,7 +85,7 @@ def test_a_password_with_an_at_in_it_is_not_shown(make):
     [
         ("postgresql://app:sword#fish@db:port/app", "cannot be read"),
         ("postgresql+psycopg://app:swordfish@[::1/app", "cannot be read"),
-        ("sqlite:////tmp/none.db?timeout=long&password=swordfish", "its driver does not take"),
+        ("sqlite:////tmp/none.db?timeout=long&password=swordfish", "its driver does not accept"),
         ("", "cannot be read"),
         ("postgres://app@db/app", "it must be SQLite, PostgreSQL"),
         ("mssql://app@db/app", "it must be SQLite, PostgreSQL"),

@@ -1,8 +1,8 @@
-"""Interfere with each call of a consumer at its every step: python -m tests.simulation.every_await --call reset
+"""Interfere with each call of a consumer at each of its steps: python -m tests.simulation.every_await --call reset
 
-A step is a callback of the process on the event loop, so something happens between any two doings of all its tasks:
-whoever called stops waiting; the broker loses requests, or answers, for a while; the process is killed. The call is
-made once undisturbed, to count its steps, and then once for each of them, in worlds that are the same up to there.
+A step is a callback of the process on the event loop, so a fault can occur between any two callbacks of its tasks. The
+caller stops waiting, the broker loses requests or responses for a while, or the process is killed. The call runs once
+undisturbed, to count its steps. Then it runs once for each step, in worlds that are equal up to that step.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tests.simulation.running import parse_options, run_worlds
 from tests.simulation.scenario import Scenario
 
 BEGINS_S = 12.0
-"""When the call is made: everybody has settled, and the last commit is a moment ago."""
+"""When the call is made. All members have settled by then, and the last commit is recent."""
 
 LASTS_S = 4.0
-"""How long after the call was made steps count as its: rounds of rebalance, and the grace of a hand-over."""
+"""How long steps count as part of the call. This covers rounds of rebalance, and the grace time of a hand-over."""
 
 SILENT_S = 12.0
 
@@ -53,7 +53,7 @@ KINDS = {"clustering": {}, "orderly": {"orderly": True}, "broadcasting": {"broad
 
 @dataclass(frozen=True)
 class Case:
-    """A call, what happens to it, and before which of its steps; at none to count them."""
+    """A call, the interference, and the step before which it happens; None to count the steps."""
 
     kind: str
     call: str
@@ -65,7 +65,7 @@ class Case:
 
 
 class Interfered(Scenario):
-    """A world in which one call is interfered with. Member 0 makes it."""
+    """A world that interferes with one call. Member 0 makes the call."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(1, replace(PLAN, **KINDS[case.kind]))
@@ -73,7 +73,7 @@ class Interfered(Scenario):
         self.steps = 0
 
     async def _trouble(self) -> None:
-        """Make the call, as part of a life in which messages come and go."""
+        """Make the call while messages are sent and consumed."""
         case, subject, other = self.case, self._member(), self._member()
         if case.call != "start":
             (other if case.call == "take-over" else subject).start()
@@ -92,7 +92,7 @@ class Interfered(Scenario):
         self.steps = self._steps_of(subject) - begun
         await asyncio.sleep(30.0)
         if not other.running:
-            other.start()  # goes on from what is stored
+            other.start()  # continues at the stored offsets
 
     def _member(self) -> Member:
         member = Member(str(len(self.members)), self.world, self.history, self.cluster, self.plan)
@@ -103,7 +103,7 @@ class Interfered(Scenario):
         return member.process.steps if member.process is not None else 0
 
     def _interfere(self, member: Member, call: Callable[[int | None], None]) -> None:
-        """Make the call; before its step, let happen what is to happen."""
+        """Make the call, and interfere before its step."""
         step = None if self.case.step is None else self._steps_of(member) + self.case.step
         call(step if self.case.interference == "cancelled" else None)
         if step is None or self.case.interference == "cancelled":
@@ -123,7 +123,7 @@ class Interfered(Scenario):
 
 
 def run_case(case: Case) -> int:
-    """Live through one case and look whether all was right; returns how many steps the call took.
+    """Run one case and check the rules. Return the number of steps of the call.
 
     Raises:
         Wrong: a rule was broken.
@@ -135,7 +135,7 @@ def run_case(case: Case) -> int:
 
 
 def check(history: History, kind: str) -> None:
-    """Look for broken rules."""
+    """Check all rules that apply to the kind."""
     history.check_group_is_empty()
     history.check_nothing_is_left()
     history.check_starts_and_closes_end(start_s=SILENT_S + 5, close_s=10)
@@ -150,7 +150,7 @@ def check(history: History, kind: str) -> None:
 
 
 def sample(steps: int, most: int | None) -> list[int]:
-    """Return all steps, or a number of them, most of them early, where a call has most to do."""
+    """Return all steps, or `most` of them. A sample has more early steps, because a call does most work there."""
     if most is None or most >= steps:
         return list(range(steps))
     return sorted({int(steps * (number / most) ** 2) for number in range(most)})
@@ -169,7 +169,7 @@ def main() -> int:
         for kind, call in product(options.kind or KINDS, options.call or CALLS):
             steps = [options.step] if options.step is not None else sample(run_case(Case(kind, call)), options.sample)
             for interference, step in product(options.interference or INTERFERENCES, steps):
-                if (call, interference) != ("hand-over", "cancelled"):  # nobody waits for it
+                if (call, interference) != ("hand-over", "cancelled"):  # no caller waits for it
                     case = Case(kind, call, interference, step)
                     yield kind, f"tests.simulation.every_await {case}", partial(run_case, case)
 

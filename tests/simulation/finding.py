@@ -1,7 +1,7 @@
-"""Short worlds that find mistakes put in on purpose; `mistakes.json` keeps them.
+"""Short worlds that find mistakes planted on purpose; `mistakes.json` keeps their seeds.
 
-python -m tests.simulation.finding            lives through them again
-python -m tests.simulation.finding --store    searches new ones where they find their mistake no longer
+python -m tests.simulation.finding            replays them
+python -m tests.simulation.finding --store    searches new seeds for mistakes that the old ones no longer find
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ STORE = "python -m tests.simulation.finding --store"
 OF_CONSUMERS = (
     ("late-ack", "resets", "was not consumed"),
     ("commit-on-no-new-message", "quiet", "was not consumed"),
-    ("drop-without-persist", "moving", "came again at"),
+    ("drop-without-persist", "moving", "was redelivered to"),
     ("correction-without-store", "corrections", "without storing it"),
     ("unlock-before-commit", "orderly", "after unlocking it"),
     ("start-not-stored", "defaults", "was not consumed"),
     ("start-not-stored", "own-offsets", "never saw"),
     ("cancelled-move", "cancelled-resets", "committed is|were never consumed"),
-    ("chunk-that-keeps-a-failure", "failures", "was not handed back"),
-    ("commit-after-the-grace", "hand-overs", "came again at"),
+    ("chunk-that-keeps-a-failure", "failures", "was not sent back"),
+    ("commit-after-the-grace", "hand-overs", "was redelivered to"),
     ("failed-member-stays", "failed-members", "were never consumed"),
 )
 OF_DATABASES = (
@@ -48,19 +48,19 @@ OF_DATABASES = (
     ("claim-that-moves-along", "exactly-once-resets", "has its effect"),
 )
 OF_KEYS = (
-    ("two-workers-on-one-key", "by-key", "began beside"),
-    ("two-workers-on-one-key", "by-asked-key", "began beside"),
+    ("two-workers-on-one-key", "by-key", "began during"),
+    ("two-workers-on-one-key", "by-asked-key", "began during"),
     ("retry-behind-the-next", "by-key", "came after"),
     ("rest-of-a-key-continues", "by-asked-key", "came after"),
-    ("unlock-while-a-key-runs", "by-key", "began beside"),
+    ("unlock-while-a-key-runs", "by-key", "began during"),
 )
 OF_PRODUCERS = (
     ("attempts-not-reported", "brokers", "SendResult.attempts="),
     ("key-ignored", "brokers", "was stored at"),
     ("old-route-kept", "routes", "s later"),
-    ("acknowledged-before-it-is-stored", "brokers", "as it was told"),
+    ("acknowledged-before-it-is-stored", "brokers", "as it was acknowledged"),
 )
-"""Mistakes, the plans that find them, and what is then wrong."""
+"""The mistakes, the plans that find them, and the text of the broken rule."""
 
 ALL = {
     f"{mistake} in {plan}": (mistake, plan, wrong)
@@ -69,7 +69,7 @@ ALL = {
 
 
 def run_world(mistake: str | None, plan: str, seed: int, times: dict[str, float]) -> str:
-    """Return what is wrong with a world."""
+    """Run a world, with a planted mistake or without. Return the text of the broken rule, or ""."""
     if mistake is not None:
         (MISTAKES | PRODUCER_MISTAKES)[mistake]()
     try:
@@ -85,17 +85,17 @@ def run_world(mistake: str | None, plan: str, seed: int, times: dict[str, float]
 
 
 def finds(name: str, seed: int, times: dict[str, float]) -> bool:
-    """Tell whether a world is wrong as the mistake has it, and right without it."""
+    """Return whether a world breaks the expected rule with the mistake, and no rule without it."""
     mistake, plan, wrong = ALL[name]
 
-    def what_is_wrong(with_mistake: str | None) -> str:
+    def broken_rule(with_mistake: str | None) -> str:
         return str(planted_mistakes.in_fork(partial(run_world, with_mistake, plan, seed, times)))
 
-    return re.search(wrong, what_is_wrong(mistake)) is not None and not what_is_wrong(None)
+    return re.search(wrong, broken_rule(mistake)) is not None and not broken_rule(None)
 
 
 def search(name: str) -> dict[str, Any]:
-    """Return the shortest times with which a seed finds a mistake, and a few seeds."""
+    """Return the shortest times with which some seeds find a mistake, and these seeds."""
     _, plan, _ = ALL[name]
     whole = plans.PLANS[plan] if plan in plans.PLANS else producing.PLANS[plan]
     for part in (0.1, 0.2, 0.3, 0.5, 1.0):
@@ -108,7 +108,7 @@ def search(name: str) -> dict[str, Any]:
 
 
 def replay() -> dict[str, bool]:
-    """Return by name whether one of the kept seeds finds the mistake."""
+    """Return for each mistake whether one of its kept seeds finds it."""
     kept = planted_mistakes.read(KEPT)
     return {
         name: name in kept and any(finds(name, seed, kept[name]["times"]) for seed in kept[name]["seeds"])
@@ -118,7 +118,7 @@ def replay() -> dict[str, bool]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", action="store_true", help="search what is missing, and keep it")
+    parser.add_argument("--store", action="store_true", help="search seeds for mistakes without any, and store them")
     options = parse_options(parser, has_log=False)
     found = replay()
     if options.store:

@@ -1,4 +1,4 @@
-"""What happened in a simulated world, and whether it was right."""
+"""The events of a simulated world, and rules that check them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ GRACE_S = 1.0
 """How long a queue that moves waits for its listener calls."""
 
 TREATED_AS_LOSS_S = 30.0
-"""A reset by a member's own program so soon after a broker was away may be taken for a loss by another member, which
-goes on where it was, and says so: a documented limit."""
+"""A limit that the documentation states: another member may take a reset for a loss of offsets.
+
+That can happen to a reset by a member's own program up to this time after a broker was down. The other member then
+continues at its own offset, and emits an event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """A listener returned: the message was consumed, or failed."""
+    """A listener call that has ended. The message was consumed, or failed."""
 
     at: float
     begun: float
@@ -44,7 +46,7 @@ class Consumed:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """A reset of a queue was reported as done; asked for, if `target` is None."""
+    """A reset of a queue: its request if `target` is None, else its reported result."""
 
     at: float
     member: str
@@ -54,7 +56,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class TimedCall:
-    """A start or a close: from when, or by when it should have ended, to when it did, and how."""
+    """A start or a close: its start time or deadline, its end, and its error."""
 
     member: str
     due: float
@@ -63,33 +65,33 @@ class TimedCall:
 
 
 class Wrong(AssertionError):
-    """A rule was broken; the text says where."""
+    """A broken rule. The text names the time and the queue."""
 
 
 class History:
-    """Everything the checker looks at: consumption and resets as they happen, the rest from the brokers' records."""
+    """The events that the rules check. Members note messages and resets; the rest is from the brokers' records."""
 
     def __init__(self, cluster: EmbeddedCluster, group: str, topic: str) -> None:
         self.cluster, self.group, self.topic = cluster, group, topic
         self.consumed: list[Consumed] = []
         self.resets: list[Reset] = []
-        self.addresses: dict[str, str] = {}  # the client's end of a connection -> member
-        self.corrections: list[tuple[float, MessageQueue, int]] = []  # when misplaced; where brokers will move it
-        self.disturbed_at: list[float] = []  # from then on, a broker or a member may know less than it did
+        self.addresses: dict[str, str] = {}  # the client's address of a connection -> member
+        self.corrections: list[
+            tuple[float, MessageQueue, int]
+        ] = []  # when an offset was misplaced, and the target of the broker's correction
+        self.disturbed_at: list[float] = []  # when a broker or a member may have lost data
         self.starts: list[TimedCall] = []
         self.closes: list[TimedCall] = []
-        self.left: list[tuple[float, str, str]] = []  # when, by whom, what: tasks and connections after a close
-        self.settled_at = NEVER  # by then all should be done, without anybody ending or joining
-        self.begins_at_the_end = False  # a group that is new does
-        self.ledger_rows: list[
-            tuple[str, MessageQueue, int, str | None]
-        ] = []  # what a database has committed, see Ledger
-        self.busy = 0  # how often one of its transactions waited for another
-        self.stored: dict[MessageQueue, int] = {}  # where the database has the group at the end
-        self.ends_at_start: dict[MessageQueue, int] = {}  # where queues ended when a start that took them on returned
+        self.left: list[tuple[float, str, str]] = []  # time, member, and a task or connection left after its close
+        self.settled_at = NEVER  # by then all messages should be consumed; members end only later
+        self.begins_at_the_end = False  # whether a new group begins at the end
+        self.ledger_rows: list[tuple[str, MessageQueue, int, str | None]] = []  # the commits of a database, see Ledger
+        self.busy = 0  # how often one transaction of the database waited for another
+        self.stored: dict[MessageQueue, int] = {}  # the group's offsets in the database at the end
+        self.ends_at_start: dict[MessageQueue, int] = {}  # the ends of queues when the start that took them returned
 
     def digest(self) -> str:
-        """Return a digest of all that happened, the same for the same seed."""
+        """Return a digest of all events, which is the same for the same seed."""
         events = [f"{each.at:.6f} {each.member} {each.position} {each.success}" for each in self.consumed]
         events += [f"{at:.6f} {queue} {offset}" for at, _, queue, offset in self.commits()]
         events += [f"{what} {queue} {offset}" for what, queue, offset, _ in self.ledger_rows]
@@ -101,12 +103,12 @@ class History:
         return {(message.queue, message.queue_offset): message.body for message in self.cluster.messages(self.topic)}
 
     def _requests(self, code: RequestCode) -> list[tuple[float, str, str, Any]]:
-        """Return when, by which broker, from which connection a request came."""
+        """Return requests to brokers: time, broker, connection, command."""
         found = [(node.name, each) for node in self.cluster.brokers for each in node.requests(code)]
         return [(each.at_s, name, each.client, each.command) for name, each in found]
 
     def _of_queues(self, code: RequestCode, kind: Any) -> list[tuple[float, str, MessageQueue, Any]]:
-        """Return the group's requests about queues: when, from which connection, queue, header."""
+        """Return the group's requests about queues: time, connection, queue, header."""
         found = []
         for at, _, client, request in self._requests(code):
             header = kind.from_fields(request.fields)
@@ -117,12 +119,12 @@ class History:
 
     @cached_property
     def pulls(self) -> list[tuple[float, str, MessageQueue, int]]:
-        """The pulls brokers received: when, from which connection, queue, offset. Read when all is over."""
+        """The pulls that brokers received: time, connection, queue, offset. Read this only at the end."""
         found = self._of_queues(RequestCode.PULL_MESSAGE, command.PullMessageHeader)
         return [(*pull, header.queue_offset) for *pull, header in found if header.topic == self.topic]
 
     def _first_pulled(self, member: str | None = None) -> dict[MessageQueue, int]:
-        """Return where each queue was first pulled from: from there on all is owed to the group, or to a member."""
+        """Return the first pulled offset of each queue. The group, or the member, must get all messages from there."""
         first: dict[MessageQueue, int] = {}
         for _, client, queue, offset in self.pulls:
             if member is None or self.addresses.get(client) == member:
@@ -130,12 +132,12 @@ class History:
         return first
 
     def commits(self) -> list[tuple[float, str, MessageQueue, int]]:
-        """Return the commits brokers received: when, from which connection, queue, offset."""
+        """Return the commits that brokers received: time, connection, queue, offset."""
         found = self._of_queues(RequestCode.UPDATE_CONSUMER_OFFSET, command.UpdateConsumerOffsetHeader)
         return [(*commit, header.commit_offset) for *commit, header in found if header.topic == self.topic]
 
     def _sent_back(self) -> list[tuple[float, bytes]]:
-        """Return what was handed back for a retry, by send-back or as a message of the retry topic."""
+        """Return the messages sent back for a retry, by a send-back request or to the retry topic."""
         places = {
             (message.queue.broker_name, message.commit_log_offset): message.body
             for topic in (self.topic, f"%RETRY%{self.group}")
@@ -154,9 +156,10 @@ class History:
     # --- the rules
 
     def check_no_message_is_skipped(self) -> None:
-        """Every commit: all below it, from the first pull on, was consumed, or handed back for a retry, before.
+        """Check that each commit follows the consumption, or the send-back, of all messages below it.
 
-        Two that start at once may find different ends: where they begin is not judged, what they commit after it is.
+        Two members that start at the same time may find different ends of a queue. The rule ignores where they begin,
+        and checks only their later commits.
         """
         returned = [each for each in self.starts if each.error is None] if self.begins_at_the_end else []
         first = min((each.ended for each in returned), default=0.0)
@@ -181,13 +184,13 @@ class History:
             edge[queue] = max(edge[queue], offset)
 
     def check_resets_are_kept(self) -> None:
-        """After a reset its member commits only what it has consumed since."""
+        """Check that after a reset its member commits only messages consumed since."""
         commits = self.commits()
         for number, reset in enumerate(self.resets):
             if reset.target is None:
                 continue
             later = [each for each in self.resets[number + 1 :] if each.queue == reset.queue]
-            # The next one, if it is asked for before this one is done, commits its target before it is done itself.
+            # If the next reset is requested before this one has finished, it commits its target before its own result.
             so_far = [each.target for each in self.resets[: number + 1] if each.queue == reset.queue]
             is_waiting = 2 * so_far.count(None) > len(so_far)
             targets = (each.target for each in later if each.target is not None)
@@ -208,7 +211,7 @@ class History:
                     raise Wrong(f"t={at:.3f} {reset.member} committed {offset} of {queue} {what}")
 
     def check_everything_was_consumed(self) -> None:
-        """In calm, before the end, every message owed was consumed; in the end all queues are committed to theirs."""
+        """Check that all messages were consumed before `settled_at`, and that each queue is committed up to its end."""
         done = {each.body for each in self.consumed if each.success and each.at <= self.settled_at}
         bodies, first = self._bodies(), self._first_pulled()
         for queue, end in self.ends_at_start.items():
@@ -232,7 +235,7 @@ class History:
                     raise Wrong(f"{queue} ends at {end}, committed is {committed.get(queue.queue_id)}")
 
     def check_every_member_consumed_everything(self) -> None:
-        """Broadcasting: what each member's listener saw, over all its lives, leaves nothing out that it owed."""
+        """Check for broadcasting that each member, over all its restarts, has got every message."""
         bodies = self._bodies()
         for member in sorted(set(self.addresses.values())):
             first = self._first_pulled(member)
@@ -244,27 +247,30 @@ class History:
                 raise Wrong(f"member {member} never saw {what}")
 
     def check_queues_move_without_repeats(self, allowed_s: float) -> None:
-        """Where nothing failed, what a queue's last holder had done, with all before it, comes again only at once."""
+        """Check without failures that a message which the last owner of a queue finished repeats only immediately.
+
+        The owner must also have finished all messages before it.
+        """
         begun_at: dict[MessageQueue, list[float]] = defaultdict(list)
         for at, _, queue in self._begun():
             begun_at[queue].append(at)
         for queue, calls in self._by_queue().items():
-            through: dict[int, float] = {}  # when the last holder was through with everything up to an offset
+            through: dict[int, float] = {}  # when the last owner had finished all messages up to an offset
             for _, held in groupby(calls, lambda each: bisect(begun_at[each.position[0]], each.begun)):
                 period = list(held)
                 for each in period:
                     late_s = each.begun - through.get(each.position[1], each.begun)
                     if late_s > allowed_s:
-                        what = f"t={each.begun:.3f} {each.body!r} at {each.position[1]} of {queue} came again at"
-                        raise Wrong(f"{what} {each.member}, {late_s:.1f} s after its last holder was through with it")
+                        what = f"t={each.begun:.3f} {each.body!r} at {each.position[1]} of {queue} was redelivered to"
+                        raise Wrong(f"{what} {each.member}, {late_s:.1f} s after its last owner had finished it")
                 through, at, last_begun = {}, 0.0, period[-1].begun
                 for each in sorted(period, key=lambda each: each.position[1]):
-                    # what ended after the last call began, and took long, may have ended when its queue was gone
+                    # a long call that ended after the last call began may have ended without the queue
                     is_cut = each.at > last_begun and each.at - each.begun > GRACE_S
                     at = through[each.position[1]] = max(at, NEVER if is_cut else each.at)
 
     def _begun(self) -> list[tuple[float, str, MessageQueue]]:
-        """Return when members, by connection, have asked where to begin a queue."""
+        """Return when members, by connection, have requested the start offset of a queue."""
         found = self._of_queues(RequestCode.QUERY_CONSUMER_OFFSET, command.QueryConsumerOffsetHeader)
         return [(at, client, queue) for at, client, queue, _ in found]
 
@@ -275,7 +281,7 @@ class History:
         return found
 
     def check_former_owners_lower_no_commit(self) -> None:
-        """A member lowers no commit of a queue after another one has begun it."""
+        """Check that no member lowers the commit of a queue after another one has begun it."""
         moves = [(at, 0, client, queue, 0) for at, client, queue in self._begun()]
         moves += [(at, 1, client, queue, offset) for at, client, queue, offset in self.commits()]
         holder: dict[MessageQueue, str] = {}
@@ -285,21 +291,21 @@ class History:
                 holder[queue] = client
             elif holder[queue] != client and offset < edge[queue]:
                 who = self.addresses.get(client)
-                raise Wrong(f"t={at:.3f} {who} committed {offset} of {queue} over its next holder's {edge[queue]}")
+                raise Wrong(f"t={at:.3f} {who} committed {offset} of {queue} over its next owner's {edge[queue]}")
             else:
                 edge[queue] = offset
 
     def check_failures_go_back_soon(self, allowed_s: float) -> None:
-        """Where nobody is away, a failed message is handed back for its retry soon, whatever else its consumer does."""
+        """Check without faults that a failed message is sent back for its retry soon, whatever its consumer does."""
         back: dict[bytes, list[float]] = defaultdict(list)
         for at, body in self._sent_back():
             back[body].append(at)
         for each in self.consumed:
             if not each.success and not any(each.at <= at <= each.at + allowed_s for at in back[each.body]):
-                raise Wrong(f"t={each.at:.3f} {each.body!r} failed, and was not handed back within {allowed_s:g} s")
+                raise Wrong(f"t={each.at:.3f} {each.body!r} failed, and was not sent back within {allowed_s:g} s")
 
     def check_starts_and_closes_end(self, start_s: float, close_s: float) -> None:
-        """A start does not fail and takes at most so long, a close so much longer than its time-out."""
+        """Check that each start succeeds within `start_s`, and each close within `close_s` after its timeout."""
         for start in self.starts:
             if start.error is not None or start.ended - start.due > start_s:
                 took = f"t={start.ended:.3f} a start of {start.member} took {start.ended - start.due:.1f} s"
@@ -310,12 +316,12 @@ class History:
                 raise Wrong(f"t={close.ended:.3f} a close of {close.member} ended {late_s:.1f} s after its time-out")
 
     def check_nothing_is_left(self) -> None:
-        """A member that has closed leaves no task and no connection."""
+        """Check that a closed member leaves no task and no connection."""
         for at, member, what in self.left:
             raise Wrong(f"t={at:.3f} {member} has closed and leaves {what}")
 
     def check_ledger(self) -> None:
-        """Each effect is that of the next message of its queue, wherever the group was moved; and none is missing."""
+        """Check that each effect is that of the queue's next message, also after resets, and that none is missing."""
         places: dict[MessageQueue, int] = {}
         owners: dict[MessageQueue, str | None] = {}
         for what, queue, offset, owner in self.ledger_rows:
@@ -338,13 +344,13 @@ class History:
                 raise Wrong(f"{queue} is at {self.stored.get(queue)} in the table, and its effects are at {position}")
 
     def check_group_is_empty(self) -> None:
-        """When all have closed, the group has no members."""
+        """Check that the group has no members after all have closed."""
         for broker in self.cluster.brokers:
             if left := broker.members(self.group):
                 raise Wrong(f"{broker.name} still has {left} in the group")
 
     def check_unlocked_only_after_the_last_commit(self) -> None:
-        """Orderly: after an unlock its sender commits that queue no more, until it has the lock again."""
+        """Check for orderly members that after an unlock a member commits the queue only once it has the lock again."""
         moves: list[tuple[float, int, str, str, MessageQueue]] = []
         for code, kind in ((RequestCode.LOCK_BATCH_MQ, "lock"), (RequestCode.UNLOCK_BATCH_MQ, "unlock")):
             for at, _, client, request in self._requests(code):
@@ -360,11 +366,11 @@ class History:
                 raise Wrong(f"t={at:.3f} {self.addresses.get(client)} committed {queue} after unlocking it")
 
     def check_keys_are_in_order(self) -> None:
-        """Of a key in a queue one call runs at a time, and a message comes when the one before it was consumed.
+        """Check that one call of a key runs at a time, and starts after the previous message of the key is consumed.
 
-        A member that has begun a queue goes through a key without leaving one out, however often it goes back. It
-        keeps to that also if it was cut off for so long that another one had the queue's lock in between: what failed
-        there it may have consumed before.
+        A member that has begun a queue skips no message of a key, however often it goes back. This holds even if it
+        was cut off, and another member had the queue's lock meanwhile. A message that failed there may have been
+        consumed here before.
         """
         key_of: dict[QueuePosition, KeyLane] = {}
         number_of: dict[QueuePosition, int] = {}
@@ -387,7 +393,7 @@ class History:
             )
             other = latest.get(lane)
             if other is not None and other.at > each.begun:
-                raise Wrong(f"{what} began beside {other.body!r} at {other.member}, which ran until {other.at:.3f}")
+                raise Wrong(f"{what} began during {other.body!r} at {other.member}, which ran until {other.at:.3f}")
             latest[lane] = each
             period = (lane, each.member, bisect(begun_at[each.member, each.position[0]], each.begun))
             before = of_period.get(period)
@@ -400,7 +406,7 @@ class History:
                 consumed_at.setdefault((lane, number), each.at)
 
     def check_corrections_are_stored_first(self) -> None:
-        """After a correction the first pull from its target comes after the target was committed."""
+        """Check that after a correction the target is committed before the first pull from it."""
         for misplaced_at, queue, target in self.corrections:
             stored = [at for at, _, each, offset in self.commits() if (each, offset) == (queue, target)]
             stored_at = min((at for at in stored if at > misplaced_at), default=NEVER)

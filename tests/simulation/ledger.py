@@ -1,4 +1,4 @@
-"""A database in a simulated world: real SQL, transactions that stay open while their listener rests, and its books."""
+"""A database in a simulated world: real SQL, transactions that stay open while their listener waits, and a ledger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyrocket_consumer.offsets.database.sqlalchemy_access import Scope, SqlDatab
 from tests.simulation.world import CURRENT, Process, World
 
 LedgerRow = tuple[str, MessageQueue, int, str | None]
-"""What happened, to which queue, at which offset, and who has, or had, the queue."""
+"""An event, its queue, its offset, and the owner of the queue."""
 
 _TABLES = """
 CREATE TABLE ledger(id INTEGER PRIMARY KEY, what TEXT, topic TEXT, broker_name TEXT, queue_id INTEGER, queue_offset INTEGER,
@@ -42,22 +42,22 @@ _EFFECT = text("INSERT INTO ledger VALUES (NULL, 'effect', :topic, :broker, :que
 
 
 class Ledger:
-    """The database's file, and what its books say."""
+    """The database's file, and its record of all commits."""
 
     def __init__(self, world: World) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="pyrocket-world-")
         self.path = Path(self._directory.name) / "db"
         self._world = world
-        self._open: dict[Process | None, list[Any]] = {}  # sessions of processes, which end with them
-        self.busy = 0  # how often a transaction met one that rests
-        self.lost_answers = 0.0  # of all commits
+        self._open: dict[Process | None, list[Any]] = {}  # the sessions of each process, which end with it
+        self.busy = 0  # how often a transaction met an open one
+        self.lost_answers = 0.0  # the share of commits whose response is lost
         self.store().create_tables()
         with sqlite3.connect(self.path) as connection:
             connection.executescript(_TABLES)
         connection.close()
 
     def store(self) -> DatabaseOffsets:
-        """Return a member's way to the database."""
+        """Return a member's store in the database."""
         engine = create_engine(f"sqlite:///{self.path}", poolclass=NullPool, connect_args={"timeout": 0})
 
         @event.listens_for(engine, "connect")
@@ -65,12 +65,12 @@ class Ledger:
             connection.execute("PRAGMA synchronous=OFF")
 
         store = DatabaseOffsets(engine)
-        store._database = _WorldDatabase(engine, self)  # the one thing here that is not as users have it
+        store._database = _WorldDatabase(engine, self)  # the only difference from a user's store
         return store
 
     @contextmanager
     def held(self, session: Any) -> Generator[None]:
-        """A session is open: it ends with its process."""
+        """Register an open session, which ends with its process."""
         process = CURRENT.get()
         self._open.setdefault(process, []).append(session)
         try:
@@ -80,12 +80,12 @@ class Ledger:
                 self._open[process].remove(session)
 
     def disconnect(self, process: Process) -> None:
-        """A process has died: its transactions are rolled back."""
+        """Roll back the transactions of a dead process."""
         for session in self._open.pop(process, ()):
             session.connection().connection.dbapi_connection.rollback()
 
     def is_answer_lost(self) -> bool:
-        """Tell whether a commit that was done is not heard of."""
+        """Return whether the response to a successful commit is lost."""
         return self.lost_answers > 0 and self._world.random.random() < self.lost_answers
 
     def rows(self) -> list[LedgerRow]:
@@ -98,7 +98,7 @@ class Ledger:
         return rows
 
     def offsets(self) -> dict[MessageQueue, int]:
-        """Return where the group stands."""
+        """Return the offsets of the group."""
         return {row.queue: row.next_offset for row in self.store().offsets("app")}
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Ledger:
 
 
 class _WorldDatabase(SqlDatabase):
-    """As an asynchronous engine has it: listeners are awaited within their transaction. All on the world's loop."""
+    """Behaves like an asynchronous engine: listeners are awaited within their transaction, on the world's loop."""
 
     is_async = True
 
@@ -122,14 +122,14 @@ class _WorldDatabase(SqlDatabase):
             raise ConnectionError("the answer to a commit was lost")
 
     def classify_error(self, error: BaseException) -> ErrorKind:
-        code = getattr(getattr(error, "orig", error), "sqlite_errorcode", 0)  # of SQLAlchemy, or of the driver
+        code = getattr(getattr(error, "orig", error), "sqlite_errorcode", 0)  # an error of SQLAlchemy, or of the driver
         if code & 0xFF == sqlite3.SQLITE_BUSY:
             self._ledger.busy += 1
-            return "unavailable"  # nobody sleeps in this world: come again later
+            return "unavailable"  # the driver must not sleep in virtual time, so retry later
         return "unavailable" if isinstance(error, ConnectionError) else super().classify_error(error)
 
 
 def effect_of(queue: MessageQueue, offset: int, owner: str) -> tuple[Any, dict[str, Any]]:
-    """Return the statement that notes one effect."""
+    """Return the statement that records one effect."""
     values = {"topic": queue.topic, "broker": queue.broker_name, "queue": queue.queue_id}
     return _EFFECT, {**values, "offset": offset, "owner": owner}

@@ -1,4 +1,4 @@
-"""A consumer's process in a simulated world, and the program that runs in it."""
+"""A process with a consumer in a simulated world, and its program."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.simulation.world import CURRENT, Process, World, kill
 TOPIC, GROUP = "orders", "app"
 
 SOON = 30
-"""Steps of a process within which most calls are done."""
+"""The number of steps of a process within which most calls finish."""
 
 
 class WorldIoThread:
-    """Stands for the I/O thread: the world's loop is everybody's."""
+    """Replaces the I/O thread, because all processes share the world's loop."""
 
     def __init__(self, world: World) -> None:
         self.loop = world
@@ -46,7 +46,7 @@ class WorldIoThread:
 
 
 class Member:
-    """One consumer process: started, closed, killed, started again."""
+    """One consumer process, which can be started, closed, killed, and started again."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Member:
         self.disk = MemoryDisk()
         self._world, self._history, self._embedded = world, history, cluster
         self._lives = 0
-        self.is_calm = False  # its listeners only listen
+        self.is_calm = False  # its listeners make no calls
         self._ledger = ledger
         self.store = ledger.store() if ledger is not None else None
         self.config = ConsumerConfig(
@@ -79,10 +79,10 @@ class Member:
     def running(self) -> bool:
         return self.member is not None and self.member.state is ConsumerState.RUNNING
 
-    # --- its lives
+    # --- starting
 
     def start(self, cancelled_at: int | None = None) -> None:
-        """Begin a new life, unless there is one; `cancelled_at` this step its program waits for it no longer."""
+        """Start a process, unless one runs. At step `cancelled_at` its program stops waiting for the start."""
         if self.process is not None and not self.process.dead:
             return
         self._lives += 1
@@ -90,14 +90,14 @@ class Member:
         self._run(self._live(f"10.0.0.{self.name}@{self._lives}", cancelled_at))
 
     def _run(self, work: Coroutine[Any, Any, Any], cancelled_at: int | None = None) -> asyncio.Task[Any]:
-        """Have the program do something, or stop waiting for it just before this step of its process."""
+        """Run `work` in the program, which stops waiting for it just before step `cancelled_at`."""
         task = self._world.run_as(self.process, work)
         if cancelled_at is not None:
             self.process.before(cancelled_at, task.cancel)
         return task
 
     def step_soon(self) -> int:
-        """Return a step that comes soon, or is the next."""
+        """Return one of the next SOON steps."""
         return self.process.steps + self._world.random.randrange(SOON)
 
     async def _live(self, client_id: str, cancelled_at: int | None) -> None:
@@ -110,10 +110,10 @@ class Member:
                 raise error
             if error is None and not attempt.cancelled():
                 return
-            await asyncio.sleep(1)  # whoever starts it, starts it again
+            await asyncio.sleep(1)  # the program tries again
 
     async def begin(self, client_id: str) -> None:
-        """Start, as the faces of a consumer do."""
+        """Start, as PushConsumer does."""
         world = self._world
         rng = random.Random(world.random.random())
         self.cluster = cluster = Cluster(self.config, client_id, io=WorldIoThread(world), rng=rng)  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ class Member:
         return Listener.of(self.store.exactly_once(self._record_effect), self.config.listener_batch_size)
 
     def kill(self, power: bool = False) -> None:
-        """Die as with kill -9, or with the machine."""
+        """Die as by kill -9, or by a power failure."""
         if self.process is not None:
             if self._ledger is not None:
                 self._ledger.disconnect(self.process)
@@ -164,7 +164,7 @@ class Member:
         self.disk = self.disk.after_power_loss(self._world.random) if power else self.disk.after_kill()
 
     async def close(self) -> None:
-        """Close in order."""
+        """Close the consumer and end the process."""
         member, self.member = self.member, None
         if member is not None:
             process = self.process
@@ -182,7 +182,7 @@ class Member:
         await self.cluster.close_on_loop()
 
     def cancel_close(self, cancelled_at: int, ends_after_s: float) -> None:
-        """Close, and wait no longer at some step; the process ends later, and is started again."""
+        """Close, and stop waiting at step `cancelled_at`. The process ends later, and is started again."""
         member, self.member = self.member, None
         if member is None:
             return
@@ -197,7 +197,7 @@ class Member:
         self._world.call_outside(ends_after_s, end)
 
     def fail(self) -> None:
-        """Something of the consumer's own ends by surprise. Its program does not notice."""
+        """Let an internal task of the consumer fail. Its program does not notice."""
 
         async def surprise() -> None:
             raise RuntimeError("put in on purpose")
@@ -207,10 +207,10 @@ class Member:
     async def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self.cluster.spawn(work, "what fails on purpose")
 
-    # --- what its program calls
+    # --- calls of its program
 
     def reset(self, chance: Callable[[], float], cancelled_at: int | None = None) -> None:
-        """Move one of our queues to somewhere behind."""
+        """Reset one held queue to an earlier offset."""
         member = self.member
         if member is None or not self.running:
             return
@@ -226,11 +226,11 @@ class Member:
         try:
             moved = await member.reset(TOPIC, {queue: offset})
         except RocketError:
-            return  # it may yet be done
+            return  # the reset may still happen
         history.resets += [Reset(self._world.now, self.name, each, to) for each, to in moved.items()]
 
     def pause(self, seconds: float) -> None:
-        """Pull nothing for a while."""
+        """Pause pulling for a while."""
         self._run(self._pause(self.member, seconds))
 
     async def _pause(self, member: GroupMember, seconds: float) -> None:
@@ -239,7 +239,7 @@ class Member:
         member.resume(None)
 
     def unsubscribe(self, seconds: float, cancelled_at: int | None = None) -> None:
-        """Do without the topic for a while."""
+        """Unsubscribe from the topic for a while."""
         self._run(self._unsubscribe(self.member, seconds, cancelled_at))
 
     async def _unsubscribe(self, member: GroupMember, seconds: float, cancelled_at: int | None) -> None:
@@ -251,7 +251,7 @@ class Member:
     # --- its listener
 
     async def _record_effect(self, messages: list[Message], session: Any) -> None:
-        """Have an effect for each message, which is written at the end, and take one's time before."""
+        """Take some time, then record an effect for each message."""
         rng, plan = self._world.random, self.plan
         await asyncio.sleep(rng.uniform(0, plan.slowest_s if rng.random() < plan.slow else plan.quickest_s))
         for message in messages:
@@ -273,7 +273,7 @@ class Member:
             raise ValueError("this one failed")
 
     async def _call_from_inside(self, message: Message) -> bool:
-        """Do to our own consumer what listeners do; returns whether the message is consumed all the same."""
+        """Make a call to the own consumer, as listeners may. Return whether the message is consumed anyway."""
         world, member, rng = self._world, self.member, self._world.random
         kind = rng.choice(("pause", "reset", "close", "cancel"))
         process = CURRENT.get()
@@ -283,10 +283,10 @@ class Member:
         if kind == "pause":
             self.pause(rng.uniform(0, 3))
         elif kind == "reset" and message.queue.topic == TOPIC and message.queue in member.assignments.held(TOPIC):
-            edge = member.commits.current(message.queue) or 0  # further on would pass over what runs beside us
+            edge = member.commits.current(message.queue) or 0  # a higher target would skip messages of concurrent calls
             await self._reset(member, message.queue, max(0, edge - rng.randrange(3)))
         elif kind == "close":
-            world.run_as(None, self.close())  # from outside: the process ends with it
+            world.run_as(None, self.close())  # outside of the process, which ends during the call
             world.call_outside(rng.uniform(15, 40), self.start)
         elif kind == "cancel":
             asyncio.current_task().cancel()

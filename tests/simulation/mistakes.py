@@ -1,4 +1,4 @@
-"""Mistakes that clients make, put in on purpose: the simulation must find each. They exist for nothing else."""
+"""Mistakes that clients make, planted on purpose. The simulation must find each of them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ PRODUCER_MISTAKES: dict[str, Callable[[], None]] = {}
 
 
 def replace(owner: Any, name: str, wrong: Callable[..., Any]) -> None:
-    """Have `wrong` called instead of a method; its first argument is the right one."""
+    """Replace a method by `wrong`, which gets the right method as its first argument."""
     right = getattr(owner, name)
     setattr(owner, name, lambda *arguments, **options: wrong(right, *arguments, **options))
 
 
 def mistake(owner: Any = None, name: str = "", of: dict[str, Callable[[], None]] = MISTAKES) -> Any:
-    """Keep a mistake, which is a wrong method, or without an owner a function that puts it in."""
+    """Register a mistake: a wrong method, or without an owner a function that plants the mistake."""
 
     def keep(wrong: Callable[..., Any]) -> Callable[..., Any]:
         of[wrong.__name__.replace("_", "-")] = wrong if owner is None else lambda: replace(owner, name, wrong)
@@ -48,7 +48,7 @@ def mistake(owner: Any = None, name: str = "", of: dict[str, Callable[[], None]]
 
 @mistake(ProcessQueue, "ack")
 def late_ack(right, self, messages, elapsed_s=0.0, units=0):
-    """An acknowledgement that comes after a reset is stored all the same."""
+    """An acknowledgement after a reset is stored anyway."""
     finished = list(messages)
     if self.state is QueueState.FENCED and finished:
         self._update_offset(self.queue, max(message.queue_offset for message in finished) + 1)
@@ -57,7 +57,7 @@ def late_ack(right, self, messages, elapsed_s=0.0, units=0):
 
 @mistake(ProcessQueue, "put")
 def commit_on_no_new_message(right, self, messages, next_offset, size):
-    """An answer without messages moves the offset although messages are in flight."""
+    """A pull response without messages moves the offset although messages are in flight."""
     if not messages and self.state is QueueState.PULLING:
         self._update_offset(self.queue, next_offset)
     return right(self, messages, next_offset, size)
@@ -65,13 +65,13 @@ def commit_on_no_new_message(right, self, messages, next_offset, size):
 
 @mistake(BrokerCommits, "release")
 async def drop_without_persist(right, self, queue):
-    """A queue that is given up is forgotten without its last offset being stored."""
+    """A member gives up a queue without storing its last offset."""
     self.forget(queue)
 
 
 @mistake(Assignments, "_store")
 async def correction_without_store(right, self, queue, target, *rest, **more):
-    """A correction is followed, but the new offset is not stored first."""
+    """A member follows a correction before it stores the new offset."""
     self._commits.forget(queue)
 
 
@@ -84,24 +84,24 @@ async def unlock_before_commit(right, self, queue):
 
 @mistake(Assignments, "_store_start")
 async def start_not_stored(right, self, queue, offset):
-    """Where a queue begins is stored nowhere before its first message is pulled."""
+    """The start offset of a queue is not stored before its first pull."""
 
 
 @mistake(Tasks, "finish")
 async def cancelled_move(right, self, work, what):
-    """Whoever stops waiting for a step ends it in the middle."""
+    """A caller that stops waiting for a step cancels it in the middle."""
     return await work
 
 
 @mistake(_ChunkRunner, "settle")
 def chunk_that_keeps_a_failure(right, self, chunk):
-    """A failed message is handed over only when the worker is through with its chunk, whatever else is in that."""
+    """A failed message is sent back only after the worker has finished its whole chunk."""
     chunk.window.ack(pop_all(chunk.done))
 
 
 @mistake()
 def commit_after_the_grace():
-    """A queue that is given up is stored only when its running listener calls have ended, or had their time."""
+    """A member stores a queue that it gives up only after the running listener calls, or their grace time, end."""
     waiting: set[tuple[Any, MessageQueue]] = set()
 
     async def end_late(end, self, queue, why):
@@ -122,17 +122,17 @@ def commit_after_the_grace():
 
 @mistake(GroupMember, "_on_unexpected_error")
 def failed_member_stays(right, self, what, error):
-    """A member that has failed consumes nothing, and goes on telling brokers that it is there."""
+    """A failed member consumes nothing, and still sends heartbeats."""
     self.state, self.failure = ConsumerState.FAILED, error
     self.assignments.stop_pulling()
     self.on_ended()
 
 
-# --- of offsets in a database
+# --- offsets in a database
 
 
 def mistaken_steps(steps: Callable[..., None]) -> Callable[..., None]:
-    """Keep a mistake: with these steps a store consumes, instead of those of one transaction."""
+    """Register a mistake: the store consumes in these steps, and not in one transaction."""
 
     def consume_once(right, self, claim, messages, call, attempt, **_):
         def listen(*arguments):
@@ -163,14 +163,14 @@ def _effect(store, messages, call):
 
 @mistaken_steps
 def commit_before_the_effect(store, claim, messages, call):
-    """The offset is committed, and then the effect."""
+    """The offset is committed before the effect."""
     _advance(store, claim, messages)
     _effect(store, messages, call)
 
 
 @mistaken_steps
 def commit_after_the_listener(store, claim, messages, call):
-    """The effect is committed, and then the offset: at least once, as everybody has it."""
+    """The effect is committed before the offset: at least once, as in other clients."""
     _effect(store, messages, call)
     _advance(store, claim, messages)
 
@@ -180,7 +180,7 @@ KNOWN: set[tuple[str, MessageQueue, int]] = set()
 
 @mistaken_steps
 def known_elsewhere(store, claim, messages, call):
-    """What was consumed is noted, but not in the transaction of its effect."""
+    """Consumed messages are noted outside of the transaction of their effect."""
     places = {(store.address, message.queue, message.queue_offset): message for message in messages}
     if fresh := [message for place, message in places.items() if place not in KNOWN]:
         _effect(store, fresh, call)
@@ -190,7 +190,7 @@ def known_elsewhere(store, claim, messages, call):
 
 @mistaken_steps
 def advance_first(store, claim, messages, call):
-    """The offset advances before the listener is called: a member that stands still holds the row."""
+    """The offset advances before the listener runs, so a frozen member keeps the row locked."""
     _advance(store, claim, messages, lambda scope: call(messages, *scope.arguments))
 
 
@@ -207,37 +207,37 @@ def _with_statement(name: str, old: str, new: str, without: str = "") -> None:
 
 @mistake()
 def advance_without_the_epoch():
-    """Whoever has messages of a queue advances it."""
+    """A former owner of a queue can advance it."""
     _with_statement("advance", " AND pyrocket_offsets.epoch = ?", "", "epoch")
 
 
 @mistake()
 def claim_without_a_new_epoch():
-    """Who takes a queue over has the epoch of who had it before."""
+    """A new owner of a queue has the epoch of the former one."""
     _with_statement("claim", "(pyrocket_offsets.epoch + 1)", "pyrocket_offsets.epoch")
 
 
 @mistake()
 def reset_that_leaves_the_epoch():
-    """Calls that run while a queue is moved go on as if it had not been."""
+    """Calls that run during a reset can still commit."""
     _with_statement("move", "(pyrocket_offsets.epoch + 1)", "pyrocket_offsets.epoch")
     _with_statement("reset", "(pyrocket_offsets.epoch + 1)", "pyrocket_offsets.epoch")
 
 
 @mistake(DatabaseOffsets, "move")
 def claim_that_moves_along(right, self, claim, *arguments):
-    """What runs for a queue while it is moved goes by the new claim."""
+    """Calls that run while a queue is moved use the new claim."""
     fresh = right(self, claim, *arguments)
     claim.epoch, claim.reset_epoch, claim.stored, claim.last = fresh.epoch, fresh.reset_epoch, fresh.stored, None
     return claim
 
 
-# --- of order by key
+# --- order by key
 
 
 @mistake(KeyLanes, "add")
 def two_workers_on_one_key(right, self, lane, listener, message):
-    """A message of a key that a worker has is handed to another one."""
+    """Two workers get messages of one key at the same time."""
     if isinstance(lane.holder, KeyLaneBatch):
         lane.holder = None
     right(self, lane, listener, message)
@@ -245,13 +245,13 @@ def two_workers_on_one_key(right, self, lane, listener, message):
 
 @mistake(KeyLane, "put_back")
 def retry_behind_the_next(right, self, listener, messages):
-    """A message that failed comes again behind what waits of its key."""
+    """A failed message is retried after the waiting messages of its key."""
     self.waiting.extend((listener, message) for message in messages)
 
 
 @mistake()
 def rest_of_a_key_continues():
-    """What a worker has in hand of a key goes on although a message of it has failed."""
+    """A worker continues with its other messages of a key although one has failed."""
 
     def apply_result(right, self, unit, result):
         todo, self.chunk.todo = self.chunk.todo, deque()
@@ -270,36 +270,36 @@ def rest_of_a_key_continues():
 
 @mistake(KeyedService, "running")
 def unlock_while_a_key_runs(right, self, window=None):
-    """A queue is handed over without a look at the calls that run."""
+    """A queue is handed over without waiting for running calls."""
     return 0
 
 
-# --- of producers
+# --- producers
 
 
 @mistake(SendRequest, "results", of=PRODUCER_MISTAKES)
 def attempts_not_reported(right, self, queue, answer):
-    """A message that was sent twice looks as if it had been sent once."""
+    """A message sent twice reports one attempt."""
     self.possible_stores = 1
     return right(self, queue, answer)
 
 
 @mistake(SendDispatcher, "dispatch", of=PRODUCER_MISTAKES)
 def key_ignored(right, self, request):
-    """Messages with a key go where there is room."""
+    """Messages with a key are sent to any queue."""
     request.sharding_key = None
     right(self, request)
 
 
 @mistake(send_dispatcher, "is_route_stale", of=PRODUCER_MISTAKES)
 def old_route_kept(right, error):
-    """What says that a queue is not here any more has no route asked for."""
+    """An error about a missing queue does not make the producer fetch the route."""
     return False
 
 
 @mistake(SendDispatcher, "_handle_response", of=PRODUCER_MISTAKES)
 def acknowledged_before_it_is_stored(right, self, sending, queue, *rest):
-    """A message that was refused as "busy" is taken for stored."""
+    """A message refused as "busy" counts as stored."""
     if isinstance(answer := rest[-1], RemotingCommand) and answer.code == ResponseCode.SYSTEM_BUSY:
         answer.code = ResponseCode.SUCCESS
         answer.fields.update(queueId=str(queue.queue_id), queueOffset="0", msgId="0" * 32)

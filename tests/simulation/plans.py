@@ -1,4 +1,4 @@
-"""What simulated worlds are made of: members, brokers, options, and what goes wrong."""
+"""The plans of simulated worlds: their members, brokers, options and faults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 EPOCH = 1_700_000_000.0
-"""The time of day when a world begins."""
+"""The Unix time at which a world begins."""
 
 ROUGH = {
     "consume_from": "first",
@@ -17,36 +17,36 @@ ROUGH = {
     "shutdown_timeout_s": 10,
     "max_reconsume_times": 1000,
 }
-"""Options that make much happen in little time."""
+"""Options with which many things happen in a short time."""
 
 DEFAULTS: dict[str, Any] = {}
-"""The options users have: none."""
+"""The default options."""
 
 
 def key_of(message: Any) -> tuple[str, str | None]:
-    """Tell the key of a message, as a program would."""
+    """Return the key of a message, as a program would choose it."""
     return "order", message.property("__SHARDINGKEY")
 
 
 CRASHES = ("crash", "restart", "cut", "part", "broker", "name-server", "slow", "pause", "join")
 
 KEEPING_LOCKS = ("crash", "restart", "cut", "part", "name-server", "slow", "pause", "join", "reset")
-"""Without brokers that are killed, which forget who has locked what."""
+"""The faults without killed brokers, because those forget their locks."""
 
 NODES = ("slow-node", "silent-node", "refusing-node", "late-node", "stammering-node", "no-route")
-"""What brokers and name servers do for a while instead of answering as they should."""
+"""Faulty behaviour of brokers and name servers for a while."""
 
 CALLS = ("reset", "cancelled-reset", "cancelled-close", "cancelled-start", "unsubscribe", "pause")
-"""What programs call, and stop waiting for."""
+"""Calls of programs. For some, the program stops waiting for the result."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a scenario is made of; times in simulated seconds."""
+    """The settings of a scenario. Times are virtual seconds."""
 
     members: int = 2
     brokers: int = 1
-    queues: int | tuple[int, ...] = 4  # of each broker; one of several numbers
+    queues: int | tuple[int, ...] = 4  # of each broker; a tuple means one of these numbers
     trouble_s: float = 70.0
     calm_s: float = 90.0
     rate: float = 5.0
@@ -64,19 +64,19 @@ class Plan:
         "join",
     )
     fault_every_s: float = 8.0
-    forgetting: bool = True  # a broker that is killed loses the offsets of the last seconds
-    failing: float = 0.02  # of all listener calls
+    forgetting: bool = True  # a killed broker loses the offsets of the last seconds
+    failing: float = 0.02  # the share of listener calls that fail
     slow: float = 0.02
     slowest_s: float = 12.0
-    quickest_s: float = 0.05  # how long the others take at most; 0 makes large chunks
-    calling: float = 0.0  # how many call their own consumer: close, pause, reset, or cancel themselves
+    quickest_s: float = 0.05  # the longest time of other calls; 0 makes large chunks
+    calling: float = 0.0  # the share of listener calls that close, pause or reset their consumer, or cancel themselves
     orderly: bool = False
-    keys: int = 0  # how many sharding keys messages have; none
+    keys: int = 0  # the number of sharding keys; 0 means messages without key
     broadcasting: bool = False
     exactly_once: bool = False  # offsets and effects in one database
-    lost_answers: float = 0.0  # of all commits of that database
+    lost_answers: float = 0.0  # the share of that database's commits whose response is lost
     version: str = "5.5.0"
-    side_by_side_s: float = 0.0  # by how much the requests of one connection overtake each other
+    side_by_side_s: float = 0.0  # how far requests of one connection may overtake each other
     options: Mapping[str, Any] = field(default_factory=lambda: ROUGH)
 
 
@@ -96,10 +96,10 @@ PLANS = {
         faults=("crash", "restart"),
         fault_every_s=30.0,
         trouble_s=150.0,
-        calm_s=400.0,  # a few workers with much to do, that takes long, and some of it twice
+        calm_s=400.0,  # few workers, long listener calls, and some messages twice
     ),
     "corrections": Plan(faults=("misplace",), fault_every_s=5.0, trouble_s=60.0),
-    # with default options, above all consume_from="last"
+    # With default options, above all consume_from="last".
     "defaults": Plan(options=DEFAULTS, brokers=2, faults=(*CRASHES, "reset"), forgetting=False, calm_s=150.0),
     "from-a-time": Plan(
         options={"consume_from": datetime.fromtimestamp(EPOCH + 3, UTC)},
@@ -194,7 +194,7 @@ PLANS = {
         trouble_s=50.0,
         calm_s=110.0,
     ),
-    "by-asked-key": Plan(  # in large chunks, a few of which get stuck
+    "by-asked-key": Plan(  # in large chunks; a few get stuck
         orderly=True,
         keys=20,
         faults=KEEPING_LOCKS,

@@ -1,7 +1,8 @@
-"""Run simulated producers at brokers in trouble: python -m tests.simulation.producing --seeds 0-99
+"""Run simulated producers with faulty brokers: python -m tests.simulation.producing --seeds 0-99
 
-Nothing that was acknowledged may be missing, nothing with a key out of its order, nothing without a result, whatever
-brokers do: slow, silent, refusing, restarted, with other queues, in other places. A seed repeats its world exactly.
+The brokers are slow, silent or refusing, or they restart, or their queues and addresses change. Even so, no
+acknowledged message may be missing, messages with a key keep their order, and each message has a result. A seed
+repeats its world exactly.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ REFUSALS = (
 
 BREAKS = (faults.close_connection, faults.reset_connection, faults.handle_and_close)
 
-ROUTE_CHANGES = ("restart", "shrink", "grow", "anew", "roles")
+ROUTE_CHANGES = ("restart", "shrink", "grow", "recreated", "roles")
 
 TROUBLES = ("slow", "silent", "refusing", "late", "losing", "stammering", "breaking", "cut", "name-server", "gone")
 
@@ -69,15 +70,15 @@ STREAMS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a world is made of; times in simulated seconds. Its producer has default options unless told otherwise."""
+    """The settings of a world. Times are virtual seconds. The producer has default options, except for `options`."""
 
     faults: tuple[str, ...]
     brokers: int = 2
     version: str = "5.5.0"
     trouble_s: float = 40.0
     fault_every_s: float = 3.0
-    at_least_every_s: float = 0.0  # so that one is over when the next comes
-    downtime_s: tuple[float, float] = (0.05, 6.0)  # how long a broker that restarts is away
+    at_least_every_s: float = 0.0  # so that one fault is over before the next
+    downtime_s: tuple[float, float] = (0.05, 6.0)  # how long a restart of a broker takes
     rate: float = 5.0  # of each stream, per second
     bursts: tuple[int, ...] = (1, 1, 1, 1, 15)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -93,11 +94,11 @@ PLANS = {
     "one-attempt": Plan((*TROUBLES, *ROUTE_CHANGES), options={"send_attempts": 1}),
     "bursts": Plan(TROUBLES, rate=0.5, bursts=(1, 100)),
 }
-"""Those whose faults are changes of the route only have rules of their own: all recover soon, and nothing fails."""
+"""Plans with only changes of the route have two more rules: all streams recover soon, and no message fails."""
 
 
 class _Watched:
-    """An exchange with a broker, watched: what it stores is noted. What waits in it ends with its connection."""
+    """An exchange with a broker that notes stored messages. A waiting request ends with its connection."""
 
     def __init__(self, exchange: Exchange, note: Callable[[RemotingCommand, RemotingCommand], None]) -> None:
         self._exchange, self._note = exchange, note
@@ -106,7 +107,7 @@ class _Watched:
 
     def handle(self, on_answer: Callable[[RemotingCommand], None]) -> None:
         if not self.connection.open:
-            return  # else a producer could know of no moment from which a message cannot be stored any more
+            return  # otherwise a broker could still store the message long after its connection is closed
 
         def noted(answer: RemotingCommand) -> None:
             self._note(self.request, answer)
@@ -116,7 +117,7 @@ class _Watched:
 
 
 class ProducerScenario:
-    """A plan on a seed: a producer, brokers with slaves, and what goes wrong."""
+    """A plan with a seed: a producer, brokers with slaves, and faults."""
 
     def __init__(self, seed: int, plan: Plan) -> None:
         self.seed, self.plan = seed, plan
@@ -139,7 +140,7 @@ class ProducerScenario:
         self._is_over = False
 
     def run(self) -> SendLog:
-        """Live through it; returns what happened."""
+        """Run the scenario, and return its log."""
         try:
             return self.world.run_until_complete(self._run())
         finally:
@@ -156,7 +157,7 @@ class ProducerScenario:
         sending = [world.run_as(producer, self._send_all(stream)) for stream in STREAMS]
         await self._trouble()
         self._heal()
-        await asyncio.sleep(15)  # what stood still goes on, and addresses that were dead are tried again
+        await asyncio.sleep(15)  # stopped nodes continue, and the producer retries dead addresses
         sent.ended_at = world.now
         await asyncio.sleep(3)
         self._is_over = True
@@ -183,7 +184,7 @@ class ProducerScenario:
         began = self.world.now
         while any(given.ended is None for given in self.sent.given):
             if self.world.now > began + 60:
-                break  # the rules say of which
+                break  # `check_everything_ended` reports the message
             await asyncio.sleep(0.1)
         self.sent.close_took_s = self.world.now - began
         self.dispatcher.abandon()
@@ -198,7 +199,7 @@ class ProducerScenario:
                     await ended.wait()
 
     def _send_one(self, stream: Stream) -> asyncio.Event:
-        """Hand a message over, or a batch; the event is set when it has its result."""
+        """Send a message or a batch. Return an event that is set with its result."""
         messages = stream.batch or 1
         given = SentMessage(self._numbers, messages, stream, self.world.now, self.config.send_timeout_s)
         self._numbers += messages
@@ -233,7 +234,7 @@ class ProducerScenario:
     # --- the brokers
 
     def _fault_of(self, node: EmbeddedBroker) -> Fault:
-        """Return what every request meets at `node`: its trouble of the moment; and what it stores is noted."""
+        """Return the fault for all requests to `node`: it notes stored messages, and applies the current fault."""
 
         def note(request: RemotingCommand, answer: RemotingCommand) -> None:
             if answer.code != ResponseCode.SUCCESS:
@@ -275,17 +276,17 @@ class ProducerScenario:
             await broker.open()
             self._changed(f"{broker.name} is back")
         elif kind == "shrink":
-            # As real brokers do when a topic is changed: what was in the other queues stays there.
+            # As real brokers do when a topic changes: the messages of the other queues stay there.
             embedded.create_topic(TOPIC, queues=2, brokers=self._with_topic())
             self._changed("two queues")
         elif kind == "grow":
             embedded.create_topic(TOPIC, queues=8, brokers=self._with_topic())
             self._changed("eight queues")
-        elif kind == "anew":
+        elif kind == "recreated":
             elsewhere = [rng.choice(embedded.brokers).name]
             embedded.delete_topic(TOPIC)
             embedded.create_topic(TOPIC, queues=rng.choice((2, 8)), brokers=elsewhere)
-            self._changed(f"made anew on {elsewhere}")
+            self._changed(f"created again on {elsewhere}")
         elif kind == "roles":
             embedded.switch_master(broker.name)
             self._changed(f"{broker.name} has another master")
@@ -309,7 +310,7 @@ class ProducerScenario:
         return [broker.name for broker in self.embedded.brokers if TOPIC in broker.core.state.topics]
 
     def _disturb(self, node: EmbeddedNode, kind: str, seconds: float) -> None:
-        """Have a broker answer for a while as it should not."""
+        """Make a broker faulty for a while."""
         rng = self.random
         faults: dict[str, Callable[[], Fault]] = {
             "slow": lambda: rng.choice((delay, delay_request))(rng.choice((0.02, 0.2, 1, 2.9))),
@@ -330,7 +331,7 @@ class ProducerScenario:
 
 
 def check(sent: SendLog, plan: Plan) -> None:
-    """Look for broken rules."""
+    """Check all rules."""
     sent.check_errors_are_documented()
     sent.check_nothing_acknowledged_is_missing()
     sent.check_order()

@@ -1,6 +1,6 @@
-"""What the commands of simulations share: options, worlds one after the other, and running them from tests.
+"""Shared by the commands of simulations: their options, a loop over worlds, and starting them from tests.
 
-They run as processes of their own: the order of sets of text depends on a setting of the interpreter.
+Each command runs in its own process, because the order of sets of strings depends on PYTHONHASHSEED.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[2]
 def simulate(*arguments: str, module: str = "tests.simulation") -> subprocess.CompletedProcess[str]:
     """Run a command."""
     command = [sys.executable, "-W", "error", "-m", module, *arguments]
-    environment = {**os.environ, "PYTHONHASHSEED": "0"}  # else the process starts itself anew
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}  # otherwise the process restarts itself
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
 
 
 def parse_options(parser: argparse.ArgumentParser, has_log: bool = True) -> argparse.Namespace:
-    """Read the options, and start anew where sets of text have another order."""
+    """Read the options. Restart the process if PYTHONHASHSEED is not 0."""
     if has_log:
         parser.add_argument("--log", action="store_true", help="show the client's log")
     options = parser.parse_args()
@@ -37,9 +37,9 @@ def parse_options(parser: argparse.ArgumentParser, has_log: bool = True) -> argp
 
 
 def run_worlds(worlds: Iterable[tuple[str, str, Callable[[], object]]], first_wrong: bool = False) -> int:
-    """Live through worlds: each has a group, the command that repeats it, and what raises where a rule is broken.
+    """Run worlds. Each has a group, the command that repeats it, and a function that raises if a rule is broken.
 
-    Returns the exit code. With `first_wrong`, go on with the next group after a wrong world.
+    Return the exit code. With `first_wrong`, continue with the next group after a wrong world.
     """
     began, wrong, count, given_up = time.monotonic(), 0, 0, set()
     for group, again, run_world in worlds:
@@ -65,12 +65,12 @@ def main(
     run_world: Callable[[int, Any], Any],
     check: Callable[[Any, Any], None],
 ) -> int:
-    """Run the plans on some seeds."""
+    """Run the plans with some seeds."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--plan", choices=plans, action="append", help="default: each; repeatable")
-    parser.add_argument("--first-wrong", action="store_true", help="go on with the next plan after a wrong world")
+    parser.add_argument("--first-wrong", action="store_true", help="continue with the next plan after a wrong world")
     parser.add_argument("--seeds", default="0-19", metavar="FIRST-LAST", help="or one seed")
-    parser.add_argument("--mistake", choices=sorted(mistakes), help="put a mistake in, to see it found")
+    parser.add_argument("--mistake", choices=sorted(mistakes), help="plant a mistake, which the rules should find")
     parser.add_argument("--digest", action="store_true", help="print a digest of each world")
     options = parse_options(parser)
     if options.mistake:

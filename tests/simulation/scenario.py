@@ -1,4 +1,4 @@
-"""Scenarios: several members of a group, brokers, and what goes wrong, on one deterministic loop."""
+"""Scenarios: several members of a group, brokers and faults, on one deterministic loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFUSALS = (
 
 
 class Scenario:
-    """A plan on a seed."""
+    """A plan with a seed."""
 
     def __init__(self, seed: int, plan: Plan) -> None:
         self.seed, self.plan = seed, plan
@@ -52,8 +52,8 @@ class Scenario:
         self._sending = True
 
     def run(self) -> History:
-        """Live through it; returns what happened."""
-        random.seed(self.seed)  # of the pauses between tries of a transaction
+        """Run the scenario, and return its history."""
+        random.seed(self.seed)  # for the pauses between attempts of a transaction
         try:
             return self.world.run_until_complete(self._run())
         finally:
@@ -94,7 +94,7 @@ class Scenario:
         self.members[-1].start()
 
     def _note_addresses(self) -> None:
-        """Remember whose connections are whose."""
+        """Note which member each connection belongs to."""
         made = self.world.network.connect
 
         async def connect(factory: Any, address: tuple[str, int]) -> tuple[Transport, Any]:
@@ -174,7 +174,7 @@ class Scenario:
             self._call(kind, member)
 
     def _reset_in_store(self, ledger: Ledger) -> None:
-        """Do what an operator does who moves the group in its database."""
+        """Reset the group in its database, as an operator does."""
         offsets = ledger.offsets()
         if offsets and (queue := self.random.choice(sorted(offsets))).topic == TOPIC:
             target = self.random.randrange(offsets[queue] + 1)
@@ -182,7 +182,7 @@ class Scenario:
                 ledger.store().reset(GROUP, {queue: target}, int(self.world.now))
 
     def _disturb(self, kind: str, seconds: float) -> None:
-        """Have a node answer for a while as it should not."""
+        """Make a node faulty for a while."""
         rng = self.random
         node: EmbeddedNode = rng.choice([*self.cluster.brokers, self.cluster.name_server_node])
         faults: dict[str, Callable[[], Fault]] = {
@@ -203,7 +203,7 @@ class Scenario:
         self.world.call_later(seconds, node.clear_faults)
 
     def _call(self, kind: str, member: Member) -> None:
-        """Have a member's program call something, and perhaps stop waiting for it."""
+        """Let a member's program make a call, and perhaps stop waiting for it."""
         rng = self.random
         if kind == "cancelled-start":
             member.kill()
@@ -219,9 +219,9 @@ class Scenario:
             member.unsubscribe(rng.uniform(0, 5), rng.choice((None, member.step_soon())))
 
     async def _misplace(self) -> None:
-        """While nobody runs, the group's offsets get beyond the queues' ends: brokers will correct them."""
+        """While no member runs, move the group's offsets beyond the ends of queues. Brokers will correct them."""
         self._sending = False
-        await asyncio.sleep(30)  # what is slow is done, what failed has come again
+        await asyncio.sleep(30)  # slow calls end, and failed messages are redelivered
         for member in self.members:
             await member.close()
         for broker in self.cluster.brokers:
@@ -249,7 +249,7 @@ class Scenario:
 
 
 def check(history: History, plan: Plan) -> None:
-    """Look for broken rules."""
+    """Check all rules that apply to the plan."""
     history.check_group_is_empty()
     history.check_nothing_is_left()
     if set(plan.faults) <= {"join", "restart", "reset", "fail", "slow-node"}:

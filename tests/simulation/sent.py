@@ -1,4 +1,4 @@
-"""What a simulated producer was given, what brokers stored, and whether it was right."""
+"""The messages of a simulated producer and those that brokers stored, and rules that compare them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pyrocket_consumer.producer import SendResult
 from tests.simulation.history import Wrong
 
 GRACE_S = 0.5
-"""How late a message may be told that its time is over."""
+"""How late after its deadline a message may fail."""
 
 
 @dataclass(eq=False)
 class Stream:
-    """Messages that one program sends in one way: in their order, if they have a queue or a key in common."""
+    """Messages that one program sends in the same way. They keep their order if they share a queue or a key."""
 
     name: str
     queue: MessageQueue | None = None
     sharding_key: str | None = None
-    is_waited_for: bool = False  # it sends the next when it has the result
+    is_waited_for: bool = False  # the program waits for each result before it sends the next message
     batch: int = 0  # messages of each batch; 0 for single ones
     is_oneway: bool = False
 
@@ -35,9 +35,9 @@ class Stream:
 
 @dataclass(eq=False)
 class SentMessage:
-    """A message, or a batch, that a producer was given; and what it said became of it."""
+    """A message or a batch passed to a producer, and its result."""
 
-    number: int  # of its first message; those of a batch follow
+    number: int  # of the first message; the others of a batch follow
     messages: int
     stream: Stream
     at: float
@@ -51,7 +51,7 @@ class SentMessage:
 
 
 class Waiter:
-    """Notes what became of a message; then calls whoever waits."""
+    """Notes the result of a message, then wakes the program that waits for it."""
 
     def __init__(self, given: SentMessage, clock: Callable[[], float], then: Callable[[], None]) -> None:
         self._given, self._clock, self._then = given, clock, then
@@ -73,25 +73,25 @@ class Waiter:
 
 
 class Stored(NamedTuple):
-    """A broker stored a message, or a copy."""
+    """One copy of a message at a broker."""
 
     at: float
     position: tuple[MessageQueue, int]
 
 
 class SendLog:
-    """Everything that was sent, and the rules. Times are the world's."""
+    """All sent messages, and the rules. Times are virtual."""
 
     def __init__(self) -> None:
         self.given: list[SentMessage] = []
-        self.stored: list[tuple[int, Stored]] = []  # in the order in which brokers did
-        self.changes: list[tuple[float, str]] = []  # from when on the name servers knew, and what it was
-        self.left: list[str] = []  # of the producer, after its close
+        self.stored: list[tuple[int, Stored]] = []  # in the order of the brokers' writes
+        self.changes: list[tuple[float, str]] = []  # when the name servers knew of a change, and the change
+        self.left: list[str] = []  # tasks and connections of the producer after its close
         self.close_took_s = 0.0
         self.ended_at = 0.0
 
     def digest(self) -> str:
-        """Return a digest of all that happened, the same for the same seed."""
+        """Return a digest of all events, which is the same for the same seed."""
         events = [f"{each.number} {each.ended} {each.results} {each.error}" for each in self.given]
         events += [f"{number} {stored}" for number, stored in self.stored]
         return hashlib.sha256("\n".join(events).encode()).hexdigest()[:16]
@@ -108,10 +108,10 @@ class SendLog:
     # --- the rules
 
     def check_everything_ended(self) -> None:
-        """Each message has its result in time: by itself, or after the one before it in its lane."""
+        """Check that each message has its result in time, counted from its predecessor's result if in a lane."""
         lanes: dict[Stream, float] = {}
         stores = self._stores()
-        late = [  # what was stored after it had failed: its answer moves the lane
+        late = [  # messages stored after they had failed; their responses let the lane continue
             (given.stream, stored.at)
             for given in self.given
             if given.error is not None and given.stream.is_lane
@@ -131,24 +131,24 @@ class SendLog:
                 raise Wrong(f"{given}: its result came {given.ended - since:.3f} s later, of {given.timeout_s:g} s")
 
     def check_errors_are_documented(self) -> None:
-        """Who fails says why, in the errors that are documented."""
+        """Check that each failed message has a documented error."""
         for given in self.given:
             if given.error is not None and not isinstance(given.error, RocketError):
                 raise Wrong(f"{given}: {given.error!r}") from given.error
 
     def check_nothing_acknowledged_is_missing(self) -> None:
-        """What a producer was told is stored is stored there."""
+        """Check that each acknowledged message is stored at the reported offset."""
         stores = self._stores()
         for given in self.given:
             for index, result in enumerate(given.results):
                 position = (result.queue, result.queue_offset)
                 if position not in [stored.position for stored in stores[given.number + index]]:
                     raise Wrong(
-                        f"{given}: not stored at {position}, as it was told, but {stores[given.number + index]}"
+                        f"{given}: not stored at {position}, as it was acknowledged, but {stores[given.number + index]}"
                     )
 
     def check_copies_are_reported(self, send_attempts: int) -> None:
-        """Who gets a result knows whether there may be copies; and there are no more than attempts."""
+        """Check that each result reports whether copies may exist, and that there are no more copies than attempts."""
         stores = self._stores()
         for given in self.given:
             copies = max(len(stores[given.number + index]) for index in range(given.messages))
@@ -159,7 +159,7 @@ class SendLog:
                     raise Wrong(f"{given}: {copies} copies, and SendResult.attempts={result.attempts}")
 
     def check_order(self) -> None:
-        """In a lane messages are stored as they were given: A A B may be, B A and A B A not."""
+        """Check that messages of a lane are stored in their order: A A B is allowed, but B A and A B A are not."""
         given_of = self._given_of()
         latest: dict[Stream, int] = {}
         for number, stored in self.stored:
@@ -171,7 +171,7 @@ class SendLog:
             latest[given.stream] = given.number
 
     def check_recovers(self, allowed_s: float) -> None:
-        """Soon after the name servers know of a change, messages of each stream are stored again."""
+        """Check that messages of each stream are stored again soon after the name servers know of a change."""
         given_of = self._given_of()
         stored_at: dict[Stream, list[float]] = defaultdict(list)
         first_at: dict[int, float] = {}
@@ -181,27 +181,29 @@ class SendLog:
         for known_at, what in self.changes:
             for stream, times in stored_at.items():
                 later = [given for given in self.given if given.stream is stream and given.at >= known_at - 1]
-                due = [given.at for given in later if first_at.get(given.number, known_at) >= known_at]  # not before it
+                due = [
+                    given.at for given in later if first_at.get(given.number, known_at) >= known_at
+                ]  # not stored before the change
                 if stream.queue is not None or not due or due[0] > known_at + 1:
-                    continue  # a chosen queue may be gone; or nothing was sent
+                    continue  # a chosen queue may no longer exist, or no message was sent
                 first = min((at for at in times if at >= known_at), default=float("inf"))
                 if first - known_at > allowed_s:
                     raise Wrong(f"{what} at {known_at:.3f}: {stream.name} was stored {first - known_at:.3f} s later")
 
     def check_only_chosen_queues_fail(self) -> None:
-        """Where brokers are away for a moment only, what fails are messages for a queue that there is no more."""
+        """Check that only messages for a removed queue fail, in plans whose brokers are down only for a moment."""
         for given in self.given:
             if given.error is not None and given.stream.queue is None:
                 raise Wrong(f"{given} failed: {given.error}") from given.error
 
     def check_works_in_the_end(self, from_s: float) -> None:
-        """After all trouble everything is stored."""
+        """Check that all messages sent after the last fault are stored."""
         for given in self.given:
             if given.at >= from_s and given.error is not None:
-                raise Wrong(f"{given} failed when all was well: {given.error}") from given.error
+                raise Wrong(f"{given} failed without a fault: {given.error}") from given.error
 
     def check_nothing_is_left(self, close_s: float) -> None:
-        """A close ends in time, and leaves neither tasks nor connections."""
+        """Check that the close ended in time, and left neither tasks nor connections."""
         if self.left:
             raise Wrong(f"after its close the producer has {Counter(self.left)}")
         if self.close_took_s > close_s:

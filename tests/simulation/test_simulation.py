@@ -1,6 +1,6 @@
-"""Simulated worlds: hundreds of seeds are right, mistakes are each found, a seed repeats its world exactly.
+"""Simulated worlds: hundreds of seeds break no rule, each planted mistake is found, and a seed repeats its world.
 
-The commands go through more: `python -m tests.simulation --seeds 0-999`.
+The commands run more seeds: `python -m tests.simulation --seeds 0-999`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORLDS = [
     ("orderly", "0-49"),
     ("broadcasting", "0-49"),
     ("moving", "0-29"),
-    ("moving", "188"),  # a queue was given up only when its old owner had done waiting for others
+    ("moving", "188"),  # a queue was given up only after its old owner had waited for others
     ("resets", "0-39"),
     ("quiet", "0-29"),
     ("corrections", "0-19"),
@@ -37,13 +37,13 @@ WORLDS = [
     ("slow-brokers", "0-29"),
     ("calls", "0-29"),
     ("cancelled-resets", "0-9"),
-    ("hand-overs", "0-14"),  # 2 and 6: a member that closes for long kept its queues, and set commits back
+    ("hand-overs", "0-14"),  # 2 and 6: a member with a long close kept its queues, and lowered commits
     ("failures", "0-9"),
     ("failed-members", "0-29"),  # 25: the same
     ("side-by-side", "0-19"),
     ("side-by-side-orderly", "0-9"),
     ("many-queues", "0-1"),
-    ("exactly-once", "0-29"),  # 11: what ran while its queue was moved went by the new claim
+    ("exactly-once", "0-29"),  # 11: a call that ran while its queue was moved used the new claim
     ("exactly-once-resets", "0-19"),
     *(("by-key", f"{first}-{first + 99}") for first in range(0, 500, 100)),
     *(("by-asked-key", f"{first}-{first + 99}") for first in range(0, 500, 100)),
@@ -54,11 +54,11 @@ def is_right(*arguments, module="tests.simulation"):
     done = simulate(*arguments, module=module)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert " 0 wrong" in done.stdout
-    assert done.stderr == "", "the dead are heard of"
+    assert done.stderr == "", "a dead process has logged something"
 
 
 def some(seeds: str) -> str:
-    """Return as many of the seeds as there is time for; for a twentieth, none of plans that have few."""
+    """Return as many of the seeds as the factor of trials allows, perhaps none."""
     first, _, last = seeds.partition("-")
     count = round((int(last or first) + 1 - int(first)) * min(float(factor()), 1))
     return f"{first}-{int(first) + count - 1}" if count else ""
@@ -79,9 +79,9 @@ def test_simulated_producers_are_right(plan):
 @pytest.mark.search
 @pytest.mark.parametrize("call", CALLS[: trials(len(CALLS))])
 def test_no_interference_with_a_call_does_harm(call):
-    """Whatever a consumer does when its caller stops waiting, its broker falls silent or it dies: all is right.
+    """No rule breaks at any step of a call at which its caller stops waiting, its broker falls silent, or it dies.
 
-    The whole of it takes the better part of an hour, in `make soak`; here it is a sample.
+    All steps take most of an hour, in `make soak`. This test takes a sample.
     """
     is_right("--call", call, "--sample", str(trials(5)), module="tests.simulation.every_await")
 

@@ -1,7 +1,7 @@
-"""A deterministic world: one event loop with virtual time, an in-memory network, processes that can die.
+"""A deterministic world: one event loop with virtual time, an in-memory network, and processes that can die.
 
-Everything random comes from one seeded source, and time moves only when nothing is left to do, so that a seed
-repeats a run exactly. FoundationDB and TigerBeetle are tested so.
+All random choices come from one seeded source, and time advances only when no callback is ready. So a seed repeats a
+run exactly. FoundationDB and TigerBeetle are tested in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ START_S = 1_000_000.0
 
 
 class Process:
-    """What dies together: once dead, none of its callbacks run. What they do is counted, in steps."""
+    """A group of tasks that die together. Once dead, it runs no callback. Each callback counts as one step."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -37,7 +37,7 @@ class Process:
         return f"<{self.name}{' dead' if self.dead else ''}>"
 
     def before(self, step: int, action: Callable[[], object]) -> None:
-        """Have `action` called, from outside, just before the process takes a step: between any two of its doings."""
+        """Call `action` from outside just before this step of the process, so between any two of its callbacks."""
         self._due.setdefault(step, []).append(action)
 
     def step(self) -> None:
@@ -48,14 +48,14 @@ class Process:
 
 
 class _NoSelector:
-    """Nothing real is waited for: to wait is to move the clock."""
+    """A selector that never waits in real time. To wait, it advances the clock."""
 
     def __init__(self, loop: World) -> None:
         self._loop = loop
 
     def select(self, timeout: float | None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("the simulated world has nothing left to do: somebody waits for ever")
+            raise RuntimeError("the simulated world has no callback and no timer left, so some task waits forever")
         if timeout > 0:
             self._loop.now += timeout
         return []
@@ -67,7 +67,7 @@ class _NoSelector:
 
 
 class World(asyncio.BaseEventLoop):
-    """The event loop of everything that is simulated."""
+    """The event loop of a simulation."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class World(asyncio.BaseEventLoop):
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.loop_errors.append(context)
 
-    # --- what BaseEventLoop needs
+    # --- hooks of BaseEventLoop
 
     def time(self) -> float:
         return self.now
@@ -97,7 +97,7 @@ class World(asyncio.BaseEventLoop):
     # --- processes
 
     def process(self, name: str) -> Process:
-        """Make a process."""
+        """Create a process."""
         self.processes.append(Process(name))
         return self.processes[-1]
 
@@ -109,17 +109,17 @@ class World(asyncio.BaseEventLoop):
         return task
 
     def leftovers_of(self, process: Process) -> list[str]:
-        """Return what a process still has, by name: tasks and connections."""
+        """Return the names of the tasks and connections that a process still has."""
         mine = (task for task, owner in self._owners.items() if owner is process and not task.done())
         tasks = sorted(task.get_coro().__qualname__ for task in mine)
         ends = (end for pair in self.network.pairs for end in pair if end.process is process and not end.gone)
         return tasks + [f"connection to {end.get_extra_info('peername')}" for end in ends]
 
     def end(self, process: Process) -> None:
-        """Have nothing of `process` run any more.
+        """Stop all callbacks of `process`.
 
-        What its tasks have left stays until the world ends: the garbage collector would close their coroutines, and so
-        run what the dead have in `except` and `finally`, in the midst of the living.
+        Keep its tasks until the world ends. The garbage collector would otherwise close their coroutines, and run the
+        `except` and `finally` blocks of a dead process in the middle of the simulation.
         """
         process.dead = True
         self._dead_tasks |= asyncio.all_tasks(self)
@@ -140,14 +140,14 @@ class World(asyncio.BaseEventLoop):
         return run
 
     def _attach_handle(self, handle: Any, run: Callable[..., Any]) -> Any:
-        """Remember the handle of what may be put off: it may be cancelled then as well."""
+        """Keep the handle of a callback that may be deferred, because it may be cancelled meanwhile."""
         run.handle = handle  # type: ignore[attr-defined]
         return handle
 
     def _defer_if_frozen(
         self, process: Process | None, run: Callable[..., Any], arguments: Any, context: contextvars.Context | None
     ) -> bool:
-        """Have what comes to a process that stands still done when it goes on, in the same order."""
+        """Defer a callback of a frozen process until the process continues. Deferred callbacks keep their order."""
         if process is None or process.dead or self.now >= process.frozen_until:
             return False
         self._deferred += 1
@@ -170,11 +170,11 @@ class World(asyncio.BaseEventLoop):
         return self._attach_handle(super().call_at(when, run, *arguments, context=context), run)
 
     def call_outside(self, delay_s: float, action: Callable[[], object]) -> None:
-        """Have `action` called later, whatever process asks for it, and whether that still lives."""
+        """Call `action` later, outside of all processes, even if the current process dies before."""
         contextvars.Context().run(self.call_later, delay_s, action)
 
     def run_in_executor(self, executor: Any, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-        """Blocking work takes a little, and is done in between: its thread is a moment of the world's."""
+        """Run blocking work on the loop after a short delay, in place of a thread."""
         future = self.create_future()
         self.call_later(self.random.uniform(0.0001, 0.005), self._do, future, function, arguments)
         return future
@@ -195,7 +195,7 @@ class World(asyncio.BaseEventLoop):
         return self.create_task(work, context=context)
 
     def destroy_tasks(self) -> None:
-        """End the tasks of dead processes, whose steps will never come. What they begin while they end is dead, too."""
+        """End the tasks of dead processes, which take no more steps. Tasks that they start meanwhile are dead, too."""
         destroyed = {asyncio.current_task(self)}
         left = Process("what was left")
         left.dead = True
@@ -204,13 +204,13 @@ class World(asyncio.BaseEventLoop):
             for task in tasks:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
                 with suppress(RuntimeError, asyncio.CancelledError), warnings.catch_warnings():
-                    warnings.simplefilter("ignore", RuntimeWarning)  # some died before their first step
+                    warnings.simplefilter("ignore", RuntimeWarning)  # some tasks died before their first step
                     task.get_coro().close()
             destroyed |= tasks
         CURRENT.reset(before)
 
     def end_all(self, cluster: EmbeddedCluster) -> None:
-        """Have everything end; a task of the dead cannot, so it is taken apart."""
+        """End all tasks. A task of a dead process cannot end, so it is destroyed."""
         self.run_until_complete(self._end_all(cluster))
         self.close()
 
@@ -249,7 +249,7 @@ class _Listener:
 
 
 class Network:
-    """Connections between processes of the world: each direction in order, delayed, cut into odd pieces."""
+    """Connections between processes. Each direction keeps its order, has delays, and arrives in odd pieces."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -289,22 +289,22 @@ class Network:
         return self.random.uniform(0.0001, self.slowest_s)
 
     def held_until(self, transport: Transport) -> float:
-        """Return when bytes of `transport` may travel again: packets of a parted network arrive after it heals."""
+        """Return the time at which a partition lets bytes of `transport` pass again."""
         now = self.world.now
         self._partitions = [partition for partition in self._partitions if partition[1] > now]
         return max((until for applies, until in self._partitions if applies(transport)), default=now)
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether some connections are held now."""
+        """Whether a partition holds back some connections now."""
         return any(until > self.world.now for _, until in self._partitions)
 
     def partition(self, applies: Callable[[Transport], bool], seconds: float) -> None:
-        """Hold what travels on some connections for a while."""
+        """Hold back the bytes of some connections for a while. They arrive afterwards."""
         self._partitions.append((applies, self.world.now + seconds))
 
     def cut(self, applies: Callable[[Transport], bool]) -> int:
-        """Reset some connections; what was under way is gone."""
+        """Reset some connections. Bytes in flight are lost."""
         self.pairs = [pair for pair in self.pairs if not pair[0].gone]
         chosen = [near for near, _ in self.pairs if applies(near)]
         for each in chosen:
@@ -313,7 +313,7 @@ class Network:
 
 
 class Transport(transport.Transport):
-    """One end of a connection of a process."""
+    """One end of a connection."""
 
     def __init__(
         self, network: Network, protocol: Any, process: Process | None, ours: tuple[str, int], theirs: tuple[str, int]
@@ -334,7 +334,7 @@ class Transport(transport.Transport):
         self.reset()
 
     def reset(self) -> None:
-        """End both ends at once."""
+        """Reset both ends at once."""
         for end in (self, self.peer):
             if not end.gone:
                 end.soon(end.lose, ConnectionResetError(104, "reset"))
@@ -355,7 +355,7 @@ def _unless_dead(end: Transport, what: Callable[..., None]) -> Callable[..., Non
 
 
 def kill(world: World, process: Process) -> None:
-    """End a process as kill -9 does: nothing of it runs any more, its sockets are reset."""
+    """End a process as kill -9 does: stop its callbacks and reset its sockets."""
     world.end(process)
     for near, far in world.network.pairs:
         for end in (near, far):
