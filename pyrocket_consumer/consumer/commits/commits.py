@@ -1,8 +1,7 @@
-"""How offsets reach their store: read at the start of a queue, persisted by a timer and at every drop.
+"""How offsets reach their store: read when a queue begins, persisted by a timer and when a queue ends.
 
-`Commits` is the consumer's view of any offset store. Broker offsets travel over the consumer's own connections;
-file work, and stores of the user's own, run on a thread of their own, so that neither a slow disk delays pulls and
-heartbeats, nor those the disk.
+`Commits` is the consumer's view of any offset store. Commits to brokers use the consumer's connections. File access and
+offset stores of users run on a separate thread, so a slow disk does not delay pulls and heartbeats, and vice versa.
 """
 
 from __future__ import annotations
@@ -25,100 +24,100 @@ T = TypeVar("T")
 
 
 class Commits(Protocol):
-    """What a consumer does with an offset store. `update` and `current` are quick and may be called by any thread."""
+    """The operations of a consumer on any offset store. Any thread may call `update` and `current`, which are quick."""
 
     on_reset_waiting: Callable[[MessageQueue], None]
     """Called when a broker ignored a commit because it has a reset for the next pull of that queue."""
 
     on_fenced: Callable[[MessageQueue, str], None]
-    """Called when another member has claimed the queue since."""
+    """Called when another member has claimed the queue."""
 
     def claim_of(self, queue: MessageQueue) -> Claim | None:
-        """Return by which claim the queue is ours, None where offsets are not claimed."""
+        """Return the claim on the queue, None if this kind of store has no claims."""
 
     def update(self, queue: MessageQueue, offset: int) -> None:
-        """Note that everything below `offset` is consumed. A lower one than noted before changes nothing."""
+        """Record in memory that everything below `offset` is consumed. Ignore an offset below the recorded one."""
 
     def current(self, queue: MessageQueue) -> int | None:
-        """Return what is noted in memory."""
+        """Return the offset in memory."""
 
     def table(self, topic: str) -> dict[MessageQueue, int]:
-        """Return what is noted in memory for `topic`, for every topic when it is empty."""
+        """Return the offsets in memory of the queues of `topic`, or of all queues if it is empty."""
 
     def persisted(self, queue: MessageQueue) -> int | None:
-        """Return what is known to be stored."""
+        """Return the offset that is known to be stored."""
 
     def is_paused(self, queue: MessageQueue) -> bool:
-        """Tell whether it is too early to ask once more where `queue` begins."""
+        """Return whether it is too early to read the start offset of `queue` again."""
 
     async def start_offset(self, queue: MessageQueue) -> int | None:
-        """Return where to go on, None if this group has never consumed `queue`. An error is raised, never None."""
+        """Return the offset to continue at, None if this group never consumed `queue`. A failure raises an error."""
 
     def last_known(self, queue: MessageQueue) -> int | None:
-        """Return what the broker last told or acknowledged of `queue`, also of one that was given up since."""
+        """Return the offset that the broker last reported or acknowledged, even if the queue has ended since."""
 
     def may_have_lost(self, queue: MessageQueue) -> bool:
-        """Tell whether the broker may have lost what is last known: its connection ended soon after."""
+        """Return whether the broker may have lost the last known offset, because its connection ended soon after."""
 
     def invalidate(self, queue: MessageQueue) -> None:
-        """Somebody has reset a queue we do not hold: where we last knew it to be means nothing any more."""
+        """Forget the last known offset of a queue that another client has reset while this member did not hold it."""
 
     async def store_start(self, queue: MessageQueue, offset: int) -> None:
-        """Store where `queue` begins, durably, before its first pull. Many that begin together take little longer.
+        """Store the start offset of `queue` durably, before its first pull. Many queues together take little longer.
 
         Raises:
-            RocketError: it is not known to be stored; it stays noted.
+            RocketError: the offset may not be stored. It stays in memory.
         """
 
     async def overwrite(self, queue: MessageQueue, offset: int) -> None:
-        """Store `offset`, whatever was noted, and return when it is durable."""
+        """Store `offset` in place of the present one, and return when it is durable."""
 
     @property
     def keeps_epochs(self) -> bool:
-        """Whether the epochs of resets are stored, and not only in memory."""
+        """Whether the store keeps the epochs of resets. If not, they are in memory only."""
 
     def reset_epoch(self, queue: MessageQueue) -> int:
-        """Return the epoch of the newest reset the queue has followed, 0 if none."""
+        """Return the epoch of the newest reset that was applied to the queue, 0 without one."""
 
     async def apply_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
-        """Store offsets and epochs, and return when all are durable. Memory has them even if that fails."""
+        """Store the offsets and epochs of resets durably. Memory has them even if that fails."""
 
     async def retry_resets(self, queues: Iterable[MessageQueue]) -> None:
-        """Return when what was set by `apply_resets` is durable."""
+        """Store again what `apply_resets` could not store, and return when it is durable."""
 
     def by_store(self, queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
-        """Return `queues` by where they are stored: places that need not wait for each other."""
+        """Return `queues` grouped by the store that keeps them, because the stores need not wait for each other."""
 
     async def persist(
         self, queues: Iterable[MessageQueue], *, until: float | None = None
     ) -> dict[MessageQueue, RocketError]:
-        """Store what has changed, and return what could not be stored. It is tried again next time.
+        """Store the changed offsets. Return the error of each queue that failed; the next call tries it again.
 
-        What is not acknowledged at the loop's time `until` is returned, too (RequestTimeout); it goes on all the same.
+        A commit without an acknowledgement at the loop's time `until` is returned as a RequestTimeout, and continues.
         """
 
     async def release(self, queue: MessageQueue) -> None:
-        """Store the queue's offset, and forget it."""
+        """Store the queue's offset, and remove it from memory."""
 
     def forget(self, queue: MessageQueue) -> None:
-        """Forget the queue without storing anything: it belongs to another member already."""
+        """Remove the queue from memory without storing anything, because another member holds it already."""
 
     def broker_lost(self, broker_name: str) -> None:
-        """The connection to a broker has ended unasked: it may have died, and with it what it acknowledged of late."""
+        """Note that a broker closed the connection. If it died, it may have lost its latest acknowledged commits."""
 
     def mark_unpersisted(self, broker_name: str | None = None) -> None:
-        """The broker (or any) may hold something else than it acknowledged: store everything again next time."""
+        """Store everything again next time, because the broker (or any, if None) may have lost acknowledged offsets."""
 
     async def close(self, *, until: float | None = None) -> None:
-        """Close the store; everything was persisted before. What is still under way at `until` is not waited for."""
+        """Close the store, after everything was persisted. Do not wait beyond `until` for running commits."""
 
 
 FLUSHED_WITHIN_S = 30.0
-"""What was acknowledged so long ago is written: brokers write every 5 s, their slaves ask every 10 s."""
+"""Brokers have written older acknowledged offsets: they write every 5 s, and their slaves copy every 10 s."""
 
 
 class BrokerCommits:
-    """Offsets at the brokers: acknowledged commits, several at a time. Confined to the I/O thread but for `update`."""
+    """Offsets at the brokers: acknowledged commits, several at a time. Only `update` may run outside the I/O thread."""
 
     def __init__(self, cluster: Cluster, group: str) -> None:
         self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
@@ -128,14 +127,14 @@ class BrokerCommits:
         self._memory = MemoryOffsetStore()
         self._persisted: dict[MessageQueue, int] = {}
         self._last_known: dict[MessageQueue, int] = {}
-        self._maybe_lost: set[MessageQueue] = set()  # whose broker was lost soon after what is last known
+        self._maybe_lost: set[MessageQueue] = set()  # the connection ended soon after the last known offset
         self._acked_at: dict[MessageQueue, float] = {}
         self._commit_locks: dict[MessageQueue, asyncio.Lock] = {}
         self._first_commit_locks: dict[tuple[str, str], asyncio.Lock] = {}  # by broker and topic
-        self._first_commit_errors: dict[tuple[str, str], RocketError] = {}  # what became of the last one of each
+        self._first_commit_errors: dict[tuple[str, str], RocketError] = {}  # the latest error of each
         self._tables: set[tuple[str, str]] = set()  # brokers and topics that have a table of this group
         self._in_flight: set[asyncio.Task[None]] = set()
-        self._unanswered_commits: set[MessageQueue] = set()  # whose last commit got no answer, or a refusal
+        self._unanswered_commits: set[MessageQueue] = set()  # the last commit got no response, or an error
 
     def claim_of(self, queue: MessageQueue) -> Claim | None:
         return None
@@ -162,9 +161,9 @@ class BrokerCommits:
         if offset is not None:
             self._memory.update_offset(queue, offset)
             self._persisted[queue] = offset
-            if offset >= self._last_known.get(queue, 0):  # a lower one is judged by whoever begins the queue
+            if offset >= self._last_known.get(queue, 0):  # `Assignments` decides about a lower one
                 self._last_known[queue] = offset
-            if offset > 0:  # brokers of 4.9 answer 0 for a young queue without any
+            if offset > 0:  # brokers of 4.9 return 0 for a new queue without an offset
                 self._tables.add((queue.broker_name, queue.topic))
         return offset
 
@@ -210,7 +209,8 @@ class BrokerCommits:
     async def persist(
         self, queues: Iterable[MessageQueue], *, until: float | None = None
     ) -> dict[MessageQueue, RocketError]:
-        # What got no answer comes last: should it be a first commit, and get none again, the others wait for it no more
+        # Queues whose last commit got no response come last. If such a commit is a first one and gets none again, the
+        # others do not have to wait for it.
         changed = [queue for queue in queues if self._persisted.get(queue) != self.current(queue)]
         commits = {
             queue: self._start_commit(queue) for queue in sorted(changed, key=self._unanswered_commits.__contains__)
@@ -232,8 +232,8 @@ class BrokerCommits:
         await asyncio.shield(self._start_commit(queue))
 
     def _start_commit(self, queue: MessageQueue) -> asyncio.Task[None]:
-        # Whoever waits may be cancelled, the commit is not: while the broker has not answered it, it could still
-        # execute it, after the next one.
+        # The caller may be cancelled, but the commit continues. The broker could still execute an unanswered commit
+        # after the next one.
         task = asyncio.get_running_loop().create_task(self._commit_newest(queue))
         self._in_flight.add(task)
         task.add_done_callback(self._in_flight.discard)
@@ -241,7 +241,7 @@ class BrokerCommits:
         return task
 
     async def _commit_newest(self, queue: MessageQueue) -> None:
-        """Commit the newest value, one commit of a queue at a time: a broker may execute two in any order."""
+        """Commit the newest offset, one commit of a queue at a time, because a broker may execute two in any order."""
         async with self._commit_locks.setdefault(queue, asyncio.Lock()):
             offset = self.current(queue)
             if offset is None or self._persisted.get(queue) == offset:
@@ -253,19 +253,19 @@ class BrokerCommits:
                 self._maybe_lost.discard(queue)
             else:
                 self.on_reset_waiting(queue)
-            if queue in self._unanswered_commits:  # the one before may be executed after this one: once more next time
+            if queue in self._unanswered_commits:  # the broker may execute that one after this one, so commit again
                 self._unanswered_commits.discard(queue)
             elif taken:
                 self._persisted[queue] = offset
 
     async def _send(self, queue: MessageQueue, offset: int) -> bool:
-        """Commit; the first one of a topic at a broker goes alone.
+        """Commit an offset. The first commit of a topic at a broker runs alone.
 
-        Two first ones at once each make a table for the group, and the broker keeps one of the two: it acknowledges
-        both commits and forgets one. Seen on 4.9.7 and 5.3.3. Source: ConsumerOffsetManager.commitOffset.
+        Two concurrent first commits each create a table for the group, and the broker keeps one of the two. It
+        acknowledges both commits and loses one. Seen on 4.9.7 and 5.3.3. Source: ConsumerOffsetManager.commitOffset.
 
-        A first one that gets no answer fails those that wait for it as well: else they would, one after the other,
-        wait as long for the same broker. One that is refused says nothing of the others.
+        If a first commit gets no response, the commits that wait for it fail, too. Otherwise each of them would wait
+        as long for the same broker, one after the other. A refused first commit does not fail the others.
         """
         table = (queue.broker_name, queue.topic)
         if table not in self._tables:
@@ -312,7 +312,7 @@ class BrokerCommits:
     def mark_unpersisted(self, broker_name: str | None = None) -> None:
         for queue in [queue for queue in self._persisted if broker_name in (None, queue.broker_name)]:
             del self._persisted[queue]
-        if broker_name is not None:  # it may have been started again, with a table it read before ours was there
+        if broker_name is not None:  # a restarted broker may have read its tables before this group had one
             self._tables = {table for table in self._tables if table[0] != broker_name}
 
     def broker_lost(self, broker_name: str) -> None:
@@ -329,23 +329,23 @@ class BrokerCommits:
 
 
 class StoreCommits:
-    """Offsets in an `OffsetStore` that is open. Its blocking calls have one thread."""
+    """Offsets in an open `OffsetStore`. Its blocking calls run on one thread."""
 
     def __init__(self, store: OffsetStore, thread: SerialExecutor | None = None, *, memory_first: bool) -> None:
-        """`thread` is where the store was loaded; it ends with `close`."""
+        """Use the store. `thread` has loaded it, and `close` ends the thread."""
         self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
         self.on_fenced: Callable[[MessageQueue, str], None] = lambda queue, why: None
         self._store = store
         self._memory_first = memory_first
         self._epoch_store = store if isinstance(store, ResetEpochs) else None
-        self._epochs: dict[MessageQueue, int] = {}  # where the store keeps none
+        self._epochs: dict[MessageQueue, int] = {}  # if the store keeps none
         self._persisted: dict[MessageQueue, int] = {}
-        self._starting: dict[MessageQueue, None] = {}  # what the next sync of beginnings will store
+        self._starting: dict[MessageQueue, None] = {}  # the next sync stores the start offsets of these
         self._next_sync: asyncio.Task[None] | None = None
         self._sync_lock = asyncio.Lock()
         self._refused_updates: dict[
             MessageQueue, int
-        ] = {}  # what the store did not take, to be noted before it persists
+        ] = {}  # updates that the store refused; retried before the next persist
         self._thread = thread or SerialExecutor("pyrocket-store")
 
     def claim_of(self, queue: MessageQueue) -> Claim | None:
@@ -355,7 +355,7 @@ class StoreCommits:
         return await asyncio.get_running_loop().run_in_executor(self._thread, _call_store, work, *arguments)
 
     async def _run_until(self, until: float | None, what: str, work: Callable[..., object], *arguments: object) -> None:
-        """Do the work; at `until` it is waited for no longer, and goes on."""
+        """Run `work` on the store's thread. After `until`, raise an error and let the work continue."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         doing = loop.run_in_executor(self._thread, _call_store, work, *arguments)
@@ -368,13 +368,13 @@ class StoreCommits:
     def update(self, queue: MessageQueue, offset: int) -> None:
         try:
             self._store.update_offset(queue, offset, True)
-        except BaseException:  # of a store of the user's: whoever acknowledges is no one to tell
+        except BaseException:  # raised by a store of a user; the worker that acknowledges cannot handle it
             self._refused_updates[queue] = offset
 
     def current(self, queue: MessageQueue) -> int | None:
         try:
             return self._store.read_offset(queue, ReadOffsetType.READ_FROM_MEMORY)
-        except BaseException:  # of a store of the user's; its next persist tells
+        except BaseException:  # raised by a store of a user; its next persist reports the error
             return self._persisted.get(queue)
 
     def table(self, topic: str) -> dict[MessageQueue, int]:
@@ -395,7 +395,7 @@ class StoreCommits:
         return offset
 
     def last_known(self, queue: MessageQueue) -> int | None:
-        return None  # the store has what was stored; nobody else deletes from it
+        return None  # the store does not lose offsets, because no other process deletes from it
 
     def may_have_lost(self, queue: MessageQueue) -> bool:
         return False
@@ -413,7 +413,7 @@ class StoreCommits:
         self._persisted[queue] = offset
 
     async def _sync_starts(self) -> None:
-        async with self._sync_lock:  # while one is under way, those that begin meanwhile gather for the next
+        async with self._sync_lock:  # queues that begin during a sync gather for the next one
             queues, self._starting, self._next_sync = list(self._starting), {}, None
             await self._run(self._store.persist_all, queues)
 
@@ -456,7 +456,7 @@ class StoreCommits:
             for queue in queues
             if (offset := self.current(queue)) is not None and self._persisted.get(queue) != offset
         }
-        try:  # with none, too: a checkpoint may be due
+        try:  # also without changes, because a checkpoint may be due
             await self._run_until(until, "storing offsets", self._store.persist_all, list(changed))
         except RocketError as error:
             return failed | dict.fromkeys(changed, error)
@@ -464,7 +464,7 @@ class StoreCommits:
         return failed
 
     def _retry_updates(self) -> dict[MessageQueue, RocketError]:
-        """Note what the store did not take before; return what it does not take now."""
+        """Retry updates that the store refused before. Return the errors of those that it refuses again."""
         failed: dict[MessageQueue, RocketError] = {}
         for queue, offset in list(self._refused_updates.items()):
             try:
@@ -481,7 +481,7 @@ class StoreCommits:
         self._persisted.pop(queue, None)
 
     def forget(self, queue: MessageQueue) -> None:
-        self._persisted.pop(queue, None)  # a store has no way to forget unstored values; the next read replaces them
+        self._persisted.pop(queue, None)  # a store cannot drop an unstored offset; the next read replaces it
 
     def broker_lost(self, broker_name: str) -> None:
         pass
@@ -497,28 +497,28 @@ class StoreCommits:
 
 
 async def wait_for_all(tasks: Collection[asyncio.Future[Any]], until: float | None) -> None:
-    """Wait until all are done, whatever became of them, or for the loop's time `until`. None of them is cancelled."""
+    """Wait until all tasks have ended, or until the loop's time `until`. Neither cancel them nor raise their errors."""
     if tasks:
         timeout_s = None if until is None else max(0.0, until - asyncio.get_running_loop().time())
         await asyncio.wait(tasks, timeout=timeout_s)
 
 
 def _call_store(work: Callable[..., T], *arguments: object) -> T:
-    """Call a method of an offset store. What a store of the user's raises is an error of that call, and of no other.
+    """Call a method of an offset store. Any exception of a user's store becomes an error of this call only.
 
     Raises:
-        OffsetStoreError: it failed; the text says in what.
+        OffsetStoreError: the store failed. The text names the method.
     """
     try:
         return work(*arguments)
     except RocketError:
         raise
-    except BaseException as error:  # SystemExit, too, is no wish of the thread that asked
+    except BaseException as error:  # also SystemExit, because the calling thread does not want to exit
         what = getattr(work, "__qualname__", repr(work))
         raise OffsetStoreError(f"the offset store failed in {what}: {type(error).__name__}: {error}") from error
 
 
 def consume_exception(task: asyncio.Future[Any]) -> None:
-    """Take note of the outcome: who waited has been told, or has gone."""
+    """Mark the exception of a task as retrieved, because its waiter has got it or has stopped waiting."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""Offsets in the user's database, as a consumer sees them: queues are claimed, and published to their brokers."""
+"""Offsets in the user's database: the consumer claims queues there, and publishes their offsets to the brokers."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ from pyrocket_consumer.protocol.message import Message
 T = TypeVar("T")
 
 DATABASE_CALL_TIMEOUT_S = 30.0
-"""How long a call of the database's is waited for; none other is made until it has returned."""
+"""How long to wait for a call of the database. No other call begins until it has returned."""
 
 STORE_CHECK_EVERY_S = 5.0
-"""How often it is looked whether queues are ours still, so that a reset in the database reaches those that are idle."""
+"""How often to check the claims, so that a reset in the database reaches queues without messages, too."""
 
 STABLE_CLAIM_S = 60.0
-"""A queue that was ours for so long is claimed anew at once, when another member has claimed it meanwhile."""
+"""A queue that was held for this time is claimed again without a pause after another member has claimed it."""
 
 MAX_CLAIMED_TOGETHER = 500
-"""How many queues are claimed together."""
+"""The largest number of queues in one transaction that claims."""
 
 FIRST_STORE_PAUSE_S, MAX_STORE_PAUSE_S = 1.0, 20.0
-"""Pauses before it is, when members keep taking a queue from each other, or another session has locked its row."""
+"""Pauses before the next claim of a queue that members keep taking from each other, or whose row is locked."""
 
 
 class DatabaseCommits:
-    """The `Commits` of a `DatabaseOffsets`. Its blocking calls have one thread; `update` and listeners have theirs.
+    """The `Commits` of a `DatabaseOffsets`. Blocking calls run on one thread; `update` and listeners run on others.
 
-    What listeners commit is there already. Persisted is what no listener has an effect of: gaps, and messages given up.
+    Listeners commit their offsets themselves. `persist` stores only offsets without an effect: gaps, and messages that
+    were given up.
     """
 
     def __init__(self, store: DatabaseOffsets, thread: SerialExecutor, cluster: Cluster, group: str) -> None:
-        """`thread` is where the store was loaded; it ends with `close`."""
+        """Use the store. `thread` has loaded it, and `close` ends the thread."""
         self.on_reset_waiting: Callable[[MessageQueue], None] = lambda queue: None
         self.on_fenced: Callable[[MessageQueue, str], None] = lambda queue, why: None
         self.on_not_atomic: Callable[[MessageQueue, str], None] = lambda queue, why: None
-        """Called when a listener's effect and its offset do not commit together, though they could."""
+        """Called when a listener's effect and its offset do not commit together, although they could."""
         self.on_duplicate_messages: Callable[[MessageQueue, Sequence[Message]], None] = lambda queue, messages: None
         self.on_database_wait: Callable[[MessageQueue | None, str], None] = lambda queue, why: None
-        """Called when messages of a queue, or what is to be tidied, wait for the database."""
+        """Called when messages of a queue wait for the database, or, without a queue, when the clean-up does."""
         self._store = store
         self._thread = thread
         self._loop = cluster.loop
@@ -61,7 +62,7 @@ class DatabaseCommits:
         self._claimed_at: dict[MessageQueue, float] = {}
         self._pauses: dict[MessageQueue, tuple[float, float]] = {}  # how long, and until when
         self._next_check_at = 0.0
-        self._call_lock = asyncio.Lock()  # one call after the other, whose time begins when it does
+        self._call_lock = asyncio.Lock()  # one call at a time, so that its timeout begins with it
         self._running_call: asyncio.Future[Any] | None = None
         self._call_deadline = 0.0
         self._reported_topics: set[str] = set()  # topics
@@ -71,7 +72,7 @@ class DatabaseCommits:
         self._published.on_reset_waiting = lambda queue: self.on_reset_waiting(queue)
         self._publishing: asyncio.Task[object] | None = None
 
-    # --- the holder of claims; any thread
+    # --- methods of ClaimHolder; any thread
 
     @property
     def failed_result(self) -> object:
@@ -93,11 +94,11 @@ class DatabaseCommits:
         self._call_soon(
             self.on_not_atomic,
             claim.queue,
-            f"a listener has called advance() up to offset {claim.promised}, and its transaction was not committed "
-            f"(the row is at {row.next_offset}), so its messages come again: commit it before the listener returns "
-            "(with engine.begin(), say)",
+            f"a listener called advance() up to offset {claim.promised}, but its transaction was not committed "
+            f"(the row is at {row.next_offset}). Its messages are redelivered; commit before the listener returns, "
+            "for example with engine.begin()",
         )
-        self._call_soon(self._lose_claim, claim, "a listener has not committed its transaction; what was not committed")
+        self._call_soon(self._lose_claim, claim, "a listener did not commit its transaction")
 
     def on_outside_transaction(self, claim: Claim, offset: int) -> None:
         if claim.queue.topic not in self._reported_topics:
@@ -105,8 +106,8 @@ class DatabaseCommits:
             self._call_soon(
                 self.on_not_atomic,
                 claim.queue,
-                f"the listener was called with offset {offset}, which neither exactly_once nor advance() has counted: "
-                "its effect and the offset do not commit together, and may come twice (told once for a topic); "
+                f"the listener got offset {offset}, which neither exactly_once nor advance() has counted. Its effect "
+                "and the offset do not commit together, so the effect may happen twice (reported once per topic); "
                 f"subscribe with exactly_once(listener) of {self._store!r}",
             )
 
@@ -124,7 +125,7 @@ class DatabaseCommits:
             self.on_fenced(queue, why)
 
     def _pause(self, queue: MessageQueue) -> None:
-        """Claim a queue later, and later and later if that happens again and again."""
+        """Delay the next claim of a queue, each time longer if it is lost repeatedly."""
         now = self._loop.time()
         before_s, until = self._pauses.get(queue, (0.0, 0.0))
         pause_s = (
@@ -136,9 +137,7 @@ class DatabaseCommits:
 
     async def _run(self, what: str, work: Callable[..., T], *arguments: object) -> T:
         async with self._call_lock:
-            if (
-                self._running_call is not None and not self._running_call.done()
-            ):  # whoever asked for it was cancelled, or has given up
+            if self._running_call is not None and not self._running_call.done():  # its caller was cancelled or gave up
                 await wait_for_all([self._running_call], self._call_deadline)
                 if not self._running_call.done():
                     raise DatabaseError(repr(self._store), what, "it has not returned from a call before")
@@ -182,26 +181,28 @@ class DatabaseCommits:
         return None if claim is None else self._add_claim(claim)
 
     async def _claim_waiting(self) -> None:
-        """Claim queues: together all that have come while the last ones were claimed, for it takes several answers."""
+        """Claim the waiting queues. Those that arrive during a claim are claimed together next, to save round trips."""
         while self._to_claim:
             waiting = dict(itertools.islice(self._to_claim.items(), MAX_CLAIMED_TOGETHER))
             for queue in waiting:
                 del self._to_claim[queue]
             try:
-                if not await self._claim_together(waiting):  # rows of some are locked: others shall not wait for those
+                if not await self._claim_together(
+                    waiting
+                ):  # rows of some are locked, and the others must not wait for those
                     for queue, claimed in waiting.items():
                         if not await self._claim_together({queue: claimed}):
                             self._pause(queue)
-            except Exception as error:  # it must not be: whoever waits tells
+            except Exception as error:  # unexpected; the waiters raise it
                 for claimed in waiting.values():
                     if not claimed.done():
                         claimed.set_exception(error)
             finally:
                 for claimed in waiting.values():
-                    claimed.cancel()  # what is not done yet: this was cancelled
+                    claimed.cancel()  # it is unresolved only if this task was cancelled
 
     async def _claim_together(self, waiting: Mapping[MessageQueue, asyncio.Future[Claim | None]]) -> bool:
-        """Claim queues in one transaction, and tell who waits for them. Returns False if the row of one is locked."""
+        """Claim queues in one transaction, and resolve their futures. Return False if the row of one is locked."""
         found: Mapping[MessageQueue, Claim | RocketError]
         is_locked = False
         try:
@@ -229,7 +230,7 @@ class DatabaseCommits:
         return claim.stored
 
     def last_known(self, queue: MessageQueue) -> int | None:
-        return None  # the database has what was stored
+        return None  # the database does not lose offsets
 
     def may_have_lost(self, queue: MessageQueue) -> bool:
         return False
@@ -263,7 +264,7 @@ class DatabaseCommits:
     async def apply_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
         for queue, reset in resets.items():
             claim = self._claims.get(queue)
-            if claim is not None:  # whoever claims a queue follows by himself
+            if claim is not None:  # another owner applies the reset when it claims the queue
                 await self._move(queue, claim.stored if reset.offset is None else reset.offset, reset.epoch)
 
     async def retry_resets(self, queues: Iterable[MessageQueue]) -> None:
@@ -290,7 +291,7 @@ class DatabaseCommits:
         return failed
 
     def _unstored(self, queue: MessageQueue) -> int | None:
-        """Return what is consumed of `queue`, and not stored with the effect of it."""
+        """Return the offset below which `queue` is consumed, if it is above the stored one."""
         claim, offset = self._claims[queue], self.current(queue)
         return offset if offset is not None and offset > claim.stored and not claim.lost else None
 
@@ -307,7 +308,7 @@ class DatabaseCommits:
                 failed[queue] = error
         try:
             await self._run("tidying the inbox", self._store.tidy, self._group)
-            if self._loop.time() >= self._next_check_at:  # who has nothing to consume would not hear of it
+            if self._loop.time() >= self._next_check_at:  # a queue without messages learns of a lost claim only here
                 self._next_check_at = self._loop.time() + STORE_CHECK_EVERY_S
                 claims = list(self._claims.values())
                 for claim in await self._run("looking at claims", self._store.fenced_among, self._group, claims):
@@ -317,7 +318,7 @@ class DatabaseCommits:
         return failed
 
     async def _publish(self, queues: Iterable[MessageQueue], until: float | None) -> None:
-        """Tell brokers where we are, for whoever looks there. It is never read back: what fails is left."""
+        """Commit the offsets to the brokers, for tools that read them. Ignore failures, as no member reads them."""
         for queue in queues:
             if (claim := self._claims.get(queue)) is not None and not claim.lost:
                 self._published.update(queue, claim.stored)
@@ -328,10 +329,10 @@ class DatabaseCommits:
             await wait_for_all([self._publishing], until)
 
     async def is_consumed(self, claim: Claim, offset: int) -> bool:
-        """Tell whether a message that is to be given up has its effect all the same.
+        """Return whether a message that is to be given up has its effect nevertheless.
 
         Raises:
-            DatabaseError: the database could not be asked.
+            DatabaseError: the database did not answer.
         """
         if offset >= max(claim.highest_advance, claim.stored):
             return False

@@ -1,4 +1,4 @@
-"""A thread for code of the user's that may block: an offset store, an allocation strategy."""
+"""A thread for blocking code of users: an offset store, an allocation strategy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class SerialExecutor(Executor):
-    """Runs calls one after the other, in the order in which they are asked for.
+    """An executor that runs one call at a time, in the order in which they were submitted, on one daemon thread.
 
-    It is a daemon, which the threads of other executors are not: a call that hangs keeps no process from ending, and
-    others are made until the process is gone, by `atexit` too.
+    Other executors do not use daemon threads. Here a hanging call cannot keep the process alive. Calls that `atexit`
+    handlers submit still run.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,7 +25,7 @@ class SerialExecutor(Executor):
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
-        """Have `work` called; the future gets its result."""
+        """Call `work` on the thread, and return a future of its result."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -34,7 +34,7 @@ class SerialExecutor(Executor):
         return done
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Do what was asked for before, and nothing more. Nobody waits for it here."""
+        """End the thread after the calls submitted so far. Do not wait for it."""
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -46,4 +46,4 @@ class SerialExecutor(Executor):
                 done.set_result(work())
             except BaseException as error:
                 done.set_exception(error)
-            del call, done, work  # what they hold is not kept while nothing is asked for
+            del call, done, work  # so that an idle thread keeps none of their objects alive

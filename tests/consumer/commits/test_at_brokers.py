@@ -318,7 +318,7 @@ class Member:
         self.stored: list[MessageQueue] = []
         self.emitted: list[tuple[float, EventKind, str]] = []
 
-    def trouble(self, kind: EventKind, text: str, queue: MessageQueue | None = None) -> None:
+    def emit_throttled(self, kind: EventKind, text: str, queue: MessageQueue | None = None) -> None:
         self.emitted.append((self.loop.time(), kind, text))
 
     def all(self) -> list[MessageQueue]:
