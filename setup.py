@@ -1,6 +1,6 @@
-"""What setup.cfg cannot do: compile a part where there is a compiler, and rewrite the README for a package index.
+"""The parts of the build that setup.cfg cannot describe: the compiled part, and the README of the package index.
 
-There, the README names files in place of links, which would lead nowhere.
+Links to files of the repository do not work on a package index, so its README contains their paths instead.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ def as_a_name(link: re.Match[str]) -> str:
 
 
 readme = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
-# One build serves Python 3.11 and all later ones, but for free-threaded ones, each of which needs its own.
+# One build serves Python 3.11 and all later versions. Each free-threaded Python needs a build of its own.
 is_stable = not sysconfig.get_config_var("Py_GIL_DISABLED")
 SOURCE = "pyrocket_consumer/protocol/_accelerator.c"
-text = (Path(__file__).parent / SOURCE).read_bytes().replace(b"\r\n", b"\n")  # however it was checked out
+text = (Path(__file__).parent / SOURCE).read_bytes().replace(b"\r\n", b"\n")  # the same for every checkout
 digest = hashlib.sha256(text).hexdigest()[:16]  # see protocol/accelerator.py
 accelerator = Extension(
     "pyrocket_consumer.protocol._accelerator",

@@ -1,7 +1,7 @@
-"""Which of two is used for what every message pays: the Python code in `record`, or the same compiled.
+"""Chooses the code that runs for every message: the Python code in `record`, or the same functions compiled.
 
-`_accelerator.c` is built where there is a compiler and left out where there is none; `PYROCKET_PURE=1` switches it off.
-Nothing but speed differs: the tests run with both.
+`_accelerator.c` is built if there is a compiler. `PYROCKET_PURE=1` switches the compiled part off. Only the speed
+differs; the tests run with both.
 """
 
 from __future__ import annotations
@@ -13,36 +13,39 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pyrocket_consumer.text import logger
 
 SOURCE = "72c1c8068b9af1b2"
-"""The digest of the C file that belongs to this Python code: a build of another one is not used."""
+"""The digest of the C file that belongs to this Python code. A build of another C file is not used."""
 
 
 class RecordRows(Protocol):
-    """The records of many answers: a row each."""
+    """The records of many pull responses, one row each."""
 
     count: int
     responses: bytes
-    """Which answer each row is of, as numbers of 32 bits."""
+    """The index of the response of each row, as 32-bit numbers."""
     compressed: bool
-    """Whether any body is."""
+    """Whether any body is compressed."""
 
     def filter_tags(self, tags: tuple[bytes, ...], /) -> bool:
-        """Keep the rows with one of `tags`; return whether the properties of all could be read."""
+        """Keep the rows with one of `tags`. Return whether the properties of all rows could be read."""
 
     def column(self, name: str, /) -> tuple[Any, ...] | None:
-        """Return what Arrow holds of a column, None if that cannot be read this way."""
+        """Return the Arrow buffers of a column, None if only the Python code can read it."""
 
 
 class FindRows(Protocol):
-    """Finds the records of answers, no more than `max_records` in each, whose offsets are in a range."""
+    """Finds the records of pull responses whose offsets are in a range. A response has at most `max_records`."""
 
     def __call__(
         self, responses: tuple[tuple[bytes | bytearray, int, int, int, int], ...], max_records: int, /
     ) -> RecordRows | None:
-        """Take data, start, stop, first offset and the one after the last; None: something is unusual or damaged."""
+        """Find the records of (data, start, stop, first offset, end offset) tuples.
+
+        Returns None if a record is unusual or damaged.
+        """
 
 
 def _compiled() -> tuple[ModuleType | None, str]:
-    """Return the compiled module, or None, and why it is that."""
+    """Return the compiled module or None, and the reason."""
     if os.environ.get("PYROCKET_PURE", "0") not in ("", "0"):
         return None, "PYROCKET_PURE is set"
     try:
@@ -50,11 +53,11 @@ def _compiled() -> tuple[ModuleType | None, str]:
 
         if module.SOURCE != SOURCE:
             raise ImportError("it is of another version's source")
-    except Exception as error:  # whatever a broken build raises: the Python code is whole
+    except Exception as error:  # a broken build may raise anything; the Python code does not need it
         if isinstance(error, ModuleNotFoundError) and error.name == "pyrocket_consumer.protocol._accelerator":
             return None, (
-                "there is no build of it here: installed without a compiler and Python's headers or with "
-                "PYROCKET_PURE, or a copy or an archive of the sources"
+                "there is no build of it here. It was installed without a compiler and Python's headers or with "
+                "PYROCKET_PURE, or this is a copy or an archive of the sources"
             )
         reason = f"its build cannot be used: {error}; install the package again"
         logger("wire").warning("Python code is used in place of the compiled part: %s", reason)
@@ -65,7 +68,7 @@ def _compiled() -> tuple[ModuleType | None, str]:
 compiled, REASON = _compiled()
 
 ACCELERATED: bool = compiled is not None
-"""Whether the compiled part is used; else everything runs in Python, slower. `REASON` tells why."""
+"""Whether the compiled part is used; else the slower Python code runs. `REASON` is the reason."""
 
 if TYPE_CHECKING or compiled is None:
     from pyrocket_consumer.protocol.record import Record, are_offsets_rising, decode_records, make_record, mark_done
@@ -77,7 +80,7 @@ else:
     mark_done = compiled.mark_done
 
 find_rows: FindRows | None = compiled.find_rows if compiled is not None else None
-"""For `columns`, which does the same with numpy where there is none."""
+"""Used by `columns`, which has the same code with numpy in place of the compiled part."""
 
 __all__ = [
     "ACCELERATED",

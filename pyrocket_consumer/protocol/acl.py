@@ -10,15 +10,15 @@ ACCESS_KEY = "AccessKey"
 SECURITY_TOKEN = "SecurityToken"  # noqa: S105  # the name of a field
 SIGNATURE = "Signature"
 SIGNED = frozenset({ACCESS_KEY, SECURITY_TOKEN, SIGNATURE})
-"""The fields that signing adds; their values show nowhere."""
+"""The fields that signing adds. No text shows their values."""
 
 
 def sign(
     fields: dict[str, str], body: bytes, access_key: str, secret_key: str, security_token: str | None = None
 ) -> dict[str, str]:
-    """Return `fields` with the account's name and the signature: the last step before a request is encoded.
+    """Return `fields` with the access key and the signature. Call this last before a request is encoded.
 
-    Whatever is added afterwards breaks the signature. Sent with the binary header, no field may be empty.
+    A field that is added later invalidates the signature. With the binary header, no field may be empty.
     """
     signed = {name: value for name, value in fields.items() if name != SIGNATURE}
     signed[ACCESS_KEY] = access_key

@@ -1,4 +1,4 @@
-"""Numbers of the protocol and their names: requests, answers, languages, versions, flags."""
+"""Numbers of the protocol and their names: requests, responses, languages, versions, flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class RequestCode(IntEnum):
-    """What a request asks for. Source: RequestCode."""
+    """The kind of a request. Source: RequestCode."""
 
     SEND_MESSAGE = 10
     PULL_MESSAGE = 11
@@ -70,7 +70,7 @@ class RequestCode(IntEnum):
 
 
 class ResponseCode(IntEnum):
-    """What an answer says. Source: RemotingSysResponseCode, ResponseCode."""
+    """The result in a response. Source: RemotingSysResponseCode, ResponseCode."""
 
     SUCCESS = 0
     SYSTEM_ERROR = 1
@@ -120,7 +120,7 @@ class ResponseCode(IntEnum):
 
 
 class LanguageCode(IntEnum):
-    """What the sender of a frame is written in. Source: LanguageCode."""
+    """The programming language of a frame's sender. Source: LanguageCode."""
 
     JAVA = 0
     CPP = 1
@@ -141,14 +141,16 @@ class LanguageCode(IntEnum):
 LANGUAGE_NAMES: dict[int, str] = {language.value: language.name for language in LanguageCode}
 
 CLIENT_VERSION = 401
-"""The version we send, 4.9.4: name servers answer standard JSON from it on, and nobody sends us GO_AWAY."""
+"""The version that the client sends: 4.9.4. From it on, name servers send standard JSON. Brokers send it no GO_AWAY."""
 
-_V4_0_0 = 213  # from here on releases come in pairs (snapshot, release), ten patches a minor. Source: MQVersion
+_V4_0_0 = (
+    213  # from here on each release has two numbers (snapshot, release); a minor has ten patches. Source: MQVersion
+)
 _HIGHER_VERSION = 612
 
 
 def version_ordinal(major: int, minor: int, patch: int) -> int:
-    """Return the number that stands for a release from 4.0.0 to 5.9.9 on the wire.
+    """Return the number of a release from 4.0.0 to 5.9.9 in frames.
 
     Raises:
         ValueError: no such release has a number.
@@ -159,7 +161,7 @@ def version_ordinal(major: int, minor: int, patch: int) -> int:
 
 
 def version_name(ordinal: int) -> str:
-    """Return the Java name of a version number: 513 -> "V5_5_0"; releases before 4.0 are told by number."""
+    """Return the Java name of a version number: 513 -> "V5_5_0". Releases before 4.0 have names with the number."""
     if ordinal >= _HIGHER_VERSION:
         return "HIGHER_VERSION"
     if ordinal < _V4_0_0 - 1:
@@ -174,17 +176,17 @@ _RESPONSE_NAMES = {code.value: code.name for code in ResponseCode}
 
 
 def request_name(code: int) -> str:
-    """Return the name of a request code, "CODE_12345" for one we do not know."""
+    """Return the name of a request code, "CODE_12345" for an unknown one."""
     return _REQUEST_NAMES.get(code) or f"CODE_{code}"
 
 
 def response_name(code: int) -> str:
-    """Return the name of a response code, "CODE_12345" for one we do not know."""
+    """Return the name of a response code, "CODE_12345" for an unknown one."""
     return _RESPONSE_NAMES.get(code) or f"CODE_{code}"
 
 
 class SysFlag:
-    """Bits of a stored message's sysFlag: plain numbers, they are tested per message. Source: MessageSysFlag."""
+    """Bits of a stored message's sysFlag. Plain ints are fast to test for each message. Source: MessageSysFlag."""
 
     COMPRESSED = 0x1
     MULTI_TAGS = 0x2

@@ -1,7 +1,7 @@
 """Records as Arrow columns: the same values as `decode_messages` gives, without an object per message.
 
-A few hundred records are read column by column, by the compiled part if there is one, else with numpy; what is damaged
-or unusual goes row by row. All three give the same.
+Many records are read column by column, with the compiled part if there is one, else with numpy. Few records, and
+damaged or unusual ones, are read row by row. All three ways return the same rows.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from pyrocket_consumer.protocol.message import (
 from pyrocket_consumer.protocol.properties import PropertyName
 
 MAX_BODY_BYTES_OF_BATCH = 16 * 1024 * 1024
-"""A batch ends before its unpacked bodies are longer than this; few packed bytes can hold many."""
+"""The most bytes of decompressed bodies in a batch, because few compressed bytes can contain many."""
 
 _MAX_ROWS = 8192
-"""A batch made row by row ends there; records that are no inner batches are fewer."""
+"""The most rows of a batch that is read row by row. Only inner batches contain more messages."""
 
 ROW_BY_ROW_RECORDS = 40
-"""Without the compiled part so few are read row by row: what numpy costs per call is more than it saves. Measured."""
+"""Without the compiled part, fewer records are read row by row, because numpy's cost per call dominates. Measured."""
 
 _LENGTH = struct.Struct(">I")
 _MIN_RECORD_BYTES = 91
 _MAGIC_V1, _MAGIC_V2 = 0xDAA320A7, 0xDAA320AB
 _ITEM_END = b"\x02"
 _UNPACK = SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
-_MAX_CELLS = 1 << 22  # rows times different property names, for which a table is made
+_MAX_CELLS = 1 << 22  # rows times distinct property names in the table of items
 
 _HEAD = np.dtype(
     [
@@ -69,7 +69,7 @@ _HEAD = np.dtype(
 _BORN_HOST, _STORED_AT, _STORE_HOST, _RECONSUME_TIMES, _BODY_LENGTH, _BODY = 48, 56, 64, 72, 84, 88  # with IPv4 hosts
 _MORE_FOR_V6 = 12
 
-# What a datetime can hold, in milliseconds: the years 1 to 9999. Born times are the producers' and may be anything.
+# The range of datetime in milliseconds: the years 1 to 9999. Producers set born times, which may be any number.
 _MIN_MS, _MAX_MS = -62_135_596_800_000, 253_402_300_799_999
 
 Numbers = np.ndarray[Any, np.dtype[Any]]
@@ -77,9 +77,9 @@ Numbers = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class PulledRecords:
-    """Where the body of a pull's answer is, and which of its messages count: those from offset `begin` to before `end`.
+    """The body of a pull response, and the range of its messages to read: from offset `begin` to before `end`.
 
-    `queue` is what the rows shall name.
+    `queue` is the queue that the rows name.
     """
 
     queue: MessageQueue
@@ -89,7 +89,10 @@ class PulledRecords:
 
 
 Substitute = Callable[[MessageQueue, int, bytes, ProtocolError], bytes | None]
-"""Gives what stands for a body that cannot be unpacked, by queue, offset, what is stored, and why; None for no row."""
+"""Returns a replacement for a body that cannot be decompressed, or None to skip the row.
+
+Its arguments are the queue, the offset, the stored bytes, and the error.
+"""
 
 
 def _raise_unreadable(queue: MessageQueue, offset: int, stored: bytes, error: ProtocolError) -> bytes | None:
@@ -103,16 +106,16 @@ def record_batches(
     substitute: Substitute = _raise_unreadable,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the messages in `pulled` as rows of `columns`, in order; only those with one of `tags`, if there are any.
+    """Yield the messages in `pulled` as rows of `columns`, in order. If there are `tags`, yield only messages with one.
 
-    Of records in a bytearray the last byte must belong to none: it is written to. No batch refers to any records.
-    It is one batch, unless what is packed is very long, and none when no message is left. Columns have the names of
-    the Spark source, see `COLUMNS`; only those asked for are made. A time that is no date is null. A body that holds
-    more than `max_body_bytes` is not unpacked.
+    If records are in a bytearray, its last byte must not belong to a record, because this function writes to it. No
+    batch refers to the records. It yields one batch, several if compressed bodies are very long, and none without
+    messages. `columns` selects columns of the Spark source, see `COLUMNS`. A time outside the range of dates is null.
+    A body of more than `max_body_bytes` is not decompressed.
 
     Raises:
-        ProtocolError: a record is damaged, or a body, and nothing is given `substitute`: that names its queue and offset.
-        ConfigError: a body is compressed in a way whose package is not installed; the text has the pip command.
+        ProtocolError: a record or a body is damaged, and `substitute` raises; the text names its queue and offset.
+        ConfigError: the package for the compression of a body is not installed; the text has the pip command.
     """
     rows: _Columnar | _Rows
     try:
@@ -126,7 +129,7 @@ def record_batches(
 
 
 class _IrregularError(Exception):
-    """Something that cannot be read by columns; raised before the first batch."""
+    """The records cannot be read by columns. It is raised before the first batch."""
 
 
 # --- row by row
@@ -156,11 +159,11 @@ _VALUES: dict[str, Callable[[Message], object]] = {
 }
 
 COLUMNS = tuple(_VALUES)
-"""The names of the columns there are, in the order of the Spark source."""
+"""The names of all columns, in the order of the Spark source."""
 
 
 class _Rows:
-    """Messages, one object each: for records that cannot be read by columns, and for few."""
+    """Reads records row by row, with an object for each message: for irregular records, and for few."""
 
     def __init__(self, pulled: Sequence[PulledRecords], substitute: Substitute, max_body_bytes: int) -> None:
         self._instead = substitute
@@ -190,14 +193,14 @@ class _Rows:
         yield from self._rows(portion, columns)
 
     def _messages_of(self, record: Message) -> Iterable[Message]:
-        """Return the message of a record, or those of an inner batch."""
+        """Return the message of a record, or all messages of an inner batch."""
         if not is_inner_batch(record):
             return [record]
         try:
             return inner_messages(record)
         except ProtocolError as error:
             given = self._instead(record.queue, record.queue_offset, stored_body(record), error)
-        return [] if given is None else [record]  # whose body is what is stored
+        return [] if given is None else [record]  # its body is the stored bytes
 
     def _rows(self, messages: list[Message], columns: pa.Schema) -> Iterator[pa.RecordBatch]:
         def body(message: Message) -> bytes | None:
@@ -219,7 +222,7 @@ class _Rows:
 def _split_by_bytes(
     columns: pa.Schema, arrays: dict[str, pa.Array], count: int, bodies: Iterable[bytes | None]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield batches of `arrays` and the column of bodies, each with not too many bytes of them; no row without body."""
+    """Yield batches of `arrays` and `bodies` with a limited number of body bytes each. Skip rows whose body is None."""
     if "body" not in columns.names:
         if count:
             yield pa.RecordBatch.from_arrays([arrays[name] for name in columns.names], schema=columns)
@@ -252,7 +255,7 @@ def _runs(bodies: Iterable[bytes | None]) -> Iterator[list[bytes | None]]:
 
 
 class _Columnar:
-    """What both ways to read by columns have in common: `_Compiled` and `_InNumpy`."""
+    """The common base of `_Compiled` and `_InNumpy`, which read records by columns."""
 
     _pulled: Sequence[PulledRecords]
 
@@ -264,18 +267,18 @@ class _Columnar:
         raise NotImplementedError
 
     def _responses(self) -> Numbers:
-        """Return which answer each row is of."""
+        """Return the index of the response of each row."""
         raise NotImplementedError
 
     def _any_compressed(self) -> bool:
         raise NotImplementedError
 
     def _column(self, name: str, kind: pa.DataType) -> pa.Array:
-        """Return a column as the Arrow type wanted. Raises _IrregularError."""
+        """Return a column as this Arrow type. Raises _IrregularError."""
         raise NotImplementedError
 
     def _stored(self) -> Iterator[tuple[int, int, int, bytes]]:
-        """Yield the answer, offset, sysFlag and stored body of each row."""
+        """Yield the response's index, the offset, sysFlag and stored body of each row."""
         raise NotImplementedError
 
     def batches(self, columns: pa.Schema, substitute: Substitute, max_body_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -302,7 +305,7 @@ class _Columnar:
                 body = substitute(self._pulled[response].queue, offset, stored, error)
             yield body
 
-    # --- columns whose values are the same for all rows of an answer
+    # --- columns whose values are the same for all rows of a response
 
     def _queue_column(self, name: str, kind: pa.DataType) -> pa.Array:
         values = [_QUEUE_COLUMNS[name](each.queue) for each in self._pulled]
@@ -313,7 +316,7 @@ class _Columnar:
         return self._with_origins(array, kind) if name == "topic" else array
 
     def _with_origins(self, topics: pa.Array, kind: pa.DataType) -> pa.Array:
-        """Return the topics messages were sent to: retried ones say it themselves."""
+        """Return the topics to which the messages were sent; retried messages have it in a property."""
         is_retry = [each.queue.topic.startswith(RETRY_PREFIX) for each in self._pulled]
         if not any(is_retry):
             return topics
@@ -329,10 +332,10 @@ _QUEUE_COLUMNS: dict[str, Callable[[MessageQueue], object]] = {
 
 
 class _Compiled(_Columnar):
-    """The compiled part finds everything, and fills what Arrow holds of each column."""
+    """Reads records with the compiled part, which fills the Arrow buffers of each column."""
 
     def __init__(self, pulled: Sequence[PulledRecords], find_rows: accelerator.FindRows) -> None:
-        """Raises _IrregularError: an inner batch, or a record that is damaged."""
+        """Find the rows. Raises _IrregularError if there is an inner batch or a damaged record."""
         self._pulled = pulled
         responses = tuple(
             (each.records.data, each.records.start, each.records.stop, each.begin, each.end) for each in pulled
@@ -394,10 +397,10 @@ def _host_texts(stored: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 class _InNumpy(_Columnar):
-    """Where each part of each record is, in one piece of memory that holds all answers."""
+    """Reads records with numpy: the positions of all parts of all records, in one buffer with all responses."""
 
     def __init__(self, pulled: Sequence[PulledRecords]) -> None:
-        """Raises _IrregularError: an inner batch, a record that is damaged, or too few records."""
+        """Find the rows. Raises _IrregularError if there are too few records, an inner batch, or a damaged record."""
         self._pulled = pulled
         self._data, extents = _join_slices([each.records for each in pulled])
         counts, starts = _record_starts(self._data, extents)
@@ -431,7 +434,7 @@ class _InNumpy(_Columnar):
         self._is_v1 = is_v1
 
     def _read_at(self, offsets: Numbers, kind: np.dtype[Any]) -> Numbers:
-        """Return what stands at each place, which must be inside."""
+        """Return the number at each offset, which must be within the data."""
         last = len(self._data) - kind.itemsize
         everywhere: Numbers = np.ndarray((last + 1,), kind, self._data, 0, (1,))
         return everywhere[offsets]
@@ -478,7 +481,7 @@ class _InNumpy(_Columnar):
     def _column(self, name: str, kind: pa.DataType) -> pa.Array:
         return _MAKERS[name](self, kind)
 
-    # --- columns; each takes the Arrow type wanted
+    # --- columns; the argument is their Arrow type
 
     def queue_offset(self, kind: pa.DataType) -> pa.Array:
         return pa.array(self._head["queue_offset"].astype(np.int64), kind)
@@ -574,10 +577,10 @@ _MAKERS: dict[str, Callable[[_InNumpy, pa.DataType], pa.Array]] = {
 
 
 class _Properties:
-    """The items of all properties texts: which row has which, and where names and values are."""
+    """The items of all properties texts: the row of each, and the positions of its name and value."""
 
     def __init__(self, data: bytes | bytearray, starts: Numbers, ends: Numbers) -> None:
-        """Raises _IrregularError: the text is not UTF-8, or there are very many different names."""
+        """Find the items. Raises _IrregularError if a text is not UTF-8 or there are too many distinct names."""
         self._rows = len(starts)
         self._text, first_bytes = _join_texts(data, starts, ends)
         text = np.frombuffer(self._text, np.uint8)
@@ -587,25 +590,25 @@ class _Properties:
             self._name_ends, self._ends = (
                 offsets[0::2],
                 offsets[1::2],
-            )  # one name and one value in each, as it should be
+            )  # each item has one name and one value
             self._starts = _following(self._ends)
         else:
             self._ends = offsets[kinds == 2]
             self._starts = _following(self._ends)
             self._name_ends = self._first_after(self._starts, offsets[kinds == 1])
-        self._first = np.searchsorted(self._ends, first_bytes)  # item of each row; as many as rows, and one more
+        self._first = np.searchsorted(self._ends, first_bytes)  # the first item of each row, then the number of items
         self._filter((self._name_ends > self._starts) & (self._name_ends + 1 < self._ends))
         self._names: list[str] = []
         self._find_names()
 
     def _first_after(self, starts: Numbers, name_ends: Numbers) -> Numbers:
-        """Return the first end of a name in each item; in one that has none, its end."""
+        """Return the end of the name in each item, or the end of the item if it has no name."""
         found: Numbers = np.append(name_ends, len(self._text))[np.searchsorted(name_ends, starts)]
         first: Numbers = np.minimum(found, self._ends)
         return first
 
     def _filter(self, wanted: Numbers) -> None:
-        """Leave items out."""
+        """Remove the items that are not in `wanted`."""
         if not wanted.all():
             self._starts, self._name_ends, self._ends = (
                 each[wanted] for each in (self._starts, self._name_ends, self._ends)
@@ -613,7 +616,7 @@ class _Properties:
             self._first = np.concatenate((np.zeros(1, np.int64), np.cumsum(wanted)))[self._first]
 
     def _find_names(self) -> None:
-        """Fill the table of items by row and name. Of items with the same name a row keeps the last."""
+        """Fill the table of items by row and name. If a row has items with the same name, keep the last."""
         keys = _slices(self._text, self._starts, self._name_ends, pa.string())
         same = self._same_names(keys)
         if same is not None:
@@ -638,7 +641,7 @@ class _Properties:
         self._keys = keys
 
     def _same_names(self, keys: pa.Array) -> list[str] | None:
-        """Return the names of each row if they are the same in every row, and none comes twice."""
+        """Return the names if all rows have the same ones without duplicates, else None."""
         rows, items = self._rows, len(keys)
         count = items // rows
         if not count or items % rows or (np.diff(self._first) != count).any():
@@ -653,7 +656,7 @@ class _Properties:
         return names if len(set(names)) == count else None
 
     def column(self, name: str, kind: pa.DataType) -> pa.Array:
-        """Return the property `name` of every row, null where it is absent."""
+        """Return the property `name` of every row, null if it is absent."""
         if name not in self._names:
             return pa.nulls(self._rows, kind)
         items = self._items[:, self._names.index(name)]
@@ -671,9 +674,9 @@ class _Properties:
 
 
 def _join_slices(extents: Sequence[BufferSlice]) -> tuple[bytes | bytearray, Sequence[BufferSlice]]:
-    """Return data that holds all of `extents`, and where each is in it. It ends with the end of an item: see _join_texts.
+    """Return one buffer with all of `extents`, and their positions in it. Its last byte ends an item: see _join_texts.
 
-    What was received into one buffer, in this order, is left there: to copy it costs more than to read it.
+    If one buffer has them all, in this order, it is used as it is, because a copy costs more than the reading.
     """
     data = extents[0].data if extents else b""
     if (
@@ -689,10 +692,10 @@ def _join_slices(extents: Sequence[BufferSlice]) -> tuple[bytes | bytearray, Seq
 
 
 def _record_starts(data: bytes | bytearray, extents: Sequence[BufferSlice]) -> tuple[list[int], list[int]]:
-    """Return how many records each answer has, and where each record starts.
+    """Return the number of records of each response, and the start of each record.
 
     Raises:
-        _IrregularError: an answer is no sequence of records, or of more than any pull asks for.
+        _IrregularError: a response is not a sequence of records, or has more than a pull may request.
     """
     counts, starts = list[int](), list[int]()
     add, length_at = starts.append, _LENGTH.unpack_from
@@ -718,20 +721,20 @@ def _repeated(value: object, kind: pa.DataType, count: int) -> pa.Array:
 
 
 def _following(ends: Numbers) -> Numbers:
-    """Return where items start that follow each other, the first one at 0."""
+    """Return the starts of consecutive items, the first one at 0."""
     starts = np.empty_like(ends)
     starts[:1], starts[1:] = 0, ends[:-1] + 1
     return starts
 
 
 def _join_texts(data: bytes | bytearray, starts: Numbers, ends: Numbers) -> tuple[bytes | pa.Buffer, Numbers]:
-    """Return the properties texts joined, each item with its end, and where each row's begins.
+    """Return the properties texts joined, with a separator after each item, and the start of each row's text.
 
-    There is one beginning more than rows: the end. Brokers may leave the last end of a text out; one stands behind
-    all records, to take it from.
+    The last start is the end of all texts. Brokers may omit the last separator of a text; the last byte of `data` is
+    a separator, from which it is copied.
 
     Raises:
-        _IrregularError: it is not UTF-8.
+        _IrregularError: a text is not UTF-8.
     """
     rows, lengths = len(starts), ends - starts
     unended = (np.frombuffer(data, np.uint8)[ends - 1] != _ITEM_END[0]) & (lengths > 0)
@@ -757,9 +760,10 @@ def _join_texts(data: bytes | bytearray, starts: Numbers, ends: Numbers) -> tupl
 
 
 def _slices(data: bytes | bytearray | pa.Buffer, starts: Numbers, ends: Numbers, kind: pa.DataType) -> pa.Array:
-    """Return the bytes or text from each start to its end; they are in order, and do not overlap.
+    """Return the bytes or text from each start to its end. They are in order, and do not overlap.
 
-    Arrow copies them: of an array over all of `data`, whose rows are these and what is between them, every other one.
+    Arrow copies them: from an array over all of `data`, whose rows are these parts and the gaps, it takes each second
+    row.
     """
     rows = len(starts)
     if not rows:
@@ -776,6 +780,6 @@ def _every_other(rows: int) -> pa.Array:
 
 
 def _timestamps(milliseconds: Numbers, kind: pa.DataType) -> pa.Array:
-    """Return microseconds since the epoch, null where they are no date."""
+    """Return microseconds since the epoch, null outside the range of dates."""
     odd = (milliseconds < _MIN_MS) | (milliseconds > _MAX_MS)
     return pa.array(np.where(odd, 0, milliseconds) * 1000, pa.int64(), mask=odd if odd.any() else None).cast(kind)

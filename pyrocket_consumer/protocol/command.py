@@ -2,8 +2,8 @@
 
 Their `==`, `hash` and `repr` are those of `Header`.
 
-Attributes are the Java field names in snake_case; `broker_name` travels as `bname`. Fields that an old or new peer may
-leave out are `None` when absent. Source: the *RequestHeader and *ResponseHeader classes.
+Attributes are the Java field names in snake_case; `broker_name` is `bname` in frames. A field that older or newer peers
+omit is `None` if it is absent. Source: the *RequestHeader and *ResponseHeader classes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def request(
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PullMessageHeader(Header):
-    """Ask for messages of a queue; also LITE_PULL_MESSAGE. For many pulls of one queue see PullTemplate."""
+    """Pull messages of a queue; also LITE_PULL_MESSAGE. For many pulls of one queue see PullTemplate."""
 
     CODE: ClassVar[RequestCode] = RequestCode.PULL_MESSAGE
 
@@ -79,7 +79,7 @@ class SendMessageHeader(Header):
 
     @classmethod
     def from_fields_v1(cls, fields: Mapping[str, str]) -> Self:
-        """Return the header that `fields`, under their long names, hold.
+        """Return the header in `fields` with long names.
 
         Raises:
             ProtocolError: a field is missing or is not a number; the text names it.
@@ -89,7 +89,7 @@ class SendMessageHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SendMessageResponseHeader(Header):
-    """Where a message was stored. `msg_id` is the offset id; a batch has several, joined by commas."""
+    """The location of a stored message. `msg_id` is the offset id; a batch has several, joined by commas."""
 
     msg_id: str
     queue_id: int
@@ -103,7 +103,7 @@ class SendMessageResponseHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ConsumerSendMsgBackHeader(Header):
-    """Have a message delivered again later. `offset` is the commit-log offset of the message."""
+    """Have a message redelivered later. `offset` is the commit-log offset of the message."""
 
     CODE: ClassVar[RequestCode] = RequestCode.CONSUMER_SEND_MSG_BACK
 
@@ -119,7 +119,7 @@ class ConsumerSendMsgBackHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class EndTransactionHeader(Header):
-    """Commit (8) or roll back (12) a half message; 0 is "do not know yet"."""
+    """Commit (8) or roll back (12) a half message; 0 means "not decided yet"."""
 
     CODE: ClassVar[RequestCode] = RequestCode.END_TRANSACTION
 
@@ -165,7 +165,7 @@ class QueryMessageHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class QueryConsumerOffsetHeader(Header):
-    """Ask for the group's committed offset of a queue."""
+    """Fetch a group's committed offset of a queue."""
 
     CODE: ClassVar[RequestCode] = RequestCode.QUERY_CONSUMER_OFFSET
 
@@ -178,14 +178,14 @@ class QueryConsumerOffsetHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OffsetResponseHeader(Header):
-    """One offset: the answer to 14, 29, 30 and 31."""
+    """One offset: the response to 14, 29, 30 and 31."""
 
     offset: int
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class UpdateConsumerOffsetHeader(Header):
-    """Commit an offset. Never send a negative one: it is stored and reads as "none"."""
+    """Commit an offset. Never send a negative one, because brokers store it and read it as "none"."""
 
     CODE: ClassVar[RequestCode] = RequestCode.UPDATE_CONSUMER_OFFSET
 
@@ -198,7 +198,7 @@ class UpdateConsumerOffsetHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetMaxOffsetHeader(Header):
-    """Ask for the offset the next message of a queue will have."""
+    """Fetch the offset that the next message of a queue will have."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_MAX_OFFSET
 
@@ -210,7 +210,7 @@ class GetMaxOffsetHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetMinOffsetHeader(Header):
-    """Ask for the offset of the oldest message a queue still has."""
+    """Fetch the offset of the oldest message that a queue still has."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_MIN_OFFSET
 
@@ -221,7 +221,7 @@ class GetMinOffsetHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetEarliestStoreTimeHeader(Header):
-    """Ask when the oldest message of a queue was stored."""
+    """Fetch the store time of a queue's oldest message."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_EARLIEST_MSG_STORETIME
 
@@ -232,7 +232,7 @@ class GetEarliestStoreTimeHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SearchOffsetHeader(Header):
-    """Ask for the offset of the first message stored at or after a time (4.9: the nearest)."""
+    """Fetch the offset of the first message stored at or after a time (4.9: the nearest)."""
 
     CODE: ClassVar[RequestCode] = RequestCode.SEARCH_OFFSET_BY_TIMESTAMP
 
@@ -262,14 +262,14 @@ class ResetOffsetHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class HeartbeatHeader(Header):
-    """Tell a broker who we are; all of it is in the body."""
+    """Register this client at a broker; the body has all data."""
 
     CODE: ClassVar[RequestCode] = RequestCode.HEART_BEAT
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class UnregisterClientHeader(Header):
-    """Leave one group. Give exactly one of the two groups."""
+    """Leave one group. Set exactly one of the two groups."""
 
     CODE: ClassVar[RequestCode] = RequestCode.UNREGISTER_CLIENT
 
@@ -280,7 +280,7 @@ class UnregisterClientHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetConsumerListByGroupHeader(Header):
-    """Ask a broker for the client ids of a group's members."""
+    """Fetch the client ids of a group's members."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_CONSUMER_LIST_BY_GROUP
 
@@ -289,7 +289,7 @@ class GetConsumerListByGroupHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class NotifyConsumerIdsChangedHeader(Header):
-    """Broker to client: the group's members changed."""
+    """Broker to client: the members of the group have changed."""
 
     CODE: ClassVar[RequestCode] = RequestCode.NOTIFY_CONSUMER_IDS_CHANGED
 
@@ -298,21 +298,21 @@ class NotifyConsumerIdsChangedHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LockBatchHeader(Header):
-    """Lock queues for an orderly consumer; all of it is in the body."""
+    """Lock queues for an orderly consumer; the body has all data."""
 
     CODE: ClassVar[RequestCode] = RequestCode.LOCK_BATCH_MQ
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class UnlockBatchHeader(Header):
-    """Unlock queues; all of it is in the body."""
+    """Unlock queues; the body has all data."""
 
     CODE: ClassVar[RequestCode] = RequestCode.UNLOCK_BATCH_MQ
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CheckClientConfigHeader(Header):
-    """Have a broker check a subscription; all of it is in the body."""
+    """Have a broker check a subscription; the body has all data."""
 
     CODE: ClassVar[RequestCode] = RequestCode.CHECK_CLIENT_CONFIG
 
@@ -322,7 +322,7 @@ class CheckClientConfigHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CheckTransactionStateHeader(Header):
-    """Broker to producer: what became of this half message (in the body)?"""
+    """Broker to producer: has the transaction of this half message (in the body) been committed?"""
 
     CODE: ClassVar[RequestCode] = RequestCode.CHECK_TRANSACTION_STATE
 
@@ -337,7 +337,7 @@ class CheckTransactionStateHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetConsumerStatusHeader(Header):
-    """Ask for members' offsets: 223 from an admin to a broker, 221 on to the members.
+    """Fetch members' offsets: 223 from an admin to a broker, 221 from there to the members.
 
     `client_addr` is compared with the client id; empty or absent means every member.
     """
@@ -351,7 +351,7 @@ class GetConsumerStatusHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetConsumerRunningInfoHeader(Header):
-    """Ask a member how it is doing; brokers pass it on."""
+    """Fetch the running info of a member; brokers relay it."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_CONSUMER_RUNNING_INFO
 
@@ -380,7 +380,7 @@ class ConsumeMessageDirectlyHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetRouteInfoHeader(Header):
-    """Ask where a topic lives. Source: GetRouteInfoRequestHeader."""
+    """Fetch the route of a topic. Source: GetRouteInfoRequestHeader."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_ROUTEINFO_BY_TOPIC
 
@@ -390,14 +390,14 @@ class GetRouteInfoHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetClusterInfoHeader(Header):
-    """Ask for all brokers of all clusters."""
+    """Fetch all brokers of all clusters."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_BROKER_CLUSTER_INFO
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetAllTopicsHeader(Header):
-    """Ask for the names of all topics."""
+    """Fetch the names of all topics."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER
 
@@ -415,7 +415,7 @@ class PutKvConfigHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetKvConfigHeader(Header):
-    """Ask for a key's value."""
+    """Fetch the value of a key."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_KV_CONFIG
 
@@ -435,7 +435,7 @@ class DeleteKvConfigHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetKvListHeader(Header):
-    """Ask for all keys and values of a namespace."""
+    """Fetch all keys and values of a namespace."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_KVLIST_BY_NAMESPACE
 
@@ -484,21 +484,21 @@ class DeleteTopicHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class CreateSubscriptionGroupHeader(Header):
-    """Create a group, or change it; all of it is in the body."""
+    """Create a group, or change it; the body has all data."""
 
     CODE: ClassVar[RequestCode] = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetAllSubscriptionGroupsHeader(Header):
-    """Ask a broker for the settings of all its groups."""
+    """Fetch the settings of all groups of a broker."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DeleteSubscriptionGroupHeader(Header):
-    """Delete a group at one broker. The flag was renamed in 5.0, so it is sent under both names."""
+    """Delete a group at one broker. 5.0 renamed the flag, so the request has both names."""
 
     CODE: ClassVar[RequestCode] = RequestCode.DELETE_SUBSCRIPTIONGROUP
 
@@ -508,7 +508,7 @@ class DeleteSubscriptionGroupHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetConsumeStatsHeader(Header):
-    """Ask how far a group is behind."""
+    """Fetch the progress of a group."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_CONSUME_STATS
 
@@ -519,7 +519,7 @@ class GetConsumeStatsHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetTopicStatsInfoHeader(Header):
-    """Ask for the smallest and largest offsets of a topic's queues."""
+    """Fetch the smallest and largest offsets of a topic's queues."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_TOPIC_STATS_INFO
 
@@ -528,7 +528,7 @@ class GetTopicStatsInfoHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetConsumerConnectionListHeader(Header):
-    """Ask who is connected in a group, and what it subscribes to."""
+    """Fetch the connections and subscriptions of a group."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_CONSUMER_CONNECTION_LIST
 
@@ -537,7 +537,7 @@ class GetConsumerConnectionListHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class QueryTopicConsumeByWhoHeader(Header):
-    """Ask which groups consume a topic."""
+    """Fetch the groups that consume a topic."""
 
     CODE: ClassVar[RequestCode] = RequestCode.QUERY_TOPIC_CONSUME_BY_WHO
 
@@ -558,6 +558,6 @@ class CloneGroupOffsetHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GetBrokerConfigHeader(Header):
-    """Ask for a broker's settings."""
+    """Fetch the settings of a broker."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_BROKER_CONFIG

@@ -1,4 +1,4 @@
-"""Bodies of messages, compressed and back: zlib, LZ4 frames, zstd. Source: CompressorFactory, MessageSysFlag."""
+"""Compression of message bodies: zlib, LZ4 frames, zstd. Source: CompressorFactory, MessageSysFlag."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.protocol.codes import SysFlag
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
-"""The longest body `decompress` gives unless it is told otherwise; brokers take 4 MiB unless told otherwise."""
+"""The default limit of a decompressed body. By default brokers accept messages of up to 4 MiB."""
 
 
 class Compression(StrEnum):
-    """How a producer compresses bodies. zlib needs nothing installed, and every consumer reads it."""
+    """The compression that a producer uses. zlib needs no package, and every consumer reads it."""
 
     ZLIB = "zlib"
     LZ4 = "lz4"
@@ -24,7 +24,7 @@ class Compression(StrEnum):
 
 
 def compress(body: bytes, kind: Compression | str = Compression.ZLIB, level: int = 5) -> tuple[bytes, int]:
-    """Return `body` compressed and the sysFlag bits that say how. `level` is for zlib and zstd.
+    """Return the compressed `body` and the sysFlag bits of the compression. `level` is for zlib and zstd.
 
     Raises:
         ConfigError: `kind` is unknown, or its package is not installed; the text has the pip command.
@@ -43,14 +43,14 @@ def compress(body: bytes, kind: Compression | str = Compression.ZLIB, level: int
 
 
 class BodyTooLarge(ProtocolError):
-    """A message that holds more than its reader takes; it can never be read by it."""
+    """A message contains more bytes than the reader allows, so the reader can never read it."""
 
 
 def decompress(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """Return the body a producer compressed; `body` itself when `sys_flag` says it did not.
+    """Return the decompressed body; `body` itself if `sys_flag` has no compression.
 
     Raises:
-        ProtocolError: the bytes are damaged; or hold more than `max_bytes`, which is a BodyTooLarge.
+        ProtocolError: the bytes are damaged; or contain more than `max_bytes`, which is a BodyTooLarge.
         ConfigError: the package for this compression is not installed; the text has the pip command.
     """
     if not sys_flag & SysFlag.COMPRESSED:
@@ -59,7 +59,7 @@ def decompress(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> b
     for piece in _pieces_reader(sys_flag)(body, min(suspicious, max_bytes) + 1):
         length += len(piece)
         if length > max_bytes:
-            parts.clear()  # the error has this frame
+            parts.clear()  # the traceback of the error keeps this frame alive
             raise _too_large(body, max_bytes)
         parts.append(piece)
         if length > suspicious:
@@ -70,7 +70,7 @@ def decompress(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> b
 
 
 def unpacked_size(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> int:
-    """Return how many bytes `decompress` would give, and hold only a few of them at a time. Raises what it does."""
+    """Return the size of the decompressed body without keeping it in memory. Raises the same as `decompress`."""
     if not sys_flag & SysFlag.COMPRESSED:
         return len(body)
     length = 0
@@ -82,7 +82,7 @@ def unpacked_size(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -
 
 
 _USUAL_RATIO = 64
-"""Of a body that holds more it is found out first how much: allocators keep for each thread what many pieces took."""
+"""A body with a larger ratio is measured first, because allocators keep the memory of many pieces for each thread."""
 
 
 def _decompress_to_size(body: bytes, sys_flag: int, max_bytes: int) -> bytes:
@@ -90,7 +90,7 @@ def _decompress_to_size(body: bytes, sys_flag: int, max_bytes: int) -> bytes:
     kind = sys_flag & _KIND
     if kind == SysFlag.COMPRESSION_ZSTD:
         plain: bytes = _zstd().ZstdDecompressor(max_window_size=MAX_BODY_BYTES).decompress(body, max_output_size=size)
-        if len(plain) == size:  # else it is several frames
+        if len(plain) == size:  # else the body has several frames
             return plain
     elif kind != SysFlag.COMPRESSION_LZ4:
         return zlib.decompress(body, bufsize=size)
@@ -108,11 +108,11 @@ _MAX_RATIO = {
     SysFlag.COMPRESSION_LZ4: 255,
     SysFlag.COMPRESSION_ZSTD: 32768,
 }
-"""What a byte can hold at most, by kind."""
+"""The largest ratio of decompressed to compressed bytes, by compression."""
 
 
 def max_unpacked_size(stored_bytes: int, sys_flag: int) -> int:
-    """Return how many bytes a body of `stored_bytes` can hold at most: known at once, and far more than most do."""
+    """Return the most bytes that a body of `stored_bytes` can contain. This is fast, but far above the usual size."""
     return (stored_bytes + 64) * _MAX_RATIO.get(sys_flag & SysFlag.COMPRESSION_MASK, 1)
 
 
@@ -121,7 +121,7 @@ def _too_large(body: bytes, max_bytes: int) -> BodyTooLarge:
 
 
 def _pieces_reader(sys_flag: int) -> Callable[[bytes, int], Iterator[bytes]]:
-    """Return what yields what a body holds, in pieces of about as many bytes as it is told."""
+    """Return a function that decompresses a body in pieces of about the requested size."""
     found = _PIECES.get(sys_flag & _KIND)
     if found is None:
         kind = (sys_flag & _KIND) >> 8
@@ -148,7 +148,7 @@ def _zlib_pieces(body: bytes, piece_bytes: int) -> Iterator[bytes]:
 
 def _lz4_pieces(body: bytes, piece_bytes: int) -> Iterator[bytes]:
     stream = _lz4().LZ4FrameDecompressor()
-    space, rest = 8 * len(body) + 1024, body  # it takes the room it is given, so a little at first
+    space, rest = 8 * len(body) + 1024, body  # it allocates all the space that it may use, so begin with a little
     try:
         while not stream.eof:
             piece = stream.decompress(rest, min(space, piece_bytes))
@@ -159,7 +159,9 @@ def _lz4_pieces(body: bytes, piece_bytes: int) -> Iterator[bytes]:
             space *= 8
     except RuntimeError as error:
         raise _damaged(Compression.LZ4, body, error) from error
-    if stream.unused_data and stream.unused_data.startswith(_LZ4_MAGIC):  # no writer does it; nothing may get lost
+    if stream.unused_data and stream.unused_data.startswith(
+        _LZ4_MAGIC
+    ):  # no writer does that, but no data must be lost
         raise _damaged(Compression.LZ4, body, "it is more than one frame")
 
 
@@ -169,12 +171,12 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _PIECE_BYTES = 256 * 1024
 
 _ZSTD_INPUT_BYTES = 1024
-"""Most input given at a time. A block of 4 bytes can hold 128 KiB, so this bounds the memory beyond `max_bytes`."""
+"""The most input per call. A block of 4 bytes can contain 128 KiB, so this limits the memory above `max_bytes`."""
 
 _ZSTD_KEPT_BYTES = 8 * 1024 * 1024
-"""A context keeps the memory that a frame filled. One that has seen a larger one is left."""
+"""A context keeps the memory of its largest frame. After a larger frame than this, the context is dropped."""
 
-_contexts = threading.local()  # a context costs more than most bodies, and serves one thread at a time
+_contexts = threading.local()  # to create a context costs more than most bodies; only one thread may use it
 
 
 def _zstd_pieces(body: bytes, piece_bytes: int) -> Iterator[bytes]:
@@ -187,7 +189,7 @@ def _zstd_pieces(body: bytes, piece_bytes: int) -> Iterator[bytes]:
     complete = False
     try:
         while start < len(body) and not (complete and body[start : start + 4] != _ZSTD_MAGIC):
-            # Streams, because Java writes no content size; more than one, because a body may be several frames.
+            # Use streams, because Java writes no content size; several, because a body may have several frames.
             stream = context.decompressobj()
             while start < len(body) and not stream.eof:
                 piece = body[start : start + input_bytes]
@@ -207,7 +209,7 @@ def _zstd_pieces(body: bytes, piece_bytes: int) -> Iterator[bytes]:
 
 _KIND = int(SysFlag.COMPRESSION_MASK)
 _PIECES: dict[int, Callable[[bytes, int], Iterator[bytes]]] = {
-    0: _zlib_pieces,  # written before 4.9.4
+    0: _zlib_pieces,  # clients before 4.9.4 set no compression type
     int(SysFlag.COMPRESSION_ZLIB): _zlib_pieces,
     int(SysFlag.COMPRESSION_LZ4): _lz4_pieces,
     int(SysFlag.COMPRESSION_ZSTD): _zstd_pieces,

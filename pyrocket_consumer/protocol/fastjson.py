@@ -1,4 +1,4 @@
-"""The JSON of Java's fastjson: keys may be numbers or whole objects, which no other JSON reader takes.
+"""The JSON of Java's fastjson. Its keys may be numbers or whole objects, which no other JSON reader accepts.
 
 Source: fastjson 1.2.69, 1.2.83, fastjson2 2.0.43 to 2.0.59; what each writes and accepts is in the protocol notes.
 """
@@ -18,33 +18,31 @@ from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
 
 MAX_DEPTH = 64
-"""How deep text, and what becomes of it, is nested; nothing that travels needs more than ten levels."""
+"""The deepest nesting of texts and values. RocketMQ needs at most ten levels."""
 
 MAX_CHARACTERS = 64 * 1024 * 1024
 MAX_VALUES = 1_000_000
-"""How many values one text holds: a listing of 20,000 groups, which fills a frame of 16 MiB, has 600,000."""
+"""The most values in one text. A list of 20,000 groups, which fills a frame of 16 MiB, has 600,000."""
 
 _SMALL_CHARACTERS = 64 * 1024
-_MAX_ORJSON_VALUES = 50_000  # of more, orjson makes one piece of work that no other thread gets a word in for
-_MAX_INTEGER_CHARACTERS = (
-    20  # a Java long has at most 19 digits and a sign; longer numbers are floats, as orjson has it
-)
+_MAX_ORJSON_VALUES = 50_000  # orjson holds the GIL for a whole text, so larger texts would block other threads
+_MAX_INTEGER_CHARACTERS = 20  # a Java long has at most 19 digits and a sign; longer numbers are floats, as in orjson
 
 _BYTE_ORDER_MARK = "\ufeff"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORD_KEY = re.compile(r"([A-Za-z_$][A-Za-z0-9_$]*)[ \t\r\n]*:")
 _NUMBER_KEY = re.compile(r"(-?[0-9]{1,19})[ \t\r\n]*:")
-_QUEUE_KEY = re.compile(  # the usual object key, read at one go
+_QUEUE_KEY = re.compile(  # the usual object key, matched at once
     r'\{\s*"brokerName"\s*:\s*"([^"\\\x00-\x1f]*)"\s*,\s*"queueId"\s*:\s*(-?[0-9]{1,10})\s*,'
     r'\s*"topic"\s*:\s*"([^"\\\x00-\x1f]*)"\s*\}[ \t\r\n]*:'
 )
-_STRING = json.JSONDecoder(strict=False)  # takes raw control characters, as Java does
+_STRING = json.JSONDecoder(strict=False)  # accepts raw control characters, as Java does
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 class ObjectKey(Mapping[str, Any]):
-    """A JSON object that stands as a key: read like a mapping, hashable."""
+    """A JSON object used as a key: a hashable mapping."""
 
     __slots__ = ("_fields",)
 
@@ -72,13 +70,13 @@ class ObjectKey(Mapping[str, Any]):
 
 
 def loads(text: bytes | bytearray | memoryview | str) -> Any:
-    """Return the value that `text` holds. Object keys become ObjectKey, unquoted numbers as keys int.
+    """Return the value of a JSON text. Keys that are objects become ObjectKey, and unquoted numbers int.
 
     Whole numbers of up to 64 bits are exact. A byte order mark is skipped.
 
     Raises:
-        ProtocolError: it is cut short, followed by something else, nested too deep, has more than MAX_VALUES, or is
-            no JSON for another reason.
+        ProtocolError: the text is not JSON, incomplete, followed by more text, nested too deep, or has more than
+            MAX_VALUES.
     """
     if len(text) > MAX_CHARACTERS:
         raise ProtocolError(f"JSON text of {len(text)} characters; at most {MAX_CHARACTERS} are read")
@@ -92,7 +90,7 @@ def loads(text: bytes | bytearray | memoryview | str) -> Any:
         try:
             value = orjson.loads(text)
         except orjson.JSONDecodeError:
-            pass  # what only fastjson writes, or garbage: the reader below tells which
+            pass  # the reader below accepts what only fastjson writes, and refuses the rest
         else:
             if brackets > MAX_DEPTH:
                 _check_depth(value)
@@ -106,12 +104,12 @@ def loads(text: bytes | bytearray | memoryview | str) -> Any:
 
 
 def loads_lenient(text: bytes) -> Any:
-    """Return the value of JSON whose strings are as Java's: with control characters, with halves of surrogate pairs.
+    """Return the value of JSON with Java's strings, which may have control characters or half of a surrogate pair.
 
-    Keys are strings, as others know JSON: what `loads` takes besides takes its time.
+    Keys must be strings, as in standard JSON, because `loads` is slower.
 
     Raises:
-        ProtocolError: it is no JSON.
+        ProtocolError: the text is not JSON.
     """
     try:
         standard = json.dumps(_STRING.decode(text.decode()), ensure_ascii=False, allow_nan=False)
@@ -141,7 +139,7 @@ def _too_deep() -> ProtocolError:
 
 
 class _Reader:
-    """A recursive reader; what RFC 8259 has not is in `_object` only."""
+    """A recursive reader. Only `_object` differs from RFC 8259."""
 
     __slots__ = ("_index", "_text")
 
@@ -162,7 +160,7 @@ class _Reader:
         return ProtocolError(f"not JSON at character {self._index}, {where}: {what}")
 
     def _skip_space(self) -> str:
-        """Go to the next character that says something and return it, "" at the end."""
+        """Skip white space and return the next character, "" at the end."""
         text, index = self._text, self._index
         if index < len(text) and text[index] in " \t\r\n":
             found = _SPACE.match(text, index)
@@ -213,7 +211,7 @@ class _Reader:
             raise self._error(f"a string is broken ({error})") from None
         if value.isascii():
             return value
-        # Java text may hold half of a surrogate pair; ours may not, or nothing could encode it again.
+        # Java strings may contain half of a surrogate pair. Replace it, because Python cannot encode it.
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _array(self, depth: int) -> list[Any]:
@@ -275,13 +273,13 @@ class _Reader:
 
 
 def dumps(value: Any) -> bytes:
-    """Return `value` as compact JSON. MessageQueue and ObjectKey become objects, as keys too; int keys stay unquoted.
+    """Return `value` as compact JSON. MessageQueue and ObjectKey become objects, also as keys; int keys stay unquoted.
 
-    That is what every Java side reads; a JSON string in place of an object key is not.
+    Every Java client and server reads this. They do not read a JSON string in place of an object key.
 
     Raises:
-        ProtocolError: it is nested too deep.
-        TypeError: it holds something that JSON has not.
+        ProtocolError: `value` is nested too deep.
+        TypeError: `value` contains an object that JSON cannot represent.
     """
     try:
         return orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_DATACLASS)

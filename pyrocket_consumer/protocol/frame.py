@@ -16,10 +16,10 @@ from pyrocket_consumer.protocol.codes import CLIENT_VERSION, LANGUAGE_NAMES, Lan
 from pyrocket_consumer.text import truncate
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
-"""The largest frame either side sends, its length field included, unless `max_frame_bytes` says otherwise."""
+"""The default size of the largest frame that either side sends, including its length field."""
 
 MAX_REQUEST_BYTES = 1024 * 1024
-"""The largest body of a request that a server sends us, unless that is a stored message: a reset of 4,000 queues."""
+"""The largest body of a server's request, for example a reset of 4,000 queues. Stored messages may be larger."""
 
 _MESSAGE_REQUESTS = frozenset((RequestCode.CHECK_TRANSACTION_STATE, RequestCode.CONSUME_MESSAGE_DIRECTLY))
 
@@ -29,14 +29,16 @@ BINARY_HEADER = 1
 RESPONSE_FLAG = 1
 ONEWAY_FLAG = 2
 
-_MAX_REPR_CHARS = 200  # characters of a field, or of the remark
+_MAX_REPR_CHARS = 200  # of a field or of the remark
 
 MAX_HEADER_BYTES = 1024 * 1024
-"""The largest header: the answer to a batch of 10,000 messages names the id of each, 57 bytes of them with IPv6."""
+"""The largest header. The response to a batch of 10,000 messages contains their ids, 57 bytes each with IPv6."""
 
-_MAX_LENIENT_BYTES = 64 * 1024  # of a header that no quick reader reads, for the half of a character in its remark
-_MAX_HEADER_VALUES = 50_000  # of a header that is longer than that
-_MAX_FIELDS = 1024  # no header has more than thirty
+_MAX_LENIENT_BYTES = (
+    64 * 1024
+)  # of a header that only the slow reader accepts, because a text has half of a surrogate pair
+_MAX_HEADER_VALUES = 50_000  # of a longer header
+_MAX_FIELDS = 1024  # real headers have at most thirty
 
 _PREFIX = struct.Struct(">II")  # bytes that follow; header type << 24 | header length
 _BINARY_FIXED = struct.Struct(">hBhiii")  # code, language, version, opaque, flag, remark length
@@ -44,7 +46,7 @@ _BINARY_FIXED = struct.Struct(">hBhiii")  # code, language, version, opaque, fla
 
 @dataclass(slots=True, repr=False)
 class RemotingCommand:
-    """One request or answer. `fields` is the header's string map (extFields), `header_type` the form it came in."""
+    """One request or response. `fields` is the header's string map (extFields), `header_type` its received format."""
 
     code: int
     fields: dict[str, str] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class RemotingCommand:
     version: int = CLIENT_VERSION
     header_type: int = JSON_HEADER
     skipped_body_bytes: int = 0
-    """The bytes of a body that is too large for its request, and was not kept."""
+    """The size of a body that is too large for its request, so it was skipped."""
 
     def __repr__(self) -> str:
         fields = {
@@ -79,14 +81,14 @@ class RemotingCommand:
     def make_response(
         self, code: int = 0, remark: str | None = None, fields: dict[str, str] | None = None, body: bytes = b""
     ) -> RemotingCommand:
-        """Return the answer to this request: same opaque, response flag set."""
+        """Return a response to this request, with the same opaque and the response flag."""
         return RemotingCommand(code, fields or {}, body, self.opaque, RESPONSE_FLAG, remark)
 
 
 def encode_command(
     command: RemotingCommand, header_type: int = JSON_HEADER, max_frame_bytes: int = MAX_FRAME_BYTES
 ) -> bytes:
-    """Return the whole frame of `command`. JSON is what every server understands, and the faster one.
+    """Return the whole frame of `command`. Every server reads JSON headers, which are also faster.
 
     Raises:
         ProtocolError: the frame would be larger than `max_frame_bytes`, or a field cannot be written.
@@ -100,7 +102,7 @@ def encode_command(
     if _PREFIX.size + len(header) + len(body) > max_frame_bytes:
         raise ProtocolError(
             f"frame of {_PREFIX.size + len(header) + len(body)} bytes; at most max_frame_bytes={max_frame_bytes} are "
-            "sent: send less at a time, or pass a larger one if the servers take it (16 MiB unless told otherwise)"
+            "sent. Send less at a time, or pass a larger value if the servers accept it (default 16 MiB)"
         )
     return _PREFIX.pack(4 + len(header) + len(body), header_type << 24 | len(header)) + header + body
 
@@ -132,7 +134,7 @@ def _binary_header(command: RemotingCommand) -> bytes:
         entries = b"".join(
             struct.pack(">h", len(name)) + name + struct.pack(">i", len(value)) + value
             for name, value in ((name.encode(), value.encode()) for name, value in command.fields.items())
-            if value  # servers read an empty value as none at all, and would then sign the text "null"
+            if value  # servers read an empty value as null, and would then sign the text "null"
         )
         fixed = _BINARY_FIXED.pack(command.code, language, command.version, command.opaque, command.flag, len(remark))
     except (struct.error, UnicodeEncodeError) as error:
@@ -141,22 +143,22 @@ def _binary_header(command: RemotingCommand) -> bytes:
 
 
 def decode_command(frame: bytes) -> RemotingCommand:
-    """Return the command in one whole frame (length field included).
+    """Return the command in one whole frame, including its length field.
 
     Raises:
-        ProtocolError: the frame is not one. A server closes the connection then; so should we.
+        ProtocolError: the bytes are not a frame. Close the connection, as servers do.
     """
     if len(frame) < _PREFIX.size:
         raise ProtocolError(f"frame of {len(frame)} bytes is shorter than its prefix")
     length, word = _PREFIX.unpack_from(frame)
     if length + 4 != len(frame):
-        raise ProtocolError(f"frame says {length} bytes follow, {len(frame) - 4} do")
+        raise ProtocolError(f"frame has the length {length}, but {len(frame) - 4} bytes follow")
     _check_prefix(length, word, MAX_FRAME_BYTES)
     return _decode(memoryview(frame), 4, length, word)
 
 
 def _decode(data: memoryview, start: int, length: int, word: int) -> RemotingCommand:
-    """Decode the frame whose header word stands at `start`; `length` counts from there."""
+    """Decode the frame whose header word is at `start`; `length` counts from there."""
     body_start, end = start + 4 + (word & 0xFFFFFF), start + length
     body = bytes(data[body_start:end]) if body_start < end else b""
     return _decode_header(data[start + 4 : body_start], word >> 24, body)
@@ -174,9 +176,7 @@ def _decode_json_header(data: memoryview, body: bytes) -> RemotingCommand:
     if len(data) > _MAX_LENIENT_BYTES and bytes(data).count(b",") > _MAX_HEADER_VALUES:
         raise ProtocolError(f"header of {len(data)} bytes with more than {_MAX_HEADER_VALUES} values")
     try:
-        header = orjson.loads(
-            data
-        )  # may be nested as deep as it likes: nothing but `_text` and `_describe` looks into it
+        header = orjson.loads(data)  # any depth is safe, because only `_text` and `_describe` read nested values
     except orjson.JSONDecodeError as error:
         if len(data) > _MAX_LENIENT_BYTES:
             raise ProtocolError(f"header of {len(data)} bytes is not JSON: {error!s:.100}") from None
@@ -203,17 +203,18 @@ def _check_types(command: RemotingCommand) -> None:
     code, opaque, flag, fields, version = command.code, command.opaque, command.flag, command.fields, command.version
     if not (type(code) is type(opaque) is type(flag) is type(version) is int and type(fields) is dict):
         raise ProtocolError(
-            f"header has a field of the wrong type: code={_describe(code)} opaque={_describe(opaque)} flag={_describe(flag)} "
-            f"version={_describe(version)} extFields={_describe(fields)}"
+            f"header has a field of the wrong type: code={_describe(code)} opaque={_describe(opaque)} "
+            f"flag={_describe(flag)} version={_describe(version)} extFields={_describe(fields)}"
         )
     if type(command.language) is not str or (command.remark is not None and type(command.remark) is not str):
         raise ProtocolError(
-            f"header has a field of the wrong type: language={_describe(command.language)} remark={_describe(command.remark)}"
+            f"header has a field of the wrong type: language={_describe(command.language)} "
+            f"remark={_describe(command.remark)}"
         )
     if len(fields) > _MAX_FIELDS:
         raise ProtocolError(f"header of {len(fields)} fields; at most {_MAX_FIELDS} are read")
     for value in fields.values():
-        if type(value) is not str:  # numbers and booleans are tolerated, as Java does
+        if type(value) is not str:  # accept numbers and booleans, as Java does
             command.fields = {str(name): _text(value) for name, value in fields.items() if value is not None}
             break
 
@@ -265,10 +266,10 @@ def _read_bytes(data: bytes, start: int, length: int) -> tuple[bytes, int]:
 
 
 class FrameBuffer:
-    """Cuts a byte stream into commands; holds only what is incomplete.
+    """Splits a byte stream into commands, and keeps only incomplete ones.
 
-    Bytes are received straight into it: write into `space()`, then tell how many with `received()`. The body of a
-    request above `largest_request`, unless that is a message, is passed over as it comes, and nothing of it held.
+    Receive bytes directly into it: write into `space()`, then call `read_commands()` with their number. It skips the
+    body of a request above `largest_request`, unless that is a message, without keeping it in memory.
     """
 
     __slots__ = (
@@ -283,7 +284,7 @@ class FrameBuffer:
     )
 
     INITIAL_BYTES = 512 * 1024
-    MIN_SPACE_BYTES = 128 * 1024  # of space: receiving a little costs a wake-up as receiving a lot does
+    MIN_SPACE_BYTES = 128 * 1024  # a wake-up for few bytes costs as much as one for many
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES, *, largest_request: int | None = None) -> None:
         self._buffer = bytearray(self.INITIAL_BYTES)
@@ -291,14 +292,14 @@ class FrameBuffer:
         self._start = self._end = 0
         self._max_frame_bytes = max_frame_bytes
         self._largest_request = max_frame_bytes if largest_request is None else largest_request
-        self._is_accepted = False  # a large frame that is not complete yet: it is wanted
-        self._bytes_to_skip = 0  # bytes to come that are not
+        self._is_accepted = False  # whether the incomplete large frame is to be kept
+        self._bytes_to_skip = 0  # further bytes of a frame that is not kept
 
     def space(self) -> memoryview:
-        """Return room to receive into; never empty."""
+        """Return free space for received bytes; never empty."""
         if self._start == self._end:
             self._start = self._end = 0
-            if len(self._buffer) > 4 * self.INITIAL_BYTES:  # a large frame has passed: give its room back
+            if len(self._buffer) > 4 * self.INITIAL_BYTES:  # free the memory of an earlier large frame
                 self._resize(self.INITIAL_BYTES)
         elif len(self._buffer) - self._end < self.MIN_SPACE_BYTES:
             self._make_space()
@@ -307,9 +308,9 @@ class FrameBuffer:
     def _make_space(self) -> None:
         held = self._end - self._start
         wanted = held + self.MIN_SPACE_BYTES
-        if held >= 4:  # the length was checked when it was first seen
+        if held >= 4:  # the length was checked when it arrived
             frame = 4 + int.from_bytes(self._view[self._start : self._start + 4])
-            wanted = max(wanted, min(frame, 2 * len(self._buffer)))  # believed only as far as bytes have come
+            wanted = max(wanted, min(frame, 2 * len(self._buffer)))  # allocate only in proportion to the received bytes
         if wanted <= len(self._buffer):
             self._view[:held] = bytes(self._view[self._start : self._end])
             self._start, self._end = 0, held
@@ -324,12 +325,12 @@ class FrameBuffer:
         self._start, self._end = 0, len(held)
 
     def read_commands(self, count: int, most: int = sys.maxsize) -> list[RemotingCommand]:
-        """Take note of `count` bytes written into `space()`, and return the commands that are complete now.
+        """Accept `count` bytes written into `space()`, and return the commands that are complete now.
 
-        If these are `most`, there may be more: `received(0)` returns them.
+        If it returns `most` commands, there may be more; `read_commands(0)` returns them.
 
         Raises:
-            ProtocolError: the stream is not one of frames. It cannot be followed any further.
+            ProtocolError: the stream does not contain frames. It cannot be read any further.
         """
         self._end += count
         if self._bytes_to_skip:
@@ -359,9 +360,10 @@ class FrameBuffer:
         return commands
 
     def _skip_large_request(self, received: memoryview, length: int, word: int) -> RemotingCommand | None:
-        """Return the command of a large frame without its body if that is not wanted, None if it is, or not known yet.
+        """Return the command of a large request without its body, to skip the body.
 
-        `received` is what there is of header and body.
+        Return None if the frame is to be kept or its header is incomplete. `received` are the bytes of header and body
+        so far.
         """
         header_bytes = word & 0xFFFFFF
         if len(received) < header_bytes:
@@ -378,7 +380,7 @@ class FrameBuffer:
 
 @dataclass(slots=True)
 class BufferSlice:
-    """Bytes that are left where they came: `data` from `start` to before `stop`. Whoever owns `data` may move them."""
+    """The bytes of `data` from `start` to before `stop`. The owner of `data` may move them."""
 
     data: bytes | bytearray
     start: int
@@ -397,25 +399,25 @@ class BufferSlice:
 
 
 class ZeroCopyFrames:
-    """Cuts a byte stream into commands like `FrameBuffer`, and leaves their bodies where they were received.
+    """Splits a byte stream into commands like `FrameBuffer`, but does not copy their bodies.
 
-    That saves copying much that is read once and soon. A body stays until the next `reuse()`, which keeps those that
-    are still wanted. The last byte of `data` is never received into: it is free for whoever reads the bodies.
+    This saves copies of data that is read once and soon. A body stays valid until a `release_except()` that does not
+    name it. No bytes are received into the last byte of `data`, so a reader of the bodies may overwrite it.
     """
 
     __slots__ = ("data", "_view", "_start", "_end", "_max_frame_bytes")
 
     INITIAL_BYTES = 4 * 1024 * 1024
-    MIN_SPACE_BYTES = 256 * 1024  # of space
+    MIN_SPACE_BYTES = 256 * 1024
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_frame_bytes = max_frame_bytes
         self.data = bytearray(self.INITIAL_BYTES)
         self._view = memoryview(self.data)
-        self._start = self._end = 0  # of what is no complete frame yet
+        self._start = self._end = 0  # of the incomplete frame
 
     def _replace_buffer(self, size: int) -> None:
-        """Receive into another buffer from now on. Bodies that were handed out keep the old one."""
+        """Receive into a new buffer from now on. Returned bodies keep the old one."""
         tail = bytes(self._view[self._start : self._end])
         self.data = bytearray(size)
         self._view = memoryview(self.data)
@@ -423,23 +425,25 @@ class ZeroCopyFrames:
         self._start, self._end = 0, len(tail)
 
     def space(self) -> memoryview:
-        """Return room to receive into; never empty."""
+        """Return free space for received bytes; never empty."""
         if len(self.data) - 1 - self._end < self.MIN_SPACE_BYTES:
             held = self._end - self._start
             wanted = held + self.MIN_SPACE_BYTES
-            if held >= 4:  # the length was checked when it was first seen
+            if held >= 4:  # the length was checked when it arrived
                 frame = 4 + int.from_bytes(self._view[self._start : self._start + 4])
-                wanted = max(wanted, min(frame, 2 * len(self.data)))  # believed only as far as bytes have come
+                wanted = max(
+                    wanted, min(frame, 2 * len(self.data))
+                )  # allocate only in proportion to the received bytes
             self._replace_buffer(max(wanted + self.MIN_SPACE_BYTES, self.INITIAL_BYTES))
         return self._view[self._end : -1]
 
     def read_commands(self, count: int) -> list[tuple[RemotingCommand, BufferSlice]]:
-        """Take note of `count` bytes written into `space()`, and return the commands that are complete now.
+        """Accept `count` bytes written into `space()`, and return the commands that are complete now.
 
-        Each has an empty `body`; where its body is stands beside it.
+        Each command has an empty `body`, and comes with a slice of its body.
 
         Raises:
-            ProtocolError: the stream is not one of frames. It cannot be followed any further.
+            ProtocolError: the stream does not contain frames. It cannot be read any further.
         """
         self._end += count
         found = []
@@ -458,7 +462,7 @@ class ZeroCopyFrames:
         return found
 
     def release_except(self, wanted: Iterable[BufferSlice]) -> None:
-        """Receive over what was handed out, but for the bodies that are still `wanted`: they are moved."""
+        """Reuse the memory of returned bodies, except those in `wanted`, which are moved."""
         view, index = self._view, 0
         for extent in sorted((each for each in wanted if each.data is self.data), key=lambda each: each.start):
             size = len(extent)
@@ -471,14 +475,14 @@ class ZeroCopyFrames:
             view[index : index + tail] = view[self._start : self._end]
             self._start, self._end = index, index + tail
         if not index and len(self.data) > 2 * self.INITIAL_BYTES and tail < self.MIN_SPACE_BYTES:
-            self._replace_buffer(self.INITIAL_BYTES)  # large frames have passed: give their room back
+            self._replace_buffer(self.INITIAL_BYTES)  # free the memory of earlier large frames
 
 
 def frame_error(address: str, damage: ProtocolError) -> ProtocolError:
-    """Return what to tell of a peer that has sent something else than frames."""
+    """Return the error for a peer that has sent something other than frames."""
     return ProtocolError(
-        f"{address} sent what is no frame of RocketMQ's remoting protocol ({damage}); check the address: something "
-        "else listens there, such as an HTTP server or a proxy for gRPC, or the data was damaged on its way"
+        f"{address} sent data that is not a frame of RocketMQ's remoting protocol ({damage}); check the address. "
+        "Another server listens there, such as an HTTP server or a gRPC proxy, or the network has damaged the data"
     )
 
 

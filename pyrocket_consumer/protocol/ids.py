@@ -1,4 +1,4 @@
-"""Ids of messages, and the hosts in them: the id a broker gives, and the unique key a producer gives.
+"""Ids of messages and the hosts in them: offset message ids of brokers, and unique keys of producers.
 
 Source: MessageDecoder, MessageClientIDSetter.
 """
@@ -19,7 +19,7 @@ _TAIL = struct.Struct(">HIIH")  # process id, process value, milliseconds of the
 
 
 def encode_host(host: str) -> bytes:
-    """Return the bytes of "ip:port" or "[ip6]:port" as records hold them: the address, and the port as 4 bytes.
+    """Return the bytes of "ip:port" or "[ip6]:port" in a record: the address, and the port as 4 bytes.
 
     Raises:
         ConfigError: the text is not an address and a port.
@@ -40,7 +40,7 @@ def decode_host(data: bytes) -> str:
 
 
 def offset_message_id(host: str, port: int, commit_log_offset: int) -> str:
-    """Return the id that says where a message is stored: the broker's address and the place in its commit log.
+    """Return the offset message id: the address of the broker, and the offset of the message in its commit log.
 
     Source: MessageDecoder.createMessageId.
     """
@@ -50,7 +50,7 @@ def offset_message_id(host: str, port: int, commit_log_offset: int) -> str:
 def parse_offset_message_id(message_id: str) -> tuple[str, int, int]:
     """Return the host, port and commit log offset in an offset message id.
 
-    A unique key has the same form and cannot be told apart: what comes out of one is meaningless.
+    A unique key has the same format and cannot be distinguished; the result for it is meaningless.
 
     Raises:
         ProtocolError: not 32 or 56 hexadecimal digits.
@@ -66,18 +66,18 @@ def parse_offset_message_id(message_id: str) -> tuple[str, int, int]:
 
 
 class UniqueIds:
-    """Makes the unique keys (UNIQ_KEY) of a producer's messages. Safe to share between threads.
+    """Makes the unique keys (UNIQ_KEY) of a producer's messages. Thread-safe.
 
-    Unique among processes of one host as long as the process value differs, and for 65,536 ids in a millisecond.
+    They are unique among the processes of a host if the process values differ, for up to 65,536 ids per millisecond.
     Source: MessageClientIDSetter.
     """
 
     def __init__(
         self, ip: str, pid: int, process_value: int | None = None, clock: Callable[[], float] = time.time
     ) -> None:
-        """Make ids for the process `pid` at address `ip`; `clock` gives seconds since the epoch.
+        """Make ids for the process `pid` at address `ip`; `clock` returns seconds since the epoch.
 
-        To be made in the process that makes the ids: a fork copies the process value and the counter.
+        Create the object in the process that uses it, because a fork copies the process value and the counter.
         """
         self._ip = ipaddress.ip_address(ip).packed
         self._pid = pid & 0xFFFF

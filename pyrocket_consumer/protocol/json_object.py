@@ -1,4 +1,4 @@
-"""Reading JSON with a word on what is wrong, and flat dataclasses as JSON objects."""
+"""Reads JSON with errors that name the wrong field, and converts flat dataclasses to JSON objects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _R = TypeVar("_R")
 
 
 class JsonObject:
-    """A JSON object being read; `what` names the body in errors."""
+    """A JSON object to read; `what` names the body in errors."""
 
     __slots__ = ("_fields", "_what")
 
@@ -86,7 +86,7 @@ class JsonObject:
         }
 
     def queue_table(self, name: str, read: Callable[[Any, str], _R]) -> dict[MessageQueue, _R]:
-        """Return a map whose keys are queues, its values read by `read(value, what)`."""
+        """Return a map with queues as keys; `read(value, what)` reads its values."""
         what = f"{self._what}.{name}"
         return {read_queue(key, what): read(value, what) for key, value in self.table(name).items()}
 
@@ -120,7 +120,7 @@ def read_text(value: object, name: str, what: str) -> str:
 
 
 def read_queue(value: object, what: str) -> MessageQueue:
-    """Read a queue from an object, or from the text of one as some clients write it for a key."""
+    """Read a queue from an object, or from the text of an object, which some clients write as a key."""
     if isinstance(value, str):
         value = fastjson.loads(value)
     found = JsonObject(value, what)
@@ -128,7 +128,7 @@ def read_queue(value: object, what: str) -> MessageQueue:
 
 
 def java_field(name: str, default: Any) -> Any:
-    """Declare a field whose name in JSON is not its attribute's in camelCase."""
+    """Declare a field whose name in JSON is not its attribute's name in camelCase."""
     return field(default=default, metadata={"name": name})
 
 
@@ -138,7 +138,7 @@ def _java_name(each: Any) -> str:
 
 
 def read_record(kind: Callable[..., _R], value: object, what: str) -> _R:
-    """Read a flat dataclass, every field of which has a default for when it is missing."""
+    """Read a flat dataclass. Its fields have defaults, which apply to missing values."""
     found = value if isinstance(value, JsonObject) else JsonObject(value, what)
     readers: dict[str, Callable[[str], Any]] = {
         "int": found.number,

@@ -1,4 +1,4 @@
-"""Stored messages: the records of a pull's body, read lazily, and the batches producers send.
+"""Stored messages: the records in the body of a pull response, read lazily, and the batches that producers send.
 
 Source: MessageDecoder, MessageExtEncoder, MessageSysFlag, MessageVersion.
 """
@@ -65,15 +65,15 @@ __all__ = [
 _MAGIC_V2 = 0xDAA320AB  # of a record whose topic has its length in two bytes: topics longer than 127 bytes
 _V1_BYTE = MAGIC_V1 & 0xFF
 
-# The whole part before the body, by the host bits of sysFlag: total size, magic, body CRC, queue id, flag,
-# queue offset, commit log offset, sysFlag, born at, born host, stored at, store host, reconsume times,
-# prepared transaction offset, body length.
+# The fields before the body, by the host bits of sysFlag: total size, magic, body CRC, queue id, flag, queue offset,
+# commit log offset, sysFlag. Then born at, born host, stored at, store host, reconsume times, prepared transaction
+# offset, body length.
 _FIXED = {
     born_v6 | store_v6: struct.Struct(f">IIIiiqqiq{20 if born_v6 else 8}sq{20 if store_v6 else 8}siqI")
     for born_v6 in (0, SysFlag.BORN_HOST_V6)
     for store_v6 in (0, SysFlag.STORE_HOST_V6)
 }
-_LIMIT_INDEX = 15  # behind these, of a message whose body is packed: how to unpack it
+_LIMIT_INDEX = 15  # the index after these fields, which has the BodyLimit of a message with a packed body
 _HOSTS_V6 = SysFlag.BORN_HOST_V6 | SysFlag.STORE_HOST_V6
 _UNPACK = SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
 _PACKED = SysFlag.COMPRESSED | _UNPACK
@@ -87,14 +87,14 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 MAX_RECORDS = 1024
-"""An answer with more records than any pull asks for is refused. Fewer cost nothing, be they asked for or not."""
+"""The most records of a pull response, which is also the most that a pull may request."""
 
 _CHUNK_BYTES = 64 * 1024
-"""Bytes of an answer that are decoded before its records are counted: to count each one costs more."""
+"""The number of records is checked after this many bytes, because a check for each record is slower."""
 
 
 class BodyLimit:
-    """How the bodies of messages are unpacked: each up to `max_bytes`, from which on it is too large."""
+    """The limit of decompressed bodies: a body of more than `max_bytes` is too large."""
 
     def __init__(self, max_bytes: int = MAX_BODY_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -105,30 +105,30 @@ class BodyLimit:
 _DEFAULT_BODY_LIMIT = BodyLimit()
 
 Unpack = Callable[["Message"], Iterable["Message"]]
-"""Gives what stands for an inner batch."""
+"""Returns the messages that replace an inner batch."""
 
 
 class Message(Record):
-    """One message of a queue, as its broker stored it. Parts are read from the broker's bytes when they are asked for.
+    """One message of a queue, as its broker stored it. Attributes are decoded from the record on first use.
 
-    Made by `decode_messages`. Read-only; equal only to itself. A record damaged inside raises ProtocolError when the
-    damaged part is first read. A message keeps the whole answer it came in alive: `detach()` one to keep it for long.
-    For one property of many, `property(name)` is the cheap way.
+    `decode_messages` creates it. It is read-only, and equal only to itself. Access to a damaged part of the record
+    raises ProtocolError. A message keeps the whole pull response in memory, so `detach()` one before you keep it for
+    long. To read a single property, use `property(name)`.
     """
 
     __slots__ = ()
 
     @property
     def queue(self) -> MessageQueue:
-        """The queue it was pulled from. For a retried message that is one of the group's retry topic."""
+        """The queue from which it was pulled. For a retried message that is a queue of the group's retry topic."""
         queue = self._queue
-        if queue is None:  # not from a pull: which broker has it, the record does not say
+        if queue is None:  # not from a pull; the record does not contain the name of the broker
             queue = self._queue = MessageQueue(self._record_topic(), "", self._fields()[3])
         return queue
 
     @property
     def topic(self) -> str:
-        """The topic it was sent to; for a retried message the original one."""
+        """The topic to which it was sent; for a retried message the original one."""
         topic = self.queue.topic
         if topic.startswith(RETRY_PREFIX):
             return self.property(PropertyName.RETRY_TOPIC) or topic
@@ -138,7 +138,7 @@ class Message(Record):
         flag, limit = self.sys_flag, self._limit_or_error()
         if isinstance(limit, ProtocolError):
             raise _copy_error(limit)
-        # The items of an inner batch keep its sysFlag, but it was the batch that was compressed.
+        # The items of an inner batch have its sysFlag, but only the batch as a whole was compressed.
         if not flag & SysFlag.COMPRESSED or flag & _UNPACK == _UNPACK:
             return stored
         try:
@@ -149,12 +149,12 @@ class Message(Record):
 
     @property
     def is_too_large(self) -> bool:
-        """Whether its body was asked for, and holds more than may be unpacked: it can never be read."""
+        """Whether its body was read and is larger than `max_body_bytes`, so that it can never be read."""
         return isinstance(self._limit_or_error(), BodyTooLarge)
 
     @property
     def tags(self) -> str | None:
-        """The tag, None when it has none."""
+        """The tag, None without one."""
         return self.property(PropertyName.TAGS)
 
     @property
@@ -165,17 +165,18 @@ class Message(Record):
 
     @property
     def message_id(self) -> str:
-        """The id its producer gave it (UNIQ_KEY), else the offset message id.
+        """The id that its producer gave it (UNIQ_KEY), else the offset message id.
 
-        Not unique: a message sent twice keeps it, and brokers 5.1 and 5.3 give the items of a Java batch the same one.
+        It is not unique. A message sent twice keeps it, and brokers 5.1 and 5.3 give all items of a Java batch the
+        same one.
         """
         return self.property(PropertyName.UNIQUE_KEY) or self.offset_message_id
 
     @property
     def producer_id(self) -> str | None:
-        """The id its producer gave this very message, None if it gave none; copies that it sent twice have the same.
+        """The id that its producer gave this message, None without one. Copies of a message sent twice have the same.
 
-        Some brokers give the items of a batch the batch's id besides their own, and then `message_id` is that one.
+        Some brokers add the batch's id to the items of a batch. Then `message_id` is that of the batch.
         """
         start = self._properties_start()
         value = first_property(self._data[start : self._end], PropertyName.UNIQUE_KEY)
@@ -183,7 +184,7 @@ class Message(Record):
 
     @property
     def offset_message_id(self) -> str:
-        """The id that says where it is stored: the broker's address and the place in its commit log."""
+        """The id of its location: the broker's address and the offset in its commit log."""
         fields = self._fields()
         return f"{fields[11].hex()}{fields[6] & 0xFFFFFFFFFFFFFFFF:016x}".upper()
 
@@ -211,23 +212,23 @@ class Message(Record):
 
     @property
     def born_host(self) -> str:
-        """The producer's "ip:port", as its broker saw it."""
+        """The producer's "ip:port", as seen by its broker."""
         return decode_host(self._fields()[9])
 
     @property
     def store_host(self) -> str:
-        """The broker's "ip:port", as it knows itself."""
+        """The broker's own "ip:port"."""
         return decode_host(self._fields()[11])
 
     @property
     def reconsume_times(self) -> int:
-        """How often it was consumed before, without success."""
+        """The number of earlier failed attempts to consume it."""
         times: int = self._fields()[12]
         return times + self._extra_attempts
 
     @property
     def flag(self) -> int:
-        """A number its sender is free to use."""
+        """A number for the sender's own use."""
         flag: int = self._fields()[4]
         return flag
 
@@ -244,18 +245,18 @@ class Message(Record):
 
     @property
     def commit_log_offset(self) -> int:
-        """Its place in the broker's commit log."""
+        """Its offset in the broker's commit log."""
         offset: int = self._fields()[6]
         return offset
 
     @property
     def prepared_transaction_offset(self) -> int:
-        """Where in the commit log the half message of its transaction is; 0 without one."""
+        """The commit log offset of the half message of its transaction; 0 without one."""
         offset: int = self._fields()[13]
         return offset
 
     def detach(self) -> Message:
-        """Return the message with its own bytes only, so that the answer it came in can be freed."""
+        """Return the message with a copy of its own bytes, so that the memory of the pull response can be freed."""
         if self._end - self._start == len(self._data):
             return self
         message = _message_at(self._data[self._start : self._end], 0, self._queue, self._body_limit())
@@ -267,7 +268,7 @@ class Message(Record):
         return _restore_message, (self._data[self._start : self._end], self._queue, self._extra_attempts, max_bytes)
 
     def _limit_or_error(self) -> BodyLimit | ProtocolError:
-        """Return how the body is unpacked, or why it cannot be read, if that is known."""
+        """Return the limit of the decompressed body, or the error if the body is known to be unreadable."""
         if not self.sys_flag & _PACKED:
             return _DEFAULT_BODY_LIMIT
         limit: BodyLimit | ProtocolError = self._fields()[_LIMIT_INDEX]
@@ -281,7 +282,7 @@ class Message(Record):
         self._fixed = (
             *self._fields()[:_LIMIT_INDEX],
             _copy_error(error),
-        )  # the one raised keeps the frames it came through
+        )  # the traceback of the raised error keeps its frames alive
 
     def __repr__(self) -> str:
         try:
@@ -303,7 +304,7 @@ class Message(Record):
             raise ProtocolError(f"record at {self._start}: its topic is not UTF-8") from error
 
     def _properties_start(self) -> int:
-        """Return where the properties start: after topic and length, and up to the record's end."""
+        """Return the start of the properties. They follow the topic and their length, and end with the record."""
         data, topic, end = self._data, self._body_end, self._end
         if data[self._start + 7] == _V1_BYTE:
             start = topic + data[topic] + 3
@@ -314,7 +315,7 @@ class Message(Record):
         return start
 
     def property_bytes(self, name: str) -> bytes | None:
-        """Return the property `name` as it was sent, None when it is absent: some clients write no UTF-8."""
+        """Return the bytes of the property `name`, None if it is absent. Some clients do not write UTF-8."""
         return find_property(self._data, self._properties_start(), self._end, name)
 
 
@@ -323,20 +324,20 @@ def _copy_error(error: ProtocolError) -> ProtocolError:
 
 
 def stored_body(message: Message) -> bytes:
-    """Return a message's body as it is stored: compressed, if `sys_flag` says so."""
+    """Return the body of a message as it is stored: compressed, if `sys_flag` has a compression."""
     return message._data[message._start + _FIXED[message.sys_flag & _HOSTS_V6].size : message._body_end]
 
 
 def has_compressed_body(message: Message) -> bool:
-    """Tell whether the message's own body is compressed, so that it takes memory once it is read."""
+    """Return whether the message's own body is compressed, so that reading it takes additional memory."""
     flag = message.sys_flag
     return bool(flag & SysFlag.COMPRESSED) and flag & _UNPACK != _UNPACK
 
 
 def unpacked_size_limit(message: Message, *, measured: bool) -> int:
-    """Return the bytes a compressed body takes at most; `measured` costs as much as to unpack it, and is right.
+    """Return the most bytes that the decompressed body takes. `measured` returns the exact size, but decompresses it.
 
-    A body that cannot be unpacked counts with all that is tried.
+    For a body that cannot be decompressed it returns the limit.
     """
     max_bytes = message._body_limit().max_bytes
     if not measured:
@@ -348,7 +349,7 @@ def unpacked_size_limit(message: Message, *, measured: bool) -> int:
 
 
 def drop_body(message: Message) -> None:
-    """Keep the unpacked body of a message no longer. Who reads it again has it unpacked again."""
+    """Free the decompressed body of a message. The next access decompresses it again."""
     message._body = None
 
 
@@ -359,15 +360,16 @@ def decode_messages(
     body_limit: BodyLimit = _DEFAULT_BODY_LIMIT,
     max_records: int | None = None,
 ) -> list[Message]:
-    """Return the messages in the body of a pull's answer, in order; inner batches are unpacked.
+    """Return the messages in the body of a pull response, in order; inner batches are unpacked.
 
-    `queue` is the one pulled from; without it each message names the queue in its record, with no broker name. What
-    `unpack` gives for an inner batch stands for it; without it that is what `inner_messages` gives. `body_limit` says how
-    much may be unpacked. `max_records` is how many records there may be; a few hundred more are read before that is noticed.
+    `queue` is the queue of the pull. Without it, each message has the queue of its record, without a broker name.
+    `unpack` returns the messages of an inner batch; the default is `inner_messages`. `body_limit` limits decompressed
+    bodies. `max_records` limits the number of records; the error may come a few hundred records later.
 
     Raises:
-        ProtocolError: not a sequence of records, or too many. Damage inside a record raises when that part is read.
-        ConfigError: an inner batch is compressed in a way whose package is not installed.
+        ProtocolError: the bytes are not a sequence of records, or have too many. Damage inside a record raises only
+            when that part is read.
+        ConfigError: the package for the compression of an inner batch is not installed.
     """
     messages: list[Message] = []
     size = len(data)
@@ -394,10 +396,10 @@ def decode_messages(
 def decode_message(
     record: bytes, queue: MessageQueue | None = None, body_limit: BodyLimit = _DEFAULT_BODY_LIMIT
 ) -> Message:
-    """Return the message of one record as brokers pass it on to be looked at, or consumed. The rest: as in a pull.
+    """Return the message of one record, as brokers send it to be viewed or consumed; see also `decode_messages`.
 
     Raises:
-        ProtocolError: not one whole record, or an inner batch, which brokers do not pass on.
+        ProtocolError: not one whole record, or an inner batch, which brokers do not send this way.
     """
     message = _message_at(record, 0, queue, body_limit)
     if message._end != len(record):
@@ -418,7 +420,7 @@ def _decode_unusual(
 ) -> tuple[int, int]:
     """Add the messages of a record with IPv6 hosts, a long topic, a packed body or an inner batch.
 
-    Returns where it ends, and the bytes unpacked so far.
+    Returns the end of the record, and the number of bytes unpacked so far.
     """
     message = _message_at(data, start, queue, body_limit)
     if message.sys_flag & _UNPACK != _UNPACK:
@@ -439,16 +441,17 @@ def inner_messages(batch: Message, max_bytes: int | None = None) -> list[Message
     """Return the messages of an inner batch, each with a record of its own.
 
     Raises:
-        ProtocolError: it is damaged; or its records take more than `max_bytes` (as much as a body may hold), or are
-            more than a broker can count, which is a BodyTooLarge.
-        ConfigError: it is compressed in a way whose package is not installed.
+        BodyTooLarge: its records take more than `max_bytes` (default: the limit of a body), or it has more messages
+            than a broker can count. This is a ProtocolError.
+        ProtocolError: it is damaged.
+        ConfigError: the package for its compression is not installed.
     """
     body_limit = batch._body_limit()
     max_bytes = body_limit.max_bytes if max_bytes is None else max_bytes
     items, size = list[Message](), 0
     for record in _unpack_records(batch, max_bytes):
         size += len(record)
-        if size > max_bytes:  # a few bytes can hold millions of items
+        if size > max_bytes:  # a few bytes can contain millions of items
             raise BodyTooLarge(f"inner batches hold more than {body_limit.max_bytes} bytes of records")
         if len(items) == _MAX_INNER_MESSAGES:
             raise BodyTooLarge(f"an inner batch holds more than {_MAX_INNER_MESSAGES} messages")
@@ -457,17 +460,17 @@ def inner_messages(batch: Message, max_bytes: int | None = None) -> list[Message
 
 
 def keep_batch(batch: Message) -> tuple[Message]:
-    """Leave an inner batch as it is: one message whose body is what is stored."""
+    """Return an inner batch as one message whose body is the stored bytes."""
     return (batch,)
 
 
 def is_inner_batch(record: Message) -> bool:
-    """Tell whether a message is an inner batch; it must have been left as one, for each item of it says so, too."""
+    """Return whether a message is an inner batch. Do not pass items of an unpacked batch, which have the same flag."""
     return record.sys_flag & _UNPACK == _UNPACK
 
 
 def mark_batch_unreadable(batch: Message, error: ProtocolError, begin: int) -> None:
-    """Have an inner batch be one message, at `begin` if it starts before that, whose body raises `error`."""
+    """Make an inner batch one message whose body raises `error`. Its offset is at least `begin`."""
     batch._mark_unreadable(error)
     batch.queue_offset = max(batch.queue_offset, begin)
 
@@ -477,7 +480,7 @@ _MAX_INNER_MESSAGES = 2**15 - 1
 
 
 def _message_at(data: bytes, start: int, queue: MessageQueue | None, body_limit: BodyLimit) -> Message:
-    """Return the message whose record starts at `start`: of any form, an inner batch as one message."""
+    """Return the message whose record, of any format, starts at `start`. An inner batch is one message."""
     try:
         total, magic, _, sys_flag, _ = RECORD_HEAD.unpack_from(data, start)
         fixed = _FIXED[sys_flag & _HOSTS_V6]
@@ -485,7 +488,7 @@ def _message_at(data: bytes, start: int, queue: MessageQueue | None, body_limit:
     except struct.error:
         raise ProtocolError(f"{len(data) - start} bytes at {start} are too few for a record") from None
     if magic not in (MAGIC_V1, _MAGIC_V2):
-        raise ProtocolError(f"record at {start}: magic {magic:#010x} is unknown; the answer cannot be read further")
+        raise ProtocolError(f"record at {start}: magic {magic:#010x} is unknown; the response cannot be read further")
     end, body_end = start + total, start + fixed.size + fields[14]
     if not body_end + 3 <= end <= len(data):
         raise ProtocolError(f"record at {start} of {len(data)}: size {total}, body of {fields[14]} bytes")
@@ -496,7 +499,7 @@ def _message_at(data: bytes, start: int, queue: MessageQueue | None, body_limit:
 
 
 def _restore_message(record: bytes, queue: MessageQueue | None, extra_attempts: int, max_body_bytes: int) -> Message:
-    """Return the message of a record that stands alone; what pickling rests on."""
+    """Return the message of a single record, for unpickling."""
     body_limit = _DEFAULT_BODY_LIMIT if max_body_bytes == MAX_BODY_BYTES else BodyLimit(max_body_bytes)
     message = _message_at(record, 0, queue, body_limit)
     message._extra_attempts = extra_attempts
@@ -504,7 +507,7 @@ def _restore_message(record: bytes, queue: MessageQueue | None, extra_attempts: 
 
 
 def _unpack_records(batch: Message, max_bytes: int) -> Iterator[bytes]:
-    """Yield a record for each item of an inner batch: everything is the batch's but offset, flag, body and properties.
+    """Yield a record for each item of an inner batch. It has its own offset, flag, body and properties.
 
     Source: MessageDecoder.decodeMessage(MessageExt, List).
     """
@@ -525,7 +528,7 @@ def _unpack_records(batch: Message, max_bytes: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _ItemBounds:
-    """Where the parts of a batch item are: its body, and its properties with their length."""
+    """The positions of a batch item's parts: the body, and the properties with their length."""
 
     flag: int
     body: int
@@ -549,7 +552,7 @@ def _batch_items(data: bytes) -> Iterator[_ItemBounds]:
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """One message of a batch, which gives topic, queue and times. Properties given as text are taken as they are."""
+    """One message of a batch, which has the topic, queue and times. Properties as text are used unchanged."""
 
     body: bytes
     properties: Mapping[str, str] | str = field(default_factory=dict)
@@ -557,10 +560,10 @@ class BatchItem:
 
 
 def encode_batch(items: Iterable[BatchItem]) -> bytes:
-    """Return the body of a batch request, which is the body of an inner batch too.
+    """Return the body of a batch request, which is also the format of an inner batch.
 
     Raises:
-        ConfigError: properties that cannot be written; see `encode_properties`.
+        ConfigError: properties cannot be encoded; see `encode_properties`.
     Source: MessageDecoder.encodeMessages.
     """
     parts: list[bytes] = []
@@ -587,10 +590,10 @@ def decode_batch(data: bytes) -> list[BatchItem]:
 
 @dataclass(frozen=True, slots=True)
 class StoredMessage:
-    """Every field of a record. `body` is as stored: compressed if `sys_flag` says so.
+    """Every field of a record. `body` is as stored: compressed if `sys_flag` has a compression.
 
-    `body_crc` None: computed. Properties may be given as text, taken as it is. The host bits of `sys_flag` follow the
-    hosts, and the form of the record the topic's length.
+    If `body_crc` is None, it is computed. Properties as text are used unchanged. `encode_message` sets the host bits of
+    `sys_flag` from the hosts, and the format of the record from the length of the topic.
     """
 
     topic: str
@@ -611,10 +614,10 @@ class StoredMessage:
 
 
 def encode_message(message: StoredMessage) -> bytes:
-    """Return the record of `message`, as a broker stores it and answers pulls with it.
+    """Return the record of `message`, as a broker stores it and sends it in pull responses.
 
     Raises:
-        ConfigError: a host, topic or property that a record cannot hold.
+        ConfigError: a host, topic or property does not fit into a record.
     Source: MessageExtEncoder.
     """
     topic, properties = message.topic.encode(), encoded_properties(message.properties)
@@ -648,7 +651,7 @@ def encode_message(message: StoredMessage) -> bytes:
 
 
 def body_crc(body: bytes) -> int:
-    """Return the CRC a broker stores for `body`, which is given as stored: compressed, or a whole inner batch."""
+    """Return the CRC that a broker stores for `body`. Pass the stored bytes: compressed, or a whole inner batch."""
     return zlib.crc32(body) & 0x7FFFFFFF
 
 

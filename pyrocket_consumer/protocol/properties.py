@@ -81,11 +81,11 @@ class PropertyName:
 
 
 def encode_properties(properties: Mapping[str, str]) -> str:
-    """Return the text of `properties`, as it stands in a send request, a batch item and a stored record.
+    """Return the text of `properties`, as send requests, batch items and stored records contain it.
 
     Raises:
-        ConfigError: a name or value holds one of the two separators, or a name is empty. An empty value is written,
-            but no reader sees it: send no such property.
+        ConfigError: a name or value contains one of the two separators, or a name is empty. An empty value is written,
+            but readers ignore it, so do not send one.
     Source: MessageDecoder.messageProperties2String.
     """
     items = [f"{name}{_NAME_END}{value}{_ITEM_END}" for name, value in properties.items()]
@@ -103,13 +103,13 @@ def encode_properties(properties: Mapping[str, str]) -> str:
 def decode_properties(text: bytes | str) -> dict[str, str]:
     r"""Return the properties in `text`; a name that occurs twice has its last value.
 
-    Items without a name, without a value or without a separator are left out, further \x01 belong to the value, and
-    bytes that are not UTF-8 read as U+FFFD: nothing raises. Source: MessageDecoder.string2messageProperties.
+    It raises nothing. It skips items without a name, a value or a separator; a second \x01 belongs to the value. Bytes
+    that are not UTF-8 become U+FFFD. Source: MessageDecoder.string2messageProperties.
     """
     if not isinstance(text, str):
         text = text.decode("utf-8", "replace")
     properties = {}
-    for item in text.split(_ITEM_END):  # measured: quicker than any form that takes the separators in one go
+    for item in text.split(_ITEM_END):  # measured: faster than matching both separators at once
         name, _, value = item.partition(_NAME_END)
         if name and value:
             properties[name] = value
@@ -117,7 +117,7 @@ def decode_properties(text: bytes | str) -> dict[str, str]:
 
 
 def first_property(data: bytes, name: str) -> bytes | None:
-    """Return the first value of `name` in the text `data`, None when absent; elsewhere the last one counts."""
+    """Return the first value of `name` in the text `data`, None if absent. All other functions use the last value."""
     wanted = name.encode()
     for item in data.split(b"\x02"):
         found, _, value = item.partition(b"\x01")
@@ -127,9 +127,9 @@ def first_property(data: bytes, name: str) -> bytes | None:
 
 
 def find_property(data: bytes, start: int, end: int, name: str) -> bytes | None:
-    """Return the value of `name` in the properties text `data[start:end]`, None when absent, without reading the rest.
+    """Return the value of `name` in the properties text `data[start:end]`, None if absent, without reading the rest.
 
-    The same value as `decode_properties` gives, always, before it is decoded.
+    It always returns the bytes of the value that `decode_properties` returns.
     """
     item_start = _item_start(name)
     if item_start is None:
@@ -155,19 +155,19 @@ def find_property(data: bytes, start: int, end: int, name: str) -> bytes | None:
 
 @lru_cache(maxsize=256)
 def _last_with_value(name: str) -> re.Pattern[bytes]:
-    """Return what matches a text up to its last item `name` that has a value, unless that is its first item."""
+    """Return a pattern that matches a text up to its last item `name` with a value, unless it is the first item."""
     return re.compile(rb"(?s:.*)\x02" + re.escape(name.encode()) + rb"\x01([^\x02]+)")
 
 
 @lru_cache(maxsize=256)
 def _first_with_value(name: str) -> re.Pattern[bytes]:
-    """Return what matches a text whose first item is `name`, and has a value."""
+    """Return a pattern that matches a text whose first item is `name` with a value."""
     return re.compile(re.escape(name.encode()) + rb"\x01([^\x02]+)")
 
 
 @lru_cache(maxsize=256)
 def _item_start(name: str) -> bytes | None:
-    """Return the bytes with which an item `name` starts after another one, None when bytes cannot tell."""
+    """Return the bytes at the start of an item `name` after another item, None if the bytes are ambiguous."""
     if not isinstance(name, str):
         raise TypeError(f"a property's name is a str, not {type(name)!r}")
     if not name or _NAME_END in name or _ITEM_END in name or "\ufffd" in name:
@@ -179,7 +179,7 @@ def _item_start(name: str) -> bytes | None:
 
 
 def encoded_properties(properties: Mapping[str, str] | str) -> bytes:
-    """Return the bytes of `properties`; text is taken as it is.
+    """Return the bytes of `properties`; text is used unchanged.
 
     Raises:
         ConfigError: more than 32,767 bytes; a broker refuses them. Make names and values shorter.

@@ -1,4 +1,4 @@
-"""The pull request, the one that is sent all the time."""
+"""A prepared pull request, because pulls are the most frequent requests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pyrocket_consumer.protocol.codes import CLIENT_VERSION, LanguageCode, Reque
 
 
 class PullTemplate:
-    """The pull request of one queue, prepared: only three numbers change from pull to pull.
+    """A prepared pull request of one queue, in which only three numbers change.
 
-    The frame carries the fields PullMessageHeader would. `hold_ms` is how long the broker may wait for messages.
+    It has the fields of PullMessageHeader. `hold_ms` is how long the broker may wait for messages.
     """
 
     __slots__ = ("_header",)
@@ -49,7 +49,7 @@ class PullTemplate:
         names = orjson.dumps(fixed)[1:-1]
         tail = b'},"flag":0,"language":"%s","opaque":' % LanguageCode.PYTHON.name.encode()
         end = b',"serializeTypeCurrentRPC":"JSON","version":%d}' % CLIENT_VERSION
-        self._header = (  # a name may hold a %, as every retry topic's does: only ours are for filling in
+        self._header = (  # escape % in names, such as retry topics, because only the template's own % are placeholders
             (head + names).replace(b"%", b"%%")
             + b',"queueOffset":"%d","commitOffset":"0","sysFlag":"%d"'
             + tail
@@ -58,7 +58,7 @@ class PullTemplate:
         )
 
     def encode(self, opaque: int, queue_offset: int, sys_flag: int) -> bytes:
-        """Return the whole frame of one pull. It commits nothing: `sys_flag` is without PullFlag.COMMIT."""
+        """Return the whole frame of one pull. `sys_flag` must not contain PullFlag.COMMIT."""
         header = self._header % (queue_offset, sys_flag, opaque)
         size = len(header)
         return self._PREFIX.pack(size + 4, size) + header

@@ -1,7 +1,7 @@
-"""What every message pays: cutting an answer into records, reading body and properties, counting what is finished.
+"""The work for every message: split a response into records, read body and properties, count finished messages.
 
-This is the Python of it, which people read and which runs where nothing was compiled. `_accelerator.c` does the same;
-`accelerator` says which of the two is used.
+Read this Python code first; it runs if the compiled part is missing. `_accelerator.c` has the same functions, and
+`accelerator` chooses one of the two.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pyrocket_consumer.protocol.codes import SysFlag
 from pyrocket_consumer.protocol.properties import decode_properties, find_property
 
 MAGIC_V1 = 0xDAA320A7
-"""Of a record whose topic has its length in one byte."""
+"""The magic number of a record whose topic has a length of one byte."""
 
 MIN_RECORD_BYTES = 91
 
 RECORD_HEAD = struct.Struct(">II12xq8xi44xI")
-"""What is needed of every record: total size, magic, queue offset, sysFlag, body length. It is read from the first 88
-bytes, which are all before the body when both hosts are IPv4."""
+"""The fields read from every record: total size, magic, queue offset, sysFlag, body length. They are in the first 88
+bytes, which all precede the body if both hosts are IPv4."""
 
 _BODY = 88
 _MORE_FOR_V6 = 12
@@ -33,23 +33,23 @@ _UNUSUAL = _HOSTS_V6 | _PACKED
 
 
 class Record:
-    """A stored record: where it lies in an answer, and what was read of it. What users see of it is `Message`."""
+    """A stored record: its position in a response, and its decoded parts. Users see the subclass `Message`."""
 
-    # Without __init__ and with few slots: making one is most of what a pull costs. decode_records sets them all.
+    # It has no __init__ and few slots, because creating records is most of a pull's cost. decode_records sets them all.
     __slots__ = (
-        "queue_offset",  # its place in its queue
+        "queue_offset",  # its offset in its queue
         "sys_flag",  # see SysFlag
-        "_data",  # the answer's bytes
-        "_start",  # where this record starts, its body ends, and it ends
+        "_data",  # the bytes of the response
+        "_start",  # of this record in _data
         "_body_end",
         "_end",
         "_queue",
-        "_fixed",  # what stands before the body, once asked for; of a packed one from the start, and how to unpack it
+        "_fixed",  # the fields before the body, after their first use; for a packed body always, with its BodyLimit
         "_body",
         "_properties",
-        "_done",  # for the consumer: it has finished with the message
-        "_extra_attempts",  # for the consumer: attempts the record does not count
-        "_key_lane",  # for the consumer, with order_by only: the line of its key; else it is not set
+        "_done",  # for the consumer: whether it has finished the message
+        "_extra_attempts",  # for the consumer: attempts that the record does not count
+        "_key_lane",  # for the consumer: the lane of its key; unset without order_by
     )
 
     queue_offset: int
@@ -68,10 +68,10 @@ class Record:
 
     @property
     def body(self) -> bytes:
-        """What was sent, decompressed; b"" when nothing was.
+        """The body as sent, decompressed; b"" for a message without a body.
 
         Raises:
-            ProtocolError: the compressed bytes are damaged, or hold more than `max_body_bytes` (64 MiB).
+            ProtocolError: the compressed bytes are damaged, or contain more than `max_body_bytes` (64 MiB).
             ConfigError: the compression needs a package that is not installed; the text has the pip command.
         """
         body = self._body
@@ -88,22 +88,22 @@ class Record:
 
     @property
     def properties(self) -> dict[str, str]:
-        """Every property, the reserved ones too (see PropertyName). `property` is quicker for a few of many."""
+        """All properties, including the reserved ones (see PropertyName). `property` is faster for a few of many."""
         properties = self._properties
         if properties is None:
             start = self._properties_start()
             properties = self._properties = decode_properties(self._data[start : self._end])
         return properties
 
-    if TYPE_CHECKING:  # what kinds of records have to add
+    if TYPE_CHECKING:  # subclasses define these methods
 
         def _unpack_body(self, stored: bytes) -> bytes: ...
 
         def _properties_start(self) -> int: ...
 
-    # Last, because it hides the builtin from here on.
+    # Defined last, because it hides the builtin from here on.
     def property(self, name: str) -> str | None:
-        """Return the property `name`, None when it is absent. Quicker than `properties` for a few of many."""
+        """Return the property `name`, None if it is absent. Faster than `properties` for a few of many."""
         properties = self._properties
         if properties is not None:
             return properties.get(name)
@@ -125,7 +125,7 @@ def make_record(
     queue: MessageQueue | None,
     fixed: tuple[Any, ...] | None,
 ) -> R:
-    """Return a `kind` of record that lies in `data` from `start` to `end`; whether it does was looked at."""
+    """Return a record of type `kind`, which is in `data` from `start` to `end`. The caller has checked that."""
     record = kind()
     record.queue_offset, record.sys_flag = queue_offset, sys_flag
     record._data, record._start, record._body_end, record._end = data, start, body_end, end
@@ -144,10 +144,11 @@ def decode_records(
     queue: MessageQueue | None,
     decode_unusual: Callable[[int], int],
 ) -> int:
-    """Add a `kind` of record to `records` for each that starts from `start` to `until`; return where the last ends.
+    """Append a record of type `kind` to `records` for each that starts from `start` to `until`. Return the last end.
 
-    At `until` there must be `MIN_RECORD_BYTES` bytes. What is damaged, or has IPv6 hosts, a long topic or a packed body,
-    is left to `decode_unusual`: it takes where such a record starts, adds what stands for it, and returns where it ends.
+    At `until` there must be at least `MIN_RECORD_BYTES` bytes. `decode_unusual` handles records that are damaged, or
+    have IPv6 hosts, a long topic or a packed body. It receives the start of the record, appends its messages, and
+    returns its end.
     """
     add, read_head, size = records.append, RECORD_HEAD.unpack_from, len(data)
     while start <= until:
@@ -173,12 +174,12 @@ def decode_records(
 
 
 def are_offsets_rising(records: Iterable[Record]) -> bool:
-    """Tell whether the offset of each record is above that of the one before."""
+    """Return whether the offset of each record is above that of the previous one."""
     return all(one < other for one, other in pairwise([record.queue_offset for record in records]))
 
 
 def mark_done(records: Iterable[Record]) -> int:
-    """Note that records are consumed; return how many were not before. The window's lock is held."""
+    """Mark records as done. Return how many were not done before. The caller must hold the window's lock."""
     finished = 0
     for record in records:
         if not record._done:

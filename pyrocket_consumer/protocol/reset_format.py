@@ -1,4 +1,4 @@
-"""Resets of broadcasting groups as they travel: a record in a broker's table of offsets, and frames between clients.
+"""The format of resets of broadcasting groups: a record in a broker's offset table, and requests between clients.
 
 The record is a few commits of the group for its retry topic, under queue ids that no topic has. The frames are
 GET_CONSUMER_RUNNING_INFO with more fields and a body, which brokers pass on unchanged and other clients ignore.
@@ -21,12 +21,12 @@ from pyrocket_consumer.protocol.json_object import read_number, read_object
 
 RELAY_VERSION = 1
 MAX_RECORDED_QUEUE_ID = 32_000
-MAX_PLAN_BYTES = 512 * 1024  # 19,000 queues; the largest request may have twice that
+MAX_PLAN_BYTES = 512 * 1024  # 19,000 queues; the largest request may be twice as large
 MAX_STATUS_REQUEST_BYTES = 4096
-MAX_RECORDED_OFFSET = 2**63 - 2  # one is added to it in the record
+MAX_RECORDED_OFFSET = 2**63 - 2  # the record contains this plus one
 
 MAX_EPOCH_AHEAD_MS = 24 * 3600 * 1000
-"""How far an epoch may be ahead of a clock. No clock is that wrong; of a higher one no later reset would count."""
+"""How far an epoch may be ahead of the clock; larger than any clock error. With a higher one, no later reset counts."""
 
 _FIRST_SLOT = 0x40000000
 _AREAS = 0x4000
@@ -36,53 +36,53 @@ PlanOffsets = Mapping[MessageQueue, int]
 
 
 def is_valid_epoch(number: int, now_ms: int) -> bool:
-    """Tell whether a number can be the epoch of a reset: milliseconds since 1970, up to a day from now."""
+    """Return whether a number can be the epoch of a reset: milliseconds since 1970, up to a day from now."""
     return 0 < number <= now_ms + MAX_EPOCH_AHEAD_MS
 
 
 @dataclass(frozen=True, slots=True)
 class RecordArea:
-    """Where the record of one topic is among a broker's offsets: 65,536 queue ids of the group's retry topic."""
+    """The location of a topic's record among a broker's offsets: 65,536 queue ids of the group's retry topic."""
 
     base: int
 
     @property
     def name(self) -> int:
-        """Holds `topic_digest(topic)`: tells whose area this is."""
+        """The slot of `topic_digest(topic)`, which identifies the topic of this area."""
         return self.base + 65534
 
     @property
     def head(self) -> int:
-        """Holds the highest epoch of the record: who has seen it need not look further."""
+        """The slot of the record's highest epoch. A reader that knows this epoch need not read on."""
         return self.base + 65535
 
     def target(self, queue_id: int) -> int:
-        """Holds a queue's target + 1: brokers of 4.9 answer 0 for what was never stored."""
+        """The slot of a queue's target + 1, because brokers 4.9 return 0 for an empty slot."""
         return self.base + 2 * queue_id
 
     def epoch(self, queue_id: int) -> int:
-        """Holds the epoch of the reset that set the target."""
+        """The slot of the epoch of the reset that set the target."""
         return self.base + 2 * queue_id + 1
 
 
 def record_areas(topic: str) -> Iterator[RecordArea]:
-    """Yield the areas in which the record of `topic` may be, in the order to look."""
+    """Yield the areas in which the record of `topic` may be, in search order."""
     first = crc32(topic.encode())
     for probe in range(_PROBES):
         yield RecordArea(_FIRST_SLOT + (((first + probe) % _AREAS) << 16))
 
 
 def topic_digest(topic: str) -> int:
-    """Return the number that stands for `topic` in its area; never 0."""
+    """Return the number that identifies `topic` in its area; never 0."""
     return int.from_bytes(sha256(topic.encode()).digest()[:8], "big") >> 1 or 1
 
 
-# --- frames
+# --- requests and responses
 
 
 @dataclass(frozen=True, slots=True)
 class RelayHeader(Header):
-    """A question or order of an admin of ours to one member, through any broker that knows it."""
+    """A request of an admin of this package to one member, which any broker of the member relays."""
 
     CODE: ClassVar[RequestCode] = RequestCode.GET_CONSUMER_RUNNING_INFO
 
@@ -96,7 +96,7 @@ class RelayHeader(Header):
 
 @dataclass(frozen=True, slots=True)
 class RelayResponseHeader(Header):
-    """The member's answer; one without `acknowledged` comes from a client that knows nothing of this."""
+    """The member's response. A response without `acknowledged` comes from another kind of client."""
 
     state: str = wire("pyrocketState")
     acknowledged: str = wire("pyrocketAck")
@@ -105,23 +105,23 @@ class RelayResponseHeader(Header):
 
 
 def is_relay_request(fields: Mapping[str, str]) -> bool:
-    """Tell whether a request for running info carries a word to a member of ours."""
+    """Return whether a request for running info contains a relayed request to a member of this package."""
     return "pyrocketOp" in fields
 
 
 def is_reset_order(fields: Mapping[str, str]) -> bool:
-    """Tell whether a request for running info orders a member of ours to move."""
+    """Return whether a request for running info orders a member of this package to reset its offsets."""
     return fields.get("pyrocketOp") == "reset"
 
 
 def is_relay_response(fields: Mapping[str, str]) -> bool:
-    """Tell whether an answer comes from a member of ours."""
+    """Return whether a response comes from a member of this package."""
     return "pyrocketAck" in fields
 
 
 @dataclass(frozen=True, slots=True)
 class PlanBody:
-    """Queues of a topic and where they shall go on; `epoch` tells newer plans from older ones."""
+    """The target offsets of a topic's queues. A newer plan has a higher `epoch`."""
 
     topic: str
     epoch: int
@@ -130,12 +130,13 @@ class PlanBody:
 
 @dataclass(frozen=True, slots=True)
 class ReportBody:
-    """What a member says of a topic.
+    """The report of a member about a topic.
 
-    `epochs`: the newest reset each queue has followed, durably. `offsets`: where queues stand. `moved`: the targets
-    of this very plan that queues were moved to, for groups whose members share queues and keep no epochs. `resets` and
-    `reset_counts`: the target each queue was reset to last, by whomever, and how often it was reset before and then.
-    `database`: what tells the database that the member's offsets are in from others, "" if they are in none.
+    `epochs`: the newest reset that each queue has followed and stored. `offsets`: the current offset of each queue.
+    `moved`: the targets of this plan to which the member has moved queues, for groups whose members share queues and
+    store no epochs. `resets`: the last target to which any client reset each queue. `reset_counts`: the number of
+    resets of each queue, including the last. `database`: an id of the database with the member's offsets, "" without
+    a database.
     """
 
     topic: str
@@ -155,7 +156,7 @@ class ReportBody:
 
 
 def encode_plan(plan: PlanBody) -> bytes:
-    """Return the body of a reset's order."""
+    """Return the body of a reset order."""
     return fastjson.dumps({"topic": plan.topic, "epoch": plan.epoch, "targets": _nested(plan.targets)})
 
 
@@ -163,7 +164,7 @@ def decode_plan(body: bytes) -> PlanBody:
     """Return the plan.
 
     Raises:
-        ProtocolError: damaged, larger than any plan of ours, or a number is out of range. None of it may be used.
+        ProtocolError: it is damaged, larger than `MAX_PLAN_BYTES`, or a number is out of range. Use no part of it.
     """
     if len(body) > MAX_PLAN_BYTES:
         raise ProtocolError(f"the reset plan has {len(body)} bytes; at most {MAX_PLAN_BYTES} are allowed")
@@ -177,12 +178,12 @@ def decode_plan(body: bytes) -> PlanBody:
 
 
 def encode_status_request(topic: str) -> bytes:
-    """Return the body of a question for a topic's status."""
+    """Return the body of a request for the status of a topic."""
     return fastjson.dumps({"topic": topic})
 
 
 def decode_status_request(body: bytes) -> str:
-    """Return the topic asked about.
+    """Return the topic of a status request.
 
     Raises:
         ProtocolError: it is no such question, or one that is far too long.
@@ -195,7 +196,7 @@ def decode_status_request(body: bytes) -> str:
 
 
 def encode_report(report: ReportBody) -> bytes:
-    """Return the body of a member's answer."""
+    """Return the body of a member's response."""
     return fastjson.dumps(
         {
             "topic": report.topic,
@@ -212,7 +213,7 @@ def encode_report(report: ReportBody) -> bytes:
 
 
 def decode_report(body: bytes) -> ReportBody:
-    """Return what a member reports; a refusal may come without."""
+    """Return the report of a member; an empty one if the body is empty, as in some refusals."""
     if not body:
         return ReportBody("", "")
     found = read_object(body, "reset report")

@@ -1,4 +1,4 @@
-"""The send request, when there are many to one queue."""
+"""A prepared send request, for many messages to one queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyrocket_consumer.protocol.frame import MAX_HEADER_BYTES, ONEWAY_FLAG, Remo
 
 
 class SendTemplate:
-    """The send request for one queue, prepared: only the message changes. Its fields are those of SendMessageHeader."""
+    """A prepared send request to one queue; only the message changes. It has the fields of SendMessageHeader."""
 
     __slots__ = ("_code", "_fields", "_header")
 
@@ -28,13 +28,13 @@ class SendTemplate:
         head = b'{"code":%d,"extFields":{%b' % (self._code, orjson.dumps(fixed)[1:-1])
         tail = b'},"flag":0,"language":"%b","opaque":' % LanguageCode.PYTHON.name.encode()
         end = b',"serializeTypeCurrentRPC":"JSON","version":%d}' % CLIENT_VERSION
-        # A name may hold a %, as every retry topic's does: only ours are for filling in.
+        # Escape % in names, such as those of retry topics, because only the template's own % are placeholders.
         self._header = head.replace(b"%", b"%%") + b',"f":"%d","g":"%d","h":"%d"%b' + tail + b"%d" + end
 
     def request(
         self, body: bytes, properties: str, sys_flag: int, flag: int, born_at_ms: int, is_oneway: bool = False
     ) -> RemotingCommand:
-        """Return the request that stores one message, or one batch; `properties` are text, "" for none."""
+        """Return the request that stores one message or one batch; `properties` is a text, "" without any."""
         fields = self._fields.copy()
         fields["f"], fields["g"], fields["h"] = str(sys_flag), str(born_at_ms), str(flag)
         if properties:
@@ -44,7 +44,7 @@ class SendTemplate:
     def encode(
         self, opaque: int, body: bytes, properties: str, sys_flag: int, flag: int, born_at_ms: int, max_frame_bytes: int
     ) -> bytes | None:
-        """Return the whole frame of `request`, None if it is none that can be sent: `encode_command` says why."""
+        """Return the whole frame of `request`, None if it cannot be sent; `encode_command` then raises the reason."""
         try:
             item = b',"i":%b' % orjson.dumps(properties) if properties else b""
         except orjson.JSONEncodeError:

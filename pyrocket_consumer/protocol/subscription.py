@@ -1,4 +1,4 @@
-"""What a subscription's expression selects. Source: FilterAPI, SubscriptionData, ExpressionMessageFilter."""
+"""Expressions of subscriptions. Source: FilterAPI, SubscriptionData, ExpressionMessageFilter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALL = "*"
 TAG = "TAG"
 SQL92 = "SQL92"
 
-_JAVA_BLANKS = "".join(map(chr, range(0x21)))  # what String.trim takes off
+_JAVA_BLANKS = "".join(map(chr, range(0x21)))  # the characters that String.trim removes
 
 
 _INTENDED_AS_SQL = re.compile(
@@ -25,11 +25,11 @@ def parse_subscription(topic: str, expression: str | None = ALL, version: int = 
 
     None, "" and "*" select every message.
 
-    An expression that ends with "||" is taken for what it says, whatever its tags look like.
+    An expression that ends with "||" is used unchanged, even if its tags look like a mistake.
 
     Raises:
-        ConfigError: the expression names no tag at all, like "||": a broker refuses it or never delivers anything.
-            Or one of its tags is surely not meant as one, like "a | b": no message would ever have it.
+        ConfigError: the expression names no tag, such as "||". A broker would refuse it or deliver no message. Or one
+            of its tags looks like a mistake, such as "a | b", because no message has such a tag.
     """
     if expression is None or expression in ("", ALL):
         return Subscription(topic, ALL, frozenset(), TAG, version)
@@ -44,10 +44,10 @@ def parse_subscription(topic: str, expression: str | None = ALL, version: int = 
 
 
 def _check_intended(expression: str, tags: frozenset[str]) -> None:
-    """Raise ConfigError for what would be one tag to the broker, and was meant as something else."""
+    """Raise ConfigError for a tag that was probably intended as a list of tags or as SQL."""
     for tag in sorted(tags):
         if _INTENDED_AS_SQL.search(tag):
-            hint = "SQL92 on properties is given apart from tags: sql('…'), --sql, sqlFilter"
+            hint = "an SQL92 expression on properties has its own option: sql('…'), --sql, sqlFilter"
         elif _INTENDED_AS_LIST.search(tag):
             hint = f"tags are joined by '||': {' || '.join(_names(expression))!r:.200}"
         else:
@@ -64,7 +64,7 @@ def _names(expression: str) -> list[str]:
 
 
 def java_string_hash(text: str) -> int:
-    """Return what String.hashCode gives in Java: a signed 32-bit number over UTF-16 units."""
+    """Return the String.hashCode of Java: a signed 32-bit number over UTF-16 units."""
     units = text.encode("utf-16-be", "surrogatepass")
     value = 0
     for high, low in zip(units[::2], units[1::2], strict=True):
@@ -73,14 +73,14 @@ def java_string_hash(text: str) -> int:
 
 
 def tag_hash(tag: str) -> int:
-    """Return the number by which brokers select a tag; different tags may share one."""
+    """Return the hash by which brokers select a tag; different tags may have the same hash."""
     return java_string_hash(tag)
 
 
 def matches(subscription: Subscription, tag: str | None) -> bool:
-    """Tell whether a message with `tag` is wanted.
+    """Return whether `subscription` selects a message with `tag`.
 
-    A broker compares hashes only, so what it delivers must pass here again. SQL92 is the broker's business alone.
+    A broker compares only hashes, so the consumer checks each message again. Only the broker evaluates SQL92.
     """
     if subscription.tags:
         return tag in subscription.tags

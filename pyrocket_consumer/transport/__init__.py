@@ -1,1 +1,1 @@
-"""Sockets: the I/O thread, connections, and which call an answer belongs to."""
+"""Sockets: the I/O thread, connections, and matching of responses to calls."""

@@ -254,7 +254,7 @@ class Connection(asyncio.BufferedProtocol):
             if rest is not None:
                 rest()
         except Exception as error:
-            self._report_exception(error, "an answer could not be handled")
+            self._report_exception(error, "a response could not be handled")
 
     def _report_exception(self, error: Exception, what: str) -> None:
         self._loop.call_exception_handler({"message": f"{what} (address={self.address})", "exception": error})
@@ -311,7 +311,7 @@ class Connection(asyncio.BufferedProtocol):
                 try:
                     rest = entry[0](command)
                 except Exception as error:
-                    self._report_exception(error, "an answer could not be handled")
+                    self._report_exception(error, "a response could not be handled")
                     continue
                 if rest is not None:
                     afterwards.append(rest)
@@ -323,7 +323,7 @@ class Connection(asyncio.BufferedProtocol):
             try:
                 rest()
             except Exception as error:
-                self._report_exception(error, "an answer could not be handled")
+                self._report_exception(error, "a response could not be handled")
         if (
             self._transport is None
             or self.closed

@@ -61,7 +61,7 @@ NAME_SERVED = [
 
 
 @for_each("command", NAME_SERVED, ids=" ".join)
-def test_a_name_server_that_is_missing_wrong_or_away(fail_with, command):
+def test_a_name_server_that_is_missing_wrong_or_unreachable(fail_with, command):
     code, sentence = fail_with(*command)
     assert (code, "no name server" in sentence) == (2, True)
     assert "-n host:9876" in sentence and "NAMESRV_ADDR" in sentence, sentence
@@ -75,7 +75,7 @@ def test_a_name_server_that_is_missing_wrong_or_away(fail_with, command):
 
 @pytest.mark.live
 @pytest.mark.slow("a name server has 3 s")
-def test_a_name_server_that_says_nothing(fail_with):
+def test_a_name_server_that_does_not_respond(fail_with):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = "{}:{}".format(*silent.getsockname())
         code, sentence = fail_with("produce", "T", "hello", "-n", where)
@@ -102,8 +102,8 @@ def test_an_address_where_something_else_listens(fail_with):
         code, sentence = fail_with("consume", "T", "-n", where)
         listening.shutdown(socket.SHUT_RDWR)
     assert code == 1
-    assert f"{where} sent what is no frame of RocketMQ's remoting protocol" in sentence
-    assert "b'HTTP'" in sentence and "check the address: something else listens there" in sentence
+    assert f"{where} sent data that is not a frame of RocketMQ's remoting protocol" in sentence
+    assert "b'HTTP'" in sentence and "check the address. Another server listens there" in sentence
 
 
 def test_known_groups_are_shown_nearest_first_and_counted(fail_with, cluster):
@@ -141,7 +141,7 @@ def test_known_groups_are_shown_nearest_first_and_counted(fail_with, cluster):
         (["offsets", "forget-reset", "G", "T"], "no broker knows group 'G'", "check its name"),
     ],
 )
-def test_what_the_cluster_or_the_protocol_does_not_allow(fail_with, cluster, command, value, remedy):
+def test_values_that_the_cluster_or_the_protocol_does_not_allow(fail_with, cluster, command, value, remedy):
     code, sentence = fail_with(*command, "-n", cluster.name_server)
     assert code == (1 if value == "'nowhere'" else 2), "a topic may come yet; the rest is wrong for good"
     assert value in sentence and remedy in sentence, sentence
@@ -214,7 +214,7 @@ def test_a_body_that_is_not_text_is_sent_as_it_is(cluster, pyrocket):
 
 
 @for_each("orphan, value", [("/nowhere", "/nowhere"), ("a-file", "a-file"), ("empty", "empty")])
-def test_what_is_adopted_must_be_a_store(fail_with, tmp_path, orphan, value):
+def test_only_a_store_can_be_adopted(fail_with, tmp_path, orphan, value):
     (tmp_path / "a-file").write_text("")
     (tmp_path / "empty").mkdir(exist_ok=True)
     code, sentence = fail_with("offsets", "adopt", str(tmp_path / orphan), str(tmp_path / "new"))
@@ -232,7 +232,7 @@ def test_a_store_that_is_damaged_is_not_adopted(fail_with, tmp_path, store, text
     assert (damaged / "offsets.json").read_bytes() == text
 
 
-def test_where_nothing_can_be_adopted_to(fail_with, tmp_path, store):
+def test_a_target_that_cannot_be_written_is_refused(fail_with, tmp_path, store):
     old, used = store("old"), store("used")
     (tmp_path / "file").write_text("")
     code, sentence = fail_with("offsets", "adopt", str(old), str(tmp_path / "file"))
@@ -248,7 +248,7 @@ def test_where_nothing_can_be_adopted_to(fail_with, tmp_path, store):
     assert read_store(old).offsets == read_store(used).offsets == TABLE
 
 
-def test_a_store_that_cannot_be_renamed_is_adopted_all_the_same(fail_with, tmp_path, store):
+def test_a_store_that_cannot_be_renamed_is_still_adopted(fail_with, tmp_path, store):
     old = store("x" * 250)
     code, sentence = fail_with("offsets", "adopt", str(old), str(tmp_path / "new"))
     assert code == 1
@@ -257,7 +257,7 @@ def test_a_store_that_cannot_be_renamed_is_adopted_all_the_same(fail_with, tmp_p
     assert read_store(tmp_path / "new").offsets == read_store(old).offsets == TABLE
 
 
-def test_the_directory_one_is_in_can_be_adopted(tmp_path, store, monkeypatch, pyrocket):
+def test_the_current_directory_can_be_adopted(tmp_path, store, monkeypatch, pyrocket):
     monkeypatch.chdir(store("old"))
     code, printed, _ = pyrocket("offsets", "adopt", ".", "../new")
     (kept,) = tmp_path.glob("old.adopted-*")

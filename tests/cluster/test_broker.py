@@ -355,7 +355,7 @@ def test_a_refused_member_list_is_an_error_not_an_empty_list(broker, do):
     for refusal, error, reason in (
         (answer(1, "java.lang.NullPointerException"), BrokerError, "java.lang.NullPointerException"),
         (answer(16, "no permission"), BrokerError, "no permission"),
-        (answer(0, body=body), ProtocolError, "names 100000 members"),  # more than a group can have
+        (answer(0, body=body), ProtocolError, "lists 100000 members"),  # more than a group can have
     ):
         broker.on(RequestCode.GET_CONSUMER_LIST_BY_GROUP, refusal)
         with pytest.raises(error, match=reason):

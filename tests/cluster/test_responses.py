@@ -29,5 +29,5 @@ def test_only_a_large_body_is_read_by_another_thread(size):
 
 @for_each("size", [1, LARGE_BODY_BYTES + 1])
 def test_what_is_no_such_body_is_an_error_for_whoever_asked(size):
-    with pytest.raises(ProtocolError, match="lock answer"):
+    with pytest.raises(ProtocolError, match="lock response"):
         asyncio.run(read_body(decode_lock_answer, b"[%b]" % (b" " * size)))

@@ -1,7 +1,7 @@
-"""Bodies of requests and answers as values, in both directions: `encode_x(value) -> bytes`, `decode_x(bytes) -> value`.
+"""Bodies of requests and responses: `encode_x(value) -> bytes` and `decode_x(bytes) -> value`.
 
-Every decoder raises ProtocolError, and nothing else, for bytes that are not its body. Unknown fields are ignored;
-numbers given as text are taken, as Java does. Source: the *Body, *Data and *Info classes of remoting and common.
+Every decoder raises only ProtocolError for bytes that it cannot read. Like Java, it ignores unknown fields and accepts
+numbers as text. Source: the *Body, *Data and *Info classes of remoting and common.
 """
 
 from pyrocket_consumer.protocol.bodies.allocation import (

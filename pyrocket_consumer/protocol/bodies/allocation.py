@@ -1,4 +1,4 @@
-"""Queues that are locked for a client, or allocated to it by a broker."""
+"""Queues that a broker has locked for a client or allocated to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyrocket_consumer.protocol.json_object import read_object, read_record
 
 @dataclass(frozen=True, slots=True)
 class LockRequest:
-    """Queues a client wants to lock, or to unlock."""
+    """Queues that a client wants to lock or unlock."""
 
     group: str
     client_id: str
@@ -20,29 +20,29 @@ class LockRequest:
 
 
 def encode_lock_request(lock: LockRequest) -> bytes:
-    """Return the body of a lock or an unlock. Source: LockBatchRequestBody, UnlockBatchRequestBody."""
+    """Return the body of a lock or unlock request. Source: LockBatchRequestBody, UnlockBatchRequestBody."""
     return fastjson.dumps({"clientId": lock.client_id, "consumerGroup": lock.group, "mqSet": sorted(lock.queues)})
 
 
 def decode_lock_request(body: bytes) -> LockRequest:
-    """Return which queues are to be locked, or unlocked."""
+    """Return the queues to lock or unlock."""
     found = read_object(body, "lock request")
     return LockRequest(found.text("consumerGroup"), found.text("clientId"), frozenset(found.queues("mqSet")))
 
 
 def encode_lock_answer(queues: Iterable[MessageQueue]) -> bytes:
-    """Return the body that tells which queues are locked. Source: LockBatchResponseBody."""
+    """Return the body with the locked queues. Source: LockBatchResponseBody."""
     return fastjson.dumps({"lockOKMQSet": sorted(queues)})
 
 
 def decode_lock_answer(body: bytes) -> set[MessageQueue]:
-    """Return the queues that are locked for us now."""
-    return set(read_object(body, "lock answer").queues("lockOKMQSet"))
+    """Return the queues that are now locked for this client."""
+    return set(read_object(body, "lock response").queues("lockOKMQSet"))
 
 
 @dataclass(frozen=True, slots=True)
 class AssignmentRequest:
-    """What a 5.x broker must know to allocate a topic's queues."""
+    """The request to a 5.x broker to allocate the queues of a topic."""
 
     topic: str = ""
     consumer_group: str = ""
@@ -53,19 +53,19 @@ class AssignmentRequest:
 
 @dataclass(frozen=True, slots=True)
 class MessageQueueAssignment:
-    """A queue allocated by the broker, to be pulled or popped from."""
+    """A queue that the broker allocated, and whether to pull or pop from it."""
 
     queue: MessageQueue
     mode: str = "PULL"
 
 
 def decode_assignment_request(body: bytes) -> AssignmentRequest:
-    """Return what is asked for."""
+    """Return the request."""
     return read_record(AssignmentRequest, read_object(body, "assignment request"), "assignment request")
 
 
 def encode_assignments(assignments: Iterable[MessageQueueAssignment] | None) -> bytes:
-    """Return the body; None is "no assignment possible", which leaves the list out."""
+    """Return the body. None means that no assignment is possible, so the body has no list."""
     if assignments is None:
         return b"{}"
     listed = [{"messageQueue": each.queue, "mode": each.mode} for each in assignments]

@@ -1,4 +1,4 @@
-"""The text of java.util.Properties, in which brokers tell and take their settings."""
+"""The text format of java.util.Properties, in which brokers send and accept settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PROPERTY = re.compile(r"((?:[^\\=: \t\f]|\\.)*)[ \t\f]*[=:]?[ \t\f]*(.*)", re.D
 
 
 def encode_java_properties(settings: Mapping[str, str]) -> bytes:
-    """Return `key=value` lines as java.util.Properties reads them."""
+    """Return `key=value` lines that java.util.Properties can read."""
     lines = []
     for name, value in settings.items():
         escaped_value = _escape(value)
@@ -46,7 +46,9 @@ def decode_java_properties(body: bytes) -> dict[str, str]:
         if not line or line[0] in "#!":
             continue
         pieces = [line]
-        while (len(pieces[-1]) - len(pieces[-1].rstrip("\\"))) % 2:  # an odd number at the end: the line goes on
+        while (
+            len(pieces[-1]) - len(pieces[-1].rstrip("\\"))
+        ) % 2:  # an odd number of backslashes at the end continues the line
             pieces[-1] = pieces[-1][:-1]
             pieces.append(next(lines, "").lstrip(" \t\f"))
         found = _PROPERTY.match("".join(pieces))

@@ -1,4 +1,4 @@
-"""Who is in a group and what it subscribes to: heartbeats, member lists, connections."""
+"""Members of groups and their subscriptions: heartbeats, member lists, connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyrocket_consumer.protocol.json_object import JsonObject, read_object, read
 
 @dataclass(frozen=True, slots=True)
 class ConsumerData:
-    """One consumer group of a client, as its heartbeat tells it."""
+    """One consumer group in a client's heartbeat."""
 
     group: str
     consume_type: str = "CONSUME_PASSIVELY"
@@ -25,7 +25,7 @@ class ConsumerData:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatData:
-    """Who a client is: its consumer groups with what they subscribe to, and its producer groups."""
+    """The content of a heartbeat: a client, its consumer groups with their subscriptions, and its producer groups."""
 
     client_id: str
     consumers: tuple[ConsumerData, ...] = ()
@@ -33,7 +33,7 @@ class HeartbeatData:
 
 
 def encode_heartbeat(data: HeartbeatData) -> bytes:
-    """Return the body of a full (not "V2") heartbeat, which every broker takes. Source: HeartbeatData."""
+    """Return the body of a full (not "V2") heartbeat, which every broker accepts. Source: HeartbeatData."""
     return fastjson.dumps(
         {
             "clientID": data.client_id,
@@ -54,7 +54,7 @@ def encode_heartbeat(data: HeartbeatData) -> bytes:
 
 
 def decode_heartbeat(body: bytes) -> HeartbeatData:
-    """Return what a heartbeat says; enum texts are kept as they are."""
+    """Return the content of a heartbeat. Names of enum values stay unchanged."""
     found = read_object(body, "heartbeat")
     consumers = tuple(
         ConsumerData(
@@ -77,13 +77,13 @@ def encode_consumer_list(client_ids: Iterable[str]) -> bytes:
 
 
 def decode_consumer_list(body: bytes) -> list[str]:
-    """Return the client ids of a group's members, in no order; one with two connections is there twice."""
+    """Return the client ids of a group's members, unordered. A client with two connections occurs twice."""
     return read_object(body, "consumer list").texts("consumerIdList")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckClientConfig:
-    """A subscription a broker is asked to check."""
+    """A subscription for a broker to check."""
 
     client_id: str
     group: str
@@ -105,7 +105,7 @@ def decode_check_client_config(body: bytes) -> CheckClientConfig:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One connection of a group's member, as the broker sees it."""
+    """One connection of a group's member, as the broker reports it."""
 
     client_id: str = ""
     client_addr: str = ""
@@ -115,7 +115,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerConnection:
-    """Who is connected in a group, and what the group is."""
+    """The connections of a group, and the group's settings and subscriptions."""
 
     connections: tuple[Connection, ...] = ()
     consume_type: str = ""
@@ -138,7 +138,7 @@ def encode_consumer_connection(value: ConsumerConnection) -> bytes:
 
 
 def decode_consumer_connection(body: bytes) -> ConsumerConnection:
-    """Return who is connected in a group."""
+    """Return the connections of a group."""
     found = read_object(body, "consumer connection")
     subscriptions = found.table("subscriptionTable").values()
     return ConsumerConnection(

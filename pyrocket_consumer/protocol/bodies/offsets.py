@@ -1,4 +1,4 @@
-"""Offsets by queue: resets, what members hold, how far groups are, what topics hold."""
+"""Offsets by queue: resets, offsets of members, progress of groups, and ranges of topics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _offset(value: object, what: str) -> int:
 
 
 def encode_offset_table(offsets: Mapping[MessageQueue, int], as_list: bool = False) -> bytes:
-    """Return the body of a reset (220) or of the answer to 222; as a list, the form for admins that are CPP."""
+    """Return the body of a reset (220) or of the response to 222. `as_list` selects the format for C++ admins."""
     if as_list:
         listed = [
             {"brokerName": queue.broker_name, "offset": offset, "queueId": queue.queue_id, "topic": queue.topic}
@@ -34,7 +34,7 @@ def encode_offset_table(offsets: Mapping[MessageQueue, int], as_list: bool = Fal
 
 
 def decode_offset_table(body: bytes) -> dict[MessageQueue, int]:
-    """Return the offsets of a reset, in whichever form they come: map, list of objects, list of pairs; none if empty.
+    """Return the offsets of a reset from a map, a list of objects, or a list of pairs; no offsets from an empty body.
 
     Source: ResetOffsetBody, ResetOffsetBodyForC.
     """
@@ -54,17 +54,17 @@ def decode_offset_table(body: bytes) -> dict[MessageQueue, int]:
 
 
 def encode_consumer_status(offsets: Mapping[MessageQueue, int]) -> bytes:
-    """Return a member's answer to 221: its offsets. Source: GetConsumerStatusBody."""
+    """Return a member's response to 221: its offsets. Source: GetConsumerStatusBody."""
     return fastjson.dumps({"consumerTable": {}, "messageQueueTable": dict(offsets)})
 
 
 def decode_consumer_status(body: bytes) -> dict[MessageQueue, int]:
-    """Return the offsets a member answered to 221."""
+    """Return the offsets in a member's response to 221."""
     return read_object(body, "consumer status").queue_table("messageQueueTable", _offset)
 
 
 def encode_consumer_status_table(members: Mapping[str, Mapping[MessageQueue, int]]) -> bytes:
-    """Return a broker's answer to 223: the offsets of each member that answered."""
+    """Return a broker's response to 223: the offsets of each member that responded."""
     return fastjson.dumps({"consumerTable": dict(members), "messageQueueTable": {}})
 
 
@@ -77,7 +77,7 @@ def decode_consumer_status_table(body: bytes) -> dict[str, dict[MessageQueue, in
 
 @dataclass(frozen=True, slots=True)
 class QueueConsumeStats:
-    """How far a group is in one queue. `pull_offset` is told by 5.x only."""
+    """The progress of a group in one queue. Only 5.x sends `pull_offset`."""
 
     broker_offset: int = 0
     consumer_offset: int = 0
@@ -87,7 +87,7 @@ class QueueConsumeStats:
 
 @dataclass(frozen=True, slots=True)
 class ConsumeStats:
-    """How far a group is in its queues. An offset never committed reads as 0."""
+    """The progress of a group in its queues. An offset that was never committed is 0."""
 
     queues: Mapping[MessageQueue, QueueConsumeStats]
     consume_tps: float = 0.0
@@ -100,7 +100,7 @@ def encode_consume_stats(stats: ConsumeStats) -> bytes:
 
 
 def decode_consume_stats(body: bytes) -> ConsumeStats:
-    """Return how far a group is."""
+    """Return the progress of a group."""
     found = read_object(body, "consume stats")
     queues = found.queue_table("offsetTable", lambda value, what: read_record(QueueConsumeStats, value, what))
     return ConsumeStats(queues, found.float_number("consumeTps"))
@@ -108,7 +108,7 @@ def decode_consume_stats(body: bytes) -> ConsumeStats:
 
 @dataclass(frozen=True, slots=True)
 class QueueStats:
-    """What one queue holds."""
+    """The range of messages in one queue."""
 
     min_offset: int = 0
     max_offset: int = 0
@@ -117,7 +117,7 @@ class QueueStats:
 
 @dataclass(frozen=True, slots=True)
 class TopicStats:
-    """What a topic's queues hold. `topic_put_tps` is told by newer 5.x only."""
+    """The ranges of messages in a topic's queues. Only newer 5.x sends `topic_put_tps`."""
 
     queues: Mapping[MessageQueue, QueueStats]
     topic_put_tps: float | None = None
@@ -132,7 +132,7 @@ def encode_topic_stats(stats: TopicStats) -> bytes:
 
 
 def decode_topic_stats(body: bytes) -> TopicStats:
-    """Return what a topic's queues hold."""
+    """Return the ranges of messages in a topic's queues."""
     found = read_object(body, "topic stats")
     queues = found.queue_table("offsetTable", lambda value, what: read_record(QueueStats, value, what))
     return TopicStats(queues, found.float_number("topicPutTps") if found.has("topicPutTps") else None)

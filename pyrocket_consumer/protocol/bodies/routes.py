@@ -1,4 +1,4 @@
-"""Where topics live, and which brokers there are: what name servers tell."""
+"""Routes of topics and addresses of brokers, as name servers send them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pyrocket_consumer.protocol import fastjson
 from pyrocket_consumer.protocol.json_object import JsonObject, read_number, read_object, read_text
 
 MAX_ROUTE_QUEUES = 1 << 16
-"""Nobody has more queues of a topic; a larger number is a broken route."""
+"""The most queues of a topic in a route. A larger number means that the route is damaged."""
 
 MAX_ADDRESSES = 10_000
-"""Nobody has more brokers."""
+"""The most broker addresses in a route."""
 
 
 def decode_route(topic: str, body: bytes) -> TopicRoute:
-    """Return where `topic` lives. Source: TopicRouteData."""
+    """Return the route of `topic`. Source: TopicRouteData."""
     found = read_object(body, "route")
     queues, all_read, all_write = [], 0, 0
     for each in found.objects("queueDatas"):
@@ -38,7 +38,7 @@ def decode_route(topic: str, body: bytes) -> TopicRoute:
 
 
 def _check_order(order_conf: str) -> None:
-    """Look whether the queues that the order of a topic names can be as many."""
+    """Raise ProtocolError if the order configuration of a topic names too many queues."""
     counts = [count for _, _, count in (part.rpartition(":") for part in order_conf.split(";")) if count.isdecimal()]
     if max(map(len, counts), default=0) > 9 or sum(map(int, counts)) > MAX_ROUTE_QUEUES:
         raise ProtocolError(f"route: orderTopicConf names more than {MAX_ROUTE_QUEUES} queues: {order_conf!r:.200}")
@@ -55,7 +55,7 @@ def _brokers(items: Iterable[Any], what: str) -> Iterator[BrokerData]:
 
 
 def encode_route(route: TopicRoute, standard_json: bool = True, acting_master: bool | None = None) -> bytes:
-    """Return a route's body; without `standard_json` broker ids are unquoted keys, as old name servers write them.
+    """Return the body of a route. Without `standard_json`, broker ids are unquoted keys, as in old name servers.
 
     `acting_master` is the 5.x field enableActingMaster of every broker; None leaves it out, as 4.9 does.
     """
@@ -101,7 +101,7 @@ def _broker_object(broker: BrokerData, standard_json: bool, acting_master: bool 
 
 @dataclass(frozen=True, slots=True)
 class ClusterInfo:
-    """All brokers a name server knows, by broker name, and the broker names of each cluster."""
+    """All brokers that a name server knows, by broker name, and the broker names of each cluster."""
 
     brokers: Mapping[str, BrokerData]
     clusters: Mapping[str, tuple[str, ...]]
@@ -117,6 +117,6 @@ def decode_cluster_info(body: bytes) -> ClusterInfo:
 
 
 def encode_cluster_info(info: ClusterInfo, acting_master: bool | None = None) -> bytes:
-    """Return the body; broker ids are unquoted keys, always."""
+    """Return the body. Its broker ids are always unquoted keys."""
     brokers = {name: _broker_object(broker, False, acting_master) for name, broker in info.brokers.items()}
     return fastjson.dumps({"brokerAddrTable": brokers, "clusterAddrTable": dict(info.clusters)})

@@ -1,4 +1,4 @@
-"""What a consumer says of itself, and what became of a message it was told to consume."""
+"""The running info of a consumer, and the result of a message that an admin had it consume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class QueueRunningInfo:
 
 @dataclass(frozen=True, slots=True)
 class TopicStatus:
-    """How a topic is consumed: times in milliseconds, rates per second. Source: ConsumeStatus."""
+    """The consumption of a topic: times in milliseconds, rates per second. Source: ConsumeStatus."""
 
     pull_rt: float = java_field("pullRT", 0.0)
     pull_tps: float = java_field("pullTPS", 0.0)
@@ -46,7 +46,7 @@ class TopicStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunningInfo:
-    """What a consumer says of itself. Admin tools want PROP_CONSUME_TYPE and PROP_CONSUMER_START_TIMESTAMP."""
+    """The running info of a consumer. Admin tools need PROP_CONSUME_TYPE and PROP_CONSUMER_START_TIMESTAMP."""
 
     properties: Mapping[str, str] = field(default_factory=dict)
     subscriptions: tuple[Subscription, ...] = ()
@@ -68,7 +68,7 @@ def encode_running_info(info: RunningInfo) -> bytes:
 
 
 def decode_running_info(body: bytes) -> RunningInfo:
-    """Return what a consumer says of itself."""
+    """Return the running info of a consumer."""
     found = read_object(body, "running info")
     return RunningInfo(
         found.text_table("properties"),
@@ -84,7 +84,7 @@ def decode_running_info(body: bytes) -> RunningInfo:
 
 @dataclass(frozen=True, slots=True)
 class ConsumeDirectlyResult:
-    """What became of a message consumed on demand: CR_SUCCESS, CR_LATER, CR_THROW_EXCEPTION …"""
+    """The result of a message consumed on demand: CR_SUCCESS, CR_LATER, CR_THROW_EXCEPTION …"""
 
     consume_result: str = "CR_SUCCESS"
     order: bool = False

@@ -11,7 +11,7 @@ from pyrocket_consumer.protocol.json_object import read_object, read_record, wri
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionGroupConfig:
-    """The settings of a consumer group at a broker. None is left out: 4.9 has not got that setting."""
+    """The settings of a consumer group at a broker. Those that are None are not sent, because 4.9 has fewer."""
 
     group_name: str = ""
     consume_enable: bool = True
@@ -33,7 +33,7 @@ def encode_subscription_group(config: SubscriptionGroupConfig) -> bytes:
 
 
 def decode_subscription_group(body: bytes) -> SubscriptionGroupConfig:
-    """Return a group's settings; those not sent take Java's defaults."""
+    """Return a group's settings. Missing ones have Java's defaults."""
     return read_record(SubscriptionGroupConfig, read_object(body, "subscription group"), "subscription group")
 
 

@@ -1,4 +1,4 @@
-"""A subscription as JSON, as it stands in several bodies."""
+"""A subscription as JSON, which several bodies contain."""
 
 from __future__ import annotations
 
