@@ -1,8 +1,8 @@
-"""Messages to listeners: workers, and chunks sized by the time listeners take.
+"""Concurrent dispatch: workers that call listeners, and chunks sized by the time that listeners take.
 
-What is handed to a worker is a chunk: the units of one answer (a unit is one listener call) that together take about
-half a millisecond. So quick listeners cost few hand-overs, and slow ones keep their parallelism: a chunk of theirs is
-one unit. A worker that gets stuck in its chunk has what it has not begun taken back and given to the others.
+A unit is one listener call. A worker gets a chunk: units of one pull response that together take about half a
+millisecond. So quick listeners cost few hand-overs. A chunk of a slow listener is one unit, so its calls run in
+parallel. If a worker gets stuck in a chunk, the units that it has not begun go to other workers.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ LARGEST_CHUNK = 32
 STUCK_AFTER_S = 0.005
 
 BUDGET_CHECK_EVERY_S = 0.01
-"""How often a call of an `async def` listener looks whether there is room for what it may unpack."""
+"""How often a call of an `async def` listener checks whether memory for unpacked bodies is free."""
 
 CANCELLED_TASKS_WAIT_S = 1.0
-"""How long tasks that async listeners have left behind are waited for at the end."""
+"""How long to wait at the end for tasks that async listeners have left running."""
 
 _calling: ContextVar[Workers | None] = ContextVar("pyrocket_calling", default=None)
-"""Whose listener call this is. Set once in each worker; what a listener begins (tasks, `to_thread`) has it, too."""
+"""The workers that run this listener call. Set once in each worker; tasks and `to_thread` of a listener inherit it."""
 
 
 class Chunk:
-    """Units for one worker, of one queue. The worker takes from the left; what it has not begun can be taken back.
+    """Units of one queue for one worker. The worker takes units from the left, and others can withdraw the rest.
 
-    So can what it has finished, while it is stuck: each message that failed is handed over by whoever takes it out.
+    If the worker is stuck, others can settle the messages that it has finished. The code that takes a failed message
+    out of `failed` reports it.
     """
 
     __slots__ = (
@@ -68,91 +69,91 @@ class Chunk:
         self.done: list[Message] = []
         self.failed: list[FailedMessage] = []
         self.begun_at = 0.0
-        self.current: Any = None  # the unit whose listener call is running
-        self.lane_batch: LaneBatch | None = None  # what an orderly queue has to say
-        self.is_long = False  # may take long: what is consumed is acknowledged meanwhile
-        self.parts = 0  # how often that was done
+        self.current: Any = None  # the unit of the running listener call
+        self.lane_batch: LaneBatch | None = None  # for ordered queues
+        self.is_long = False  # may take long, so consumed messages are acknowledged meanwhile
+        self.parts = 0  # how often messages were acknowledged meanwhile
 
 
 class LaneBatch(Protocol):
-    """The part of a chunk that keeps the order of an orderly queue. Called by the worker that has the chunk."""
+    """The part of a chunk that keeps the order within its lanes. The worker that has the chunk calls it."""
 
     @property
     def is_measured(self) -> bool:
-        """Whether its calls are the listener's, by whose time work is handed over."""
+        """Whether its calls are listener calls, whose time determines the size of chunks."""
 
     def may_continue(self) -> bool:
-        """Tell whether the next listener call may begin."""
+        """Return whether the next listener call may begin."""
 
     def apply_result(self, unit: Any, result: object) -> tuple[bool, bool]:
-        """Note the result of a call that did not simply succeed.
+        """Apply the result of a call that returned anything other than success.
 
-        Returns whether the turn goes on, and whether the result means something.
+        Return whether the batch continues, and whether the result is a known one.
         """
 
     def take_consumed(self) -> list[Message]:
-        """Return what now counts as consumed."""
+        """Return the messages that are consumed now."""
 
     def end(self) -> None:
-        """The worker is through."""
+        """End the batch, because the worker has finished its chunk."""
 
 
 class ListenerReporter(Protocol):
-    """What workers report besides acks; called on the worker's thread."""
+    """Receives the results of listener calls other than acknowledgements, on the worker's thread."""
 
     def failed(self, window: ProcessQueue, failed: list[FailedMessage]) -> None:
-        """Some messages are to be consumed again."""
+        """Have failed messages consumed again."""
 
     def listener_raised(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
-        """A listener raised instead of returning."""
+        """Report an exception of a listener."""
 
     def result_unknown(self, window: ProcessQueue, message: Message, result: object) -> None:
-        """A listener returned something that means nothing, for the first time something of that type."""
+        """Report the first unknown result of this type from a listener."""
 
     def worker_failed(self, error: BaseException) -> None:
-        """What surrounds the listener failed, which must not be: the offset store, or something of ours."""
+        """Report an unexpected error outside of the listener: in the offset store, or in the worker itself."""
 
 
 class Slot:
-    """One worker's place: which chunk it has in hand."""
+    """The state of one worker: the chunk that it processes."""
 
     __slots__ = ("chunk", "seen", "seen_at")
 
     def __init__(self) -> None:
         self.chunk: Chunk | None = None
-        self.seen: Any = None  # the unit at the last look for stuck calls, and since when it is the same
-        self.seen_at = 0.0
+        self.seen: Any = None  # the unit at the last check for stuck calls
+        self.seen_at = 0.0  # when a check saw this unit first
 
 
 class Workers(Protocol):
-    """Something that runs chunks."""
+    """Threads or tasks that run chunks."""
 
     slots: list[Slot]
 
     def put(self, chunk: Chunk) -> None:
-        """Hand a chunk over."""
+        """Hand a chunk to the workers."""
 
     def waiting(self) -> int:
-        """Return how many chunks no worker has begun, about."""
+        """Return approximately how many chunks wait for a worker."""
 
     def settle(self, chunk: Chunk) -> None:
-        """Hand over what became of messages of a chunk whose worker is still in it; not for orderly queues."""
+        """Acknowledge or report the finished messages of a chunk in progress; not for ordered queues."""
 
     def stop(self) -> None:
-        """Begin no further chunk. What runs goes on; nothing waits for it here."""
+        """Begin no further chunk. Do not wait for running calls, which continue."""
 
     def abandon(self) -> None:
-        """Wait for what still runs no longer; cancel it where that can be done."""
+        """Stop waiting for running calls. Cancel those that can be cancelled."""
 
     async def call_once(self, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """Call a listener where these workers call it, beside their work. Returns its result, or what it raised."""
+        """Call a listener on a thread or loop of this kind, outside of chunks. Return its result or exception."""
 
 
 class ConsumeService:
-    """What hands messages to workers: plain and async ones, made when the first listener of their kind needs them."""
+    """Dispatches messages to plain and async workers. Workers are created for the first listener of their kind."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, workers_for: Callable[[bool], Workers]) -> None:
-        """`workers_for` gets whether the workers are to await their listeners."""
+        """Use `workers_for` to create workers. Its argument is whether they await their listeners."""
         self._loop = loop
         self._workers_for = workers_for
         self._by_kind: dict[bool, Workers] = {}
@@ -168,7 +169,7 @@ class ConsumeService:
         return list(self._by_kind.values())
 
     def stuck(self, timeout_s: float, now: float) -> list[tuple[ProcessQueue, Sequence[Message]]]:
-        """Return the messages whose listener call was already running, at an earlier look, `timeout_s` ago."""
+        """Return the messages whose listener call was running at a check at least `timeout_s` ago."""
         found = []
         for workers in self.workers():
             for slot in workers.slots:
@@ -181,21 +182,21 @@ class ConsumeService:
         return found
 
     def is_own_call(self) -> bool:
-        """Tell whether the caller is a listener call of this consumer, or something that one began. Any thread.
+        """Return whether the caller is a listener call of this consumer, or was started by one. Any thread.
 
-        Who waits there until no call runs waits for itself.
+        Such a caller must not wait until no call runs, because it would wait for itself.
         """
         return (calling := _calling.get()) is not None and calling in self.workers()
 
     async def call_once(
         self, listener: Listener, unit: Any, context: ConsumeContext
     ) -> tuple[object, BaseException | None]:
-        """Call `listener` where it is always called, beside the work. Returns its result, or what it raised."""
+        """Call `listener` once, on the kind of worker that it always has. Return its result or exception."""
         arguments = (unit, context) if listener.wants_context else (unit,)
         return await self._workers_of(listener).call_once(partial(listener.call, *arguments))
 
     def abandon(self) -> None:
-        """Wait for listener calls no longer."""
+        """Stop waiting for listener calls."""
         for workers in self.workers():
             workers.abandon()
 
@@ -212,14 +213,14 @@ def units_of(listener: Listener, messages: list[Message]) -> list[Any]:
 
 
 class _ChunkRunner:
-    """What sync and async workers share: the judgement of one listener call."""
+    """The parts that sync and async workers share: the handling of the result of one listener call."""
 
     def __init__(self, reporter: ListenerReporter, consume_timeout_s: float) -> None:
         self.reporter = reporter
         self.consume_timeout_s = consume_timeout_s
         self._reported: dict[
             tuple[int, type], Listener
-        ] = {}  # results that mean nothing; kept, so that ids stay theirs
+        ] = {}  # listeners are kept, so that no other object gets their id
 
     def context(self, chunk: Chunk, unit: Any) -> ConsumeContext:
         first = messages_of(unit)[0]
@@ -227,14 +228,14 @@ class _ChunkRunner:
         return ConsumeContext(chunk.window.queue, first.reconsume_times + 1, deadline)
 
     def split_to_fit(self, chunk: Chunk, unit: Any, reservation: Reservation) -> Any:
-        """Return what of `unit` may be given to the listener at once; the rest is the chunk's next unit."""
+        """Return the part of `unit` that the reservation covers. The rest becomes the chunk's next unit."""
         if reservation.count < len(messages_of(unit)):
             chunk.todo.appendleft(unit[reservation.count :])
             return unit[: reservation.count]
         return unit
 
     def apply_result(self, chunk: Chunk, unit: Any, result: object) -> bool:
-        """Sort the messages of a call that did not simply succeed. Returns whether the chunk goes on."""
+        """Sort the messages of a call that returned anything other than success. Return whether the chunk continues."""
         messages = messages_of(unit)
         if chunk.lane_batch is not None:
             continues, known = chunk.lane_batch.apply_result(unit, result)
@@ -249,7 +250,7 @@ class _ChunkRunner:
         return continues
 
     def _report_unknown(self, chunk: Chunk, message: Message, result: object) -> None:
-        """Tell of the first such result of a listener: the thousandth says nothing new."""
+        """Report the first unknown result of each type from a listener. Later ones add no information."""
         if type(result) is RolledBack:
             result = result.result
         key = (id(chunk.listener), type(result))
@@ -258,7 +259,7 @@ class _ChunkRunner:
             self.reporter.result_unknown(chunk.window, message, result)
 
     def note_raised(self, chunk: Chunk, unit: Any, error: BaseException) -> bool:
-        """Note that a listener raised. Returns whether the chunk goes on."""
+        """Handle an exception of a listener. Return whether the chunk continues."""
         messages = messages_of(unit)
         continues = True
         if (claim := chunk.window.claim) is not None:
@@ -267,11 +268,11 @@ class _ChunkRunner:
             continues, _ = chunk.lane_batch.apply_result(unit, ConsumeResult.RETRY)
         else:
             chunk.failed.extend((message, 0) for message in messages)
-        self.reporter.listener_raised(chunk.window, messages[0], error)  # last: a user's logging may raise in turn
+        self.reporter.listener_raised(chunk.window, messages[0], error)  # last, because a user's logging may raise, too
         return continues
 
     def settle(self, chunk: Chunk) -> None:
-        """Hand over what became of messages of a chunk whose worker is still in it. Called on the I/O thread."""
+        """Acknowledge or report the finished messages of a chunk that a worker still processes. I/O thread."""
         try:
             chunk.window.ack(pop_all(chunk.done))
         except BaseException as error:
@@ -280,7 +281,7 @@ class _ChunkRunner:
             self.reporter.failed(chunk.window, failed)
 
     def finish_part(self, chunk: Chunk, calls: int) -> int:
-        """Hand over what is consumed of a chunk that goes on, if it is time. Returns how many calls are uncounted."""
+        """Acknowledge the consumed messages of a running chunk if it is time. Return the number of uncounted calls."""
         now = chunk.window.clock()
         if now - chunk.begun_at < CHUNK_TIME_S:
             return calls
@@ -291,7 +292,7 @@ class _ChunkRunner:
         return 0
 
     def finish(self, chunk: Chunk, calls: int) -> None:
-        """Hand over what became of the chunk's messages. An error of the offset store keeps none of it back."""
+        """Acknowledge or report all finished messages of a chunk. An error of the offset store delays none of them."""
         chunk.current = None
         chunk.window.last_consumed_at = now = chunk.window.clock()
         try:
@@ -305,34 +306,34 @@ class _ChunkRunner:
                 chunk.lane_batch.end()
 
     def drop(self, chunk: Chunk) -> None:
-        """Work has stopped: unfinished messages stay unfinished. They come again, to somebody else."""
+        """Drop a chunk after work has stopped. Its messages stay unfinished, and the broker redelivers them."""
         if chunk.lane_batch is not None:
             chunk.lane_batch.end()
 
 
 class ThreadWorkers(_ChunkRunner):
-    """`count` threads for plain listeners. To wake one costs more than many quick listener calls, so few are woken.
+    """`count` threads for plain listeners. Waking a thread costs more than many quick calls, so only a few are woken.
 
-    What was put is looked at once per turn of the loop, just before the loop gives up the GIL to wait for the network.
-    Then as many workers are awake as keep what waits from taking longer than a chunk should; the one that fell asleep
-    last is woken first, because its stack is warm. Estimates err: whenever something has waited for `STUCK_AFTER_S`
-    all the same, one more is woken.
+    The loop decides about wake-ups once per iteration, just before it releases the GIL to wait for the network. It
+    wakes as many workers as can process the waiting chunks in the time of one chunk. The worker that fell asleep last
+    is woken first, because its stack is warm. The estimate may be wrong, so one more worker is woken whenever a chunk
+    has waited for `STUCK_AFTER_S`.
     """
 
     def __init__(
         self, count: int, reporter: ListenerReporter, consume_timeout_s: float, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Start the threads. `put` is to be called on `loop`."""
+        """Start the threads. Call `put` on `loop` only."""
         super().__init__(reporter, consume_timeout_s)
         self.slots = [Slot() for _ in range(count)]
         self._loop = loop
         self._chunks: deque[Chunk] = deque()
-        self._lock = threading.Lock()  # of the list of those asleep; a leaf, held for a few steps
+        self._lock = threading.Lock()  # for `_asleep`; the innermost lock, held briefly
         self._asleep: list[threading.Lock] = []
         self._stopping = False
-        self._wake_due = False  # from here on confined to the loop
-        self._slowest_s = 0.0  # listener time of what was put since the last wake-up
-        self._put_since = 0  # how many were put since the last look at what waits
+        self._wake_due = False  # this and the following are confined to the loop
+        self._slowest_s = 0.0  # the longest listener time of the chunks since the last wake-up
+        self._put_since = 0  # chunks since the last check
         self._next_check: asyncio.TimerHandle | None = None
         for number, slot in enumerate(self.slots):
             threading.Thread(target=self._work, args=(slot,), name=f"pyrocket-consume-{number}", daemon=True).start()
@@ -346,7 +347,7 @@ class ThreadWorkers(_ChunkRunner):
             self._loop.call_soon(self._wake_enough)
 
     def _requeue(self, window: ProcessQueue, listener: Listener, unit: Any) -> None:
-        """Put what had to wait for room behind what has come meanwhile. Any thread."""
+        """Put a unit that waited for memory behind the chunks that have arrived meanwhile. Any thread."""
         self._chunks.append(Chunk(window, listener, deque((unit,))))
         self._wake(len(self.slots) - len(self._asleep) + 1)
 
@@ -357,16 +358,16 @@ class ThreadWorkers(_ChunkRunner):
 
     def _check_waiting(self) -> None:
         waiting, self._next_check = len(self._chunks), None
-        if waiting > self._put_since:  # the first in line was there at the last look, too
+        if waiting > self._put_since:  # the first chunk was waiting at the last check, too
             self._wake(len(self.slots) - len(self._asleep) + 1)
         self._put_since = 0
         if waiting:
             self._next_check = self._loop.call_later(STUCK_AFTER_S, self._check_waiting)
 
     def _wake(self, wanted: int) -> bool:
-        """See to it that `wanted` workers are awake. Returns whether any sleep on."""
-        # A worker that finds nothing looks once more under this lock before it falls asleep. So either it sees what
-        # was put before we came here, or we find it asleep: none sleeps in beside a chunk that nobody is woken for.
+        """Wake workers until `wanted` of them are awake. Return whether any worker still sleeps."""
+        # A worker that finds no chunk checks once more under this lock before it sleeps. So it either sees the chunks
+        # put before this call, or is in `_asleep` here. Without the lock, a chunk could wait while all workers sleep.
         with self._lock:
             while self._asleep and len(self.slots) - len(self._asleep) < wanted:
                 self._asleep.pop().release()
@@ -380,10 +381,10 @@ class ThreadWorkers(_ChunkRunner):
         self._wake(len(self.slots))
 
     def abandon(self) -> None:
-        """A thread cannot be cancelled: what it runs finishes unheard, and its thread then ends."""
+        """Do nothing, because a thread cannot be cancelled. The result of its call is ignored, and the thread ends."""
 
     async def call_once(self, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """Call on a thread of its own, which keeps no process alive."""
+        """Call on a separate daemon thread."""
         answer = self._loop.create_future()
 
         def run() -> None:
@@ -391,7 +392,7 @@ class ThreadWorkers(_ChunkRunner):
             result, raised = None, None
             try:
                 result = call()
-            except BaseException as error:  # it must not end the thread, nor the loop that hears of it
+            except BaseException as error:  # it must end neither this thread nor the loop that gets the result
                 raised = error
             try:
                 self._loop.call_soon_threadsafe(resolve, result, raised)
@@ -420,7 +421,7 @@ class ThreadWorkers(_ChunkRunner):
                     if self._stopping:
                         return
                     self._asleep.append(bell)
-                bell.acquire()  # whoever wakes us releases it
+                bell.acquire()  # `_wake` releases it
                 continue
             slot.chunk = chunk
             try:
@@ -468,14 +469,14 @@ class ThreadWorkers(_ChunkRunner):
                             bodies.release_measuring()
                 chunk.current = unit
                 calls += 1
-                given = unit[:] if is_list else unit  # the list is the listener's to empty or sort
+                given = unit[:] if is_list else unit  # a copy, because the listener may empty or sort the list
                 if claim is not None:
                     claim.begin_call(messages_of(unit))
                 try:
                     result = call(given, self.context(chunk, unit)) if context else call(given)
                     if claim is not None:
                         result = claim.final_result(result)
-                except BaseException as error:  # SystemExit of a listener must not end a worker
+                except BaseException as error:  # also SystemExit, which must not end a worker
                     if self.note_raised(chunk, unit, error):
                         continue
                     break
@@ -494,7 +495,7 @@ class ThreadWorkers(_ChunkRunner):
 
 
 class AsyncWorkers(_ChunkRunner):
-    """At most `count` calls of `async def` listeners at once, on `loop` (the caller's, or a thread of our own)."""
+    """At most `count` concurrent calls of `async def` listeners, on the caller's `loop` or on a separate thread."""
 
     def __init__(
         self,
@@ -508,8 +509,8 @@ class AsyncWorkers(_ChunkRunner):
         self._owns_loop = loop is None
         self._loop = loop or asyncio.new_event_loop()
         self._chunks: asyncio.Queue[Chunk] = asyncio.Queue()
-        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the number of their slot
-        self._missing_workers: list[int] = []  # slots whose worker was cancelled by somebody else
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the index of their slot
+        self._missing_workers: list[int] = []  # slots whose worker was cancelled from outside
         self._arrived: deque[Chunk] = deque()
         self._stopping = False
         self._abandoned = False
@@ -519,14 +520,14 @@ class AsyncWorkers(_ChunkRunner):
         self._loop.call_soon_threadsafe(self._begin)
 
     def _run_loop(self) -> None:
-        """Run the loop until its workers have ended, whatever listeners do to it."""
+        """Run the loop until its workers have ended. Exceptions of listeners' tasks do not end it."""
         asyncio.set_event_loop(self._loop)
         while not self._ended:
             try:
                 self._loop.run_forever()
-            except BaseException as error:  # SystemExit and KeyboardInterrupt of a task leave the loop, too
+            except BaseException as error:  # SystemExit and KeyboardInterrupt of a task stop `run_forever`, too
                 log.error("a task that a listener began raised %r", error, exc_info=error)
-        if left := asyncio.all_tasks(self._loop):  # of listeners; as asyncio.run does, but nobody waits for ever
+        if left := asyncio.all_tasks(self._loop):  # tasks of listeners; as in asyncio.run, but with a timeout
             for task in left:
                 task.cancel()
             self._loop.run_until_complete(asyncio.wait(left, timeout=CANCELLED_TASKS_WAIT_S))
@@ -541,14 +542,14 @@ class AsyncWorkers(_ChunkRunner):
         task.add_done_callback(partial(self._worker_ended, number))
 
     def _worker_ended(self, number: int, task: asyncio.Task[None]) -> None:
-        """Note that a worker was cancelled: by a listener, which ran in its task, or because the loop is to end.
+        """Note that a worker was cancelled, by a listener in its task or because the loop ends.
 
-        So another begins only when there is work: whoever ends a loop waits until no task is left.
+        A new worker starts only when there is work, because the code that ends a loop waits until no task is left.
         """
         if not task.cancelled():
-            task.exception()  # at most a listener's GeneratorExit, which was told
+            task.exception()  # only a listener's GeneratorExit is possible, and it was reported
         if self._tasks.get(number) is task:
-            del self._tasks[number]  # what ended it has the frames of its listener, and all that is open there
+            del self._tasks[number]  # its exception keeps the listener's frames and open objects alive
         if not self._stopping:
             self._missing_workers.append(number)
             if not self._chunks.empty():
@@ -560,7 +561,7 @@ class AsyncWorkers(_ChunkRunner):
 
     def put(self, chunk: Chunk) -> None:
         self._arrived.append(chunk)
-        is_due = len(self._arrived) == 1 or self._loop.is_closed()  # one wake-up serves all that come before it
+        is_due = len(self._arrived) == 1 or self._loop.is_closed()  # one wake-up serves all chunks put before it
         if is_due and not self._call_on_loop(self._take_arrived):
             text = "the loop that async def listeners run on has ended; close the consumer before it does"
             self.reporter.worker_failed(ClientClosed(text))
@@ -585,12 +586,12 @@ class AsyncWorkers(_ChunkRunner):
         self._call_on_loop(self._cancel_all)
 
     async def ended(self) -> None:
-        """Wait a moment, on their loop, until calls that were cancelled have cleaned up: a rollback takes its time."""
+        """Wait a limited time until cancelled calls have cleaned up, for example rolled back. Call it on their loop."""
         if tasks := list(self._tasks.values()):
             await asyncio.wait(tasks, timeout=CANCELLED_TASKS_WAIT_S)
 
     def _call_on_loop(self, work: Callable[[], None]) -> bool:
-        """Have something done there. Returns False if the loop has ended."""
+        """Run `work` on the loop. Return False if the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(work)
         except RuntimeError:
@@ -621,7 +622,7 @@ class AsyncWorkers(_ChunkRunner):
             _calling.set(self)
             try:
                 return await call(), None
-            except BaseException as error:  # it must not end the loop
+            except BaseException as error:  # it must not end the loop's task
                 return None, error
 
         running = run()
@@ -673,7 +674,7 @@ class AsyncWorkers(_ChunkRunner):
                             bodies.release_measuring()
                 chunk.current = unit
                 calls += 1
-                given = unit[:] if is_list else unit  # the list is the listener's to empty or sort
+                given = unit[:] if is_list else unit  # a copy, because the listener may empty or sort the list
                 if claim is not None:
                     claim.begin_call(messages_of(unit))
                 try:
@@ -689,7 +690,7 @@ class AsyncWorkers(_ChunkRunner):
                     if self._abandoned:
                         raise  # the message stays unfinished
                     continues = self.note_raised(chunk, unit, asyncio.CancelledError("the listener was cancelled"))
-                except GeneratorExit as error:  # of the listener, or of whoever takes this task apart
+                except GeneratorExit as error:  # from the listener, or because the interpreter closes this coroutine
                     if self._loop.is_running():
                         self.note_raised(chunk, unit, error)
                         self._requeue_rest(chunk)
@@ -706,7 +707,7 @@ class AsyncWorkers(_ChunkRunner):
                 finally:
                     if reservation is not None:
                         reservation.release()
-                if cancelling():  # this task: the next listener shall not pay for it
+                if cancelling():  # this task was cancelled, and the next listener call must not get that
                     self._requeue_rest(chunk)
                     raise asyncio.CancelledError
         finally:
@@ -714,14 +715,14 @@ class AsyncWorkers(_ChunkRunner):
             self.finish(chunk, calls)
 
     def _requeue(self, chunk: Chunk) -> None:
-        """Put what had to wait for room behind what has come meanwhile. Any thread."""
+        """Put a unit that waited for memory behind the chunks that have arrived meanwhile. Any thread."""
         try:
             self._loop.call_soon_threadsafe(self._chunks.put_nowait, chunk)
         except RuntimeError:
             pass  # the loop has ended
 
     async def _wait_for_memory(self, chunk: Chunk, unit: Any, reservation: Reservation) -> bool:
-        """Wait until there is room for what the call may unpack. Tells whether it may begin; else its unit is left."""
+        """Wait for memory for the bodies of a call. Return whether it may begin; if not, the unit goes back."""
         until, lane_batch = time.monotonic() + self.consume_timeout_s, chunk.lane_batch
         is_granted = False
         try:
@@ -729,7 +730,7 @@ class AsyncWorkers(_ChunkRunner):
                 if self._stopping or chunk.window.dropped or not (lane_batch is None or lane_batch.may_continue()):
                     break
                 await asyncio.sleep(BUDGET_CHECK_EVERY_S)
-        except BaseException:  # cancelled, by whoever ends the loop or by a task of a listener's
+        except BaseException:  # cancelled, because the loop ends, or by a task of a listener
             chunk.todo.appendleft(unit)
             reservation.release()
             self._requeue_rest(chunk)
@@ -740,7 +741,7 @@ class AsyncWorkers(_ChunkRunner):
         return is_granted
 
     def _requeue_rest(self, chunk: Chunk) -> None:
-        """Leave to another worker what is not begun; the line of an orderly queue sees to that itself."""
+        """Give the units that were not begun to another worker. The lane of an ordered queue does so itself."""
         if chunk.lane_batch is None and (rest := pop_all(chunk.todo)):
             self._chunks.put_nowait(Chunk(chunk.window, chunk.listener, deque(rest)))
 
@@ -752,7 +753,7 @@ def _this_task() -> asyncio.Task[Any]:
 
 
 class ConcurrentService(ConsumeService):
-    """Cuts answers into chunks for the workers, and looks after the slow ones. Confined to the I/O thread."""
+    """Splits pull responses into chunks for the workers, and relieves slow workers. Confined to the I/O thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, workers_for: Callable[[bool], Workers]) -> None:
         super().__init__(loop, workers_for)
@@ -774,7 +775,7 @@ class ConcurrentService(ConsumeService):
             self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
 
     def _withdraw_from_stuck(self) -> None:
-        """Take from workers stuck in a chunk what need not wait for their call; go on while there is any such chunk."""
+        """Withdraw the other units from workers that are stuck in a call. Continue as long as a chunk is busy."""
         self._tick = None
         now = self._loop.time()
         busy = False
@@ -790,11 +791,11 @@ class ConcurrentService(ConsumeService):
                         workers.put(Chunk(chunk.window, chunk.listener, deque((unit,))))
                     workers.settle(chunk)
         self._quiet_checks = 0 if busy else self._quiet_checks + 1
-        if self._quiet_checks < 3:  # a worker may be between taking a chunk and showing it
+        if self._quiet_checks < 3:  # a worker may be between taking a chunk and setting its slot
             self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
 
     def running(self, window: ProcessQueue | None = None) -> int:
-        """Return how many listener calls are running (of `window`)."""
+        """Return the number of running listener calls (of `window`)."""
         return sum(
             1
             for workers in self.workers()
@@ -803,10 +804,10 @@ class ConcurrentService(ConsumeService):
         )
 
     def forget(self, window: ProcessQueue) -> None:
-        """The window's life has ended; its chunks end by themselves."""
+        """Do nothing when a window ends, because its chunks end by themselves."""
 
     def resume_calls(self, window: ProcessQueue) -> None:
-        """Nothing waits here: only orderly queues do."""
+        """Do nothing, because only ordered queues wait for their lock."""
 
     def stop(self) -> None:
         """Begin no further listener call."""
@@ -822,7 +823,7 @@ class ConcurrentService(ConsumeService):
 
 
 def pop_all(source: deque[T] | list[T]) -> list[T]:
-    """Empty a deque or list from the right, while its worker may take from the left or add; return it in order."""
+    """Empty a deque or list from the right, and return it in order. A worker may take from the left or add meanwhile."""
     taken: list[T] = []
     while True:
         try:
