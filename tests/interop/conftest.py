@@ -1,4 +1,4 @@
-"""A cluster of either kind, and `mqadmin`."""
+"""Fixtures: a cluster of either kind, and `mqadmin`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyrocket_consumer.testing import EmbeddedCluster
 
 @pytest.fixture
 def either_cluster(kind, real_version, request) -> Iterator[Any]:
-    """By `kind`: a real cluster of the release under test, or the embedded one that behaves like it."""
+    """Return a real cluster of the release under test, or the embedded one that behaves like it, by `kind`."""
     if kind == "real":
         yield request.getfixturevalue("real_cluster")
         return
@@ -22,5 +22,5 @@ def either_cluster(kind, real_version, request) -> Iterator[Any]:
 
 @pytest.fixture
 def mqadmin(real_cluster, java):
-    """Run a command against the cluster and return what it prints."""
+    """Return a function that runs a command of mqadmin against the cluster and returns its output."""
     return lambda *arguments: java.mqadmin(real_cluster.name_server, *arguments)

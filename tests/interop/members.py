@@ -1,4 +1,4 @@
-"""What tests of mixed groups share: members with names that sort, and which of them holds which queue."""
+"""Shared by tests of mixed groups: members whose names sort, and the queues that each of them holds."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ def client_id(name: str) -> str:
 
 
 def queues_of(topic: str) -> list[MessageQueue]:
-    """Return the 8 queues that topics have here."""
+    """Return the 8 queues of a topic in these tests."""
     return [MessageQueue(topic, "broker-a", queue_id) for queue_id in range(8)]
 
 
 def running_info(cluster: Any, group: str, member: str) -> RunningInfo:
-    """Return what a member, ours or Java's, says of itself through the broker; Refused if it is not there."""
+    """Return the running info of a member, ours or Java's, through the broker. Raise Refused if it is not there."""
     fields = {"consumerGroup": group, "clientId": member, "jstackEnable": False}
     with closing(Peer(cluster.broker("broker-a").address)) as peer:
         return decode_running_info(peer.call(RequestCode.GET_CONSUMER_RUNNING_INFO, fields).body)
 
 
 def wait_until_committed(cluster: Any, group: str, member: str, topic: str, total: int) -> None:
-    """Wait until a member has noted that it consumed `topic` up to offsets that make `total`.
+    """Wait until the commit offsets of a member for `topic` add up to `total`.
 
-    A Java member does so a moment after its listener has returned; closed before, it leaves the message for the next.
+    A Java member updates them a moment after its listener has returned. If it closes before, the next member gets the
+    message again.
     """
 
     def noted() -> bool:
@@ -61,7 +62,7 @@ def wait_until_committed(cluster: Any, group: str, member: str, topic: str, tota
 
 
 def owners(cluster: Any, group: str, topic: str) -> Owners:
-    """Return which queues of `topic` each member of a group holds now."""
+    """Return the queues of `topic` that each member of a group holds now."""
     found: Owners = {}
     for member in cluster.members(group):
         try:
@@ -73,7 +74,7 @@ def owners(cluster: Any, group: str, topic: str) -> Owners:
 
 
 def wait_for_members(cluster: Any, group: str, topic: str, *names: str, strategy: str = "average") -> None:
-    """Wait until the group has exactly these members, and each holds exactly what our own allocation says."""
+    """Wait until the group has exactly these members, and each holds the queues that our allocation gives it."""
     every, ids, found = queues_of(topic), [client_id(name) for name in names], Owners()
     expected = {each: set(allocate(strategy_of(strategy), group, each, every, ids)) for each in ids}
 

@@ -1,4 +1,4 @@
-"""Broadcasting beside Java members: everybody sees everything, and each kind goes on from the other's offsets.json."""
+"""Broadcasting with Java members: all get all messages, and each kind continues from the other's offsets.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "shared"
 
 @pytest.fixture
 def places(java, group):
-    """Where both kinds keep the offsets of the group."""
+    """Return the directory in which both kinds keep the offsets of the group."""
     return java.offsets_directory / client_id(NAME) / group
 
 
@@ -49,7 +49,7 @@ def test_java_members_and_ours_see_every_message(either_cluster, java, topic, gr
 
 
 def test_ours_goes_on_where_the_java_member_ended_and_back(real_cluster, java, topic, group, places):
-    """Java, ours, Java, ours: one after the other in one directory, each begins where the one before it ended."""
+    """Java, ours, Java, ours: in one directory, each begins at the offsets where the previous one ended."""
     real_cluster.create_topic(topic, queues=4)
     ends = []
     for turn in range(4):
@@ -72,8 +72,10 @@ def test_ours_goes_on_where_the_java_member_ended_and_back(real_cluster, java, t
 
 
 def test_a_file_java_wrote_after_ours_was_killed_is_what_counts(real_cluster, java, topic, group, places):
-    """Killed with -9, ours leaves newer offsets in its journal than in offsets.json. Java goes on from the file, and
-    rewrites it; the journal has nothing to say any more."""
+    """Our member, killed with -9, leaves newer offsets in its journal than in offsets.json.
+
+    Java continues from the file and rewrites it, so the journal no longer counts.
+    """
     fill(real_cluster, topic, 10, queues=2)
     options = {
         "message_model": "broadcasting",

@@ -1,4 +1,4 @@
-"""Messages of Java producers at our consumer: everything arrives as it was, and selectors select alike."""
+"""Messages of Java producers at our consumer: they arrive unchanged, and selectors select the same messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMPRESSION = {"zlib": 0x300, "lz4": 0x100, "zstd": 0x200}
 
 
 def place(message: Message) -> int:
-    """In its queue; in what order several threads get messages is chance."""
+    """Return the queue and offset of a message, to sort by. Several threads get messages in any order."""
     return message.queue_offset
 
 
@@ -74,7 +74,7 @@ def test_a_java_batch(real_cluster, java, topic, group, one_queue):
 @pytest.mark.differs("inner batches")
 @pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")
 def test_a_java_batch_that_the_broker_keeps_in_one_piece(real_cluster, java, topic, group):
-    """A topic of batches: the record holds them all, and our consumer takes it apart."""
+    """In a topic of batches one record holds them all, and our consumer splits it."""
     real_cluster.create_topic(topic, queues=1, attributes="+queue.type=BatchCQ")
     with consuming(real_cluster, topic, group) as (_, seen), java.producer(real_cluster.name_server) as producer:
         for number in range(3):
@@ -88,7 +88,7 @@ def test_a_java_batch_that_the_broker_keeps_in_one_piece(real_cluster, java, top
 
 
 def test_messages_that_come_later(real_cluster, java, topic, group, names, one_queue):
-    """By a delay level, and by a time where the release has that: at both consumers nothing else tells them apart."""
+    """Messages with a delay level, or with a delivery time if the release has that, look the same at both consumers."""
     name_server = real_cluster.name_server
     with (
         consuming(real_cluster, topic, group) as (_, seen),
@@ -113,7 +113,7 @@ def test_messages_that_come_later(real_cluster, java, topic, group, names, one_q
 
 @pytest.mark.differs("sql92")
 def test_selectors_of_java_and_ours_select_alike(real_cluster, java, topic, names):
-    """Tags whose hash codes are equal ("Aa" and "BB"), and an SQL92 expression."""
+    """This covers tags with equal hash codes ("Aa" and "BB"), and an SQL92 expression."""
     real_cluster.create_topic(topic, queues=2)
     tags = ["Aa", "BB", "C", None] * 3
     for number, tag in enumerate(tags):

@@ -1,4 +1,4 @@
-"""What mqadmin shows of our members, and does to them, as with Java members of the same release."""
+"""The commands of mqadmin about members give the same results for our members and for Java members."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.interop.members import java_options, our_options, wait_until_committe
 
 @contextmanager
 def one_of_each(cluster, java, topic, names, listener=None, **options):
-    """A group with a member of ours and one with a Java member consume `topic`; yields both groups and members."""
+    """Consume `topic` in a group with our member and in one with a Java member. Yield both groups and members."""
     our_group, java_group = names.group("ours"), names.group("java")
     for group in (our_group, java_group):
-        cluster.create_topic(retry_topic(group), queues=1)  # else Java looks for its route 30 s after its start
+        cluster.create_topic(retry_topic(group), queues=1)  # otherwise Java fetches its route 30 s after its start
     with (
         consuming(cluster, topic, our_group, listener, **our_options("ours")) as (consumer, seen),
         java.consumer(cluster.name_server, java_group, topic, **java_options("java"), **options) as java_member,
@@ -49,7 +49,7 @@ def titles(text: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["real", "embedded"])
 def test_consumer_status(either_cluster, java, topic, names):
-    """The report on a member of ours has the sections and columns of that on a Java member, filled as there."""
+    """The report on our member has the same sections and columns as that on a Java member, with the same values."""
     either_cluster.create_topic(topic, queues=2)
     fails = RecordingListener(lambda message: Retry(delay_level=5) if message.body in numbered(4) else None)
     with one_of_each(either_cluster, java, topic, names, fails) as (our_group, java_group, consumer, seen, java_member):
@@ -96,7 +96,7 @@ def test_consumer_status(either_cluster, java, topic, names):
 
 
 def test_consumer_status_tells_the_settings(real_cluster, java, mqadmin, topic, names):
-    """Those that both clients have, by the names Java gives them, and in the same units."""
+    """The settings of both clients have Java's names, and the same units."""
     real_cluster.create_topic(topic, queues=1)
     with one_of_each(real_cluster, java, topic, names) as (our_group, java_group, consumer, _, java_member):
         ours = settings(mqadmin("consumerStatus", "-g", our_group, "-i", consumer.client_id))
@@ -116,7 +116,7 @@ def test_consumer_status_tells_the_settings(real_cluster, java, mqadmin, topic, 
 
 
 CLIENT_SETTINGS = {"instanceName", "heartbeatBrokerInterval", "pollNameServerInterval", "persistConsumerOffsetInterval"}
-"""What 4.9 does not tell."""
+"""Settings that 4.9 does not report."""
 
 
 def settings(report: str) -> dict[str, str]:
@@ -124,7 +124,7 @@ def settings(report: str) -> dict[str, str]:
 
 
 def queue_details(report: str) -> dict[tuple[str, ...], dict[str, str]]:
-    """Return what is told of each queue: topic, broker and id -> names and values."""
+    """Return the report on each queue: topic, broker and id -> names and values."""
     return {
         tuple(row[:3]): dict(re.findall(r"(\w+)=([^,\]]+)", " ".join(row[3:])))
         for row in section(report, "Consumer MQ Detail")
@@ -137,7 +137,7 @@ def within_a_minute(*times: str) -> bool:
 
 
 def test_consumer_progress_and_connection(real_cluster, java, mqadmin, topic, names):
-    """The lag shown is what we have not committed; the connection is shown as that of a Java member."""
+    """The report shows the uncommitted messages as lag, and the connection like that of a Java member."""
     real_cluster.create_topic(topic, queues=2)
     release = threading.Event()
     holds = RecordingListener(lambda message: release.wait(60) if message.queue_offset >= 3 else None)
@@ -177,13 +177,13 @@ def progress_rows(report: str) -> list[list[str]]:
 
 
 def connected_clients(report: str, group: str) -> tuple[list[list[str]], set[str]]:
-    """Return the rows of a consumerConnection report that tell of members, and the words of the rest."""
+    """Return the rows of a consumerConnection report about members, and the words of the rest."""
     above, _, below = report.replace(group, "GROUP").partition("Below is subscription")
     return [line.split() for line in above.splitlines() if "@" in line], set(below.split())
 
 
 def test_get_consumer_status(real_cluster, java, topic, names):
-    """What a tool gets from both kinds of members when it asks where they stand."""
+    """Both kinds of members report the same offsets to a tool."""
     real_cluster.create_topic(topic, queues=2)
     with one_of_each(real_cluster, java, topic, names) as (our_group, java_group, consumer, seen, java_member):
         fill(real_cluster, topic, 20)
@@ -209,7 +209,7 @@ def status(cluster, group, topic, member=None):
 
 
 def test_consume_message_directly(real_cluster, java, mqadmin, topic, names):
-    """A tool has one message consumed: our listener runs, its outcome is shown as a Java member's, no offset moves."""
+    """A tool lets our listener consume one message. It shows the result as for a Java member, and no offset moves."""
     real_cluster.create_topic(topic, queues=1)
     extra = () if real_cluster.version in ("4.9.7", "5.1.4") else ("-t", topic)
 

@@ -1,4 +1,4 @@
-"""Who may do what to a member through real brokers: the tables of docs/security.md, as these brokers answer."""
+"""The rights that real brokers require for requests about a member: the tables of docs/security.md."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ STRANGER = "10.0.0.66@stranger"
 DONE = "✓"
 
 ACCOUNTS = {"no account": None, **{user.rights: user.account for user in USERS}, "admin": ACCOUNT}
-"""The columns of the tables: who asks."""
+"""The columns of the tables: the account that sends the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Something somebody may ask of a broker."""
+    """A request that a client may send to a broker."""
 
     code: int
     what: str
@@ -55,7 +55,7 @@ class Request:
 
 
 def requests(cluster: Any, topic: str, group: str, member: str) -> Iterator[Request]:
-    """Return what may be asked of the member `member`, its group and its topic; the last ones take these away."""
+    """Return requests about the member `member`, its group and its topic. The last ones remove these."""
     sent = cluster.send(topic, b"an order")[0]
     queue = {"topic": topic, "queueId": 0}
     our_options = {"consumerGroup": group, "clientId": member}
@@ -142,7 +142,7 @@ def requests(cluster: Any, topic: str, group: str, member: str) -> Iterator[Requ
 
 
 def registration(topic: str) -> Request:
-    """Return what a broker tells a name server when it has started; it has a topic of its own, too."""
+    """Return the request with which a new broker registers itself and its topics at a name server."""
     settings = {"readQueueNums": 1, "writeQueueNums": 1, "perm": 6}
     topics = {name: {"topicName": name, **settings} for name in (topic, str(ELSEWHERE["brokerName"]))}
     wrapper = {"dataVersion": {"counter": 1, "timestamp": 1}, "topicConfigTable": topics}
@@ -152,12 +152,12 @@ def registration(topic: str) -> Request:
 
 
 def _place(offset_message_id: str) -> int:
-    """Return where in the broker's log a message is: the end of its id."""
+    """Return the offset of a message in the broker's log, which is the end of its id."""
     return int(offset_message_id[-16:], 16)
 
 
 def tried(cluster: Any, topic: str, group: str, who: list[str], member: str = "no account") -> list[list[str]]:
-    """Ask everything as everybody while a member with such rights consumes, and return the table's rows."""
+    """Send each request with each account, while a member with the given rights consumes. Return the table's rows."""
     rows, account = list[list[str]](), ACCOUNTS[member]
     keys = {"access_key": account[0], "secret_key": account[1]} if account else {}
     cluster.create_topic(topic, queues=QUEUES)
@@ -170,13 +170,13 @@ def tried(cluster: Any, topic: str, group: str, who: list[str], member: str = "n
             server = cluster.name_server_node if request.code == REGISTER_BROKER else cluster.broker("broker-a")
             rows.append([request.title, *(cell(server.address, ACCOUNTS[name], request) for name in who)])
             if request.code == RequestCode.UNREGISTER_CLIENT:
-                assert consumer.client_id in cluster.members(group), "whom a stranger signs off stays"
+                assert consumer.client_id in cluster.members(group), "a stranger must not remove a member"
     return rows
 
 
 def cell(address: str, account: tuple[str, str] | None, request: Request) -> str:
-    """Return what the table says of a request: that it is done, or the code with which brokers refuse it."""
-    with closing(Peer(address, account)) as peer:  # a stranger's connection, and what it has joined, ends with it
+    """Return a cell of the table: DONE, or the code with which brokers refuse the request."""
+    with closing(Peer(address, account)) as peer:  # the groups that this connection joins end with it
         answer = until(lambda: unless_busy(peer, request), "an answer")
         if request.code == REGISTER_BROKER:
             clusters = peer.call(RequestCode.GET_BROKER_CLUSTER_INFO).body
@@ -198,7 +198,7 @@ def unless_busy(peer: Peer, request: Request) -> RemotingCommand | None:
 
 
 def check_document(who: list[str], rows: list[list[str]]) -> None:
-    """Compare rows with the table that the document has."""
+    """Compare rows with the table of the document."""
     lines = [["what is asked", *who], ["---"] * (len(who) + 1), *rows]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     assert table in DOCUMENT.read_text(), f"{DOCUMENT.name} should have\n{table}"

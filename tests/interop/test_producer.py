@@ -1,4 +1,4 @@
-"""What our producer sends, Java's consumers read; and both put a key into the same queue."""
+"""Java's consumers read the messages of our producer, and both producers put a key into the same queue."""
 
 from __future__ import annotations
 

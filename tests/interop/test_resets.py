@@ -1,4 +1,4 @@
-"""mqadmin resets a clustering group of ours, in both ways brokers do it; our members replay, and commit again."""
+"""mqadmin resets our clustering group in both ways of brokers, and our members replay and commit again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUEUES = 4
 
 @contextmanager
 def server_side(cluster, wanted):
-    """Have the broker reset by marks of its own, or by telling the members."""
+    """Let the broker reset by its own marks, or by requests to the members."""
     broker = cluster.broker("broker-a")
     broker.update_config(useServerSideResetOffset=wanted)
     try:
@@ -33,15 +33,15 @@ def test_two_members_replay_from_a_time(real_cluster, mqadmin, topic, group):
     replay(real_cluster, mqadmin, topic, group)
 
 
-@pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # those before know one way only
+@pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # earlier releases know only one way
 def test_two_members_replay_in_the_way_of_other_releases(real_cluster, mqadmin, topic, group):
     with server_side(real_cluster, real_cluster.version == "5.1.4"):
         replay(real_cluster, mqadmin, topic, group)
 
 
-@pytest.mark.versions("4.9.7", "5.1.4")  # later ones have the letter for something else
+@pytest.mark.versions("4.9.7", "5.1.4")  # later releases use the letter for another option
 def test_two_members_replay_when_told_in_the_form_for_cplusplus(real_cluster, mqadmin, topic, group):
-    """`-c` has the broker send its members a list, which Java members do not understand."""
+    """With `-c` the broker sends its members a list, which Java members cannot read."""
     replay(real_cluster, mqadmin, topic, group, "-c")
 
 
@@ -91,7 +91,9 @@ def replay(cluster, mqadmin, topic, group, *extra):
         try:
             output = mqadmin("resetOffsetByTime", "-g", group, "-t", topic, "-s", str(at), *extra)
             assert rows(output) == {(str(queue_id), "5") for queue_id in range(QUEUES)}
-            fill(cluster, topic, QUEUES, start=40)  # ends the pulls that the broker holds; else up to 6 s later
+            fill(
+                cluster, topic, QUEUES, start=40
+            )  # ends the pulls that the broker holds; otherwise they end up to 6 s later
             events.wait_for("offset-reset", QUEUES)
             wait_for_commits(cluster, group, topic, 5)
         finally:
@@ -158,7 +160,7 @@ def test_a_group_that_is_away_starts_where_it_was_reset_to(real_cluster, mqadmin
     assert Counter(again.bodies) == Counter(numbered(40))
 
 
-# --- by our admin, of groups that ours share with Java members; and of broadcasting groups
+# --- resets by our admin of groups with Java members, and of broadcasting groups
 
 
 @pytest.fixture
@@ -205,7 +207,7 @@ def test_a_java_member_that_cannot_be_reached_keeps_its_place(real_cluster, java
 
 @pytest.mark.versions("5.3.3", "5.5.0")
 def test_a_java_member_that_obeys_is_reset_through_its_broker(real_cluster, java, admin, topic, group, stores):
-    """Brokers of these releases keep resets; one that is told not to can tell Java members that obey (from 5.2 on)."""
+    """Brokers of these releases keep resets. With another setting they send them to Java members (from 5.2 on)."""
     fill(real_cluster, topic, 20, queues=2)
     broker = real_cluster.broker("broker-a")
     broker.update_config(useServerSideResetOffset=False)
@@ -224,14 +226,14 @@ def test_a_java_member_that_obeys_is_reset_through_its_broker(real_cluster, java
             seen.wait(lambda seen: len(seen.messages) == 20 + 7 + 5)
             other.wait_for_messages(20 + 7 + 5)
             wait_until_stored(consumer, topic, 20)
-            assert len(seen.messages) == 32, "the broker's word to ours was the same reset"
+            assert len(seen.messages) == 32, "the broker's request to ours was the same reset"
         assert {*real_cluster.committed(group, topic).values()} <= {-1}, "no offset is left"
     finally:
         broker.update_config(useServerSideResetOffset=True)
 
 
 def test_mqadmin_s_reset_of_a_broadcasting_group(real_cluster, java, topic, group, stores):
-    """Brokers that keep resets tell one member for each queue; ours tell each other. The other brokers refuse."""
+    """Brokers that keep resets notify one member per queue, and our members forward it. The other brokers refuse."""
     fill(real_cluster, topic, 20, queues=2)
     options = {**stores, "pull_hold_s": 1}
     with members(real_cluster, topic, group, "abc", **options) as ours:
@@ -262,7 +264,7 @@ def test_a_clustering_group_with_a_java_member_replays_all(real_cluster, java, a
         done = threading.Event()
 
         def stir() -> None:
-            """Messages end the pulls that the broker holds: a mark is met by the next one."""
+            """Send messages, which end the pulls that the broker holds. The next pull then gets the reset mark."""
             number = 80
             while not done.wait(1):
                 real_cluster.send(topic, b"m%d" % number)
@@ -283,6 +285,6 @@ def test_a_clustering_group_with_a_java_member_replays_all(real_cluster, java, a
 
 
 def replayed(messages, low, high):
-    """Return how many places of [low, high) were seen more than once."""
+    """Return how many messages with an offset in [low, high) were seen more than once."""
     places = [(message.queue, message.queue_offset) for message in list(messages)]
     return len({place for place in places if places.count(place) > 1 and low <= place[1] < high})

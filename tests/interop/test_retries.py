@@ -1,4 +1,4 @@
-"""Messages that fail in a group of Java members and ours: they come again to whoever holds the retry queue."""
+"""Failed messages in a group of Java members and ours are redelivered to the owner of the retry queue."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MAX_SEND_BACKS = 1
 @pytest.mark.parametrize("kind", ["real", "embedded"])
 @pytest.mark.parametrize("holder", ["ours", "java"])
 def test_a_failed_message_goes_to_the_holder_of_the_retry_queue(either_cluster, java, topic, group, holder):
-    """Both members fail what they get first; all of it comes again at the member whose id sorts first."""
+    """Both members fail their first messages. All are redelivered to the member whose id sorts first."""
     either_cluster.create_topic(topic, queues=4)
-    either_cluster.create_topic(retry_topic(group), queues=1)  # else Java looks for its route 30 s after its start
+    either_cluster.create_topic(retry_topic(group), queues=1)  # otherwise Java fetches its route 30 s after its start
     our_name, java_name = ("a", "b") if holder == "ours" else ("b", "a")
     seen = RecordingListener(
         lambda message: Retry(delay_level=MAX_SEND_BACKS) if message.reconsume_times == 0 else None
@@ -44,7 +44,7 @@ def test_a_failed_message_goes_to_the_holder_of_the_retry_queue(either_cluster, 
         sent = [either_cluster.send(topic, b"m%d" % number, **carried)[0] for number in range(8)]
 
         def attempt(number):
-            """What our member, and what Java's, got at that attempt."""
+            """Return the messages that our member, and those that Java's, got at that attempt."""
             return tuple(
                 [message for message in list(messages) if message.reconsume_times == number]
                 for messages in (seen.messages, java_member.messages)
@@ -75,7 +75,7 @@ def test_a_failed_message_goes_to_the_holder_of_the_retry_queue(either_cluster, 
 
 
 def test_dead_letters_are_the_same_as_a_java_members(real_cluster, java, topic, names):
-    """Twice failed, at a group of ours and at one of Java's: both dead letters say the same, and both can read both."""
+    """A message fails twice in our group and in a Java group. The dead letters are equal, and both clients read both."""
     real_cluster.create_topic(topic, queues=1)
     our_group, java_group = names.group("ours"), names.group("java")
     for each in (our_group, java_group):
@@ -117,7 +117,7 @@ def _dead_letters(cluster, *groups):
 
 
 def describe(message):
-    """What a dead letter says, but for the place of the retry it was made of, which is its group's."""
+    """Return the contents of a dead letter without the id of its retry message, which differs between groups."""
     own_place = dict.fromkeys(["DLQ_ORIGIN_MESSAGE_ID", "ORIGIN_MESSAGE_ID", "REAL_TOPIC"], "…")
     return {
         "message_id": message.message_id,

@@ -1,4 +1,4 @@
-"""A group of Java members and ours shares a topic: every queue has one owner, and no message is lost or doubled."""
+"""In a group of Java members and ours every queue has one owner, and no message is lost or consumed twice."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_java_members_hold_what_our_allocation_says(either_cluster, java, topic,
 
 
 def test_each_message_is_consumed_once_while_members_come_and_go(real_cluster, java, topic, group):
-    """Members come and go between messages; one is killed in the middle of its own."""
+    """Members join and leave between messages, and one is killed during a message."""
     real_cluster.create_topic(topic, queues=8)
     group_is, sent = partial(wait_for_members, real_cluster, group, topic), list[bytes]()
 
@@ -54,7 +54,7 @@ def test_each_message_is_consumed_once_while_members_come_and_go(real_cluster, j
             sent.append(body)
 
     def consumed():
-        """Every body that anybody has consumed, as often as it was."""
+        """Return the bodies that all members have consumed, as often as they were consumed."""
         killed = {body.encode(): times for body, times in victim.bodies.items()}
         javas = Counter(message.body for each in java_members for message in each.messages)
         return Counter(seen.bodies) + Counter(killed) + javas
@@ -72,7 +72,7 @@ def test_each_message_is_consumed_once_while_members_come_and_go(real_cluster, j
             java_members.append(stack.enter_context(each))
             return each
 
-        # the victim sorts last: then no queue moves away from the Java member, whose commits come late
+        # The killed member sorts last, so no queue leaves the Java member, whose commits are late.
         victim = stack.enter_context(member(real_cluster, topic, group, listener_s=0.05, **our_options("victim")))
         consumer, seen = stack.enter_context(consuming(real_cluster, topic, group, **our_options("ours")))
         first = java_joins()
@@ -111,7 +111,7 @@ def test_each_message_is_consumed_once_while_members_come_and_go(real_cluster, j
 
 
 def test_nothing_is_lost_while_members_come_and_go_under_load(real_cluster, java, topic, group):
-    """Queues move between members in the middle of messages: they may come twice, and none is passed over."""
+    """Queues move between members during messages. A message may be consumed twice, but none is skipped."""
     real_cluster.create_topic(topic, queues=8)
     group_is, sent = partial(wait_for_members, real_cluster, group, topic), list[bytes]()
     enough = threading.Event()
@@ -149,7 +149,7 @@ def test_nothing_is_lost_while_members_come_and_go_under_load(real_cluster, java
 
 @pytest.mark.parametrize("kind", ["real", "embedded"])
 def test_an_orderly_group_keeps_the_order_of_each_queue(either_cluster, java, topic, group, kind):
-    """The broker's locks pass from Java members to ours and back; no queue's order is broken on the way."""
+    """The broker's locks move from Java members to ours and back, and each queue keeps its order."""
     either_cluster.create_topic(topic, queues=8)
     group_is, sent = partial(wait_for_members, either_cluster, group, topic), 0
 

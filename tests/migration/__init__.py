@@ -1,1 +1,1 @@
-"""The page for those who come from other clients: made, and held against both sides' names."""
+"""Tests and tables of the page for users of other clients."""

@@ -1,7 +1,7 @@
-"""Writes the defaults in the tables of docs/from-java-and-kafka.md about Java anew: `python -m tests.migration`.
+"""Update the defaults in the Java tables of docs/from-java-and-kafka.md: `python -m tests.migration`.
 
-They are those of both sides: Java's as `tests.migration.java` has recorded them, ours as the reference has them. What
-stands for what, and the remarks, are written by hand, as is the rest of the page.
+Java's defaults are those that `tests.migration.java` has recorded, and ours are those of the reference. The mapping of
+names, the remarks, and the rest of the page are written by hand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CLASSES = {
 
 
 class Row(NamedTuple):
-    """One row: names of Java's, or options of ours that Java has not; what there is here; and what is different."""
+    """One row: names of Java, or options that Java lacks; our counterpart; and the difference."""
 
     names: list[str]
     here: str
@@ -46,13 +46,13 @@ class Row(NamedTuple):
 
 
 def rows(table: str) -> list[Row]:
-    """Return the rows of a table of the page."""
+    """Return the rows of a table."""
     head, _, *body = ([cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines())
     return [Row(_QUOTED.findall(cells[0]), cells[head.index("here")], cells[-1]) for cells in body]
 
 
 def tables(page: str) -> dict[str, list[Row]]:
-    """Return the rows of all tables."""
+    """Return the rows of all tables of the page."""
     return {name: rows(table) for _, name, table, _ in _TABLE.findall(page)}
 
 

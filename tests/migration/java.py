@@ -1,6 +1,6 @@
-"""What the Java client calls things: recorded, so that the page can be made where there is no Java.
+"""The names of the Java client, recorded so that the page can be made without Java.
 
-`python -m tests.migration.java` records it anew, with the jars that tests on real brokers run.
+`python -m tests.migration.java` records them again, from the jars that tests on real brokers use.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ VARYING = {"setClientIP": "detected", "setConsumeTimestamp": "half an hour ago"}
 
 
 def recorded() -> Names:
-    """Return the names as they were recorded."""
+    """Return the recorded names."""
     names: Names = json.loads(RECORDED.read_text())
     return names
 
 
 def fetched() -> Names:
-    """Return the names of the newest release, from its jars.
+    """Return the names in the jars of the newest release.
 
     Raises:
-        CannotRun: there is no Java, or no way to get the jars.
+        CannotRun: Java is not installed, or the jars cannot be downloaded.
     """
     program = Program(NEWEST, "Names", {})
     try:

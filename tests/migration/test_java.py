@@ -1,4 +1,4 @@
-"""What is recorded of the Java client is what its jars have, and the Java on the page compiles with them."""
+"""The recorded names of the Java client match its jars, and the Java code of the page compiles with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def test_the_names_recorded_are_those_of_the_release(real_version):
-    assert java.fetched() == java.recorded(), "record them anew: python -m tests.migration.java"
+    assert java.fetched() == java.recorded(), "record them again: python -m tests.migration.java"
 
 
 def test_the_java_blocks_compile(real_version, tmp_path):

@@ -1,4 +1,4 @@
-"""docs/from-java-and-kafka.md: its code runs, its tables are complete, and it names nothing that is not there."""
+"""docs/from-java-and-kafka.md: its code runs, its tables are complete, and all names in it exist."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_pyrocket_commands_run(orders, tmp_path):
 
 
 def test_the_tables_are_up_to_date():
-    assert document(PAGE) == PAGE, "make them anew: python -m tests.migration"
+    assert document(PAGE) == PAGE, "make them again: python -m tests.migration"
 
 
 @for_each("name", [*CLASSES, ONLY_HERE])
@@ -71,7 +71,7 @@ def test_each_option_of_ours_is_in_a_row_or_is_only_here():
 
 
 def cells_named_here() -> list[str]:
-    """Return what the page's tables name in their column "here": one quoted text each."""
+    """Return the quoted names in the column "here" of the page's tables."""
     found, column = [], None
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.split("|")]
@@ -116,7 +116,7 @@ def is_literal(text: str) -> bool:
 
 
 def resolved(name: str) -> Any:
-    """Return what a public name means: of the package, or of one of those that the docs import from."""
+    """Return the object of a public name in the package, or in a module that the docs import from."""
     first, *rest = name.split(".")
     (thing, *_) = [
         getattr(module, first)
@@ -130,7 +130,7 @@ def resolved(name: str) -> Any:
 
 
 def made_with(option: str, value: object) -> bool:
-    """Make a config with an option. Wrong values raise."""
+    """Return a config with an option. Invalid values raise."""
     config = ConsumerConfig if option in {field.name for field in fields(ConsumerConfig)} else ProducerConfig
     options = {"group": "g", "name_server": "127.0.0.1:9876", option: value}
     return getattr(config.from_options(options), option) == value
