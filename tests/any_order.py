@@ -1,4 +1,4 @@
-"""Calls in any order, at nodes that err: what tests of consumers and of producers share."""
+"""Calls in random order at faulty nodes, for tests of consumers and producers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def search() -> settings:
         deadline=None,
         derandomize=trials(1) == 1,
         database=None,
-        phases=[Phase.explicit, Phase.generate],  # a world of threads does not repeat itself exactly
+        phases=[Phase.explicit, Phase.generate],  # threads do not repeat an example exactly
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
     )
@@ -55,14 +55,14 @@ def ours() -> set[threading.Thread]:
 
 
 class World(RuleBasedStateMachine):
-    """A cluster. Whatever clients do, no thread or file of theirs is left."""
+    """A cluster whose clients must leave no thread and no open file."""
 
     faults: ClassVar = FAULTS
 
     def open_cluster(self, **options: Any) -> None:
         gc.collect()
         self.before = self._in_use()
-        self.threads_before = ours()  # of tests about stores that hang
+        self.threads_before = ours()  # left by tests of hanging stores
         self.cluster = EmbeddedCluster(**options)
         self.cluster.start()
 
@@ -71,7 +71,7 @@ class World(RuleBasedStateMachine):
 
     @rule(fault=st.sampled_from(sorted(FAULTS)), times=st.integers(1, 4), of_name_server=st.booleans())
     def err(self, fault: str, times: int, of_name_server: bool) -> None:
-        """The next requests of a node meet a fault."""
+        """Apply a fault to the next requests of a node."""
         node = self.cluster.name_server_node if of_name_server else self.cluster.brokers[0]
         node.clear_faults()
         node.on(None, self.faults[fault], times)
@@ -90,11 +90,11 @@ class World(RuleBasedStateMachine):
         assert all(after <= before for after, before in zip(now, self.before, strict=True)), (now, self.before)
 
     def finish(self) -> None:
-        """Close the clients in peace, and look at what they did."""
+        """Close the clients without faults, and check their results."""
         raise NotImplementedError
 
     def end(self) -> list[str]:
-        """End the cluster; returns what clients have left, although they are closed."""
+        """Close the cluster, and return the threads that closed clients have left."""
         left: list[str] = []
         try:
             until(lambda: ours() <= self.threads_before, "threads end")

@@ -1,8 +1,8 @@
-"""Looks for known weaknesses in what .ci/lock.txt names: `make audit`.
+"""Searches for known vulnerabilities of the versions in .ci/lock.txt: `make audit`.
 
-Versions are compared with .ci/advisories.txt, and the database of PyPI is asked through pip-audit. A mirror without
-that database is taken by pip-audit for one in which nothing is known. So it is asked first about a version with a
-weakness; where it does not name that, it is not asked for more, and what is printed says so.
+It compares the versions with .ci/advisories.txt, and with PyPI's database by pip-audit. If a mirror lacks the database,
+pip-audit reports no vulnerability. So the audit first checks a version with a known vulnerability. If pip-audit does
+not report it, the audit does not use the database, and prints that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ANSWER_WITHIN_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Advisory:
-    """The oldest version of a package that lacks a weakness."""
+    """The oldest version of a package without a vulnerability."""
 
     name: str
     oldest: Version
@@ -37,7 +37,7 @@ class Advisory:
 
 
 def advisories(text: str) -> list[Advisory]:
-    """Return the known weaknesses of a file such as .ci/advisories.txt."""
+    """Return the known vulnerabilities of a file such as .ci/advisories.txt."""
     found = []
     for line in text.splitlines():
         wanted, _, what = line.partition("#")
@@ -48,14 +48,14 @@ def advisories(text: str) -> list[Advisory]:
 
 
 def pinned(lock: str) -> list[tuple[str, Version]]:
-    """Return what a lock names, for whatever Python and machine."""
+    """Return the names and versions of a lock, for all Pythons and machines."""
     lines = [line.removesuffix("\\").strip() for line in lock.splitlines() if line and not line[0].isspace()]
     requirements = [Requirement(line) for line in lines if not line.startswith("#")]
     return [(each.name, Version(next(iter(each.specifier)).version)) for each in requirements]
 
 
 def too_old(lock: str, known: list[Advisory]) -> Iterator[str]:
-    """Yield a sentence for each version of a lock that has a known weakness."""
+    """Yield a sentence for each version of a lock that has a known vulnerability."""
     for name, version in pinned(lock):
         for advisory in known:
             if advisory.name == name and version < advisory.oldest:
@@ -63,13 +63,13 @@ def too_old(lock: str, known: list[Advisory]) -> Iterator[str]:
 
 
 class Database:
-    """PyPI's database of weaknesses."""
+    """PyPI's database of vulnerabilities."""
 
     def __init__(self, pip_audit: str) -> None:
         self._pip_audit = pip_audit
 
     def read_report(self, requirements: Path) -> list[dict[str, Any]] | None:
-        """Return what pip-audit says of each version; None when it got no answer."""
+        """Return pip-audit's report of each version; None if the database did not respond."""
         command = [self._pip_audit, "-s", "pypi", "--format", "json", "--progress-spinner", "off", "--disable-pip"]
         try:
             done = subprocess.run(
@@ -84,26 +84,26 @@ class Database:
             return None
         return found
 
-    def can_be_asked(self) -> bool:
-        """Whether it knows what is known."""
+    def is_usable(self) -> bool:
+        """Whether it reports a known vulnerability."""
         with tempfile.TemporaryDirectory() as directory:
             weak = Path(directory) / "requirements.txt"
             weak.write_text(f"{KNOWN_TO_BE_WEAK}\n")
-            read_report = self.read_report(weak)
-        return bool(read_report and read_report[0].get("vulns"))
+            report = self.read_report(weak)
+        return bool(report and report[0].get("vulns"))
 
-    def weaknesses(self, lock: Path) -> Iterator[tuple[str, bool]]:
-        """Yield a sentence for each weakness of what a lock names, and whether it can be mended."""
-        read_report = self.read_report(lock)
-        if read_report is None:
-            yield "pip-audit got no answer for the lock", True
-        for each in read_report or ():
+    def vulnerabilities(self, lock: Path) -> Iterator[tuple[str, bool]]:
+        """Yield a sentence for each vulnerability of a lock's versions, and whether a fix exists."""
+        report = self.read_report(lock)
+        if report is None:
+            yield "pip-audit got no response for the lock", True
+        for each in report or ():
             if "skip_reason" in each:
                 yield f"{each['name']}: {each['skip_reason']}", False
-            for weakness in each.get("vulns", ()):
-                names = ", ".join([weakness["id"], *weakness.get("aliases", ())])
-                mended = " or ".join(weakness["fix_versions"])
-                yield f"{each['name']} {each['version']}: {names}, mended in {mended or 'no version'}", bool(mended)
+            for vulnerability in each.get("vulns", ()):
+                names = ", ".join([vulnerability["id"], *vulnerability.get("aliases", ())])
+                fixed = " or ".join(vulnerability["fix_versions"])
+                yield f"{each['name']} {each['version']}: {names}, fixed in {fixed or 'no version'}", bool(fixed)
 
 
 def main() -> int:
@@ -113,18 +113,18 @@ def main() -> int:
     options = parser.parse_args()
     lock, known = options.lock.read_text(), advisories(ADVISORIES.read_text())
     wrong = list(too_old(lock, known))
-    print(f"{len(pinned(lock))} versions of {options.lock.name} were compared with {len(known)} known weaknesses")
+    print(f"{len(pinned(lock))} versions of {options.lock.name} were compared with {len(known)} known vulnerabilities")
     database = Database(options.pip_audit)
-    if database.can_be_asked():
-        print("PyPI's database was asked about each")
-        for sentence, can_be_mended in database.weaknesses(options.lock):
-            if can_be_mended:
+    if database.is_usable():
+        print("PyPI's database was searched for each")
+        for sentence, has_fix in database.vulnerabilities(options.lock):
+            if has_fix:
                 wrong.append(sentence)
             else:
                 print(sentence)
     else:
-        print(f"PyPI's database WAS NOT ASKED: it does not answer, or knows nothing of {KNOWN_TO_BE_WEAK}")
-    print("\n".join(wrong) or "nothing was found")
+        print(f"PyPI's database WAS NOT USED: it does not respond, or does not report {KNOWN_TO_BE_WEAK}")
+    print("\n".join(wrong) or "no vulnerability was found")
     return 1 if wrong else 0
 
 

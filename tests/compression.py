@@ -1,4 +1,4 @@
-"""Messages as a producer that is not ours can send them: packed in any way, and with any sysFlag."""
+"""Messages of other producers: compressed in any way, and with any sysFlag."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPRESSED = {ZLIB: zlib.compress, LZ4: lz4.frame.compress, ZSTD: zstandard.comp
 
 
 def send(cluster, topic, *bodies, sys_flag=0, queue_id=0):
-    """Send bodies as they are, to one queue, with any sysFlag: as a producer that is not ours can."""
+    """Send bodies unchanged to one queue, with any sysFlag."""
     config = ClientConfig(name_server=cluster.name_server)
     with_cluster = Cluster(config, make_client_id(config))
     with_cluster.start()

@@ -1,4 +1,4 @@
-"""The plugins of the suite, and names that no other test has used."""
+"""The plugins of the suite, and fixtures with unique names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.virtual import install
 
-install()  # before anything is imported that looks at a clock or makes a lock
+install()  # before other imports, which may read a clock or make a lock
 
 pytest_plugins = (
     "tests.plugins.costs",
@@ -21,12 +21,12 @@ pytest_plugins = (
     "tests.plugins.hazards",
 )
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is in the background; children inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs so; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Names:
-    """Topic and group names that no other test has used; in virtual time they repeat, as all else does."""
+    """Unique topic and group names. In virtual time they repeat, so that runs are equal."""
 
     def __init__(self, test: str, repeat: bool) -> None:
         self._test = re.sub(r"[^A-Za-z0-9_]+", "_", test)[:60].strip("_")
@@ -44,14 +44,14 @@ class Names:
 
 @pytest.fixture
 def names(request: pytest.FixtureRequest) -> Names:
-    from tests.plugins.costs import is_virtual  # not before pytest has it as a plugin
+    from tests.plugins.costs import is_virtual  # pytest must first load it as a plugin
 
     return Names(request.node.name, repeat=is_virtual(request.node))
 
 
 @pytest.fixture
 def topic(names: Names) -> str:
-    """The name of a topic of this test's own."""
+    """The name of a topic that no other test uses."""
     return names.topic()
 
 

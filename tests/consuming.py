@@ -1,4 +1,4 @@
-"""What tests of whole consumers share: a listener that records, and waits for what it should see."""
+"""Consumers for tests, with a listener that records messages and waits for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyrocket_consumer import ConnectError, ConsumerEvent, Message, MessageQueue
 WAIT_S = 30.0
 
 PATIENT_S = 15.0
-"""A deadline for calls that are answered: no busy machine misses it, and closing has time for one of them."""
+"""A timeout for calls that get a response, long enough for a busy machine and for a call during a close."""
 
 QUICK = {
     "call_timeout_s": PATIENT_S,
@@ -29,7 +29,7 @@ QUICK = {
 
 
 class RecordingListener:
-    """A listener that remembers. `judge(message)` may raise or return what a listener may."""
+    """A listener that records messages. `judge(message)` returns or raises its result."""
 
     def __init__(self, judge: Callable[[Message], Any] = lambda message: None) -> None:
         self._judge = judge
@@ -48,22 +48,22 @@ class RecordingListener:
 
     @property
     def counts(self) -> Counter[tuple[MessageQueue, int]]:
-        """How often each place of a queue was seen."""
+        """The number of deliveries by queue and offset."""
         return Counter((message.queue, message.queue_offset) for message in list(self.messages))
 
     def wait(self, reached: Callable[[RecordingListener], bool], timeout_s: float = WAIT_S) -> None:
-        """Wait until `reached(self)`; fails with what was seen."""
+        """Wait until `reached(self)` is true. The error has the recorded messages."""
         with self._changed:
             if not self._changed.wait_for(lambda: reached(self), timeout_s):
                 raise AssertionError(f"after {timeout_s:g} s only {len(self.messages)} messages: {self.bodies[-20:]}")
 
     def wait_for(self, count: int, timeout_s: float = WAIT_S) -> None:
-        """Wait until `count` different messages were seen."""
+        """Wait until the listener has received `count` different messages."""
         self.wait(lambda seen: len(set(seen.bodies)) >= count, timeout_s)
 
 
 class Events:
-    """An `on_event` that remembers."""
+    """An `on_event` that records events."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -107,7 +107,7 @@ def consuming(
 
 
 def started(make: Callable[[], PushConsumer]) -> PushConsumer:
-    """Start a consumer. One whose deadlines for calls are so short that a busy machine misses them may try again."""
+    """Start a consumer. Retry if its timeouts are so short that a busy machine may miss them."""
     for _ in range(10):
         consumer = make()
         try:
@@ -119,12 +119,12 @@ def started(make: Callable[[], PushConsumer]) -> PushConsumer:
 
 
 def quick(limit_s: float, measured: Callable[[], float]) -> bool:
-    """Whether something takes less than `limit_s`, by the best of three attempts: a busy machine may delay some."""
+    """Return whether the best of three attempts takes less than `limit_s`, because a busy machine delays some."""
     return any(measured() < limit_s for _ in range(3))
 
 
 def until(reached: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
-    """Look again and again until `reached()` is true: for what a real broker knows and cannot tell by itself."""
+    """Poll until `reached()` is true, and return its value; for state that real brokers do not notify."""
     deadline = time.monotonic() + timeout_s
     while not (found := reached()):
         if time.monotonic() > deadline:
@@ -134,5 +134,5 @@ def until(reached: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> A
 
 
 def numbered(count: int, start: int = 0) -> list[bytes]:
-    """Return bodies that tell messages apart."""
+    """Return bodies with consecutive numbers."""
     return [b"m%d" % number for number in range(start, start + count)]

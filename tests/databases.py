@@ -1,4 +1,4 @@
-"""Throw-away databases for tests: SQLite in a file, and servers of PostgreSQL and MariaDB on loopback."""
+"""Temporary databases for tests: SQLite in a file, and servers of PostgreSQL and MariaDB on the loopback."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CannotRun(Exception):
 
 
 def program(kind: str, name: str) -> str:
-    """Return where a program of a server is; CannotRun if it is not installed."""
+    """Return the path of a server's program; raise CannotRun if it is not installed."""
     found = shutil.which(name)
     for place in reversed([] if found else [each for glob in _PLACES[kind] for each in Path("/").glob(glob[1:])]):
         found = found or shutil.which(name, path=str(place))
@@ -43,7 +43,7 @@ def program(kind: str, name: str) -> str:
 
 
 def why_missing(kind: str) -> str:
-    """Return why a kind of database cannot run here, "" if it can."""
+    """Return the reason why a kind of database cannot run here, or ""."""
     try:
         for name in {"postgresql": ("postgres", "initdb"), "mariadb": ("mariadbd",)}.get(kind, ()):
             program(kind, name)
@@ -53,7 +53,7 @@ def why_missing(kind: str) -> str:
 
 
 class Database:
-    """A database of its own for one test."""
+    """A database for one test."""
 
     def __init__(self, kind: str, url: URL, server: Server | None = None) -> None:
         self.kind = kind
@@ -66,20 +66,20 @@ class Database:
         return f"Database({self.url})"
 
     def engine(self, **options: object) -> Engine:
-        """Return an engine, which is the caller's to dispose of."""
+        """Return an engine, which the caller must dispose of."""
         return create_engine(self.url, **options)
 
 
 def _ends_with_us() -> list[str]:
-    """Return what to put before a command that is to end when we are killed, where that can be had."""
+    """Return a command prefix that ends the command with the test process, if the system has one."""
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []
 
 
 class Server:
-    """A server with a directory, a port and processes of its own.
+    """A server with its own directory, port and processes.
 
-    What is committed survives that its processes are killed; and that the power is lost, if it `syncs`.
+    Committed rows survive a kill of its processes. With `syncs` they also survive a loss of power.
     """
 
     def __init__(self, kind: str, directory: Path, syncs: bool = True) -> None:
@@ -136,7 +136,7 @@ class Server:
             f"--pid-file={self._directory}/pid",
             "--skip-name-resolve",
             "--innodb-buffer-pool-size=32M",
-            f"--tmpdir={self._directory}",  # whoever starts removes what is left of others in the usual one
+            f"--tmpdir={self._directory}",  # because a starting server removes the files of others in the default one
             *([] if self._syncs else ["--innodb-flush-log-at-trx-commit=2", "--innodb-flush-method=nosync"]),
         ]
         self._url = make_url(f"mysql+pymysql://app:app@127.0.0.1:{self.port}/mysql?charset=utf8mb4")
@@ -148,12 +148,12 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """The server's process, which leads a group of its own."""
+        """The server's process, which leads its own process group."""
         assert self._process is not None
         return self._process.pid
 
     def start(self) -> None:
-        """Start on the same port and data as before; returns when it answers."""
+        """Start with the same port and data as before. Return when the server responds."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             with (self._directory / "log").open("ab") as output:
@@ -169,7 +169,7 @@ class Server:
                 return
             if time.monotonic() > deadline:
                 raise AssertionError(f"{self.kind} did not start: {(self._directory / 'log').read_text()[-2000:]}")
-            time.sleep(0.2)  # what was killed may still hold its memory
+            time.sleep(0.2)  # a killed process may still hold its memory
 
     def _answers(self, deadline: float) -> bool:
         engine = create_engine(self._url)
@@ -186,7 +186,7 @@ class Server:
             engine.dispose()
 
     def kill(self) -> None:
-        """End it as a loss of power ends its processes."""
+        """Kill the processes, as a loss of power does."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -194,7 +194,7 @@ class Server:
             self._process = None
 
     def stop(self) -> None:
-        """Have it end by itself, at once."""
+        """Let the server shut down quickly."""
         if self._process is not None:
             self._process.send_signal(signal.SIGINT if self.kind == "postgresql" else signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -203,7 +203,7 @@ class Server:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started, and has not ended."""
+        """Whether the server runs."""
         return self._process is not None and self._process.poll() is None
 
     def new_database(self) -> Database:
@@ -220,8 +220,11 @@ class Server:
 
 @contextmanager
 def running(kind: str, syncs: bool = True) -> Iterator[Server]:
-    """Run a server, and leave nothing of it; CannotRun if it is not installed. Without `syncs` it waits for no disk."""
-    directory = Path(tempfile.mkdtemp(prefix="pyrocket-", dir="/tmp"))  # a socket's path is short
+    """Run a server, and remove its files at the end. Raise CannotRun if it is not installed.
+
+    Without `syncs` it does not wait for the disk.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="pyrocket-", dir="/tmp"))  # the path of a socket must be short
     server: Server | None = None
     try:
         directory.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Many small cases in one item: each item costs pytest milliseconds."""
+"""Many small cases in one item, because each item costs pytest milliseconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 Test = Callable[..., Any]
 Case = tuple[dict[str, Any], tuple[Callable[[], object], ...]]
-"""The arguments of a case, and what says their names."""
+"""The arguments of a case, and functions that return their names."""
 
 
 def for_each(
@@ -23,13 +23,13 @@ def for_each(
 ) -> Callable[[Test], Test]:
     """Run a test for each case, as `pytest.mark.parametrize` does, but all in one item.
 
-    A case that fails is a failed subtest, named by its id or its values; the others go on.
-    Fixtures are made once, for all cases. A function as `cases` is called when the test runs.
+    A failing case is a failed subtest, named by its id or its values. The other cases still run.
+    All cases share the fixtures. A function as `cases` is called when the test runs.
     """
     keys = [name.strip() for name in names.split(",")]
 
     def decorate(test: Test) -> Test:
-        body, inner = getattr(test, "cases", (test, lambda: [({}, ())]))  # several decorators: all combinations
+        body, inner = getattr(test, "cases", (test, lambda: [({}, ())]))  # several decorators make all combinations
 
         def combined() -> Iterator[Case]:
             given = list(cases if isinstance(cases, Iterable) else cases())
@@ -45,7 +45,7 @@ def for_each(
 
         @contextmanager
         def noting(subtests: pytest.Subtests, captions: Iterable[Callable[[], object]]) -> Iterator[None]:
-            """Make a case that fails a failed subtest; one that passes is none, which would cost what an item costs."""
+            """Report a failing case as a subtest. A passing case reports no subtest, because that costs as an item."""
             try:
                 yield
             except BaseException:

@@ -1,4 +1,4 @@
-"""The Pythons that are on this machine, of those the metadata names.
+"""The Pythons of the metadata that this machine has.
 
 python -m tests.interpreters            # prints version and path of each
 python -m tests.interpreters --others   # without the one that runs this
@@ -15,7 +15,7 @@ from pathlib import Path
 
 MINORS = (11, 12, 13, 14)
 UNPACKED = Path(__file__).parents[1] / ".venv" / "pythons"
-"""Where `.ci/pythons` unpacks those that the machine lacks."""
+"""The directory where `.ci/pythons` unpacks missing Pythons."""
 
 
 @cache

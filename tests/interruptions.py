@@ -1,4 +1,4 @@
-"""Who comes in the middle of a start: a signal's handler, or a fork."""
+"""Interruptions of a start: a signal handler, or a fork."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, Gate
 
 @contextlib.contextmanager
 def name_servers_held(cluster: EmbeddedCluster) -> Iterator[Gate]:
-    """Have name servers answer nobody before the gate is open."""
+    """Let name servers hold all requests until the gate is open."""
     gate = Gate()
     cluster.name_server_node.on(None, gate, times=None)
     try:
@@ -25,7 +25,7 @@ def name_servers_held(cluster: EmbeddedCluster) -> Iterator[Gate]:
 
 @contextlib.contextmanager
 def signal_once_held(gate: Gate, handle: Callable[[], object]) -> Iterator[None]:
-    """Have `handle` called on this, the main thread, by a signal, as soon as the gate holds a request."""
+    """Call `handle` in a signal handler, on the main thread, as soon as the gate holds a request."""
     main = threading.main_thread().ident
     assert main is not None
 
@@ -44,7 +44,7 @@ def signal_once_held(gate: Gate, handle: Callable[[], object]) -> Iterator[None]
 
 
 def fork_child(work: Callable[[], object], timeout_s: int = 25) -> int:
-    """Fork a child that does `work`; returns its number. It exits with 0, or ends by a signal if that hangs."""
+    """Fork a child that does `work`, and return its process id. It exits with 0, or by a signal if `work` hangs."""
     child = os.fork()
     if child:
         return child
@@ -59,5 +59,5 @@ def fork_child(work: Callable[[], object], timeout_s: int = 25) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a child; 0 if it did its work."""
+    """Wait for a child, and return its exit code: 0 after `work`."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,4 +1,4 @@
-"""Tests as their sources have them, for pages that are made from their marks."""
+"""The source of tests, for pages that are made from their marks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def functions(path: Path) -> list[Test]:
 
 
 def marked_with(mark: str, *more: Path) -> Iterator[tuple[Path, Test]]:
-    """Yield the tests of all files that have a mark somewhere, and of some more."""
+    """Yield the tests of all files that contain a mark, and of the files `more`."""
     for path in sorted(TESTS.rglob("test_*.py")):
         if path in more or f"mark.{mark}(" in path.read_text():
             yield from ((path, node) for node in functions(path))
@@ -42,5 +42,5 @@ def fixtures(node: Test) -> frozenset[str]:
 
 
 def place(path: Path) -> str:
-    """Return the name of a file as pages have it."""
+    """Return the path of a file for pages."""
     return path.relative_to(TESTS.parent).as_posix()

@@ -1,4 +1,4 @@
-"""What tests of order by key share. The body of a message is its key and a number, with a colon between."""
+"""Messages and a listener for tests of order by key. A body is a key, a colon and a number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def key_of(message):
 
 
 def send_keys(cluster, topic, count, keys=4, first=0):
-    """Send messages as a producer sends them: those of a key go to one queue."""
+    """Send messages with a producer, which sends the messages of a key to one queue."""
     with Producer(name_server=cluster.name_server) as producer:
         for number in range(first, first + count):
             key = f"m{number % keys}"
@@ -24,7 +24,7 @@ def send_keys(cluster, topic, count, keys=4, first=0):
 
 
 class KeyedListener(RecordingListener):
-    """A listener that notices when two calls of a key overlap: of what `key` makes of a message."""
+    """A listener that records overlapping calls of one key, which `key` returns for a message."""
 
     def __init__(self, judge=lambda message: None, key=key_of):
         super().__init__(judge)
@@ -45,11 +45,11 @@ class KeyedListener(RecordingListener):
                 self._running[key] -= 1
 
     def of(self, key):
-        """Return the offsets of a key, in the order in which they came."""
+        """Return the offsets of a key, in the order of delivery."""
         return [message.queue_offset for message in list(self.messages) if self._key(message) == key]
 
     def check(self):
-        """Each key came in order, one call at a time: after a message the next one, or again one of before."""
+        """Check that each key was delivered in order, one call at a time; earlier messages may repeat."""
         assert not self.overlaps
         offsets = defaultdict(list)
         for message in list(self.messages):

@@ -1,4 +1,4 @@
-"""The code blocks of pages, run as a reader would run them: beside a cluster to which somebody sends orders."""
+"""Runs the code blocks of pages as a reader does, with a cluster that receives orders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.consuming import until
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 ADDRESS = "127.0.0.1:9876"
-"""Where pages say that the name server is."""
+"""The name server's address in the pages."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -27,13 +27,13 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def title(block: str) -> str:
-    """Return what a block is called in the list of tests: its first line that is not an import."""
+    """Return the name of a block in the list of tests: its first line that is not an import."""
     return next(line for line in block.splitlines() if line and not line.startswith(("import", "from")))[:40]
 
 
 @contextmanager
 def orders_arriving(*topics: str) -> Iterator[EmbeddedCluster]:
-    """A cluster with these topics (none: `orders`), to which somebody goes on sending."""
+    """Run a cluster with these topics (default: `orders`) and a thread that sends to them."""
     with EmbeddedCluster() as cluster:
         stop = threading.Event()
         for topic in topics or ["orders"]:
@@ -54,10 +54,10 @@ def orders_arriving(*topics: str) -> Iterator[EmbeddedCluster]:
 
 
 def run_python(block: str, cluster: EmbeddedCluster, directory: Path, logged: str | None = None) -> str:
-    """Run a block in a process of its own, and return what it printed.
+    """Run a block in a separate process, and return its output.
 
-    One that consumes without end gets SIGTERM when it has printed a line. Each must end with 0 and without a warning,
-    but for log lines that have `logged` in them.
+    A block that consumes without end gets SIGTERM after its first line. Each must end with 0 and without a warning,
+    except log lines that contain `logged`.
     """
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", block.replace(ADDRESS, cluster.name_server)],
@@ -85,7 +85,7 @@ def run_python(block: str, cluster: EmbeddedCluster, directory: Path, logged: st
 
 
 def run_pyrocket(block: str, cluster: EmbeddedCluster, directory: Path) -> list[str]:
-    """Run a block of `pyrocket …` commands, a line each, and return what each of them printed."""
+    """Run a block of `pyrocket …` commands, one in each line, and return their outputs."""
     printed = []
     for line in block.replace(ADDRESS, cluster.name_server).splitlines():
         assert line.startswith("pyrocket "), line
@@ -103,7 +103,7 @@ def _environment() -> dict[str, str]:
 
 
 def _takes_sigterm(process: subprocess.Popen[str]) -> bool:
-    """Whether the process has a handler for SIGTERM, as it has while it joins a consumer; always where /proc is not."""
+    """Return whether the process has a SIGTERM handler, as during `join()`; True on systems without /proc."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except FileNotFoundError:

@@ -44,7 +44,7 @@ text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans",
   .failed text { fill: #ff8a80; }
 }
 """
-"""Each picture has a ground of its own, so it is legible whatever the page around it looks like."""
+"""Each picture has its own background, so that it is legible on every page."""
 
 HEAD = """
   bgcolor=transparent; pad=0.25; fontname="DejaVu Sans"; fontsize=11;
@@ -78,7 +78,7 @@ def graph(name: str, *lines: str, more: str = "") -> str:
 
 
 def row(*names: str) -> str:
-    """Return boxes side by side, in this order."""
+    """Return boxes in one row, in this order."""
     return f"  {{ rank=same; {' -> '.join(names)} [style=invis]; }}"
 
 

@@ -1,4 +1,4 @@
-"""What finds planted mistakes: kept in files, one line each, and replayed."""
+"""Files with the input or seed that finds each planted mistake, one line each, for a replay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIED = "the process ended with"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what is kept: by the name of a mistake."""
+    """Return the inputs or seeds of a file, by the name of a mistake."""
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return kept
 
@@ -24,7 +24,7 @@ def write(path: Path, kept: Mapping[str, Any]) -> None:
 
 
 def in_fork(work: Callable[[], Any]) -> Any:
-    """Return what `work` returns in a fork of this process; if that dies, a text that says how.
+    """Run `work` in a fork of this process and return its result; if the fork dies, a text with its exit status.
 
     Raises:
         RuntimeError: `work` has raised an error, which is printed.

@@ -1,4 +1,4 @@
-"""The public surface of the product as text: one line for each thing that users can name, call, read or set.
+"""The public surface of the product as text, with one line for each name, signature, value and text.
 
 `tests/public_surface.txt` is the stored snapshot. A deliberate change stores a new one:
 
@@ -56,9 +56,9 @@ MODULES = (
 )
 """The public modules. The first one that offers a class describes it; the others refer to that."""
 SPARK_MODULES = (f"{PACKAGE}.spark", "pyspark_rocketmq")
-"""They import PySpark when somebody asks for some of their names, so only their sources are read."""
+"""An access to some of their names imports PySpark, so only their sources are read."""
 PROGRAMS = (f"{PACKAGE}.cli", f"{PACKAGE}.testing.__main__", f"{PACKAGE}.spark.demo")
-"""What users start: the command `pyrocket`, and what the documentation starts with `python -m`."""
+"""Programs for users: the command `pyrocket`, and the modules that the documentation starts with `python -m`."""
 
 _COMPARED = frozenset({"__eq__", "__lt__", "__le__", "__gt__", "__ge__"})
 _DUNDERS = _COMPARED | {
@@ -212,7 +212,7 @@ def _class(where: str, cls: type, public: set[int]) -> Iterator[str]:
 
 
 def _fields(cls: type) -> str:
-    """Return what a dataclass is made from: names alone, for its fields have lines of their own."""
+    """Return the parameters of a dataclass. Names suffice, because its fields have their own lines."""
     parameters = inspect.signature(cls).parameters.values()
     parts = [each.name for each in parameters if not re.match("_[a-z]", each.name)]
     keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name in parts]
@@ -226,7 +226,7 @@ def _is_ours(cls: type) -> bool:
 
 
 def _members(where: str, cls: type) -> Iterator[str]:
-    """Yield what instances of a class have, wherever in its hierarchy; but for what the standard library gives."""
+    """Yield the attributes of a class and its bases, except those of the standard library."""
     done = set(cls.__members__) if issubclass(cls, enum.Enum) else set(getattr(cls, "__dataclass_fields__", ()))
     ours = [_in_python(each) for each in cls.__mro__ if _is_ours(each)]
     is_dataclass = hasattr(cls, "__dataclass_fields__")

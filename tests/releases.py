@@ -5,4 +5,4 @@ OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
 
 
 class CannotRun(Exception):
-    """Real brokers cannot run on this machine; the text says what is missing."""
+    """Real brokers cannot run on this machine. The text names the missing program."""

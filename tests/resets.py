@@ -1,4 +1,4 @@
-"""What tests of resets share."""
+"""Consumers, resets and their records for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.consuming import RecordingListener, consuming, numbered, until
 
 
 def fill(cluster: Any, topic: str, count: int, start: int = 0, *, queues: int = 0, **where: Any) -> list[bytes]:
-    """Send numbered messages, and return their bodies; with `queues`, make the topic first."""
+    """Send numbered messages, and return their bodies. With `queues`, create the topic first."""
     if queues:
         cluster.create_topic(topic, queues=queues)
     bodies = numbered(count, start)
@@ -28,7 +28,7 @@ def fill(cluster: Any, topic: str, count: int, start: int = 0, *, queues: int = 
 def caught_up(
     cluster: Any, topic: str, group: str, count: int, *, queues: int = 0, **options: Any
 ) -> Iterator[tuple[PushConsumer, RecordingListener]]:
-    """Fill a topic, and run a consumer that has seen each message once."""
+    """Fill a topic, and run a consumer that has received each message once."""
     fill(cluster, topic, count, queues=queues)
     with consuming(cluster, topic, group, **options) as (consumer, seen):
         wait_until_seen(seen, 1, count)
@@ -40,18 +40,18 @@ def queue(topic: str, queue_id: int, broker_name: str = "broker-a") -> MessageQu
 
 
 def seen_times(seen: RecordingListener, times: int, count: int) -> bool:
-    """Whether each of `count` places was seen `times` times."""
+    """Return whether each of `count` messages was delivered `times` times."""
     return len(seen.counts) == count and set(seen.counts.values()) == {times}
 
 
 def wait_until_seen(seen: RecordingListener, times: int, count: int) -> None:
-    """Wait until each of `count` places was seen exactly `times` times."""
+    """Wait until each of `count` messages was delivered exactly `times` times."""
     seen.wait(lambda seen: len(seen.messages) >= times * count)
     assert seen_times(seen, times, count), seen.counts
 
 
 def consumed_before(cluster: Any, topic: str, group: str, count: int, **options: Any) -> None:
-    """Fill a topic, and let a consumer of the group see it all and leave."""
+    """Fill a topic, and let a consumer of the group consume all of it and leave."""
     with caught_up(cluster, topic, group, count, **options):
         pass
     until(lambda: cluster.members(group) == [], "it has left")
@@ -80,7 +80,7 @@ def held(consumer: PushConsumer, topic: str) -> list[MessageQueue]:
 
 
 def send_reset_to_members(broker: EmbeddedBroker, group: str, topic: str, body: bytes) -> None:
-    """Have an embedded broker send RESET_CONSUMER_CLIENT_OFFSET to every member, with any body."""
+    """Send RESET_CONSUMER_CLIENT_OFFSET from an embedded broker to every member, with any body."""
     fields = {"topic": topic, "group": group, "timestamp": "0", "isForce": "true"}
     code = RequestCode.RESET_CONSUMER_CLIENT_OFFSET
     order = RemotingCommand(code, fields, body, flag=ONEWAY_FLAG, language="JAVA", version=CLIENT_VERSION)
@@ -93,7 +93,7 @@ def send_reset_to_members(broker: EmbeddedBroker, group: str, topic: str, body: 
 
 
 def wait_until_stored(consumer: PushConsumer, topic: str, total: int) -> None:
-    """Wait until what the member has stored of `topic` sums up to `total`."""
+    """Wait until the sum of the member's stored offsets of `topic` is `total`."""
 
     def stored() -> int:
         return sum(each.persisted or 0 for queue, each in consumer.progress().items() if queue.topic == topic)
@@ -102,12 +102,12 @@ def wait_until_stored(consumer: PushConsumer, topic: str, total: int) -> None:
 
 
 def reset(admin: Admin, group: str, topic: str, to: Any, **options: Any) -> Any:
-    """Plan a reset and do it."""
+    """Plan a reset and execute it."""
     return admin.plan_reset(group, topic, to, **options).execute()
 
 
 def record(broker: EmbeddedBroker, epoch: int, targets: dict[int, int]) -> None:
-    """Write a record of a reset of T for the group G, as an admin does."""
+    """Write the record of a reset of T for the group G, as an admin does."""
     area = next(record_areas("T"))
     slots = {area.name: topic_digest("T"), area.head: epoch}
     for queue_id, target in targets.items():

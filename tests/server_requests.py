@@ -1,4 +1,4 @@
-"""A server of an embedded cluster that asks its clients what no well-behaved one would."""
+"""Requests of an embedded server to its clients, including those that real servers never send."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ TIMEOUT_S = 30.0
 
 
 class RequestSender:
-    """Sends requests to whoever is connected to a node, as its owner may."""
+    """Sends requests to the clients that are connected to a node."""
 
     def __init__(self, node: EmbeddedNode) -> None:
         self._node = node
         self._cluster: EmbeddedCluster = node.cluster
 
     def call(self, code: int, fields: dict[str, str], body: bytes = b"") -> RemotingCommand:
-        """Send a request to the client that connected first, and return its answer."""
+        """Send a request to the client that connected first, and return its response."""
         return next(self.call_each(code, [fields], body))
 
     def call_each(self, code: int, fields: Sequence[dict[str, str]], body: bytes = b"") -> Iterator[RemotingCommand]:
-        """Send requests to the client that connected first, all at once, and return the answers as they come."""
+        """Send requests together to the client that connected first, and yield the responses as they arrive."""
         answers: queue.SimpleQueue[RemotingCommand | None] = queue.SimpleQueue()
 
         def send() -> None:
@@ -37,11 +37,11 @@ class RequestSender:
         self._cluster.call(send)
         for _ in fields:
             answer = answers.get(timeout=2 * TIMEOUT_S)
-            assert answer is not None, f"a request {code} was not answered"
+            assert answer is not None, f"a request {code} got no response"
             yield answer
 
     def oneway(self, code: int, fields: dict[str, str], body: bytes = b"", times: int = 1) -> None:
-        """Send a one-way request to every client, `times` over, all at once."""
+        """Send a one-way request `times` times to every client, in one write."""
         self.write(encode_command(RemotingCommand(code, fields, body, 1, ONEWAY_FLAG, language="JAVA")) * times)
 
     def write(self, data: bytes) -> None:
@@ -58,7 +58,7 @@ class RequestSender:
 
 
 def stored(broker: EmbeddedBroker, topic: str) -> bytes:
-    """Return the record of the last message of a topic, as the broker has it stored and passes it on."""
+    """Return the stored record of the last message of a topic."""
     message = broker.messages(topic)[-1]
     found = broker.cluster.call(lambda: broker.core.state.store.record_at(message.commit_log_offset))
     assert found is not None
@@ -66,5 +66,5 @@ def stored(broker: EmbeddedBroker, topic: str) -> bytes:
 
 
 def directly(group: str, **fields: str) -> dict[str, str]:
-    """Return the fields of CONSUME_MESSAGE_DIRECTLY."""
+    """Return the fields of a CONSUME_MESSAGE_DIRECTLY request."""
     return {"consumerGroup": group, "clientId": "any", "msgId": "any", "brokerName": "broker-a", **fields}

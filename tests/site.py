@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 
 class Page(HTMLParser):
-    """The anchors of a page, where it leads, and which files it needs."""
+    """The anchors, links and files of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Page(HTMLParser):
 
 
 def wrong(site: Path) -> Iterator[str]:
-    """Yield a sentence for each link that leads nowhere, and for each file of another host that a page needs."""
+    """Yield a sentence for each broken link, and for each file of another host that a page needs."""
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     if not pages:
         yield f"{site} has no pages"

@@ -1,4 +1,4 @@
-"""What CI installs is what the metadata demands, and has no known weakness; `make audit` says what it could ask."""
+"""CI installs versions that the metadata requires, without a known vulnerability. `make audit` reports its sources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOR_USERS = advisories(TEXT.partition(ONLY_TESTS)[0])
 
 
 def demanded() -> dict[str, list[Requirement]]:
-    """Return what setup.cfg demands, by extra; "" is the package itself."""
+    """Return the requirements of setup.cfg by extra; "" is the package itself."""
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg")
     texts = {"": metadata["options"]["install_requires"], **metadata["options.extras_require"]}
@@ -51,11 +51,11 @@ def test_the_lock_pins_versions_and_hashes(lock):
     assert all("==" in head and head.endswith("\\") for head in heads)
 
 
-def test_what_ci_installs_has_no_known_weakness():
+def test_what_ci_installs_has_no_known_vulnerability():
     assert list(too_old(LOCK.read_text(), advisories(TEXT))) == []
 
 
-def test_what_users_install_has_no_known_weakness():
+def test_what_users_install_has_no_known_vulnerability():
     oldest = {each.name: each for extra in demanded().values() for each in extra}
     assert {advisory.name for advisory in FOR_USERS} <= oldest.keys()
     for advisory in FOR_USERS:
@@ -71,11 +71,11 @@ def test_a_weak_version_is_found():
 
 
 WEAK = {"name": "orjson", "version": "3.9.14"}
-WEAKNESS = {"id": "PYSEC-1", "aliases": ["CVE-1"], "fix_versions": ["2"]}
+VULNERABILITY = {"id": "PYSEC-1", "aliases": ["CVE-1"], "fix_versions": ["2"]}
 
 
 def audited(tmp_path: Path, *, weak: list[dict[str, object]], lock: list[dict[str, object]]) -> tuple[int, str]:
-    """Run the audit with a pip-audit that says so of the version known to be weak, and so of the lock."""
+    """Run the audit with a pip-audit that reports `weak` for the known vulnerability, and `lock` for the lock."""
     answers, program = tmp_path / "answers.json", tmp_path / "pip-audit"
     answers.write_text(json.dumps([{"dependencies": weak}, {"dependencies": lock}]))
     program.write_text(
@@ -94,27 +94,27 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.live
-def test_a_weakness_without_a_fix_does_not_fail_the_audit(tmp_path):
-    weak = [{**WEAK, "vulns": [WEAKNESS]}]
+def test_a_vulnerability_without_a_fix_does_not_fail_the_audit(tmp_path):
+    weak = [{**WEAK, "vulns": [VULNERABILITY]}]
     code, text = audited(tmp_path, weak=weak, lock=[{"name": "rich", "version": "15.0.0", "vulns": []}])
-    assert (code, "PyPI's database was asked" in text, "nothing was found" in text) == (0, True, True)
-    code, text = audited(tmp_path, weak=weak, lock=[{"name": "rich", "version": "1", "vulns": [WEAKNESS]}])
-    assert (code, "rich 1: PYSEC-1, CVE-1, mended in 2" in text) == (1, True)
-    lock = [{"name": "rich", "version": "1", "vulns": [{**WEAKNESS, "fix_versions": []}]}]
+    assert (code, "PyPI's database was searched" in text, "no vulnerability was found" in text) == (0, True, True)
+    code, text = audited(tmp_path, weak=weak, lock=[{"name": "rich", "version": "1", "vulns": [VULNERABILITY]}])
+    assert (code, "rich 1: PYSEC-1, CVE-1, fixed in 2" in text) == (1, True)
+    lock = [{"name": "rich", "version": "1", "vulns": [{**VULNERABILITY, "fix_versions": []}]}]
     code, text = audited(tmp_path, weak=weak, lock=lock)
-    assert (code, "rich 1: PYSEC-1, CVE-1, mended in no version" in text) == (0, True)
+    assert (code, "rich 1: PYSEC-1, CVE-1, fixed in no version" in text) == (0, True)
 
 
 @pytest.mark.live
-def test_a_database_without_the_known_weakness_is_not_used(tmp_path):
+def test_a_database_without_the_known_vulnerability_is_not_used(tmp_path):
     code, text = audited(tmp_path, weak=[{"name": "orjson", "skip_reason": "not found on PyPI"}], lock=[])
-    assert (code, "WAS NOT ASKED" in text) == (0, True)
+    assert (code, "WAS NOT USED" in text) == (0, True)
 
 
 @pytest.mark.live
-def test_the_known_weaknesses_are_used_without_a_database(tmp_path):
+def test_the_known_vulnerabilities_are_used_without_a_database(tmp_path):
     code, text = run("--pip-audit", str(tmp_path / "not-there"))
-    assert (code, "WAS NOT ASKED" in text) == (0, True)
+    assert (code, "WAS NOT USED" in text) == (0, True)
     lock = tmp_path / "lock.txt"
     lock.write_text("orjson==3.9.10 \\\n    --hash=sha256:00\n")
     code, text = run("--pip-audit", str(tmp_path / "not-there"), "--lock", str(lock))

@@ -1,4 +1,4 @@
-"""The benchmarks run as their pages say. How quick anything is, is not asked here."""
+"""The benchmarks run as their pages describe. These tests do not check speed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(program, *arguments):
 
 @pytest.fixture
 def measured(tmp_path):
-    """Run a program with `--json`; returns what it printed, and the figures."""
+    """Run a program with `--json`, and return its output and its figures."""
 
     def run_it(program, *arguments, cluster=None):
         figures = tmp_path / "figures.json"
@@ -143,7 +143,7 @@ def test_cores_measures_one_and_two_members_of_a_group(measured, cluster):
     for sides in rounds.values():
         assert set(sides) == {"1 process", "2 processes"}
         assert all(answer["messages"] > 0 and answer["cpu_s"] > 0 for (answer,) in sides.values())
-        assert all(answer["broker_cpu_s"] is None for (answer,) in sides.values())  # it runs elsewhere
+        assert all(answer["broker_cpu_s"] is None for (answer,) in sides.values())  # the broker runs elsewhere
     assert "2 ÷ 1" in printed
 
 

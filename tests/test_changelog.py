@@ -28,7 +28,7 @@ def test_other_names_are_refused(name):
 
 
 def problem_of(text: str) -> str | None:
-    """Return what is wrong with the text of a fragment."""
+    """Return the defect of a fragment's text, or None."""
     if len(text.splitlines()) != 1 or not text.endswith("\n"):
         return "it must be one line"
     if text.startswith(("#", "*", "-")):

@@ -1,4 +1,4 @@
-"""Comparing two commits: what counts as slower, what cannot be compared, and that both are installed and measured."""
+"""The comparison of two commits: the verdict, refused arguments, and that both are installed and measured."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def run(*arguments, **environment):
 
 
 def row(cpu, wall=None, rounds=7, noise=0.02, seed=1):
-    """Return samples of a subject whose new commit takes `cpu` and `wall` times as much, but for the noise."""
+    """Return samples of a subject whose new commit takes `cpu` and `wall` times as much, plus noise."""
     draw, made = random.Random(seed), Row()
     for times, factor in ((made.cpu_s, cpu), (made.wall_s, wall or cpu)):
         for _ in range(rounds):
-            machine = draw.uniform(1, 2)  # moves both sides
+            machine = draw.uniform(1, 2)  # slows both sides
             times["base"].append(machine * draw.gauss(1, noise))
             times["new"].append(machine * draw.gauss(factor, noise))
     return made
@@ -45,7 +45,7 @@ def row(cpu, wall=None, rounds=7, noise=0.02, seed=1):
         (0.8, 0.8, "quicker"),
         (1.05, 1.05, "unclear"),
         (1.0, 1.5, "slower: it waits longer"),
-        (1.0, 1.15, "no slower"),  # so much is the machine
+        (1.0, 1.15, "no slower"),  # the noise of the machine
         (1.2, 0.9, "slower"),
     ],
 )
@@ -82,7 +82,7 @@ def test_the_spread_follows_the_tables_of_signed_ranks():
 @for_each(
     "base, new, spread",
     [
-        ([2.0], [3.0], (1.5, 1.5, 1.5)),  # one round is its own spread
+        ([2.0], [3.0], (1.5, 1.5, 1.5)),  # the spread of one round is its value
         ([1, 10, 100, 1000, 10_000], [2, 20, 200, 2000, 20_000], (2, 2, 2)),
     ],
 )
@@ -172,4 +172,4 @@ def test_a_commit_is_compared_with_itself():
     for times in (subject["cpu_s"], subject["wall_s"]):
         assert len(times["base"]) == len(times["new"]) == 1
         assert min(*times["base"], *times["new"]) > 0
-    assert done.returncode == subject["verdict"].startswith("slower")  # a single round may well say so
+    assert done.returncode == subject["verdict"].startswith("slower")  # a single round may be slower

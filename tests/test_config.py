@@ -1,4 +1,4 @@
-"""Settings: what is taken alike."""
+"""Options: accepted values, their forms, and refused values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The databases that tests run on: they come up, keep what was committed when they are killed, and go."""
+"""The databases of the tests start, keep committed rows after a kill, and are removed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_committed_rows_are_readable(database):
 def test_each_test_has_its_own(database):
     engine = database.engine()
     with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE t(a INTEGER)"))  # as the test before has
+        connection.execute(text("CREATE TABLE t(a INTEGER)"))  # the previous test made the same table
     assert rows(engine) == []
     engine.dispose()
 

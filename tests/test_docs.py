@@ -1,4 +1,4 @@
-"""The documentation names what there is."""
+"""The documentation names existing things, and all public ones."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_links_between_pages_hold(page):
 
 
 def anchors(text: str) -> set[str]:
-    """Return what links may name in a page: its headings, as code hosts write them."""
+    """Return the anchors of a page: its headings, as code hosts write them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

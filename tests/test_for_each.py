@@ -9,7 +9,7 @@ from tests.for_each import for_each
 
 
 class Subtests:
-    """Notes what fails, and goes on as pytest's do."""
+    """Records failures and continues, as pytest's subtests do."""
 
     def __init__(self):
         self.failed = []

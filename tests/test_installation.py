@@ -1,4 +1,4 @@
-"""Installing from the sources and from the wheel: with a compiler and without, on each Python there is."""
+"""Installation from the sources and from the wheel, with and without a compiler, on each installed Python."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(ACCELERATED)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A copy of the sources, so that nothing is left there."""
+    """A copy of the sources, so that builds leave no files in the original."""
     copy = tmp_path_factory.mktemp("source") / "tree"
     copy.mkdir()
     for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
@@ -67,7 +67,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 
 
 def wheel_of(source: Path, out: Path, **environment: str) -> tuple[Path, str]:
-    """Build a wheel, as pip does when it installs; return it, and what was said."""
+    """Build a wheel as pip does when it installs. Return the wheel and the output."""
     shutil.rmtree(source / "build", ignore_errors=True)
     command = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", out, source)
     answer = run(*command, cwd=out, **environment)
@@ -75,13 +75,13 @@ def wheel_of(source: Path, out: Path, **environment: str) -> tuple[Path, str]:
 
 
 def unpacked(wheel: Path, folder: Path) -> Path:
-    """Return where the wheel's modules are."""
+    """Return the directory of the wheel's modules."""
     run(sys.executable, "-m", "zipfile", "-e", wheel, folder, cwd=folder)
     return folder
 
 
 def consumes(python: str | Path, folder: Path, **environment: str) -> str:
-    """Return whether what is installed is accelerated, once it has consumed; it must log nothing."""
+    """Consume with the installed package, which must log nothing, and return whether it is accelerated."""
     answer = run(python, "-P", "-W", "error", "-c", CONSUMES, cwd=folder, **environment)
     assert answer.stderr == ""
     return answer.stdout.strip()
@@ -106,7 +106,7 @@ def test_it_installs_with_a_compiler_and_without(source, tmp_path, environment, 
 
 @pytest.mark.slow("makes an environment for each Python", proof=True)
 def test_one_wheel_runs_on_each_python(source, tmp_path, subtests):
-    """In a fresh environment, with the newest of what it needs."""
+    """The wheel works in a new environment with the newest dependencies."""
     wheel, _ = wheel_of(source, tmp_path)
     for version, interpreter in pythons().items():
         with subtests.test(version):

@@ -1,4 +1,4 @@
-"""Imports point one way: what is basic knows nothing of what is built on it."""
+"""Imports point one way: lower layers do not import higher ones."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ INSIDE_CONSUMER = (
     "runtime",
     "push_consumer",
 )
-"""The same for the packages of consumer/."""
+"""The layers of the packages in consumer/."""
 
 EXCEPTIONS = {
     "testing": {"text", "model", "errors", "protocol"},  # so that it shares no mistakes with what it tests
-    "testing/server.py": {"transport"},  # only transport.forks: what a forked child must not keep
+    "testing/server.py": {"transport"},  # only transport.forks, for sockets that a forked child must close
     "cli": {"testing"},  # the demo's embedded cluster
     "spark/demo.py": {"cli", "testing"},  # the same, and its table
 }
@@ -56,12 +56,12 @@ EXTRAS = (
     "offsets/database/statements.py",
     "offsets/database/django_access.py",
 )
-"""What may import more at its top than the two dependencies; nothing else may import it at its own."""
+"""Modules that import more than the two dependencies at the top; no other module may import these at the top."""
 EVERYTHING = frozenset().union(*LAYERS)
 
 
 def allowed(part: str) -> frozenset[str]:
-    """Return what a part of the package may import: the layers below it, and itself."""
+    """Return the parts that a part of the package may import: the layers below it, and itself."""
     if part == "testing":
         return frozenset(EXCEPTIONS["testing"] | {"testing"})
     below = frozenset[str]()
@@ -74,7 +74,7 @@ def allowed(part: str) -> frozenset[str]:
 
 @cache
 def imports_of(module: Path) -> list[tuple[str, str, bool]]:
-    """Return for each name that a module imports: the module it is from, the name, and whether that is at the top."""
+    """Return the source module, the name, and whether it is at the top, for each import of a module."""
     tree, found = ast.parse(module.read_text()), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -112,14 +112,14 @@ def imports_within(folder: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for module in sorted(folder.rglob("*.py")):
         child = module.relative_to(folder).parts[0].removesuffix(".py")
-        names = {name for each in imports_of(module) for name in each[:2]}  # the last is a module, or what it has
+        names = {name for each in imports_of(module) for name in each[:2]}  # the last is a module, or a name in it
         inside = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
         found.setdefault(child, set()).update(inside - {child})
     return {child: names & found.keys() for child, names in found.items()}
 
 
 CIRCULAR = {"cluster", "testing"}
-"""A cluster gives out brokers, whose calls go through it; and so do the nodes of an embedded one."""
+"""Folders with circular imports: a cluster returns brokers or nodes, whose calls use the cluster."""
 FOLDERS = sorted(
     folder
     for folder in {module.parent for module in MODULES} - {ROOT}
@@ -145,7 +145,7 @@ def test_every_folder_is_a_package():
 
 
 def test_the_core_needs_only_its_two_dependencies():
-    """A plain installation imports everything but the extras' own modules."""
+    """An installation without extras imports everything except the modules of the extras."""
     core = [module for module in MODULES if not name_of(module).startswith(EXTRAS)]
     heads = {name.split(".")[0] for module in core for name, _, at_the_top in imports_of(module) if at_the_top}
     assert heads - set(sys.stdlib_module_names) - {PACKAGE, "filelock", "orjson"} == set()
@@ -157,7 +157,7 @@ def test_only_the_spark_source_imports_the_columns():
 
 
 def test_bodies_are_imported_as_a_whole():
-    """Past their package, by one thread, while another one imports the package: Python ends that as a deadlock."""
+    """Importing a module of a package while another thread imports the package is a deadlock that Python ends."""
     past = {
         name_of(module)
         for module in MODULES

@@ -1,4 +1,4 @@
-"""What an error says, whoever wrote it, forges no line of a log: nor do tracebacks, which have many."""
+"""No error text and no traceback forges a line of a log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORGED = "12\r\n2026-11-24 22:00:00,000 CRITICAL billing: paid twice\x1b[2J\x1b]
 LONGEST = 40_000
 
 RECORD = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ pyrocket_consumer\.")
-"""How a record begins in the log of these tests."""
+"""The start of a record in the log of these tests."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def written():
 
 
 def assert_fit(stream: io.StringIO) -> str:
-    """Each line is a record's, or is one of its traceback's and shows it."""
+    """Check that each line starts a record, or is marked as a line of its traceback."""
     whole = stream.getvalue()
     for line in whole.removesuffix("\n").split("\n"):
         assert line.isprintable(), repr(line)
@@ -114,7 +114,7 @@ def test_a_long_traceback_is_truncated_and_keeps_its_last_frames(written):
         def one(depth):
             other(depth)
 
-        def other(depth):  # two that take turns: a traceback shows each call
+        def other(depth):  # two functions alternate, so that a traceback has each call
             if depth > 300:
                 raise ValueError("deep")
             one(depth + 1)

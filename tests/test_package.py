@@ -1,4 +1,4 @@
-"""What `pip install` and `import` do to a user."""
+"""The effects of `pip install` and `import` for a user."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.for_each import for_each
 
 ROOT = Path(pyrocket_consumer.__file__).parent.parent
 
-PACKAGES = ("pyrocket_consumer", "pyspark_rocketmq")  # the second is how Spark finds us
+PACKAGES = ("pyrocket_consumer", "pyspark_rocketmq")  # Spark finds the data source by the second
 
 LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
 
 SIDE_EFFECTS = """
 import logging, os, sys, threading
-sys.dont_write_bytecode = True  # that Python keeps what it has compiled is no doing of ours
+sys.dont_write_bytecode = True  # files of Python's cache do not count
 before = dict(os.environ), threading.enumerate(), list(logging.root.handlers), logging.root.level
 touched = []
 sys.addaudithook(lambda name, arguments: touched.append((name, arguments)) if watched(name, arguments) else None)
@@ -64,14 +64,14 @@ def test_importing_has_no_side_effects():
 
 @pytest.mark.live
 def test_importing_is_quick(tmp_path):
-    """Under 100 ms more than what the interpreter needs by itself: the best of several runs of each, in turn."""
+    """An import takes at most 100 ms more than a bare interpreter. Compares the best of several alternating runs."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)  # compiled once, as pip does when it installs
+    environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)  # compiled once, as pip does
 
     def seconds(code: str) -> float:
         began = os.times()
         run_python(code, environment=environment)
-        ended = os.times()  # CPU time: what else the machine does must not count
+        ended = os.times()  # CPU time, because the machine may be busy
         return ended.children_user + ended.children_system - began.children_user - began.children_system
 
     seconds("import pyrocket_consumer")
@@ -95,7 +95,7 @@ NEVER = {"decimal", "email", "http", "multiprocessing", "sqlite3", "unittest", "
     ],
 )
 def test_heavy_modules_are_imported_when_they_are_used(code, unused):
-    """`filelock` is for offsets kept in files, that is, of broadcasting groups."""
+    """Only offset stores in files use `filelock`, and only broadcasting groups have these."""
     imported = set(run_python(f"{code}\nimport sys\nprint(*sys.modules)").split())
     assert imported & (NEVER | unused) == set()
 
@@ -111,7 +111,7 @@ def test_every_public_name_is_there_and_no_other():
 
 
 def test_each_extra_is_used():
-    """By a target of make, which installs it, or by a page that names it."""
+    """A target of make installs each extra, or a page names it."""
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg")
     made = set(re.findall(r"\.venv/\.(\w+)", (ROOT / "Makefile").read_text()))
@@ -129,7 +129,7 @@ def test_the_version_is_the_one_of_the_metadata():
 
 
 class Built:
-    """What `python -m build` makes, the wheel from the source distribution; of a copy, so that nothing is left here."""
+    """The source distribution, and the wheel built from it, by `python -m build` in a copy of the sources."""
 
     def __init__(self, folder: Path) -> None:
         left_out = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "site")
@@ -168,7 +168,7 @@ def the_wheel_holds_the_package_and_nothing_else(built):
 
 
 def the_wheel_runs_alone(built):
-    """From the archive itself, outside the sources."""
+    """Runs the archive itself, outside the sources."""
     code = f"import sys; sys.path.insert(0, {str(built.wheel)!r}); import pyrocket_consumer as p; print(p.__file__)"
     assert str(built.wheel) in run_python(code, cwd=built.wheel.parent)
 
@@ -184,7 +184,7 @@ def the_source_distribution_has_what_the_readme_speaks_of(built):
 
 
 def on_a_package_index_no_link_of_the_readme_leads_nowhere(built):
-    """There is nothing beside it there: what links into the sources becomes the file's name."""
+    """An index has no other files, so a link to the sources becomes the file's name."""
     shown, readme = built.metadata.get_payload(decode=True).decode(), (ROOT / "README.md").read_text()
     assert [path for _, path in LINK.findall(shown) if not path.startswith("https://")] == []
     assert "docs/spark.md" in shown

@@ -1,4 +1,4 @@
-"""How many mistakes are planted, and that for each is kept what finds it."""
+"""The number of planted mistakes, and that each has a stored input or seed that finds it."""
 
 from __future__ import annotations
 

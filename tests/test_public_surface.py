@@ -1,4 +1,4 @@
-"""The public surface is the stored one: what users import, call, set, read and type stays, or changes on purpose."""
+"""The public surface equals the stored snapshot, so that it changes on purpose only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every code block of the README and of the everyday tasks runs, as a reader would run it."""
+"""Every code block of the README and of the page on usage runs as a reader runs it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_python_block_runs(block, orders, tmp_path):
 
 
 def test_the_shell_blocks_name_targets_that_exist():
-    """`make demo` and `make test` are run by CI; here: that they are what make offers."""
+    """The targets of make exist. CI runs `make demo` and `make test`."""
     targets = [line.split()[1] for block in SHELL for line in block.splitlines() if line.startswith("make ")]
     assert targets == ["demo", "test"]
     for target in targets:

@@ -1,4 +1,4 @@
-"""The real clusters that other tests stand on do what they say."""
+"""The real clusters of other tests do what their methods describe."""
 
 from __future__ import annotations
 

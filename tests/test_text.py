@@ -1,4 +1,4 @@
-"""What servers and listeners write forges no line of a log, moves no cursor, and fills no disk."""
+"""Texts of servers and listeners forge no line of a log, move no cursor, and fill no disk."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ FIRST, FOURTH, SHOW, FIFTH, EIGHT, DELIVERIES = COMMANDS
 
 
 class Program:
-    """A program of the page: what it prints, and its end by Ctrl-C."""
+    """A program of the page, with its output; Ctrl-C ends it."""
 
     def __init__(self, *arguments):
         self.process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What mypy says of programs that users write, with the types that the package brings along."""
+"""The errors of mypy in users' programs, with the types of the package."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ SAID = re.compile(r"^([^:]+):(\d+): (error|note): (.*?)(?:  \[([\w-]+)\])?$")
 @pytest.mark.live
 @pytest.mark.slow("mypy reads the whole package")
 def test_mypy_finds_exactly_the_mistakes(tmp_path):
-    """`# E:` says which errors a line has, `# R:` the type it reveals; no other line has any."""
+    """`# E:` lists the errors of a line, `# R:` the type that it reveals. Other lines have none."""
     wanted: dict[tuple[str, int], set[str]] = {}
     for name, program in PROGRAMS.items():
         (tmp_path / name).write_text(text := "\n".join(line[4:] for line in program.splitlines()))

@@ -1,4 +1,4 @@
-"""How many random trials a test makes: a twentieth by default, all in `make proof`, many more in a soak."""
+"""The number of random trials of a test: a twentieth by default, all in `make proof`, many more in a soak."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 from collections import Counter
 
 crash_points: Counter[str] = Counter()
-"""How often a store was stopped in the middle of something, and what was found then compared: by kind."""
+"""The number of checked crashes of a store, by kind of operation."""
 
 
 def factor() -> str:
-    """Return what PYROCKET_TRIALS says: a factor."""
+    """Return the factor in PYROCKET_TRIALS."""
     return os.environ.get("PYROCKET_TRIALS", "0.05")
 
 

@@ -1,4 +1,4 @@
-"""Frames recorded between real brokers, name servers and clients, and what an independent decoder says of each.
+"""Frames recorded between real brokers, name servers and clients, with the output of an independent decoder.
 
 `INDEX.md` and `INDEX-reset.md` describe the frames; each zip holds those of one version as they crossed the wire.
 """
@@ -28,10 +28,10 @@ _FIELD = re.compile(r"`([^=`]+)=(.*?)`(?= `[^=` ]+=|$)")
 
 @dataclass(frozen=True)
 class Text:
-    """A text as the index shows it: perhaps only its beginning."""
+    """A text of the index, which may have its first characters only."""
 
     begin: str
-    characters: int | None  # where only the beginning is shown: the length of all, a | in it counting as two
+    characters: int | None  # the whole length of a truncated text, in which a | counts as two
 
     @classmethod
     def shown(cls, text: str) -> Text:
@@ -50,7 +50,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the index: what a frame holds."""
+    """One line of the index: the contents of a frame."""
 
     version: str
     name: str
@@ -64,9 +64,9 @@ class Entry:
     remark: Text | None
     fields: dict[str, Text]
     body_bytes: int
-    body: Text | None  # None where the index does not show it
-    body_hex: str  # where it shows bytes
-    records: tuple[str, ...]  # the lines that describe the messages in the body
+    body: Text | None  # None if the index does not have it
+    body_hex: str  # if the index has bytes
+    records: tuple[str, ...]  # descriptions of the messages in the body
 
     def frame(self) -> bytes:
         return frame(self.version, self.name)
@@ -89,7 +89,7 @@ def frame(version: str, name: str) -> bytes:
 
 @cache
 def index() -> tuple[Entry, ...]:
-    """Return what the index says, in its order."""
+    """Return the lines of the index, in order."""
     entries: list[Entry] = []
     version = ""
     for line in (FOLDER / "INDEX.md").read_text(encoding="utf-8").splitlines():
@@ -132,12 +132,12 @@ class ResetEntry:
 
     name: str
     code: int
-    flag: int | None  # None where only code, fields and body are told
+    flag: int | None  # None if the index has only code, fields and body
     header_version: int | None
     remark: str | None
     fields: dict[str, str]
     body: str
-    body_bytes: int | None  # where only the beginning of the body is shown
+    body_bytes: int | None  # if the index has only the start of the body
 
     def frame(self) -> bytes:
         return frame("reset", self.name)
@@ -148,7 +148,7 @@ class ResetEntry:
 
 @cache
 def reset_index() -> tuple[ResetEntry, ...]:
-    """Return what the index of resets says."""
+    """Return the lines of the index of resets."""
     entries = []
     for line in (FOLDER / "INDEX-reset.md").read_text(encoding="utf-8").splitlines():
         cells = [cell.strip().strip("`") for cell in line.strip("|").split(" | ")]

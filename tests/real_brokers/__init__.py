@@ -1,4 +1,4 @@
-"""Real RocketMQ servers and Java clients for tests: nothing is installed, jars come through Maven into a cache."""
+"""Real RocketMQ servers and Java clients for tests. Maven downloads their jars into a cache; nothing is installed."""
 
 from tests.real_brokers.cluster import RealBroker, RealCluster, Sent, wait_until
 from tests.real_brokers.jars import NEWEST, VERSIONS, CannotRun, check_machine, jars

@@ -1,4 +1,4 @@
-"""Run a command beside a real RocketMQ cluster: python -m tests.real_brokers --version 5.5.0 -- COMMAND…"""
+"""Run a command with a real RocketMQ cluster: python -m tests.real_brokers --version 5.5.0 -- COMMAND…"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def run(version: str, brokers: int, command: list[str]) -> int:
-    """Start a cluster, run the command beside it, and return its exit code."""
+    """Start a cluster, run the command, and return its exit code."""
     say(f"RocketMQ {version}: starting a name server and {brokers} broker(s)")
     began = time.monotonic()
     with RealCluster(version, brokers) as cluster:

@@ -1,6 +1,6 @@
-"""Settings of brokers that want every request signed: ACL 1.0 (4.9) is a file, ACL 2.0 (5.3 and later) is not.
+"""Settings of brokers that require signed requests. ACL 1.0 (4.9) uses a file, ACL 2.0 (5.3 and later) does not.
 
-Both know the same users. What the ordinary ones may do they may do to `TOPIC` and `GROUP` alone.
+Both have the same users. Ordinary users have rights on `TOPIC` and `GROUP` only.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from tests.real_brokers.remoting import Peer
 
 ACCOUNT = ("rocketmq", "12345678")
-"""May do everything."""
+"""The account with all rights."""
 
 TOPIC, GROUP = "accounts-topic", "accounts-group"
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """An account, and its rights; ACL 1.0 knows PUB and SUB only."""
+    """An account and its rights. ACL 1.0 has PUB and SUB only."""
 
     name: str
     topic: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class User:
 
     @property
     def rights(self) -> str:
-        """What the account may do, for people."""
+        """The account's rights as a text for people."""
         topic, group = " ".join(self.topic), " ".join(self.group)
         if topic == group:
             return f"{topic} on both" if topic else "no rights"
@@ -80,7 +80,7 @@ ACL_1 = {"conf/plain_acl.yml": _plain_acl()}
 
 
 def create_users(broker: Peer) -> None:
-    """Make the users at a broker with ACL 2.0; those of ACL 1.0 are in its file."""
+    """Create the users at a broker with ACL 2.0. ACL 1.0 reads them from its file."""
     for user in USERS:
         made: Mapping[str, str] = {"username": user.name, "password": user.account[1], "userType": "Normal"}
         broker.call(RequestCode.AUTH_CREATE_USER, {"username": user.name}, json.dumps(made).encode())

@@ -25,8 +25,8 @@ START_TIMEOUT_S = 120
 CLUSTER = "DefaultCluster"
 
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-_PORTS = range(20_000, 32_000, 10)[_WORKER[0] :: _WORKER[1]]  # below those that systems give to outgoing connections
-_GET_ALL_CONSUMER_OFFSETS = 43  # what a slave asks; the only call that tells "none" from 0 in every release
+_PORTS = range(20_000, 32_000, 10)[_WORKER[0] :: _WORKER[1]]  # below the range of outgoing connections
+_GET_ALL_CONSUMER_OFFSETS = 43  # a slave's request, which distinguishes "none" from 0 in every release
 _PULL_WITH_SUBSCRIPTION = 4  # neither commit nor suspend
 _given_ports: set[int] = set()
 
@@ -41,17 +41,17 @@ _BROKER_SETTINGS: dict[str, object] = {
     "maxIndexNum": 5000,
     "diskMaxUsedSpaceRatio": 99,
     "waitTimeMillsInSendQueue": 10_000,
-    "timerFlushIntervalMs": 10_000,  # of the 37 MB of timers: each second it takes a quarter of a core
-    "transactionMetricFlushInterval": 500,  # for as long, at first, 5.3 and later spin: 10 s of a core if left alone
+    "timerFlushIntervalMs": 10_000,  # a flush of the 37 MB of timers each second needs a quarter of a core
+    "transactionMetricFlushInterval": 500,  # 5.3 and later spin for this long at the start: 10 s by default
 }
 
 
 MadeOf = tuple[dict[str, object], tuple[str, ...], tuple[str, str] | None, dict[str, str]]
-"""What tells brokers apart: settings, options of the Java machine, account, and files below ROCKETMQ_HOME."""
+"""The differences between brokers: settings, options of the Java machine, account, and files below ROCKETMQ_HOME."""
 
 
 class PortTaken(Exception):
-    """Somebody else took a port between our look at it and the server's."""
+    """Another process took a port after the check that it is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +88,22 @@ class RealServer:
 
     @property
     def log(self) -> str:
-        """What the server has printed."""
+        """The output of the server."""
         return (self.directory / "output.log").read_text(errors="replace")
 
     def launch(self) -> None:
-        """Start the process without waiting until it answers."""
+        """Start the process, and do not wait until it responds."""
         assert not self.running, f"{self.address} runs already"
         self.directory.mkdir(parents=True, exist_ok=True)
         properties = self.directory / "server.properties"
-        if not properties.exists():  # a broker writes it anew when its configuration is changed
+        if not properties.exists():  # a broker rewrites it after a change of its configuration
             properties.write_text("".join(f"{name}={as_text(value)}\n" for name, value in self._settings.items()))
         self._process = JavaProcess(
             self.version, self.main, ["-c", str(properties)], self.directory, options=self.options
         )
 
     def wait_until_ready(self, deadline: float) -> None:
-        """Return when the server answers; PortTaken, or another failure, if it ends before or does not in time."""
+        """Wait until the server responds. Raise PortTaken or AssertionError if it ends, or needs too long."""
         assert self._process is not None
         while True:
             try:
@@ -117,30 +117,30 @@ class RealServer:
                     raise AssertionError(f"{ended}:\n{self._process.tail()}") from error
                 if time.monotonic() > deadline:
                     raise AssertionError(f"{self.address} is not ready: {error}\n{self._process.tail()}") from error
-                time.sleep(0.1)  # a server that starts can only be asked again
+                time.sleep(0.1)  # a starting server emits no event, so poll it
 
     def check_ready(self) -> None:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Start the server, again if it was killed or stopped, and return when it answers."""
+        """Start the server, also after a kill or stop, and return when it responds."""
         self.launch()
         self.wait_until_ready(time.monotonic() + START_TIMEOUT_S)
 
     def kill(self) -> None:
-        """End it with SIGKILL: connections close, what was not yet on disk is gone."""
+        """Kill the server with SIGKILL. Connections close, and data that is not on disk is lost."""
         self.peer.close()
         if self._process is not None:
             self._process.kill()
 
     def stop(self) -> None:
-        """End it in order (SIGTERM). Takes 7 to 22 s."""
+        """Stop the server with SIGTERM, which takes 7 to 22 s."""
         self.peer.close()
         if self._process is not None:
             self._process.stop()
 
     def restart(self) -> None:
-        """End it in order and start it again."""
+        """Stop the server with SIGTERM and start it again."""
         self.stop()
         self.start()
 
@@ -205,7 +205,7 @@ class RealBroker(RealServer):
             raise
 
     def register(self) -> None:
-        """Have the broker tell the name server about itself and all its topics, and return when it has."""
+        """Make the broker register itself and all its topics at the name server, and wait for that."""
 
         def registered() -> bool:
             self._ask_to_register()
@@ -214,7 +214,7 @@ class RealBroker(RealServer):
         wait_until(registered, f"registration of {self.name}")
 
     def _ask_to_register(self) -> None:
-        """Set the broker's permission, to what it is: it registers whenever that is done."""
+        """Set the broker's permission to its current value, because the broker then registers."""
         self.update_config(brokerPermission=self._settings.get("brokerPermission", 6))
 
     def _is_registered(self) -> bool:
@@ -232,7 +232,7 @@ class RealBroker(RealServer):
         order: bool = False,
         attributes: str | None = None,
     ) -> tuple[int, int]:
-        """Make or change a topic at this broker; its route follows a moment later. Returns its numbers of queues."""
+        """Create or change a topic at this broker, and return its numbers of queues. The route follows soon after."""
         read, write = (queues if each is None else each for each in (read_queues, write_queues))
         fields = {
             "topic": name,
@@ -261,7 +261,7 @@ class RealBroker(RealServer):
             self.peer.call(RequestCode.UPDATE_CONSUMER_OFFSET, fields)
 
     def create_group(self, group: str, **settings: object) -> None:
-        """Make or change a subscription group, for example `consumeBroadcastEnable=False`."""
+        """Create or change a subscription group, for example with `consumeBroadcastEnable=False`."""
         body = json.dumps({"groupName": group, **settings}).encode()
         self.peer.call(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, body=body)
 
@@ -273,10 +273,10 @@ class RealBroker(RealServer):
         return sorted(json.loads(answer.body)["consumerIdList"]) if answer.code == 0 else []
 
     def _has_dispatched(self) -> bool:
-        """Tell whether every message acknowledged is in its queue; a broker acknowledges first."""
+        """Return whether every acknowledged message is in its queue, which happens after the acknowledgement."""
         answer = self.peer.call(RequestCode.GET_BROKER_RUNTIME_INFO, accept=(0, ResponseCode.SYSTEM_ERROR))
         if answer.code != 0:
-            return "NoSuchElement" in (answer.remark or "")  # how 4.9 says that its store is empty
+            return "NoSuchElement" in (answer.remark or "")  # the error of 4.9 with an empty store
         return int(json.loads(answer.body)["table"]["dispatchBehindBytes"]) == 0
 
     def max_offset(self, topic: str, queue_id: int) -> int:
@@ -289,7 +289,7 @@ class RealBroker(RealServer):
         return int(self.peer.call(code, {"topic": topic, "queueId": queue_id}).fields["offset"])
 
     def messages(self, topic: str, queue_id: int | None = None) -> list[Message]:
-        """Return what a topic, or one queue of it, holds here, by queue and offset. No group's offsets are touched."""
+        """Return the messages of a topic, or of one queue, by queue and offset. Does not change committed offsets."""
         wait_until(self._has_dispatched, f"{self.name} puts what it has stored into its queues")
         if queue_id is None:
             ids = range(max(_route(self._name_server, topic).get(self.name, (0, 0))))
@@ -343,7 +343,7 @@ class RealBroker(RealServer):
             except Refused as error:
                 if error.code not in (ResponseCode.SYSTEM_BUSY, ResponseCode.SERVICE_NOT_AVAILABLE) or attempt == 20:
                     raise
-                time.sleep(0.1)  # the broker is busy and says so
+                time.sleep(0.1)  # the broker reported that it is busy
         queue = MessageQueue(topic, self.name, int(answer.fields["queueId"]))
         stored = answer.fields["msgId"]
         return Sent(queue, int(answer.fields["queueOffset"]), properties.get("UNIQ_KEY", stored), stored)
@@ -358,12 +358,12 @@ class RealCluster:
     """A name server and brokers `broker-a`, `broker-b`, …, each with `slaves` slaves (`broker-a-1`, …).
 
     `settings` are lines of broker.properties, `jvm_options` go to the brokers' Java machines. `account` (access key,
-    secret key) is the cluster's own where the settings demand one; `home_files` are put below the brokers'
-    ROCKETMQ_HOME, by path. Starting takes 3 to 8 s on a quiet machine; downloads come before, once.
+    secret key) is the cluster's own if the settings require one. The cluster writes `home_files`, by path, below the
+    brokers' ROCKETMQ_HOME. Starting takes 3 to 8 s on an idle machine, after one download of the jars.
     """
 
     def __init__(self, version: str = NEWEST, brokers: int = 1, **options: Any) -> None:
-        """The other options are those of `become`."""
+        """Take the other options of `become`."""
         if version not in VERSIONS:
             raise ValueError(f"version {version!r} is not one of {', '.join(VERSIONS)}")
         self.version = version
@@ -384,7 +384,7 @@ class RealCluster:
             self.directory = new_directory(self.version)
             self.name_server_node = RealNameServer(self.version, self.directory / "name-server", _free_ports(), {})
             try:
-                self.name_server_node.start()  # first: a 5.x broker that does not find it asks again only 10 s later
+                self.name_server_node.start()  # first, because a 5.x broker without it retries only after 10 s
                 self.become(**self._options)
                 return
             except BaseException as error:
@@ -403,10 +403,9 @@ class RealCluster:
         home_files: Mapping[str, str] | None = None,
         lock_expiry_s: float = 60.0,
     ) -> None:
-        """Have the brokers that a cluster started with these options has, and return when each is ready.
+        """Change the brokers to those of a cluster with these options, and return when each is ready.
 
-        Those that are as they should be go on, with all they hold, and are started again if they were stopped; the
-        others end.
+        Brokers with the wanted options keep their data, and start again if they were stopped. The others end.
         """
         lock_life = f"-Drocketmq.broker.rebalance.lockMaxLiveTime={lock_expiry_s * 1000:.0f}"
         made_of = (dict(settings or {}), (*jvm_options, lock_life), account, dict(home_files or {}))
@@ -432,11 +431,11 @@ class RealCluster:
             broker.wait_until_ready(deadline)
 
     def stop_name_server(self) -> None:
-        """Kill the name server: it forgets everything, as it does whenever it ends."""
+        """Kill the name server, which keeps nothing on disk."""
         self.name_server_node.kill()
 
     def start_name_server(self, *, register: bool = True) -> None:
-        """Start the name server again. With `register` brokers tell it of themselves now, else within 30 s."""
+        """Start the name server again. With `register`, brokers register now, else within 30 s."""
         self.name_server_node.start()
         if register:
             for broker in self._brokers.values():
@@ -444,7 +443,7 @@ class RealCluster:
                     broker.register()
 
     def close(self) -> None:
-        """End every process with SIGKILL and remove their directories."""
+        """Kill every process with SIGKILL, and remove their directories."""
         for broker in self._brokers.values():
             broker.kill()
         self.name_server_node.kill()
@@ -466,13 +465,13 @@ class RealCluster:
         return self._brokers[name]
 
     def create_topic(self, name: str, queues: int = 4, *, brokers: Sequence[str] | None = None, **options: Any) -> None:
-        """Make or change a topic, with so many queues on each master (or on those named); returns when it is routed."""
+        """Create or change a topic with `queues` queues on each master (or the named ones). Wait for its route."""
         chosen = self.brokers if brokers is None else [self.broker(each) for each in brokers]
         expected = {broker.name: broker.create_topic(name, queues, **options) for broker in chosen}
         wait_until(lambda: expected.items() <= _route(self.name_server_node, name).items(), f"route of {name}")
 
     def delete_topic(self, name: str) -> None:
-        """Delete a topic everywhere, its route included."""
+        """Delete a topic on all brokers, including its route."""
         for broker in self.brokers:
             broker.peer.call(RequestCode.DELETE_TOPIC_IN_BROKER, {"topic": name})
         self.name_server_node.peer.call(RequestCode.DELETE_TOPIC_IN_NAMESRV, {"topic": name, "clusterName": CLUSTER})
@@ -516,7 +515,7 @@ class RealCluster:
         return [message for broker in self.brokers for message in broker.messages(topic)]
 
     def wait_until(self, predicate: Callable[[], object], timeout_s: float = 30) -> bool:
-        """Look again and again until `predicate()` holds; returns True. Fails after `timeout_s`."""
+        """Poll until `predicate()` is true, and return True. Raise AssertionError after `timeout_s`."""
         wait_until(predicate, "the condition waited for", timeout_s)
         return True
 
@@ -530,7 +529,7 @@ class RealCluster:
 
 
 def wait_until(ready: Callable[[], object], what: str, timeout_s: float = 30) -> None:
-    """Ask a server again and again until `ready()` is true; for what no event tells. Fails after `timeout_s`."""
+    """Poll until `ready()` is true, for changes without an event. Raise AssertionError after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not ready():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
@@ -538,7 +537,7 @@ def wait_until(ready: Callable[[], object], what: str, timeout_s: float = 30) ->
 
 
 def _route(name_server: RealNameServer, topic: str) -> dict[str, tuple[int, int]]:
-    """Return the numbers of queues to read and to write by broker name; empty when the topic has no route."""
+    """Return the numbers of queues to read and to write, by broker name; empty if the topic has no route."""
     fields = {"topic": topic, "acceptStandardJsonOnly": True}
     accept = (0, ResponseCode.TOPIC_NOT_EXIST)
     answer = name_server.peer.call(RequestCode.GET_ROUTEINFO_BY_TOPIC, fields, accept=accept)
@@ -547,7 +546,7 @@ def _route(name_server: RealNameServer, topic: str) -> dict[str, tuple[int, int]
 
 
 def _free_ports() -> int:
-    """Return a port with its neighbours −2 and +1 free; a broker takes the three."""
+    """Return a free port whose neighbours −2 and +1 are free, too, because a broker uses all three."""
     for base in random.sample(_PORTS, len(_PORTS)):
         if base not in _given_ports and all(_is_free(port) for port in (base - 2, base, base + 1)):
             _given_ports.add(base)

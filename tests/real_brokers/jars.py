@@ -1,4 +1,4 @@
-"""The jars of Apache RocketMQ releases and our Java programs compiled against them, kept in a cache directory."""
+"""A cache of the jars of Apache RocketMQ releases, and of the tests' Java programs compiled against them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NO_MAVEN = "mvn was not found; `make system-packages` installs Maven"
 
 
 def cache_directory() -> Path:
-    """Return where jars and classes are kept: PYROCKET_TEST_CACHE, or ~/.cache/pyrocket-tests."""
+    """Return the directory of jars and classes: PYROCKET_TEST_CACHE, or ~/.cache/pyrocket-tests."""
     return Path(os.environ.get("PYROCKET_TEST_CACHE") or Path.home() / ".cache" / "pyrocket-tests")
 
 
 def java_tool(name: str) -> str:
-    """Return the path of `java` or `javac`: of JAVA_HOME, else on the PATH; CannotRun if there is none."""
+    """Return the path of `java` or `javac` from JAVA_HOME or the PATH; raise CannotRun if neither has it."""
     home = os.environ.get("JAVA_HOME")
     found = shutil.which(name, path=os.path.join(home, "bin")) if home else None
     found = found or shutil.which(name)
@@ -39,7 +39,7 @@ def java_tool(name: str) -> str:
 
 
 def check_machine() -> None:
-    """Raise CannotRun unless a JDK and Maven are present, without which nothing real runs."""
+    """Raise CannotRun unless the JDK and Maven that real brokers need are installed."""
     java_tool("java")
     answer = subprocess.run([java_tool("javac"), "-version"], capture_output=True, text=True, timeout=60, check=False)
     found = re.search(r"javac (\d+)", answer.stdout + answer.stderr)
@@ -50,16 +50,16 @@ def check_machine() -> None:
 
 
 def jars(version: str) -> Path:
-    """Return the directory with the jars of a release; the first call downloads them (28 to 94 MB), or CannotRun."""
+    """Return the directory with the jars of a release. The first call downloads 28 to 94 MB, or raises CannotRun."""
     return _made(_jars(version), lambda partial: _resolve(version, partial))
 
 
 def _made(target: Path, make: Callable[[Path], None]) -> Path:
-    """Return a directory; if it is not there yet, one process makes it beside its place."""
+    """Return a directory; if it is missing, one process makes it under a temporary name."""
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
-            if not target.is_dir():  # else another process was quicker
+            if not target.is_dir():  # another process has not made it meanwhile
                 partial = target.with_name(target.name + ".partial")
                 shutil.rmtree(partial, ignore_errors=True)
                 make(partial)
@@ -99,7 +99,7 @@ def _resolve(version: str, partial: Path) -> None:
 
 
 def classes(version: str) -> Path:
-    """Return the directory with our Java programs, compiled for a release; CannotRun if they cannot be."""
+    """Return the directory with the Java programs compiled for a release; raise CannotRun if they do not compile."""
     sources = sorted((HERE / "java").glob("*.java"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     quiet = ["-nowarn", "-proc:none", "-Xlint:none", "-cp", f"{jars(version)}/*"]
@@ -114,5 +114,5 @@ def classes(version: str) -> Path:
 
 
 def class_path(version: str) -> str:
-    """Return the class path of a release: our programs first, then its jars."""
+    """Return the class path of a release: the tests' programs first, then its jars."""
     return f"{classes(version)}{os.pathsep}{jars(version)}/*"

@@ -1,4 +1,4 @@
-"""Java virtual machines as child processes that never outlive us, and what they print."""
+"""Java virtual machines as child processes, which never outlive the test process, and their output."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def new_directory(name: str) -> Path:
 
 
 def sweep_directories() -> None:
-    """Remove the directories of processes that were killed and could not."""
+    """Remove the directories that killed processes have left."""
     for left in Path(tempfile.gettempdir()).glob("pyrocket-real-*"):
         pid = left.name.split("-")[2]
         if pid.isdigit() and not _runs(int(pid)):
@@ -61,7 +61,7 @@ def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except OSError as error:
-        return not isinstance(error, ProcessLookupError)  # else it is somebody else's
+        return not isinstance(error, ProcessLookupError)  # any other error means that another user owns it
     return True
 
 
@@ -70,10 +70,10 @@ def remove_directory(directory: Path) -> None:
 
 
 class JavaProcess:
-    """One Java virtual machine with a directory of its own, where everything it writes ends up.
+    """One Java virtual machine, with its own directory for everything that it writes.
 
-    It lives no longer than we do: its standard input ends with us, and it halts then. In a session of its own, so that
-    Ctrl-C in a terminal reaches only us.
+    It halts when its standard input ends, so it does not outlive the test process. It has its own session, so that
+    Ctrl-C in a terminal reaches the tests only.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class JavaProcess:
         """
         home = directory / "home"
         (home / "conf").mkdir(parents=True, exist_ok=True)
-        for name in ("namesrv", "broker", "tools"):  # 4.9.7 does not start without
+        for name in ("namesrv", "broker", "tools"):  # 4.9.7 does not start without them
             (home / "conf" / f"logback_{name}.xml").write_text(_LOGBACK.format(file=directory / "rocketmq.log"))
         self.log = directory / "output.log"
         watched = ["WithParent", main] if with_parent else [main]
@@ -136,20 +136,20 @@ class JavaProcess:
         return self._process.poll()
 
     def wait(self, timeout_s: float) -> int:
-        """Return the exit code once the process has ended; TimeoutExpired if it has not within `timeout_s`."""
+        """Wait for the process and return its exit code; raise TimeoutExpired after `timeout_s`."""
         code = self._process.wait(timeout_s)
         for pipe in filter(None, (self.stdin, self.stdout)):
-            with suppress(OSError):  # what was still to be written has no reader any more
+            with suppress(OSError):  # the reader of buffered output is gone
                 pipe.close()
         return code
 
     def kill(self) -> None:
-        """End the process with SIGKILL and wait until it is gone."""
+        """Kill the process with SIGKILL and wait for its end."""
         self._process.kill()
         self.wait(30)
 
     def stop(self, timeout_s: float = 45) -> None:
-        """Ask the process to end (SIGTERM) and wait; SIGKILL when it takes longer than `timeout_s`."""
+        """Send SIGTERM and wait; send SIGKILL after `timeout_s`."""
         if self.running:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -170,26 +170,26 @@ def _kill_all() -> None:
 
 
 class ControlledClient(ABC):
-    """Who tells events, and takes commands, from `with` to its end."""
+    """A client that emits events and takes commands, inside a `with` block."""
 
     wait_until: Callable[..., Any]
-    """Returns the first true value of a function, which is asked again after each event. Fails after a while."""
+    """Calls a function after each event until its value is true, and returns that. Raises after a timeout."""
 
     @abstractmethod
     def all_events(self) -> list[dict[str, Any]]:
         """Return the events so far, oldest first."""
 
     def results(self) -> list[dict[str, Any]]:
-        """Return those of the events that answer commands."""
+        """Return the events that report results of commands."""
         return self.all_events()
 
     @abstractmethod
     def send_command(self, command: Mapping[str, object]) -> None:
-        """Give a command without waiting for what it does."""
+        """Send a command, and do not wait for its result."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it in order."""
+        """Shut the client down."""
 
     def __enter__(self) -> Self:
         return self
@@ -202,12 +202,15 @@ class ControlledClient(ABC):
         return [each for each in self.all_events() if each["event"] == event]
 
     def wait_for(self, event: str, count: int = 1, timeout_s: float = 60) -> dict[str, Any]:
-        """Return the `count`-th event of a kind, waiting for it."""
+        """Wait for the `count`-th event of a kind, and return it."""
         found = self.wait_until(lambda: self.of_kind(event)[count - 1 : count], f"event {event} {count}", timeout_s)
         return dict(found[0])
 
     def run_command(self, command: Mapping[str, object], timeout_s: float = 60) -> dict[str, Any]:
-        """Give a command and return the event that answers it, which must be no failure. One at a time."""
+        """Send a command, wait for its result, and return that event; raise AssertionError for a failure.
+
+        Only one command may run at a time.
+        """
         before = len(self.results())
         self.send_command(command)
         what = f"answer to {dict(command)}"
@@ -217,7 +220,7 @@ class ControlledClient(ABC):
 
 
 class Program(ControlledClient):
-    """One of the programs in `java/`: commands go in as query strings, events come out as JSON objects."""
+    """One of the programs in `java/`. It reads commands as query strings and writes events as JSON objects."""
 
     def __init__(self, version: str, main: str, options: Mapping[str, object]) -> None:
         self.directory = new_directory(main.lower())
@@ -233,7 +236,7 @@ class Program(ControlledClient):
         assert self.process.stdout is not None
         try:
             for line in self.process.stdout:
-                if line.startswith(b'{"event":'):  # logging libraries speak there, too
+                if line.startswith(b'{"event":'):  # logging libraries write there, too
                     with self._changed:
                         self.events.append(json.loads(line))
                         self._changed.notify_all()
@@ -246,7 +249,7 @@ class Program(ControlledClient):
         return self.events
 
     def wait_until(self, ready: Callable[[], T], what: str, timeout_s: float = 60) -> T:
-        """Return the first true value of `ready()`. Fails after `timeout_s`, or when the program ends before."""
+        """Return the first true value of `ready()`; raise AssertionError after `timeout_s` or the program's end."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not (value := ready()):
@@ -266,12 +269,12 @@ class Program(ControlledClient):
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """End the program's input, which makes it shut down, and wait for that."""
+        """Close the program's input, so that it shuts down, and wait for its end."""
         if self.process.running:
             assert self.process.stdin is not None
             self.process.stdin.close()
             try:
-                self._reader.join(30)  # its end of output comes with its end
+                self._reader.join(30)  # its output ends when it ends
                 self.process.wait(5 if not self._reader.is_alive() else 0)
             except subprocess.TimeoutExpired:
                 self.process.kill()

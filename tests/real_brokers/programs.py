@@ -1,4 +1,4 @@
-"""Java clients of a release, for tests of how ours get along with them. They work with any name server."""
+"""Java clients of a release, for tests of interoperability. They work with any name server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pyrocket_consumer.model import MessageQueue
 from tests.real_brokers.process import ControlledClient, Program
 
 _UNSOLICITED = ("message", "queues")
-"""Events that answer no command."""
+"""Events that are not results of commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class JavaMessage:
-    """What a Java consumer was given. `consumed` is what its listener answered."""
+    """A message that a Java consumer received. `consumed` is the result of its listener."""
 
     queue: MessageQueue
     queue_offset: int
@@ -34,7 +34,7 @@ class JavaMessage:
 
 
 class JavaMachine:
-    """A Java virtual machine with many clients of a release: starting one of its own for each takes seconds."""
+    """A Java virtual machine with many clients of a release, because each machine takes seconds to start."""
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -48,7 +48,7 @@ class JavaMachine:
 
     @property
     def offsets_directory(self) -> Path:
-        """Where broadcasting consumers keep their offsets: `<client id>/<group>/offsets.json` below it."""
+        """The directory of broadcasting consumers' offsets, in `<client id>/<group>/offsets.json` below it."""
         return self.program.directory / "offsets"
 
     def producer(self, name_server: str, **options: object) -> JavaProducer:
@@ -58,29 +58,29 @@ class JavaMachine:
     def consumer(self, name_server: str, group: str, topic: str, **options: Any) -> JavaConsumer:
         """Return a started consumer; see JavaConsumer for the options.
 
-        It sends a heartbeat a second: one of 5.x whose new subscription version is to be told while another heartbeat
-        is under way does not tell it, and its pulls are refused until the next.
+        It sends a heartbeat every second. A 5.x consumer does not send a new subscription version while another
+        heartbeat is in progress, and brokers refuse its pulls until the next heartbeat.
         """
         names = {"nameServer": name_server, "group": group, "topic": topic, "heartbeatIntervalMs": 1000}
         return JavaConsumer(self, **{**names, **options})
 
     def mqadmin(self, name_server: str, command: str, *arguments: str) -> str:
-        """Run a command of Java's `mqadmin` and return what it prints, exceptions included."""
+        """Run a command of Java's `mqadmin` and return its output, including exceptions."""
         whole = "\n".join([command, "-n", name_server, *arguments])
         text: str = JavaClient(self).run_command({"do": "mqadmin", "arguments": whole})["text"]
-        return "\n".join(line for line in text.splitlines() if " |-" not in line)  # logback tells of its start
+        return "\n".join(line for line in text.splitlines() if " |-" not in line)  # logback reports its own start
 
     def new_name(self) -> str:
-        """Return the name of one more client."""
+        """Return the name of the next client."""
         return f"client-{next(self._names)}"
 
     def close(self) -> None:
-        """Halt the machine with everything in it."""
+        """Halt the machine with all its clients."""
         self.program.close()
 
 
 class JavaClient(ControlledClient):
-    """One client of a machine: the events that name it, and commands to it. It runs from `with` to its end."""
+    """One client of a machine, with the events that name it and the commands to it. It runs in a `with` block."""
 
     def __init__(self, machine: JavaMachine) -> None:
         self._program, self._name, self._closed = machine.program, machine.new_name(), False
@@ -96,7 +96,7 @@ class JavaClient(ControlledClient):
         self._program.send_command({**command, "client": self._name})
 
     def close(self) -> None:
-        """Shut it down in order, and wait. A second close does nothing."""
+        """Shut the client down and wait for that. A second close does nothing."""
         if not self._closed:
             self._closed = True
             self.run_command({"do": "close"})
@@ -145,12 +145,12 @@ class JavaProducer(JavaClient):
 
 
 class JavaConsumer(JavaClient):
-    """A Java push consumer: what it consumes and which queues it holds."""
+    """A Java push consumer, with its consumed messages and held queues."""
 
     def __init__(
         self, machine: JavaMachine, *, broadcasting: bool = False, pause_s: float = 0, **options: object
     ) -> None:
-        """Start it, and return once it has started (not: once it has queues).
+        """Start the consumer, and return when it has started, even without queues.
 
         A message is asked for again while its reconsume times are below `fail`. Further options: orderly, selector,
         sql, strategy (AVG, AVG_BY_CIRCLE, CONSISTENT_HASH), clientIp, instanceName, threads, pullBatchSize,
@@ -164,7 +164,7 @@ class JavaConsumer(JavaClient):
 
     @property
     def messages(self) -> list[JavaMessage]:
-        """What was consumed so far, oldest first."""
+        """The messages consumed so far, oldest first."""
         return [
             JavaMessage(
                 MessageQueue(each["topic"], each["brokerName"], each["queueId"]),
@@ -188,12 +188,12 @@ class JavaConsumer(JavaClient):
         return {queue for queue in held if queue.topic == topic}
 
     def wait_for_messages(self, count: int, timeout_s: float = 60) -> list[JavaMessage]:
-        """Return the first `count` messages, waiting for them."""
+        """Wait for `count` messages, and return them."""
         self.wait_for("message", count, timeout_s)
         return self.messages[:count]
 
     def wait_for_queues(self, topic: str, count: int, timeout_s: float = 60) -> set[MessageQueue]:
-        """Return the queues of a topic once there are `count` of them."""
+        """Wait for `count` queues of a topic, and return them."""
         self.wait_until(lambda: len(self.queues(topic)) == count, f"{count} queues of {topic}", timeout_s)
         return self.queues(topic)
 
@@ -213,7 +213,7 @@ class JavaOffsetStore(Program):
         self._do("update", [queue], offset=offset, increaseOnly=False)
 
     def read_offset(self, queue: MessageQueue, read_type: str = "MEMORY_FIRST_THEN_STORE") -> int:
-        """Return what Java returns: an offset, -1 for none, -2 for an error."""
+        """Return Java's result: an offset, -1 without an offset, or -2 after an error."""
         return int(self._do("read", [queue], type=read_type)["offset"])
 
     def persist_all(self, queues: Iterable[MessageQueue]) -> None:

@@ -1,4 +1,4 @@
-"""A small blocking client: how tests look at, and prepare, servers without the client under test."""
+"""A small blocking client, with which tests prepare and read servers without the client under test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _opaques = itertools.count(1)
 
 
 class Refused(Exception):
-    """A server answered with a code that the caller did not expect."""
+    """A server responded with a code that the caller did not expect."""
 
     def __init__(self, what: str, address: str, code: int, remark: str | None) -> None:
         super().__init__(what, address, code, remark)
@@ -23,11 +23,11 @@ class Refused(Exception):
 
     def __str__(self) -> str:
         what, address, code, remark = self.args
-        return f"{address} answered {what} with {code}: {remark}"
+        return f"{address} responded to {what} with {code}: {remark}"
 
 
 class Peer:
-    """One server, called in turn from any thread over one connection, which is made again when it was lost."""
+    """One server. Any thread may call it over one connection, which is opened again after it was lost."""
 
     def __init__(self, address: str, account: tuple[str, str] | None = None) -> None:
         """`account`: access key and secret key, where the server wants signed requests."""
@@ -44,7 +44,7 @@ class Peer:
         timeout_s: float = 10,
         accept: Collection[int] = (0,),
     ) -> RemotingCommand:
-        """Send a request and return its answer: OSError if there is none, Refused if its code is not in `accept`."""
+        """Send a request and return its response. Raise OSError without one, or Refused if `accept` lacks its code."""
         texts = {name: as_text(value) for name, value in (fields or {}).items() if value is not None}
         if self.account is not None:
             texts = sign(texts, body, *self.account)
@@ -89,7 +89,7 @@ def as_text(value: object) -> str:
 
 
 def _ended(connection: socket.socket) -> bool:
-    """Tell whether the other side has closed; nothing else can be waiting to be read between two calls."""
+    """Return whether the other side has closed, because no data can arrive between two calls."""
     connection.setblocking(False)
     try:
         connection.recv(1, socket.MSG_PEEK)
