@@ -18,7 +18,7 @@ NAME = "shared"
 
 
 @pytest.fixture
-def places(java, group):
+def offsets_directory(java, group):
     """Return the directory in which both kinds keep the offsets of the group."""
     return java.offsets_directory / client_id(NAME) / group
 
@@ -48,7 +48,7 @@ def test_java_members_and_ours_see_every_message(either_cluster, java, topic, gr
     assert Counter(first.bodies) == Counter(second.bodies) == Counter(javas_seen) == Counter(numbered(40))
 
 
-def test_ours_goes_on_where_the_java_member_ended_and_back(real_cluster, java, topic, group, places):
+def test_each_kind_continues_where_the_other_ended(real_cluster, java, topic, group, offsets_directory):
     """Java, ours, Java, ours: in one directory, each begins at the offsets where the previous one ended."""
     real_cluster.create_topic(topic, queues=4)
     ends = []
@@ -66,12 +66,12 @@ def test_ours_goes_on_where_the_java_member_ended_and_back(real_cluster, java, t
                 seen.wait_for(12)
             bodies = seen.bodies
         assert Counter(bodies) == Counter(numbered(12, 12 * turn))
-        with LocalFileOffsetStore(places) as store:
+        with LocalFileOffsetStore(offsets_directory) as store:
             ends.append(sorted(store.clone_offset_table(topic).values()))
     assert ends == [[3] * 4, [6] * 4, [9] * 4, [12] * 4]
 
 
-def test_a_file_java_wrote_after_ours_was_killed_is_what_counts(real_cluster, java, topic, group, places):
+def test_a_file_that_java_wrote_after_a_kill_counts(real_cluster, java, topic, group, offsets_directory):
     """Our member, killed with -9, leaves newer offsets in its journal than in offsets.json.
 
     Java continues from the file and rewrites it, so the journal no longer counts.
@@ -99,13 +99,13 @@ def test_a_file_java_wrote_after_ours_was_killed_is_what_counts(real_cluster, ja
     assert Counter(seen.bodies) == Counter(numbered(10, 30))
 
 
-def test_java_leaves_what_ours_keeps_beside_the_file_alone(real_cluster, java, topic, group, places):
+def test_java_does_not_change_our_other_files(real_cluster, java, topic, group, offsets_directory):
     fill(real_cluster, topic, 3, queues=1)
     with ours(real_cluster, java, topic, group) as (_, seen):
         seen.wait_for(3)
-    before = {path.name for path in places.iterdir()}
+    before = {path.name for path in offsets_directory.iterdir()}
     with javas(real_cluster, java, topic, group) as each:
         fill(real_cluster, topic, 3, start=3)
         each.wait_for_messages(3)
     assert Counter(message.body for message in each.messages) == Counter(numbered(3, 3))
-    assert before <= {path.name for path in places.iterdir()} | {"offsets.lock"}
+    assert before <= {path.name for path in offsets_directory.iterdir()} | {"offsets.lock"}

@@ -28,7 +28,7 @@ def one_queue(real_cluster, topic):
     return MessageQueue(topic, "broker-a", 0)
 
 
-def test_what_a_java_message_carries(real_cluster, java, topic, group, one_queue):
+def test_the_properties_of_a_java_message(real_cluster, java, topic, group, one_queue):
     properties = {"region": "eu", "ключ": TEXT}
     with consuming(real_cluster, topic, group) as (_, seen), java.producer(real_cluster.name_server) as producer:
         (sent,) = producer.send(topic, LARGE[:3000], tags="paid", keys=["k1", "ключ"], properties=properties)
@@ -73,7 +73,7 @@ def test_a_java_batch(real_cluster, java, topic, group, one_queue):
 
 @pytest.mark.differs("inner batches")
 @pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")
-def test_a_java_batch_that_the_broker_keeps_in_one_piece(real_cluster, java, topic, group):
+def test_a_java_batch_that_the_broker_stores_as_one_record(real_cluster, java, topic, group):
     """In a topic of batches one record holds them all, and our consumer splits it."""
     real_cluster.create_topic(topic, queues=1, attributes="+queue.type=BatchCQ")
     with consuming(real_cluster, topic, group) as (_, seen), java.producer(real_cluster.name_server) as producer:
@@ -87,7 +87,7 @@ def test_a_java_batch_that_the_broker_keeps_in_one_piece(real_cluster, java, top
     }
 
 
-def test_messages_that_come_later(real_cluster, java, topic, group, names, one_queue):
+def test_delayed_messages(real_cluster, java, topic, group, names, one_queue):
     """Messages with a delay level, or with a delivery time if the release has that, look the same at both consumers."""
     name_server = real_cluster.name_server
     with (
@@ -112,7 +112,7 @@ def test_messages_that_come_later(real_cluster, java, topic, group, names, one_q
 
 
 @pytest.mark.differs("sql92")
-def test_selectors_of_java_and_ours_select_alike(real_cluster, java, topic, names):
+def test_selectors_of_java_and_ours_select_the_same_messages(real_cluster, java, topic, names):
     """This covers tags with equal hash codes ("Aa" and "BB"), and an SQL92 expression."""
     real_cluster.create_topic(topic, queues=2)
     tags = ["Aa", "BB", "C", None] * 3

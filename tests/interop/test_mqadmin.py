@@ -95,7 +95,7 @@ def test_consumer_status(either_cluster, java, topic, names):
     assert "_run_once" in ours
 
 
-def test_consumer_status_tells_the_settings(real_cluster, java, mqadmin, topic, names):
+def test_consumer_status_shows_the_settings(real_cluster, java, mqadmin, topic, names):
     """The settings of both clients have Java's names, and the same units."""
     real_cluster.create_topic(topic, queues=1)
     with one_of_each(real_cluster, java, topic, names) as (our_group, java_group, consumer, _, java_member):

@@ -115,11 +115,11 @@ def requests(cluster: Any, topic: str, group: str, member: str) -> Iterator[Requ
     yield Request(code.HEART_BEAT, "join it, and take queues", {}, joined)
     pulled = (ResponseCode.SUCCESS, ResponseCode.PULL_OFFSET_MOVED)  # the second after a reset
     yield Request(code.PULL_MESSAGE, "read its messages", {"consumerGroup": group, **queue, **pull}, done=pulled)
-    yield Request(code.VIEW_MESSAGE_BY_ID, "read a message by its id", {"offset": _place(sent.offset_message_id)})
+    yield Request(code.VIEW_MESSAGE_BY_ID, "read a message by its id", {"offset": _log_offset(sent.offset_message_id)})
     yield Request(code.SEND_MESSAGE, "send to its topic", {**sending, "topic": topic}, b"-")
     yield Request(code.SEND_MESSAGE, "send to `%RETRY%group`", {**sending, "topic": retry_topic(group)}, b"-")
     yield Request(code.SEND_MESSAGE, "send to `%DLQ%group`", {**sending, "topic": dlq_topic(group)}, b"-")
-    back = {"offset": _place(sent.offset_message_id), "group": group, "delayLevel": 3, "originTopic": topic}
+    back = {"offset": _log_offset(sent.offset_message_id), "group": group, "delayLevel": 3, "originTopic": topic}
     yield Request(code.CONSUMER_SEND_MSG_BACK, "have it consume a message again", back)
     yield Request(code.GET_BROKER_CONFIG, "read the broker's settings", {})
     yield Request(code.UPDATE_BROKER_CONFIG, "change the broker's settings", {}, b"brokerPermission=6\n")
@@ -151,7 +151,7 @@ def registration(topic: str) -> Request:
     return Request(REGISTER_BROKER, "add a server to its topic's route, at the name server", fields, body)
 
 
-def _place(offset_message_id: str) -> int:
+def _log_offset(offset_message_id: str) -> int:
     """Return the offset of a message in the broker's log, which is the end of its id."""
     return int(offset_message_id[-16:], 16)
 
@@ -205,7 +205,7 @@ def check_document(who: list[str], rows: list[list[str]]) -> None:
 
 
 @pytest.mark.versions("4.9.7", "5.5.0")
-def test_without_accounts_everybody_may_do_everything(real_cluster, names):
+def test_without_accounts_every_request_is_allowed(real_cluster, names):
     rows = tried(real_cluster, names.topic(), names.group(), ["no account"])
     assert {answer for _, answer in rows} == {DONE}
 

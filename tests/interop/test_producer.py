@@ -15,7 +15,7 @@ def producer(real_cluster):
         yield producer
 
 
-def test_a_java_consumer_gets_messages_as_they_were_given(real_cluster, java, topic, group, producer):
+def test_a_java_consumer_gets_messages_unchanged(real_cluster, java, topic, group, producer):
     real_cluster.create_topic(topic, queues=2)
     given = {"tags": "Tag ☃", "keys": ["k1", "ключ"], "properties": {"région": 'é&= "x"'}, "flag": -5}
     sent = [
@@ -46,7 +46,7 @@ def test_a_java_consumer_reads_compressed_bodies(real_cluster, java, topic, grou
     assert all(message.sys_flag & 1 for message in real_cluster.messages(topic))
 
 
-def test_java_and_we_put_a_key_into_the_same_queue(real_cluster, java, topic, producer):
+def test_java_and_our_producer_put_a_key_into_the_same_queue(real_cluster, java, topic, producer):
     real_cluster.create_topic(topic, queues=7)
     keys = ["o-1", "hello", "键", "polygenelubricants", "😀", "a" * 50, *(str(number) for number in range(10))]
     with java.producer(real_cluster.name_server) as java_producer:

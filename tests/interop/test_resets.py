@@ -34,13 +34,13 @@ def test_two_members_replay_from_a_time(real_cluster, mqadmin, topic, group):
 
 
 @pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # earlier releases know only one way
-def test_two_members_replay_in_the_way_of_other_releases(real_cluster, mqadmin, topic, group):
+def test_two_members_replay_with_the_default_of_other_releases(real_cluster, mqadmin, topic, group):
     with server_side(real_cluster, real_cluster.version == "5.1.4"):
         replay(real_cluster, mqadmin, topic, group)
 
 
 @pytest.mark.versions("4.9.7", "5.1.4")  # later releases use the letter for another option
-def test_two_members_replay_when_told_in_the_form_for_cplusplus(real_cluster, mqadmin, topic, group):
+def test_two_members_replay_after_the_request_for_cplusplus(real_cluster, mqadmin, topic, group):
     """With `-c` the broker sends its members a list, which Java members cannot read."""
     replay(real_cluster, mqadmin, topic, group, "-c")
 
@@ -148,7 +148,7 @@ def test_accumulated_messages_are_skipped(real_cluster, mqadmin, topic, group):
     assert len(seen.messages) == 2 * QUEUES + in_hand + QUEUES
 
 
-def test_a_group_that_is_away_starts_where_it_was_reset_to(real_cluster, mqadmin, topic, group):
+def test_a_stopped_group_starts_at_the_target_of_its_reset(real_cluster, mqadmin, topic, group):
     fill(real_cluster, topic, 40, queues=QUEUES)
     with consuming(real_cluster, topic, group) as (_, seen):
         seen.wait_for(40)
@@ -182,7 +182,7 @@ def java_member(real_cluster, java, group, topic, **options):
         yield consumer
 
 
-def test_a_java_member_that_cannot_be_reached_keeps_its_place(real_cluster, java, admin, topic, group, stores):
+def test_a_java_member_that_cannot_be_reset_keeps_its_offset(real_cluster, java, admin, topic, group, stores):
     fill(real_cluster, topic, 20, queues=2)
     with (
         java_member(real_cluster, java, group, topic, broadcasting=True) as other,
@@ -206,7 +206,7 @@ def test_a_java_member_that_cannot_be_reached_keeps_its_place(real_cluster, java
 
 
 @pytest.mark.versions("5.3.3", "5.5.0")
-def test_a_java_member_that_obeys_is_reset_through_its_broker(real_cluster, java, admin, topic, group, stores):
+def test_a_java_member_is_reset_through_its_broker(real_cluster, java, admin, topic, group, stores):
     """Brokers of these releases keep resets. With another setting they send them to Java members (from 5.2 on)."""
     fill(real_cluster, topic, 20, queues=2)
     broker = real_cluster.broker("broker-a")
@@ -263,15 +263,15 @@ def test_a_clustering_group_with_a_java_member_replays_all(real_cluster, java, a
         assert "by the brokers" in str(plan)
         done = threading.Event()
 
-        def stir() -> None:
+        def send_messages() -> None:
             """Send messages, which end the pulls that the broker holds. The next pull then gets the reset mark."""
             number = 80
             while not done.wait(1):
                 real_cluster.send(topic, b"m%d" % number)
                 number += 1
 
-        stirring = threading.Thread(target=stir)
-        stirring.start()
+        sending = threading.Thread(target=send_messages)
+        sending.start()
         try:
             result = plan.execute()
             assert all(outcome.state in (ResetState.MOVED, ResetState.UNCONFIRMED) for outcome in result.outcomes)
@@ -279,7 +279,7 @@ def test_a_clustering_group_with_a_java_member_replays_all(real_cluster, java, a
             until(lambda: replayed(other.messages, 5, 20) == 30, "and Java its own")
         finally:
             done.set()
-            stirring.join()
+            sending.join()
         moved_by_us = [outcome for outcome in result.outcomes if client_id("ours") in outcome.text]
         assert len(moved_by_us) == 2, result
 

@@ -15,7 +15,7 @@ MAX_SEND_BACKS = 1
 
 @pytest.mark.parametrize("kind", ["real", "embedded"])
 @pytest.mark.parametrize("holder", ["ours", "java"])
-def test_a_failed_message_goes_to_the_holder_of_the_retry_queue(either_cluster, java, topic, group, holder):
+def test_a_failed_message_goes_to_the_owner_of_the_retry_queue(either_cluster, java, topic, group, holder):
     """Both members fail their first messages. All are redelivered to the member whose id sorts first."""
     either_cluster.create_topic(topic, queues=4)
     either_cluster.create_topic(retry_topic(group), queues=1)  # otherwise Java fetches its route 30 s after its start

@@ -26,7 +26,7 @@ from tests.interop.members import (
 @pytest.mark.parametrize(
     ("kind", "strategy"), [*(("real", strategy) for strategy in JAVA_STRATEGIES), ("embedded", "average")]
 )
-def test_java_members_hold_what_our_allocation_says(either_cluster, java, topic, group, strategy):
+def test_java_members_hold_the_queues_of_our_allocation(either_cluster, java, topic, group, strategy):
     either_cluster.create_topic(topic, queues=8)
     group_is = partial(wait_for_members, either_cluster, group, topic, strategy=strategy)
 
@@ -43,7 +43,7 @@ def test_java_members_hold_what_our_allocation_says(either_cluster, java, topic,
         group_is("a", "d")
 
 
-def test_each_message_is_consumed_once_while_members_come_and_go(real_cluster, java, topic, group):
+def test_each_message_is_consumed_once_while_members_join_and_leave(real_cluster, java, topic, group):
     """Members join and leave between messages, and one is killed during a message."""
     real_cluster.create_topic(topic, queues=8)
     group_is, sent = partial(wait_for_members, real_cluster, group, topic), list[bytes]()
@@ -110,7 +110,7 @@ def test_each_message_is_consumed_once_while_members_come_and_go(real_cluster, j
     assert {body for body, times in consumed().items() if times > 1} == doubled
 
 
-def test_nothing_is_lost_while_members_come_and_go_under_load(real_cluster, java, topic, group):
+def test_no_message_is_lost_while_members_join_and_leave_under_load(real_cluster, java, topic, group):
     """Queues move between members during messages. A message may be consumed twice, but none is skipped."""
     real_cluster.create_topic(topic, queues=8)
     group_is, sent = partial(wait_for_members, real_cluster, group, topic), list[bytes]()

@@ -24,7 +24,7 @@ PACKAGES = (
 )
 
 
-def test_the_names_recorded_are_those_of_the_release(real_version):
+def test_the_recorded_names_are_those_of_the_release(real_version):
     assert java.fetched() == java.recorded(), "record them again: python -m tests.migration.java"
 
 

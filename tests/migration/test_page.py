@@ -54,7 +54,7 @@ def test_the_page_has_each_table_once(name):
 
 
 @for_each("name", CLASSES)
-def test_each_name_of_java_has_one_row_and_no_other_has(name):
+def test_each_name_of_java_has_exactly_one_row(name):
     named = [each for row in TABLES[name] for each in row.names]
     assert sorted(named) == sorted({each for kind in CLASSES[name] for each in java.recorded()[kind]})
 
@@ -63,7 +63,7 @@ def test_each_class_of_java_is_in_a_table():
     assert sorted(kind for kinds in CLASSES.values() for kind in kinds) == sorted(java.recorded())
 
 
-def test_each_option_of_ours_is_in_a_row_or_is_only_here():
+def test_each_option_is_in_a_row_or_is_only_here():
     only_here = [option for row in TABLES[ONLY_HERE] for option in row.names]
     named = {option for name in CLASSES for row in TABLES[name] for option in options_in(row.here)}
     assert sorted({*named, *only_here}) == sorted(OPTIONS)
@@ -85,7 +85,7 @@ def cells_named_here() -> list[str]:
 
 
 @for_each("text", cells_named_here)
-def test_what_is_named_here_exists(text):
+def test_the_names_here_exist(text):
     if text.startswith("pyrocket "):
         with pytest.raises(SystemExit, match="0"):
             main([*text.split()[1:], "--help"])
