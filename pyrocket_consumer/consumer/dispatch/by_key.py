@@ -1,12 +1,12 @@
-"""Order by key: the messages of one key one at a time and in order of offset, those of other keys beside them.
+"""Order by key: one message of a key at a time, in order of offset, and other keys in parallel.
 
-Each key of a queue has a line. A chunk takes the first messages of several lines, and each line is with one worker at a
-time: nothing else is begun of it until the worker has said what became of them. A line that fails pauses, and no other
-does; its messages hold the window's edge meanwhile. What a worker that is stuck has not begun is taken back, and lines
-of which it has nothing left in hand go to others.
+Each key of a queue has a lane. A chunk takes the first messages of several lanes. Each lane belongs to one worker at a
+time, and its next messages start only after that worker has reported the results. A lane that fails pauses alone; its
+messages hold back the offset to commit meanwhile. If a worker is stuck, the messages that it has not begun are
+withdrawn. Lanes that have no other message there go to other workers.
 
-The broker's locks and the end of a queue are as for `orderly`: a chunk looks at the lock before each call, and a queue
-that begins anew waits until the calls of before have returned.
+Broker locks and the end of a queue work as in `orderly`. A chunk checks the lock before each call. A queue that begins
+again waits until the earlier calls have returned.
 """
 
 from __future__ import annotations
@@ -40,46 +40,46 @@ from pyrocket_consumer.protocol.properties import PropertyName
 from pyrocket_consumer.text import safe_repr
 
 MIN_KNOWN_KEYS = 64
-"""So many keys of a queue are remembered without looking which of them have no messages any more."""
+"""The number of lanes of a queue that are kept without a check for idle ones."""
 
 MAX_KEY_CHARS = 128
-"""Texts and bytes that are longer are known by a digest: a line takes little, whatever is sent."""
+"""Longer keys are replaced by a digest, so that a lane needs little memory for any key."""
 
 LONG_KEY_SHOWN_CHARS = 80
 
 MAX_KEY_LOOKUPS = 256
-"""Most messages that a worker asks `order_by` for the keys of, before they are given to listeners."""
+"""The largest number of messages whose keys a worker reads with `order_by` in one step."""
 
 
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
-"""Keys of these types are shown without any code of users."""
+"""The repr of keys of these types runs no code of users."""
 
 
 class KeyLane:
-    """The messages of one key, in one queue, that wait. Changed by the I/O thread only."""
+    """The waiting messages of one key in one queue. Only the I/O thread changes it."""
 
     __slots__ = ("_key", "_text", "waiting", "holder", "out_count")
 
     def __init__(self, key: Hashable, text: str | None = None) -> None:
-        """`text` shows a key that is not to be kept, or to be asked how it is shown."""
+        """Create an empty lane. `text` is given if the key itself must not be kept, or its repr must not be called."""
         self._key = key
         self._text = text
         self.waiting: deque[tuple[Listener, Message]] = deque()
-        self.holder: object | None = None  # the turn that has messages of it, its pause, or their giving up
-        self.out_count = 0  # how many messages its turn has, and has not said what became of
+        self.holder: object | None = None  # the batch that has its messages, its pause, or their DeadLetterSend
+        self.out_count = 0  # the number of messages that its batch has and has not reported
 
     @property
     def text(self) -> str:
-        """The key as it is told."""
+        """The key as text for events."""
         return safe_repr(self._key) if self._text is None else self._text
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing of it is known to be unfinished."""
+        """Whether the lane has no unfinished messages."""
         return self.holder is None and not self.waiting
 
     def put_back(self, listener: Listener, messages: Iterable[Message]) -> None:
-        """Add messages where they belong, which is mostly before all others."""
+        """Add messages in order of offset, usually at the head."""
         entries = [(listener, message) for message in messages]
         if entries and self.waiting and self.waiting[0][1].queue_offset < entries[-1][1].queue_offset:
             self.waiting = deque(sorted([*entries, *self.waiting], key=_offset))
@@ -87,7 +87,7 @@ class KeyLane:
             self.waiting.extendleft(reversed(entries))
 
     def take(self, most: int) -> list[Message]:
-        """Remove the first messages, of one listener; there must be any."""
+        """Remove the first messages of one listener, and return them. There must be some."""
         waiting = self.waiting
         listener, message = waiting.popleft()
         taken = [message]
@@ -96,13 +96,13 @@ class KeyLane:
         return taken
 
     def remove(self, gone: list[Message]) -> None:
-        """Remove messages wherever they are."""
+        """Remove messages at any position."""
         ids = {id(message) for message in gone}
         self.waiting = deque(entry for entry in self.waiting if id(entry[1]) not in ids)
 
 
 class KeylessLane(KeyLane):
-    """A message whose key could not be told, alone."""
+    """The lane of one message whose key could not be read."""
 
     __slots__ = ()
 
@@ -115,7 +115,7 @@ def _offset(entry: tuple[Listener, Message]) -> int:
 
 
 class KeyLanes:
-    """The lines of one window. Confined to the I/O thread, but for `by_key`: that is of whoever asks for keys."""
+    """The lanes of one window. Confined to the I/O thread, except `by_key`, which belongs to the reader of keys."""
 
     __slots__ = (
         "window",
@@ -134,27 +134,27 @@ class KeyLanes:
         self.window = window
         self.by_key: dict[Hashable, KeyLane] = {}
         self.prune_above = MIN_KNOWN_KEYS
-        self.ready: deque[KeyLane] = deque()  # those that wait for a worker
+        self.ready: deque[KeyLane] = deque()  # they wait for a worker
         self.paused: dict[KeyLane, asyncio.TimerHandle] = {}
-        self.arrived: deque[tuple[Listener, Message]] = deque()  # whose keys are not known yet
+        self.arrived: deque[tuple[Listener, Message]] = deque()  # messages whose keys were not read yet
         self.is_finding_keys = False
         self.waits_for_former_calls = False
-        self.check_timer: asyncio.TimerHandle | None = None  # whether a key holds the queue up
-        self.reported_offset = -1  # the last offset of which it was told that it holds up the queue
+        self.check_timer: asyncio.TimerHandle | None = None  # checks whether a key holds up the queue
+        self.reported_offset = -1  # the last offset that was reported to hold up the queue
 
     def prune(self) -> None:
-        """Forget keys of which there is nothing, now and then. Not while a message is between its key and its line."""
+        """Remove idle lanes from time to time. Do not call it while a message is between its key and its lane."""
         known = self.by_key
         if len(known) > self.prune_above:
             for key in [key for key, lane in known.items() if lane.is_idle]:
                 try:
                     del known[key]
-                except BaseException:  # noqa: S110 - a key of a user's that cannot be hashed any more is kept
+                except BaseException:  # noqa: S110 - keep a key that is no longer hashable
                     pass
             self.prune_above = max(MIN_KNOWN_KEYS, 2 * len(known))
 
     def clear_if_idle(self) -> None:
-        """Forget all keys if there is nothing of any, and there are many; none is asked for that. No turn is left."""
+        """Remove all lanes if they are many and all idle, without calling code of keys. No batch may exist."""
         if len(self.by_key) > MIN_KNOWN_KEYS and not (
             self.ready or self.paused or self.arrived or self.is_finding_keys
         ):
@@ -162,12 +162,12 @@ class KeyLanes:
             self.prune_above = MIN_KNOWN_KEYS
 
     def lane_of(self, key: Hashable) -> KeyLane:
-        """Return the line of a key."""
+        """Return the lane of a key."""
         lane = self.by_key.get(key)
         return self._find_or_add(key) if lane is None else lane
 
     def _find_or_add(self, key: Hashable) -> KeyLane:
-        """Return the line of a key that is not known as it is."""
+        """Return the lane of a key that is not in `by_key` itself."""
         known = self.by_key
         if (type(key) is str or type(key) is bytes) and len(key) > MAX_KEY_CHARS:
             digest = _digest(key)
@@ -180,10 +180,10 @@ class KeyLanes:
         return lane
 
     def add(self, lane: KeyLane, listener: Listener, message: Message) -> None:
-        """Add a message to the end of its line."""
+        """Add a message at the end of its lane."""
         message._key_lane = lane
         waiting = lane.waiting
-        if waiting and waiting[-1][1].queue_offset > message.queue_offset:  # its key could not be told at first
+        if waiting and waiting[-1][1].queue_offset > message.queue_offset:  # its key could not be read at first
             lane.waiting = deque(sorted([*waiting, (listener, message)], key=_offset))
             return
         waiting.append((listener, message))
@@ -191,26 +191,26 @@ class KeyLanes:
             self.ready.append(lane)
 
     def put_back(self, listener: Listener, units: list[Any]) -> None:
-        """Add units, in order, before what waits of their keys."""
+        """Add units, in order, before the waiting messages of their keys."""
         for unit in reversed(units):
             messages = messages_of(unit)
             messages[0]._key_lane.put_back(listener, messages)
 
     def release(self, lane: KeyLane) -> None:
-        """A line is with nobody any more."""
+        """Release a lane from its holder."""
         lane.holder, lane.out_count = None, 0
         if lane.waiting:
             self.ready.append(lane)
 
 
 def _digest(key: str | bytes) -> tuple[type, bytes]:
-    """Return what a long key is known by; a text is none of bytes."""
+    """Return the replacement of a long key. Text and bytes differ."""
     data = key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key
     return type(key), sha256(data).digest()
 
 
 class KeyLaneBatch:
-    """The next messages of some lines, while a worker has them."""
+    """The next messages of some lanes, while a worker has them."""
 
     __slots__ = ("lanes", "chunk", "held_lanes", "_service")
 
@@ -223,7 +223,7 @@ class KeyLaneBatch:
         self._service = service
 
     def is_held(self) -> bool:
-        """Tell whether a call of the turn may be running, or be yet to come."""
+        """Return whether a call of the batch may be running, or may still begin."""
         return any(lane.holder is self for lane in self.held_lanes)
 
     def may_continue(self) -> bool:
@@ -237,8 +237,8 @@ class KeyLaneBatch:
         left, suspend_s, known = find_failed_tail(result, messages)
         chunk.done.extend(messages[: len(messages) - len(left)])
         if left:
-            # Nothing behind it may pass it. The I/O thread may be taking back from the right of `todo` meanwhile: each
-            # unit is then with one of us, and goes back to its place in the line.
+            # Later messages of the key must not overtake it. The I/O thread may withdraw units from the right of `todo`
+            # meanwhile. Each unit is then with one of the two threads, and goes back to its position in the lane.
             lane: KeyLane = messages[0]._key_lane
             rest: list[Any] = []
             others: list[Any] = []
@@ -256,7 +256,7 @@ class KeyLaneBatch:
 
 
 class KeyLookupBatch:
-    """Messages whose keys a worker asks for, in one call. Its chunk's listener is `order_by`, or rather `find_lanes`."""
+    """Messages whose keys a worker reads in one call. Its chunk's listener is `find_lanes`, which calls `order_by`."""
 
     is_measured = False
 
@@ -272,16 +272,16 @@ class KeyLookupBatch:
         self.chunk.lane_batch = self
 
     def find_lanes(self, messages: list[Message]) -> ConsumeResult:
-        """Find the lines of messages, or of the first of them. What `order_by` and its keys raise is told."""
+        """Find the lanes of messages, or of the first of them. Report exceptions of `order_by` and its keys."""
         if not self.lanes_found:
             self.lanes.prune()
         for message in messages:
             if not self.may_continue():
                 return ConsumeResult.RETRY
-            self.chunk.current = message  # which is told if the function does not return
+            self.chunk.current = message  # it is reported if the function does not return
             try:
                 self.lanes_found.append(self._line_of(message))
-            except BaseException as error:  # SystemExit of a user's function must not end a worker
+            except BaseException as error:  # also SystemExit, which must not end a worker
                 self.lanes_found.append(KeylessLane(error))
                 if message._extra_attempts == 0:
                     self._service.key_failed(self.lanes.window, message, error)
@@ -293,7 +293,7 @@ class KeyLookupBatch:
             close = getattr(key, "close", None)
             if close is not None:
                 close()
-            raise TypeError("order_by returned something to await; it must be a plain function")
+            raise TypeError("order_by returned an awaitable; it must be a plain function")
         return self.lanes.lane_of(key)
 
     async def _find_lanes_async(self, messages: list[Message]) -> ConsumeResult:
@@ -303,7 +303,7 @@ class KeyLookupBatch:
         return self.lanes.window.may_consume() and not self._service.stopped
 
     def apply_result(self, unit: Any, result: object) -> tuple[bool, bool]:
-        return False, True  # none is asked for behind one that was not: `lanes_found` is of the first entries
+        return False, True  # after a message without a result no other is read: `lanes_found` is of the first entries
 
     def take_consumed(self) -> list[Message]:
         return []
@@ -313,19 +313,19 @@ class KeyLookupBatch:
 
 
 class DeadLetterSend:
-    """A line whose first messages are on their way to the dead letters."""
+    """A lane whose first messages are being sent to the dead letters."""
 
     def __init__(self, lanes: KeyLanes, lane: KeyLane) -> None:
         self.lanes = lanes
         self._lane = lane
 
     def is_held(self) -> bool:
-        """Tell whether it goes on still."""
+        """Return whether the send is still running."""
         return self._lane.holder is self
 
 
 class KeyedService(ConsumeService):
-    """Gives each key's messages to the workers in order. Confined to the I/O thread, but for `post`."""
+    """Dispatches each key's messages to the workers in order. Confined to the I/O thread, except `post`."""
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class KeyedService(ConsumeService):
         key_failed: Callable[[ProcessQueue, Message, BaseException], None] = lambda window, message, error: None,
         worker_failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """`key_failed` hears from workers of messages whose key could not be told; others are as for `OrderlyService`."""
+        """Use the functions as `OrderlyService` does. Workers call `key_failed` if they cannot read a key."""
         super().__init__(loop, workers_for)
         self.stopped = False
         self._order_by: Callable[[Message], Hashable] | None = order_by if callable(order_by) else None
@@ -356,14 +356,14 @@ class KeyedService(ConsumeService):
         self._batches: dict[MessageQueue, set[KeyLaneBatch | DeadLetterSend]] = {}
         self._posted: deque[Callable[[], None]] = deque()  # by workers
         self._wake_due = False
-        self._touched: dict[KeyLanes, None] = {}  # by what was posted
+        self._touched: dict[KeyLanes, None] = {}  # by posted work
         self._tick: asyncio.TimerHandle | None = None
         self._quiet_checks = 0
 
-    # --- what comes
+    # --- new messages
 
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
-        """Add `messages` to the ends of their lines."""
+        """Add `messages` at the ends of their lanes."""
         lanes = self._lanes.get(window.queue)
         if lanes is None or lanes.window is not window:
             lanes = self._add_lanes(window)
@@ -381,7 +381,7 @@ class KeyedService(ConsumeService):
         lanes = self._lanes[window.queue] = KeyLanes(window)
         for lane_batch in list(self._batches.get(window.queue, ())):
             if isinstance(lane_batch, KeyLaneBatch):
-                self._withdraw(lane_batch)  # what no worker has begun holds up nobody
+                self._withdraw(lane_batch)  # unstarted messages must not hold up the new lanes
         if self._has_former_calls(lanes):
             lanes.waits_for_former_calls = True
             self._loop.call_later(HELD_UP_AFTER_S, self._report_if_held_up, lanes)
@@ -395,13 +395,13 @@ class KeyedService(ConsumeService):
         if lanes.waits_for_former_calls and self._lanes.get(lanes.window.queue) is lanes and not self.stopped:
             self._held_up(
                 lanes.window,
-                "a listener call from before the queue began anew still runs; the queue waits until it returns",
+                "a listener call from before the queue restarted still runs; the queue waits until it returns",
             )
 
     def _report_if_stalled(self, lanes: KeyLanes, former: Message | None, finished: int) -> None:
-        """Tell of a key that fails and fails, or hangs, until its queue has room for no more, and nothing else to do.
+        """Report a key that keeps failing, or hangs, until the cache is full and no other key can continue.
 
-        It has not if since the last look the oldest message is the same, and not one was finished.
+        That is so if the oldest message is the same as at the last check, and no message was finished meanwhile.
         """
         window, lanes.check_timer = lanes.window, None
         oldest = window.unfinished()[2]
@@ -416,30 +416,30 @@ class KeyedService(ConsumeService):
             self._held_up(
                 window,
                 f"the key {lane.text} {'fails' if oldest._extra_attempts else 'hangs'} at offset "
-                f"{oldest.queue_offset}, which holds the offset to commit, and there is room for no more (max_span, "
-                "max_cached_messages): other keys wait for it, too, now",
+                f"{oldest.queue_offset}, which holds back the offset to commit. The cache is full (max_span, "
+                "max_cached_messages), so other keys wait, too",
             )
         lanes.check_timer = self._loop.call_later(
             HELD_UP_AFTER_S, self._report_if_stalled, lanes, oldest, window.finished
         )
 
     def resume_calls(self, window: ProcessQueue) -> None:
-        """The queue's lock is there again."""
+        """Continue a queue whose lock is held again."""
         lanes = self._lanes.get(window.queue)
         if lanes is not None and lanes.window is window:
             self._dispatch_next(lanes)
 
     def forget(self, window: ProcessQueue) -> None:
-        """The window's life has ended."""
+        """Remove the lanes of a window that has ended."""
         lanes = self._lanes.get(window.queue)
         if lanes is not None and lanes.window is window:
             del self._lanes[window.queue]
             _cancel_timers(lanes)
 
-    # --- what goes to workers
+    # --- chunks for workers
 
     def _dispatch_next(self, lanes: KeyLanes, most: int = LARGEST_CHUNK) -> None:
-        """Hand over all that may be begun."""
+        """Hand over all messages that may begin."""
         if self.stopped or lanes.waits_for_former_calls or not lanes.window.may_consume():
             return
         if lanes.arrived and not lanes.is_finding_keys and self._order_by is not None:
@@ -450,7 +450,7 @@ class KeyedService(ConsumeService):
             self._put_chunk(lanes, most)
 
     def _put_chunk(self, lanes: KeyLanes, most: int) -> None:
-        """Hand over a chunk of the lines that have waited longest."""
+        """Hand over a chunk of the lanes that have waited longest."""
         window, ready = lanes.window, lanes.ready
         listener = ready[0].waiting[0][0]
         room = min(max(int(CHUNK_TIME_S / window.listener_time_s), 1), most)
@@ -459,7 +459,7 @@ class KeyedService(ConsumeService):
         chunk.lane_batch = lane_batch = KeyLaneBatch(self, lanes, chunk)
         while ready and room > 0 and ready[0].waiting[0][0] is listener:
             lane = ready.popleft()
-            lane.holder = lane_batch  # first: a line without a holder and without messages may be forgotten
+            lane.holder = lane_batch  # first, because a lane without a holder and messages may be removed
             taken = lane.take(room * listener.batch_size)
             lane.out_count = len(taken)
             new = units_of(listener, taken)
@@ -475,7 +475,7 @@ class KeyedService(ConsumeService):
                 self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
 
     def _withdraw_from_stuck(self) -> None:
-        """Take from workers stuck in a chunk what need not wait for their call; go on while there is any such chunk."""
+        """Withdraw the other messages from workers that are stuck in a call. Continue as long as a chunk is busy."""
         self._tick = None
         now, busy = self._loop.time(), False
         for workers in self.workers():
@@ -488,15 +488,13 @@ class KeyedService(ConsumeService):
                 busy = True
                 if chunk.begun_at and now - chunk.begun_at > STUCK_AFTER_S:
                     self._withdraw(lane_batch)
-                    self._dispatch_next(
-                        lane_batch.lanes, most=1
-                    )  # what is measured of the listener does not hold any more
+                    self._dispatch_next(lane_batch.lanes, most=1)  # the measured listener time is no longer valid
         self._quiet_checks = 0 if busy else self._quiet_checks + 1
-        if self._quiet_checks < 3 and not self.stopped:  # a worker may be between taking a chunk and showing it
+        if self._quiet_checks < 3 and not self.stopped:  # a worker may be between taking a chunk and setting its slot
             self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
 
     def _withdraw(self, lane_batch: KeyLaneBatch) -> None:
-        """Take what a worker has not begun, and what it has finished; lines of which it has no more are released."""
+        """Withdraw the messages that a worker has not begun, and the finished ones. Release lanes that it has done."""
         lanes, chunk = lane_batch.lanes, lane_batch.chunk
         rest, done = pop_all(chunk.todo), pop_all(chunk.done)
         lanes.put_back(chunk.listener, rest)
@@ -507,18 +505,18 @@ class KeyedService(ConsumeService):
                 lane.out_count -= 1
         try:
             lanes.window.ack(done)
-        except BaseException as error:  # of the offset store
+        except BaseException as error:  # raised by the offset store
             self._worker_failed(error)
         for lane in lane_batch.held_lanes:
             if lane.holder is lane_batch and lane.out_count == 0:
                 lanes.release(lane)
 
-    # --- what workers say
+    # --- reports of workers
 
     def post(self, work: Callable[[], None]) -> None:
-        """Have something done on the I/O thread. Any thread."""
+        """Run `work` on the I/O thread. Any thread."""
         self._posted.append(work)
-        # One wake-up serves all that come before it. Whoever sees that one is due has appended before it is served.
+        # One wake-up serves all work appended before it. A thread that finds a wake-up due has appended before that.
         if not self._wake_due:
             self._wake_due = True
             try:
@@ -540,7 +538,7 @@ class KeyedService(ConsumeService):
                 lanes.clear_if_idle()
 
     def batch_ended(self, lane_batch: KeyLaneBatch) -> None:
-        """A worker is through with a turn."""
+        """Handle the end of a batch."""
         lanes = lane_batch.lanes
         if lane_batch.chunk.todo:
             lanes.put_back(lane_batch.chunk.listener, pop_all(lane_batch.chunk.todo))
@@ -564,13 +562,13 @@ class KeyedService(ConsumeService):
     def lane_failed(
         self, lane_batch: KeyLaneBatch, lane: KeyLane, left: list[Message], rest: list[Any], suspend_s: float
     ) -> None:
-        """The listener failed for `left`; they come again first, before the `clear_if_idle` of the line that the turn had."""
+        """Put `left`, for which the listener failed, and then `rest` back at the head of the lane."""
         lanes = lane_batch.lanes
         lanes.put_back(lane_batch.chunk.listener, [*units_of(lane_batch.chunk.listener, left), *rest])
         self._fail(lanes, lane, left, suspend_s)
 
     def _fail(self, lanes: KeyLanes, lane: KeyLane, left: list[Message], suspend_s: float) -> None:
-        """Have a line pause whose first messages have failed, or give them up when they have had their attempts."""
+        """Pause a lane whose first messages have failed, or give these up if their attempts are used up."""
         self._failed(lanes.window, len(left))
         exhausted: list[Message] = []
         for message in left:
@@ -603,7 +601,7 @@ class KeyedService(ConsumeService):
         self._dispatch_next(lanes)
 
     async def _give_up_messages(self, giving_up: DeadLetterSend, lane: KeyLane, exhausted: list[Message]) -> None:
-        """Give messages up that have had their attempts; those that could not be sent stay at the head."""
+        """Give up messages whose attempts are used up. Those that no broker accepts stay at the head of the lane."""
         lanes, gone, pause_s = giving_up.lanes, list[Message](), 0.0
         try:
             for message in exhausted:
@@ -623,11 +621,11 @@ class KeyedService(ConsumeService):
     # --- keys
 
     def keys_found(self, lane_batch: KeyLookupBatch) -> None:
-        """A worker has asked for the keys of messages, or of the first of them."""
+        """Put messages into their lanes after a worker has read their keys, or the first of them."""
         lanes, count = lane_batch.lanes, len(lane_batch.lanes_found)
         lanes.is_finding_keys = False
         for (listener, message), lane in zip(lane_batch.entries, lane_batch.lanes_found, strict=False):
-            if isinstance(lane, KeylessLane):  # it has failed
+            if isinstance(lane, KeylessLane):  # its key failed
                 message._key_lane = lane
                 lane.waiting.append((listener, message))
                 self._fail(lanes, lane, [message], SUSPEND_S)
@@ -636,18 +634,18 @@ class KeyedService(ConsumeService):
         lanes.arrived.extendleft(reversed(lane_batch.entries[count:]))
         self._touched[lanes] = None
 
-    # --- what all services do
+    # --- common to all services
 
     def running(self, window: ProcessQueue | None = None) -> int:
-        """Return how many turns are with workers (of the queue of `window`, those of its former periods too).
+        """Return the number of batches that workers have (of the queue of `window`, including earlier periods).
 
-        A queue that began anew may have calls of before: its next owner shall not begin beside them either.
+        A restarted queue may have calls from before. Its next owner must wait for them, too.
         """
         count = 0
         for batches in [self._batches.get(window.queue, set())] if window is not None else self._batches.values():
             for lane_batch in batches:
                 if lane_batch.lanes.window.dropped and isinstance(lane_batch, KeyLaneBatch):
-                    self._withdraw(lane_batch)  # what no worker has begun keeps nobody waiting
+                    self._withdraw(lane_batch)  # unstarted messages must not delay the caller
                 count += lane_batch.is_held()
         return count
 
@@ -676,7 +674,7 @@ def _cancel_timers(lanes: KeyLanes) -> None:
 
 
 def sharding_key(message: Message) -> Hashable:
-    """Return the key that the message was sent with, None without one; a damaged record is a key of its own."""
+    """Return the key that the message was sent with, None without one. A damaged record has a unique key."""
     try:
         return message.property(PropertyName.SHARDING_KEY) or None
     except ProtocolError:

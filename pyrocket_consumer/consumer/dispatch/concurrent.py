@@ -823,7 +823,7 @@ class ConcurrentService(ConsumeService):
 
 
 def pop_all(source: deque[T] | list[T]) -> list[T]:
-    """Empty a deque or list from the right, and return it in order. A worker may take from the left or add meanwhile."""
+    """Empty a deque or list from the right; return it in order. A worker may take from the left or add meanwhile."""
     taken: list[T] = []
     while True:
         try:

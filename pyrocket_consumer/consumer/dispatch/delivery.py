@@ -1,4 +1,4 @@
-"""Which listener gets a message."""
+"""Selects the listener that gets a message."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pyrocket_consumer.protocol.message import Message
 
 
 class MessageDispatcher(Protocol):
-    """What hands messages to workers: all at once, or in the order of each queue."""
+    """Hands messages to workers, concurrently or in order."""
 
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
-        """Hand `messages` to the workers."""
+        """Hand `messages` over."""
 
 
 class Delivery:
-    """Gives messages that are in a window to their listeners. Confined to the I/O thread."""
+    """Passes the messages of a window to the dispatcher of their listeners. Confined to the I/O thread."""
 
     def __init__(self, subscriptions: Subscriptions, service: MessageDispatcher) -> None:
         self._subscriptions = subscriptions
         self._service = service
         self.on_unwanted: Callable[[ProcessQueue, Message], None] = lambda window, message: None
-        """Gets retried messages of topics that are not subscribed to."""
+        """Called for each retried message of a topic without a subscription."""
 
     def deliver(self, window: ProcessQueue, messages: list[Message]) -> None:
-        """Hand `messages` over; nothing when their topic is not subscribed to any more: the queue ends soon."""
+        """Dispatch `messages`. Do nothing if their topic has no subscription, because then the queue ends soon."""
         topic = window.queue.topic
         found = self._subscriptions.get(topic)
         if found is None:
@@ -38,7 +38,7 @@ class Delivery:
         if not topic.startswith(RETRY_PREFIX):
             self._service.dispatch(window, found.listener, messages)
             return
-        for message in messages:  # retried messages of several topics share a queue
+        for message in messages:  # a retry queue has messages of several topics
             if (listener := self._listener(message, found.listener)) is not None:
                 self._service.dispatch(window, listener, [message])
             else:
@@ -47,6 +47,6 @@ class Delivery:
     def _listener(self, message: Message, of_retry_topic: Listener) -> Listener | None:
         try:
             found = self._subscriptions.get(message.topic)
-        except ProtocolError:  # a damaged record; its listener will meet the error
+        except ProtocolError:  # a damaged record; its listener gets the error when it reads the message
             return of_retry_topic
         return found.listener if found is not None else None

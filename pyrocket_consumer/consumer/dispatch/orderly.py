@@ -1,9 +1,9 @@
 """Orderly consumption: one listener call of a queue at a time, in order of offset.
 
-A queue's messages wait in its line. One turn at a time is with a worker; what a turn could not finish goes back to the
-head of the line, and the line pauses. In a clustering group a queue is ours only while the broker's lock is: a turn
-looks at the lock before each call. A queue that begins anew (after a reset, say) has a new line, which waits until the
-call of the former one has returned.
+The messages of a queue wait in its lane. A worker has one batch of the lane at a time. The messages that it could not
+finish go back to the head of the lane, and the lane pauses. In a clustering group a member consumes a queue only while
+it holds the broker's lock. So a batch checks the lock before each call. A queue that begins again, for example
+after a reset, has a new lane. That one waits until the call of the former lane has returned.
 """
 
 from __future__ import annotations
@@ -29,43 +29,45 @@ from pyrocket_consumer.offsets.database.claim import RolledBack
 from pyrocket_consumer.protocol.message import Message
 
 GiveUp = Callable[[ProcessQueue, Message], Awaitable[float]]
-"""Sends a message to the dead letters; returns 0 once it is there, else after how many seconds to try again."""
+"""Sends a message to the dead letters. Returns 0 once it is there, otherwise the seconds until the next attempt."""
 
 Consumed = list[tuple[Listener, list[Message]]]
-"""Messages in order, with the listener that each is for: those of a retry topic's queue are of several topics."""
+"""Messages in order, with their listeners. A retry queue has messages of several topics and listeners."""
 
 HELD_UP_AFTER_S = 5.0
-"""A line that has waited so long, for a call of before or for a COMMIT, is told."""
+"""A lane that has waited this long, for an earlier call or for a COMMIT, is reported."""
 
 
 class QueueLane:
-    """The messages of one window that wait for their turn. Confined to the I/O thread, but for `uncommitted`."""
+    """The waiting messages of one window. Confined to the I/O thread, except `uncommitted`."""
 
     __slots__ = ("window", "waiting", "pause", "uncommitted", "check_timer")
 
     def __init__(self, window: ProcessQueue) -> None:
         self.window = window
-        self.waiting: deque[tuple[Listener, deque[Message]]] = deque()  # those next to each other that are alike
+        self.waiting: deque[tuple[Listener, deque[Message]]] = (
+            deque()
+        )  # adjacent messages of one listener are one entry
         self.pause: asyncio.TimerHandle | None = None
-        self.uncommitted: Consumed = []  # consumed, not yet committed by the listener; of the worker in turn
-        self.check_timer: asyncio.TimerHandle | None = None  # when what is uncommitted may be all there is room for
+        self.uncommitted: Consumed = []  # consumed, but not committed by the listener; used by the current worker
+        self.check_timer: asyncio.TimerHandle | None = None  # reports uncommitted messages that fill the window
 
     def append(self, listener: Listener, messages: list[Message]) -> None:
-        """Add messages to the end."""
+        """Add messages at the end."""
         if self.waiting and self.waiting[-1][0] is listener:
             self.waiting[-1][1].extend(messages)
         elif messages:
             self.waiting.append((listener, deque(messages)))
 
     def put_back(self, listener: Listener, messages: list[Message]) -> None:
-        """Add messages before the first."""
+        """Add messages at the head."""
         if self.waiting and self.waiting[0][0] is listener:
             self.waiting[0][1].extendleft(reversed(messages))
         elif messages:
             self.waiting.appendleft((listener, deque(messages)))
 
     def take(self, most: int) -> tuple[Listener, deque[Any]]:
-        """Remove the messages of the first calls, of one listener, as units; there must be any."""
+        """Remove the first messages of one listener, for `most` calls, and return them as units. There must be some."""
         listener, messages = self.waiting[0]
         taken = [messages.popleft() for _ in range(min(most * listener.batch_size, len(messages)))]
         if not messages:
@@ -73,7 +75,7 @@ class QueueLane:
         return listener, deque(units_of(listener, taken))
 
     def remove(self, gone: list[Message]) -> None:
-        """Remove messages wherever they are."""
+        """Remove messages at any position."""
         ids = {id(message) for message in gone}
         before, self.waiting = self.waiting, deque()
         for listener, messages in before:
@@ -81,7 +83,7 @@ class QueueLane:
 
 
 class QueueLaneBatch:
-    """The next units of a line, while a worker has them."""
+    """The next units of a lane, while a worker has them."""
 
     is_measured = True
 
@@ -89,14 +91,14 @@ class QueueLaneBatch:
         self._workers = workers
         self.lane = lane
         self.chunk = chunk
-        self.left: Consumed = []  # what comes again first, when the turn ended early
-        self.failed = False  # their listener failed; else it rolled them back
+        self.left: Consumed = []  # to be consumed again first, if the batch ended early
+        self.failed = False  # whether their listener failed; if not, it rolled them back
         self.suspend_s = 0.0
         self._service = service
         self._final: list[Message] = []
 
     def may_continue(self) -> bool:
-        """Tell whether the next call may begin; other queues that wait for a worker come first, now and then."""
+        """Return whether the next call may begin. From time to time, other queues that wait for a worker go first."""
         if self.chunk.parts and self._workers.waiting():
             return False
         return self.lane.window.may_consume() and not self._service.stopped
@@ -121,7 +123,7 @@ class QueueLaneBatch:
             _, self.suspend_s, known = find_failed_tail(result.result, messages)
         else:
             left, self.suspend_s, known = find_failed_tail(result, messages)
-        if (claim := self.lane.window.claim) is not None:  # what was raised after the commit has undone nothing
+        if (claim := self.lane.window.claim) is not None:  # an exception after the commit undoes nothing
             left = [message for message in left if message.queue_offset >= claim.stored]
         done.extend(messages[: len(messages) - len(left)])
         if left:
@@ -129,7 +131,7 @@ class QueueLaneBatch:
         return not left, known
 
     def take_consumed(self) -> list[Message]:
-        """Return what the turn has finished; without auto-commit, only what the listener committed."""
+        """Return the messages that the batch has finished; without auto-commit, those that the listener committed."""
         if self._service.auto_commit:
             return self._final + self.chunk.done
         if self.chunk.done:
@@ -141,7 +143,7 @@ class QueueLaneBatch:
 
 
 class OrderlyService(ConsumeService):
-    """Gives each queue's messages to the workers in order. Confined to the I/O thread."""
+    """Dispatches each queue's messages to the workers in order. Confined to the I/O thread."""
 
     def __init__(
         self,
@@ -155,7 +157,7 @@ class OrderlyService(ConsumeService):
         failed: Callable[[ProcessQueue, int], None] = lambda window, count: None,
         held_up: Callable[[ProcessQueue, str], None] = lambda window, why: None,
     ) -> None:
-        """`begin` begins a task and keeps it; `held_up` hears of queues that wait for a listener, and why."""
+        """Use `begin` to start a task, and `held_up` to report a queue that waits for a listener."""
         super().__init__(loop, workers_for)
         self.auto_commit = auto_commit
         self.stopped = False
@@ -165,10 +167,12 @@ class OrderlyService(ConsumeService):
         self._failed = failed
         self._held_up = held_up
         self._lanes: dict[MessageQueue, QueueLane] = {}
-        self._busy_lanes: dict[MessageQueue, QueueLane] = {}  # whose messages are with a worker, or are being given up
+        self._busy_lanes: dict[
+            MessageQueue, QueueLane
+        ] = {}  # a worker has messages of these, or they are being given up
 
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
-        """Add `messages` to the end of their line."""
+        """Add `messages` at the end of their lane."""
         lane = self._lanes.get(window.queue)
         if lane is None or lane.window is not window:
             lane = self._lanes[window.queue] = QueueLane(window)
@@ -182,7 +186,7 @@ class OrderlyService(ConsumeService):
         if self._busy_lanes.get(queue) is former and self._lanes.get(queue) is lane and not self.stopped:
             self._held_up(
                 lane.window,
-                "a listener call from before the queue began anew still runs; the queue waits until it returns",
+                "a listener call from before the queue restarted still runs; the queue waits until it returns",
             )
 
     def _report_if_uncommitted(self, lane: QueueLane) -> None:
@@ -192,12 +196,12 @@ class OrderlyService(ConsumeService):
             count = sum(len(messages) for _, messages in lane.uncommitted)
             self._held_up(
                 lane.window,
-                f"the {count} messages the listener was given wait for its COMMIT, and there is room for no more; have "
-                "it commit sooner, or raise max_cached_messages (or max_cached_bytes)",
+                f"{count} messages wait for the listener's COMMIT, and the cache is full, so the queue is stalled; "
+                "commit more often, or raise max_cached_messages (or max_cached_bytes)",
             )
 
     def resume_calls(self, window: ProcessQueue) -> None:
-        """The queue's lock is there again."""
+        """Continue a queue whose lock is held again."""
         if (lane := self._lane(window)) is not None:
             self._dispatch_next(lane)
 
@@ -206,7 +210,7 @@ class OrderlyService(ConsumeService):
         return lane if lane is not None and lane.window is window else None
 
     def forget(self, window: ProcessQueue) -> None:
-        """The window's life has ended."""
+        """Remove the lane of a window that has ended."""
         if (lane := self._lane(window)) is not None:
             del self._lanes[window.queue]
             for timer in (lane.pause, lane.check_timer):
@@ -236,7 +240,7 @@ class OrderlyService(ConsumeService):
         workers.put(chunk)
 
     def batch_ended(self, lane_batch: QueueLaneBatch) -> None:
-        """A worker is through with a turn. Called by workers."""
+        """Handle the end of a batch. Workers call this."""
         try:
             self._loop.call_soon_threadsafe(self._handle_end, lane_batch)
         except RuntimeError:
@@ -264,7 +268,7 @@ class OrderlyService(ConsumeService):
             self._release(lane, lane_batch.suspend_s)
 
     def _release(self, lane: QueueLane, pause_s: float) -> None:
-        """End the turn of a line; the next one is its own after a pause, or that of the line that has followed it."""
+        """Release a lane. Continue it after a pause, or continue the lane that has replaced it."""
         self._busy_lanes.pop(lane.window.queue, None)
         present = self._lanes.get(lane.window.queue)
         if present is not lane:
@@ -280,7 +284,7 @@ class OrderlyService(ConsumeService):
         self._dispatch_next(lane)
 
     async def _give_up_messages(self, lane: QueueLane, exhausted: list[Message]) -> None:
-        """Give messages up that have had their attempts; those that could not be sent stay at the head."""
+        """Give up messages whose attempts are used up. Those that no broker accepts stay at the head of the lane."""
         gone: list[Message] = []
         pause_s = 0.0
         try:
@@ -293,10 +297,10 @@ class OrderlyService(ConsumeService):
             lane.window.ack(gone)
             self._release(lane, pause_s)
 
-    # --- what both services do
+    # --- common to all services
 
     def running(self, window: ProcessQueue | None = None) -> int:
-        """Return how many turns are with workers (of `window`)."""
+        """Return the number of batches that workers have (of `window`)."""
         return sum(window is None or lane.window is window for lane in self._busy_lanes.values())
 
     def stop(self) -> None:

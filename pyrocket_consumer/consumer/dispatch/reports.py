@@ -1,4 +1,4 @@
-"""What listener calls come to, besides acknowledgements: told by workers, followed on the I/O thread."""
+"""Results of listener calls other than acknowledgements: workers report them, and the I/O thread handles them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyrocket_consumer.text import safe_repr
 
 
 class ListenerReports:
-    """The `ListenerReporter` of every worker of a member. Any thread."""
+    """The `ListenerReporter` of all workers of a member. Any thread."""
 
     def __init__(self, context: MemberContext, retries: Retries, counts: Counts) -> None:
         self._context = context
@@ -43,34 +43,34 @@ class ListenerReports:
         )
 
     def result_unknown(self, window: ProcessQueue, message: Message, result: object) -> None:
-        if hasattr(type(result), "__await__"):  # its type is asked, for it may raise itself
-            remedy = "it is not awaited: subscribe with an `async def` function itself"
+        if hasattr(type(result), "__await__"):  # of the type, because the value itself may raise
+            remedy = "it is not awaited; subscribe with the `async def` function itself"
         elif result is ConsumeResult.COMMIT or result is ConsumeResult.ROLLBACK:
-            remedy = "COMMIT and ROLLBACK are for orderly=True, auto_commit=False; have it return SUCCESS or nothing"
+            remedy = "COMMIT and ROLLBACK are for orderly=True, auto_commit=False; return SUCCESS or None instead"
         else:
-            remedy = "have it return nothing (None) when a message is consumed, else ConsumeResult or Retry"
+            remedy = "return None when a message is consumed, otherwise a ConsumeResult or Retry"
         self._context.emit(
             EventKind.LISTENER_RESULT_UNKNOWN,
-            f"the listener returned {safe_repr(result)}, so its messages come again (told once): {remedy}",
+            f"the listener returned {safe_repr(result)}, so its messages are redelivered (reported once): {remedy}",
             window.queue,
             {"offset": message.queue_offset},
             level=logging.WARNING,
         )
 
     def held_up(self, window: ProcessQueue, why: str) -> None:
-        """An orderly queue waits for its listener; the facts are of the oldest message that does."""
+        """Report that an ordered queue waits for its listener. The facts are of the oldest unfinished message."""
         oldest, facts = window.unfinished()[2], dict[str, object]()
         if oldest is not None:
             facts = {"offset": oldest.queue_offset, "message_id": describe_id(oldest), **key_facts(oldest)}
         self._context.emit(EventKind.MESSAGE_STUCK, why, window.queue, facts, level=logging.WARNING)
 
     def key_failed(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
-        """The key of a message cannot be told. Called by workers: what the error says of itself is a user's code."""
+        """Report that `order_by` failed for a message. Workers call this, as the error's repr is code of a user."""
         facts = {"offset": message.queue_offset, "message_id": describe_id(message), "error": safe_repr(error)}
         self._context.emit(
             EventKind.LISTENER_FAILED,
-            "order_by raised, or returned what cannot be a key; the message has failed, and is tried again by itself "
-            "(told once): later ones of its key may come before it",
+            "order_by raised, or returned a value that cannot be a key. The message has failed and is retried alone "
+            "(reported once); later messages of its key may overtake it",
             window.queue,
             facts,
             level=logging.WARNING,

@@ -1,4 +1,4 @@
-"""Failed messages: back to the broker, which sends them again later, or gives them up to %DLQ%."""
+"""Failed messages go back to the broker, which redelivers them later, or moves them to %DLQ%."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pyrocket_consumer.text import logger
 log = logger("consumer")
 
 MAX_TRIES = 3
-"""How often a broker that is busy is asked before another one is."""
+"""How many attempts a busy broker gets before another one is tried."""
 
 FIRST_SEND_BACK_PAUSE_S = 0.1
 LOCAL_RETRY_S = 5.0
@@ -41,65 +41,66 @@ GIVE_UP_RETRY_S = 1.0
 _COMPRESSION = SysFlag.COMPRESSED | SysFlag.COMPRESSION_MASK
 
 SEND_BACK_LIMIT = 32
-"""Most send-backs under way at one broker: it answers more than it can store in 200 ms with "busy"."""
+"""The largest number of concurrent send-backs at one broker. More of them than it can store in 200 ms make it busy."""
 
 UNANSWERED = (RequestTimeout, ConnectionLost)
-"""The broker may have executed what fails like this: each repetition may be one copy more."""
+"""After these errors the broker may have executed the request, so each repetition may add a copy."""
 
 
 @dataclass(slots=True, eq=False)
 class SendBack:
-    """One failed message on its way back."""
+    """One failed message that is being sent back."""
 
     window: ProcessQueue
     message: Message
     delay_level: int
     running: bool
-    """Its listener call has not returned yet: to call the listener once more would be to have it run twice."""
+    """Whether its listener call has not returned yet. The listener must not be called again meanwhile."""
     task: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class UnansweredSendBack:
-    """A message some of whose send-backs nobody answered. If they were executed, copies of it will come."""
+    """A message with unanswered send-back requests. If the broker executed them, copies will arrive."""
 
     window: ProcessQueue
     message: Message
     last_sent: Message
-    """The copy whose send-back was the last without an answer; `message` is the one that stands for all."""
+    """The copy of the latest unanswered request. `message` is the copy that represents all others."""
     pause_s: float
     due_at: float
-    """Not before is it sent back again, unless an answer comes."""
+    """The loop's time of the next attempt, unless a response arrives before."""
     answered: asyncio.Event
 
 
 class Retries:
-    """Sends failed messages back; until that is done they stay unfinished, so no crash can lose them.
+    """Sends failed messages back. They stay unfinished until a broker has them, so a crash loses none.
 
-    A message that no broker takes is given to its listener here again. One whose send-back was not answered is, too,
-    and may be at the broker: its send-backs have pauses that grow, and its copies count as the same message.
+    If no broker accepts a message, this member gives it to its listener again. It does the same after an unanswered
+    send-back, although the broker may have the message. So the pauses between send-backs grow, and all copies count as
+    the same message.
     """
 
     def __init__(self, context: MemberContext, delivery: Delivery, counts: Counts) -> None:
         self._context = context
         self._delivery = delivery
         self._counts = counts
-        self._slots: dict[str, asyncio.Semaphore] = {}  # by broker: one that does not answer delays no other
+        self._slots: dict[str, asyncio.Semaphore] = {}  # by broker, so that a slow one delays no other
         self._send_backs: dict[int, SendBack] = {}  # by id of the message
-        self._unanswered: dict[object, UnansweredSendBack] = {}  # by what copies of a message have in common
-        self._reported_topics: set[str] = set()  # topics that nobody here reads, once told
+        self._unanswered: dict[object, UnansweredSendBack] = {}  # by `identity`, which all copies of a message share
+        self._reported_topics: set[str] = set()  # unsubscribed topics that an event has reported
         self._waiting = 0
 
     @property
     def in_flight(self) -> int:
-        """How many messages are being sent back; those that wait to be tried again do not count."""
+        """The number of messages that are being sent back, without those that wait for a retry."""
         return len(self._send_backs) - self._waiting
 
     def add(self, window: ProcessQueue, failed: Iterable[FailedMessage], *, running: bool = False) -> None:
-        """Have messages of `window` consumed again, later; not those that are on their way already.
+        """Send messages of `window` back, so that they are consumed again later. Ignore those already being sent back.
 
-        One that is too large would fail again each time: it is given up at once.
-        `running`: their listener takes too long, and may still return or fail.
+        A message that is too large would fail each time, so it goes to the dead letters at once. `running` is true if
+        the listener takes too long, and may still return or fail.
         """
         for message, delay_level in failed:
             if message._done or window.dropped:
@@ -112,23 +113,23 @@ class Retries:
             send_back.task = self._context.tasks.begin(self._handle(send_back), "sending a failed message back")
 
     def add_unwanted(self, window: ProcessQueue, message: Message) -> None:
-        """Send a retried message back that is of a topic nobody here reads (any more).
+        """Send back a retried message of a topic that this member does not subscribe to (or no longer).
 
-        Somebody else may read it, or will; after its attempts it is among the dead letters.
+        Another member may consume it. After its attempts it is in the dead-letter queue.
         """
         topic = message.topic
         if topic not in self._reported_topics:
             self._reported_topics.add(topic)
             text = (
-                f"retried messages of {topic} come here, which this member has not subscribed to: they are sent back "
-                "until they have had their attempts, and are dead letters then; subscribe to it to have them consumed"
+                f"this member gets retried messages of {topic}, but has not subscribed to it. It sends them back until "
+                "their attempts are used up, and then they are dead letters; subscribe to the topic to consume them"
             )
             facts = {"topic": topic, "offset": message.queue_offset}
             self._context.emit(EventKind.MESSAGE_UNWANTED, text, window.queue, facts, level=logging.WARNING)
         self.add(window, [(message, 0)])
 
     def cancel(self) -> None:
-        """Give up what is not done; those messages stay unfinished."""
+        """Cancel all running send-backs. Their messages stay unfinished."""
         for send_back in self._send_backs.values():
             if send_back.task is not None:
                 send_back.task.cancel()
@@ -142,13 +143,13 @@ class Retries:
             else:
                 await self._return_to_broker(send_back)
         finally:
-            self._send_backs.pop(id(message), None)  # before the listener gets it, who may fail at once
+            self._send_backs.pop(id(message), None)  # before the listener gets it, because it may fail at once
         if not message._done and not window.dropped:
             message._extra_attempts += 1
             self._delivery.deliver(window, [message])
 
     async def _return_to_broker(self, send_back: SendBack) -> None:
-        """Send a message back, or wait until it is its listener's turn again."""
+        """Send a message back, or wait until its listener may get it again."""
         window, message = send_back.window, send_back.message
         if (unanswered := self._find_unanswered(window, message)) is not None and not message._done:
             await self._wait_to_retry(unanswered.due_at - self._context.loop.time(), unanswered)
@@ -158,7 +159,7 @@ class Retries:
                     given_up = await self._send_back(window, message, send_back.delay_level)
                 self._settle(window, message, given_up)
             except RocketError as error:
-                text = f"message {describe_id(message)} stays here: {error}"
+                text = f"message {describe_id(message)} stays at this member and is retried: {error}"
                 self._context.emit_throttled(EventKind.SEND_BACK_FAILED, text, window.queue)
                 pause_s = self._next_pause_s(window, message, error, LOCAL_RETRY_S)
                 await self._wait_to_retry(pause_s, self._unanswered.get(identity(message)))
@@ -166,7 +167,7 @@ class Retries:
                     return
 
     async def _wait_to_retry(self, seconds: float, unanswered: UnansweredSendBack | None) -> None:
-        """Wait for a time, or until the doubt is settled. Nobody need wait for who rests."""
+        """Wait for a time, or until a response to an unanswered request arrives. A close does not wait for this."""
         self._waiting += 1
         try:
             async with asyncio.timeout(seconds):
@@ -177,41 +178,42 @@ class Retries:
             self._waiting -= 1
 
     async def give_up(self, window: ProcessQueue, message: Message) -> float:
-        """Send a message of an orderly queue to the dead letters.
+        """Send a message of an ordered queue to the dead letters.
 
-        Returns 0 once it is there, else after how many seconds to try again.
+        Return 0 once it is there, otherwise the number of seconds until the next attempt.
         """
         if self._context.config.broadcasting:
             self._report_given_up(window, message, "it counts as consumed")
             return 0.0
-        if message._done:  # an answer came late
+        if message._done:  # a late response has finished it
             return 0.0
         try:
             self._settle(window, message, await self._send_back(window, message, -1))
         except RocketError as error:
-            text = f"message {describe_id(message)} stays: {error}"
+            text = f"message {describe_id(message)} is not given up yet and is retried: {error}"
             self._context.emit_throttled(EventKind.SEND_BACK_FAILED, text, window.queue)
             return self._next_pause_s(window, message, error, GIVE_UP_RETRY_S)
         return 0.0
 
-    # --- what becomes of a message
+    # --- the end of a message
 
     def _settle(self, window: ProcessQueue, message: Message, given_up: bool) -> None:
-        """A broker has the message: it is finished here."""
+        """Finish a message that a broker has accepted."""
         unanswered = self._unanswered.get(identity(message))
-        # A late answer to a copy from before says nothing of the one whose own send-back is now waited for.
+        # A late response to an earlier copy does not answer the request of the present copy.
         if unanswered is not None and (unanswered.last_sent is message or unanswered.message is message):
             del self._unanswered[identity(message)]
             unanswered.answered.set()
         if message._done:
-            return  # another answer came before, or a copy of it
+            return  # another response has finished it, or one of its copies
         window.ack([message])
         if given_up:
             self._report_given_up(window, message, f"it is in {dlq_topic(self._context.name)}")
             return
         self._counts.sent_back(window.queue.topic, 1)
         facts = {"offset": message.queue_offset, "attempt": message.reconsume_times + 1}
-        self._context.emit(EventKind.MESSAGE_SENT_BACK, "will come again", window.queue, facts, level=logging.DEBUG)
+        text = "will be redelivered"
+        self._context.emit(EventKind.MESSAGE_SENT_BACK, text, window.queue, facts, level=logging.DEBUG)
 
     def _skip(self, window: ProcessQueue, message: Message) -> None:
         window.ack([message])
@@ -230,13 +232,13 @@ class Retries:
         facts.update(key_facts(message))
         self._context.emit(EventKind.MESSAGE_GIVEN_UP, text, window.queue, facts, level=logging.WARNING)
 
-    # --- send-backs that were not answered
+    # --- unanswered send-backs
 
     def _find_unanswered(self, window: ProcessQueue, message: Message) -> UnansweredSendBack | None:
-        """Return the doubt about send-backs of a message, or of another copy of it.
+        """Return the unanswered send-backs of a message or of another copy of it, None without any.
 
-        Of several copies that are unfinished here, one that has been sent back most often stands for all: that it is
-        here shows that the broker has executed the send-backs of the others.
+        Of several unfinished copies, the one that was sent back most often represents all. Its arrival proves that the
+        broker has executed the send-backs of the others.
         """
         unanswered = self._unanswered.get(identity(message))
         if unanswered is None or unanswered.message is message:
@@ -250,7 +252,7 @@ class Retries:
         return unanswered
 
     def _next_pause_s(self, window: ProcessQueue, message: Message, error: RocketError, pause_s: float) -> float:
-        """Return after how long a message is tried again that could not be sent back."""
+        """Return the pause in seconds before the next attempt to send a message back."""
         if not isinstance(error, UNANSWERED):
             return pause_s
         now = self._context.loop.time()
@@ -270,13 +272,12 @@ class Retries:
     # --- requests
 
     async def _send_back(self, window: ProcessQueue, message: Message, delay_level: int) -> bool:
-        """Have a broker take a message; returns whether that gives it up.
+        """Send a message to a broker. Return whether the broker moves it to the dead letters.
 
-        What may have been executed is not repeated here, neither as it is nor in another form. An answer that says
-        yes counts even when it comes late.
+        Do not repeat a request that a broker may have executed, in any form. A late response still counts.
 
         Raises:
-            RocketError: no broker took it; one of UNANSWERED: or perhaps one did.
+            RocketError: no broker accepted it. After one of UNANSWERED, a broker may have done so.
         """
         context, pause_s = self._context, FIRST_SEND_BACK_PAUSE_S
         most = context.config.most_attempts
@@ -305,7 +306,7 @@ class Retries:
         return delay_level < 0 or (most is not None and message.reconsume_times >= most)
 
     async def _send_as_new(self, message: Message, delay_level: int) -> None:
-        """Send the message to the retry topic ourselves, through any broker. Source: sendMessageBackAsNormalMessage."""
+        """Send the message to the retry topic as a new one, to any broker. Source: sendMessageBackAsNormalMessage."""
         context = self._context
         topic = retry_topic(context.name)
         times = message.reconsume_times + 1
@@ -317,7 +318,7 @@ class Retries:
         limit = 0 if delay_level < 0 else context.config.most_attempts
         route = await context.cluster.route(topic)
         error: RocketError | None = None
-        is_packed = has_compressed_body(message)  # it stays as it is: to unpack it is the listener's matter
+        is_packed = has_compressed_body(message)  # it stays compressed, because only the listener unpacks bodies
         for queue in context.rng.sample(list(route.publish_queues()), k=min(3, len(route.publish_queues()))):
             header = SendMessageHeader(
                 producer_group=context.name,  # ACL 2.0 of 5.3.3 checks the group in this field
@@ -346,16 +347,16 @@ class Retries:
 
 
 def stored_times(message: Message) -> int:
-    """Return how often a message had failed when its broker stored it: attempts made here since are not in it."""
+    """Return how often a message had failed when its broker stored it, without later attempts of this member."""
     return message.reconsume_times - message._extra_attempts
 
 
 def identity(message: Message) -> object:
-    """Return what a message and all copies that send-backs make of it have in common, and no other message."""
+    """Return a value that a message and its copies from send-backs share, and no other message has."""
     try:
         if message.body_crc:
             origin = message.property(PropertyName.ORIGIN_MESSAGE_ID) or message.offset_message_id
             return message.topic, origin, message.born_at_ms, message.body_crc
     except ProtocolError:  # a damaged record
         pass
-    return message.queue, message.queue_offset  # items of an inner batch have the same place in the commit log
+    return message.queue, message.queue_offset  # items of an inner batch share their commit log offset

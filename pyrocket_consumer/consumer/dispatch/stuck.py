@@ -16,16 +16,16 @@ from pyrocket_consumer.protocol.message import Message
 
 
 class CallMonitor(Protocol):
-    """What runs listener calls."""
+    """A service that runs listener calls."""
 
     def stuck(self, timeout_s: float, now: float) -> Sequence[tuple[ProcessQueue, Sequence[Message]]]:
-        """Return the messages whose listener call was already running, at an earlier look, `timeout_s` ago."""
+        """Return the messages whose listener call was running at a check at least `timeout_s` ago."""
 
 
 class StuckCalls:
-    """Tells of listener calls that have taken longer than `consume_timeout_s`, and sends their messages back.
+    """Reports listener calls that have taken longer than `consume_timeout_s`, and sends their messages back.
 
-    Those of orderly and of broadcasting groups are told only.
+    For orderly and broadcasting groups it only reports them.
     """
 
     def __init__(self, context: MemberContext, calls: CallMonitor, retries: Retries) -> None:
@@ -34,7 +34,7 @@ class StuckCalls:
         self._retries = retries
 
     async def watch(self) -> None:
-        """Look until cancelled."""
+        """Check the running calls until cancelled."""
         context = self._context
         timeout_s = context.config.consume_timeout_s
         pause_s = min(max(timeout_s / 10, 0.01), 1.0)
@@ -55,6 +55,8 @@ class StuckCalls:
                     {"offset": waiting[0].queue_offset, "message_id": describe_id(waiting[0]), **key_facts(waiting[0])},
                     level=logging.WARNING,
                 )
-                if not context.config.broadcasting and not context.config.orderly:  # the order is more than the message
+                if (
+                    not context.config.broadcasting and not context.config.orderly
+                ):  # order matters more than the message
                     self._retries.add(window, [(message, 3) for message in waiting], running=True)
             reported = ids

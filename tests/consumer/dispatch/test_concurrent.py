@@ -67,10 +67,10 @@ class Working:
         units: list[Any] = messages
         if batch_size > 1:
             units = [messages[start : start + batch_size] for start in range(0, count, batch_size)]
-        self.hand_over(Chunk(window, Listener.of(function, batch_size), deque(units)))
+        self.put_chunk(Chunk(window, Listener.of(function, batch_size), deque(units)))
         return window
 
-    def hand_over(self, chunk: Chunk) -> None:
+    def put_chunk(self, chunk: Chunk) -> None:
         async def put() -> None:
             self.workers.put(chunk)
 
@@ -316,7 +316,7 @@ class Emptied(deque):
 def test_a_worker_survives_that_its_units_were_taken_back(either):
     window, messages = window_of(1)
     for _ in range(4):
-        either.hand_over(Chunk(window, Listener.of(either.as_kind(lambda message: None)), Emptied(messages)))
+        either.put_chunk(Chunk(window, Listener.of(either.as_kind(lambda message: None)), Emptied(messages)))
     either.works()
 
 
@@ -346,7 +346,7 @@ def test_a_turn_that_no_worker_has_begun_ends_with_the_work(either):
     chunks = [Chunk(window, Listener.of(function), deque([message])) for message in messages]
     for chunk in chunks:
         chunk.lane_batch = LaneBatch()
-        either.hand_over(chunk)
+        either.put_chunk(chunk)
     for _ in range(2):
         assert begun.acquire(timeout=WAIT_S)
     either.workers.stop()
@@ -368,7 +368,7 @@ class Desk:
         self.put = self.chunks.append
         self.stop = self.abandon = lambda: None
 
-    def hand_over(self, chunk):
+    def settle(self, chunk):
         chunk.window.ack(chunk.done[:])
         self.failed += chunk.failed
         chunk.done.clear()
