@@ -11,10 +11,10 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-LINK_INTO_THE_SOURCES = re.compile(r"\[([^]]+)\]\((?!https?://)([^)]+)\)")
+RELATIVE_LINK = re.compile(r"\[([^]]+)\]\((?!https?://)([^)]+)\)")
 
 
-def as_a_name(link: re.Match[str]) -> str:
+def name_link(link: re.Match[str]) -> str:
     text, path = link.groups()
     return text if text == path else f"{text} ({path})"
 
@@ -34,7 +34,7 @@ accelerator = Extension(
     optional=True,  # without a compiler the Python code is used
 )
 setup(
-    long_description=LINK_INTO_THE_SOURCES.sub(as_a_name, readme),
+    long_description=RELATIVE_LINK.sub(name_link, readme),
     ext_modules=[] if os.environ.get("PYROCKET_PURE", "0") not in ("", "0") else [accelerator],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if is_stable else {},
 )

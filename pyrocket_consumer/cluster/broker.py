@@ -12,7 +12,7 @@ from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullS
 from pyrocket_consumer.protocol.bodies import (
     LockRequest,
     decode_consumer_list,
-    decode_lock_answer,
+    decode_lock_response,
     encode_lock_request,
 )
 from pyrocket_consumer.protocol.codes import PullFlag, RequestCode, ResponseCode, version_ordinal
@@ -370,7 +370,7 @@ class Broker:
             return set()
         body = encode_lock_request(LockRequest(group, self._cluster.client_id, frozenset(queues)))
         response = await self._call(LockBatchHeader(), next(iter(queues)).topic, body)
-        return set(queues).intersection(await read_body(decode_lock_answer, response.body))
+        return set(queues).intersection(await read_body(decode_lock_response, response.body))
 
     async def unlock(self, group: str, queues: Collection[MessageQueue]) -> None:
         """Release this client's locks of `queues`. Return when the broker has acknowledged it."""

@@ -18,7 +18,7 @@ from pyrocket_consumer.protocol.bodies import (
     decode_lock_request,
     encode_assignments,
     encode_consumer_list,
-    encode_lock_answer,
+    encode_lock_response,
 )
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.protocol.command import (
@@ -150,7 +150,7 @@ class Membership:
     def lock(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         lock_request = decode_lock_request(command.body)
         held = self._state.locks.lock(lock_request.group, lock_request.client_id, lock_request.queues)
-        return command.make_response(body=encode_lock_answer(held))
+        return command.make_response(body=encode_lock_response(held))
 
     def unlock(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         unlock_request = decode_lock_request(command.body)

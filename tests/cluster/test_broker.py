@@ -20,7 +20,7 @@ from pyrocket_consumer.errors import (
     RouteNotFound,
 )
 from pyrocket_consumer.model import MessageQueue, PullStatus, Subscription
-from pyrocket_consumer.protocol.bodies import encode_lock_answer
+from pyrocket_consumer.protocol.bodies import encode_lock_response
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.command import PullMessageHeader, SendMessageHeader
 from pyrocket_consumer.protocol.message import BatchItem, encode_batch
@@ -59,7 +59,7 @@ def offsets(messages):
 # --- pull
 
 
-def test_a_pull_returns_messages_and_where_the_queue_goes_on(embedded, do):
+def test_a_pull_returns_messages_and_the_next_offset(embedded, do):
     found, messages = pull(do, 0)
     assert (found.status, found.next_offset, messages) == (PullStatus.NO_NEW_MESSAGE, 0, [])
     embedded.send("orders", b"hello", count=3, queue_id=0)
@@ -135,7 +135,7 @@ def test_a_message_of_15_mb_goes_there_and_back(cluster_of, connect):
         (9999, "something new", BrokerError, False),
     ],
 )
-def test_a_refused_pull_says_why(broker, do, code, remark, kind, retryable):
+def test_a_refused_pull_raises_the_reason(broker, do, code, remark, kind, retryable):
     broker.on(PULL, answer(code, remark))
     with pytest.raises(BrokerError) as raised:
         pull(do, 0)
@@ -204,7 +204,7 @@ def test_a_broker_without_a_known_route_is_found_by_topic(embedded, connect):
 
 
 @pytest.mark.parametrize(("version", "empty"), [("4.9.7", 0), ("5.5.0", None)])
-def test_no_offset_is_none_unless_the_broker_says_zero(cluster_of, connect, version, empty):
+def test_no_offset_reads_as_none_unless_the_broker_returns_zero(cluster_of, connect, version, empty):
     do = doing(connect(cluster_of(version=version)))
     assert do("query_offset", "app", QUEUE) == empty
     pull(do, 0)  # the group is known from now on
@@ -238,7 +238,7 @@ def test_a_commit_is_answered_and_a_refusal_is_an_error(broker, do):
 
 
 @pytest.mark.live
-def test_a_commit_that_a_waiting_reset_overrules_says_so(broker, do):
+def test_a_commit_that_a_waiting_reset_overrules_returns_false(broker, do):
     broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, answer(0, "Offset has been previously reset"))
     assert do("commit_offset", "app", QUEUE, 7) is False
 
@@ -298,7 +298,7 @@ def test_the_first_message_at_or_after_a_time_is_found(cluster_of, connect, vers
 # --- send, send back, view
 
 
-def test_a_send_tells_where_the_message_is_and_how_safely(embedded, broker, do):
+def test_a_send_returns_the_location_and_the_flush_status(embedded, broker, do):
     header = SendMessageHeader("maker", "orders", queue_id=2, broker_name="broker-a")
     for number, code in enumerate((0, 10, 11, 12)):
         if code:
@@ -320,7 +320,7 @@ def test_a_batch_is_sent_under_its_own_code(embedded, do):
     assert [message.body for message in embedded.messages("orders")] == [b"one", b"two"]
 
 
-def test_a_message_sent_back_comes_again(cluster_of, connect):
+def test_a_message_sent_back_is_redelivered(cluster_of, connect):
     cluster = cluster_of(delay_scale=0)
     cluster.send("orders", b"hello", queue_id=0)
     do = doing(connect(cluster))
@@ -341,7 +341,7 @@ def test_a_message_sent_back_comes_again(cluster_of, connect):
 # --- members and locks
 
 
-def test_the_members_of_a_group_are_told_in_order(embedded, connect):
+def test_the_members_of_a_group_are_listed_in_order(embedded, connect):
     clients = [connect(embedded) for _ in range(3)]
     do = doing(clients[0])
     assert do("consumer_ids", "app", "orders") == []
@@ -376,7 +376,7 @@ def test_offsets_that_no_queue_can_have_are_no_answer(broker, do):
 
 
 def test_locks_that_were_not_asked_for_are_not_ours(broker, do):
-    body = encode_lock_answer([QUEUE, MessageQueue("orders", "broker-a", 7)])
+    body = encode_lock_response([QUEUE, MessageQueue("orders", "broker-a", 7)])
     broker.on(RequestCode.LOCK_BATCH_MQ, answer(0, body=body))
     assert do("lock", "app", [QUEUE]) == {QUEUE}
 

@@ -61,7 +61,7 @@ def test_a_consumer_is_known_to_slaves_and_a_producer_to_masters(with_slaves, co
     assert have_been_told(with_slaves) == {("broker-a", 0), ("broker-a", 1), ("broker-b", 0), ("broker-b", 1)}
 
 
-def test_heartbeats_go_on_by_themselves_but_not_without_groups(broker, embedded, connect):
+def test_heartbeats_are_sent_regularly_but_not_without_groups(broker, embedded, connect):
     client = connect(embedded, heartbeat_interval_s=0.05)
     assert join(client) == 0
     address = client.address("broker-a")
@@ -72,7 +72,7 @@ def test_heartbeats_go_on_by_themselves_but_not_without_groups(broker, embedded,
     broker.wait_for(HEARTBEAT, 4)
 
 
-def test_a_heartbeat_tells_all_groups_and_asks_for_no_v2(broker, client):
+def test_a_heartbeat_contains_all_groups_and_requests_no_v2(broker, client):
     join(client, consumer="app", producer="maker")
     body = broker.requests(HEARTBEAT)[-1].command.body
     calls = decode_heartbeat(body)
@@ -82,7 +82,7 @@ def test_a_heartbeat_tells_all_groups_and_asks_for_no_v2(broker, client):
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.1.4", "5.5.0"])
-def test_a_heartbeats_answer_tells_the_brokers_version(cluster_of, connect, version):
+def test_a_heartbeats_response_contains_the_brokers_version(cluster_of, connect, version):
     cluster = cluster_of(version=version)
     client, address = connect(cluster), cluster.broker("broker-a").address
     assert client.broker_version(address) is None
@@ -90,7 +90,7 @@ def test_a_heartbeats_answer_tells_the_brokers_version(cluster_of, connect, vers
     assert client.broker_version(address) == version_ordinal(*map(int, version.split(".")))
 
 
-def test_a_heartbeat_to_one_broker_tells_what_went_wrong(embedded, broker, connect):
+def test_a_heartbeat_to_one_broker_raises_its_error(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=1)
     join(client, consumer="app")
     refusal = answer(1, "CODE: 1 org.apache.rocketmq.acl.common.AclException: No accessKey is configured")
@@ -124,7 +124,7 @@ def test_a_member_connection_has_had_one_heartbeat(client, broker):
     assert broker.members("app") == [client.client_id]
 
 
-def test_a_new_broker_hears_of_us_as_soon_as_a_route_names_it(two_brokers, connect):
+def test_a_new_broker_gets_a_heartbeat_as_soon_as_a_route_names_it(two_brokers, connect):
     two_brokers.create_topic("few", brokers=["broker-a"])
     client = connect(two_brokers)
     assert join(client, consumer="app", topic="few") == 1
@@ -142,7 +142,7 @@ def leave_routes(cluster, client):
     return gone
 
 
-def test_a_broker_no_route_names_any_more_is_disconnected(two_brokers, connect):
+def test_a_broker_that_no_route_names_is_disconnected(two_brokers, connect):
     client = connect(two_brokers)
     (lost,) = watch(client, "on_broker_lost")
     assert join(client, consumer="app") == 2
@@ -276,7 +276,7 @@ def test_leaving_a_group_is_known_at_once(with_slaves, connect):
         assert (calls[0].client_id, groups) == (client.client_id, [("app", None), (None, "maker")])
 
 
-def test_a_heartbeat_under_way_does_not_join_again_who_leaves(client, broker):
+def test_a_heartbeat_in_flight_does_not_register_a_leaving_group_again(client, broker):
     join(client, consumer="app")
     gate = Gate()
     broker.on(HEARTBEAT, gate)

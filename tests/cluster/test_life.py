@@ -97,7 +97,7 @@ def test_close_and_a_deadline_give_waiting_calls_an_error(embedded, broker, conn
         waiting.result(30)
 
 
-def test_a_client_that_is_not_running_says_so_and_starts_once(embedded, connect):
+def test_a_client_that_is_not_running_raises_and_starts_once(embedded, connect):
     closed = connect(embedded)
     for _ in range(2):
         with pytest.raises(ClientClosed, match="only once"):
@@ -225,7 +225,7 @@ def run_python(*command):
 
 @pytest.mark.live
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_after_a_fork_the_parent_goes_on_and_the_child_refuses(embedded):
+def test_after_a_fork_the_parent_continues_and_the_child_refuses(embedded):
     done = run_python("-W", "ignore::DeprecationWarning", "-c", FORKED, embedded.name_server)
     assert done.stdout.strip() == "parent works on", done.stderr
 

@@ -47,7 +47,7 @@ def test_one_is_asked_while_it_answers_and_the_next_one_stays(three, connect):
     assert len(requested_nodes(three, client)) == 2
 
 
-def test_one_is_enough_and_when_all_fail_every_reason_is_told(three, connect):
+def test_one_name_server_suffices_and_all_failures_are_named(three, connect):
     down, silent, broken = three.name_server_nodes
     for node in (down, silent):
         node.stop()
@@ -96,7 +96,7 @@ def test_unknown_codes_are_answered_by_name_servers_from_5_0_on(cluster_of, conn
     assert raised.value.code == 3
 
 
-def test_changes_are_told_to_all_name_servers_or_one_is_named(three, connect):
+def test_changes_go_to_all_name_servers_or_the_error_names_one(three, connect):
     client = connect(three)
     nodes = first, second, third = three.name_server_nodes
 

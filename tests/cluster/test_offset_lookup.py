@@ -71,12 +71,12 @@ def test_what_is_taken_for_a_place(to, means):
         ({QUEUE: 2**63}, "offset 9223372036854775808 of"),
     ],
 )
-def test_what_is_none_is_told_with_the_remedy(to, reason):
+def test_an_invalid_target_raises_an_error_with_the_remedy(to, reason):
     with pytest.raises(ConfigError, match=reason):
         check_to(to)
 
 
-def test_every_broker_says_where_its_queues_begin_and_end(two_brokers, connect):
+def test_every_broker_returns_the_first_and_last_offsets(two_brokers, connect):
     client = connect(two_brokers)
     find_route(client, "T")
     assert list(ask(client, "first").values()) == [1, 0, 0, 0]
@@ -88,7 +88,7 @@ def test_every_broker_says_where_its_queues_begin_and_end(two_brokers, connect):
     assert ask(client, "last", []) == {}
 
 
-def test_a_broker_that_does_not_say_is_named(two_brokers, connect):
+def test_a_broker_that_does_not_respond_is_named(two_brokers, connect):
     client = connect(two_brokers)
     find_route(client, "T")
     for place, code in (

@@ -7,7 +7,7 @@ import pytest
 
 from pyrocket_consumer.cluster.responses import LARGE_BODY_BYTES, check_response, read_body
 from pyrocket_consumer.errors import ProtocolError
-from pyrocket_consumer.protocol.bodies import decode_lock_answer
+from pyrocket_consumer.protocol.bodies import decode_lock_response
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from tests.for_each import for_each
 
@@ -28,6 +28,6 @@ def test_only_a_large_body_is_read_by_another_thread(size):
 
 
 @for_each("size", [1, LARGE_BODY_BYTES + 1])
-def test_what_is_no_such_body_is_an_error_for_whoever_asked(size):
+def test_an_undecodable_body_raises_in_the_caller(size):
     with pytest.raises(ProtocolError, match="lock response"):
-        asyncio.run(read_body(decode_lock_answer, b"[%b]" % (b" " * size)))
+        asyncio.run(read_body(decode_lock_response, b"[%b]" % (b" " * size)))

@@ -133,7 +133,7 @@ async def test_routes_stay_while_no_name_server_answers():
         await routes.get("U", refresh=True)
 
 
-async def test_a_change_is_reported_once_and_another_order_is_none():
+async def test_a_change_is_reported_once_and_another_order_is_no_change():
     first = route_of("T", a={0: "a:1"}, b={0: "b:1"})
     name_server, routes = await watched(T=first)
     name_server.routes["T"] = route_of("T", b={0: "b:1"}, a={0: "a:1"})
@@ -179,5 +179,5 @@ ADDRESSES = {0: "master", 2: "slave-2", 3: "slave-3"}
         ({}, 0, False, None),
     ],
 )
-def test_a_broker_that_is_away_is_replaced_by_the_next_best(addresses, broker_id, only_this, chosen):
+def test_an_unreachable_broker_is_replaced_by_the_next_best(addresses, broker_id, only_this, chosen):
     assert choose_address(addresses, broker_id, only_this=only_this) == chosen

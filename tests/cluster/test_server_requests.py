@@ -144,7 +144,7 @@ def test_a_refused_request_is_logged_once(embedded, client, caplog):
     assert lines == [f"request=CHECK_TRANSACTION_STATE from={embedded.name_server} not obeyed: {why}"]
 
 
-def test_only_so_many_requests_are_under_way(broker, member):
+def test_the_number_of_requests_in_flight_is_limited(broker, member):
     handled, calls, go_on = RecordedCalls(), RecordedCalls(), asyncio.Event()
 
     async def slow(command, address):
@@ -172,7 +172,7 @@ def test_only_so_many_requests_are_under_way(broker, member):
     assert calls.is_empty
 
 
-def test_only_so_many_bytes_of_requests_are_under_way(broker, member):
+def test_the_bytes_of_requests_in_flight_are_limited(broker, member):
     go_on = asyncio.Event()
 
     async def slow(command, address):

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from pyrocket_consumer import ConsumeResult, Suspend
-from pyrocket_consumer.protocol.bodies import LockRequest, decode_lock_answer, encode_lock_request
+from pyrocket_consumer.protocol.bodies import LockRequest, decode_lock_response, encode_lock_request
 from pyrocket_consumer.protocol.codes import RequestCode
 from tests.consumer.processes import member
 from tests.consuming import Events, RecordingListener, consuming, numbered, until
@@ -189,4 +189,4 @@ def test_a_queue_that_another_member_has_locked_is_waited_for(cluster, topic, gr
 def lock(peer, group, topic, client_id, code=RequestCode.LOCK_BATCH_MQ):
     body = encode_lock_request(LockRequest(group, client_id, frozenset({queue(topic, 0)})))
     answer = peer.call(code, body=body).body
-    return decode_lock_answer(answer) if code == RequestCode.LOCK_BATCH_MQ else None
+    return decode_lock_response(answer) if code == RequestCode.LOCK_BATCH_MQ else None

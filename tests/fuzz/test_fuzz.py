@@ -16,14 +16,14 @@ from tests.trials import trials
 
 @pytest.mark.search
 @pytest.mark.parametrize("name", TARGETS)
-def test_whatever_bytes_come_are_borne(name):
+def test_all_bytes_are_accepted_or_refused(name):
     run = mutate(TARGETS[name], trials(500), 60, seed=1)
     assert run.finding is None, run.finding.text
 
 
 @pytest.mark.slow("the stream of each frame comes byte by byte, too")
 @pytest.mark.parametrize("name", TARGETS)
-def test_real_bytes_are_borne(name):
+def test_real_bytes_are_accepted(name):
     for data in TARGETS[name].originals():
         TARGETS[name].read(data)
 

@@ -390,7 +390,7 @@ class NaiveMember:
     def acquire(self, queue: MessageQueue) -> None:
         """Lock a queue at its broker."""
         answer = self._send_lock_request(RequestCode.LOCK_BATCH_MQ, queue)
-        if queue not in bodies.decode_lock_answer(answer.body):
+        if queue not in bodies.decode_lock_response(answer.body):
             raise ConnectionError(f"{queue} is locked by another")
 
     def unlock(self, queue: MessageQueue) -> None:

@@ -75,7 +75,7 @@ def test_wrong_marks_are_named(run, tmp_path):
     assert "ERROR test_wrong.py::test_why - Failed: marked slow without a reason" in chosen
 
 
-def test_real_time_leaves_out_what_is_virtual(run, tmp_path):
+def test_real_time_skips_virtual_tests(run, tmp_path):
     (tmp_path / "test_hours.py").write_text(
         "import pytest, time\n@pytest.mark.virtual\ndef test_hours(): time.sleep(3600)\n"
     )
@@ -93,7 +93,7 @@ def test_a_variable_that_is_no_number_is_refused(run, monkeypatch, name, value):
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_ci_without_java_says_so(workers):
+def test_ci_without_java_fails(workers):
     nowhere = {"CI": "true", "JAVA_HOME": "/nonexistent", "PATH": str(Path(sys.executable).parent)}
     which = ["tests/conformance/test_clustering.py", "-k", "seen_once"]
     done = subprocess.run(

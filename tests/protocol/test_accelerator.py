@@ -270,7 +270,7 @@ def test_what_is_finished_counts_once(which):
 @for_each(
     "offsets, rises", [([], True), ([5], True), ([1, 2, 9], True), ([1, 1], False), ([2, 1], False), ([1, 3, 2], False)]
 )
-def test_rising_offsets_are_told_from_others(which, offsets, rises):
+def test_rising_offsets_are_recognized(which, offsets, rises):
     messages = [one(which, queue_offset=each) for each in offsets]
     assert which.module("protocol.accelerator").are_offsets_rising(messages) is rises
 
@@ -347,7 +347,7 @@ def test_a_variable_switches_it_off(value, pure):
 
 
 @pytest.mark.live
-def test_the_command_line_says_in_one_line_which_is_used(tmp_path):
+def test_the_command_line_shows_in_one_line_which_is_used(tmp_path):
     both.copy(pure=False)
     copied(tmp_path)
     for folder, value, expected in (
@@ -378,7 +378,7 @@ LIBRARY = ".abi3.so" if not sysconfig.get_config_var("Py_GIL_DISABLED") else sys
         (".py", b"import no_such_odd_module", "its build cannot be used: No module named 'no_such_odd_module'"),
     ],
 )
-def test_a_build_that_cannot_be_used_is_said_once(tmp_path, suffix, content, reason):
+def test_an_unusable_build_is_logged_once(tmp_path, suffix, content, reason):
     folder = tmp_path / suffix / str(len(content))
     wire = copied(folder)
     if suffix:

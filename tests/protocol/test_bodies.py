@@ -200,10 +200,10 @@ def test_lock_requests_and_answers():
         b'{"brokerName":"broker-a","queueId":1,"topic":"TopicA"}]}'
     )
     assert bodies.decode_lock_request(bodies.encode_lock_request(request)) == request
-    assert bodies.encode_lock_answer([QUEUE]) == (
+    assert bodies.encode_lock_response([QUEUE]) == (
         b'{"lockOKMQSet":[{"brokerName":"broker-a","queueId":0,"topic":"TopicA"}]}'
     )
-    assert bodies.decode_lock_answer(b'{"lockOKMQSet":[]}') == set()
+    assert bodies.decode_lock_response(b'{"lockOKMQSet":[]}') == set()
 
 
 def test_recorded_locks():
@@ -212,7 +212,7 @@ def test_recorded_locks():
         theirs["mqSet"].sort(key=lambda queue: queue["queueId"])
         assert loads(bodies.encode_lock_request(bodies.decode_lock_request(body))) == theirs
     for _, body in answers("lock"):
-        assert bodies.encode_lock_answer(bodies.decode_lock_answer(body)) == body
+        assert bodies.encode_lock_response(bodies.decode_lock_response(body)) == body
     for version in golden.VERSIONS:
         assert decode_lock(version, "c2") == {MessageQueue("A_gold", "broker-a", 1)}
 
@@ -223,7 +223,7 @@ def decode_lock(version: str, client_id: str) -> frozenset[MessageQueue]:
     for request, answer in zip(golden.index(), golden.index()[1:], strict=False):
         if request.version == version and request.code == RequestCode.LOCK_BATCH_MQ and not request.is_response:
             lock_request = bodies.decode_lock_request(decode_command(request.frame()).body)
-            answers[lock_request.client_id] = bodies.decode_lock_answer(decode_command(answer.frame()).body)
+            answers[lock_request.client_id] = bodies.decode_lock_response(decode_command(answer.frame()).body)
     return frozenset(answers[client_id])
 
 

@@ -341,7 +341,7 @@ def test_records_damaged_in_each_byte_are_what_messages_say():
                     table(answers)
 
 
-def test_tags_whose_hashes_are_equal_are_told_apart():
+def test_tags_with_equal_hashes_are_distinguished():
     tags = parse_subscription("orders", "AaAa || other").tags
     tagged = [simple(offset, properties={"TAGS": "BBBB" if offset % 3 else "AaAa"}) for offset in range(MANY)]
     found = table([pulled(b"".join(tagged))], schema("queueOffset", "tags"), tags)
@@ -402,7 +402,7 @@ def find_rows():
     return both.copy(pure=False).module("protocol.accelerator").find_rows
 
 
-def test_the_compiled_part_looks_at_nothing_outside_the_bytes(find_rows):
+def test_the_compiled_part_reads_nothing_outside_the_bytes(find_rows):
     for start, stop in [(-1, 91), (0, 92), (50, 20), (0, 2**62), (-(2**62), 0)]:
         with pytest.raises(ValueError, match="no records from"):
             find_rows(((bytes(91), start, stop, *EVERY),), 1024)
@@ -411,7 +411,7 @@ def test_the_compiled_part_looks_at_nothing_outside_the_bytes(find_rows):
             find_rows(answers, 1024)
 
 
-def test_the_compiled_part_refuses_what_is_no_column_or_tag(find_rows):
+def test_the_compiled_part_refuses_invalid_columns_and_tags(find_rows):
     found = find_rows(((simple(), 0, len(simple()), *EVERY),), 1024)
     for name, error in [("nothing", KeyError), (b"body", TypeError), (None, TypeError), ("\ud800", UnicodeError)]:
         with pytest.raises(error):

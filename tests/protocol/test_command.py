@@ -83,7 +83,7 @@ def test_a_missing_field_is_named():
         headers.PullMessageHeader.from_fields({"consumerGroup": "g"})
 
 
-def test_numbers_are_exact_and_what_is_none_is_named():
+def test_numbers_are_exact_and_invalid_ones_are_named():
     for text, number in (("0", 0), ("-1", -1), ("007", 7), (str(2**63 - 1), 2**63 - 1)):
         assert headers.OffsetResponseHeader.from_fields({"offset": text}).offset == number
     for text in ("", "x", "1_000", " 1", "1.0", "--1", "9" * 5000, str(2**63), "0x10", "-"):

@@ -94,7 +94,7 @@ def test_an_unknown_kind_is_refused():
 
 
 @for_each("module, extra, sys_flag", [("lz4.frame", "lz4", LZ4), ("zstandard", "zstd", ZSTD)])
-def test_without_the_package_the_error_says_what_to_install(monkeypatch, module, extra, sys_flag):
+def test_without_the_package_the_error_names_it(monkeypatch, module, extra, sys_flag):
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     command = rf"pip install pyrocket-consumer\[{extra}\]"
     with pytest.raises(ConfigError, match=command):

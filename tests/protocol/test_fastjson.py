@@ -126,7 +126,7 @@ def test_broken_text_is_refused(text):
         loads(text)
 
 
-def test_the_error_tells_where_and_what():
+def test_the_error_contains_the_position_and_the_reason():
     with pytest.raises(ProtocolError, match=r"at character 3, near 'tru}': a value is wanted"):
         loads("{0:tru}")
     with pytest.raises(ProtocolError, match="UTF-8"):

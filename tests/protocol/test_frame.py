@@ -96,7 +96,7 @@ def json_frame(**header: object) -> bytes:
 
 
 @for_each("entry", golden.index, ids=str)
-def test_every_recorded_frame_reads_as_the_index_says(entry):
+def test_every_recorded_frame_matches_the_index(entry):
     command = decode_command(entry.frame())
     assert (command.code, command.opaque, command.flag) == (entry.code, entry.opaque, entry.flag)
     assert (command.language, command.version) == (entry.language, entry.header_version)
@@ -110,7 +110,7 @@ def test_every_recorded_frame_reads_as_the_index_says(entry):
 
 
 @for_each("entry", golden.reset_index, ids=str)
-def test_every_recorded_frame_of_a_reset_reads_as_its_index_says(entry):
+def test_every_recorded_frame_of_a_reset_matches_its_index(entry):
     command = decode_command(entry.frame())
     assert command.code == entry.code
     if entry.flag is not None:
@@ -126,7 +126,7 @@ def test_every_recorded_frame_of_a_reset_reads_as_its_index_says(entry):
         assert len(command.body) == entry.body_bytes
 
 
-def test_no_recorded_frame_is_left_out_of_the_index():
+def test_the_index_lists_every_recorded_frame():
     text = {(entry.version, entry.name) for entry in golden.index()}
     assert text == {(version, name) for version in golden.VERSIONS for name in golden.frames(version)}
     assert {entry.name for entry in golden.reset_index()} == set(golden.frames("reset"))
@@ -165,7 +165,7 @@ def test_bodies_stay_in_place_until_nobody_wants_them(version, piece_bytes):
     assert [commands[number] for number in range(len(commands))] == times * [decode_command(each) for each in frames]
 
 
-def test_a_buffer_in_place_grows_and_gives_the_room_back():
+def test_a_zero_copy_buffer_grows_and_shrinks_again():
     buffer = ZeroCopyFrames()
     command = RemotingCommand(11, {}, b"x" * (MAX_FRAME_BYTES - 200))
     ((found, extent), (after, _)) = feed(buffer, encode_command(command) + JSON_RESPONSE)
@@ -192,7 +192,7 @@ def test_a_frame_of_the_largest_size_passes_and_no_larger():
 
 
 @for_each("max_frame_bytes", [64 * 1024, 1 << 20, 20 << 20])
-def test_how_large_a_frame_may_be_can_be_said(max_frame_bytes):
+def test_the_largest_frame_is_configurable(max_frame_bytes):
     command = RemotingCommand(11, {}, b"x" * (max_frame_bytes - 2000))
     frame = encode_command(command, max_frame_bytes=max_frame_bytes)
     assert feed(FrameBuffer(max_frame_bytes), frame) == [command]
@@ -262,7 +262,7 @@ def test_a_length_that_is_only_claimed_takes_no_memory():
 
 
 @for_each("piece_bytes", [1_000, 65_536, 131_072])
-def test_the_body_of_a_too_large_request_is_passed_over(piece_bytes):
+def test_the_body_of_a_too_large_request_is_skipped(piece_bytes):
     rooms = set()
 
     class Watched(FrameBuffer):
@@ -313,7 +313,7 @@ def test_a_large_request_is_known_as_soon_as_its_header_is(header_type):
     assert feed(buffer, data[head:] + encode_command(RemotingCommand(40)), 50_000)[0].code == 40
 
 
-def test_the_room_of_a_large_frame_is_given_back():
+def test_the_memory_of_a_large_frame_is_freed():
     buffer = FrameBuffer()
     assert len(feed(buffer, encode_command(RemotingCommand(11, {}, b"x" * 8_000_000)))) == 1
     assert traced(buffer.space)[0] < 1024 * 1024
@@ -335,7 +335,7 @@ def test_fields_are_text_with_any_characters(header, fields):
     assert decode_command(frame_of(header)).fields == fields
 
 
-def test_what_a_sender_may_leave_out_has_a_default():
+def test_optional_fields_have_defaults():
     assert decode_command(json_frame(code=3)) == RemotingCommand(3, {}, b"", 0, 0, None, "OTHER", 0)
     assert decode_command(json_frame(code=1, remark="cut \ud83d")).remark == "cut �"
     answer = RemotingCommand(221, opaque=99, flag=0).make_response(body=b"{}")

@@ -24,7 +24,7 @@ from tests.protocol.records import hosts
         ("2001:db8::1", "20010DB800000000000000000000000100002A9F0000000000001000"),
     ],
 )
-def test_an_offset_id_says_where_a_message_is_stored(host, message_id):
+def test_an_offset_id_contains_the_location_of_a_message(host, message_id):
     assert offset_message_id(host, 10911, 4096) == message_id
     assert parse_offset_message_id(message_id) == parse_offset_message_id(message_id.lower()) == (host, 10911, 4096)
 
@@ -35,7 +35,7 @@ def test_offset_ids_come_back(host, port, offset):
 
 
 @for_each("text", ["", "0A", "0A00000100002A9F000000000000100", "0A00000100002A9F 0000000000001000", "é" * 32])
-def test_what_is_no_offset_id_is_refused(text):
+def test_an_invalid_offset_id_is_refused(text):
     with pytest.raises(ProtocolError, match="hexadecimal"):
         parse_offset_message_id(text)
 
@@ -62,7 +62,7 @@ def test_a_unique_key_holds_address_process_time_and_counter(time_zone, zone, ex
     assert made[42] == expected
 
 
-def test_a_new_month_starts_its_time_anew(time_zone):
+def test_the_time_restarts_with_each_month(time_zone):
     time_zone("UTC0")
     now = 1_701_388_799.999  # one millisecond before December 2023
     ids = UniqueIds("10.0.0.9", 1, 0, clock=lambda: now)
@@ -102,6 +102,6 @@ def test_hosts_come_back(host):
 
 
 @for_each("text", ["", "10.0.0.1", "localhost:10911", "10.0.0.1:x", "10.0.0.1:-1", "10.0.0:1"])
-def test_what_is_no_host_is_refused(text):
+def test_an_invalid_host_is_refused(text):
     with pytest.raises(ConfigError, match=r"is not like 10\.0\.0\.1:10911"):
         encode_host(text)

@@ -59,7 +59,7 @@ def shown(value):
 
 
 @for_each("entry", WITH_RECORDS, ids=str)
-def test_a_message_of_a_real_broker_is_what_the_index_says(entry):
+def test_a_message_of_a_real_broker_matches_the_index(entry):
     messages = messages_of(entry)
     records = read_records(decode_command(entry.frame()).body)
     for message, line, record in zip(messages, entry.records, records, strict=True):
@@ -305,7 +305,7 @@ def test_a_message_prints_where_it_is_and_not_what_it_holds():
     assert repr(message) == "<Message damaged queue=None offset=0 bytes=105>"
 
 
-def test_a_message_apart_keeps_its_own_bytes_only():
+def test_a_detached_message_keeps_only_its_own_bytes():
     data = b"".join(encode_message(StoredMessage("T", bytes([n]) * 1000, queue_offset=n)) for n in range(32))
     message = decode_messages(data, QUEUE)[7]
     detached = message.detach()
@@ -435,7 +435,7 @@ def test_a_record_with_one_of_the_two_bits_is_left_as_it_is(sys_flag):
         (lambda r: r[:39] + b"\x30" + r[40:], "record at 0 of 146"),  # as if its hosts were IPv6
     ],
 )
-def test_what_is_no_sequence_of_records_is_refused(change, problem):
+def test_bytes_that_are_not_records_are_refused(change, problem):
     with pytest.raises(ProtocolError, match=problem):
         decode_messages(change(WORKED_RECORD))
 

@@ -108,7 +108,7 @@ EMPTY_AND_NOT = ["TAGS\x01", "TAGS\x01a", "TAGS\x01b\x01c", "TAGS\x01\x01", "XTA
 
 
 @for_each("count", [1, 2, 3, 4])
-def test_empty_values_among_others_are_passed_over(count):
+def test_empty_values_among_others_are_skipped(count):
     for items in itertools.product(EMPTY_AND_NOT, repeat=count):
         for end in ("", "\x02"):
             text = "\x02".join(items) + end

@@ -96,6 +96,6 @@ def test_what_the_scheme_s_first_program_sent_is_read():
         b" " * (reset_format.MAX_PLAN_BYTES + 1),
     ],
 )
-def test_what_is_no_plan_is_refused_whole(body):
+def test_an_invalid_plan_is_refused_as_a_whole(body):
     with pytest.raises(ProtocolError):
         reset_format.decode_plan(body)

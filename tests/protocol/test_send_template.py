@@ -39,7 +39,7 @@ def test_a_prepared_frame_is_the_same_as_one_of_the_command(message, queue, is_b
     [("a\x01\ud800\x02", MAX_FRAME_BYTES), ("a\x01b\x02", 1200), ("a" * MAX_HEADER_BYTES, MAX_FRAME_BYTES)],
     ids=["half of a surrogate pair", "frame too large", "header too large"],
 )
-def test_what_no_frame_can_hold_has_none_and_it_says_why(properties, max_frame_bytes):
+def test_a_message_too_large_for_a_frame_has_none(properties, max_frame_bytes):
     template, message = SendTemplate("G", "orders", 0, "broker-a"), (b"x" * 1024, properties, 0, 0, 1)
     assert template.encode(1, *message, max_frame_bytes) is None
     with pytest.raises(ProtocolError):

@@ -157,7 +157,7 @@ def test_a_producer_that_unregisters_is_no_producer(broker, client):
 def lock(client: RawClient, who: str, *queue_ids: int, code: int = RequestCode.LOCK_BATCH_MQ) -> set[int]:
     queues = frozenset(MessageQueue("T", "broker-a", queue_id) for queue_id in queue_ids)
     answer = client.call(code, body=bodies.encode_lock_request(bodies.LockRequest("G", who, queues)))
-    return {queue.queue_id for queue in bodies.decode_lock_answer(answer.body)} if answer.body else set()
+    return {queue.queue_id for queue in bodies.decode_lock_response(answer.body)} if answer.body else set()
 
 
 def test_a_lock_belongs_to_a_client_id(broker, client, other):

@@ -88,7 +88,7 @@ def addresses_of(cluster) -> list[str]:
 
 @pytest.mark.slow("waits for a start that is not allowed")
 @pytest.mark.live
-def test_a_consumer_goes_only_where_it_may_and_says_so_once(cluster, elsewhere):
+def test_a_consumer_connects_only_to_allowed_addresses_and_reports_others_once(cluster, elsewhere):
     send_20(cluster)
     events = Events()
     with (
@@ -106,7 +106,7 @@ def test_a_consumer_goes_only_where_it_may_and_says_so_once(cluster, elsewhere):
 
 
 @pytest.mark.live
-def test_a_consumer_goes_on_when_the_route_is_right_again(cluster, elsewhere):
+def test_a_consumer_continues_when_the_route_is_right_again(cluster, elsewhere):
     cluster.send("orders", b"one", broker_name="broker-a", queue_id=0)
     events = Events()
     options = {"allowed_addresses": addresses_of(cluster), "on_event": events, "start_wait_s": 0.1}
@@ -214,7 +214,7 @@ def test_hosts_places_and_networks(allowed, address, may):
     assert refused == ([] if may else [address])
 
 
-def test_a_flood_of_addresses_is_told_a_hundred_times():
+def test_a_flood_of_addresses_is_reported_a_hundred_times():
     refused = []
     addresses = Addresses([], ["10.0.0.0/8"], lambda *facts: refused.append(facts))
     for port in range(1, 1000):

@@ -180,7 +180,7 @@ def test_requests_that_do_not_fit_the_socket_are_sent_later(connection, server):
     assert len({each.opaque for each in requests}) == 20_000
 
 
-def test_bodies_stay_until_their_room_is_given_back(connection, server):
+def test_bodies_stay_until_their_memory_is_released(connection, server):
     sent = []
     for number in range(50):
         sent.append(SentRequest(connection))

@@ -78,14 +78,14 @@ async def test_answers_nobody_waits_for_are_ignored(connection, peer):
     assert (await first).body == b"first"
 
 
-async def test_a_late_answer_is_ignored_and_the_connection_goes_on(connection, peer):
+async def test_a_late_response_is_ignored_and_the_connection_stays(connection, peer):
     with pytest.raises(RequestTimeout, match="PULL_MESSAGE was not answered by 127.0.0.1:.* within 0.05 s"):
         await connection.call(command(11), 0.05)
     peer.answer(await peer.next(), body=b"late")
     await answered(connection, peer, body=b"new")
 
 
-async def test_a_late_answer_reaches_whoever_asked_for_it_once(connection, peer):
+async def test_a_late_response_is_passed_once_to_a_caller_that_wants_it(connection, peer):
     results: list[object] = []
     late: list[bytes] = []
 
@@ -212,7 +212,7 @@ async def test_a_request_that_is_too_large_is_not_sent(connection, peer):
     await call
 
 
-async def test_what_was_said_before_closing_still_goes_out():
+async def test_requests_made_before_closing_are_still_sent():
     lost = Lost()
     async with connected(on_lost=lost) as (connection, peer):
         call = connection.call(command(34), 30)
@@ -235,7 +235,7 @@ async def test_what_was_said_before_closing_still_goes_out():
             connection.oneway(command(15))
 
 
-async def test_a_forgotten_call_is_never_told(connection, peer):
+async def test_a_forgotten_call_is_never_notified(connection, peer):
     results: list[object] = []
     opaque = send(connection, results.append, 0.05)
     connection.forget(opaque)

@@ -85,7 +85,7 @@ async def test_attempts_grow_rarer_and_succeed_when_it_is_back(away):
         assert loop.time() - began < 0.3, "failures of long ago are forgotten"
 
 
-async def test_a_server_that_never_sends_frames_is_left_alone():
+async def test_a_server_that_never_sends_frames_is_not_retried():
     async with serving() as server, client() as connections:
 
         async def garbage() -> None:
@@ -119,7 +119,7 @@ async def test_one_damaged_frame_is_no_reason_to_wait_for_long():
         ("a..b:9876", ConnectError),
     ],
 )
-async def test_an_address_that_is_none_is_an_error_that_names_it(address, error):
+async def test_an_invalid_address_is_an_error_that_names_it(address, error):
     async with client() as connections:
         with pytest.raises(error) as raised:
             await connections.get(address)

@@ -36,7 +36,7 @@ def in_a_child(work) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_the_child_has_no_copy_and_the_parent_goes_on(pair):
+def test_the_child_has_no_copy_and_the_parent_continues(pair):
     ours, peer = pair
 
     def is_gone() -> bool:
@@ -67,7 +67,7 @@ def test_the_childs_own_files_never_get_the_number(pair):
     assert ours.fileno() >= 0
 
 
-def test_one_that_is_closed_already_is_passed_over(pair):
+def test_a_closed_socket_is_skipped(pair):
     ours, peer = pair
     ours.close()
     peer.close()

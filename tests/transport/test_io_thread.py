@@ -67,7 +67,7 @@ def test_work_past_its_deadline_is_cancelled(io):
     assert ended.wait(30)
 
 
-def test_at_the_end_what_runs_is_cancelled_and_who_waits_is_told(io):
+def test_stop_cancels_tasks_and_raises_in_waiting_callers(io):
     begun, ended, errors = threading.Event(), threading.Event(), []
 
     def wait():
@@ -110,7 +110,7 @@ def test_work_that_exits_ends_no_thread_and_no_other_work(io, error):
     assert [type(each) for each in surprises] == [error]
 
 
-def test_the_last_thing_it_does_is_told():
+def test_the_thread_calls_on_end_last():
     ended = threading.Event()
     thread = IoThread(on_end=ended.set)
     assert not thread.is_running

@@ -254,7 +254,7 @@ def test_a_seed_repeats_the_order_of_threads():
 
 
 @pytest.mark.live
-def test_what_waits_for_ever_is_found():
+def test_an_endless_wait_is_found():
     def tick():
         while True:
             time.sleep(60)
@@ -315,7 +315,7 @@ def test_threads_end_at_any_step_with_the_world(raised):
 @pytest.mark.live
 @pytest.mark.slow("waits for a thread that does not stop")
 @pytest.mark.parametrize("never_waits", [False, True])
-def test_a_signal_interrupts_whoever_waits(raised, never_waits):
+def test_a_signal_interrupts_the_waiting_thread(raised, never_waits):
     stop = []
 
     def work():

@@ -30,12 +30,12 @@ def decode_lock_request(body: bytes) -> LockRequest:
     return LockRequest(found.text("consumerGroup"), found.text("clientId"), frozenset(found.queues("mqSet")))
 
 
-def encode_lock_answer(queues: Iterable[MessageQueue]) -> bytes:
+def encode_lock_response(queues: Iterable[MessageQueue]) -> bytes:
     """Return the body with the locked queues. Source: LockBatchResponseBody."""
     return fastjson.dumps({"lockOKMQSet": sorted(queues)})
 
 
-def decode_lock_answer(body: bytes) -> set[MessageQueue]:
+def decode_lock_response(body: bytes) -> set[MessageQueue]:
     """Return the queues that are now locked for this client."""
     return set(read_object(body, "lock response").queues("lockOKMQSet"))
 
