@@ -16,7 +16,6 @@ from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, drop
 from tests.consumer.commits.faults import PullsCarryCommits
 from tests.consuming import WAIT_S, RecordingListener, numbered, until
-from tests.hazards.company import AnotherMember, DropsWithoutStoring
 from tests.hazards.connection import Wire
 from tests.hazards.members import (
     Kind,
@@ -31,6 +30,7 @@ from tests.hazards.members import (
     wait_limit_s,
 )
 from tests.hazards.naive import NaiveMember, Window
+from tests.hazards.other_members import AnotherMember, DropsWithoutStoring
 from tests.real_brokers.remoting import Peer
 from tests.resets import fill, queue
 

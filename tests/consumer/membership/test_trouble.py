@@ -12,7 +12,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, answer, close_connection, drop, garbage
 from tests.consumer.orders import GROUP, TOPIC, Orders, of
 from tests.consuming import Events, RecordingListener, consuming, numbered, until
-from tests.hazards.company import members_of
+from tests.hazards.other_members import members_of
 from tests.resets import held
 
 BEAT, MEMBERS, PULL = RequestCode.HEART_BEAT, RequestCode.GET_CONSUMER_LIST_BY_GROUP, RequestCode.PULL_MESSAGE

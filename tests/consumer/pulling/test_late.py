@@ -1,4 +1,4 @@
-"""H01, H48: what comes late, of a period of a queue that has ended, counts for nothing."""
+"""H01, H48: late responses and acks of an earlier period of a queue are ignored."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from pyrocket_consumer.protocol.message import StoredMessage, decode_messages, e
 from pyrocket_consumer.testing import answer
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, ours_and
 from tests.consuming import WAIT_S, RecordingListener, numbered, until
-from tests.hazards.company import AnotherMember
 from tests.hazards.members import HeldRequests, committed_values, faulty, give_time_to, send_reset_to_members, settle
 from tests.hazards.naive import NaiveMember, Window
+from tests.hazards.other_members import AnotherMember
 from tests.resets import queue
 
 ANSWERS = {"found": 0, "refused": 1, "no-new": 19, "no-matched": 20, "offset-moved": 21}
 
 
 class BelievesLateAnswers(NaiveMember):
-    """Java and Go: these branches do not look whether the window was dropped, and acks only ever raise the offset."""
+    """Java and Go: these branches do not check whether the window was dropped, and acks only raise the offset."""
 
     def on_pull_response(self, window: Window, answer: RemotingCommand) -> None:
         if not window.dropped or self.closing.is_set():
             super().on_pull_response(window, answer)
             return
         next_offset = int(answer.fields["nextBeginOffset"])
-        if answer.code == 0:  # neither Java nor Go: here the messages of the answer are consumed
+        if answer.code == 0:  # unlike Java and Go, this one consumes the messages of the response
             for message in decode_messages(answer.body, window.queue):
                 self.tasks.put((self.windows[window.queue], message))
         elif answer.code == 21:
             self.offsets[window.queue] = next_offset
             self.windows[window.queue].dropped = True
-        else:  # the old window was emptied, so that it seems to have nothing unfinished
+        else:  # the old window was emptied, so it seems to have no unfinished message
             self.offsets[window.queue] = max(next_offset, self.offsets.get(window.queue, 0))
 
     def acked(self, window: Window, message: Message) -> None:
@@ -49,14 +49,14 @@ class BelievesLateAnswers(NaiveMember):
 @pytest.mark.hazard("H01")
 @pytest.mark.parametrize("what", ANSWERS)
 @ours_and(NaiveMember, faulty(BelievesLateAnswers, "from before the reset"))
-def test_the_answer_of_a_pull_from_before_a_reset_is_nobody_s(embedded, broker, what, member):
-    """Each period of a queue has a window of its own: what comes late for an ended one reaches neither store nor pull
-    loop, whatever the answer says.
+def test_the_response_to_a_pull_from_before_a_reset_is_ignored(embedded, broker, what, member):
+    """Each period of a queue has its own window. A late response for an ended period reaches neither the store nor the
+    pull loop, whatever it contains.
 
-    Faulty: Java and Go take "no new message", "no matched message" and corrections without looking whether the queue
+    Faulty: Java and Go follow "no new message", "no matched message" and corrections without a check whether the queue
     was dropped.
     """
-    # A pull waits at 20; a reset to 5 comes; the replay is at 10 when the pull is answered after all.
+    # A pull waits at 20. A reset to 5 arrives. The replay is at 10 when the broker responds to the pull.
     orders, times = Orders(embedded, messages=20), Counter[int]()
     held, go_on, end = HeldRequests(), threading.Event(), threading.Event()
     orders.on(RequestCode.PULL_MESSAGE, held, queueOffset=20)
@@ -78,19 +78,19 @@ def test_the_answer_of_a_pull_from_before_a_reset_is_nobody_s(embedded, broker, 
         give_time_to(lambda: b"stray" in consumer.seen.bodies or (0, 30) in committed_values(broker, TOPIC), member)
         go_on.set()
         until(lambda: consumer.stored()[QUEUE] >= 10, "5 to 9 are consumed again")
-        assert consumer.stored() == {QUEUE: 10}, f"{consumer.stored()} stored by an answer from before the reset"
+        assert consumer.stored() == {QUEUE: 10}, f"{consumer.stored()} stored by a response from before the reset"
         end.set()
         until(lambda: consumer.stored() == {QUEUE: 20}, "all is consumed again")
         assert max(offset for _, offset in committed_values(broker, TOPIC)) == 20
         orders.fill(1, 20)
         consumer.seen.wait_for(21)
         again = Counter(numbered(21) + numbered(15, 5))
-        assert Counter(consumer.seen.bodies) == again, "messages of an answer from before the reset were consumed"
+        assert Counter(consumer.seen.bodies) == again, "messages of a response from before the reset were consumed"
         assert not consumer.events.of("offset-corrected")
         assert len(consumer.events.of("offset-reset")) == 1
 
 
-def test_a_late_answer_that_is_a_reset_counts(orders):
+def test_a_late_response_with_a_reset_counts(orders):
     held = HeldRequests()
     orders.fill(10)
     orders.on(RequestCode.PULL_MESSAGE, held, queueOffset=10)
@@ -138,7 +138,7 @@ def test_a_failed_message_from_before_a_reset_is_not_sent_back(orders):
         if message.body == b"m4" and not begun.is_set():
             begun.set()
             release.wait(WAIT_S)
-            raise ValueError("too late to matter")
+            raise ValueError("this failure is too late")
 
     orders.fill(5)
     with orders.consuming(RecordingListener(judge)) as (consumer, seen):
@@ -166,7 +166,7 @@ def test_a_reset_that_is_not_acknowledged_waits_and_then_counts(orders):
 
 
 class OnePeriodIsLikeAnother(NaiveMember):
-    """Counts an acknowledgement for the queue, whichever period of holding it the message belongs to."""
+    """Counts an acknowledgement for the queue, also if the message belongs to an earlier period."""
 
     def acked(self, window: Window, message: Message) -> None:
         now = self.windows.get(window.queue)
@@ -177,11 +177,11 @@ class OnePeriodIsLikeAnother(NaiveMember):
 @pytest.mark.hazard("H48")
 @ours_and(NaiveMember, faulty(OnePeriodIsLikeAnother, "was committed by calls that began before"))
 def test_an_acknowledgement_counts_for_its_own_period_only(embedded, member):
-    """What a listener finishes after its queue was given up and taken back counts no more: the new period has its own.
+    """A result of a listener call is ignored if its queue was given up and assigned again meanwhile.
 
     Faulty: Java's lite pull consumer commits results of an earlier ownership under the new one.
     """
-    # The queue goes and comes back while its messages are with the listener, which has them a second time then.
+    # The queue is given up and assigned again during the listener calls, which then get its messages a second time.
     orders, calls = Orders(embedded, messages=5), []
     first, second = threading.Event(), threading.Event()
 

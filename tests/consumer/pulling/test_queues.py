@@ -1,4 +1,4 @@
-"""H21, H39, H47: queues that come and go: where they begin, under which name, and who else may have them."""
+"""H21, H39, H47: queues that are assigned and given up: their start offsets, their names, and their other owners."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop, garbage
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
 from tests.consuming import WAIT_S, numbered, until
-from tests.hazards.company import STRANGER, DropsWithoutStoring, members_of
 from tests.hazards.members import committed_values, faulty, ours, pulled_offsets
 from tests.hazards.naive import NaiveMember
+from tests.hazards.other_members import STRANGER, DropsWithoutStoring, members_of
 from tests.resets import fill, queue
 
 MEMBERS, PULL = RequestCode.GET_CONSUMER_LIST_BY_GROUP, RequestCode.PULL_MESSAGE
@@ -24,11 +24,11 @@ ASK = RequestCode.QUERY_CONSUMER_OFFSET
 NEVER_S = 3600.0
 
 
-# --- where a queue begins
+# --- the start offset of a queue
 
 
 class TakesErrorsForNone(NaiveMember):
-    """Java up to 4.9 (answers with an error), C++ (silence, too): whatever goes wrong means "no offset"."""
+    """Java up to 4.9 (error responses) and C++ (also no response): every error means "no offset"."""
 
     def read_stored(self, queue: MessageQueue) -> int | None:
         try:
@@ -53,7 +53,7 @@ def begins_at(embedded: EmbeddedCluster, member: Any, what: str, stored: int | N
     if stored is not None:
         broker.commit(GROUP, TOPIC, {0: stored})
     orders.on(ASK, TROUBLE[what], times=2)
-    options = {"call_timeout_s": 1.0} if TROUBLE[what] is drop else {}  # only silence is to run into it
+    options = {"call_timeout_s": 1.0} if TROUBLE[what] is drop else {}  # only a missing response should reach it
     with member(embedded, TOPIC, GROUP, consume_from="last", rebalance_interval_s=0.1, **options) as consumer:
         broker.wait_for(PULL, timeout_s=WAIT_S, when=of())
         orders.fill(1, 10)
@@ -74,18 +74,18 @@ def begins_at(embedded: EmbeddedCluster, member: Any, what: str, stored: int | N
         *(faulty(TakesErrorsForNone, "began at 10", what) for what in TROUBLE),
     ],
 )
-def test_trouble_with_the_stored_offset_is_not_taken_for_none(embedded, member, what):
-    """A queue is pulled when its stored offset is known. Errors, silence and nonsense are asked again; only the
-    broker's "not found" has `consume_from` decide.
+def test_an_error_does_not_count_as_no_stored_offset(embedded, member, what):
+    """The consumer pulls a queue only when its stored offset is known. After an error, an invalid response or none, it
+    repeats the request. Only the broker's "not found" makes `consume_from` decide.
 
-    Faulty: Java up to 4.9 for answers with an error, C++ for everything.
+    Faulty: Java up to 4.9 for error responses, C++ for every failure.
     """
     begins_at(embedded, member, what, stored=7, first=7)
 
 
 @pytest.mark.hazard("H21")
-def test_not_found_after_trouble_is_none(embedded):
-    """When the broker finally says that there is none, the rule for new groups applies."""
+def test_not_found_after_an_error_means_no_offset(embedded):
+    """If the broker finally returns "not found", the rule for new groups applies."""
     begins_at(embedded, ours, "system error", stored=None, first=10)
 
 
@@ -93,13 +93,13 @@ def test_not_found_after_trouble_is_none(embedded):
 
 
 class AnEmptyPlaceIsEmpty(DropsWithoutStoring):
-    """Holds nothing when the list of members lacks it."""
+    """Drops everything when it is missing in the list of members."""
 
     def allocate(self, topic: str) -> list[MessageQueue]:
         return super().allocate(topic) if self.client_id in self.members(topic) else []
 
 
-LISTS = {"all but us": [STRANGER], "another one": [STRANGER, "us"], "several": [STRANGER, "0.0.0.0@1", "us"]}
+LISTS = {"all except this member": [STRANGER], "another one": [STRANGER, "us"], "several": [STRANGER, "0.0.0.0@1", "us"]}
 
 
 @pytest.mark.hazard("H39")
@@ -112,11 +112,11 @@ LISTS = {"all but us": [STRANGER], "another one": [STRANGER, "us"], "several": [
     ],
 )
 def test_a_wrong_list_of_members_repeats_nothing(embedded, broker, member, which):
-    """Queues that go because of a list of members, right or wrong, have their offsets stored first; none is repeated.
+    """If a list of members takes queues away, right or wrong, the offsets are stored first, and nothing is repeated.
 
-    Faulty: a member that is missing in a list drops everything as it is.
+    Faulty: a member that is missing in a list drops everything without storing offsets.
     """
-    # For a while the broker does not name us, or names others that are not there.
+    # For a while the broker does not name this member, or names members that do not exist.
     orders = Orders(embedded, queues=2)
     with member(embedded, TOPIC, GROUP, commit_interval_s=NEVER_S, rebalance_interval_s=0.1) as consumer:
         orders.fill(10)
@@ -128,7 +128,7 @@ def test_a_wrong_list_of_members_repeats_nothing(embedded, broker, member, which
         broker.wait_for(MEMBERS, 8, WAIT_S)  # some rounds, each for two topics
         until(lambda: isinstance(consumer, NaiveMember) or len(consumer.held()) < 2, "queues are given up")
         broker.clear_faults()
-        until(lambda: len(consumer.held()) == 2, "they are taken back")
+        until(lambda: len(consumer.held()) == 2, "they are assigned again")
         orders.fill(10, 10)
         consumer.seen.wait_for(20)
         again = [body for body in numbered(20) if consumer.seen.bodies.count(body) > 1]
@@ -136,7 +136,7 @@ def test_a_wrong_list_of_members_repeats_nothing(embedded, broker, member, which
 
 
 class LeavesAGhost(NaiveMember):
-    """Says good-bye, but its threads go on: the next round of rebalance joins the group again."""
+    """Unregisters, but its threads continue, and the next rebalance round joins the group again."""
 
     def members(self, topic: str) -> list[str]:
         try:
@@ -154,9 +154,9 @@ class LeavesAGhost(NaiveMember):
 @pytest.mark.hazard("H39")
 @ours_and(NaiveMember, faulty(LeavesAGhost, "a closed member is in the group again"))
 def test_a_closed_member_leaves_no_ghost(cluster, topic, group, member):
-    """After close() nothing of a consumer goes on: no thread, no heartbeat, no commit.
+    """After close() a consumer runs no thread, and sends no heartbeat or commit.
 
-    Faulty: Java before 4.9.1, closed just after its start, went on committing for days.
+    Faulty: Java before 4.9.1, closed just after its start, continued to commit for days.
     """
     cluster.create_topic(topic, queues=1)
     fill(cluster, topic, 5)
@@ -171,11 +171,11 @@ def test_a_closed_member_leaves_no_ghost(cluster, topic, group, member):
 # --- names of brokers
 
 LOGICAL = "__syslo__global__"
-"""A broker name as logical queues have it."""
+"""A broker name in the form of logical queues."""
 
 
 class TranslatesNames(MemoryOffsetStore):
-    """Keeps offsets under the physical name that a logical one stands for."""
+    """Keeps offsets under the physical name that belongs to a logical one."""
 
     def update_offset(self, mq: MessageQueue, offset: int, increase_only: bool = False) -> None:
         super().update_offset(dataclasses.replace(mq, broker_name=mq.broker_name.strip("_")), offset, increase_only)
@@ -183,8 +183,8 @@ class TranslatesNames(MemoryOffsetStore):
 
 @pytest.mark.hazard("H47")
 @pytest.mark.parametrize("faulty_store", [None, faulty(TranslatesNames, "kept under")])
-def test_offsets_are_kept_under_the_broker_name_as_it_is(names, tmp_path, faulty_store):
-    """A broker name is a name, also one with the prefix of logical queues; nothing is translated on the way to a store.
+def test_offsets_are_kept_under_the_unchanged_broker_name(names, tmp_path, faulty_store):
+    """The consumer does not translate a broker name for its store, also if it has the prefix of logical queues.
 
     Faulty: a store that translates logical queues, and so depends on a mapping that may change.
     """
