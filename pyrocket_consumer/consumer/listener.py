@@ -1,4 +1,4 @@
-"""What users give us to call, and what its answer means."""
+"""Listeners, which users write, and the results that they return."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pyrocket_consumer.text import safe_repr
 
 
 class ConsumeResult(Enum):
-    """What a listener may return. Returning nothing is SUCCESS; raising is RETRY.
+    """The results that a listener may return. None counts as SUCCESS, and an exception counts as RETRY.
 
-    COMMIT and ROLLBACK are for orderly consumers with `auto_commit=False`: what was consumed since the last COMMIT is
-    committed, or comes again.
+    COMMIT and ROLLBACK are for orderly consumers with `auto_commit=False`. COMMIT commits the messages consumed since
+    the last COMMIT, and ROLLBACK has them redelivered.
     """
 
     SUCCESS = "success"
@@ -30,10 +30,11 @@ class ConsumeResult(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Ask for messages again, later.
+    """Request that messages are redelivered later.
 
-    `messages`: which of the batch failed; empty means all of it. `delay_level`: 0 lets the broker choose (10 s first,
-    longer each time), 1 to 18 is that level of the broker's table (1 s … 2 h), below 0 gives the message up (%DLQ%).
+    `messages` contains the failed messages of the batch; empty means all of them. With `delay_level=0` the broker
+    chooses the delay: 10 s first, then longer each time. 1 to 18 is a level of the broker's table (1 s … 2 h). A
+    negative level gives the message up (%DLQ%).
     """
 
     messages: Sequence[Message] = ()
@@ -49,9 +50,9 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Ask an orderly consumer to call again with the same messages after `for_s` seconds (0.01 to 30).
+    """Request that an orderly consumer calls again with the same messages after `for_s` seconds (0.01 to 30).
 
-    The queue waits meanwhile; other queues go on.
+    The queue waits meanwhile. Other queues continue.
     """
 
     for_s: float = 1.0
@@ -62,10 +63,10 @@ class Suspend:
 
 @dataclass(frozen=True, slots=True)
 class ConsumeContext:
-    """What a listener's second parameter receives.
+    """The value of a listener's second parameter.
 
-    `attempt` is 1 for the first delivery of the (first) message; `deadline` is the `time.monotonic()` at which
-    the call counts as stuck and its messages are sent back.
+    `attempt` is 1 for the first delivery of the message, or of the first one in a list. `deadline` is a time of
+    `time.monotonic()`. After it the call counts as stuck, and its messages are sent back.
     """
 
     queue: MessageQueue
@@ -74,7 +75,7 @@ class ConsumeContext:
 
 
 ListenerResult = ConsumeResult | Retry | Suspend | None
-"""What a listener may return."""
+"""The values that a listener may return."""
 
 _Returned = ListenerResult | Coroutine[Any, Any, ListenerResult]
 
@@ -84,16 +85,16 @@ MessageListener = (
     | Callable[[list[Message]], _Returned]
     | Callable[[list[Message], ConsumeContext], _Returned]
 )
-"""What `subscribe` takes: a function, plain or `async def`, of a message, or of a list of messages when
-`listener_batch_size` is above 1. A second parameter, if it needs one, receives the `ConsumeContext`."""
+"""A function, plain or `async def`, that `subscribe` accepts. It takes one message, or a list of messages if
+`listener_batch_size` is above 1. A required second parameter, or one named `context`, receives the `ConsumeContext`."""
 
 FailedMessage = tuple[Message, int]
-"""A message to be consumed again, and the delay level asked for."""
+"""A message to be consumed again, and its delay level."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A user's callable, looked at once: what it takes, and whether it is to be awaited."""
+    """A user's callable and its properties: which arguments it takes, and whether its result must be awaited."""
 
     call: Callable[..., Any]
     batch_size: int
@@ -102,10 +103,10 @@ class Listener:
 
     @classmethod
     def of(cls, function: object, batch_size: int = 1) -> Listener:
-        """Look at `function`.
+        """Inspect the signature of `function`.
 
         Raises:
-            ConfigError: it cannot be called with a message (or a list of them), or with a context besides.
+            ConfigError: `function` cannot be called with a message (or a list of them), with or without a context.
         """
         if isinstance(function, type) or not callable(function):
             raise ConfigError(
@@ -127,10 +128,10 @@ class Listener:
 
 
 def _positional_parameters(function: Callable[..., Any]) -> tuple[int, int, bool] | None:
-    """Return how many positional arguments are needed, how many are taken at most, and whether the second is meant."""
+    """Return the required and the largest number of positional arguments, and whether the second one is the context."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-ins tell nothing of themselves
+    except (TypeError, ValueError):  # some built-ins have no signature
         return None
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     needed = sum(each.default is each.empty for each in positional)
@@ -145,37 +146,37 @@ def _name(function: object) -> str:
 
 
 def find_failed(result: object, messages: Sequence[Message]) -> tuple[list[FailedMessage], bool]:
-    """Return which of `messages` are to come again after the listener returned `result`, and whether it is known."""
+    """Return the messages that failed according to the listener's `result`, and whether the result is a known one."""
     if result is None or result is ConsumeResult.SUCCESS:
         return [], True
     if _is_instance(result, Retry):
         assert isinstance(result, Retry)
         ours = {_identity(message): message for message in messages}
         chosen = dict.fromkeys(map(_identity, result.messages or messages))
-        if not chosen.keys() <= ours.keys():  # it asks for something again, and we cannot tell for what: for all then
+        if not chosen.keys() <= ours.keys():  # it names other messages, so all messages of the call count as failed
             return [(message, result.delay_level) for message in messages], False
         return [(ours[place], result.delay_level) for place in chosen], True
     return [(message, 0) for message in messages], result is ConsumeResult.RETRY or _is_instance(result, Suspend)
 
 
 def _is_instance(result: object, kind: type) -> bool:
-    """Tell whether a listener returned a `kind`. Nothing of its own is asked, as `isinstance` does: it may raise."""
+    """Return whether `result` is a `kind`. Unlike `isinstance` this runs no code of the result, which may raise."""
     return issubclass(type(result), kind)
 
 
 def _identity(message: object) -> object:
-    """Return what tells a message from others: a detached copy of it names it as well."""
+    """Return a value that identifies a message. A detached copy of the message has the same one."""
     return (message.queue, message.queue_offset) if isinstance(message, Message) else id(message)
 
 
 SUSPEND_S = 1.0
-"""How long a queue waits after its listener failed, unless it says otherwise."""
+"""How long a queue waits after its listener failed, unless it returned a `Suspend`."""
 
 
 def find_failed_tail(result: object, messages: Sequence[Message]) -> tuple[list[Message], float, bool]:
-    """Return, for an orderly listener: which messages come again first, after how long, and whether that is known.
+    """Return, for an ordered listener, the messages to repeat, the pause in seconds, and whether the result is known.
 
-    What comes again begins with the first message that failed, and goes on to the end: the order is kept.
+    These are the first failed message and all after it, so that the order is kept.
     """
     if _is_instance(result, Suspend):
         assert isinstance(result, Suspend)

@@ -1,4 +1,4 @@
-"""The consumer users write against: blocking, and for asyncio. Both are thin faces of one group member."""
+"""The public consumers: a blocking one, and one for asyncio. Both are thin layers over one `GroupMember`."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ from pyrocket_consumer.transport.latch import Latch, Terminated, on_sigterm, ter
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 30.0
-"""The longest a blocking call takes that asks brokers."""
+"""The timeout of blocking calls that send requests to brokers."""
 
 INTERRUPTED_WAIT_S = 3.0
-"""How long a close whose caller gives up, or a start, holds him back: until offsets are stored, or nothing is left."""
+"""How long an interrupted `start()` or `close()` still waits for offsets to be stored, or for its clean-up."""
 
 
 class Sql(str):
-    """An SQL92 expression; `sql("price > 5")` makes one."""
+    """An SQL92 expression, which `sql("price > 5")` creates."""
 
 
 def sql(expression: str) -> Sql:
     """Select messages by their properties: `consumer.subscribe("orders", handle, sql("region = 'eu' AND price > 5"))`.
 
-    The broker needs `enablePropertyFilter=true`; one that has it not refuses at start.
+    The broker needs `enablePropertyFilter=true`. Without it, `start()` fails.
     """
     return Sql(expression)
 
@@ -71,7 +71,7 @@ def _subscription(topic: str, selector: str) -> Subscription:
 
 
 class _BaseConsumer:
-    """What the blocking and the asyncio consumer share."""
+    """The parts that the blocking and the asyncio consumer share."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class _BaseConsumer:
         config: ConsumerConfig | None = None,
         **options: Unpack[ConsumerOptions],
     ) -> None:
-        """Check the options; nothing is opened or connected before the start.
+        """Check the options. The consumer opens and connects nothing before the start.
 
         Args:
             group (–; 1–120 of a-zA-Z0-9_-%|): the consumer group
@@ -160,7 +160,7 @@ class _BaseConsumer:
                 larger one loses its connection. Servers accept 16 MiB by default
 
         Raises:
-            ConfigError: an option is unknown, or its value is not allowed; the text says what is.
+            ConfigError: an option is unknown, or its value is not allowed; the text names the allowed values.
         """
         if config is not None:
             if options or name_server is not None or (group is not None and group != config.group):
@@ -173,7 +173,9 @@ class _BaseConsumer:
         self.config = config
         self._subscriptions: dict[str, tuple[Subscription, Listener]] = {}
         self._lifecycle = ConsumerLifecycle(config, self._workers_for)
-        self._own_loop: asyncio.AbstractEventLoop | None = None  # where `async def` listeners run, if not on a thread
+        self._own_loop: asyncio.AbstractEventLoop | None = (
+            None  # runs `async def` listeners; None for a separate thread
+        )
         self._async_workers: AsyncWorkers | None = None
         self._missed_subscription = False
 
@@ -182,12 +184,12 @@ class _BaseConsumer:
 
     @property
     def state(self) -> ConsumerState:
-        """Where in its life the consumer is; FAILED means `join` and `close` raise why."""
+        """The state of the consumer. If it is FAILED, `join` and `close` raise the cause."""
         return self._lifecycle.state
 
     @property
     def client_id(self) -> str | None:
-        """The id under which the group knows this member, once started."""
+        """The id of this member in its group, None before the start."""
         return self._lifecycle.cluster.client_id if self._lifecycle.cluster is not None else None
 
     def _check_subscription(
@@ -207,7 +209,7 @@ class _BaseConsumer:
         return self._lifecycle.has_begun and not self._lifecycle.closed.is_set()
 
     def _start_failed(self, lifecycle: ConsumerLifecycle, error: BaseException) -> None:
-        """Let a start be tried again of which nothing is left; not one that somebody has closed."""
+        """Allow another `start()` after a failed one has cleaned up, unless a caller has closed the consumer."""
         if lifecycle.closed.is_set() and self._lifecycle is lifecycle and not isinstance(error, ClientClosed):
             self._lifecycle = ConsumerLifecycle(self.config, self._workers_for)
 
@@ -222,7 +224,7 @@ class _BaseConsumer:
             raise ClientClosed(f"{self!r} is not started; call start() before join(), or use `with`")
         if not self._subscriptions and not self._missed_subscription and self._lifecycle.member is not None:
             self._missed_subscription = True
-            text = "no topic is subscribed to, so nothing will come; call subscribe() first"
+            text = "no topic is subscribed to, so no message will arrive; call subscribe() first"
             self._lifecycle.member.context.emit(EventKind.NOTHING_SUBSCRIBED, text, level=logging.WARNING)
 
     def _running_member(self) -> GroupMember:
@@ -234,7 +236,7 @@ class _BaseConsumer:
         return lifecycle.member
 
     def _subscribable_member(self) -> GroupMember:
-        """Return the member, also while it starts: what is subscribed to meanwhile is consumed, too."""
+        """Return the member, even while it starts, because topics subscribed to meanwhile are consumed, too."""
         member = self._lifecycle.member
         if member is not None and member.state is ConsumerState.CREATED and not self._lifecycle.is_ending:
             return member
@@ -249,10 +251,10 @@ class _BaseConsumer:
         return ThreadWorkers(config.consume_threads, reporter, config.consume_timeout_s, self._lifecycle.loop)
 
     def _start_close(self, timeout_s: float | None) -> float | None:
-        """Begin to close; returns how long to wait for the end, None where that would be to wait for oneself."""
+        """Begin to close. Return how long to wait for the end, None if the caller would wait for itself."""
         wait_s = self.config.shutdown_timeout_s if timeout_s is None else timeout_s
         check_range("timeout_s", wait_s, 0, 86400)
-        if self._lifecycle.is_forked or sys.is_finalizing():  # all of it is the parent's; or no thread runs any more
+        if self._lifecycle.is_forked or sys.is_finalizing():  # the parent owns everything, or all threads have stopped
             return None
         self._lifecycle.close(wait_s)
         return None if self._lifecycle.needs_caller else wait_s + CLOSE_MARGIN_S
@@ -267,7 +269,7 @@ class _BaseConsumer:
             raise RocketError(f"consumer {self.config.group!r} failed: {member.failure!r}") from member.failure
 
     def _raise_close_error(self) -> None:
-        """Raise, once, what was wrong with the consumer or went wrong at its end."""
+        """Raise, once, the failure of the consumer or the error of its close."""
         if self._lifecycle.take_failure():
             self._raise_failure()
         if (error := self._lifecycle.take_error()) is not None:
@@ -275,23 +277,23 @@ class _BaseConsumer:
 
 
 class PushConsumer(_BaseConsumer):
-    """Receives the messages of a group: each goes to the listener of its topic, on one of `consume_threads` threads.
+    """Receives the messages of a group. The listener of each topic runs on one of `consume_threads` threads.
 
         with PushConsumer("orders-app", name_server="127.0.0.1:9876") as consumer:
             consumer.subscribe("orders", handle)
             consumer.join()
 
-    A listener that returns has consumed the message; one that raises gets it again later.
+    If the listener returns, the message is consumed. If it raises, the message is redelivered later.
     """
 
     def start(self) -> Self:
-        """Start consuming; returns when the queues that are ours were taken on.
+        """Start consuming. Return when the queues that the group assigns to this member have begun.
 
         Raises:
-            ConnectError: no name server could be reached; its text names each. Nothing is left of a start that failed,
-                and it may be tried again.
+            ConnectError: no name server is reachable; the text names each. A failed start leaves nothing behind, so
+                you may try again.
             OffsetStoreError: the offset store cannot be opened.
-            ClientClosed: started before, or closed.
+            ClientClosed: the consumer was started before, or is closed.
         """
         self._check_unstarted()
         lifecycle = self._lifecycle
@@ -301,13 +303,13 @@ class PushConsumer(_BaseConsumer):
                 starting.result(lifecycle.start_timeout_s)
             except concurrent.futures.TimeoutError as error:
                 if starting.done():
-                    raise  # of its own
+                    raise  # raised by the start itself
                 raise RequestTimeout("starting", "the I/O thread", lifecycle.start_timeout_s) from error
             except concurrent.futures.CancelledError:
                 raise ClientClosed("the consumer was closed while it started") from None
         except BaseException as error:
             if isinstance(error, ClientClosed) and lifecycle.is_ending:
-                raise  # whoever closed it has said how long the end may take
+                raise  # the caller of close() has set the timeout
             lifecycle.close(0)
             lifecycle.closed.wait(INTERRUPTED_WAIT_S)
             self._start_failed(lifecycle, error)
@@ -319,17 +321,19 @@ class PushConsumer(_BaseConsumer):
         return self._lifecycle.cluster.run(work, timeout_s)
 
     def subscribe(self, topic: str, listener: MessageListener, selector: str = "*") -> None:
-        """Have `listener` called with the messages of `topic`; before or after `start()`.
+        """Call `listener` with the messages of `topic`, before or after `start()`.
 
-        `listener`: a function, plain or `async def`, of one message; of a list of messages when `listener_batch_size`
-        is above 1. A second parameter, if it needs one, receives the `ConsumeContext`. What it returned from is
-        consumed; what it raises for comes again, as it does for `ConsumeResult.RETRY`, `Retry` and `Suspend`.
+        `listener` is a function, plain or `async def`, of one message, or of a list of messages if
+        `listener_batch_size` is above 1. A required second parameter receives the `ConsumeContext`. If the listener
+        returns, the messages are consumed. If it raises, or returns `ConsumeResult.RETRY`, `Retry` or `Suspend`, they
+        are redelivered.
 
-        `selector`: `"*"`, `"tagA || tagB"`, or `sql("price > 5")`. One listener per topic: a second call replaces it.
-        All members of a group must subscribe alike: the broker keeps one subscription per group and topic.
+        `selector` is `"*"`, `"tagA || tagB"`, or `sql("price > 5")`. A topic has one listener, so a second call
+        replaces the first. All members of a group must subscribe alike, because the broker keeps one subscription per
+        group and topic.
 
         Raises:
-            ConfigError: topic, selector or listener is not what it must be.
+            ConfigError: topic, selector or listener is not allowed; the text names the allowed values.
         """
         checked = self._check_subscription(topic, listener, selector)
         self._subscriptions[checked[0].topic] = checked
@@ -339,8 +343,8 @@ class PushConsumer(_BaseConsumer):
     def unsubscribe(self, topic: str) -> None:
         """Stop receiving `topic`, and return when its running calls have ended and its offsets are stored.
 
-        Running calls are waited for as at a hand-over, some seconds at most. Within a listener it returns at once, and
-        the end waits for the listener.
+        It waits a few seconds at most for running calls, as a rebalance does. Within a listener it returns at once, and
+        the topic ends after the listener has returned.
         """
         name = wrap(self.config.namespace, check_topic(topic))
         self._subscriptions.pop(name, None)
@@ -349,10 +353,10 @@ class PushConsumer(_BaseConsumer):
             self._run(self._subscribable_member().unsubscribe(name, wait=wait), CALL_TIMEOUT_S)
 
     def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
-        """Pull no more from `queues`, or from all; what is here already is still consumed.
+        """Stop pulling from `queues`, or from all. The consumer still delivers the messages that it has received.
 
         Raises:
-            ConfigError: `queues` has something else than `MessageQueue`s; those of `progress()` are.
+            ConfigError: `queues` contains other values than `MessageQueue`s; use those of `progress()`.
         """
         member, chosen = self._running_member(), _queues(queues)
         self._run(_call(member.pause, chosen), 5.0)
@@ -363,7 +367,7 @@ class PushConsumer(_BaseConsumer):
         self._run(_call(member.resume, chosen), 5.0)
 
     def progress(self) -> dict[MessageQueue, QueueProgress]:
-        """Return where each queue this member holds stands."""
+        """Return the progress of each queue that this member holds."""
         return self._run(_call(self._running_member().progress), 5.0)
 
     def reset_offsets(
@@ -372,15 +376,15 @@ class PushConsumer(_BaseConsumer):
         to: To,
         queues: Iterable[MessageQueue] | None = None,
     ) -> dict[MessageQueue, int]:
-        """Consume `topic` from another place: `"earliest"`, `"latest"`, a time, or `{queue: offset}`.
+        """Continue `topic` at other offsets: `"earliest"`, `"latest"`, a time, or `{queue: offset}`.
 
-        `"first"` and `"last"` mean the same two; a time is an aware datetime, or its text.
+        `"first"` is the same as `"earliest"`, and `"last"` as `"latest"`. A time is an aware datetime, or its text.
 
-        Only queues this member holds move (of them, only `queues` when given). Returns the new offsets, when durable.
-        An offset outside of what the queue holds becomes the nearest one it does hold, and is returned.
+        Only queues that this member holds move; with `queues`, only those of them. Return the new offsets once they are
+        durable. An offset outside of the queue's range becomes the nearest one within it.
 
         Raises:
-            ConfigError: `to` is none of these, or a queue named is not held by this member. Nothing has moved.
+            ConfigError: `to` has another value, or this member does not hold one of the queues. Nothing has moved.
         """
         member = self._running_member()
         chosen = _queues(queues)
@@ -388,16 +392,15 @@ class PushConsumer(_BaseConsumer):
         return self._run(_reset(member, name, to, chosen), CALL_TIMEOUT_S)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the consumer's end, or for `timeout_s`. Returns whether it has ended.
+        """Wait for the consumer's end, or for `timeout_s`. Return whether it has ended.
 
-        In the main thread, without a time-out, Ctrl-C and SIGTERM end the wait: what follows, as a rule the end of a
-        `with`, closes the consumer in order. With a time-out, so that a loop around it ends, Ctrl-C raises
-        KeyboardInterrupt as everywhere, and SIGTERM raises SystemExit(143). A handler of SIGTERM that the program has
-        set itself is left alone.
+        In the main thread, without a timeout, Ctrl-C and SIGTERM end the wait. The code after it, usually the end of a
+        `with`, closes the consumer. With a timeout, Ctrl-C raises KeyboardInterrupt, and SIGTERM raises
+        SystemExit(143), so that a loop around `join` ends. A SIGTERM handler of the program stays in place.
 
         Raises:
-            RocketError: the consumer failed; the text says why.
-            ClientClosed: it is not started.
+            RocketError: the consumer failed; the text has the cause.
+            ClientClosed: the consumer is not started.
         """
         self._check_started()
         if timeout_s is not None:
@@ -414,13 +417,13 @@ class PushConsumer(_BaseConsumer):
     def close(self, timeout_s: float | None = None) -> None:
         """Stop pulling, store offsets, let listeners finish for up to `timeout_s`, store again, leave the group.
 
-        It takes a few seconds more than `timeout_s` at most. Whoever closes a second time waits for the same end. A
-        listener may close its consumer: the call returns at once, and the end waits for the listener, whose message
-        counts if it returns. If the wait is cut short, by Ctrl-C for example, offsets are stored first, and the end
-        goes on in the background.
+        It takes at most a few seconds longer than `timeout_s`. A second call waits for the same end. A listener may
+        close its consumer. Then the call returns at once, and the close waits for the listener, whose message counts if
+        it returns. If the wait is interrupted, for example by Ctrl-C, offsets are stored first, and the close continues
+        in the background.
 
         Raises:
-            RocketError: the consumer had failed before; the text says why.
+            RocketError: the consumer had failed before; the text has the cause.
         """
         wait_s = self._start_close(timeout_s)
         if wait_s is None:
@@ -476,7 +479,7 @@ class AsyncPushConsumer(_BaseConsumer):
         return await _await_io_thread(self._lifecycle.cluster.submit(work))
 
     async def subscribe(self, topic: str, listener: MessageListener, selector: str = "*") -> None:
-        """Have `listener` called with the messages of `topic`; see `PushConsumer.subscribe`."""
+        """Call `listener` with the messages of `topic`; see `PushConsumer.subscribe`."""
         checked = self._check_subscription(topic, listener, selector)
         self._subscriptions[checked[0].topic] = checked
         if self._lifecycle.member is not None:
@@ -490,7 +493,7 @@ class AsyncPushConsumer(_BaseConsumer):
             await self._run(self._subscribable_member().unsubscribe(name, wait=not self._lifecycle.needs_caller))
 
     async def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
-        """Pull no more from `queues`, or from all; see `PushConsumer.pause`."""
+        """Stop pulling from `queues`, or from all; see `PushConsumer.pause`."""
         await self._run(_call(self._running_member().pause, _queues(queues)))
 
     async def resume(self, queues: Iterable[MessageQueue] | None = None) -> None:
@@ -498,7 +501,7 @@ class AsyncPushConsumer(_BaseConsumer):
         await self._run(_call(self._running_member().resume, _queues(queues)))
 
     async def progress(self) -> dict[MessageQueue, QueueProgress]:
-        """Return where each queue this member holds stands."""
+        """Return the progress of each queue that this member holds."""
         return await self._run(_call(self._running_member().progress))
 
     async def reset_offsets(
@@ -507,16 +510,16 @@ class AsyncPushConsumer(_BaseConsumer):
         to: To,
         queues: Iterable[MessageQueue] | None = None,
     ) -> dict[MessageQueue, int]:
-        """Consume `topic` from another place; see `PushConsumer.reset_offsets`."""
+        """Continue `topic` at other offsets; see `PushConsumer.reset_offsets`."""
         chosen = _queues(queues)
         return await self._run(
             _reset(self._running_member(), wrap(self.config.namespace, check_topic(topic)), to, chosen)
         )
 
     async def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the consumer's end, or for `timeout_s`. Returns whether it has ended; see `PushConsumer.join`.
+        """Wait for the consumer's end, or for `timeout_s`. Return whether it has ended; see `PushConsumer.join`.
 
-        SIGTERM is heard as there, where the loop runs in the main thread. Ctrl-C cancels, as `asyncio.run` has it.
+        SIGTERM ends the wait as there, if the loop runs in the main thread. Ctrl-C cancels, as usual in `asyncio.run`.
         """
         self._check_started()
         if timeout_s is not None:
@@ -535,7 +538,7 @@ class AsyncPushConsumer(_BaseConsumer):
         return ended.is_set()
 
     async def close(self, timeout_s: float | None = None) -> None:
-        """Stop in the order that loses nothing; see `PushConsumer.close`."""
+        """Shut down without losing messages; see `PushConsumer.close`."""
         wait_s = self._start_close(timeout_s)
         if wait_s is None:
             return
@@ -564,7 +567,7 @@ class AsyncPushConsumer(_BaseConsumer):
 
 
 async def _await_io_thread(future: concurrent.futures.Future[T]) -> T:
-    """Return the result of work on the I/O thread. That it was cancelled there is no cancellation of the caller."""
+    """Return the result of work on the I/O thread. A cancellation of that work does not cancel the caller."""
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
@@ -575,7 +578,7 @@ async def _await_io_thread(future: concurrent.futures.Future[T]) -> T:
 
 
 async def _finish_shielded(work: Coroutine[Any, Any, object]) -> None:
-    """Do something short to its end, however often the caller is cancelled meanwhile."""
+    """Run a short coroutine to its end, even if the caller is cancelled meanwhile."""
     doing = asyncio.ensure_future(work)
     while not doing.done():
         try:
@@ -585,7 +588,7 @@ async def _finish_shielded(work: Coroutine[Any, Any, object]) -> None:
 
 
 def _queues(given: object) -> list[MessageQueue] | None:
-    """Return the queues named, None for all."""
+    """Return the named queues, None for all."""
     return None if given is None else check_queues("queues", given)
 
 
