@@ -152,7 +152,7 @@ def test_a_decision_that_does_not_reach_the_broker_is_asked_for(quick, transacti
     quick.broker("broker-a").on(RequestCode.END_TRANSACTION, drop)
     result = producer.send_in_transaction(PAID, commit)
     assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
-    assert "was not answered" in result.not_sent
+    assert "was not answered" in result.not_told
     check.wait_for(1)
     quick.wait_until(lambda: quick.messages("orders") != [])
 
@@ -162,7 +162,7 @@ def test_a_decision_that_the_broker_refuses_is_not_taken(quick, transacting, cap
     quick.broker("broker-a").on(RequestCode.END_TRANSACTION, answer(1, "Find prepared transaction message failed"))
     result = producer.send_in_transaction(PAID, commit)
     assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
-    assert "Find prepared transaction message failed" in result.not_sent
+    assert "Find prepared transaction message failed" in result.not_told
     assert "has not taken COMMIT" in caplog.text
 
 
@@ -356,5 +356,5 @@ def test_closed_while_the_transaction_runs_it_tells_the_decision(embedded):
 
     result = producer.send_in_transaction(PAID, run)
     assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
-    assert result.not_sent is not None
-    assert "closed" in result.not_sent
+    assert result.not_told is not None
+    assert "closed" in result.not_told
