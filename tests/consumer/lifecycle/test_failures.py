@@ -348,7 +348,7 @@ def test_a_result_that_cannot_be_inspected_fails_nothing(orders, orderly):
     judge = RecordingListener(lambda _: strange.pop() if strange else None)
     with orders.consuming(judge, orderly=orderly, **OPTIONS) as (consumer, seen):
         orders.fill(2)
-        assert "come again" in orders.events.wait_for("listener-result-unknown").text
+        assert "are redelivered" in orders.events.wait_for("listener-result-unknown").text
         seen.wait(lambda seen: len(seen.messages) == 3)
         assert consumer.state is ConsumerState.RUNNING
 
