@@ -48,7 +48,7 @@ class Sender:
         self._socket.sendall(encode_command(RemotingCommand(code, header.to_fields(), body, self.under_way + 1)))
         self.under_way += 1
 
-    def take_answers(self, *, wait: bool) -> None:
+    def read_responses(self, *, wait: bool) -> None:
         """Read what answers have come; with `wait` at least one.
 
         Raises:
@@ -70,7 +70,7 @@ class Sender:
 
     def close(self) -> None:
         while self.under_way:
-            self.take_answers(wait=True)
+            self.read_responses(wait=True)
         self._socket.close()
 
 
@@ -94,7 +94,7 @@ def fill(address: str, topic: str, queues: int, messages: int, keys: int = 0) ->
                 sender.send(topic, queue_id, body, properties, batch=True)
                 left[queue_id] -= count
             while sender.under_way >= BATCHES_UNDER_WAY:
-                sender.take_answers(wait=True)
+                sender.read_responses(wait=True)
     sender.close()
 
 
@@ -128,7 +128,7 @@ def flow(address: str, topic: str, queues: int, rate: float, seconds: float) -> 
         if ahead_s > 0:
             time.sleep(ahead_s)
         sender.send(topic, number % queues, FLOW_BODY.pack(time.time_ns()), encode_properties({"TAGS": "paid"}))
-        sender.take_answers(wait=False)
+        sender.read_responses(wait=False)
     sender.close()
     return count
 

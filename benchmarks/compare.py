@@ -48,7 +48,7 @@ from typing import Self
 
 from benchmarks.arguments import one_or_more
 from benchmarks.compare_side import SUBJECTS, Task
-from benchmarks.watch import Answer
+from benchmarks.watch import Figures
 
 ROOT = Path(__file__).parent.parent
 LOCK = ROOT / ".ci" / "lock.txt"
@@ -86,11 +86,11 @@ def ratio(base: Sequence[float], new: Sequence[float]) -> Ratio:
     """Return the ratio of samples that were taken in pairs, with the spread that --help describes."""
     logs = sorted(math.log(ours / theirs) for theirs, ours in zip(base, new, strict=True))
     means = sorted((one + other) / 2 for one, other in itertools.combinations_with_replacement(logs, 2))
-    left_out = ranks_left_out(len(logs))
-    return Ratio(*(math.exp(each) for each in (statistics.median(logs), means[left_out], means[-1 - left_out])))
+    excluded = excluded_ranks(len(logs))
+    return Ratio(*(math.exp(each) for each in (statistics.median(logs), means[excluded], means[-1 - excluded])))
 
 
-def ranks_left_out(rounds: int) -> int:
+def excluded_ranks(rounds: int) -> int:
     """Return how many of the pairwise means are beyond each end of the spread.
 
     That is the largest sum of signed ranks that is still improbable, when each rank is as likely left out as counted.
@@ -226,7 +226,7 @@ class Side:
             except (BrokenPipeError, subprocess.TimeoutExpired):
                 self._process.kill()
 
-    def ask(self, task: Task) -> Answer:
+    def run(self, task: Task) -> Figures:
         """Return the answer to a task.
 
         Raises:
@@ -248,7 +248,7 @@ class Side:
             self._errors.seek(0)
             said = self._errors.read().decode(errors="replace").strip().splitlines() or [f"no answer in {LIMIT_S:g} s"]
             raise Failed(said[-1])
-        answer: Answer = json.loads(line)
+        answer: Figures = json.loads(line)
         if "error" in answer:
             raise Failed(answer["error"])
         return answer
@@ -269,23 +269,23 @@ class Bench:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def about(self, side: str) -> Answer:
+    def describe(self, side: str) -> Figures:
         with Side(self._pythons[side], self._code) as process:
-            return process.ask(Task("about"))
+            return process.run(Task("describe"))
 
     def start_broker(self) -> None:
         broker = self._stack.enter_context(Side(self._pythons[NEW], self._code))
-        self._name_server = broker.ask(Task("serve"))["name_server"]
+        self._name_server = broker.run(Task("serve"))["name_server"]
 
-    def sample(self, name: str, side: str, turn: int) -> Answer:
+    def sample(self, name: str, side: str, turn: int) -> Figures:
         """Return one sample of a subject. Both sides of a round have the same order of their hash tables."""
         task = Task(name, self._name_server, f"compare-{uuid.uuid4().hex[:12]}")
         if SUBJECTS[name].needs == "spark":
             if side not in self._kept:
                 self._kept[side] = self._stack.enter_context(Side(self._pythons[side], self._code))
-            return self._kept[side].ask(task)
+            return self._kept[side].run(task)
         with Side(self._pythons[side], self._code, turn) as process:
-            return process.ask(task)
+            return process.run(task)
 
 
 def measure(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, Row]:
@@ -303,17 +303,17 @@ def measure(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, Row]:
                     row.failed[side] = str(error)
             where = f"round {turn} of {rounds}, {name}"
             if row.failed:
-                say(f"{where}: " + "; ".join(f"fails on {side}: {text}" for side, text in row.failed.items()))
+                log_progress(f"{where}: " + "; ".join(f"fails on {side}: {text}" for side, text in row.failed.items()))
                 continue
             for side, answer in answers.items():
                 row.cpu_s[side].append(answer["cpu_s"] / answer["operations"])
                 row.wall_s[side].append(answer["seconds"] / answer["operations"])
             cpu, wall = (times[NEW][-1] / times[BASE][-1] for times in (row.cpu_s, row.wall_s))
-            say(f"{where}: new ÷ base {cpu:.2f} CPU, {wall:.2f} wall")
+            log_progress(f"{where}: new ÷ base {cpu:.2f} CPU, {wall:.2f} wall")
     return rows
 
 
-def say(text: str) -> None:
+def log_progress(text: str) -> None:
     """Tell about progress."""
     print(f"  {time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
@@ -350,7 +350,7 @@ def summary(rows: Mapping[str, Row]) -> str:
     return text + (f"; unclear, more rounds tell more: {', '.join(unclear)}" if unclear else "")
 
 
-def as_json(commits: Mapping[str, str], facts: Mapping[str, Answer], rounds: int, rows: Mapping[str, Row]) -> str:
+def as_json(commits: Mapping[str, str], facts: Mapping[str, Figures], rounds: int, rows: Mapping[str, Row]) -> str:
     """Return everything measured, each round's times in seconds included."""
     subjects = {}
     for name, row in rows.items():
@@ -385,13 +385,13 @@ def compare(options: argparse.Namespace) -> int:
     with_spark = needed("spark", names)
     check_machine(with_spark=with_spark)
     if options.new == "HEAD" and git("diff", "--quiet", "HEAD", "--", ":!benchmarks", ":!tests", ":!docs").returncode:
-        say("what is not committed is not measured")
+        log_progress("what is not committed is not measured")
     minutes = expected_s(names, options.rounds) / 60
-    say(f"subjects: {len(names)}, rounds: {options.rounds}; about {minutes:.0f} min on two quiet cores")
+    log_progress(f"subjects: {len(names)}, rounds: {options.rounds}; about {minutes:.0f} min on two quiet cores")
     with tempfile.TemporaryDirectory(prefix="pyrocket-compare-") as name:
         code = Path(name, "code")
         shutil.copytree(ROOT / "benchmarks", code / "benchmarks")  # not next to this package
-        say(f"installing {commits[BASE][:10]} and {commits[NEW][:10]}")
+        log_progress(f"installing {commits[BASE][:10]} and {commits[NEW][:10]}")
         places = {side: Path(name, f"{side:_<4}") for side in (BASE, NEW)}  # paths of one length
         for place in places.values():
             place.mkdir()
@@ -401,18 +401,18 @@ def compare(options: argparse.Namespace) -> int:
                 for side, place in places.items()
             }
         with Bench({side: each.result() for side, each in installing.items()}, code) as bench:
-            facts = {side: bench.about(side) for side in (BASE, NEW)}
+            facts = {side: bench.describe(side) for side in (BASE, NEW)}
             if needed("broker", names):
-                say("starting the broker, and storing messages")
+                log_progress("starting the broker, and storing messages")
                 bench.start_broker()
             rows = measure(bench, names, options.rounds)
     if options.output == "json":
         print(as_json(commits, facts, options.rounds, rows))
     else:
-        about = facts[NEW]
+        machine = facts[NEW]
         print(
-            f"{about['python']} ({about['gil']}), {about['cores']} cores of {about['cpu']}, {about['system']}, load "
-            f"{about['load']} before, {about['time']}"
+            f"{machine['python']} ({machine['gil']}), {machine['cores']} cores of {machine['cpu']}, "
+            f"{machine['system']}, load {machine['load']} before, {machine['time']}"
         )
         for side, commit in commits.items():
             print(f"{side:<4} {commit[:10]}, {'accelerated' if facts[side]['accelerated'] else 'pure Python'}")

@@ -26,13 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from benchmarks.watch import Answer, Look
+from benchmarks.watch import Figures, Sample
 
 BACKLOG, KEYED, MANY, PING, SENT = "backlog", "keyed", "many", "ping", "sent"
 QUEUES, MANY_QUEUES, KEYS = 4, 1000, 1000
 BACKLOG_MESSAGES, KEYED_MESSAGES = 400_000, 120_000
 BODY = bytes(range(256)) * 4
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 LISTS = {"pull_batch": 1024, "listener_batch": 32, "max_cached": 10_000, "max_span": 20_000}
 LIFTED_LIMITS = {
     "maxTransferCountOnMessageInMemory": 4096,
@@ -64,20 +64,20 @@ class Subject:
     what: str
     operation: str
     sample_s: float
-    measure: Callable[[Task], Answer]
+    measure: Callable[[Task], Figures]
     needs: str = "broker"
 
 
-def taken(before: Look, operations: int) -> Answer:
+def taken(before: Sample, operations: int) -> Figures:
     """Return what so many operations took since `before`, time and CPU time of this process."""
-    after = Look.now(0)
+    after = Sample.now(0)
     return {"operations": operations, "seconds": after.at_s - before.at_s, "cpu_s": after.cpu_s - before.cpu_s}
 
 
-def consume(topic: str, messages: int, **options: Any) -> Callable[[Task], Answer]:
+def consume(topic: str, messages: int, **options: Any) -> Callable[[Task], Figures]:
     """Return what works off a backlog; its first fifth and its last tenth do not count."""
 
-    def measure(task: Task) -> Answer:
+    def measure(task: Task) -> Figures:
         from benchmarks import consume_side
 
         where = "pyrocket", "backlog", task.name_server, task.group, topic
@@ -87,7 +87,7 @@ def consume(topic: str, messages: int, **options: Any) -> Callable[[Task], Answe
     return measure
 
 
-def latency(task: Task) -> Answer:
+def latency(task: Task) -> Figures:
     """Send one message after the other; the time of one is the median from the send to the listener's call."""
     from pyrocket_consumer import Producer, PushConsumer
 
@@ -102,8 +102,8 @@ def latency(task: Task) -> Answer:
         for _ in range(count):
             began = time.perf_counter()
             producer.send(PING, BODY)
-            if not came.acquire(timeout=PATIENCE_S):
-                raise TimeoutError(f"a message did not come within {PATIENCE_S:g} s")
+            if not came.acquire(timeout=TIMEOUT_S):
+                raise TimeoutError(f"a message did not come within {TIMEOUT_S:g} s")
             waits.append(arrivals[-1] - began)
         return waits
 
@@ -115,15 +115,15 @@ def latency(task: Task) -> Answer:
         while came.acquire(timeout=0.2):
             pass
         send(100)
-        before = Look.now(0)
+        before = Sample.now(0)
         waits = send(2000)
         return taken(before, len(waits)) | {"seconds": statistics.median(waits) * len(waits)}
 
 
-def produce(way: str, warm: int, total: int) -> Callable[[Task], Answer]:
+def produce(way: str, warm: int, total: int) -> Callable[[Task], Figures]:
     """Return what sends asynchronously, or one message after the other."""
 
-    def measure(task: Task) -> Answer:
+    def measure(task: Task) -> Figures:
         from benchmarks import produce_side
 
         where = "pyrocket", way, task.name_server, task.group, SENT
@@ -133,10 +133,10 @@ def produce(way: str, warm: int, total: int) -> Callable[[Task], Answer]:
     return measure
 
 
-def persist(durability: Any, queues: int, count: int) -> Callable[[Task], Answer]:
+def persist(durability: Any, queues: int, count: int) -> Callable[[Task], Figures]:
     """Return what persists one offset after the other; only a full journal makes a checkpoint due."""
 
-    def measure(task: Task) -> Answer:
+    def measure(task: Task) -> Figures:
         from pyrocket_consumer import MessageQueue
         from pyrocket_consumer.offsets import LocalFileOffsetStore
 
@@ -148,7 +148,7 @@ def persist(durability: Any, queues: int, count: int) -> Callable[[Task], Answer
             for queue in names:
                 store.update_offset(queue, 0)
             store.persist_all(names)
-            before = Look.now(0)
+            before = Sample.now(0)
             for number in range(count):
                 queue = names[number % queues]
                 store.update_offset(queue, 1_000_000_000 + number)
@@ -158,7 +158,7 @@ def persist(durability: Any, queues: int, count: int) -> Callable[[Task], Answer
     return measure
 
 
-def start(task: Task) -> Answer:
+def start(task: Task) -> Figures:
     """Start three consumers, one after the other, until all queues of each have begun."""
     from pyrocket_consumer import PushConsumer
 
@@ -172,10 +172,10 @@ def start(task: Task) -> Answer:
 
         consumer = PushConsumer(f"{task.group}-{number}", name_server=task.name_server, on_event=on_event)
         consumer.subscribe(MANY, lambda message: None)
-        before = Look.now(0)
+        before = Sample.now(0)
         with consumer:
-            if not begun.wait(PATIENCE_S):
-                raise TimeoutError(f"not all of {MANY_QUEUES} queues began within {PATIENCE_S:g} s")
+            if not begun.wait(TIMEOUT_S):
+                raise TimeoutError(f"not all of {MANY_QUEUES} queues began within {TIMEOUT_S:g} s")
             answer = taken(before, starts)
         spent = {name: value + answer[name] for name, value in spent.items()}
     return {"operations": starts, **spent}
@@ -189,7 +189,7 @@ print(time.perf_counter() - began, time.process_time() - cpu)
 """
 
 
-def import_(task: Task) -> Answer:
+def import_(task: Task) -> Figures:
     """Import in ten new interpreters, one after the other; their own start does not count."""
     times = []
     for _ in range(10):
@@ -201,7 +201,7 @@ def import_(task: Task) -> Answer:
     return {"operations": len(times), "seconds": seconds, "cpu_s": cpu_s}
 
 
-def spark_read(task: Task) -> Answer:
+def spark_read(task: Task) -> Figures:
     """Read two columns with two tasks. The CPU time is that of Spark's Python processes, in which the package runs."""
     spark = session()
 
@@ -267,7 +267,7 @@ def spark_python_cpu_s() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def about(task: Task) -> Answer:
+def describe(task: Task) -> Figures:
     """Return what is measured, and on what."""
     from benchmarks.environment import environment
 
@@ -338,7 +338,7 @@ SUBJECTS = {
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    measures = {"about": about, **{name: subject.measure for name, subject in SUBJECTS.items()}}
+    measures = {"describe": describe, **{name: subject.measure for name, subject in SUBJECTS.items()}}
     with opened:
         while line := sys.stdin.readline():
             task = Task(**json.loads(line))

@@ -43,7 +43,7 @@ from benchmarks.consume_side import Task
 from benchmarks.environment import environment, header
 from benchmarks.plots import pyplot
 from benchmarks.raw_pull import raw_pull
-from benchmarks.watch import Answer
+from benchmarks.watch import Figures
 from pyrocket_consumer.model import MASTER_ID, PERM_READ, PERM_WRITE
 from pyrocket_consumer.protocol.bodies import decode_route
 from pyrocket_consumer.protocol.codes import RequestCode
@@ -67,7 +67,7 @@ BROKER_JVM = ("-Xms768m", "-Xmx768m", "-XX:MaxDirectMemorySize=512m", "-XX:Tiere
 TUNED = {"pull_batch": 1024, "listener_batch": 32, "max_cached": 10_000, "max_span": 20_000}
 FLOW_RATE = 500
 MANY_QUEUES = 64
-MOST_IN_MANY_QUEUES = 400_000  # of more, a broker that is asked for all queues at once begins to refuse
+MAX_IN_MANY_QUEUES = 400_000  # of more, a broker that is asked for all queues at once begins to refuse
 AIMED_AT = (4, 16)  # queues
 CASES = ("one", "touched", "lists", "lists-touched", "sleep", "latency", "idle", "memory", "start")
 SIDES = ("pyrocket", "pure", "java", "raw", "threads", "before")
@@ -114,7 +114,7 @@ class Cluster:
             name = f"bench-{self._run}-{purpose}-{queues}"
             self._create(name, queues)
             if messages:
-                say(f"storing {messages:,} messages in {queues} queues")
+                log_progress(f"storing {messages:,} messages in {queues} queues")
                 fill(self.broker_address, name, queues, messages, keys)
                 wait_until(lambda: self._readable(name, queues, messages), f"{messages} messages in {name}", 120)
             self._topics[queues, messages, keys] = name
@@ -180,12 +180,12 @@ class Cluster:
             self._names.call(RequestCode.DELETE_TOPIC_IN_NAMESRV, {"topic": name})
 
 
-def say(text: str) -> None:
+def log_progress(text: str) -> None:
     """Tell about progress."""
     print(f"  {time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
-def perform(task: Task, java_version: str = NEWEST, package: Path | None = None) -> Answer:
+def perform(task: Task, java_version: str = NEWEST, package: Path | None = None) -> Figures:
     """Carry out one task in a process of its own. `package` is a directory with another pyrocket_consumer than ours.
 
     Raises:
@@ -208,7 +208,7 @@ def perform(task: Task, java_version: str = NEWEST, package: Path | None = None)
     if answer.returncode:
         output = f"{answer.stdout[-1500:]}{answer.stderr[-3000:]}"
         raise RuntimeError(f"{task.side} ended with {answer.returncode}:\n{output}")
-    result: Answer = json.loads(answer.stdout.splitlines()[-1])
+    result: Figures = json.loads(answer.stdout.splitlines()[-1])
     return result
 
 
@@ -236,7 +236,7 @@ def compete(
         answers = {}
         for label in random.sample(list(tasks), len(tasks)):
             answers[label] = perform(tasks[label](), package=(packages or {}).get(label))
-            say(f"{case}, round {turn + 1} of {rounds}, {label}: {short(answers[label])}")
+            log_progress(f"{case}, round {turn + 1} of {rounds}, {label}: {short(answers[label])}")
         for label, answer in answers.items():
             rows[label].append(answer)
 
@@ -273,7 +273,7 @@ def work_off(
     **options: Any,
 ) -> str:
     """Let the sides work off the first `total` messages of a backlog; returns the name of the case."""
-    stored = min(settings.messages, MOST_IN_MANY_QUEUES) if queues > MANY_QUEUES else settings.messages
+    stored = min(settings.messages, MAX_IN_MANY_QUEUES) if queues > MANY_QUEUES else settings.messages
     topic, case = cluster.topic(queues, stored), f"{case}, {queues} queues"
 
     def task(side: str) -> Callable[[], Task]:
@@ -378,7 +378,7 @@ def memory(cluster: Cluster, settings: Settings, results: Results) -> None:
     total, case = settings.memory_messages, f"memory over {settings.memory_messages:,} messages, 16 queues"
     topic = cluster.topic(16, total, "memory")
 
-    def growth(answer: Answer) -> float:
+    def growth(answer: Figures) -> float:
         tenths = answer["rss_mb_at_tenths"]
         return float(tenths[-1] / tenths[1])
 
@@ -425,7 +425,7 @@ def broker(name_server: str | None, *, lifted: bool) -> Iterator[Cluster]:
         finally:
             cluster.delete_topics()
         return
-    say(f"starting a name server and a broker, RocketMQ {NEWEST}")
+    log_progress(f"starting a name server and a broker, RocketMQ {NEWEST}")
     settings = {**BROKER_SETTINGS, **(LIFTED_LIMITS if lifted else {})}
     with RealCluster(settings=settings, jvm_options=BROKER_JVM) as real:
         yield Cluster(real.name_server)
@@ -480,7 +480,7 @@ def main() -> int:
                 MEASURES[case](cluster, settings, results)
             except (RuntimeError, subprocess.SubprocessError) as error:
                 failed.append(f"case {case} failed: {error}")
-                say(failed[-1])
+                log_progress(failed[-1])
     limits = "its limits per pull lifted" if not options.broker_defaults else "its default limits per pull"
     server = f"the cluster at {options.name_server}" if options.name_server else f"RocketMQ {NEWEST}, {limits}"
     print(header(facts))

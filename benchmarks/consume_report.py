@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.plots import draw_rates
-from benchmarks.watch import Answer
+from benchmarks.watch import Figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class Target:
 class Results:
     """Everything measured: case -> side -> one answer per round."""
 
-    rounds: dict[str, dict[str, list[Answer]]] = field(default_factory=dict)
+    rounds: dict[str, dict[str, list[Figures]]] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
 
-    def median(self, case: str, side: str, value: Callable[[Answer], float]) -> float:
+    def median(self, case: str, side: str, value: Callable[[Figures], float]) -> float:
         return statistics.median(value(answer) for answer in self.rounds[case][side])
 
-    def ratio(self, case: str, side: str, other: str, value: Callable[[Answer], float]) -> float:
+    def ratio(self, case: str, side: str, other: str, value: Callable[[Figures], float]) -> float:
         """Return the median of the ratios of the rounds."""
         pairs = zip(self.rounds[case][side], self.rounds[case][other], strict=True)
         return statistics.median(value(ours) / value(theirs) for ours, theirs in pairs)
@@ -48,7 +48,7 @@ class Results:
         self,
         case: str,
         what: str,
-        value: Callable[[Answer], float],
+        value: Callable[[Figures], float],
         side: str,
         other: str | None = None,
         *,
@@ -66,29 +66,29 @@ class Results:
         self.targets.append(Target(text, wanted, measured, at_least is not None))
 
 
-def rate(answer: Answer) -> float:
+def rate(answer: Figures) -> float:
     """Messages per second."""
     return float(answer["messages"] / answer["seconds"])
 
 
-def cpu_us(answer: Answer) -> float:
+def cpu_us(answer: Figures) -> float:
     """Microseconds of CPU time per message."""
     return float(answer["cpu_s"] / answer["messages"] * 1e6)
 
 
-def value_of(name: str) -> Callable[[Answer], float]:
+def value_of(name: str) -> Callable[[Figures], float]:
     """Return what reads one value of an answer."""
     return lambda answer: float(answer[name])
 
 
-def percent_of_a_core(answer: Answer) -> float:
+def percent_of_a_core(answer: Figures) -> float:
     """CPU time over the time that passed."""
     return float(100 * answer["cpu_s"] / answer["seconds"])
 
 
 peak_mb = value_of("rss_peak_mb")
 
-BESIDE = {
+COMPARED_WITH = {
     "java": "Java's DefaultMQPushConsumer with the same settings: 3 is three times its rate, .25 a quarter of its CPU",
     "raw": "a loop on one socket that pulls and counts: 1 would be a consumer that costs nothing",
     "threads": "as many threads that sleep and have no client: 1 would be a consumer that is not in their way",
@@ -102,12 +102,12 @@ def legend(results: Results) -> Iterator[str]:
     """Return what each ratio means that the tables have."""
     yield "  each is taken inside a round, and is the median of the rounds; of rates, or of CPU times for each message"
     met = {side for sides in results.rounds.values() for side in sides}
-    for side, meaning in BESIDE.items():
+    for side, meaning in COMPARED_WITH.items():
         if side in met:
             yield f"  {'÷ ' + side:<11} beside {meaning}"
 
 
-def short(answer: Answer) -> str:
+def short(answer: Figures) -> str:
     """Return what an answer says in a few words."""
     if "p50_ms" in answer:
         return f"p50 {answer['p50_ms']:.2f} ms, p99 {answer['p99_ms']:.2f} ms"
@@ -129,9 +129,9 @@ def table(results: Results) -> Iterator[str]:
                 low, high = (results.median(case, side, value_of(name)) for name in ("p50_ms", "p99_ms"))
                 yield f"  {side:<36} p50 {low:6.2f} ms   p99 {high:6.2f} ms"
         elif "messages" in answer:
-            others = [side for side in BESIDE if side in sides]
-            beside = "".join(f" {'÷ ' + other:>9}" for other in others)
-            yield f"  {'':<30}  k msg/s  CPU us{beside}  MB peak  switches/1000"
+            others = [side for side in COMPARED_WITH if side in sides]
+            ratio_heads = "".join(f" {'÷ ' + other:>9}" for other in others)
+            yield f"  {'':<30}  k msg/s  CPU us{ratio_heads}  MB peak  switches/1000"
             for side in sides:
                 yield _throughput_line(results, case, side, others)
             if "memory" in case:
@@ -150,13 +150,13 @@ def table(results: Results) -> Iterator[str]:
 def _throughput_line(results: Results, case: str, side: str, others: list[str]) -> str:
     sides = results.rounds[case]
     ratios = [results.ratio(case, side, other, rate) if other != side else None for other in others]
-    beside = "".join(f" {'' if ratio is None else f'{ratio:.2f}':>9}" for ratio in ratios)
+    ratio_cells = "".join(f" {'' if ratio is None else f'{ratio:.2f}':>9}" for ratio in ratios)
     switches = ""
     if "switches" in sides[side][0]:
         switches = f"{results.median(case, side, lambda each: 1000 * each['switches'] / each['messages']):.1f}"
     return (
         f"  {side:<30} {results.median(case, side, rate) / 1000:8.1f} {results.median(case, side, cpu_us):7.2f}"
-        f"{beside} {results.median(case, side, peak_mb):8.0f} {switches:>14}"
+        f"{ratio_cells} {results.median(case, side, peak_mb):8.0f} {switches:>14}"
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.environment import accelerated
-from benchmarks.watch import LOOK_EVERY_S, Answer, Look, Watch, memory_mb
+from benchmarks.watch import SAMPLE_EVERY_S, Figures, Sample, Watch, memory_mb
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +62,17 @@ class Task:
     members: int = 1
 
 
-def raw(task: Task) -> Answer:
+def raw(task: Task) -> Figures:
     """Answer for the bare loop."""
     from benchmarks.raw_pull import raw_pull
 
     watch = Watch(task.total)
     where = task.broker_address, task.broker_name, task.group, task.topic, task.queues
-    raw_pull(*where, task.pull_batch, task.total, watch.look)
+    raw_pull(*where, task.pull_batch, task.total, watch.take_sample)
     return watch.warm_part(task.from_share, task.to_share)
 
 
-def bare_threads(task: Task) -> Answer:
+def bare_threads(task: Task) -> Figures:
     """Answer for threads that call the listener again and again, as nobody could quicker."""
     counter, watch, done = Counter(), Watch(task.total), threading.Event()
     listener = counter.listener(task.listener, False)
@@ -84,8 +84,8 @@ def bare_threads(task: Task) -> Answer:
     threads = [threading.Thread(target=work) for _ in range(task.threads)]
     for thread in threads:
         thread.start()
-    while watch.look(counter.value()).count < task.total:
-        time.sleep(LOOK_EVERY_S)
+    while watch.take_sample(counter.value()).count < task.total:
+        time.sleep(SAMPLE_EVERY_S)
     done.set()
     for thread in threads:
         thread.join()
@@ -163,21 +163,21 @@ def push_consumer(task: Task) -> Any:
     )
 
 
-def backlog(task: Task) -> Answer:
+def backlog(task: Task) -> Figures:
     """Answer for a PushConsumer that works off a backlog."""
     counter, watch = Counter(), Watch(task.total)
     deadline = time.perf_counter() + task.timeout_s
     consumer = push_consumer(task)
     consumer.subscribe(task.topic, counter.listener(task.listener, task.listener_batch > 1))
     with consumer:
-        while (look := watch.look(counter.value())).count < task.total:
-            if look.at_s > deadline:
-                raise TimeoutError(f"only {look.count} of {task.total} messages came within {task.timeout_s:g} s")
-            time.sleep(LOOK_EVERY_S)
+        while (sample := watch.take_sample(counter.value())).count < task.total:
+            if sample.at_s > deadline:
+                raise TimeoutError(f"only {sample.count} of {task.total} messages came within {task.timeout_s:g} s")
+            time.sleep(SAMPLE_EVERY_S)
     return watch.warm_part(task.from_share, task.to_share)
 
 
-def share(task: Task) -> Answer:
+def share(task: Task) -> Figures:
     """Answer for one of the members of a group, `total` messages of which are its own.
 
     Until the line comes, its listener holds what it is given: so all members begin at once, each with its own queues.
@@ -199,21 +199,21 @@ def share(task: Task) -> Answer:
             while sum(queue.topic == task.topic for queue in consumer.progress()) != task.queues // task.members:
                 if time.perf_counter() > deadline:
                     raise TimeoutError(f"its queues are {sorted(consumer.progress())} after {task.timeout_s:g} s")
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(SAMPLE_EVERY_S)
             print("ready", flush=True)
             sys.stdin.readline()
             held.clear()
             released.set()
-            while (look := watch.look(counter.value())).count < task.total:
-                if look.at_s > deadline:
-                    raise TimeoutError(f"only {look.count} of {task.total} messages came")
-                time.sleep(LOOK_EVERY_S)
+            while (sample := watch.take_sample(counter.value())).count < task.total:
+                if sample.at_s > deadline:
+                    raise TimeoutError(f"only {sample.count} of {task.total} messages came")
+                time.sleep(SAMPLE_EVERY_S)
     finally:
         released.set()  # closing waits for what runs
-    return {"looks": [(look.at_s, look.count, look.cpu_s) for look in watch.looks]}
+    return {"samples": [(sample.at_s, sample.count, sample.cpu_s) for sample in watch.samples]}
 
 
-def latency(task: Task) -> Answer:
+def latency(task: Task) -> Figures:
     """Answer for the steady flow."""
     from benchmarks.broker_load import FLOW_BODY
 
@@ -242,15 +242,15 @@ def latency(task: Task) -> Answer:
     }
 
 
-def idle(task: Task) -> Answer:
+def idle(task: Task) -> Figures:
     """Answer for a consumer to which nothing comes."""
     consumer = push_consumer(task)
     consumer.subscribe(task.topic, lambda message: None)
     with consumer:
         time.sleep(task.settle_s)
-        before = Look.now(0)
+        before = Sample.now(0)
         time.sleep(task.seconds)
-        after = Look.now(0)
+        after = Sample.now(0)
     return {
         "seconds": after.at_s - before.at_s,
         "cpu_s": after.cpu_s - before.cpu_s,
@@ -258,7 +258,7 @@ def idle(task: Task) -> Answer:
     }
 
 
-def start(task: Task) -> Answer:
+def start(task: Task) -> Figures:
     """Answer how long it takes from `PushConsumer(…)` to the first message; the import is told apart."""
     began = time.perf_counter()
     import pyrocket_consumer.consumer  # noqa: F401

@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import new_file, one_or_more
-from benchmarks.consume import ROOT, Cluster, broker, say
+from benchmarks.consume import ROOT, Cluster, broker, log_progress
 from benchmarks.consume_report import Results, cpu_us, rate
 from benchmarks.consume_side import Task
 from benchmarks.environment import environment, header
 from benchmarks.plots import draw_rates, pyplot
-from benchmarks.watch import Answer
+from benchmarks.watch import Figures
 from tests.real_brokers.jars import NEWEST
 
 CASES = {
@@ -42,10 +42,10 @@ CASES = {
     "spark-two": "Spark, queueOffset and body",
 }
 FROM_SHARE, TO_SHARE = 0.2, 0.9
-LOOK_EVERY_S = 0.02
+SAMPLE_EVERY_S = 0.02
 
-Run = Callable[[], Answer]
-Look = tuple[float, int, float]
+Run = Callable[[], Figures]
+Sample = tuple[float, int, float]
 """When, how many messages until then, and the CPU time until then."""
 
 
@@ -74,7 +74,7 @@ class CpuClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._look)
+        thread = threading.Thread(target=self._take_samples)
         thread.start()
         try:
             yield
@@ -82,9 +82,9 @@ class CpuClock:
             self._done.set()
             thread.join()
 
-    def _look(self) -> None:
+    def _take_samples(self) -> None:
         tick_s, everything = 1 / os.sysconf("SC_CLK_TCK"), Path("/proc/stat")
-        while not self._done.wait(LOOK_EVERY_S):
+        while not self._done.wait(SAMPLE_EVERY_S):
             now_s = time.perf_counter()
             if self._server is not None:
                 _, _, rest = self._server.read_text().rpartition(")")
@@ -96,7 +96,9 @@ class CpuClock:
     def between(self, begin_s: float, end_s: float) -> dict[str, float | None]:
         """Return the CPU times from one moment to another; None for the broker when it runs elsewhere."""
         found = {"broker_cpu_s": self._of_server, "machine_cpu_s": self._of_all}
-        return {name: _at(end_s, looks) - _at(begin_s, looks) if looks else None for name, looks in found.items()}
+        return {
+            name: _at(end_s, samples) - _at(begin_s, samples) if samples else None for name, samples in found.items()
+        }
 
 
 def _child_running(program: str) -> Path | None:
@@ -111,12 +113,12 @@ def _child_running(program: str) -> Path | None:
     return None
 
 
-def _at(moment_s: float, looks: Sequence[tuple[float, float]]) -> float:
+def _at(moment_s: float, samples: Sequence[tuple[float, float]]) -> float:
     """Return the value at a moment between two looks."""
-    for (before_s, before), (after_s, after) in itertools.pairwise(looks):
+    for (before_s, before), (after_s, after) in itertools.pairwise(samples):
         if moment_s <= after_s:
             return before + (after - before) * max(moment_s - before_s, 0.0) / (after_s - before_s)
-    return looks[-1][1]
+    return samples[-1][1]
 
 
 # --- consuming
@@ -141,7 +143,7 @@ def _member_tasks(cluster: Cluster, settings: Settings, topic: str, listener: st
     return [task] * count
 
 
-def together(tasks: Sequence[Task]) -> Answer:
+def together(tasks: Sequence[Task]) -> Figures:
     """Let the members of a group begin at the same moment; what counts is the time in which all of them are warm.
 
     Raises:
@@ -166,27 +168,27 @@ def together(tasks: Sequence[Task]) -> Answer:
         for process in processes:
             process.kill()
             process.wait()
-    looks: list[list[Look]] = []
+    samples: list[list[Sample]] = []
     for process, (output, errors) in zip(processes, outputs, strict=True):
         if process.returncode:
             raise RuntimeError(f"a member ended with {process.returncode}:\n{errors[-3000:]}")
-        looks.append(json.loads(output.splitlines()[-1])["looks"])
-    return common_part(looks, tasks[0].total, clock)
+        samples.append(json.loads(output.splitlines()[-1])["samples"])
+    return common_part(samples, tasks[0].total, clock)
 
 
-def common_part(looks: Sequence[Sequence[Look]], total: int, clock: CpuClock) -> Answer:
+def common_part(samples: Sequence[Sequence[Sample]], total: int, clock: CpuClock) -> Figures:
     """Return what all members did together from when the last of them is warm until the first is nearly through.
 
     Raises:
         RuntimeError: there was no such time.
     """
-    begin_s = max(next(at_s for at_s, count, _ in each if count >= FROM_SHARE * total) for each in looks)
-    end_s = min(next(at_s for at_s, count, _ in each if count >= TO_SHARE * total) for each in looks)
+    begin_s = max(next(at_s for at_s, count, _ in each if count >= FROM_SHARE * total) for each in samples)
+    end_s = min(next(at_s for at_s, count, _ in each if count >= TO_SHARE * total) for each in samples)
     if end_s <= begin_s:
         raise RuntimeError(f"one member was through with {total} messages before the other was warm; take more")
 
     def grown(column: int) -> float:
-        lines = [[(look[0], float(look[column])) for look in each] for each in looks]
+        lines = [[(sample[0], float(sample[column])) for sample in each] for each in samples]
         return sum(_at(end_s, line) - _at(begin_s, line) for line in lines)
 
     return {
@@ -213,7 +215,7 @@ def spark(settings: Settings, results: Results, names: Sequence[str], failed: li
             bench = spark_read.Bench(session, given, spark_read.Results(), address, records)
             schemas = {"spark": None, "spark-two": spark_read.TWO}
 
-            def read(schema: str | None, tasks: int) -> Answer:
+            def read(schema: str | None, tasks: int) -> Figures:
                 clock = CpuClock("benchmarks.recorded_broker")
                 count = given.messages // given.queues * given.queues
                 bench.last_cpu_us.clear()
@@ -257,7 +259,7 @@ def attempt(failed: list[str], name: str) -> Iterator[None]:
         yield
     except Exception as error:
         failed.append(f"{name} failed: {error}")
-        say(failed[-1])
+        log_progress(failed[-1])
 
 
 def take_turns(results: Results, case: str, sides: Mapping[str, Run], rounds: int) -> None:
@@ -267,7 +269,7 @@ def take_turns(results: Results, case: str, sides: Mapping[str, Run], rounds: in
         for side in random.sample(list(sides), len(sides)):
             answer = sides[side]()
             name = f"round {turn} of {rounds}" if turn else "warm-up"
-            say(f"{case}, {name}, {side}: {rate(answer) / 1000:.0f} k/s, {cpu_us(answer):.2f} us")
+            log_progress(f"{case}, {name}, {side}: {rate(answer) / 1000:.0f} k/s, {cpu_us(answer):.2f} us")
             if turn:
                 rows[side].append(answer)
 

@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 
 from benchmarks.arguments import new_file, one_or_more
-from benchmarks.consume import ROOT, Cluster, broker, say
+from benchmarks.consume import ROOT, Cluster, broker, log_progress
 from benchmarks.consume_report import Results, Target, cpu_us, peak_mb, rate, short
 from benchmarks.drop_in_side import Task
 from benchmarks.environment import environment, header
 from benchmarks.plots import draw_rates, pyplot
-from benchmarks.watch import Answer
+from benchmarks.watch import Figures
 from pyrocket_consumer.protocol.codes import RequestCode
 from tests.real_brokers.jars import NEWEST
 from tests.real_brokers.remoting import Peer
@@ -52,7 +52,7 @@ class Settings:
 QUICK = Settings(1, 100_000, 1_000, 16)
 
 
-def perform(task: Task) -> Answer:
+def perform(task: Task) -> Figures:
     """Carry out one task in a process of its own.
 
     Raises:
@@ -64,7 +64,7 @@ def perform(task: Task) -> Answer:
     if done.returncode:
         output = f"{done.stdout[-1500:]}{done.stderr[-3000:]}"
         raise RuntimeError(f"{task.side} ended with {done.returncode}:\n{output}")
-    answer: Answer = json.loads(done.stdout.splitlines()[-1])
+    answer: Figures = json.loads(done.stdout.splitlines()[-1])
     return answer
 
 
@@ -86,8 +86,8 @@ def compete(results: Results, case: str, make: Callable[[str], Task], settings: 
         for side in random.sample(settings.sides, len(settings.sides)):
             answer = perform(make(side))
             rows[side].append(answer)
-            told = f"{answer['came_again']} of {answer['raised']} came again" if case == "raising" else short(answer)
-            say(f"{case}, round {turn + 1} of {rounds}, {side}: {told}")
+            figure = f"{answer['redelivered']} of {answer['raised']} came again" if case == "raising" else short(answer)
+            log_progress(f"{case}, round {turn + 1} of {rounds}, {side}: {figure}")
 
 
 def measure(cluster: Cluster, settings: Settings, results: Results) -> None:
@@ -114,7 +114,7 @@ def targets(results: Results, case: str, settings: Settings) -> Iterator[Target]
     """Return what the figures of a case should be, beside what they are."""
     if case == "raising":
         (answer,) = results.rounds[case]["facade"]
-        yield Target("raising: messages lost", 0, answer["raised"] - answer["came_again"], at_least=False)
+        yield Target("raising: messages lost", 0, answer["raised"] - answer["redelivered"], at_least=False)
         return
     if "api" in settings.sides:
         yield Target(f"{case}: CPU ÷ api", 1.2, results.ratio(case, "facade", "api", cpu_us), at_least=False)
@@ -131,7 +131,7 @@ def table(results: Results) -> Iterator[str]:
         if case == "raising":
             yield f"{case:<10} {'raised':>8} {'came again':>11} {'lost':>6}"
             for side, (answer, *_) in sides.items():
-                raised, again = answer["raised"], answer["came_again"]
+                raised, again = answer["raised"], answer["redelivered"]
                 yield f"  {side:<8} {raised:>8} {again:>11} {raised - again:>6}"
             continue
         yield f"{case:<10} {'k msg/s':>8} {'CPU, us':>11} {'peak MB':>8}"

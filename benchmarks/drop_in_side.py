@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.watch import LOOK_EVERY_S, Answer, Look, Watch, memory_mb
+from benchmarks.watch import SAMPLE_EVERY_S, Figures, Sample, Watch, memory_mb
 
 WARM = 0.2, 0.9
 NATIVE_SETTLES_S = 10.0
@@ -71,7 +71,7 @@ def consumer(task: Task, callback: Callback) -> Any:
     return native
 
 
-def backlog(task: Task) -> Answer:
+def backlog(task: Task) -> Figures:
     """Answer for a backlog; what counts is the part between two shares of it."""
     counted, watch = itertools.count(), Watch(task.total)  # next() of it is one step for all threads
 
@@ -90,18 +90,18 @@ def backlog(task: Task) -> Answer:
     used = consumer(task, callback)
     used.start()
     deadline = time.perf_counter() + task.timeout_s
-    looks = 0
-    while (look := watch.look(next(counted) - looks)).count < task.total:
-        looks += 1
-        if look.at_s > deadline:
-            raise TimeoutError(f"only {look.count} of {task.total} messages came within {task.timeout_s:g} s")
-        time.sleep(LOOK_EVERY_S)
+    samples = 0
+    while (sample := watch.take_sample(next(counted) - samples)).count < task.total:
+        samples += 1
+        if sample.at_s > deadline:
+            raise TimeoutError(f"only {sample.count} of {task.total} messages came within {task.timeout_s:g} s")
+        time.sleep(SAMPLE_EVERY_S)
     answer = watch.warm_part(*WARM)
     end(task, used)
     return answer
 
 
-def raising(task: Task) -> Answer:
+def raising(task: Task) -> Figures:
     """Answer how many messages came again whose callback raised the first time."""
     lock = threading.Lock()
     raised, again = set[str](), set[str]()
@@ -122,10 +122,10 @@ def raising(task: Task) -> Answer:
     used.start()
     wanted.wait(task.wait_s)
     end(task, used)
-    return {"raised": len(raised), "came_again": len(again)}
+    return {"raised": len(raised), "redelivered": len(again)}
 
 
-def send(task: Task) -> Answer:
+def send(task: Task) -> Figures:
     """Answer for messages of 1 KB that are sent one after the other."""
     body = "x" * 1024
     sent: Callable[[], object]
@@ -158,10 +158,10 @@ def send(task: Task) -> Answer:
     used.start()
     for _ in range(task.total // 10):
         sent()
-    before = Look.now(0)
+    before = Sample.now(0)
     for _ in range(task.total):
         sent()
-    after = Look.now(task.total)
+    after = Sample.now(task.total)
     end(task, used)
     return {
         "messages": task.total,

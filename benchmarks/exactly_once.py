@@ -42,12 +42,12 @@ from tests.databases import SERVERS, running
 
 QUESTION = (__doc__ or "").partition("\n")[0]
 TOPIC = "orders"
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 WARM = 0.1  # of all messages come before the clock starts
 SIDES = ("loop", "by hand", "offsets", "ids")
 COMPARED = ("loop", "by hand", "ids")
 QUEUES = (1, 4)
-MOST_IDS = 4000
+MAX_IDS = 4000
 """So many messages are enough for the side that has a transaction for each."""
 COLOURS = {"loop": "tab:gray", "by hand": "tab:cyan", "offsets": "tab:blue", "ids": "tab:orange"}
 INSERT = text("INSERT INTO ledger VALUES (:queue, :id, :amount)")
@@ -105,7 +105,7 @@ def row(message: Message) -> dict[str, int]:
 def run_side(side: str, url: str, batch: int, messages: int, name_server: str) -> float:
     """Insert the rows; returns how many per second."""
     if side == "ids":
-        messages = min(messages, MOST_IDS)
+        messages = min(messages, MAX_IDS)
     engine, clock = create_engine(url), Clock(messages)
     offsets = DatabaseOffsets(engine)
     with engine.begin() as connection:
@@ -164,8 +164,8 @@ def run_side(side: str, url: str, batch: int, messages: int, name_server: str) -
         while cached(consumer) < messages:
             time.sleep(0.05)
         gate.set()
-        if not clock.done.wait(PATIENCE_S):
-            raise SystemExit(f"{side}: not all messages came within {PATIENCE_S:g} s")
+        if not clock.done.wait(TIMEOUT_S):
+            raise SystemExit(f"{side}: not all messages came within {TIMEOUT_S:g} s")
     return clock.rate
 
 
@@ -173,7 +173,7 @@ def behind(gate: threading.Event, listener: Callable[[Any], Any]) -> Callable[[A
     """Return a listener that waits before its first call until there is all that it will get."""
 
     def call(given: Any) -> Any:
-        gate.wait(PATIENCE_S)
+        gate.wait(TIMEOUT_S)
         return listener(given)
 
     return call

@@ -49,7 +49,7 @@ DISK, JAVA = "disk", "java"
 SIDES = (DISK, *DURABILITIES, JAVA)
 SLOW_US = 5_000  # sides that take longer per operation get smaller blocks
 
-# What performance is aimed at: (side, beside, threads) -> per number of queues, rate of the one ÷ rate of the other.
+# What performance is aimed at: (side, other, threads) -> per number of queues, rate of the one ÷ rate of the other.
 TARGETS = {
     ("fsync", DISK, 1): {16: 0.8, 256: 0.8, 4096: 0.8},
     ("fsync", DISK, 8): {16: 0.85, 256: 0.85, 4096: 0.85},
@@ -204,7 +204,7 @@ class JavaSide:
             text=True,
         )
 
-    def ask(self, line: str) -> Block:
+    def run(self, line: str) -> Block:
         """Return how long the command took, and each operation of it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -220,13 +220,13 @@ class JavaSide:
                 return Block(total / 1e9, each)
 
     def open(self, count: int, threads: int) -> Do:
-        self.ask(f"open {count} {threads}")
+        self.run(f"open {count} {threads}")
         warm_until = time.perf_counter() + 4
         for _ in range(300):  # the compiler needs thousands of calls
-            self.ask("one 10")
+            self.run("one 10")
             if time.perf_counter() > warm_until:
                 break
-        return lambda operations: self.ask(f"one {operations}")
+        return lambda operations: self.run(f"one {operations}")
 
     def close(self) -> None:
         self._process.kill()
@@ -247,11 +247,11 @@ class Case:
         each = sorted(self.each_us[side])
         return each[min(len(each) - 1, len(each) * percent // 100)]
 
-    def ratio(self, side: str, beside: str) -> float | None:
-        """Return the rate of `side` ÷ the rate of `beside`: the median of the rounds' ratios."""
-        if side not in self.us or beside not in self.us:
+    def ratio(self, side: str, other: str) -> float | None:
+        """Return the rate of `side` ÷ the rate of `other`: the median of the rounds' ratios."""
+        if side not in self.us or other not in self.us:
             return None
-        return statistics.median(b / a for a, b in zip(self.us[side], self.us[beside], strict=True))
+        return statistics.median(b / a for a, b in zip(self.us[side], self.us[other], strict=True))
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -271,10 +271,10 @@ class Case:
                 for side, each in self.each_us.items()
             },
             "rate_ratios": {
-                f"{side} / {beside}": round(ratio, 3)
+                f"{side} / {other}": round(ratio, 3)
                 for side in SIDES
-                for beside in (DISK, JAVA)
-                if side != beside and (ratio := self.ratio(side, beside)) is not None
+                for other in (DISK, JAVA)
+                if side != other and (ratio := self.ratio(side, other)) is not None
             },
         }
 
@@ -477,8 +477,8 @@ def measure_all(count: int, java: JavaSide | None, base: Path, rounds: int) -> d
 
         sides = {"fsync": ours}
         if java is not None:
-            java.ask(f"open {count} 1")
-            sides[JAVA] = lambda: java.ask("all 1").seconds
+            java.run(f"open {count} 1")
+            sides[JAVA] = lambda: java.run("all 1").seconds
         for do in sides.values():
             for _ in range(20 if count < 5000 else 3):
                 do()
@@ -530,12 +530,12 @@ def table(cases: list[Case]) -> Iterator[str]:
     yield ""
     yield f"{'queues':>7} {'threads':>7}  {'rate of':>10} ÷ rate of {'':<6}{'measured':>9}{'wanted':>8}"
     for case in cases:
-        for (side, beside, threads), wanted in TARGETS.items():
-            ratio = case.ratio(side, beside)
+        for (side, other, threads), wanted in TARGETS.items():
+            ratio = case.ratio(side, other)
             if threads == case.threads and case.queues in wanted and ratio is not None:
                 mark = "" if ratio >= wanted[case.queues] else "   missed"
                 yield (
-                    f"{case.queues:>7} {case.threads:>7}  {side:>10} ÷ {beside:<14}{ratio:>9.2f}"
+                    f"{case.queues:>7} {case.threads:>7}  {side:>10} ÷ {other:<14}{ratio:>9.2f}"
                     f"{wanted[case.queues]:>8g}{mark}"
                 )
 
@@ -636,8 +636,8 @@ def main() -> None:
     print("\n".join(table(cases)))
     print(f"\n{'queues':>7}{'persist_all us':>16}{'java us':>12}{'rate ÷ java':>13}")
     for each in whole_tables:
-        beside = "" if java is None else f"{each['us'][JAVA]:>12.0f}{each['fsync / java']:>13.2f}"
-        print(f"{each['queues']:>7}{each['us']['fsync']:>16.0f}{beside}")
+        columns = "" if java is None else f"{each['us'][JAVA]:>12.0f}{each['fsync / java']:>13.2f}"
+        print(f"{each['queues']:>7}{each['us']['fsync']:>16.0f}{columns}")
     titles = (
         "bytes/persist",
         "CPU us, process",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import checkout, new_file, one_or_more
-from benchmarks.consume import Cluster, broker, compete, package_of, say
+from benchmarks.consume import Cluster, broker, compete, log_progress, package_of
 from benchmarks.consume_report import Results, Target, plot, rate, table
 from benchmarks.consume_side import Task
 from benchmarks.environment import environment, header
@@ -117,7 +117,7 @@ def main() -> int:
                 measure(cluster, settings, results, case, java, before)
             except (RuntimeError, subprocess.SubprocessError) as error:
                 failed.append(f"case {case} failed: {error}")
-                say(failed[-1])
+                log_progress(failed[-1])
     results.rounds = {case: sides for case, sides in results.rounds.items() if all(sides.values())}
     server = f"the cluster at {options.name_server}" if options.name_server else f"RocketMQ {NEWEST}, limits lifted"
     print(header(facts))

@@ -20,12 +20,12 @@ from pathlib import Path
 
 from benchmarks import java_program
 from benchmarks.arguments import checkout, new_file, one_or_more
-from benchmarks.consume import ROOT, Cluster, broker, package_of, say
+from benchmarks.consume import ROOT, Cluster, broker, log_progress, package_of
 from benchmarks.consume_report import Results, cpu_us, peak_mb, rate, short
 from benchmarks.environment import environment, header
 from benchmarks.plots import draw_rates, pyplot
 from benchmarks.produce_side import Task
-from benchmarks.watch import Answer
+from benchmarks.watch import Figures
 from tests.real_brokers.jars import NEWEST, java_tool
 
 CASES = ("async", "sync")
@@ -51,7 +51,7 @@ class Settings:
 QUICK = Settings(1, warm=3_000, messages=20_000, sync_messages=3_000)
 
 
-def perform(task: Task, package: Path | None = None) -> Answer:
+def perform(task: Task, package: Path | None = None) -> Figures:
     """Carry out one task in a process of its own. `package` is a directory with another pyrocket_consumer than ours.
 
     Raises:
@@ -71,7 +71,7 @@ def perform(task: Task, package: Path | None = None) -> Answer:
     )
     if done.returncode:
         raise RuntimeError(f"{task.side} ended with {done.returncode}:\n{done.stdout[-1500:]}{done.stderr[-3000:]}")
-    answer: Answer = json.loads(done.stdout.splitlines()[-1])
+    answer: Figures = json.loads(done.stdout.splitlines()[-1])
     return answer
 
 
@@ -87,7 +87,7 @@ def measure(cluster: Cluster, settings: Settings, results: Results, before: Path
                 task = Task(side, case, *where, settings.warm, total, settings.in_flight)
                 answer = perform(task, before if side == "before" else None)
                 rows[side].append(answer)
-                say(f"{case}, round {turn + 1} of {settings.rounds}, {side}: {short(answer)}")
+                log_progress(f"{case}, round {turn + 1} of {settings.rounds}, {side}: {short(answer)}")
         results.aim(case, "rate", rate, "pyrocket", "java", at_least=1.2 if case == "async" else 0.9)
         if case == "async":
             results.aim(case, "CPU per message", cpu_us, "pyrocket", "java", at_most=1)
@@ -97,9 +97,9 @@ def table(results: Results) -> Iterator[str]:
     """Return the figures as lines."""
     for case, sides in results.rounds.items():
         others = [side for side in ("java", "before") if side in sides]
-        beside = "".join(f" {'rate ÷ ' + other:>13} {'CPU ÷ ' + other:>13}" for other in others)
+        ratio_heads = "".join(f" {'rate ÷ ' + other:>13} {'CPU ÷ ' + other:>13}" for other in others)
         yield ""
-        yield f"{case:<10} {'k msg/s':>8} {'CPU, us':>8} {'MB peak':>8}{beside}"
+        yield f"{case:<10} {'k msg/s':>8} {'CPU, us':>8} {'MB peak':>8}{ratio_heads}"
         for side in sides:
             speed = results.median(case, side, rate) / 1000
             cost, megabytes = results.median(case, side, cpu_us), results.median(case, side, peak_mb)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from benchmarks.watch import Answer, Look, memory_mb
+from benchmarks.watch import Figures, Sample, memory_mb
 from pyrocket_consumer import Producer, SendResult
 
 
@@ -63,15 +63,15 @@ def asynchronously(producer: Producer, task: Task) -> Callable[[int], None]:
     return send
 
 
-def measured(task: Task) -> Answer:
+def measured(task: Task) -> Figures:
     """Return what the messages that count took."""
     limits = {"max_in_flight_messages": task.in_flight, "send_timeout_s": task.timeout_s}
     with Producer(task.group, name_server=task.name_server, **limits) as producer:
         send = {"async": asynchronously, "sync": one_by_one}[task.measure](producer, task)
         send(task.warm)
-        before = Look.now(0)
+        before = Sample.now(0)
         send(task.total)
-        after = Look.now(task.total)
+        after = Sample.now(task.total)
     return {
         "messages": task.total,
         "seconds": after.at_s - before.at_s,

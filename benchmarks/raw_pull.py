@@ -25,12 +25,12 @@ def raw_pull(
     queues: int,
     pull_batch: int,
     total: int,
-    look: Callable[[int], object],
+    on_count: Callable[[int], object],
     timeout_s: float = 30.0,
 ) -> None:
     """Pull `total` messages from the first offset on over one connection, one pull under way per queue.
 
-    `look` is called with the number of messages so far, about a hundred times.
+    `on_count` is called with the number of messages so far, about a hundred times.
 
     Raises:
         TimeoutError: nothing came for `timeout_s`, because there are not so many messages.
@@ -81,7 +81,7 @@ def raw_pull(
             view[: end - start] = bytes(view[start:end])
             start, end = 0, end - start
         if count >= next_look:
-            look(count)
+            on_count(count)
             next_look = count + step
-    look(count)
+    on_count(count)
     connection.close()

@@ -1,6 +1,6 @@
 """A name server and a broker in one process that answer pulls from memory, so that whoever pulls is the limit.
 
-As a program: python -m benchmarks.recorded_broker MESSAGES_PER_QUEUE MOST_PER_PULL prints its address and serves until
+As a program: python -m benchmarks.recorded_broker MESSAGES_PER_QUEUE MAX_PER_PULL prints its address and serves until
 its standard input ends. Every queue of every topic holds the same records; `topic-16` has 16 queues. A topic whose name
 begins with `flow-` gets one message more each time somebody asks for its last offset.
 """
@@ -33,8 +33,8 @@ _HEADER = (
     b'{"code":%d,"extFields":{%b},"flag":1,"language":"JAVA","opaque":%d,"remark":"%b",'
     b'"serializeTypeCurrentRPC":"JSON","version":513}'
 )
-PLACE = b'"nextBeginOffset":"%d","maxOffset":"%d","minOffset":"0","suggestWhichBrokerId":"0"'
-_MOST_PARTS = 512  # of one sendmsg; the system allows 1024
+OFFSET_FIELDS = b'"nextBeginOffset":"%d","maxOffset":"%d","minOffset":"0","suggestWhichBrokerId":"0"'
+_MAX_PARTS = 512  # of one sendmsg; the system allows 1024
 
 
 def recorded(count: int) -> list[bytes]:
@@ -66,11 +66,11 @@ def recorded(count: int) -> list[bytes]:
 class RecordedBroker:
     """Answers on one port, from one thread."""
 
-    def __init__(self, records: Iterable[bytes], most_per_pull: int) -> None:
+    def __init__(self, records: Iterable[bytes], max_per_pull: int) -> None:
         records = list(records)
         self._ends = list(itertools.accumulate(map(len, records), initial=0))
         self._log = memoryview(b"".join(records))
-        self._most_per_pull = most_per_pull
+        self._most_per_pull = max_per_pull
         self._flow: dict[str, int] = {}
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._selector = selectors.DefaultSelector()
@@ -136,9 +136,9 @@ class RecordedBroker:
         offset, last = int(fields["queueOffset"]), len(self._ends) - 1
         end = min(offset + min(int(fields["maxMsgNums"]), self._most_per_pull), last)
         if offset >= last:
-            return frame(opaque, PLACE % (last, last), code=ResponseCode.PULL_NOT_FOUND)
+            return frame(opaque, OFFSET_FIELDS % (last, last), code=ResponseCode.PULL_NOT_FOUND)
         body = self._log[self._ends[offset] : self._ends[end]]
-        return frame(opaque, PLACE % (end, last), body, remark=b"FOUND")
+        return frame(opaque, OFFSET_FIELDS % (end, last), body, remark=b"FOUND")
 
 
 class _Peer:
@@ -176,7 +176,7 @@ class _Peer:
         out = self.out
         while out:
             try:
-                sent = self.socket.sendmsg(list(itertools.islice(out, _MOST_PARTS)))
+                sent = self.socket.sendmsg(list(itertools.islice(out, _MAX_PARTS)))
             except BlockingIOError:
                 return
             while sent:

@@ -20,7 +20,7 @@ from pyrocket_consumer.testing import EmbeddedCluster
 from tests.real_brokers.remoting import Peer
 
 SEND = int(RequestCode.SEND_MESSAGE_V2)
-_PLACE = 4_200_000_042  # stands in the recorded answer where the opaque goes
+_OPAQUE_MARKER = 4_200_000_042  # stands in the recorded answer where the opaque goes
 
 
 class Replies(asyncio.Protocol):
@@ -65,8 +65,8 @@ def record(broker: Peer, topic: str) -> tuple[bytes, bytes]:
     """Return the header of the answer to a real send, before and after the opaque."""
     header = SendMessageHeader("bench", topic, queue_id=0, born_timestamp=1, properties="UNIQ_KEY\x01A\x02")
     answer = broker.call(SEND, header.to_fields(), b"-")
-    frame = encode_command(RemotingCommand(answer.code, answer.fields, b"", _PLACE, flag=1))
-    head, _, tail = frame[8:].partition(str(_PLACE).encode())
+    frame = encode_command(RemotingCommand(answer.code, answer.fields, b"", _OPAQUE_MARKER, flag=1))
+    head, _, tail = frame[8:].partition(str(_OPAQUE_MARKER).encode())
     assert tail, "the recorded answer has no opaque"
     return head, tail
 

@@ -25,7 +25,7 @@ from importlib import metadata
 from pyspark.sql import SparkSession
 
 from benchmarks.arguments import new_file, one_or_more
-from benchmarks.consume import say
+from benchmarks.consume import log_progress
 from benchmarks.consume_report import Target
 from benchmarks.environment import environment, header
 from benchmarks.spark_read import ROOT, session
@@ -75,7 +75,7 @@ def measure(
             if turn == 0 and side == "whole":
                 continue  # what it warms up the others do, too
             taken = sides[side]()
-            say(f"{f'round {turn} of {rounds}' if turn else 'warm-up'}, {side}: {taken:.3g} s")
+            log_progress(f"{f'round {turn} of {rounds}' if turn else 'warm-up'}, {side}: {taken:.3g} s")
             if turn:
                 figures[side].append(taken)
     return figures

@@ -28,7 +28,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from benchmarks.arguments import new_file, one_or_more
-from benchmarks.consume import BROKER_JVM, BROKER_SETTINGS, Cluster, say
+from benchmarks.consume import BROKER_JVM, BROKER_SETTINGS, Cluster, log_progress
 from benchmarks.consume_report import Target
 from benchmarks.environment import environment, header
 from benchmarks.plots import draw_rates, pyplot
@@ -112,7 +112,7 @@ class Bench:
                 figure = sides[side]()
                 name = f"round {turn} of {self.settings.rounds}" if turn else "warm-up"
                 cost = "".join(f", {each:.2f} us of CPU per message" for each in self.last_cpu_us)
-                say(f"{case}, {name}, {side}: {figure:.4g} {unit}{cost}")
+                log_progress(f"{case}, {name}, {side}: {figure:.4g} {unit}{cost}")
                 if turn:
                     rows[side].append(figure)
                     costs[side] += self.last_cpu_us
@@ -158,16 +158,16 @@ def spark_cpu_s() -> float:
 
 def all_columns(bench: Bench) -> None:
     """Every column, which is what a query without a schema of its own gets."""
-    _beside_ready(bench, "all 16 columns", None, with_plain=True)
+    _compare_with_ready(bench, "all 16 columns", None, with_plain=True)
 
 
 def columns(bench: Bench) -> None:
     """Only some columns."""
-    _beside_ready(bench, "8 columns, no map", EIGHT, with_plain=False)
-    _beside_ready(bench, "queueOffset and body", TWO, with_plain=False)
+    _compare_with_ready(bench, "8 columns, no map", EIGHT, with_plain=False)
+    _compare_with_ready(bench, "queueOffset and body", TWO, with_plain=False)
 
 
-def _beside_ready(bench: Bench, case: str, schema: str | None, *, with_plain: bool) -> None:
+def _compare_with_ready(bench: Bench, case: str, schema: str | None, *, with_plain: bool) -> None:
     settings = bench.settings
     topic, queues, per_queue = f"orders-{settings.queues}", settings.queues, settings.messages // settings.queues
     few = per_queue // PLAIN_SHARE
@@ -199,7 +199,7 @@ def real(bench: Bench) -> None:
     """A real broker, with its default limits per pull, beside a loop that only pulls."""
     settings, case = bench.settings, f"real broker {NEWEST}, {bench.settings.queues} queues"
     queues, messages = settings.queues, settings.real_messages
-    say(f"starting a name server and a broker, RocketMQ {NEWEST}")
+    log_progress(f"starting a name server and a broker, RocketMQ {NEWEST}")
     with RealCluster(settings=BROKER_SETTINGS, jvm_options=BROKER_JVM) as started:
         cluster = Cluster(started.name_server)
         topic = cluster.topic(queues, messages)
@@ -285,7 +285,7 @@ MEASURES = dict(zip(CASES, (all_columns, columns, real, empty, planning), strict
 @contextmanager
 def recorded_broker(settings: Settings, records: Path) -> Iterator[str]:
     """Run the broker that answers from memory; gives its address."""
-    say("recording messages")
+    log_progress("recording messages")
     per_queue = settings.messages // settings.queues
     arguments = [str(per_queue), str(settings.pull_batch), str(records)]
     command = [sys.executable, "-m", "benchmarks.recorded_broker", *arguments]
@@ -302,7 +302,7 @@ def recorded_broker(settings: Settings, records: Path) -> Iterator[str]:
 @contextmanager
 def session(cores: int) -> Iterator[SparkSession]:
     """Run Spark in this process and its children, with this interpreter."""
-    say("starting Spark")
+    log_progress("starting Spark")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ |= {"PYSPARK_PYTHON": sys.executable, "PYSPARK_DRIVER_PYTHON": sys.executable, "PYTHONPATH": path}
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -333,14 +333,14 @@ def table(results: Results) -> Iterator[str]:
         is_rate = not case.startswith(("micro-batch", "planning"))
         unit = "k msg/s" if is_rate else "ms" if case.startswith("micro-batch") else "s"
         others = [side for side in sides if side in ("ready", "plain", "raw", "counting")]
-        beside = "".join(f"   ÷ {other:<8}" for other in others)
-        yield f"{case:<40} {unit:>9} {'min':>9} {'max':>9} {'CPU us':>7}{beside}".rstrip()
+        ratio_heads = "".join(f"   ÷ {other:<8}" for other in others)
+        yield f"{case:<40} {unit:>9} {'min':>9} {'max':>9} {'CPU us':>7}{ratio_heads}".rstrip()
         for side, figures in sides.items():
             costs = results.cpu_us.get(case, {}).get(side)
             cpu = f"{statistics.median(costs):7.2f}" if costs else " " * 7
-            beside = "".join(f"   {results.ratio(case, side, other):<10.2f}" for other in others)
+            ratio_cells = "".join(f"   {results.ratio(case, side, other):<10.2f}" for other in others)
             middle, low, high = statistics.median(figures), min(figures), max(figures)
-            yield f"  {side:<38} {middle:>9.4g} {low:>9.4g} {high:>9.4g} {cpu}{beside}".rstrip()
+            yield f"  {side:<38} {middle:>9.4g} {low:>9.4g} {high:>9.4g} {cpu}{ratio_cells}".rstrip()
 
 
 def plot(results: Results, path: Path) -> None:
@@ -394,7 +394,7 @@ def main() -> int:
                     MEASURES[case](bench)
                 except Exception as error:
                     failed.append(f"case {case} failed: {error}")
-                    say(failed[-1])
+                    log_progress(failed[-1])
     print(header(facts))
     print(
         f"PySpark {facts['pyspark']}, pyarrow {facts['pyarrow']}, numpy {facts['numpy']}, local[{options.cores}]; "

@@ -35,7 +35,7 @@ QUEUES = 8
 WANTED = 0.8
 
 
-def say(text: str) -> None:
+def log_progress(text: str) -> None:
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {text}\n")
     sys.stderr.flush()
 
@@ -166,7 +166,7 @@ def main() -> int:
     facts = environment()
     facts["pyspark"] = metadata.version("pyspark")
     topic = f"bench-{secrets.token_hex(4)}"
-    say("starting Spark")
+    log_progress("starting Spark")
     spark = SparkSide(options.tasks)
     rates: dict[str, list[float]] = {"async sends": [], "spark sink": [], "spark sink, no marks": []}
     with cluster(options.name_server, topic) as name_server:
@@ -175,13 +175,13 @@ def main() -> int:
             "spark sink": lambda: spark.write(name_server, topic, rows, options.in_flight, True),
             "spark sink, no marks": lambda: spark.write(name_server, topic, rows, options.in_flight, False),
         }
-        say("warming up")
+        log_progress("warming up")
         spark.write(name_server, topic, rows // 2, options.in_flight, True)
         for number in range(rounds):
             for side in random.sample(list(sides), len(sides)):
                 rate = rows / sides[side]()
                 rates[side].append(rate)
-                say(f"round {number + 1} of {rounds}: {side} {rate:,.0f} messages/s")
+                log_progress(f"round {number + 1} of {rounds}: {side} {rate:,.0f} messages/s")
         spark.session.stop()  # its workers are connected to the cluster
 
     print(header(facts) + f", PySpark {facts['pyspark']}")

@@ -34,7 +34,7 @@ from pyrocket_consumer.testing import EmbeddedCluster, delay
 
 QUESTION = (__doc__ or "").partition("\n")[0]
 TOPIC = "many"
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 IMPORTS = {
     "nothing": "pass",
     "asyncio and ssl": "import asyncio, ssl",
@@ -103,8 +103,8 @@ class Counted:
                 self._all.set()
 
     def wait(self) -> None:
-        if not self._all.wait(PATIENCE_S):
-            raise SystemExit(f"{self._left} are still missing after {PATIENCE_S:g} s")
+        if not self._all.wait(TIMEOUT_S):
+            raise SystemExit(f"{self._left} are still missing after {TIMEOUT_S:g} s")
 
 
 def start_s(queues: int) -> float:

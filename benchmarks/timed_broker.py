@@ -11,14 +11,14 @@ import sys
 
 import numpy as np
 
-from benchmarks.recorded_broker import PLACE, RecordedBroker, frame
+from benchmarks.recorded_broker import OFFSET_FIELDS, RecordedBroker, frame
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.protocol.message import StoredMessage, encode_message
 
 FIRST_MS = 1_767_225_600_000
 """When the first message of each queue was stored."""
 
-MOST_PER_PULL = 32
+MAX_PER_PULL = 32
 """As brokers have it by default."""
 
 _QUEUE_OFFSET, _STORED_AT = 20, 56  # where they are in a record
@@ -28,7 +28,7 @@ class TimedBroker(RecordedBroker):
     """Answers on one port, from one thread."""
 
     def __init__(self, per_queue: int, step_ms: int) -> None:
-        super().__init__((), MOST_PER_PULL)
+        super().__init__((), MAX_PER_PULL)
         self._per_queue, self._step_ms = per_queue, step_ms
         record = encode_message(
             StoredMessage(
@@ -44,7 +44,7 @@ class TimedBroker(RecordedBroker):
                 body_crc=0,
             )
         )
-        self._records = np.tile(np.frombuffer(record, np.uint8), (MOST_PER_PULL, 1))
+        self._records = np.tile(np.frombuffer(record, np.uint8), (MAX_PER_PULL, 1))
 
     def _last(self, topic: str) -> int:
         return self._per_queue
@@ -57,13 +57,13 @@ class TimedBroker(RecordedBroker):
 
     def _pulled(self, fields: dict[str, str], opaque: int) -> tuple[bytes | memoryview, ...]:
         offset, last = int(fields["queueOffset"]), self._per_queue
-        end = min(offset + min(int(fields["maxMsgNums"]), MOST_PER_PULL), last)
+        end = min(offset + min(int(fields["maxMsgNums"]), MAX_PER_PULL), last)
         if offset >= last:
-            return frame(opaque, PLACE % (last, last), code=ResponseCode.PULL_NOT_FOUND)
+            return frame(opaque, OFFSET_FIELDS % (last, last), code=ResponseCode.PULL_NOT_FOUND)
         offsets, records = np.arange(offset, end), self._records[: end - offset]
         for place, values in ((_QUEUE_OFFSET, offsets), (_STORED_AT, FIRST_MS + offsets * self._step_ms)):
             records[:, place : place + 8] = values.astype(">i8").view(np.uint8).reshape(-1, 8)
-        return frame(opaque, PLACE % (end, last), records.tobytes(), remark=b"FOUND")
+        return frame(opaque, OFFSET_FIELDS % (end, last), records.tobytes(), remark=b"FOUND")
 
 
 def main() -> None:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LOOK_EVERY_S = 0.02
+SAMPLE_EVERY_S = 0.02
 
-Answer = dict[str, Any]
+Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Sample:
     """The counters at one moment: messages, time, CPU time and context switches of the whole process."""
 
     count: int
@@ -24,7 +24,7 @@ class Look:
     switches: int
 
     @classmethod
-    def now(cls, count: int) -> Look:
+    def now(cls, count: int) -> Sample:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return cls(count, time.perf_counter(), usage.ru_utime + usage.ru_stime, usage.ru_nvcsw)
 
@@ -34,20 +34,20 @@ class Watch:
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.looks: list[Look] = []
+        self.samples: list[Sample] = []
         self.rss_mb: list[float] = []
 
-    def look(self, count: int) -> Look:
-        look = Look.now(count)
-        self.looks.append(look)
+    def take_sample(self, count: int) -> Sample:
+        sample = Sample.now(count)
+        self.samples.append(sample)
         while len(self.rss_mb) < 10 and count >= self.total * (len(self.rss_mb) + 1) // 10:
             self.rss_mb.append(round(memory_mb("VmRSS"), 1))
-        return look
+        return sample
 
-    def warm_part(self, from_share: float, to_share: float) -> Answer:
+    def warm_part(self, from_share: float, to_share: float) -> Figures:
         """Return messages, seconds, CPU and switches between the two shares of the backlog."""
-        first = next(look for look in self.looks if look.count >= from_share * self.total)
-        last = [look for look in self.looks if look.count <= to_share * self.total][-1]
+        first = next(sample for sample in self.samples if sample.count >= from_share * self.total)
+        last = [sample for sample in self.samples if sample.count <= to_share * self.total][-1]
         if last.count <= first.count:
             raise RuntimeError(f"{self.total} messages were over before they could be looked at; take more")
         return {

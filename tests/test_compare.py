@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare import Row, chosen, ranks_left_out, ratio, summary, table
+from benchmarks.compare import Row, chosen, excluded_ranks, ratio, summary, table
 from benchmarks.compare_side import SUBJECTS
 from tests.for_each import for_each
 
@@ -76,7 +76,7 @@ def test_the_spread_contains_the_median_as_often_as_documented():
 
 def test_the_spread_follows_the_tables_of_signed_ranks():
     # One-sided 5 %: 0 of 5 rounds, 2 of 6, 3 of 7, 5 of 8, 10 of 10, 60 of 20.
-    assert [ranks_left_out(rounds) for rounds in (1, 4, 5, 6, 7, 8, 10, 20)] == [0, 0, 0, 2, 3, 5, 10, 60]
+    assert [excluded_ranks(rounds) for rounds in (1, 4, 5, 6, 7, 8, 10, 20)] == [0, 0, 0, 2, 3, 5, 10, 60]
 
 
 @for_each(
