@@ -1,4 +1,4 @@
-"""Sending from asyncio: a coroutine per message, and a loop that is never held up."""
+"""Send messages from asyncio: a coroutine per message, and an event loop that is never blocked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_TIMEOUT_S = 3600
 
 
 class _LoopSink:
-    """Passes the outcome of a send from the I/O thread to the loop."""
+    """Passes the result of one send from the I/O thread to the event loop."""
 
     __slots__ = ("_results", "future", "queued_at", "size", "timer")
 
@@ -34,7 +34,7 @@ class _LoopSink:
         self.future = future
         self.size = 0
         self.queued_at = 0.0
-        self.timer: asyncio.TimerHandle | None = None  # while it waits for room
+        self.timer: asyncio.TimerHandle | None = None  # while the message waits in AsyncProducer._queued
         self._results = results
 
     def set_result(self, result: Any) -> None:
@@ -45,7 +45,7 @@ class _LoopSink:
 
 
 class _LoopResults:
-    """What came of sends, on its way to the loop: however many there are, the loop is woken once."""
+    """Passes results to the event loop. One wake-up of the loop takes all results that have arrived."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, producer: AsyncProducer) -> None:
         self._loop = loop
@@ -60,7 +60,7 @@ class _LoopResults:
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
-                pass  # the loop is closed, and nobody waits any more
+                pass  # the loop is closed, so no coroutine waits
 
     def _deliver(self) -> None:
         self._is_woken = False
@@ -73,17 +73,17 @@ class _LoopResults:
 
 
 class AsyncProducer:
-    """`Producer` for asyncio: each send is a coroutine, and none of them holds up the loop.
+    """`Producer` for asyncio: each send is a coroutine, and no call blocks the event loop.
 
     async with AsyncProducer(name_server="127.0.0.1:9876") as producer:
         sent = await producer.send("orders", b"...", tags="paid", keys=["o-1"])
         await asyncio.gather(*(producer.send("orders", body) for body in bodies))
 
-    Messages go out in the order in which their coroutines begin; for the rest it is as with `Producer`. It starts with
-    the first message, or with `start()`, and belongs to the loop on which it was used first.
+    The producer sends messages in the order in which their coroutines start. In all else it behaves as `Producer`. It
+    starts with the first message, or with `start()`, and belongs to the event loop that used it first.
 
-    A `send` that is cancelled while it waits for room (`max_in_flight_messages`) sends nothing. A message that is on
-    its way cannot be taken back: it is stored or not, and nobody is told.
+    A `send` that is cancelled while it waits for free capacity (`max_in_flight_messages`) sends nothing. A message in
+    flight cannot be withdrawn. If its `send` is cancelled, the broker may store it, and the result is dropped.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class AsyncProducer:
         config: ProducerConfig | None = None,
         **options: Unpack[ProducerOptions],
     ) -> None:
-        """Check the options, those of `Producer`; nothing is connected before the first message, or `start()`.
+        """Check the options, which are those of `Producer`. It connects with the first message, or with `start()`.
 
         Args:
             group ("DEFAULT_PRODUCER"; 1–120 of a-zA-Z0-9_-%|): the producer group
@@ -107,16 +107,16 @@ class AsyncProducer:
         self.config = self._producer.config
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Future[None] | None = None
-        self._queued: dict[SendRequest, _LoopSink] = {}  # waits for room, or for the start
+        self._queued: dict[SendRequest, _LoopSink] = {}  # they wait for capacity, or for the start
         self._unfinished: dict[_LoopSink, None] = {}
-        self._messages = self._bytes = 0  # on their way
+        self._messages = self._bytes = 0  # in flight
         self._is_closed = False
 
     # --- life
 
     @property
     def state(self) -> ProducerState:
-        """Where the producer is in its life."""
+        """The state of the producer."""
         return ProducerState.CLOSED if self._is_closed else self._producer.state
 
     @property
@@ -125,11 +125,11 @@ class AsyncProducer:
         return self._producer.group
 
     async def start(self) -> None:
-        """Connect to a name server; see `Producer.start`. Cancelled, it closes the producer.
+        """Connect to a name server; see `Producer.start`. A cancelled start closes the producer.
 
         Raises:
-            ConnectError: no name server answers. The producer can be started again.
-            ClientClosed: it was closed.
+            ConnectError: no name server responds. The producer can be started again.
+            ConsumerClosed: the producer is closed.
         """
         self._check_usable()
         try:
@@ -153,10 +153,11 @@ class AsyncProducer:
             self._submit_queued()
 
     async def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until every message given before has its result; see `Producer.flush`.
+        """Wait until every message passed so far has its result; see `Producer.flush`.
 
         Raises:
-            RequestTimeout: some have no result within `timeout_s` (seconds, 0.001 to 3600). They are on their way.
+            RequestTimeout: some messages have no result within `timeout_s` (seconds, 0.001 to 3600). The producer still
+                sends them.
         """
         if timeout_s is not None:
             check_range("timeout_s", timeout_s, 0.001, _MAX_TIMEOUT_S)
@@ -168,14 +169,14 @@ class AsyncProducer:
             await asyncio.wait([sink.future for sink in pending], timeout=left_s)
             pending = [sink for sink in pending if sink in self._unfinished]
         if pending:
-            what = f"a flush ({len(pending)} of {len(given)} sends are on their way)"
+            what = f"a flush ({len(pending)} of {len(given)} sends are in flight)"
             raise RequestTimeout(what, "the brokers", timeout_s or 0)
 
     async def close(self, timeout_s: float | None = None) -> None:
-        """Take no more messages, wait until those given have their results, and disconnect.
+        """Accept no more messages, wait until those passed so far have their results, and disconnect.
 
-        Every message has a deadline of its own, so this ends; after `timeout_s` (seconds, 0 to 3600) the rest fails.
-        Cancelled, it waits no longer: what has no result fails, and the producer closes in the background.
+        It ends, because every message has a deadline. After `timeout_s` (seconds, 0 to 3600) the unfinished messages
+        fail. A cancelled close fails them at once, and the producer closes in the background.
         """
         if timeout_s is not None:
             check_range("timeout_s", timeout_s, 0, _MAX_TIMEOUT_S)
@@ -226,10 +227,10 @@ class AsyncProducer:
         flag: int = 0,
         timeout_s: float | None = None,
     ) -> SendResult:
-        """Store a message, and return where it is stored; see `Producer.send`.
+        """Store a message, and return its position; see `Producer.send`.
 
-        One that waits for others with its `queue` or `sharding_key` is given up as with `Producer.send_async`: a burst
-        may take its time. `asyncio.timeout` bounds the call, and not the message.
+        A message that waits for others with its `queue` or `sharding_key` expires as in `Producer.send_async`, so that
+        a burst may take longer than `timeout_s`. `asyncio.timeout` limits the call, not the message.
 
         Raises:
             ConfigError, RouteNotFound, SendError, ConnectError, ClientClosed: as for `Producer.send`.
@@ -255,10 +256,10 @@ class AsyncProducer:
         flag: int = 0,
         timeout_s: float | None = None,
     ) -> None:
-        """Send a message without asking whether it was stored; see `Producer.send_oneway`.
+        """Send a message without waiting for a response; see `Producer.send_oneway`.
 
         Raises:
-            ConfigError, RouteNotFound, SendError, ConnectError, ClientClosed: as for `send`; nothing was sent.
+            ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `send`. Nothing was sent.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         sink, more = self._make_sink(), check_delivery(delay_level, deliver_at)
@@ -275,10 +276,11 @@ class AsyncProducer:
         sharding_key: str | None = None,
         timeout_s: float | None = None,
     ) -> list[SendResult]:
-        """Store many messages with few requests, and return where each is stored; see `Producer.send_batch`.
+        """Store many messages with few requests, and return the position of each; see `Producer.send_batch`.
 
         Raises:
-            SendError: `stored` tells how many messages, from the first on, are stored. For the rest as `send`.
+            SendError: `stored` is the number of messages, counted from the first, that are stored. In all else as
+                `send`.
             ConfigError: as for `Producer.send_batch`. Nothing was sent.
         """
         parts = self._producer._batch_parts(topic, messages, queue, sharding_key)
@@ -302,7 +304,7 @@ class AsyncProducer:
         return _LoopSink(self._results, self._loop.create_future())
 
     async def _send(self, request: SendRequest, sink: _LoopSink) -> Any:
-        """Hand a message over as soon as there is room, in its turn; return what became of it."""
+        """Submit a message in its order, as soon as it fits; return its result."""
         assert self._loop is not None
         request.is_blocking = False
         sink.size = len(request.body)
@@ -322,11 +324,11 @@ class AsyncProducer:
                 self._forget(sink)
                 self._submit_queued()
             elif sink.future.cancelled() and sink in self._unfinished:
-                sink.future = self._loop.create_future()  # nobody is told, but a flush waits for it
+                sink.future = self._loop.create_future()  # no coroutine awaits it, but flush() does
                 sink.future.add_done_callback(asyncio.Future.exception)
 
     def _fits(self, size: int) -> bool:
-        # The same rule as the outbox has, whose room is never less: what has ended there is passed on here.
+        # The rule of InFlightLimiter, which counts each result first. So a message that fits here fits there.
         config = self.config
         return not self._messages or (
             self._messages < config.max_in_flight_messages and self._bytes + size <= config.max_in_flight_bytes
@@ -336,7 +338,7 @@ class AsyncProducer:
         waited_s = 0.0
         if sink.timer is not None:
             assert self._loop is not None
-            sink.timer.cancel()  # from here on the outbox looks at the time
+            sink.timer.cancel()  # from here on InFlightLimiter checks the time
             waited_s = self._loop.time() - sink.queued_at
         try:
             self._producer._submit(request, waited_s)
@@ -348,7 +350,7 @@ class AsyncProducer:
             self._bytes += sink.size
 
     def _submit_queued(self) -> None:
-        """Send what waits, as far as there is room."""
+        """Submit the queued messages that fit."""
         while self._queued and self._producer.state is ProducerState.RUNNING:
             request, sink = next(iter(self._queued.items()))
             if not self._fits(sink.size):
@@ -371,7 +373,7 @@ class AsyncProducer:
                 ";".join(self.config.name_servers), f"no answer within {request.timeout_s:g} s; nothing was sent"
             )
         _resolve(sink.future, None, error)
-        self._submit_queued()  # one behind it may be smaller
+        self._submit_queued()  # the next one may be smaller, and fit
 
     def _fail_queued(self, error: BaseException) -> None:
         queued, self._queued = self._queued, {}
@@ -399,7 +401,7 @@ class AsyncProducer:
 
 
 def _run_in_thread(work: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> asyncio.Future[None]:
-    """Have `work` done on a thread of its own. Those of the loop's executor may all be waiting for a send."""
+    """Run `work` in a new thread, because all threads of the loop's executor may be waiting for a send."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -409,7 +411,7 @@ def _run_in_thread(work: Callable[P, None], *arguments: P.args, **named: P.kwarg
             work(*arguments, **named)
         except BaseException as error:
             failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits
             loop.call_soon_threadsafe(_resolve, done, None, failure)
 
     threading.Thread(target=run, name="pyrocket-life", daemon=True).start()

@@ -1,4 +1,4 @@
-"""The end of the process: what producers that nobody closed were given is still sent, for a moment."""
+"""Flush producers that are still open when the process exits."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-with suppress(RuntimeError):  # the main thread has ended, and Python takes no more executors
+with suppress(RuntimeError):  # the main thread has ended, and Python accepts no more executors
     import concurrent.futures.thread  # noqa: F401 - see _register
 
 
 class Flushable(Protocol):
-    """What runs until it is closed, or until the process ends."""
+    """A producer session that is flushed when the process exits."""
 
     def begin_flush(self) -> Callable[[], None]:
-        """Count what is on its way; the callable waits until it is sent, for a few seconds, and tells what is lost."""
+        """Count the messages in flight. The result waits a few seconds for them, and logs the lost ones."""
 
 
-# Without a lock, which a fork could leave taken for ever: each access is one operation of the set, and being registered
-# twice does no harm.
+# No lock guards it, because a fork could leave a lock taken forever. Each access is one atomic operation of the set, and
+# registering twice is harmless.
 _flushables: set[Flushable] = set()
 _is_registered = False
 
 
 def add(flushable: Flushable) -> None:
-    """Have `flushable` flushed when the process ends, unless it is removed before."""
+    """Flush `flushable` when the process exits, unless it is removed before."""
     global _is_registered
     _flushables.add(flushable)
     if not _is_registered:
@@ -35,25 +35,27 @@ def add(flushable: Flushable) -> None:
 
 
 def remove(flushable: Flushable) -> None:
-    """Forget `flushable`; it needs no flush any more."""
+    """Forget `flushable`, because it is closed."""
     _flushables.discard(flushable)
 
 
 def _register() -> None:
-    """Have both moments of an end told.
+    """Register `_flush` for both stages of the exit.
 
-    `threading` comes first: when the main thread has ended, while the others run and threads can be started still, as
-    new connections need them to resolve names. It calls in reverse order, and what `concurrent.futures` has it call
-    ends those threads: that must be registered by now, so it is imported above. Children of multiprocessing on Python
-    before 3.13 know this moment only. `atexit` comes when the other threads have ended, for what they sent meanwhile.
+    `threading` calls first, when the main thread has ended. Other threads still run then, and new threads can start.
+    New connections need those threads to resolve host names. `threading` calls its hooks in reverse order, and the hook
+    of `concurrent.futures` ends the resolver threads. That hook must be registered before ours, so the module is
+    imported above. Children of multiprocessing reach only this stage on Python before 3.13.
+
+    `atexit` calls when the other threads have ended, and flushes the messages that they sent meanwhile.
     """
     atexit.register(_flush)
     try:
         threading._register_atexit(_flush)  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
-        pass  # no part of what Python promises; or the main thread has ended before the first producer was started
+        pass  # the function is private to Python; or the main thread ended before the first producer started
 
 
 def _flush() -> None:
-    for wait_flushed in [each.begin_flush() for each in _flushables.copy()]:  # they take their time together
+    for wait_flushed in [each.begin_flush() for each in _flushables.copy()]:  # start all flushes before waiting for one
         wait_flushed()

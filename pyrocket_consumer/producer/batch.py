@@ -1,4 +1,4 @@
-"""Batches: several messages of one topic in one request, cut where one request would be too large."""
+"""Split a batch into requests: several messages of one topic in each, up to a size."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.protocol.message import BatchItem
 
 MAX_BATCH_MESSAGES = 10_000
-"""Most messages of one request.
+"""The largest number of messages in one request.
 
-Brokers from 5.0 on count them in 16 bits with a sign: after a batch of 32,768 the next messages of the queue get
-offsets that exist already, or negative ones, and are never delivered (seen on 5.1.4, 5.3.3 and 5.5.0). The rest is
-room, also for the answer, which has an id of 32 characters for each.
+Brokers from 5.0 on count them in a signed 16-bit number. After a batch of 32,768 the next messages of the queue get
+duplicate or negative offsets. They are never delivered (observed on 5.1.4, 5.3.3 and 5.5.0). The limit is lower,
+because the response has 32 characters for each message.
 """
 
-_ITEM_BYTES = 22  # of a batch item, besides its body and properties
+_ITEM_BYTES = 22  # of a batch item, without its body and properties
 
 
 class BatchMessage(NamedTuple):
-    """A message of a batch, ready to travel, and the id consumers will see."""
+    """An encoded message of a batch, and the id that consumers will see."""
 
     item: BatchItem
     message_id: str
 
 
 def split_batch(messages: Sequence[BatchMessage], max_bytes: int) -> Iterator[Sequence[BatchMessage]]:
-    """Return `messages` in as few parts as fit into requests of `max_bytes`.
+    """Yield `messages` in as few parts as fit into requests of `max_bytes`.
 
     Raises:
-        ConfigError: a message fits into none.
+        ConfigError: a message alone is larger than `max_bytes`.
     """
     first = size = 0
     for number, (item, _) in enumerate(messages):

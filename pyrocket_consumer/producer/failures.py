@@ -1,4 +1,4 @@
-"""What a failed attempt means: whether the message may be stored, and who may take it yet."""
+"""Classify failed attempts: whether the message may be stored, and which broker may still store it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pyrocket_consumer.protocol.codes import ResponseCode
 
 
 class NoWritableQueue(RocketError):
-    """The route has no queue that will do, and none is known to come back."""
+    """The route has no writable queue for the message, and none is expected to return."""
 
 
 class SendFailure(Enum):
-    """What became of a message that was not acknowledged, and what to do with it."""
+    """The state of a message without acknowledgement, and what to do next."""
 
-    RETRY = "not stored; the same broker may take it in a moment"
-    RETRY_ELSEWHERE = "not stored; another broker may take it"
-    UNKNOWN = "stored or not; to send it again may make a copy"
-    PERMANENT = "not stored, and no broker will take it"
+    RETRY = "not stored; the same broker may store it in a moment"
+    RETRY_ELSEWHERE = "not stored; another broker may store it"
+    UNKNOWN = "stored or not; sending it again may store a copy"
+    PERMANENT = "not stored, and no broker will store it"
 
 
-# Refused before anything was stored, for a reason that passes or that a new route ends. 215 is 2 by another name.
+# Refusals before the message is stored, for a temporary reason or because the route is stale. Code 215 means 2.
 # Source: DefaultMQProducer.retryResponseCodes; SendMessageProcessor.handlePutMessageResult.
 _RETRY_CODES = frozenset(
     {
@@ -44,14 +44,14 @@ _RETRY_ELSEWHERE_CODES = frozenset({ResponseCode.NO_BUYER_ID, ResponseCode.NOT_I
 
 _BROKER_TROUBLE_CODES = _RETRY_CODES - {ResponseCode.TOPIC_NOT_EXIST}
 
-# The same code stands for many reasons; only the text tells.
+# Brokers use the same code for many reasons. Only the text distinguishes them.
 _SLAVE_TEXT = "[REJECTREQUEST]"
 _READ_ONLY_TEXT = "sending message is forbidden"
 _NOT_STORED_TEXTS = ("[PC_SYNCHRONIZED]", "server is busy or broken")
 
 
 def classify_failure(error: Exception) -> SendFailure:
-    """Return what `error`, in the place of an acknowledgement, means."""
+    """Return the class of `error`, which came instead of an acknowledgement."""
     if isinstance(error, ConnectError):
         return SendFailure.RETRY
     if isinstance(error, (RequestTimeout, ConnectionLost)):
@@ -70,12 +70,12 @@ def classify_failure(error: Exception) -> SendFailure:
 
 
 def _is_queue_illegal(error: BrokerError) -> bool:
-    """Tell whether the broker says that it has no such queue: 1 up to 5.1.4, 29 from 5.3.2 on."""
+    """Return whether the broker has no such queue. The code is 1 up to 5.1.4, and 29 from 5.3.2 on."""
     return "queueId[" in error.remark and "is illegal" in error.remark
 
 
 def is_route_stale(error: Exception) -> bool:
-    """Tell whether the route may be old: nobody is there, or who is there does not have the queue (any more)."""
+    """Return whether the route may be stale: no broker is at the address, or the broker does not have the queue."""
     if not isinstance(error, BrokerError):
         return True
     if error.code in (ResponseCode.SYSTEM_BUSY, ResponseCode.FLOW_CONTROL):
@@ -84,10 +84,10 @@ def is_route_stale(error: Exception) -> bool:
 
 
 def is_topic_missing(error: Exception | None) -> bool:
-    """Tell whether the broker says that it has no such topic."""
+    """Return whether the broker reports that the topic does not exist."""
     return isinstance(error, BrokerError) and error.code == ResponseCode.TOPIC_NOT_EXIST
 
 
 def is_broker_in_trouble(error: Exception) -> bool:
-    """Tell whether the broker is the reason, and not the message, so that the next ones, too, do better elsewhere."""
+    """Return whether the broker caused the error, and not the message, so that the next messages should avoid it."""
     return not isinstance(error, BrokerError) or error.code in _BROKER_TROUBLE_CODES

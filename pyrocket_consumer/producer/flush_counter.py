@@ -1,4 +1,4 @@
-"""How the messages that are on their way at one moment end."""
+"""Count the results of the messages that are in flight at one moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyrocket_consumer.transport.thread_future import ThreadFuture
 
 
 class FlushResult(NamedTuple):
-    """How many messages were sent, were not, and have no result yet; and why the first that was not sent was not."""
+    """The numbers of messages sent, failed, and without result yet; `reason` is the error of the first failure."""
 
     sent: int
     failed: int
@@ -21,9 +21,9 @@ class FlushResult(NamedTuple):
 
 
 class FlushCounter:
-    """Counts how `requests` end. Made and told on the I/O thread; any other may wait until all have ended.
+    """Counts the results of `requests`. The I/O thread makes and updates it; other threads wait until all have ended.
 
-    It stands between each of them and whoever waits for its result, so that only those pay for it that are counted.
+    It wraps the result sink of each request, so that requests that are not counted cost nothing.
     """
 
     def __init__(self, requests: Collection[SendRequest]) -> None:
@@ -36,8 +36,8 @@ class FlushCounter:
             request.sink = _CountingSink(request.sink, self, len(request.message_ids))
 
     def wait(self, timeout_s: float) -> FlushResult:
-        """Wait until each message has its result, for up to `timeout_s`; return how they have ended."""
-        waiter = ThreadFuture[None]()
+        """Wait up to `timeout_s` until each message has its result, and return the counts."""
+        waiter = Outcome[None]()
         with self._lock:
             if not self._result.pending:
                 return self._result
@@ -47,7 +47,7 @@ class FlushCounter:
             return self._result
 
     def add(self, messages: int, error: BaseException | None) -> None:
-        """Count messages that have their result now."""
+        """Count messages whose result has arrived."""
         with self._lock:
             sent, failed, pending, reason = self._result
             if error is None:
@@ -60,7 +60,7 @@ class FlushCounter:
 
 
 class _CountingSink:
-    """Passes the outcome of a send on, and then counts it."""
+    """Passes the result of a send to its sink, then counts it."""
 
     __slots__ = ("_counter", "_messages", "_sink")
 

@@ -1,4 +1,4 @@
-"""The way of messages from user threads to the I/O thread: bounded, and cheap for one message."""
+"""Pass requests from user threads to the I/O thread, and limit how many are in flight."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class InFlightLimiter:
-    """Messages handed over and not finished yet; at most `max_messages` and `max_bytes` of them.
+    """Limits the unfinished requests to `max_messages` and `max_bytes`.
 
-    User threads `put`, the I/O thread takes all there is in one turn, and tells when each is `finished`. The one lock
-    is a leaf: nothing is called while it is held. It is a plain one, for that of a Condition may stay taken when a user
-    thread is interrupted, and the I/O thread would wait for it; see `ThreadFuture`.
+    User threads call `put`. The I/O thread takes all queued requests with `take_all`, and calls `release` for each
+    that has its result. Code under the one lock takes no other lock. It is a plain `Lock`, because a signal that interrupts a
+    user thread may leave the lock of a Condition taken. The I/O thread would then wait for it; see `Outcome`.
     """
 
     def __init__(self, max_messages: int, max_bytes: int, wake: Callable[[], None]) -> None:
@@ -33,7 +33,7 @@ class InFlightLimiter:
         self._closed = False
 
     def put(self, request: SendRequest, timeout_s: float) -> bool:
-        """Hand `request` over, waiting up to `timeout_s` for room; False when there was none.
+        """Queue `request`, and wait up to `timeout_s` until it fits. Return False if it did not fit in time.
 
         Raises:
             ClientClosed: the producer is closed.
@@ -45,8 +45,8 @@ class InFlightLimiter:
                 return False
         return True
 
-    def _try_put(self, request: SendRequest) -> ThreadFuture[None] | None:
-        """Hand `request` over; if there is no room, return what tells the next change."""
+    def _try_put(self, request: SendRequest) -> Outcome[None] | None:
+        """Queue `request`. If it does not fit, return a waiter for the next change."""
         size, is_first = len(request.body), False
         try:
             with self._lock:
@@ -58,16 +58,16 @@ class InFlightLimiter:
                 self._messages += 1
                 self._bytes += size
                 self._queued.append(request)
-            if is_first:  # whoever follows before the I/O thread comes is taken in the same turn
+            if is_first:  # one wake-up takes all requests that are queued before the I/O thread runs
                 self._wake()
         except BaseException:
-            if is_first:  # an interrupt, maybe before it was woken, and whoever follows does not wake it
+            if is_first:  # a signal may have interrupted _wake, and later requests do not call it
                 self._wake()
             raise
         return None
 
     def _fits(self, size: int) -> bool:
-        # One message is let in whatever its size, or it could never be sent.
+        # A single message of any size fits, or it could never be sent.
         return not self._messages or (self._messages < self._max_messages and self._bytes + size <= self._max_bytes)
 
     def _add_waiter(self) -> ThreadFuture[None]:
@@ -75,8 +75,8 @@ class InFlightLimiter:
         self._waiters.append(waiter)
         return waiter
 
-    def _wait(self, waiter: ThreadFuture[None], until: float | None) -> bool:
-        """Wait for `waiter`; False if it does not come by `until`."""
+    def _wait(self, waiter: Outcome[None], until: float | None) -> bool:
+        """Wait for `waiter`. Return False if nothing changed by `until`."""
         if waiter.wait(None if until is None else until - time.monotonic()):
             return True
         with self._lock:
@@ -90,13 +90,13 @@ class InFlightLimiter:
             waiter.set_result(None)
 
     def take_all(self) -> list[SendRequest]:
-        """Return what was put since the last time."""
+        """Return the requests queued since the last call."""
         with self._lock:
             taken, self._queued = self._queued, []
         return taken
 
     def release(self, request: SendRequest) -> None:
-        """Make room: `request` has its result."""
+        """Free the capacity that `request` took, because it has its result."""
         with self._lock:
             self._messages -= 1
             self._bytes -= len(request.body)
@@ -105,18 +105,18 @@ class InFlightLimiter:
 
     @property
     def messages(self) -> int:
-        """How many messages are on their way."""
+        """The number of messages in flight."""
         with self._lock:
             return self._messages
 
     def close(self) -> None:
-        """Take no more messages; whoever waits for room is refused."""
+        """Accept no more messages. Threads that wait in `put` get ConsumerClosed."""
         with self._lock:
             self._closed = True
             self._wake_waiters()
 
     def wait_until_empty(self, timeout_s: float | None) -> bool:
-        """Wait until every message has its result; False if some have not within `timeout_s`."""
+        """Wait until every message has its result. Return False if some have none within `timeout_s`."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._lock:

@@ -1,4 +1,4 @@
-"""What a user hands over to be sent: checked at once, so that a mistake is told where it was made."""
+"""Messages to send. Arguments are checked at once, so that an error appears where the mistake was made."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ _ARGUMENT_FOR = {
     PropertyName.SHARDING_KEY: "sharding_key",
 }
 
-# What an application sets by itself, although RocketMQ has a name for it.
+# Properties that an application may set, although RocketMQ defines their names.
 _SETTABLE_PROPERTIES = {PropertyName.CHECK_IMMUNITY_TIME_IN_SECONDS, PropertyName.TRACE_CONTEXT}
 
 RESERVED_PROPERTIES = frozenset(
     value for name, value in vars(PropertyName).items() if name.isupper() and value not in _SETTABLE_PROPERTIES
 )
-"""Property names a message may not bring along: clients and brokers write them, so that a value would be lost or
-obeyed. To send a consumed message on, leave these out. Source: MessageConst."""
+"""Property names that a message to send may not have, because clients and brokers write them. A value would be lost, or
+the broker would act on it. Remove these properties before you resend a consumed message.
+
+Source: MessageConst."""
 
 TRANSIENT_PREFIX = "__RMQ.TRANSIENT."
-"""How names begin that brokers give to what is never stored; a message may not bring such a property along, either."""
+"""The prefix of property names that brokers use internally and never store. A message to send may not have one."""
 
 # Source: TopicValidator.NOT_ALLOWED_SEND_TOPIC_SET.
 _BROKER_TOPICS = frozenset(
@@ -50,13 +52,13 @@ _BROKER_TOPICS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class OutgoingMessage:
-    """A message to send, where one is given whole: in a batch, or in a transaction.
+    """A message to send in a batch or in a transaction.
 
-    `tags` is one tag; `keys` make the message findable; `flag` is a number for the application's own use. `topic` is
-    needed for a transaction only; in a batch it is the batch's.
+    `tags` is one tag; `keys` are for searches; `flag` is a number for the application. Only a transaction
+    needs `topic`; in a batch it is the topic of the batch.
 
     Raises:
-        ConfigError: a part is not allowed; the text says which and why.
+        ConfigError: a value is not allowed; the text contains the value and the reason.
     """
 
     body: bytes
@@ -80,7 +82,7 @@ class OutgoingMessage:
             check_send_topic(self.topic)
 
     def travelling_properties(self) -> dict[str, str]:
-        """Return the properties as they travel: tag and keys among them."""
+        """Return the properties as they are sent, with tag and keys."""
         written = dict(self.properties) if self.properties else {}
         if self.keys:
             written[PropertyName.KEYS] = " ".join(self.keys)
@@ -93,7 +95,7 @@ def check_send_topic(topic: object) -> str:
     """Return `topic` if messages may be sent to it.
 
     Raises:
-        ConfigError: it is not a legal name, or is one of the broker's own topics.
+        ConfigError: the name is not allowed, or the topic is internal to brokers.
     """
     name = check_topic(topic)
     if name in _BROKER_TOPICS:
@@ -105,7 +107,7 @@ def check_body(body: object) -> bytes:
     """Return `body` as bytes.
 
     Raises:
-        ConfigError: it is text, not bytes-like, or empty.
+        ConfigError: the body is text, not bytes-like, or empty.
     """
     if isinstance(body, str):
         raise ConfigError("body is text, and only you know its encoding: pass for example body.encode()")
@@ -118,7 +120,7 @@ def check_body(body: object) -> bytes:
 
 
 def check_size(body_bytes: int, max_message_bytes: int) -> None:
-    """Raise ConfigError when a body is larger than a message may be."""
+    """Raise ConfigError if a body is larger than `max_message_bytes`."""
     if body_bytes > max_message_bytes:
         raise ConfigError(
             f"body of {body_bytes} bytes is more than max_message_bytes={max_message_bytes}; "
@@ -127,10 +129,10 @@ def check_size(body_bytes: int, max_message_bytes: int) -> None:
 
 
 def check_delivery(delay_level: int, deliver_at: datetime | None) -> dict[str, str]:
-    """Return the properties that ask for a later delivery, none for delivery at once.
+    """Return the properties for a later delivery, or an empty dict for immediate delivery.
 
     Raises:
-        ConfigError: the level is not 0 to 18, the time has no time zone, or both are given.
+        ConfigError: the level is not 0 to 18, the time has no time zone, or both are set.
     """
     check_int("delay_level", delay_level, 0, MAX_DELAY_LEVEL)
     if deliver_at is None:
@@ -147,10 +149,10 @@ def check_delivery(delay_level: int, deliver_at: datetime | None) -> dict[str, s
 
 
 def check_sharding_key(key: object) -> str:
-    """Return `key` if it can choose a queue.
+    """Return `key` if it can select a queue.
 
     Raises:
-        ConfigError: it is not text, is empty, or holds a separator of properties.
+        ConfigError: the key is not text, is empty, or contains a separator of properties.
     """
     if not _is_plain_word(key):
         _check_text("sharding_key", key)
@@ -159,7 +161,7 @@ def check_sharding_key(key: object) -> str:
 
 
 def check_properties_size(text: str) -> None:
-    """Raise ConfigError when all properties together, as they travel, take more room than there is."""
+    """Raise ConfigError if the encoded properties are larger than a request allows."""
     size = len(text) if text.isascii() else len(text.encode())
     if size > MAX_PROPERTIES_BYTES:
         raise ConfigError(
@@ -182,7 +184,7 @@ def _check_tag(tag: object) -> None:
 def _check_keys(keys: object) -> tuple[str, ...]:
     if isinstance(keys, str):
         keys = (keys,)
-    # What is plainly a sequence is told much sooner than one by agreement.
+    # The check against concrete types is much faster than the one against the abstract class.
     if not isinstance(keys, (tuple, list)) and (not isinstance(keys, Sequence) or isinstance(keys, (bytes, bytearray))):
         raise ConfigError(f"keys must be a text or a sequence of texts, not {type(keys).__name__}")
     for key in keys:
@@ -195,7 +197,7 @@ def _check_keys(keys: object) -> tuple[str, ...]:
 
 
 def _check_properties(properties: object) -> None:
-    # What is plainly a mapping is told much sooner than one by agreement.
+    # The check against dict is much faster than the one against the abstract class.
     if type(properties) is not dict and not isinstance(properties, Mapping):
         raise ConfigError(f"properties must be a mapping of text to text, not {type(properties).__name__}")
     if _are_all_plain(properties):
@@ -210,7 +212,7 @@ def _check_properties(properties: object) -> None:
 
 
 def _are_all_plain(properties: Mapping[object, object]) -> bool:
-    """Tell, quickly, whether nothing is wrong with any name and value; False when they must be looked at one by one."""
+    """Return quickly whether all names and values are valid. False means that each must be checked."""
     texts = [*properties, *properties.values()]
     try:
         whole = "".join(texts)  # type: ignore[arg-type]
@@ -226,7 +228,7 @@ def _are_all_plain(properties: Mapping[object, object]) -> bool:
 
 
 def _is_plain_word(text: object) -> TypeGuard[str]:
-    """Tell, quickly, whether it is a text without anything that is not allowed anywhere; False when it must be read."""
+    """Return quickly whether `text` is valid everywhere. False means that it must be checked in detail."""
     return type(text) is str and text.isascii() and text.isprintable() and text != "" and " " not in text
 
 
@@ -234,11 +236,11 @@ def _check_text(what: str, value: object) -> None:
     if not isinstance(value, str):
         raise ConfigError(f"{what} must be text, not {type(value).__name__} ({safe_repr(value)})")
     if not value:
-        raise ConfigError(f"{what} is empty, and would be lost on the way; leave it out")
+        raise ConfigError(f"{what} is empty, and brokers would drop it; remove it")
     if "\x01" in value or "\x02" in value:
-        raise ConfigError(f"{what} holds \\x01 or \\x02, which separate properties on the way: {safe_repr(value)}")
+        raise ConfigError(f"{what} holds \\x01 or \\x02, which separate properties in a request: {safe_repr(value)}")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ConfigError(f"{what} is not text that UTF-8 can carry: {safe_repr(value)}") from error
+            raise ConfigError(f"{what} cannot be encoded in UTF-8: {safe_repr(value)}") from error

@@ -1,4 +1,4 @@
-"""Which queue a message goes to, and which brokers to leave alone for a moment."""
+"""Select the queue of a message, and avoid brokers that failed recently."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MAX_DESCRIBED_BROKERS, _MAX_NAME_CHARS = 10, 127
 
 
 class PublishQueues:
-    """The queues of one topic that can be sent to, taken in turn. Confined to the I/O thread.
+    """The writable queues of one topic, selected round-robin. Confined to the I/O thread.
 
-    `route` is the route they come from; another route makes another PublishQueues.
+    `route` is their route; another route needs another PublishQueues.
     """
 
     def __init__(self, route: TopicRoute, rng: random.Random) -> None:
@@ -26,7 +26,7 @@ class PublishQueues:
         self.queues = route.publish_queues()
         self.broker_count = len({queue.broker_name for queue in self.queues})
         self._known = frozenset(self.queues)
-        # Producers that start together spread out.
+        # A random first queue spreads producers that start at the same time.
         self._next_index = rng.randrange(len(self.queues)) if self.queues else 0
 
     @cached_property
@@ -34,17 +34,17 @@ class PublishQueues:
         return frozenset(broker.broker_name for broker in self.route.brokers if MASTER_ID in broker.addresses)
 
     def waits_for_master(self, data: QueueData) -> bool:
-        """Tell whether a part of the route could be sent to if only its broker had a master."""
+        """Return whether these queues are writable, but their broker has no master."""
         return bool(data.perm & PERM_WRITE and data.write_queues) and data.broker_name not in self._with_master
 
     @cached_property
     def any_waits_for_master(self) -> bool:
-        """Whether there is a part of the route that does."""
+        """Whether any queues of the route are writable, but without a master."""
         return any(map(self.waits_for_master, self.route.queues))
 
     @cached_property
     def description(self) -> str:
-        """What the route has, for people: made once, for thousands of messages may have to tell it."""
+        """The route as text for errors. It is cached, because thousands of messages may fail with it."""
         descriptions = [
             f"{truncate(data.broker_name, _MAX_NAME_CHARS)} with {data.write_queues} write queues, "
             f"{'' if data.perm & PERM_WRITE else 'no '}write permission (perm {data.perm}) and "
@@ -52,14 +52,14 @@ class PublishQueues:
             for data in self.route.queues[:_MAX_DESCRIBED_BROKERS]
         ]
         if more := len(self.route.queues) - len(descriptions):
-            descriptions.append(f"{more} brokers more")
+            descriptions.append(f"{more} more brokers")
         return "; ".join(descriptions) or "no queues"
 
     def __contains__(self, queue: object) -> bool:
         return queue in self._known
 
     def next_queue(self, avoid: Container[str] = ()) -> MessageQueue | None:
-        """Return the next queue whose broker is not in `avoid`, None if there is none."""
+        """Return the next queue whose broker is not in `avoid`, or None if all are."""
         count = len(self.queues)
         for step in range(count):
             queue = self.queues[(self._next_index + step) % count]
@@ -69,16 +69,17 @@ class PublishQueues:
         return None
 
     def queue_for_key(self, key: str) -> MessageQueue | None:
-        """Return the queue of `key`: always the same while the topic has the same queues. None if it has none.
+        """Return the queue of `key`, or None if the topic has no queues. It is the same while the queues are the same.
 
-        Java's producers choose the same one. Source: SelectMessageQueueByHash over String.hashCode, whose remainder
-        has the sign of the hash.
+        Java producers select the same queue.
+
+        Source: SelectMessageQueueByHash over String.hashCode, whose remainder has the sign of the hash.
         """
         return self.queues[abs(java_string_hash(key)) % len(self.queues)] if self.queues else None
 
 
 class FailedBrokers:
-    """Brokers that just failed, and until when others are preferred: 1 s, and longer each time, up to 30 s.
+    """Brokers that failed recently. Others are preferred for 1 s, and longer after each failure, up to 30 s.
 
     Confined to the I/O thread.
     """
@@ -87,19 +88,19 @@ class FailedBrokers:
         self._failures: dict[str, tuple[int, float]] = {}
 
     def add_failure(self, broker_name: str, now: float) -> None:
-        """Prefer other brokers for a moment; thousands of messages may find out at the same time."""
+        """Prefer other brokers for a while. Of thousands of simultaneous failures only the first counts."""
         count, until = self._failures.get(broker_name, (0, 0.0))
         if now >= until:
             pause_s = min(_FIRST_AVOIDANCE_S * 2 ** min(count, 10), _LONGEST_AVOIDANCE_S)
             self._failures[broker_name] = (count + 1, now + pause_s)
 
     def forget(self, broker_name: str) -> None:
-        """Trust the broker again."""
+        """Stop avoiding the broker."""
         if self._failures:
             self._failures.pop(broker_name, None)
 
     def avoided(self, now: float) -> set[str]:
-        """Return the brokers to leave alone at `now`."""
+        """Return the brokers to avoid at `now`."""
         if not self._failures:
             return set()
         return {name for name, (_, until) in self._failures.items() if until > now}

@@ -1,4 +1,4 @@
-"""Where a message went."""
+"""The result of a send."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pyrocket_consumer.model import MessageQueue
 
 
 class SendStatus(Enum):
-    """How safely a message is stored. In every case it is stored, and will be delivered.
+    """How safely a message is stored. With every status it is stored, and will be delivered.
 
     Source: SendStatus; the values are response codes.
     """
@@ -22,13 +22,15 @@ class SendStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SendResult:
-    """Where one message is stored.
+    """The position of one stored message.
 
-    `message_id` is the id consumers see (UNIQ_KEY), made by the producer; `offset_message_id` tells the broker and the
-    place in its commit log. `queue_offset` of a delayed or transactional message is its place in the broker's own
-    queue where it waits, not the one it is delivered at. `transaction_id` is what the broker answers: the message id,
-    or None from brokers before 5.0. `attempts` is how often the message was handed to a broker that stored it, or may
-    have: with more than 1 there may be a copy, under the same `message_id`. Attempts that were refused do not count.
+    `message_id` is the id that consumers see (UNIQ_KEY); the producer makes it. `offset_message_id` identifies the
+    broker and the position in its commit log. A delayed or transactional message waits in an internal queue of the
+    broker; then `queue_offset` is its offset there, not the one of its delivery. `transaction_id` comes from the
+    broker: the message id, or None from brokers before 5.0.
+
+    `attempts` counts the attempts that stored the message, or may have. If it is above 1, a copy with the same
+    `message_id` may exist. Refused attempts do not count.
     """
 
     queue: MessageQueue

@@ -1,4 +1,4 @@
-"""One send request on its way: what it carries, what was tried, and who waits for it."""
+"""One send request: its content, its attempts, and the sink of its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyrocket_consumer.text import truncate
 from pyrocket_consumer.transport.connection import Connection
 
 LaneKey = tuple[str, MessageQueue | str]
-"""What messages stay in order by: the topic, and the queue or the sharding key."""
+"""Messages with the same key stay in order: the topic, and the queue or the sharding key."""
 
 _MAX_FAILURES, _MAX_FAILURE_LENGTH = 16, 2000
 _STATUSES = {status.value: status for status in SendStatus}
@@ -25,8 +25,8 @@ _STATUSES = {status.value: status for status in SendStatus}
 class SendRequest:
     """A message, or a batch of them, between `send` and its result.
 
-    `topic` is the name brokers know, `shown_topic` the user's (they differ with a namespace). What changes on its way
-    stands in the class until it does: there are thousands of them at a time.
+    `topic` is the name that brokers know, `shown_topic` the one of the user; they differ with a namespace.
+    Attributes that change later are class attributes until then, because thousands of requests exist at a time.
     """
 
     topic: str
@@ -37,7 +37,7 @@ class SendRequest:
     sink: ResultSink
     timeout_s: float
     born_at_ms: int
-    deadline: float = 0.0  # by the loop's clock; set when it is handed over
+    deadline: float = 0.0  # by the clock of the loop; set when it is submitted
     sys_flag: int = 0
     flag: int = 0
     is_batch: bool = False
@@ -45,20 +45,20 @@ class SendRequest:
     queue: MessageQueue | None = None
     sharding_key: str | None = None
     needs_timer: bool = False
-    is_blocking: bool = True  # by a thread, until its deadline; else its time stands still while its lane moves
-    lane_key: LaneKey | None = field(init=False, default=None)  # None: it needs not stay in order; set at its begin
-    possible_stores: int = field(init=False, default=0)  # how often to a broker that has stored it, or may have
+    is_blocking: bool = True  # until the deadline; if False, the timeout pauses while the lane moves
+    lane_key: LaneKey | None = field(init=False, default=None)  # None without order; set by SendDispatcher.dispatch
+    possible_stores: int = field(init=False, default=0)  # attempts that stored it, or may have
     pauses: int = field(init=False, default=0)
     failed_brokers: frozenset[str] = field(init=False, default=frozenset())  # since the last pause
-    wants_route_after: float | None = field(init=False, default=None)  # only a route asked for since then will do
+    wants_route_after: float | None = field(init=False, default=None)  # the next attempt needs a route fetched after this time
     last_error: Exception | None = field(init=False, default=None)
     _failures: dict[str, int] | None = field(init=False, default=None)
 
     def note(self, failure: str) -> None:
-        """Remember why an attempt failed: what happens again and again is told once, and of much the latest."""
+        """Record why an attempt failed. Repeated failures are counted, and only the latest ones are kept."""
         if self._failures is None:
             self._failures = {}
-        failure = truncate(failure, _MAX_FAILURE_LENGTH)  # names in a route can be of any length
+        failure = truncate(failure, _MAX_FAILURE_LENGTH)  # a route can contain names of any length
         times = self._failures.pop(failure, 0)
         self._failures[failure] = times + 1
         if len(self._failures) > _MAX_FAILURES:
@@ -66,19 +66,19 @@ class SendRequest:
 
     @property
     def attempts(self) -> tuple[str, ...]:
-        """What each failed attempt came to, the latest last."""
+        """The failure of each attempt, the latest last."""
         failures = self._failures or {}
         return tuple(text if times == 1 else f"{text} ({times} times)" for text, times in failures.items())
 
     def to_command(self, template: SendTemplate) -> RemotingCommand:
-        """Return the request that stores it in the queue of `template`."""
+        """Return the command that stores the messages in the queue of `template`."""
         return template.request(self.body, self.properties, self.sys_flag, self.flag, self.born_at_ms, self.is_oneway)
 
     def frame(self, template: SendTemplate, connection: Connection, opaque: int) -> bytes:
-        """Return the frame of that request as it goes out on `connection`.
+        """Return the frame of that command for `connection`.
 
         Raises:
-            ProtocolError: no frame has room for it.
+            ProtocolError: the command is too large for a frame.
         """
         if not connection.is_signing:
             what = (self.body, self.properties, self.sys_flag, self.flag, self.born_at_ms)
@@ -87,16 +87,16 @@ class SendRequest:
         return connection.encode(self.to_command(template), opaque)
 
     def results(self, queue: MessageQueue, response: RemotingCommand) -> SendResult | list[SendResult]:
-        """Return where the broker of `queue` says it stored the message; of a batch, where each of its messages is.
+        """Return the position in the response of the broker of `queue`; of a batch, the position of each message.
 
         Raises:
-            ProtocolError: the answer does not say it.
+            ProtocolError: the response contains no position.
         """
         fields = response.fields
         try:
             queue_id, offset, stored_ids = int(fields["queueId"]), int(fields["queueOffset"]), fields["msgId"]
         except (KeyError, ValueError):
-            SendMessageResponseHeader.from_fields(fields)  # takes longer, and says what is wrong
+            SendMessageResponseHeader.from_fields(fields)  # it is slower, and raises an error with the reason
             raise
         place, status = queue, _STATUSES[response.code]
         if queue_id != queue.queue_id or self.shown_topic != queue.topic:
@@ -115,7 +115,7 @@ class SendRequest:
         ]
 
     def error(self, cause: BaseException | None) -> SendError:
-        """Return the error that tells all attempts."""
+        """Return the error that lists all attempts."""
         error = SendError(self.shown_topic, self.attempts)
         error.__cause__ = cause
         return error

@@ -40,7 +40,7 @@ def test_anything_like_bytes_is_a_body(body):
         ({"properties": {1: "b"}}, "name must be text, not int"),
         ({"properties": {"a": 1}}, "property 'a' must be text, not int"),
         ({"properties": {"": "b"}}, "name is empty"),
-        ({"properties": {"a": ""}}, "property 'a' is empty, and would be lost"),
+        ({"properties": {"a": ""}}, "property 'a' is empty, and brokers would drop it"),
         ({"properties": {"a\x02": "b"}}, r"\\x01 or \\x02"),
         ({"properties": {"a": "b\x01c"}}, r"\\x01 or \\x02"),
         ({"properties": {"a": "\ud800"}}, "UTF-8"),
