@@ -19,8 +19,8 @@ class Flushable(Protocol):
         """Count the messages in flight. The result waits a few seconds for them, and logs the lost ones."""
 
 
-# No lock guards it, because a fork could leave a lock taken forever. Each access is one atomic operation of the set, and
-# registering twice is harmless.
+# No lock guards it, because a fork could leave a lock taken forever. Each access is one atomic operation of the set.
+# Registering twice is harmless.
 _flushables: set[Flushable] = set()
 _is_registered = False
 

@@ -1,4 +1,4 @@
-"""Sending messages: one by one and waiting, many at a time, one-way, and in batches."""
+"""The producer: it sends messages one by one, many at a time, one-way, and in batches."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ log = logger("producer")
 
 T = TypeVar("T")
 CloseHook = Callable[[float], object]
-"""Ends what a kind of producer does besides sending, within so many seconds."""
+"""Ends the other work of a kind of producer, within the given number of seconds."""
 
 _MAX_TIMEOUT_S = 3600
-_DEADLINE_GRACE_S = 5.0  # the I/O thread keeps the deadlines; this long after one we no longer believe that it does
+_DEADLINE_GRACE_S = 5.0  # a deadline missed by this much means that the I/O thread does not run
 _CLOSE_STEP_S = 5.0
-_EXIT_GRACE_S = 1.0  # for the last ones to be told that their time is over
+_EXIT_GRACE_S = 1.0  # after the deadline, for the last sends to get their error
 
 
 class ProducerState(Enum):
-    """A producer's life."""
+    """The state of a producer."""
 
     CREATED = "created"
     RUNNING = "running"
@@ -64,7 +64,7 @@ class ProducerState(Enum):
 
 
 class _Session:
-    """What a producer has while it runs: its cluster, and the way of its messages to the I/O thread."""
+    """A running producer: its cluster, and the path of its messages to the I/O thread."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class _Session:
         self._dispatcher = SendDispatcher(cluster, config, group, self.in_flight.release)
 
     def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # closed this very moment: what was put has been given up
+        with contextlib.suppress(RuntimeError):  # closed meanwhile, and the queued messages have failed
             self.cluster.loop.call_soon_threadsafe(self._dispatch_queued)
 
     def _dispatch_queued(self) -> None:
@@ -92,10 +92,10 @@ class _Session:
             self._dispatcher.dispatch(request)
 
     def count_in_flight(self) -> FlushCounter:
-        """Begin to count how what is on its way ends.
+        """Start to count the results of the messages in flight.
 
         Raises:
-            ClientClosed: it is closed, or belongs to the process this one was forked from.
+            ConsumerClosed: the producer is closed, or belongs to the parent process.
             RequestTimeout: the I/O thread does not run.
         """
         return self.cluster.run(self._count_in_flight(), _CLOSE_STEP_S)
@@ -105,14 +105,14 @@ class _Session:
         return self._dispatcher.count_in_flight()
 
     def begin_flush(self) -> Callable[[], None]:
-        """Count what is on its way at the end of the process; see `at_exit`."""
+        """Count the messages in flight when the process exits; see `at_exit`."""
         try:
             counter = self.count_in_flight()
-        except ClientClosed:  # meanwhile; or this process was forked, and it is the parent's to send
+        except ConsumerClosed:  # closed meanwhile, or this is a forked child, and the parent sends the messages
             return _do_nothing
         except RequestTimeout as error:
             lost = self.in_flight.messages
-            log.error("group=%s the process ends, and %d messages are lost reason=%s", self._config.group, lost, error)
+            log.error("group=%s the process exits, and %d messages are lost reason=%s", self._config.group, lost, error)
             return _do_nothing
         return partial(self._end_flush, counter, time.monotonic() + self._config.send_timeout_s + _EXIT_GRACE_S)
 
@@ -122,41 +122,41 @@ class _Session:
         if not counter.messages:
             return
         all_sent = result.sent == counter.messages
-        became = f"{result.sent} are sent, {result.failed} were not sent, {result.pending} have no answer"
+        counts = f"{result.sent} are sent, {result.failed} were not sent, {result.pending} have no answer"
         log.log(
             logging.WARNING if all_sent else logging.ERROR,
-            "group=%s the process ends and the producer was not closed: %d messages were on their way, %s; "
-            "call flush() or close() before the end%s",
+            "group=%s the process exits and the producer was not closed: %d messages were in flight, %s; "
+            "call flush() or close() before the exit%s",
             self._config.group,
             counter.messages,
-            "all are sent now" if all_sent else became,
+            "all are sent now" if all_sent else counts,
             f" reason={result.reason}" if result.failed else "",
         )
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until what is on its way has its results, then disconnect; see `Producer.close`."""
+        """Wait until the messages in flight have their results, then disconnect; see `Producer.close`."""
         self.in_flight.close()
         try:
             self._close_hook(_CLOSE_STEP_S if timeout_s is None else timeout_s)
             self.in_flight.wait_until_empty(timeout_s)
-        finally:  # after an interrupt, too
+        finally:  # also after an interrupt
             self._disconnect(timeout_s)
 
     def _disconnect(self, timeout_s: float | None) -> None:
         try:
             if self.in_flight.messages:
                 abandoned = self.cluster.run(self._abandon(), _CLOSE_STEP_S)
-                log.error("group=%s closed with %d sends on their way", self._config.group, abandoned)
+                log.error("group=%s closed with %d sends in flight", self._config.group, abandoned)
             self.cluster.run(self._unregister(), _CLOSE_STEP_S)
         except RocketError as error:
-            log.warning("group=%s closed without taking leave reason=%s", self._config.group, error)
+            log.warning("group=%s closed without unregistering reason=%s", self._config.group, error)
         finally:
             at_exit.remove(self)
             self.cluster.close()
             self._callback_thread.stop(_CLOSE_STEP_S if timeout_s is None else timeout_s)
 
     async def _abandon(self) -> int:
-        """Give up what is on its way, and return how many requests that were."""
+        """Fail the requests in flight, and return their number."""
         self._dispatch_queued()
         return self._dispatcher.abandon()
 
@@ -166,12 +166,12 @@ class _Session:
 
 
 def new_ids(config: ProducerConfig) -> UniqueIds:
-    """Return what makes ids of messages in this process, and never in one forked from it."""
+    """Return a generator of message ids for this process. A forked child needs its own."""
     return UniqueIds((config.client_ip or local_ip()).strip("[]"), os.getpid())
 
 
 def _do_nothing() -> None:
-    """There is nothing to flush."""
+    """Do nothing: there is nothing to flush."""
 
 
 class Producer:
@@ -180,14 +180,15 @@ class Producer:
         with Producer(name_server="127.0.0.1:9876") as producer:
             sent = producer.send("orders", b"...", tags="paid", keys=["o-1"])
 
-    A message goes to the next queue of its topic. When its broker refuses it, is away or is not (any more) where the
-    topic is, the route is asked for again and the message tried again, at another broker if there is one, until the
-    timeout. When an answer is lost, so that it may be stored, it is tried again up to `send_attempts` times in all:
-    it may be stored twice then, under the same `message_id`, and `SendResult.attempts` tells.
+    A message goes to the next queue of its topic. If the broker refuses it, is unreachable, or no longer has the topic,
+    the producer fetches the route again. It then retries, with another broker if there is one, until the timeout.
 
-    Messages for the same `queue` or `sharding_key` are sent one after the other, so that they are stored in the order
-    in which they were given. They are tried again, too, on their own queue, and none overtakes one whose answer has
-    not come, even if that has failed by its timeout: the next is sent after the answer, or the connection's end.
+    If a response is lost, the message may be stored. The producer retries it, up to `send_attempts` attempts in all.
+    The broker may then store the message twice, with the same `message_id`; `SendResult.attempts` is above 1.
+
+    The producer sends messages for the same `queue` or `sharding_key` one after the other, so that brokers store them
+    in the order of the calls. It retries them on the same queue. A message never overtakes one without a response, even
+    if that one has timed out. The next message is sent after the response, or after the end of the connection.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class Producer:
         config: ProducerConfig | None = None,
         **options: Unpack[ProducerOptions],
     ) -> None:
-        """Check the options; nothing is connected before the first message, or `start()`.
+        """Check the options. The producer connects with the first message, or with `start()`.
 
         Args:
             group ("DEFAULT_PRODUCER"; 1–120 of a-zA-Z0-9_-%|): the producer group
@@ -245,7 +246,7 @@ class Producer:
             given = sorted(options) or ["name_server"]
             raise ConfigError(f"config= is the whole configuration; put {given[0]!r} into it, or pass options only")
         assert isinstance(config, ProducerConfig)
-        compress(b"-", config.compression)  # a missing package is told here
+        compress(b"-", config.compression)  # raises if the package is not installed
         self.config = config
         self._group = wrap(config.namespace, config.group)
         self.renew_locks()
@@ -263,7 +264,7 @@ class Producer:
 
     @property
     def state(self) -> ProducerState:
-        """Where the producer is in its life."""
+        """The state of the producer."""
         return self._state
 
     @property
@@ -272,11 +273,11 @@ class Producer:
         return self.config.group
 
     def start(self) -> None:
-        """Connect to a name server. Sending does it, too; this tells a wrong address before there is a message.
+        """Connect to a name server. The first send does it, too; `start` reports a wrong address earlier.
 
         Raises:
-            ConnectError: no name server answers. The producer can be started again.
-            ClientClosed: it was closed, maybe meanwhile.
+            ConnectError: no name server responds. The producer can be started again.
+            ConsumerClosed: the producer is closed, perhaps during the start.
         """
         with self._start_lock:
             self._check_open()
@@ -302,58 +303,62 @@ class Producer:
             raise ClientClosed("the producer is closed; make a new one")
 
     def renew_locks(self) -> None:
-        """Have locks that nobody holds, in a process that was forked."""
-        # A signal's handler may come in the middle, on the same thread: they let it in, and who was first looks again.
+        """Make new locks, which no thread holds. A forked child calls it.
+
+        They are reentrant, because a signal handler may run in the middle, on the same thread. The interrupted code
+        checks the state again.
+        """
         self._start_lock = threading.RLock()  # one start at a time
-        self._state_lock = threading.RLock()  # held for a few steps, and never while anything is waited for
+        self._state_lock = threading.RLock()  # held for a few steps, never during a wait
 
     def _prepare(self, cluster: Cluster) -> CloseHook:
-        """Get a new cluster ready to answer what brokers ask of this kind of producer; return what ends that."""
+        """Register handlers for the requests of brokers to this kind of producer. Return the hook that ends them."""
         return lambda timeout_s: None
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until every message handed over before has its result; the producer goes on.
+        """Wait until every message passed so far has its result. The producer stays open.
 
-        Futures of `send_async` are done then, and tell what became of each message; their callbacks may still be about
-        to run. Every message has a deadline of its own, so this ends, without `timeout_s` (seconds, 0.001 to 3600) too.
-        A process that ends without `flush` or `close` does the same, for `send_timeout_s`, and logs what it lost.
+        The futures of `send_async` are done then, but their callbacks may still run. `flush` ends even without
+        `timeout_s` (seconds, 0.001 to 3600), because every message has a deadline. A process that exits without `flush`
+        or `close` flushes for up to `send_timeout_s`, and logs the lost messages.
 
         Raises:
-            RequestTimeout: some have no result within `timeout_s`; the text says how many. They are still on their way.
-            ClientClosed: the producer was started in the process this one was forked from.
+            RequestTimeout: some messages have no result within `timeout_s`; the text has their number. The producer
+                still sends them.
+            ConsumerClosed: the producer was started in the parent process.
         """
         if timeout_s is not None:
             check_range("timeout_s", timeout_s, 0.001, _MAX_TIMEOUT_S)
         if (session := self._session) is None:
-            return  # nothing was handed over, or close() waits for it
+            return  # nothing was sent, or close() waits for it
         try:
             counter = session.count_in_flight()
         except ClientClosed:
             if self._session is None:
-                return  # closed this very moment
+                return  # closed meanwhile
             raise
         wait_s = counter.longest_timeout_s + _DEADLINE_GRACE_S if timeout_s is None else timeout_s
         before, pending = 0, counter.wait(wait_s).pending
         while timeout_s is None and pending and pending != before:  # a lane moves
             before, pending = pending, counter.wait(wait_s).pending
         if pending:
-            left = f"a flush ({pending} of {counter.messages} messages are on their way)"
+            left = f"a flush ({pending} of {counter.messages} messages are in flight)"
             raise RequestTimeout(left, "the brokers", wait_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Take no more messages, wait until those on their way have their results, and disconnect.
+        """Accept no more messages, wait until the messages in flight have their results, and disconnect.
 
-        Every message has a deadline of its own, so this ends; after `timeout_s`, or an interrupt (Ctrl-C), the rest
-        gets SendError. Whoever closes a second time waits for the same end, except in a callback, or in a signal's
-        handler that interrupts the first. In a process forked after the start it does nothing.
+        It ends, because every message has a deadline. After `timeout_s`, or an interrupt (Ctrl-C), the unfinished
+        messages fail with SendError. A second close waits for the first one to end, except in a callback, or in a
+        signal handler that interrupts the first. In a child forked after the start it does nothing.
 
         Raises:
-            ConfigError: `timeout_s` is not None, nor 0 to 3600 seconds. The producer goes on.
+            ConfigError: `timeout_s` is neither None nor 0 to 3600 seconds. The producer stays open.
         """
         if timeout_s is not None:
             check_range("timeout_s", timeout_s, 0, _MAX_TIMEOUT_S)
         forked = self._pid is not None and self._pid != os.getpid()
-        with contextlib.nullcontext() if forked else self._state_lock:  # after a fork its owner may be in the parent
+        with contextlib.nullcontext() if forked else self._state_lock:  # a thread of the parent may hold it
             if is_first := self._closed_by is None:
                 self._closed_by = threading.current_thread()
             session, self._session = self._session, None
@@ -363,7 +368,7 @@ class Producer:
         if is_first:
             try:
                 if connecting is not None:
-                    connecting.close()  # the start ends
+                    connecting.close()  # ends the start
                 if session is not None:
                     session.close(timeout_s)
             finally:
@@ -404,24 +409,27 @@ class Producer:
         flag: int = 0,
         timeout_s: float | None = None,
     ) -> SendResult:
-        """Store a message, and return where it is stored.
+        """Store a message, and return its position.
 
-        `tags` is one tag, for subscriptions; `keys` make the message findable; `properties` are the application's own.
-        `queue` sends it there. `sharding_key` sends it to the queue that all messages with this key go to, as long as
-        the topic keeps its queues: number `abs(String.hashCode(key)) % queues` of the writable queues in order of
-        broker name and queue id, the same as with Java's SelectMessageQueueByHash.
-        `delay_level` 1 to 18 delivers it after 1 s … 2 h (the broker's `messageDelayLevel`); `deliver_at` at a time,
-        from brokers 5.0 on, at most three days ahead (the broker's `timerMaxDelaySec`).
-        `timeout_s` (default: `send_timeout_s`) is for everything: waiting for room and for messages before it in the
-        same queue, finding the broker, and all attempts.
+        `tags` is one tag, for subscriptions; `keys` are for searches; `properties` belong to the application.
+
+        `queue` selects the queue. `sharding_key` selects the same queue for all messages with this key, while the
+        topic keeps its queues. It is number `abs(String.hashCode(key)) % queues` of the writable queues, sorted by
+        broker name and queue id, as in Java's SelectMessageQueueByHash.
+
+        `delay_level` 1 to 18 delivers the message after 1 s … 2 h (`messageDelayLevel` of the broker). `deliver_at`
+        delivers it at a time. This needs a broker from 5.0 on, which allows at most three days (`timerMaxDelaySec`).
+
+        `timeout_s` (default: `send_timeout_s`) limits the whole call with all attempts. It includes the wait for
+        capacity and for earlier messages in the same queue, and the search for the broker.
 
         Raises:
             ConfigError: an argument is not allowed.
             RouteNotFound: the topic does not exist. Create it, or set `auto_create_topic`.
-            SendError: not stored, as far as is known; it tells every attempt. After a timeout or a lost connection the
-                message may be stored nevertheless.
-            ConnectError: the producer could not start, because no name server answers.
-            ClientClosed: the producer is closed, or was started in the process this one was forked from.
+            SendError: the message is not stored, as far as is known; the error lists every attempt. After a timeout or
+                a lost connection the message may still be stored.
+            ConnectError: the producer could not start, because no name server responds.
+            ConsumerClosed: the producer is closed, or was started in the parent process.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
@@ -445,20 +453,20 @@ class Producer:
         flag: int = 0,
         timeout_s: float | None = None,
     ) -> SendFuture[SendResult]:
-        """Hand a message over, and return a future of what `send` returns or raises.
+        """Queue a message, and return a future with the result or the error of `send`.
 
-        With `max_in_flight_messages` or `max_in_flight_bytes` on their way it waits for room first, within
-        `timeout_s`. A message that waits for others of its queue or key is given up when it is older than `timeout_s`
-        and no answer has come for one of them for as long: a burst may take its time. Callbacks of the future run on a
-        thread of the producer, one at a time, and may send. Only the producer tells the future its outcome.
+        If `max_in_flight_messages` or `max_in_flight_bytes` are in flight, the call waits for capacity, within
+        `timeout_s`. A message that waits for others of its queue or key expires if it is older than `timeout_s` and
+        their last response is, too. So a burst may take longer than `timeout_s`. Callbacks of the future run on a
+        thread of the producer, one at a time, and may send. Only the producer resolves the future.
 
         Raises:
-            ConfigError, ConnectError, ClientClosed: as for `send`.
-            SendError: there was no room within `timeout_s`.
+            ConfigError, ConnectError, ConsumerClosed: as for `send`.
+            SendError: the message did not fit into the limits within `timeout_s`.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
-        future: SendFuture[SendResult] = SendFuture(self._callback_thread)  # an alias would take longer to call
+        future: SendFuture[SendResult] = SendFuture(self._callback_thread)  # calling an alias would be slower
         request = self._make_request(topic, message, Promise(future), queue, sharding_key, timeout_s, more)
         request.is_blocking = False
         self._submit(request)
@@ -476,10 +484,10 @@ class Producer:
         deliver_at: datetime | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Do what `send_async` does, and tell `waiting` the outcome instead of a future.
+        """Send a message as `send_async` does, but pass the result to `waiting` instead of a future.
 
         Raises:
-            ConfigError, ConnectError, ClientClosed, SendError: as for `send_async`; `waiting` is told nothing then.
+            ConfigError, ConnectError, ConsumerClosed, SendError: as for `send_async`; `waiting` gets no result then.
         """
         more = check_delivery(delay_level, deliver_at)
         request = self._make_request(topic, message, waiting, queue, sharding_key, timeout_s, more)
@@ -501,12 +509,12 @@ class Producer:
         flag: int = 0,
         timeout_s: float | None = None,
     ) -> None:
-        """Send a message without asking whether it was stored; return when it is on the connection.
+        """Send a message without waiting for a response; return when it is written to the connection.
 
-        What the broker refuses, and what is lost with the connection, is never known. For the rest as `send`.
+        A refusal by the broker, or a loss with the connection, stays unknown. In all else it behaves as `send`.
 
         Raises:
-            ConfigError, RouteNotFound, SendError, ConnectError, ClientClosed: as for `send`; nothing was sent.
+            ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `send`. Nothing was sent.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
@@ -525,14 +533,16 @@ class Producer:
         sharding_key: str | None = None,
         timeout_s: float | None = None,
     ) -> list[SendResult]:
-        """Store many messages with few requests, and return where each is stored, in their order.
+        """Store many messages with few requests, and return their positions in the same order.
 
-        The messages of one request go to one queue and get consecutive offsets there. More than fit into
-        `max_message_bytes`, or more than 10,000, take several requests, one after the other, each with the whole
-        `timeout_s`; without `queue` or `sharding_key` these go to different queues. Bodies are not compressed.
+        The messages of one request go to one queue, and get consecutive offsets there. Messages that exceed
+        `max_message_bytes`, or 10,000 messages, need several requests. The producer sends these one after the other,
+        each with the whole `timeout_s`. Without `queue` or `sharding_key` they go to different queues. Bodies are not
+        compressed.
 
         Raises:
-            SendError: `stored` tells how many messages, from the first on, are stored. For the rest as `send`.
+            SendError: `stored` is the number of messages, counted from the first, that are stored. In all else as
+                `send`.
             ConfigError: as for `send`; also for a batch to a %RETRY% topic, which brokers refuse. Nothing was sent.
         """
         results: list[SendResult] = []
@@ -563,7 +573,7 @@ class Producer:
             raise ConfigError(f"messages must be a list of messages, not {type(messages).__name__}; for one use send")
         name = self._wire_topic(topic)
         if name.startswith(RETRY_PREFIX):
-            raise ConfigError(f"topic {name!r} takes no batches; send its messages one by one")
+            raise ConfigError(f"topic {name!r} accepts no batches; send its messages one by one")
         self._wire_queue(name, queue, sharding_key)
         ready = [self._batch_message(topic, each, sharding_key) for each in messages]
         return list(split_batch(ready, self.config.max_message_bytes))
@@ -641,7 +651,7 @@ class Producer:
     def _travelling_properties(
         self, message: OutgoingMessage, sharding_key: str | None, more: Mapping[str, str] | None = None
     ) -> tuple[str, str]:
-        """Return a new message id, and all properties as they travel, the id among them."""
+        """Return a new message id, and all encoded properties with the id."""
         properties = message.travelling_properties()
         message_id = properties[PropertyName.UNIQUE_KEY] = self._next_id()
         if sharding_key is not None:
@@ -654,17 +664,17 @@ class Producer:
 
     def _next_id(self) -> str:
         session = self._session
-        return (new_ids(self.config) if session is None else session.ids).next()  # before the start none is kept
+        return (new_ids(self.config) if session is None else session.ids).next()  # not kept before the start
 
     def _wire_topic(self, topic: str) -> str:
-        """Return the name brokers know; names seen before are not checked again."""
+        """Return the name that brokers know. A name is checked only once."""
         name = self._wire_topics.get(topic) if isinstance(topic, str) else None
         if name is None:
             name = self._wire_topics[topic] = wrap(self.config.namespace, check_send_topic(topic))
         return name
 
     def _wire_queue(self, topic: str, queue: MessageQueue | None, sharding_key: str | None) -> MessageQueue | None:
-        """Return the queue that brokers know, if one was chosen."""
+        """Return the selected queue with the topic that brokers know, or None."""
         if sharding_key is not None:
             check_sharding_key(sharding_key)
         if queue is None:
@@ -674,7 +684,7 @@ class Producer:
         if not isinstance(queue, MessageQueue):
             raise ConfigError(f"queue must be a MessageQueue, not {type(queue).__name__}")
         if wrap(self.config.namespace, queue.topic) != topic:
-            raise ConfigError(f"queue {queue} is not one of topic {topic!r}")
+            raise ConfigError(f"queue {queue} does not belong to topic {topic!r}")
         return MessageQueue(topic, queue.broker_name, queue.queue_id)
 
     def _timeout_s(self, timeout_s: float | None) -> float:
@@ -684,10 +694,11 @@ class Producer:
         return timeout_s
 
     def _ensure_session(self) -> _Session:
-        """Return what runs, starting it if need be.
+        """Return the session, and start the producer if necessary.
 
         Raises:
-            ConnectError, ClientClosed: it cannot be started, or used any more.
+            ConnectError: the producer cannot start.
+            ConsumerClosed: the producer is closed, or belongs to the parent process.
         """
         if (session := self._session) is None:
             if self._state is not ProducerState.CLOSED:
@@ -705,12 +716,12 @@ class Producer:
 
 
 def in_flight_limit_error(request: SendRequest, config: ProducerConfig) -> SendError:
-    """Return the error of a message that could not be handed over in its time."""
+    """Return the error of a message that did not fit into the limits in time."""
     return SendError(
         request.shown_topic,
         (
             (
-                f"no room within {request.timeout_s:g} s: all the time there were on their way "
+                f"no free capacity within {request.timeout_s:g} s: the producer was at its limit "
                 f"max_in_flight_messages={config.max_in_flight_messages} "
                 f"or max_in_flight_bytes={config.max_in_flight_bytes}"
             ),
@@ -718,8 +729,8 @@ def in_flight_limit_error(request: SendRequest, config: ProducerConfig) -> SendE
     )
 
 
-def wait_for_result(outcome: ThreadFuture[T], timeout_s: float) -> T:
-    """Return a send's result; the I/O thread keeps the deadline, and this only notices if it does not."""
+def wait_for_result(outcome: Outcome[T], timeout_s: float) -> T:
+    """Return the result of a send. The I/O thread applies the deadline; this only detects that it does not run."""
     if not outcome.wait(timeout_s + _DEADLINE_GRACE_S):
         raise RequestTimeout("a send", "the I/O thread", timeout_s + _DEADLINE_GRACE_S)
     return outcome.result()

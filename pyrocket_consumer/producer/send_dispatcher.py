@@ -1,4 +1,4 @@
-"""Getting messages to brokers: which queue, which connection, and what to do when that does not work."""
+"""Send requests to brokers: select the queue and the connection, and retry after failures."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _AUTO_CREATE_QUEUES = 4
 _FIRST_TIMER_VERSION = version_ordinal(5, 0, 0)
 _FIRST_RETRY_PAUSE_S = 0.1
 _LONGEST_RETRY_PAUSE_S = 0.5
-_SILENT = "it said nothing while messages waited for answers"
-_ROUTE_WAIT_S = 0.5  # for a newer route, when one is known: name servers may be away
+_SILENT = "it received nothing while messages waited for responses"
+_ROUTE_WAIT_S = 0.5  # for a newer route, if one is known: name servers may be unreachable
 
 
 class _AttemptFailed(Exception):
-    """The broker of one queue could not be had now; it may in a moment, and another one, too."""
+    """The broker of one queue is not available now. It may be soon, and another broker may be now."""
 
     def __init__(self, error: RocketError) -> None:
         super().__init__(error)
@@ -61,18 +61,18 @@ class _AttemptFailed(Exception):
 
 
 class SendDispatcher:
-    """Sends what the outbox holds. Confined to the I/O thread.
+    """Sends the requests that InFlightLimiter passes to the I/O thread. Confined to that thread.
 
-    `_send_or_prepare` sends at once when a route and a connection are at hand, without a task; `_prepare` is for
-    everything that must wait. Both end in `_send_on`, and that in `_handle_response`, which finishes the message or has
-    it prepared again.
+    `_send_or_prepare` sends at once, without a task, if a route and a connection are available. Otherwise `_prepare`
+    waits for them in a task. Both call `_send_on`. Its response goes to `_handle_response`, which finishes the message
+    or prepares it again.
 
-    What was certainly not stored is tried again until the message's time is over; what may be stored, at most
-    `send_attempts` times. A failure that says that the route may be old has it asked for before the next try.
+    The dispatcher retries a message that is certainly not stored until its deadline. It retries a message that may be
+    stored up to `send_attempts` times. After a failure that suggests a stale route, it fetches the route first.
 
-    Messages for one queue, or with one sharding key, form a lane: one of them is under way at a time. Brokers handle
-    the requests of one connection side by side, so two at a time could change their order. For the same reason the
-    lane is held while a request may be stored yet: until its answer, or the end of its connection.
+    Messages for one queue, or with one sharding key, form a lane. One message of a lane is in flight at a time. Brokers
+    handle the requests of a connection concurrently, so two requests could swap their order. For the same reason the
+    lane waits while the broker may still store a request: until its response, or the end of its connection.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SendDispatcher:
         return connection is not None and connection.waiting > 0
 
     def dispatch(self, request: SendRequest) -> None:
-        """Take a message on its way; whoever waits is told the outcome."""
+        """Start to send a message. Its sink gets the result."""
         self._unfinished.add(request)
         if (pin := request.queue or request.sharding_key) is not None:
             request.lane_key = key = (request.topic, pin)
@@ -126,7 +126,7 @@ class SendDispatcher:
                     self._send_on(request, queue, connection)
                     return
             self._prepare_soon(request, queue)
-        except ProtocolError as error:  # no frame has room for it
+        except ProtocolError as error:  # it is too large for a frame
             self._finish(request, error)
         except Exception as error:
             self._fail_unexpectedly(request, error)
@@ -135,13 +135,13 @@ class SendDispatcher:
         self._cluster.spawn(self._prepare(request, queue), "send")
 
     async def _prepare(self, request: SendRequest, queue: MessageQueue | None) -> None:
-        """Have everything at hand that a message needs, then send it. `queue` is one chosen already."""
+        """Wait for the queue and the connection that a message needs, then send it. `queue` may be selected already."""
         try:
             async with asyncio.timeout_at(request.deadline):
                 while request in self._unfinished:
                     if queue is None:
                         queue = await self._next_queue(request)
-                        continue  # unless it was given up meanwhile
+                        continue  # unless it failed meanwhile
                     try:
                         connection = await self._connection_for(request, queue)
                         if request.is_oneway:
@@ -155,7 +155,7 @@ class SendDispatcher:
                         self._send_on(request, queue, connection)
                     return
         except TimeoutError as error:
-            why = "" if request.attempts else ": neither a route nor a connection was to be had"
+            why = "" if request.attempts else ": neither a route nor a connection was available"
             request.note(f"gave up after {request.timeout_s:g} s{why}")
             self._fail(request, request.last_error or error)
         except RocketError as error:
@@ -168,17 +168,17 @@ class SendDispatcher:
             self._fail_unexpectedly(request, error)
 
     async def _next_queue(self, request: SendRequest) -> MessageQueue:
-        """Return the queue to try next, after a pause if every broker that it may go to has just failed.
+        """Return the queue for the next attempt, after a pause if every possible broker has just failed.
 
         Raises:
-            RocketError: there is none that will do, and none is to be expected.
+            RocketError: no queue is suitable, and none is expected.
         """
         while True:
             try:
                 queues = await self._queues_of(request)
             except RouteNotFound:
                 raise
-            except RocketError as error:  # name servers are away
+            except RocketError as error:  # name servers are unreachable
                 self._note_failure(request, str(error), error)
             else:
                 queue = self._choose(request, queues)
@@ -199,12 +199,12 @@ class SendDispatcher:
     async def _connection_for(self, request: SendRequest, queue: MessageQueue) -> Connection:
         """Return an open connection to the queue's broker.
 
-        After an attempt whose outcome is unknown a lane goes on only where a heartbeat was answered: a broker that had
-        stopped handles then what it had been sent before.
+        After an attempt with unknown result, a lane continues only on a connection with a successful heartbeat. If the
+        broker had paused, it has handled the earlier requests by then.
 
         Raises:
-            _AttemptFailed: it cannot be had now.
-            RocketError: the broker will not do.
+            _AttemptFailed: no connection is available now.
+            RocketError: the broker is not suitable.
         """
         address = self._cluster.address(queue.broker_name, only_this=True)
         if address is None:
@@ -231,7 +231,7 @@ class SendDispatcher:
         return connection
 
     async def _check_timer(self, queue: MessageQueue, address: str) -> None:
-        """Raise unless the broker can keep a message until a given time; older ones would deliver it at once."""
+        """Raise an error if the broker is too old to deliver at a given time. It would deliver the message at once."""
         if self._cluster.broker_version(address) is None:
             try:
                 await self._cluster.heartbeat_broker(address)
@@ -240,14 +240,14 @@ class SendDispatcher:
         version = self._cluster.broker_version(address) or 0
         if version < _FIRST_TIMER_VERSION:
             raise RocketError(
-                f"{queue.broker_name} ({address}) is {version_name(version)}, and brokers before 5.0 deliver at once "
-                "whatever deliver_at says; use delay_level"
+                f"{queue.broker_name} ({address}) is {version_name(version)}, and brokers before 5.0 ignore "
+                "deliver_at and deliver at once; use delay_level"
             )
 
     # --- queues
 
     def _known_queues(self, topic: str) -> PublishQueues | None:
-        """Return the queues of the route that is known now, None if none is."""
+        """Return the queues of the known route, or None if no route is known."""
         route = self._cluster.known_route(topic)
         if route is None:
             return None
@@ -255,15 +255,15 @@ class SendDispatcher:
         if queues is None or (queues.route is not route and queues.route != route):
             queues = self._queues[topic] = PublishQueues(route, self._random)
             self._brokers_seen.setdefault(topic, set()).update(data.broker_name for data in route.queues)
-        queues.route = route  # an equal one costs no comparison next time
+        queues.route = route  # so that the next call compares by identity
         return queues
 
     async def _queues_of(self, request: SendRequest) -> PublishQueues:
-        """Return the topic's queues, by a newer route if the message wants one and it can be had soon.
+        """Return the queues of the topic. If the message wants a newer route, wait a short time for it.
 
         Raises:
-            RouteNotFound: there is no such topic.
-            RocketError: its route is not known, and cannot be had now.
+            RouteNotFound: the topic does not exist.
+            RocketError: its route is not known, and not available now.
         """
         topic, after = request.topic, request.wants_route_after
         try:
@@ -278,7 +278,7 @@ class SendDispatcher:
                 return await self._auto_created_queues(topic, after)
             if gone:
                 raise
-            self._note_failure(request, str(error), error)  # its brokers are away
+            self._note_failure(request, str(error), error)  # its brokers are unreachable
         except (TimeoutError, RocketError):
             if self._cluster.known_route(topic) is None:
                 raise
@@ -287,16 +287,16 @@ class SendDispatcher:
         return queues
 
     async def _auto_created_queues(self, topic: str, after: float | None) -> PublishQueues:
-        """Return the queues that brokers will make when the first message for `topic` comes.
+        """Return the queues that brokers will create with the first message for `topic`.
 
         Raises:
-            RouteNotFound: no broker makes topics by itself.
+            RouteNotFound: no broker creates topics on demand.
         Source: MQClientInstance.updateTopicRouteInfoFromNameServer with the default topic.
         """
         try:
             template = await self._cluster.route(_AUTO_CREATE_TOPIC)
             if after is not None:
-                with contextlib.suppress(TimeoutError, RocketError):  # its brokers, or the name servers, are away
+                with contextlib.suppress(TimeoutError, RocketError):  # its brokers or the name servers are unreachable
                     async with asyncio.timeout(_ROUTE_WAIT_S):
                         template = await self._cluster.route(_AUTO_CREATE_TOPIC, after=after)
         except RouteNotFound as error:
@@ -307,7 +307,7 @@ class SendDispatcher:
         return PublishQueues(TopicRoute(topic, queues, template.brokers), self._random)
 
     def _choose(self, request: SendRequest, queues: PublishQueues) -> MessageQueue | None:
-        """Return the queue to try next, None if there is none that will do."""
+        """Return the queue for the next attempt, or None if no queue is suitable."""
         if request.queue is not None:
             return request.queue if request.queue in queues else None
         if request.sharding_key is not None:
@@ -315,7 +315,7 @@ class SendDispatcher:
         avoid = self._failed_brokers.avoided(self._cluster.loop.time())
         if not avoid and not request.failed_brokers:
             return queues.next_queue()
-        # Better one that has failed others than the one that has just failed this message.
+        # A broker that failed for others is better than one that has just failed for this message.
         return (
             queues.next_queue(avoid | request.failed_brokers)
             or queues.next_queue(request.failed_brokers)
@@ -323,7 +323,7 @@ class SendDispatcher:
         )
 
     def _may_appear(self, request: SendRequest, queues: PublishQueues) -> bool:
-        """Tell whether a queue for the message may be there in a moment: its broker is away, or has no master yet."""
+        """Return whether a queue for the message may appear soon: its broker is unreachable, or has no master yet."""
         if (queue := request.queue) is None:
             return queues.any_waits_for_master
         for data in queues.route.queues:
@@ -334,14 +334,14 @@ class SendDispatcher:
     # --- attempts
 
     def _attempt_timeout_s(self, request: SendRequest) -> float:
-        """Return how long an attempt may take before the next: the attempts are spread over what is left."""
+        """Return the timeout of an attempt: the remaining time is divided between the remaining attempts."""
         remaining = max(request.deadline - self._cluster.loop.time(), 0.001)
         left, call_timeout_s = self._config.send_attempts - request.possible_stores, self._config.call_timeout_s
         if left < 2:
             return remaining
         queues = self._queues.get(request.topic)
         if request.lane_key is None and queues is not None and queues.broker_count > 1:
-            return min(remaining / 2, call_timeout_s)  # another broker has a chance
+            return min(remaining / 2, call_timeout_s)  # leave time for another broker
         return min(remaining, max(remaining / left, call_timeout_s))
 
     def _pause_s(self, request: SendRequest) -> float:
@@ -358,7 +358,7 @@ class SendDispatcher:
             return
         lane, now = self._lanes[request.lane_key], self._cluster.loop.time()
         unanswered = UnansweredRequest(connection, received_before, suspect_at=now + timeout_s)
-        timeout_s = max(request.deadline - now, 0) + self._config.call_timeout_s  # then the lane is held no longer
+        timeout_s = max(request.deadline - now, 0) + self._config.call_timeout_s  # the lane waits no longer than this
         on_response = partial(self._on_lane_response, lane, request, queue, connection, received_before)
         connection.send(encode, on_response, timeout_s, "SEND_MESSAGE")
         lane.unanswered = unanswered
@@ -386,8 +386,8 @@ class SendDispatcher:
     ) -> None:
         lane.unanswered = None
         if isinstance(response, RequestTimeout):
-            # With its connection the request goes, and the next message cannot overtake it.
-            connection.close("a message that must not be overtaken had no answer")
+            # The broker may still store it. Closing the connection ends the request, so the next cannot overtake it.
+            connection.close("a message that must not be overtaken had no response")
         if request in self._unfinished:
             self._handle_response(request, queue, connection, received_before, response)
         else:
@@ -439,7 +439,7 @@ class SendDispatcher:
             self._fail_unexpectedly(request, error)
 
     def _will_retry(self, request: SendRequest, queue: MessageQueue, error: RocketError) -> bool:
-        """Take note of a failed attempt, and tell whether there will be another; if not, the message has failed."""
+        """Record a failed attempt. Return whether another follows; otherwise the message fails."""
         now, name, failure = self._cluster.loop.time(), queue.broker_name, classify_failure(error)
         self._note_failure(request, f"{queue}: {error}", error)
         request.failed_brokers |= {name}
@@ -467,14 +467,14 @@ class SendDispatcher:
         request.last_error = error
 
     def _has_another(self, request: SendRequest) -> bool:
-        """Tell whether there is a broker that the message may go to and that has not failed it."""
+        """Return whether another broker, which has not failed for the message, may store it."""
         queues = self._known_queues(request.topic)
         return request.lane_key is None and queues is not None and queues.next_queue(request.failed_brokers) is not None
 
     def _close_if_silent(self, connection: Connection, received_before: int) -> None:
-        """Close a connection that has said nothing for the whole time of a message, if it goes on so as long again.
+        """Close a connection that received nothing for the timeout of a message, if it stays silent as long again.
 
-        What has become of a peer that fell silent is learned only by a new connection.
+        Only a new connection shows whether the silent peer still runs.
         """
 
         def judge() -> None:
@@ -489,7 +489,7 @@ class SendDispatcher:
     # --- lanes
 
     def _release_lane(self, lane: Lane, response: RemotingCommand | Exception) -> None:
-        """Go on in a lane that was held after its message had failed."""
+        """Continue a lane that waited for the response of a failed message."""
         if isinstance(response, RemotingCommand):
             lane.moved_at = self._cluster.loop.time()
         else:
@@ -509,14 +509,14 @@ class SendDispatcher:
         del self._lanes[lane.key]
 
     def _schedule_check(self, lane: Lane, when: float) -> None:
-        """Have the lane looked at by `when`."""
+        """Call `_check_lane` at `when`, or earlier."""
         if lane.timer is None or lane.timer.when() > when:
             if lane.timer is not None:
                 lane.timer.cancel()
             lane.timer = self._cluster.loop.call_at(when, self._check_lane, lane)
 
     def _check_lane(self, lane: Lane) -> None:
-        """Give up the messages of a lane whose time is over, and a connection that says nothing."""
+        """Fail the expired messages of a lane, and close a silent connection."""
         lane.timer = None
         now, unanswered, current = self._cluster.loop.time(), lane.unanswered, lane.current
         for request in lane.pop_expired(now):
@@ -547,11 +547,11 @@ class SendDispatcher:
         self._finish(request, request.error(cause))
 
     def _fail_unexpectedly(self, request: SendRequest, error: Exception) -> None:
-        log.error("topic=%s a send ended by surprise", request.topic, exc_info=error)
+        log.error("topic=%s a send failed unexpectedly", request.topic, exc_info=error)
         self._finish(request, error)
 
     def _finish(self, request: SendRequest, outcome: object) -> None:
-        """Give whoever waits the outcome: a result, or an exception."""
+        """Pass the result, or an exception, to the sink of the request."""
         if request in self._unfinished:
             self._unfinished.discard(request)
             if (key := request.lane_key) is not None:
@@ -564,26 +564,26 @@ class SendDispatcher:
                     request.sink.set_exception(outcome)
                 else:
                     request.sink.set_result(outcome)
-            except Exception:  # of one message: lanes, others and a close go on
-                log.exception("topic=%s whoever waits for a message cannot be told what became of it", request.topic)
+            except Exception:  # the sink of one message; lanes, others and a close continue
+                log.exception("topic=%s the result of a message cannot be passed to its sink", request.topic)
 
     def count_in_flight(self) -> FlushCounter:
-        """Count how every message ends that is on its way now."""
+        """Return a counter for the results of all messages in flight."""
         return FlushCounter(self._unfinished)
 
     def abandon(self) -> int:
-        """Give every message that is still on its way up, and return how many there were."""
+        """Fail every message in flight, and return their number."""
         abandoned = list(self._unfinished)
         for request in abandoned:
-            request.note("the producer was closed before an answer came; the message may be stored or not")
-            self._fail(request, ClientClosed("the producer was closed"))
+            request.note("the producer was closed before a response arrived; the message may be stored or not")
+            self._fail(request, ConsumerClosed("the producer was closed"))
         return len(abandoned)
 
 
 def _why_no_queue(request: SendRequest, queues: PublishQueues) -> str:
     if request.queue is not None:
         return (
-            f"{request.queue} is not a queue that can be written: not in the topic's route, without the write "
-            f"permission, or without a master; the route has {queues.description}"
+            f"{request.queue} cannot be written: it is not in the route of the topic, or has no write permission or "
+            f"no master; the route has {queues.description}"
         )
     return f"no queue can be written; the route has {queues.description}"

@@ -1,4 +1,4 @@
-"""Who waits for the outcome of a send: a future whose callbacks stay off the I/O thread, or less."""
+"""Result sinks of sends: a future whose callbacks run outside the I/O thread, and cheaper ones."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ K = TypeVar("K")
 
 
 class ResultSink(Protocol):
-    """Is told what became of a send: once, by the I/O thread. Must not block."""
+    """Receives the result of a send: once, from the I/O thread. It must not block."""
 
     def set_result(self, result: Any, /) -> None:
-        """Take the result."""
+        """Receive the result."""
 
     def set_exception(self, error: BaseException, /) -> None:
-        """Take the reason why there is none."""
+        """Receive the error of a send that failed."""
 
 
 class KeyedResultSink(Generic[K]):
-    """Puts `key` into a queue when its send has ended, with the result, or the error if it has failed.
+    """Puts `key` into a queue when its send has ended, with the result or the error.
 
-    For callers with thousands of sends under way: it costs a tenth of a future.
+    It is for callers with thousands of sends in flight, because it costs a tenth of a future.
     """
 
     __slots__ = ("_done", "_key")
@@ -50,23 +50,23 @@ class KeyedResultSink(Generic[K]):
 
 
 class CallbackThread:
-    """Runs users' functions one after the other, on a thread that starts with the first of them.
+    """Runs functions of users one after the other, on a thread that starts with the first one.
 
-    A function may wait, send, and even close the producer: the I/O thread goes on meanwhile. Nobody waits for a lock
-    here: a thread may be interrupted anywhere, and what its signal's handler waits for is for the I/O thread to do.
+    A function may wait, send, and even close the producer, because the I/O thread continues meanwhile. No code here
+    waits for a lock. A signal may interrupt a thread anywhere, and its handler may wait for the I/O thread.
     """
 
     def __init__(self, name: str = "pyrocket-callbacks") -> None:
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._starting = threading.Lock()  # taken by who starts the thread, or ends all without one; nobody waits
+        self._starting = threading.Lock()  # acquired, without waiting, to start the thread or to end without one
         self._thread: threading.Thread | None = None  # once it runs
         self._is_ended = self._is_start_failure_logged = False
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Have `function` called soon; once the thread has ended, here and now.
+        """Schedule `function` on the thread. After the thread has ended, call it here.
 
-        Where the thread cannot be started, this logs it, and `function` waits for the next try, or `stop`.
+        If the thread cannot start, this logs an error, and `function` waits for the next call or for `stop`.
         """
         self._calls.put(function)
         if self._is_ended:
@@ -76,16 +76,18 @@ class CallbackThread:
 
     def _start(self) -> None:
         if not self._starting.acquire(blocking=False):
-            return  # another one does it
+            return  # another thread starts it
         try:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()
                 self._thread = thread
-        except Exception as error:  # no more threads in this container, or the process ends
+        except Exception as error:  # the container allows no more threads, or the process exits
             if not self._is_start_failure_logged:
                 log.error(
-                    "the thread %s cannot be started, so callbacks wait for a later try reason=%s", self._name, error
+                    "the thread %s cannot be started, so callbacks wait for a later attempt reason=%s",
+                    self._name,
+                    error,
                 )
             self._is_start_failure_logged = True
         finally:
@@ -93,7 +95,7 @@ class CallbackThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs on this thread."""
+        """Whether the calling code runs on this thread."""
         return self._thread is threading.current_thread()
 
     def _run(self) -> None:
@@ -103,7 +105,7 @@ class CallbackThread:
         self._finish()
 
     def _finish(self) -> None:
-        self._is_ended = True  # whoever has not seen it has put before what is called here
+        self._is_ended = True  # a caller that read False has queued its function before the next line
         self._run_queued()
 
     def _run_queued(self) -> None:
@@ -113,40 +115,41 @@ class CallbackThread:
                     self.run_logged(function)
 
     def run_logged(self, function: Callable[[], object]) -> None:
-        """Call `function` here; if it fails, that is logged."""
+        """Call `function` here, and log its exception."""
         try:
             function()
         except Exception:
             log.exception("a callback failed")
-        except BaseException:  # SystemExit is no wish of a thread that belongs to all callbacks
+        except BaseException:  # SystemExit of one callback must not end the thread of all
             if not self.is_current:
                 raise
-            log.exception("a callback wants to exit, and cannot from there; the next one follows")
+            log.exception("a callback called exit, which ends only the callback; the next one follows")
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what was to be called so far has run, for up to `timeout_s`."""
+        """Wait up to `timeout_s` until the functions scheduled so far have run."""
         if self._thread is not None and not self.is_current:
             done = threading.Event()
             self.call_soon(done.set)
             done.wait(max(timeout_s, 0))
 
     def stop(self, timeout_s: float | None) -> None:
-        """Run what waits, and end the thread; wait up to `timeout_s` for that, unless this is that thread.
+        """Run the scheduled functions, end the thread, and wait up to `timeout_s` for it, except on the thread itself.
 
-        What waits for a thread that could not be started runs here.
+        If the thread could not start, the functions run here.
         """
         self._calls.put(None)
-        if self._thread is None and self._starting.acquire(blocking=False):  # for good
+        if self._thread is None and self._starting.acquire(blocking=False):  # and never releases it
             self._finish()
         elif self._thread is not None and not self.is_current:
             self._thread.join(timeout_s)
 
 
 class _Condition:
-    """What `wait` and `as_completed` hold while they look at a future, and who waits there.
+    """The lock and the waiters that `wait` and `as_completed` of `concurrent.futures` use on a future.
 
-    It is no Condition, for the I/O thread must not wait until it is free: whoever holds it may have been interrupted,
-    and wait for the I/O thread. What that has to tell here is told by the holder then, who looks when it is done.
+    It replaces a Condition, because the I/O thread must not wait for its lock. A signal may have interrupted the thread
+    that holds it, and the handler may wait for the I/O thread. In that case the holder notifies the waiters when it
+    releases the lock.
     """
 
     def __init__(self, future: SendFuture[Any]) -> None:
@@ -169,7 +172,7 @@ class _Condition:
         self.release()
 
     def notify_waiters(self) -> None:
-        """Tell who waits that the future is done, unless somebody holds this, who does it then."""
+        """Notify the waiters that the future is done. If another thread holds the lock, that thread does it."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -185,30 +188,31 @@ _CONDITION = "condition"
 
 
 class SendFuture(Future[T]):
-    """A Future that its producer completes, through a `Promise`.
+    """A Future that its producer resolves through a `Promise`.
 
-    Its callbacks run on the callback thread: the I/O thread, which completes it, runs no user code.
+    Its callbacks run on the callback thread, because the I/O thread, which resolves it, runs no user code.
 
-    The I/O thread waits for no lock here: a signal's handler may interrupt a user's thread anywhere, and wait for what
-    the I/O thread has to tell. Who is to be told stands in one dictionary, and each step on it is one. A user's thread
-    adds itself, and then looks whether the future is told; who tells it says so, and then looks who is there.
+    The I/O thread waits for no lock here. A signal handler may interrupt a user thread anywhere, and wait for the I/O
+    thread. All observers are in one dictionary, and each operation on it is atomic. A user thread adds its observer
+    first, and then checks `_is_done`. The I/O thread sets `_is_done` first, and then reads the observers. So one of the
+    two always sees the other.
 
-    It makes the condition of a Future only for `wait` and `as_completed`, which alone need it. `_state` is for those
-    who hold it, and changes only under it.
+    Only `wait` and `as_completed` need the condition of a Future, so it is made on demand. `_state` is for threads that
+    hold it, and changes only under it.
     """
 
-    _state = RUNNING  # a message handed over cannot be taken back
+    _state = RUNNING  # a queued message cannot be withdrawn
     _result: T | None = None
     _exception: BaseException | None = None
     _is_done = False
 
     def __init__(self, callbacks: CallbackThread) -> None:
-        # Not that of Future. What stands in the class is set when it changes.
+        # Future.__init__ is not called. The class attributes are the initial values.
         self._callback_thread = callbacks
-        self._observers: dict[object, Any] = {}  # outcomes and callbacks, in their order; and a condition by its name
+        self._observers: dict[object, Any] = {}  # waiters and callbacks, in order; the condition under its name
 
     def set_result(self, result: T) -> None:
-        """Raise InvalidStateError: what became of a message is its producer's to tell."""
+        """Raise InvalidStateError, because only the producer resolves the future."""
         raise InvalidStateError(_ONLY_BY_PRODUCER)
 
     def set_exception(self, exception: BaseException | None) -> None:
@@ -217,14 +221,14 @@ class SendFuture(Future[T]):
 
     def _resolve(self, result: T | None, error: BaseException | None) -> None:
         if self._is_done:
-            raise InvalidStateError(f"it is told already: {self!r}")
+            raise InvalidStateError(f"the future has a result already: {self!r}")
         self._result, self._exception = result, error
         self._is_done = True
         observers = self._observers.copy()
         if not observers:
             return
-        for each in observers:  # first those who are told by what cannot fail
-            if isinstance(each, ThreadFuture):
+        for each in observers:  # first those whose notification cannot fail
+            if isinstance(each, Outcome):
                 each.set_result(None)
         if (condition := observers.pop(_CONDITION, None)) is not None:
             condition.notify_waiters()
@@ -232,38 +236,38 @@ class SendFuture(Future[T]):
             self._schedule_callbacks()
 
     @property
-    def _condition(self) -> _Condition:  # type: ignore[override]  # no Condition, and no attribute
+    def _condition(self) -> _Condition:  # type: ignore[override]  # neither a Condition nor an attribute
         condition: _Condition | None = self._observers.get(_CONDITION)
         if condition is None:
-            made = _Condition(self)  # perhaps in vain: the first is everybody's
+            made = _Condition(self)  # another thread may be first; then this one is dropped
             condition = self._observers.setdefault(_CONDITION, made)
         if self._is_done:
             condition.notify_waiters()
         return condition
 
     @property
-    def _waiters(self) -> list[Any]:  # type: ignore[override]  # for those who hold the condition
+    def _waiters(self) -> list[Any]:  # type: ignore[override]  # for threads that hold the condition
         waiters: list[Any] = self._observers[_CONDITION].waiters
         return waiters
 
     def cancel(self) -> bool:
-        """Return False: a message handed over cannot be taken back."""
+        """Return False, because a queued message cannot be withdrawn."""
         return False
 
     def cancelled(self) -> bool:
-        """Return False, for it cannot be."""
+        """Return False, because it cannot be cancelled."""
         return False
 
     def running(self) -> bool:
-        """Tell whether the result is not there yet."""
+        """Return whether the future has no result yet."""
         return not self._is_done
 
     def done(self) -> bool:
-        """Tell whether the result is there, or the reason why there is none."""
+        """Return whether the future has a result or an error."""
         return self._is_done
 
     def result(self, timeout: float | None = None) -> T:
-        """Return the result, or raise why there is none; TimeoutError when it is not there within `timeout` seconds."""
+        """Return the result, or raise the error of the send. Raise TimeoutError after `timeout` seconds."""
         if not self._is_done:
             self._wait(timeout)
         try:
@@ -271,17 +275,17 @@ class SendFuture(Future[T]):
                 raise self._exception
             return self._result  # type: ignore[return-value]
         finally:
-            self = None  # type: ignore[assignment]  # the error's traceback would hold it, and it the error
+            self = None  # type: ignore[assignment]  # break the cycle of error, traceback and future
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return why there is no result, or None; TimeoutError when that is not known within `timeout` seconds."""
+        """Return the error of the send, or None if it succeeded. Raise TimeoutError after `timeout` seconds."""
         if not self._is_done:
             self._wait(timeout)
         return self._exception
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Wait as one who may be interrupted, which Future does not withstand; see `ThreadFuture`."""
-        waiter: ThreadFuture[None] = ThreadFuture()
+        """Wait for the result. A signal may interrupt the wait, which Future does not support; see `Outcome`."""
+        waiter: Outcome[None] = Outcome()
         self._observers[waiter] = None
         try:
             if not (self._is_done or waiter.wait(timeout_s) or self._is_done):
@@ -290,13 +294,13 @@ class SendFuture(Future[T]):
             self._observers.pop(waiter, None)
 
     def add_done_callback(self, fn: Callable[[Future[T]], Any]) -> None:
-        """Have `fn(future)` called on the callback thread when the result is there.
+        """Call `fn(future)` on the callback thread when the future has its result.
 
         Raises:
-            TypeError: `fn` cannot be called.
+            TypeError: `fn` is not callable.
         """
         if not callable(fn):
-            raise TypeError(f"fn={safe_repr(fn)} is not callable; pass a function of the future, not what it returns")
+            raise TypeError(f"fn={safe_repr(fn)} is not callable; pass a function of the future, not its return value")
         call = partial(fn, self)
         self._observers[call] = None
         if self._is_done:
@@ -306,22 +310,23 @@ class SendFuture(Future[T]):
         try:
             self._callback_thread.call_soon(self._run_callbacks)
         except Exception:
-            log.exception("the callbacks of a future cannot be handed on")
+            log.exception("the callbacks of a future cannot be scheduled")
 
     def _run_callbacks(self) -> None:
-        """Run the callbacks there are, in the order in which they were added, each once."""
+        """Run the callbacks in the order in which they were added, each once."""
         for call in self._observers.copy():
-            if isinstance(call, partial) and self._observers.pop(call, call) is None:  # else another thread has it
+            # pop() returns `call` itself if another thread runs it.
+            if isinstance(call, partial) and self._observers.pop(call, call) is None:
                 self._callback_thread.run_logged(call)
 
 
 _ONLY_BY_PRODUCER = (
-    "the producer tells what became of a message, and nobody else; for a future of your own make a Future"
+    "only the producer sets the result of a send; make your own Future for other results"
 )
 
 
 class Promise(Generic[T]):
-    """The producer's end of a SendFuture."""
+    """The side of a SendFuture that the producer uses."""
 
     __slots__ = ("_future",)
 
@@ -329,9 +334,9 @@ class Promise(Generic[T]):
         self._future = future
 
     def set_result(self, result: T) -> None:
-        """Tell the result; the future is told once."""
+        """Resolve the future with a result. A future is resolved once."""
         self._future._resolve(result, None)
 
     def set_exception(self, error: BaseException) -> None:
-        """Tell why there is none."""
+        """Resolve the future with an error."""
         self._future._resolve(None, error)

@@ -50,7 +50,7 @@ class SendRequest:
     possible_stores: int = field(init=False, default=0)  # attempts that stored it, or may have
     pauses: int = field(init=False, default=0)
     failed_brokers: frozenset[str] = field(init=False, default=frozenset())  # since the last pause
-    wants_route_after: float | None = field(init=False, default=None)  # the next attempt needs a route fetched after this time
+    wants_route_after: float | None = field(init=False, default=None)  # it needs a route fetched after this time
     last_error: Exception | None = field(init=False, default=None)
     _failures: dict[str, int] | None = field(init=False, default=None)
 

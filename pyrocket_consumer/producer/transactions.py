@@ -1,4 +1,4 @@
-"""Messages that are delivered only if a transaction of the application is committed."""
+"""Send messages that are delivered only if a transaction of the application commits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pyrocket_consumer.transport.thread_future import ThreadFuture
 
 log = logger("producer")
 
-_MAX_CHECKS, _MAX_CHECK_BYTES = 1000, 64 << 20  # that wait; brokers ask for the others again
-_BROKER_SHARE = 4  # a broker may have a fourth of that, so that others find room beside it
+_MAX_CHECKS, _MAX_CHECK_BYTES = 1000, 64 << 20  # limits of waiting checks; brokers repeat the others
+_BROKER_SHARE = 4  # each broker may use a quarter of the limits, so that others have capacity
 
 
 class TransactionState(Enum):
-    """What became of the application's transaction. UNKNOWN: not decided yet, the broker asks again later.
+    """The result of the application's transaction. After UNKNOWN, which means undecided, the broker checks again.
 
     Source: LocalTransactionState; the values are the transaction bits of the sysFlag.
     """
@@ -44,10 +44,11 @@ class TransactionState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransactionResult:
-    """Where the broker keeps the message (`sent`), and what became of the transaction.
+    """The position of the message (`sent`), and the result of the transaction.
 
-    `decided` is what the application said, and `state` what the broker has taken. When it refused that, or did not
-    answer, `state` is UNKNOWN and `not_told` says why: it asks `check` then, if it still has the message.
+    `decided` is the decision of the application, and `state` the one that the broker has accepted. If the broker
+    refused the decision or did not respond, `state` is UNKNOWN and `not_told` has the reason. The broker then calls
+    `check`, if it still has the message.
     """
 
     sent: SendResult
@@ -58,17 +59,17 @@ class TransactionResult:
 
 @dataclass(frozen=True, slots=True)
 class _PendingCheck:
-    """What a broker asks for, and where it is to be told."""
+    """A check that a broker requested, and the address for the response."""
 
     header: CheckTransactionStateHeader
     address: str
-    first: str  # that asked first, and for which the message is held
+    first: str  # the broker that requested it first; its limit counts the message
     message_bytes: int
     header_bytes: int
 
 
 class _Transactions:
-    """What a producer does about transactions while it runs. Does not hold the producer, which may be dropped."""
+    """The transactions of a running producer. It does not reference the producer, so that the producer can be freed."""
 
     def __init__(
         self, cluster: Cluster, group: str, call_timeout_s: float, check: Callable[[Message], TransactionState]
@@ -80,7 +81,7 @@ class _Transactions:
         self._thread = CallbackThread("pyrocket-checks")
         self._lock = threading.Lock()
         self._pending: dict[str, _PendingCheck] = {}  # by message id
-        self._waiting: dict[str, deque[Message]] = {}  # what each broker asked first; the next turn's in front
+        self._waiting: dict[str, deque[Message]] = {}  # by broker that requested first; the next broker is in front
         self._bytes_of: Counter[str] = Counter()
         self._is_full = self._is_closed = False
         cluster.on_request(RequestCode.CHECK_TRANSACTION_STATE, self._on_check)
@@ -91,8 +92,8 @@ class _Transactions:
         header_bytes = sum(map(len, request.fields.values()))
         with self._lock:
             before = self._pending.get(message.message_id)
-            message_bytes, more = len(request.body), header_bytes  # as stored: bodies are unpacked by `check`
-            if before is not None:  # its message is held, and this one is not
+            message_bytes, more = len(request.body), header_bytes  # as stored; `check` decompresses bodies
+            if before is not None:  # its message is kept, and this copy is not
                 message_bytes, more = before.message_bytes, header_bytes - before.header_bytes
             else:
                 more += message_bytes
@@ -116,15 +117,15 @@ class _Transactions:
             return True
         if not self._is_full:
             log.warning(
-                "group=%s %d transactions wait for check, which is slower than brokers ask; they ask for others later",
+                "group=%s %d transactions wait for check, which is slower than the requests; brokers repeat others",
                 self._group,
                 len(self._pending),
             )
-        self._is_full = True  # until none waits: told once, and not for each that finds room again
+        self._is_full = True  # until none waits, so that the warning appears once
         return False
 
     def _check_next(self) -> None:
-        """Find out what became of a transaction, and tell the broker that asked last. Brokers take turns."""
+        """Check one transaction, and respond to the last broker that requested it. Brokers are served round-robin."""
         with self._lock:
             first = next(iter(self._waiting))
             others = self._waiting.pop(first)
@@ -135,11 +136,11 @@ class _Transactions:
         try:
             if not self._is_closed:
                 state = _as_state(self._check(message), message.message_id)
-        except BaseException:  # SystemExit, too, is no wish of the thread that asks
+        except BaseException:  # SystemExit must not end the thread, either
             log.exception(
-                "group=%s message=%s: check failed; the broker asks again later", self._group, message.message_id
+                "group=%s message=%s: check failed; the broker checks again later", self._group, message.message_id
             )
-        with self._lock:  # each time it asks, the broker stores the message anew: an older place is not the message's
+        with self._lock:  # with each request the broker stores the message again, so only the latest offset is valid
             pending = self._pending.pop(message.message_id)
             self._bytes_of[first] -= pending.message_bytes + pending.header_bytes
             if not self._bytes_of[first]:
@@ -159,12 +160,12 @@ class _Transactions:
         self.end_transaction(header, state, pending.address)
 
     def address(self, broker_name: str) -> str | None:
-        """Return where the broker that keeps a message is, None if it has no master."""
+        """Return the address of the broker that keeps a message, or None if it has no master."""
         return self._cluster.address(broker_name, only_this=True)
 
     def end_transaction(self, header: EndTransactionHeader, state: TransactionState, address: str | None) -> str | None:
-        """Tell the broker how a transaction ended; return why it has not taken it. It asks then, if it can."""
-        if state is TransactionState.UNKNOWN:  # a broker does not even answer that
+        """Send the result of a transaction to the broker. Return the reason if the broker did not accept it."""
+        if state is TransactionState.UNKNOWN:  # brokers do not respond to it
             return None
         try:
             if address is None:
@@ -172,7 +173,7 @@ class _Transactions:
             self._cluster.run(self._cluster.call(address, header), self._call_timeout_s + 1)
         except RocketError as error:
             log.warning(
-                "group=%s message=%s: the broker has not taken %s, and will ask if it can reason=%s",
+                "group=%s message=%s: the broker did not accept %s, and will check again if it can reason=%s",
                 self._group,
                 header.msg_id,
                 state.name,
@@ -182,14 +183,14 @@ class _Transactions:
         return None
 
     def close(self, timeout_s: float) -> None:
-        """Begin no more checks, and wait up to `timeout_s` for one that runs."""
+        """Start no more checks, and wait up to `timeout_s` for the running one."""
         with self._lock:
             self._is_closed = True
         self._thread.stop(timeout_s)
 
 
 class TransactionProducer(Producer):
-    """A producer whose messages are delivered only if a transaction of the application is committed.
+    """A producer whose messages are delivered only if a transaction of the application commits.
 
         def check(message: Message) -> TransactionState:
             return TransactionState.COMMIT if is_paid(message.message_id) else TransactionState.ROLLBACK
@@ -197,13 +198,13 @@ class TransactionProducer(Producer):
         with TransactionProducer("payments", check=check, name_server="127.0.0.1:9876") as producer:
             producer.send_in_transaction(OutgoingMessage(b"...", topic="orders"), pay)
 
-    The broker keeps a message back until it hears how the transaction ended. When it does not hear it, it asks a
-    running producer of the group, maybe of another process: `check(message)` must find out, by `message.message_id`
-    for example. It runs on a thread of its own, one message at a time; when it raises, the broker asks again. What the
-    broker asks about again meanwhile waits once, and `close()` waits for the one that runs, not for others.
+    The broker holds a message back until it receives the result of the transaction. Without a result it asks a running
+    producer of the group, perhaps in another process. `check(message)` must find the result, for example by
+    `message.message_id`. It runs on a thread of its own, one message at a time; if it raises, the broker asks again.
+    Repeated requests for a waiting message count once. `close()` waits for the running check only.
 
-    Brokers ask producers that are connected to them. A producer is to those of the topics it has sent to, and to those
-    of `topics` from the start.
+    Brokers ask producers that are connected to them. A producer connects to the brokers of the topics that it sends to,
+    and at its start to those of `topics`.
     """
 
     def __init__(
@@ -216,16 +217,16 @@ class TransactionProducer(Producer):
         config: ProducerConfig | None = None,
         **options: Unpack[ProducerOptions],
     ) -> None:
-        """Check the options, those of `Producer`; nothing is connected before the first message, or `start()`.
+        """Check the options, which are those of `Producer`. It connects with the first message, or with `start()`.
 
         Args:
             group (–; 1–120 of a-zA-Z0-9_-%|): the producer group; brokers ask any of its producers
-            check (–; a function of one Message): finds out what became of a transaction
-            topics (none; names): where transactions may be open from before, so that their brokers are connected to
+            check (–; a function of one Message): finds the result of a transaction
+            topics (none; names): topics that may have open transactions; the producer connects to their brokers
             config (–; a ProducerConfig): all options in one, instead of single ones
 
         Raises:
-            ConfigError: an option is unknown, or its value is not allowed; the text says what is.
+            ConfigError: an option is unknown, or its value is not allowed; the text has the allowed values.
         """
         super().__init__(group, name_server=name_server, config=config, **options)
         if not callable(check):
@@ -239,8 +240,8 @@ class TransactionProducer(Producer):
         """Connect to a name server, and to the brokers of `topics`.
 
         Raises:
-            RouteNotFound: one of `topics` does not exist. The producer is closed then.
-            ConnectError, ClientClosed: as for Producer.
+            RouteNotFound: one of `topics` does not exist. This closes the producer.
+            ConnectError, ConsumerClosed: as for Producer.
         """
         super().start()
         cluster = self._ensure_session().cluster
@@ -262,17 +263,17 @@ class TransactionProducer(Producer):
         *,
         timeout_s: float | None = None,
     ) -> TransactionResult:
-        """Store `message`, call `run(sent)`, and have it delivered or dropped as that returns.
+        """Store `message`, call `run(sent)`, and have the broker deliver or drop the message by its return value.
 
-        `run` carries out the application's transaction; `sent.message_id` is what `check` will know it by. UNKNOWN, or
-        anything that is not a TransactionState, leaves the decision to `check`. When `run` raises, that is raised
-        here, and the decision is left to `check` as well: the transaction may have been committed before.
-        `TransactionResult.state` is UNKNOWN as well when the broker did not take the decision, or the producer was
-        closed while `run` ran.
+        `run` carries out the transaction of the application; `check` gets the same `sent.message_id`. If `run` returns
+        UNKNOWN, or no TransactionState, `check` decides later. If `run` raises, this call raises the same error, and
+        `check` decides, because the transaction may have committed before the error.
+        `TransactionResult.state` is also UNKNOWN if the broker did not accept the decision, or if the producer was
+        closed during `run`.
 
         Raises:
-            SendError: not stored, and `run` was not called. For the rest as `send`.
-            ProtocolError: the broker's answer does not say where it keeps the message. `run` was not called.
+            SendError: the message is not stored, and `run` was not called. In all else as `send`.
+            ProtocolError: the response has no position of the message. `run` was not called.
         """
         if not isinstance(message, OutgoingMessage) or message.topic is None:
             raise ConfigError("a transaction needs an OutgoingMessage with its topic: OutgoingMessage(body, topic=…)")
@@ -283,7 +284,8 @@ class TransactionProducer(Producer):
         request = self._make_request(message.topic, message, outcome, None, None, timeout_s, half, flag)
         self._submit(request)
         sent = wait_for_result(outcome, request.timeout_s)
-        _, _, commit_log_offset = parse_offset_message_id(sent.offset_message_id)  # what cannot be ended is not begun
+        # Parsed before `run`, because a transaction without an offset could not end.
+        _, _, commit_log_offset = parse_offset_message_id(sent.offset_message_id)
         state = _as_state(run(sent), sent.message_id)
         header = EndTransactionHeader(
             producer_group=self._group,

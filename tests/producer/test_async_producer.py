@@ -97,7 +97,7 @@ async def test_a_full_producer_leaves_the_loop_alone(embedded, gate):
         gate.open()
         stored = await asyncio.gather(*first)
     assert [type(outcome) for outcome in outcomes] == [SendError] * 3
-    assert all("no room within 3 s" in str(outcome) for outcome in outcomes)
+    assert all("no free capacity within 3 s" in str(outcome) for outcome in outcomes)
     assert len({result.message_id for result in stored}) == 2
     assert stop.seconds < 2  # it would be 3 s with `Producer.send_async`
 

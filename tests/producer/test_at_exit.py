@@ -91,7 +91,7 @@ def test_it_says_how_many_were_on_their_way(embedded):
     done = run(f"producer = send(50, group='shop', {PATIENT})", embedded.name_server)
     assert bodies(embedded) == list(range(50))
     (line,) = done.stderr.splitlines()
-    assert re.search(r"group=shop .*not closed: 50 messages were on their way, all are sent.*flush\(\)", line)
+    assert re.search(r"group=shop .*not closed: 50 messages were in flight, all are sent.*flush\(\)", line)
 
 
 def test_nothing_is_said_where_nothing_was_on_its_way(embedded):
@@ -109,8 +109,8 @@ def test_a_broker_that_never_answers_does_not_keep_the_process(embedded):
     done = run("send(10, send_timeout_s=3)\nsend(5, send_timeout_s=3, group='other')", embedded.name_server)
     assert time.monotonic() - started < 60, "3 s, and what a busy machine adds"
     assert done.returncode == 0
-    assert re.search(r"10 messages were on their way, 0 are sent, 10 were not sent, 0 have no answer", done.stderr)
-    assert re.search(r"group=other .*5 messages were on their way, 0 are sent, 5 were not sent", done.stderr)
+    assert re.search(r"10 messages were in flight, 0 are sent, 10 were not sent, 0 have no answer", done.stderr)
+    assert re.search(r"group=other .*5 messages were in flight, 0 are sent, 5 were not sent", done.stderr)
 
 
 @pytest.mark.cluster(brokers=1)

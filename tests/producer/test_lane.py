@@ -64,7 +64,7 @@ def test_where_a_lane_stands_still_all_fail_in_one_timeout(embedded, producer):
 def test_without_a_connection_the_error_says_so(embedded, producer):
     """Nobody accepts, nobody refuses: as a host that drops what comes."""
     embedded.name_server_node.on(None, drop, times=None)
-    with pytest.raises(SendError, match="gave up after 0.5 s: neither a route nor a connection was to be had"):
+    with pytest.raises(SendError, match="gave up after 0.5 s: neither a route nor a connection was available"):
         producer.send("unknown", b"x", sharding_key="key", timeout_s=0.5)
 
 

@@ -278,7 +278,7 @@ def test_more_than_the_limit_waits_for_room_within_the_timeout(embedded, produci
     futures = [producer.send_async("orders", b"x" * 100) for _ in range(3)]
     gate.wait_held(3)
     started = time.monotonic()
-    with pytest.raises(SendError, match=r"no room within 0\.2 s: .*max_in_flight"):
+    with pytest.raises(SendError, match=r"no free capacity within 0\.2 s: .*max_in_flight"):
         producer.send_async("orders", b"x" * 100, timeout_s=0.2)
     assert 0.2 <= time.monotonic() - started < 20
     with in_a_thread(lambda: futures.append(producer.send_async("orders", b"x" * 100))):
