@@ -1,4 +1,4 @@
-"""Administration: topics, groups, where queues begin and end, how far groups are, and resets."""
+"""Administration: topics, groups, offset ranges of queues, lag, and resets."""
 
 from pyrocket_consumer.admin.admin import Admin
 from pyrocket_consumer.admin.lag import GroupLag, QueueLag

@@ -1,4 +1,4 @@
-"""The blocking face of administration."""
+"""The blocking interface of administration."""
 
 from __future__ import annotations
 
@@ -43,25 +43,30 @@ from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import safe_repr_unless_secret
 from pyrocket_consumer.transport.forks import renew_locks_in_children
 
-_SLOW_TIMEOUT_S = 180.0  # members are asked, a few at a time, and a silent one costs 10 s
+_SLOW_TIMEOUT_S = 180.0  # members are asked a few at a time, and a silent one takes 10 s
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Admin:
-    """Makes, deletes and lists topics and groups. It starts with the first call, or with `with`.
+    """Creates, deletes and lists topics and groups. It starts with the first call, or with `with`.
 
         with Admin(name_server="127.0.0.1:9876") as admin:
             admin.create_topic("orders", queues=8)
             print(admin.topics())
 
-    Each call ends within `timeout_s`. Calls may come from any thread, and can be repeated: what is done already is no
-    error.
+    Each call ends within `timeout_s`. Any thread may call, and a call can be repeated: creating a topic that exists,
+    or deleting one that does not, is no error.
 
-    Every method may raise ConnectError when a name server or broker cannot be reached, ConnectionLost when one goes
-    away meanwhile, BrokerError when one refuses (PermissionDenied: see the access key), RequestTimeout when one does
-    not answer, ConfigError when an argument is not allowed, and ClientClosed after `close()` or a fork.
+    Every method may raise these errors:
+
+    * ConnectError: a name server or broker is unreachable.
+    * ConnectionLost: a connection ended during the call.
+    * BrokerError: a broker refused the request. For PermissionDenied, check the access key.
+    * RequestTimeout: a server did not respond.
+    * ConfigError: an argument is not allowed.
+    * ConsumerClosed: the Admin is closed, or was used before a fork.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class Admin:
         timeout_s: float = 30.0,
         **options: Unpack[ClientOptions],
     ) -> None:
-        """Check the options; nothing is connected before the first call.
+        """Check the options. The first call connects.
 
         Args:
             config (–; a ClientConfig): all options in one, instead of single ones
@@ -99,7 +104,7 @@ class Admin:
                 larger one loses its connection. Servers accept 16 MiB by default
 
         Raises:
-            ConfigError: an option is unknown, or its value is not allowed; the text says what is.
+            ConfigError: an option is unknown, or its value is not allowed; the text has the allowed values.
         """
         if config is None:
             config = ClientConfig.from_options({"name_server": name_server, **options})
@@ -107,7 +112,7 @@ class Admin:
             given = sorted(options) or ["name_server"]
             raise ConfigError(f"config= is the whole configuration; put {given[0]!r} into it, or pass options only")
         if not isinstance(config, ClientConfig):
-            raise ConfigError(f"config={config!r} is not allowed; it must be a ClientConfig, or left out")
+            raise ConfigError(f"config={config!r} is not allowed; it must be a ClientConfig or None")
         check_range("timeout_s", timeout_s, 0.01, 3600)
         self.config = config
         self._timeout_s = timeout_s
@@ -124,16 +129,19 @@ class Admin:
         """Connect to a name server. Any call does it, too.
 
         Raises:
-            ConnectError: no name server answers. It can be started again.
-            ClientClosed: it was closed, maybe meanwhile.
+            ConnectError: no name server responds. The Admin can be started again.
+            ConsumerClosed: the Admin is closed, perhaps during the start.
         """
         self._started()
 
     def renew_locks(self) -> None:
-        """Have locks that nobody holds, in a process that was forked."""
-        # A signal's handler may come in the middle, on the same thread: they let it in, and who was first looks again.
+        """Make new locks, which no thread holds. A forked child calls it.
+
+        They are reentrant, because a signal handler may run in the middle, on the same thread. The interrupted code
+        checks the state again.
+        """
         self._start_lock = threading.RLock()  # one start at a time
-        self._state_lock = threading.RLock()  # held for a few steps, and never while anything is waited for
+        self._state_lock = threading.RLock()  # held for a few steps, never during a wait
 
     def _started(self) -> Cluster:
         with self._start_lock:
@@ -196,11 +204,11 @@ class Admin:
         brokers: Iterable[str] | None = None,
         cluster: str | None = None,
     ) -> None:
-        """Make a topic with `queues` queues at every master, and return when every name server shows its route.
+        """Create a topic with `queues` queues on every master, and return when every name server has its route.
 
-        One that exists is changed. When somebody else changes its queues at the same time, the later one wins, and the
-        other gets an error that says what there is. `brokers` or `cluster` (names) are for fewer masters. `perm` is
-        what clients may do: "rw", "r" or "w". `attributes` are for brokers from 5.0 on, like {"message.type": "FIFO"}.
+        A topic that exists is changed. If two clients change its queues at the same time, the later one wins, and the
+        other gets an error with the current number. `brokers` or `cluster` (names) select fewer masters. `perm` is the
+        permission of clients: "rw", "r" or "w". `attributes`, like {"message.type": "FIFO"}, need brokers from 5.0 on.
         """
         check_topic(name)
         check_int("queues", queues, 1, MAX_QUEUES)
@@ -220,16 +228,16 @@ class Admin:
         )
 
     def delete_topic(self, name: str) -> None:
-        """Delete a topic and its messages everywhere, and return when no name server shows it.
+        """Delete a topic and its messages on all brokers, and return when no name server has its route.
 
-        Brokers before 5.0 keep the groups' offsets: a topic made anew under this name starts at 0, so that those groups
-        would be ahead of it.
+        Brokers before 5.0 keep the offsets of groups. If you create the topic again, it starts at 0, and the old
+        offsets are beyond its end.
         """
         check_topic(name)
         self._run(topics.delete_topic, name)
 
     def topics(self, *, include_system: bool = False) -> list[str]:
-        """Return the topics there are, sorted; RocketMQ's own, retry and dead-letter topics only if asked for."""
+        """Return all topics, sorted. System, retry and dead-letter topics need `include_system`."""
         check_bool("include_system", include_system)
         return self._run(topics.list_topics, include_system=include_system)
 
@@ -237,7 +245,7 @@ class Admin:
         """Return the smallest and largest offsets of each queue of a topic.
 
         Raises:
-            RouteNotFound: there is no such topic.
+            RouteNotFound: the topic does not exist.
         """
         check_topic(topic)
         return self._run(topics.topic_offsets, topic)
@@ -245,10 +253,10 @@ class Admin:
     # --- groups
 
     def create_group(self, name: str, **settings: Any) -> None:
-        """Make a consumer group at every master; one that exists is changed.
+        """Create a consumer group on every master, or change one that exists.
 
-        `settings` are RocketMQ's own, in snake_case: `consume_enable`, `consume_broadcast_enable`, `retry_max_times`,
-        `retry_queue_nums` and so on; those left out take the broker's defaults, also in a group that exists.
+        `settings` are those of RocketMQ in snake_case: `consume_enable`, `consume_broadcast_enable`, `retry_max_times`,
+        `retry_queue_nums` and so on. The others take the defaults of the broker, even if the group exists.
         """
         check_group(name)
         check_settings(settings)
@@ -257,9 +265,9 @@ class Admin:
     def delete_group(self, name: str, *, remove_offsets: bool = True, remove_dead_letters: bool = False) -> None:
         """Delete a consumer group, its retry topic, and its committed offsets unless `remove_offsets` is False.
 
-        The messages it gave up stay in its %DLQ% topic, unless `remove_dead_letters`. A member that still runs brings
-        the group back. So do brokers 5.5.0 when offsets are kept and groups are created on demand: what is left then
-        is a group with default settings.
+        Its dead letters stay in the %DLQ% topic, unless `remove_dead_letters` is True. A running member creates the
+        group again. Brokers 5.5.0 do so, too, if offsets are kept and groups are created on demand; the group then has
+        default settings.
         """
         check_group(name)
         check_bool("remove_offsets", remove_offsets)
@@ -267,37 +275,38 @@ class Admin:
         self._run(groups.delete_group, name, remove_offsets=remove_offsets, remove_dead_letters=remove_dead_letters)
 
     def groups(self, *, include_system: bool = False) -> list[str]:
-        """Return the consumer groups that brokers know, sorted, whether or not anybody is online."""
+        """Return the consumer groups that brokers know, sorted, also those without online members."""
         check_bool("include_system", include_system)
         return self._run(groups.list_groups, include_system=include_system)
 
     # --- offsets
 
     def lag(self, group: str, *, brokers: Iterable[str] = (), store: DatabaseOffsets | None = None) -> GroupLag:
-        """Return where a group is in every queue of its topics, and how far behind.
+        """Return the committed offsets and the lag of a group, in every queue of its topics.
 
-        A clustering group's offsets are the brokers'. Of a broadcasting group each member that is online is asked for
-        its own; those that do not answer are in `unreached`. Brokers that do not answer every question, that refuse, or
-        have no master, are in `missing`. Name servers forget brokers that were stopped: of those `missing` has the ones
-        in `brokers` (names that must be there), and those whose queues this Admin has seen before. Of a group whose
-        offsets are in a database, brokers know what they were told last, if anything; `store` is asked instead.
+        The brokers have the offsets of a clustering group. Each online member of a broadcasting group reports its own;
+        members that do not respond are in `unreached`. `missing` has the brokers that do not respond, refuse a request,
+        or have no master. Name servers forget stopped brokers. So `missing` also has those in `brokers`, which must
+        exist, and those whose queues this Admin has seen before.
+
+        For a group with offsets in a database, pass its `store`. Its offsets at the brokers may be old.
 
         Raises:
             ConfigError: no broker knows the group, and `store` has no row of it.
-            DatabaseError: the store could not be asked.
-            ConnectError, RequestTimeout, BrokerError: no broker answers.
+            DatabaseError: the store cannot be read.
+            ConnectError, RequestTimeout, BrokerError: no broker responds.
         """
         return self._lag(group, None, brokers, store)
 
     def offsets(
         self, group: str, topic: str, *, brokers: Iterable[str] = (), store: DatabaseOffsets | None = None
     ) -> GroupLag:
-        """Return where a group is in one topic; see `lag`.
+        """Return the committed offsets and the lag of a group in one topic; see `lag`.
 
         Raises:
-            RouteNotFound: there is no such topic.
+            RouteNotFound: the topic does not exist.
             ConfigError: no broker knows the group, and `store` has no row of it.
-            DatabaseError: the store could not be asked.
+            DatabaseError: the store cannot be read.
         """
         check_topic(topic)
         return self._lag(group, topic, brokers, store)
@@ -324,24 +333,26 @@ class Admin:
         store: DatabaseOffsets | None = None,
         wait_s: float = 30.0,
     ) -> ResetPlan:
-        """Return what a reset would do. Nothing is changed before `execute()` of the plan is called.
+        """Return the plan of a reset. Only `execute()` of the plan changes offsets.
 
             plan = admin.plan_reset("orders-app", "orders", to="earliest")
             print(plan)
             result = plan.execute()
 
-        `to` is "earliest" (or "first"), "latest" (or "last"), an aware datetime or its text (the first message stored
-        then or later), or {queue: offset}.
-        Only `queues` are moved, if they are given; of a broadcasting group only `member` (a client id), if it is given.
-        `model` ("clustering" or "broadcasting") is for groups of which nobody is online, where it cannot be told.
-        Members have `wait_s` seconds to say where they are.
-        A group whose offsets are in a database is reset there, running or not, if its `store` is given. Queues of its
-        retry topic that have no row there begin where brokers have them.
+        `to` is "earliest" (or "first"), "latest" (or "last"), {queue: offset}, or an aware datetime or its text. A time
+        selects the first message stored then or later.
+
+        `queues` limits the reset to these queues, and `member` (a client id) to one member of a broadcasting group.
+        `model` ("clustering" or "broadcasting") is for a group without online members, if brokers do not show its
+        model. Members have `wait_s` seconds to report their offsets.
+
+        For a group with offsets in a database, pass its `store`. The reset then changes the database, even while
+        members run. Queues of its retry topic without a row there start at the offsets of the brokers.
 
         Raises:
-            RouteNotFound: there is no such topic.
-            ConfigError: there is no such group, queue or member online, or `to` is none of these.
-            DatabaseError: the store could not be asked.
+            RouteNotFound: the topic does not exist.
+            ConfigError: the group, a queue or an online member does not exist, or `to` is not allowed.
+            DatabaseError: the store cannot be read.
         """
         check_group(group)
         check_topic(topic)
@@ -353,19 +364,19 @@ class Admin:
         check_range("wait_s", wait_s, 0, 120)
         _check_store(store)
         if store is not None and member is not None:
-            raise ConfigError(f"member={member!r} cannot be moved alone: a group in a database shares its offsets")
+            raise ConfigError(f"member={member!r} cannot be reset alone, because a group in a database shares offsets")
         cluster = self._started()
         planning = plan_reset(cluster, group, topic, where, wanted, model, member, wait_s, store)
         plan = cluster.run(planning, _SLOW_TIMEOUT_S)
         return replace(plan, _execute=self._execute)
 
     def forget_reset(self, group: str, topic: str) -> None:
-        """Remove what resets of a broadcasting group have recorded at the brokers; never necessary.
+        """Remove the resets that brokers have recorded for a broadcasting group. It is never necessary.
 
-        Members that were away go on where they ended, then, and not where the last reset led to.
+        Members that were offline then continue at their own offsets, instead of those of the last reset.
 
         Raises:
-            RouteNotFound: there is no such topic.
+            RouteNotFound: the topic does not exist.
             ConfigError: no broker knows the group.
         """
         check_group(group)
@@ -375,7 +386,7 @@ class Admin:
     def _execute(
         self, plan: ResetPlan, progress: Callable[[ResetProgress], None] | None, partial: bool, wait_s: float
     ) -> ResetResult:
-        """Carry a plan out, calling `progress` on this thread."""
+        """Execute a plan, and call `progress` on this thread."""
         cluster = self._started()
         steps: SimpleQueue[ResetProgress | None] = SimpleQueue()
 
@@ -391,8 +402,8 @@ class Admin:
                     progress(step)
             return future.result(0)
         except (RocketError, CancelledError) as error:
-            if self._closed and not isinstance(error, ClientClosed):
-                raise ClientClosed("this admin was closed while the reset ran") from error
+            if self._closed and not isinstance(error, ConsumerClosed):
+                raise ConsumerClosed("this admin was closed during the reset") from error
             raise
         except (TimeoutError, Empty) as error:
             raise RequestTimeout("the reset", f"group {plan.group}", _SLOW_TIMEOUT_S) from error
@@ -403,6 +414,6 @@ class Admin:
 def _check_store(store: object) -> None:
     if store is not None and not isinstance(store, DatabaseOffsets):
         raise ConfigError(
-            f"store={safe_repr_unless_secret(store)} is not allowed; it must be a DatabaseOffsets, or left out: "
-            "brokers and members tell of all other groups"
+            f"store={safe_repr_unless_secret(store)} is not allowed; it must be a DatabaseOffsets, or None, "
+            "because brokers and members report the offsets of all other groups"
         )

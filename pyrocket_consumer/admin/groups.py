@@ -1,4 +1,4 @@
-"""Consumer groups: made, deleted, listed."""
+"""Create, delete and list consumer groups."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pyrocket_consumer.protocol.command import (
 )
 from pyrocket_consumer.text import join_truncated
 
-# Source: MixAll; every broker has them.
+# Every broker has them. Source: MixAll.
 _SYSTEM_GROUPS = frozenset(
     {
         "TOOLS_CONSUMER",
@@ -54,14 +54,14 @@ _SYSTEM_GROUPS = frozenset(
 )
 _SYSTEM_PREFIX = "CID_RMQ_SYS_"
 
-_MAX_COMPARED_NAMES, _MAX_COMPARED_CHARS = 500, 255  # brokers take no longer name of a group
+_MAX_COMPARED_NAMES, _MAX_COMPARED_CHARS = 500, 255  # brokers accept no longer name of a group
 
 _SETTINGS = {each.name: str(each.type) for each in fields(SubscriptionGroupConfig) if each.name != "group_name"}
-"""Name -> its type, as it is written."""
+"""Name -> its annotation."""
 
 
 async def create_group(cluster: Cluster, name: str, settings: dict[str, Any]) -> None:
-    """Make or change a group at every master."""
+    """Create or change a group on every master."""
     group = wrap(cluster.config.namespace, name)
     body = encode_subscription_group(SubscriptionGroupConfig(group_name=group, **settings))
     await call_many(
@@ -70,7 +70,7 @@ async def create_group(cluster: Cluster, name: str, settings: dict[str, Any]) ->
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless groups have these settings, and they may be these."""
+    """Raise ConfigError if a group has no such setting, or if a value is not allowed."""
     unknown = sorted(set(settings) - _SETTINGS.keys())
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r} of a group; known settings: {', '.join(sorted(_SETTINGS))}")
@@ -89,7 +89,7 @@ def _check_setting(name: str, value: object) -> None:
 
 
 async def delete_group(cluster: Cluster, name: str, *, remove_offsets: bool, remove_dead_letters: bool) -> None:
-    """Delete a group at every master, and its retry topic. One that does not exist is no error."""
+    """Delete a group on every master, and its retry topic. A group that does not exist is no error."""
     header = DeleteSubscriptionGroupHeader(wrap(cluster.config.namespace, name), remove_offsets)
     await call_many(await find_masters(cluster), lambda address: cluster.call(address, header))
     await delete_topic(cluster, retry_topic(name))
@@ -98,7 +98,7 @@ async def delete_group(cluster: Cluster, name: str, *, remove_offsets: bool, rem
 
 
 async def list_groups(cluster: Cluster, *, include_system: bool) -> list[str]:
-    """Return the groups that any master knows, sorted."""
+    """Return all groups that any master knows, sorted."""
     masters = await find_masters(cluster)
     responses = await call_many(masters, lambda address: cluster.call(address, GetAllSubscriptionGroupsHeader()))
     found: set[str] = set()
@@ -117,10 +117,12 @@ async def list_groups(cluster: Cluster, *, include_system: bool) -> list[str]:
 
 
 async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError when brokers know no such group. Where an account may not ask, they will say so themselves.
+    """Raise ConfigError if no broker knows the group. Without permission to list groups, do nothing.
+
+    A later request of the caller then shows whether the group exists.
 
     Raises:
-        ConnectError, ConnectionLost, RequestTimeout: none of those that answer knows it, and another does not answer.
+        ConnectError, ConnectionLost, RequestTimeout: a broker does not respond, and no other one knows the group.
     """
     masters: Mapping[str, str | None]
     if brokers is None:
@@ -154,7 +156,7 @@ async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str,
 
 
 def _nearest_first(group: str, known: Iterable[str]) -> list[str]:
-    """Return `known`, those first that are most like `group`; of many, or very long ones, only some are compared."""
+    """Return `known`, sorted by similarity to `group`. Of many or very long names, only some are compared."""
     by_length = sorted(known, key=lambda name: (abs(len(name) - len(group)), name))
     compared = [name for name in by_length[:_MAX_COMPARED_NAMES] if len(name) <= _MAX_COMPARED_CHARS]
     return difflib.get_close_matches(group, compared, max(1, len(compared)), cutoff=0.0) + by_length[len(compared) :]

@@ -1,4 +1,4 @@
-"""How far a group is: what its members share at the brokers or, in broadcasting, what each of them has for itself."""
+"""Compute the lag of a group, from shared offsets at the brokers or, in broadcasting, from those of each member."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _ROUTES_AT_ONCE = 100
 
 @dataclass(frozen=True, slots=True)
 class QueueLag:
-    """Where a group, or one member of a broadcasting group, is in a queue that holds `min` to `max`.
+    """The position of a group, or of one member of a broadcasting group, in a queue with offsets `min` to `max`.
 
-    `committed` is the next offset to consume, None when nothing was committed. `consumed_at` is when the last message
-    before it was stored, where the broker tells.
+    `committed` is the next offset to consume, or None without a commit. `consumed_at` is the store time of the message
+    before it, or None if the broker does not report it.
     """
 
     queue: MessageQueue
@@ -44,26 +44,25 @@ class QueueLag:
 
     @property
     def is_above_end(self) -> bool:
-        """Whether what is committed is no place in the queue: nothing comes from there, and the lag is not known."""
+        """Whether the committed offset is beyond the end of the queue, so that the lag is unknown."""
         return self.committed is not None and self.committed > self.max
 
     @property
     def lag(self) -> int:
-        """How many offsets are left to consume, of those the queue still holds."""
+        """The number of offsets left to consume, of those that the queue still has."""
         return max(0, self.max - max(self.committed or 0, self.min))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLag:
-    """Where a group is. `unreached` are the members that did not tell, with the reason: their lag is not known.
+    """The position of a group. `unreached` are members whose lag is unknown, with the reason.
 
-    When nobody is online, what is committed at the brokers is shown, and `model` is None. Members of a broadcasting
-    group keep their offsets themselves: of those only the last reset is known, where it led. `not_known` says of what
-    nothing is known at all; it is empty when there is nothing of the kind.
+    If no member is online, the rows have the offsets at the brokers, and `model` is None. Members of a broadcasting
+    group keep their own offsets. If they are offline, the rows have only the target of the last reset. `not_known`
+    describes queues without any information, or is empty.
 
-    `missing` are the brokers whose queues have no rows, with the reason: one that does not answer (every question),
-    that refuses, that has no master now, or that no name server knows (any more), as far as it is known that there is
-    one.
+    `missing` are the brokers whose queues have no rows, with the reason. Such a broker failed to respond, refused a
+    request, has no master now, or is unknown to the name servers although it should exist.
     """
 
     group: str
@@ -76,18 +75,18 @@ class GroupLag:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the lag of everybody in every queue is known."""
+        """Whether the lag of each member in every queue is known."""
         incomplete = self.unreached or self.not_known or self.missing
         return not incomplete and not any(row.is_above_end for row in self.rows)
 
     @property
     def is_known(self) -> bool:
-        """Whether anything is known of where the group is."""
+        """Whether any position of the group is known."""
         return not self.not_known or any(row.committed is not None for row in self.rows)
 
     @property
     def total(self) -> int:
-        """The lag of all queues; of a broadcasting group, of the member that is furthest behind."""
+        """The lag of all queues; for a broadcasting group, that of the member furthest behind."""
         sums: dict[str | None, int] = {}
         for row in self.rows:
             sums[row.member] = sums.get(row.member, 0) + row.lag
@@ -95,12 +94,12 @@ class GroupLag:
 
 
 class _Survey:
-    """The brokers that answer, address by name, and what is missing: brokers, with the reason, and queues.
+    """The brokers that respond (address by name), and the missing brokers, with the reason, and queues.
 
-    A broker that does not answer a question is missing from then on, and so is what it has told before.
+    A broker that fails to respond once is missing from then on, with its earlier responses.
 
-    `seen` remembers, from one call to the next, where the queues of a topic were: a name server forgets a broker that
-    was stopped, and then nobody else tells that there is more to consume.
+    `seen` keeps the queues of topics from one call to the next. A name server forgets a stopped broker, and then no
+    other source shows that its queues have more to consume.
     """
 
     def __init__(self, seen: dict[str, frozenset[MessageQueue]]) -> None:
@@ -111,10 +110,10 @@ class _Survey:
         self._known: set[MessageQueue] = set()
 
     async def find_brokers(self, cluster: Cluster, group: str, expected: Collection[str]) -> GroupMembers:
-        """Find out which brokers answer, and return who is online in the group there.
+        """Find the brokers that respond, and return the online members of the group there.
 
         Raises:
-            RocketError: none does.
+            RocketError: no broker responds.
         """
         info = await cluster_info(cluster)
         self._registered = set(info.brokers)
@@ -131,10 +130,10 @@ class _Survey:
         return found
 
     def mark_missing(self, failures: Mapping[str, RocketError]) -> None:
-        """Go on without the brokers that did not answer a question, for these reasons.
+        """Continue without the brokers that failed, for these reasons.
 
         Raises:
-            RocketError: no broker is left, or it is we who are closed.
+            RocketError: no broker is left, or this client is closed.
         """
         for name, error in sorted(failures.items()):
             if isinstance(error, ClientClosed):
@@ -145,7 +144,7 @@ class _Survey:
             raise failures[min(failures)]
 
     async def queues(self, cluster: Cluster, topics: Collection[str]) -> dict[str, list[MessageQueue]]:
-        """Return the queues of each topic that can be asked about; of one that does not exist none."""
+        """Return the queues of each topic on responding brokers. A topic that does not exist has none."""
         routed = await gather_limited(topics, lambda topic: _readable_queues(cluster, topic), limit=_ROUTES_AT_ONCE)
         for topic, queues in routed.items():
             gone = {queue for queue in self._seen.get(topic, frozenset()) if queue.broker_name not in self._registered}
@@ -153,22 +152,22 @@ class _Survey:
                 self._seen[topic] = frozenset({*queues, *gone})
                 self._known |= self._seen[topic]
             else:
-                self._seen.pop(topic, None)  # brokers can name topics without end
+                self._seen.pop(topic, None)  # the number of topic names from brokers is unlimited
         return {
             topic: [queue for queue in queues if queue.broker_name in self.brokers] for topic, queues in routed.items()
         }
 
     def missing_reasons(self, namespace: str | None, concerned: Collection[str] | None) -> dict[str, str]:
-        """Return the brokers that are missing, with the reason and how many queues they are known to have.
+        """Return the missing brokers, with the reason and the number of their known queues.
 
-        Those that are not `concerned` do not matter, if that is given.
+        If `concerned` is not None, the others are ignored.
         """
         reasons = {name: self.missing[name] for name in sorted(self.missing) if concerned is None or name in concerned}
         without = (queue for queue in self._known if queue.broker_name not in self.brokers)
         counts = Counter((queue.broker_name, unwrap(namespace, queue.topic)) for queue in without)
         for name in sorted({broker for broker, _ in counts}):
             had = ", ".join(f"{count} of {topic}" for (owner, topic), count in sorted(counts.items()) if owner == name)
-            reasons[name] = f"{reasons.get(name, 'the name server does not know it any more')}; queues not shown: {had}"
+            reasons[name] = f"{reasons.get(name, 'the name server no longer knows it')}; queues not shown: {had}"
         return reasons
 
 
@@ -180,10 +179,10 @@ async def group_lag(
     seen: dict[str, frozenset[MessageQueue]],
     stored: Mapping[MessageQueue, StoredOffset],
 ) -> GroupLag:
-    """Return where a group is, in all its topics or in one.
+    """Return the position of a group, in all its topics or in one.
 
-    `expected` brokers must be there; `seen` is for the next call. `stored` are the rows that a database has of the
-    group, which proves that there is one; see `with_stored_offsets`.
+    `expected` brokers must exist; `seen` is for the next call. `stored` are the rows of the group in a database, which
+    prove that the group exists; see `with_stored_offsets`.
     """
     namespace = cluster.config.namespace
     wire_group = wrap(namespace, group)
@@ -206,13 +205,13 @@ async def group_lag(
         rows = await _rows_of_brokers(cluster, wire_group, wire_topic, survey, found.topics, stored)
         retry = retry_topic(wire_group)
         if not found.members and not stored and all(row.committed is None for row in rows if row.queue.topic != retry):
-            # Who has committed nothing is no clustering group, or has never consumed.
+            # A group without a commit is not a clustering group, or has never consumed.
             recorded, unrecorded = await _rows_of_records(cluster, wire_group, wire_topic, survey)
-            not_known = f"nobody of {group} is online, and it has committed nothing"
+            not_known = f"no member of {group} is online, and it has committed nothing"
             if recorded:
                 rows, model = recorded, MessageModel.BROADCASTING
                 names = ", ".join(sorted(str(_public_queue(namespace, queue)) for queue in unrecorded))
-                not_known = names and f"nobody of {group} is online, and no reset tells of {names}"
+                not_known = names and f"no member of {group} is online, and no reset of {names} is recorded"
     public_rows = tuple(
         QueueLag(
             _public_queue(namespace, row.queue),
@@ -234,7 +233,7 @@ async def group_lag(
 def with_stored_offsets(
     found: GroupLag, stored: Mapping[MessageQueue, StoredOffset], namespace: str | None
 ) -> GroupLag:
-    """Return the same with what a database has for committed."""
+    """Return `found` with the committed offsets from a database."""
     public_stored = {_public_queue(namespace, queue): row for queue, row in stored.items()}
     rows = []
     for each in found.rows:
@@ -256,9 +255,9 @@ async def _rows_of_brokers(
     subscribed: Collection[str],
     stored: Collection[MessageQueue],
 ) -> list[QueueLag]:
-    """Return the rows of what is committed, and of what is there to consume though nothing is committed for it.
+    """Return the rows of queues with a committed offset, and of queues with messages but without a commit.
 
-    A broker tells only of topics in which the group has committed something there.
+    A broker reports only topics in which the group has committed an offset there.
     """
     failures: dict[str, RocketError] = {}
     stats: dict[MessageQueue, QueueConsumeStats] = {}
@@ -279,12 +278,12 @@ async def _rows_of_brokers(
     offsets: dict[MessageQueue, int | None] = {
         queue: facts.consumer_offset for queue, facts in stats.items() if there.get(queue.topic)
     }
-    # Brokers report 0 for what was never committed, too.
+    # Brokers also report 0 for a queue without a commit.
     unsure = [queue for queue in {*offsets, *chain.from_iterable(there.values())} if not offsets.get(queue)]
     offsets |= await fetch_committed_offsets(cluster, group, unsure, failures)
     survey.mark_missing(failures)
     asked = [queue for queue in offsets if queue.broker_name in survey.brokers]
-    ends = await fetch_first_and_last(cluster, asked, failures)  # asked after what is committed, which moves on
+    ends = await fetch_first_and_last(cluster, asked, failures)  # fetched after the committed offsets, which move on
     survey.mark_missing(failures)
     rows = [
         QueueLag(
@@ -296,7 +295,7 @@ async def _rows_of_brokers(
 
 
 async def _readable_queues(cluster: Cluster, topic: str) -> list[MessageQueue]:
-    """Return the queues of a topic that can be read, as they are now; none of one that does not exist."""
+    """Return the current readable queues of a topic. A topic that does not exist has none."""
     try:
         return (await cluster.route(topic, refresh=True)).consume_queues()
     except RouteNotFound:
@@ -304,13 +303,13 @@ async def _readable_queues(cluster: Cluster, topic: str) -> list[MessageQueue]:
 
 
 _OFFLINE = "(offline)"
-"""In the place of a member, for all that are."""
+"""The value of `QueueLag.member` for all offline members together."""
 
 
 async def _rows_of_records(
     cluster: Cluster, group: str, topic: str | None, survey: _Survey
 ) -> tuple[list[QueueLag], list[MessageQueue]]:
-    """Return where resets have led members that are offline, and the queues of those topics that were never reset."""
+    """Return rows with the recorded reset targets of offline members, and the queues without a reset."""
     namespace = cluster.config.namespace
     try:
         names = await list_topics(cluster, include_system=False) if topic is None else []
@@ -370,7 +369,7 @@ async def _rows_of_members(
 async def _fetch_ranges(
     cluster: Cluster, queues: Iterable[MessageQueue], survey: _Survey
 ) -> dict[MessageQueue, tuple[int, int]]:
-    """Return min and max of those queues that exist: members remember topics that were deleted since."""
+    """Return the ranges of the queues that still exist. Members also report queues of deleted topics."""
     asked = list(queues)
     there = await survey.queues(cluster, {queue.topic for queue in asked})
     failures: dict[str, RocketError] = {}

@@ -1,4 +1,4 @@
-"""Which brokers an admin call goes to, and asking them all."""
+"""Find the masters for an admin call, and call them."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ T = TypeVar("T")
 
 
 async def cluster_info(cluster: Cluster) -> ClusterInfo:
-    """Return all brokers and clusters that the name server knows."""
+    """Return the brokers and clusters that the name server knows."""
     return await cluster.read_from_name_server(GetClusterInfoHeader(), decode_cluster_info)
 
 
 def check_targets(brokers: Iterable[str] | None, cluster_name: str | None) -> list[str] | None:
-    """Return the names of the brokers that are named, None for all there are, or all of a cluster.
+    """Return the names of the selected brokers, or None for all, or for all of a cluster.
 
     Raises:
-        ConfigError: they are no names, or both are given.
+        ConfigError: a name is not allowed, or both arguments are set.
     """
     if brokers is not None and cluster_name is not None:
         raise ConfigError("brokers and cluster exclude each other; give one of them")
     check_text("cluster", cluster_name)
     named = None if brokers is None else check_names("brokers", brokers)
     if named == []:
-        raise ConfigError(f"brokers={brokers!r} names no broker; leave it out for all")
+        raise ConfigError(f"brokers={brokers!r} names no broker; pass None for all")
     return named
 
 
 async def find_masters(
     cluster: Cluster, named: Collection[str] | None = None, cluster_name: str | None = None
 ) -> dict[str, str]:
-    """Return broker name -> address of the master, for the brokers named, or those of a cluster, or all.
+    """Return broker name -> address of its master, for the named brokers, those of a cluster, or all.
 
     Raises:
-        ConfigError: there is no such broker or cluster.
+        ConfigError: the broker or cluster does not exist.
         ConnectError: one of them has no master now.
     """
     info = await cluster_info(cluster)
@@ -66,10 +66,10 @@ async def find_masters(
 
 
 async def call_many(brokers: Mapping[str, str], call: Callable[[str], Awaitable[T]]) -> dict[str, T]:
-    """Return broker name -> what `call(address)` gives, all at the same time.
+    """Return broker name -> result of `call(address)`. All calls run at the same time.
 
     Raises:
-        RocketError: what one of them raised; a note says which have done as asked all the same.
+        RocketError: the error of one broker; a note names the brokers where the call succeeded.
     """
     outcomes = await asyncio.gather(*(call(address) for address in brokers.values()), return_exceptions=True)
     done: dict[str, T] = {}

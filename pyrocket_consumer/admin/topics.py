@@ -1,4 +1,4 @@
-"""Topics: made, deleted, listed, and where their queues begin and end."""
+"""Create, delete and list topics, and find the offset ranges of their queues."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ MAX_QUEUES = 10_000
 
 _PERMISSIONS = {"rw": PERM_READ | PERM_WRITE, "r": PERM_READ, "w": PERM_WRITE}
 _FIRST_ATTRIBUTES_VERSION = version_ordinal(5, 0, 0)
-_SYSTEM_PREFIX = "RMQ_SYS_"  # 5.x adds some with every release
+_SYSTEM_PREFIX = "RMQ_SYS_"  # releases of 5.x add more of them
 _POLL_S = 0.02
 _CHECK_AFTER_POLLS = 10
 _ROUTE_TIMEOUT_S = 10.0
 
 
 _MAX_DATETIME_MS = 253_402_300_799_000
-"""The last second of the year 9999, after which `datetime` has none."""
+"""The last second of the year 9999, the largest time of `datetime`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffsetRange:
-    """What a queue holds: offsets from `min` up to, but without, `max`. `stored_at` is its last message's time."""
+    """The offsets of a queue, from `min` up to but without `max`. `stored_at` is the time of its last message."""
 
     min: int
     max: int
@@ -52,7 +52,7 @@ class OffsetRange:
 
     @property
     def count(self) -> int:
-        """How many offsets there are; with delayed or deleted messages not all of them hold one."""
+        """The number of offsets. With delayed or deleted messages, some offsets have no message."""
         return self.max - self.min
 
 
@@ -67,7 +67,7 @@ async def create_topic(
     brokers: Collection[str] | None,
     cluster_name: str | None,
 ) -> None:
-    """Make or change a topic at masters, and return when every name server shows it."""
+    """Create or change a topic on masters, and return when every name server has its route."""
     topic = wrap(cluster.config.namespace, name)
     bits = _PERMISSIONS[perm]
     text = ",".join(f"+{each}={value}" for each, value in attributes.items())  # source: AttributeParser
@@ -80,7 +80,7 @@ async def create_topic(
     await call_many(targets, lambda address: cluster.call(address, header))
 
     def is_created(route: TopicRoute | None) -> bool:
-        # A broker with a narrower permission of its own shows less than was asked for.
+        # A broker whose own permission is narrower shows fewer bits than requested.
         named = {
             data.broker_name
             for data in (route.queues if route else ())
@@ -93,15 +93,15 @@ async def create_topic(
             count = await _queue_count(cluster, topic, address)
             if count not in (None, queues):
                 raise RocketError(
-                    f"topic {name!r} has {count} queues at {broker} now, not {queues}: somebody else has changed it at "
-                    "the same time, and theirs was later; agree on a number"
+                    f"topic {name!r} has {count} queues at {broker} now, not {queues}, because another client "
+                    "changed it at the same time; agree on a number"
                 )
 
     await _wait_routed(cluster, topic, is_created, check_queue_count)
 
 
 async def _queue_count(cluster: Cluster, topic: str, address: str) -> int | None:
-    """Return how many queues a broker has, None where that may not be known."""
+    """Return the number of queues on a broker, or None if the broker refuses to report it."""
     try:
         response = await cluster.call(address, GetTopicStatsInfoHeader(topic))
     except BrokerError:
@@ -110,13 +110,13 @@ async def _queue_count(cluster: Cluster, topic: str, address: str) -> int | None
 
 
 def check_perm(perm: object) -> None:
-    """Raise ConfigError unless `perm` is a permission that topics can have."""
+    """Raise ConfigError if `perm` is not a permission of a topic."""
     if not isinstance(perm, str) or perm not in _PERMISSIONS:
         raise ConfigError(f"perm={safe_repr(perm)} is not allowed; choose one of {', '.join(map(repr, _PERMISSIONS))}")
 
 
 def check_attributes(attributes: object) -> None:
-    """Raise ConfigError unless `attributes` are what brokers can read as attributes of a topic, or None."""
+    """Raise ConfigError if `attributes` are neither None nor valid attributes of a topic."""
     if not isinstance(attributes, Mapping | None):
         raise ConfigError(
             f'attributes={safe_repr(attributes)} is not allowed; it must be like {{"message.type": "FIFO"}}'
@@ -131,12 +131,15 @@ async def _check_attributes_known(cluster: Cluster, address: str) -> None:
     version = (await cluster.call(address, GetBrokerConfigHeader())).version
     if version < _FIRST_ATTRIBUTES_VERSION:
         raise ConfigError(
-            f"{address} is {version_name(version)}, and brokers before 5.0 ignore attributes; leave them out"
+            f"{address} is {version_name(version)}, and brokers before 5.0 ignore attributes; remove them"
         )
 
 
 async def delete_topic(cluster: Cluster, name: str) -> None:
-    """Delete a topic everywhere, and return when no name server shows it. One that does not exist is no error."""
+    """Delete a topic on all brokers, and return when no name server has its route.
+
+    A topic that does not exist is no error.
+    """
     topic = wrap(cluster.config.namespace, name)
     await call_many(await find_masters(cluster), lambda address: cluster.call(address, DeleteTopicHeader(topic)))
     await cluster.call_every_name_server(DeleteTopicInNameServerHeader(topic))
@@ -150,9 +153,9 @@ async def _wait_routed(
     is_wanted: Callable[[TopicRoute | None], bool],
     verify: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Return when every name server's route is as wanted: brokers tell them at once, but in their own time.
+    """Return when the route at every name server is as wanted. Brokers update name servers with a delay.
 
-    `verify` is called now and then while it is not; it raises when it will never be.
+    Meanwhile `verify` is called from time to time. It raises an error if the route will never be as wanted.
     """
     for address in cluster.name_servers:
         polls = 0
@@ -175,13 +178,13 @@ async def _route_at(cluster: Cluster, name_server: str, topic: str) -> TopicRout
 
 
 async def list_topics(cluster: Cluster, *, include_system: bool) -> list[str]:
-    """Return the topics there are, sorted."""
+    """Return all topics, sorted."""
     found = await cluster.read_from_name_server(GetAllTopicsHeader(), decode_topic_list)
     namespace = cluster.config.namespace
     if include_system:
         return sorted(found)
     info = await cluster_info(cluster)
-    # Brokers make topics by their own names, which are of no use to anybody.
+    # Brokers create topics with their own names, which users do not need.
     own = {*info.brokers, *info.clusters, *(f"{name}_REPLY_TOPIC" for name in info.clusters)}
     return sorted(
         unwrap(namespace, topic)
@@ -194,7 +197,7 @@ async def list_topics(cluster: Cluster, *, include_system: bool) -> list[str]:
 
 
 async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, OffsetRange]:
-    """Return the range of every queue of a topic."""
+    """Return the offset range of every queue of a topic."""
     topic = wrap(cluster.config.namespace, name)
     route = await cluster.route(topic, refresh=True)
     addresses = {data.broker_name: cluster.address(data.broker_name) for data in route.queues}
@@ -206,10 +209,10 @@ async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, Offse
     for broker, response in responses.items():
         for queue, stats in (await read_body(decode_topic_stats, response.body)).queues.items():
             if (queue.topic, queue.broker_name) != (topic, broker):
-                continue  # of what is not its own it knows nothing
+                continue  # a broker knows only its own queues
             low, high = stats.min_offset, stats.max_offset
             if not 0 <= low <= high <= MAX_RECORDED_OFFSET:
-                raise ProtocolError(f"{broker} says that {queue} begins at {low} and ends at {high}")
+                raise ProtocolError(f"{broker} reports an invalid range of {queue}: {low} to {high}")
             ranges[MessageQueue(name, queue.broker_name, queue.queue_id)] = OffsetRange(
                 low, high, to_datetime(stats.last_update_timestamp)
             )
@@ -217,5 +220,5 @@ async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, Offse
 
 
 def to_datetime(at_ms: int) -> datetime | None:
-    """Return when a message was stored; None: there is none, or the broker tells a time that no calendar has."""
+    """Return the time of a message, or None without a message, or if `datetime` cannot represent the time."""
     return datetime.fromtimestamp(at_ms / 1000, UTC) if 0 < at_ms <= _MAX_DATETIME_MS else None

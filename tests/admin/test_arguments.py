@@ -235,5 +235,5 @@ def test_who_changes_a_topic_at_once_is_told_what_there_is():
         assert outcomes.keys() == {2, 3, 4, 5}
         assert outcomes[len(admin.topic_offsets("T"))] is None, outcomes
         for queues, error in outcomes.items():
-            expected = f"queues at broker-a now, not {queues}: somebody else has changed it"
+            expected = f"queues at broker-a now, not {queues}, because another client changed it"
             assert error is None or expected in error, error

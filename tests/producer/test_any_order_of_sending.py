@@ -379,7 +379,7 @@ class AnyOrderOfSending(World):
             try:
                 call.run(admin)
             except RocketError as error:
-                if "somebody else has changed it at the same time" not in str(error):
+                if "another client changed it at the same time" not in str(error):
                     raise
 
         self.in_time(run, call.takes_s, ADMIN_RAISES, what)

@@ -198,7 +198,7 @@ def test_closing_gives_up_what_takes_too_long(embedded, gate):
     with within(20):
         producer.close(timeout_s=0.2)
     for future in futures:
-        with pytest.raises(SendError, match="closed before an answer came"):
+        with pytest.raises(SendError, match="closed before a response arrived"):
             future.result(0)
 
 
@@ -214,7 +214,7 @@ def test_a_route_that_comes_after_the_close_is_no_surprise(embedded, caplog, oth
     route.wait_held(1)
     with in_a_thread(producer.close, 0):
         leave.wait_held(1)
-        with pytest.raises(SendError, match="closed before an answer came"):
+        with pytest.raises(SendError, match="closed before a response arrived"):
             future.result(0)
         route.open()
         leave.open()

@@ -103,7 +103,7 @@ def test_when_a_topic_gets_fewer_queues_no_message_is_lost(embedded, producer, p
 @pytest.mark.parametrize("queues", [8])
 def test_a_queue_that_was_taken_away_is_told_at_once(embedded, producer):
     embedded.create_topic("orders", queues=2)
-    with within(10), pytest.raises(SendError, match="not in the topic's route.*broker-a with 2 write queues"):
+    with within(10), pytest.raises(SendError, match="not in the route of the topic.*broker-a with 2 write queues"):
         producer.send("orders", b"x", queue=MessageQueue("orders", "broker-a", 7), timeout_s=30)
 
 

@@ -163,7 +163,7 @@ def test_a_decision_that_the_broker_refuses_is_not_taken(quick, transacting, cap
     result = producer.send_in_transaction(PAID, commit)
     assert (result.state, result.decided) == (TransactionState.UNKNOWN, TransactionState.COMMIT)
     assert "Find prepared transaction message failed" in result.not_told
-    assert "has not taken COMMIT" in caplog.text
+    assert "did not accept COMMIT" in caplog.text
 
 
 class SlowCheck:

@@ -387,7 +387,7 @@ def test_a_body_may_be_larger_where_that_is_wanted(embedded, sink):
         (PINNED, ("x", "broker-a", None), "give both"),
         (PINNED, ("x", None, 1), "give both"),
         (f"{PINNED}, shardingKey string", ("x", "broker-a", 1, "k"), "brokerName with queueId, and shardingKey='k'"),
-        (PINNED, ("x", "broker-z", 1), "not a queue that can be written"),
+        (PINNED, ("x", "broker-z", 1), "cannot be written: "),
         ("body string, shardingKey string", ("x", "a\x01b"), "shardingKey holds"),
         ("body string, delayLevel int", ("x", 19), "delayLevel=19"),
         ("body string, delayLevel int, deliverAt timestamp", ("x", 1, datetime.now(UTC)), "delayLevel and deliverAt"),
