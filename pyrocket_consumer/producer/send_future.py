@@ -320,9 +320,7 @@ class SendFuture(Future[T]):
                 self._callback_thread.run_logged(call)
 
 
-_ONLY_BY_PRODUCER = (
-    "only the producer sets the result of a send; make your own Future for other results"
-)
+_ONLY_BY_PRODUCER = "only the producer sets the result of a send; make your own Future for other results"
 
 
 class Promise(Generic[T]):

@@ -182,7 +182,7 @@ def test_a_broker_that_is_down_stops_it_all_and_partial_goes_on(embedded, admin,
         embedded.broker("broker-b").stop()
         with pytest.raises(RocketError) as stopped:
             plan.execute()
-        assert "Nothing has moved" in stopped.value.__notes__[0]
+        assert "No offset was moved" in stopped.value.__notes__[0]
         result = plan.execute(partial=True)
         assert not result.unmoved
         assert "broker-b" in result.brokers
@@ -209,7 +209,7 @@ def test_a_broker_known_to_be_away_is_in_the_plan(embedded, admin, stores):
         plan = admin.plan_reset("G", "T", "earliest")
         assert "not well" in plan.problems[0]
         assert {target.queue.broker_name for target in plan.targets} == {"broker-a"}
-        with pytest.raises(RocketError, match="nothing was moved"):
+        with pytest.raises(RocketError, match="no offset was moved"):
             plan.execute()
         assert not plan.execute(partial=True).unmoved
 
@@ -222,7 +222,7 @@ def test_partial_resets_an_offline_group_beside_a_silent_broker(embedded, admin)
     embedded.broker("broker-b").on(None, close_connection, times=None)
     plan = admin.plan_reset("G", "T", "earliest")
     assert [problem.split(":")[0] for problem in plan.problems] == ["broker-b"]
-    with pytest.raises(RocketError, match="nothing was moved"):
+    with pytest.raises(RocketError, match="no offset was moved"):
         plan.execute()
     assert not plan.execute(partial=True).unmoved
     assert embedded.committed("G", "T", "broker-a") == {0: 0, 1: 0}
@@ -279,7 +279,7 @@ def test_a_frozen_member_is_waited_for_as_long_as_was_said(embedded, admin, stor
 def test_a_plan_says_what_will_be_and_what_it_speaks_to(embedded, admin, stores):
     with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
         text = str(admin.plan_reset("G", "T", "earliest"))
-        assert f"{consumer.client_id} (pyrocket_consumer): will be told, and verified" in text
+        assert f"{consumer.client_id} (pyrocket_consumer): will be notified and verified" in text
         assert "will be recorded" in text
         assert "4.9.4" not in text
 
@@ -289,7 +289,7 @@ def test_members_that_cannot_be_called_get_the_record(embedded, admin, stores):
         for code in (RequestCode.GET_CONSUMER_RUNNING_INFO, RequestCode.GET_CONSUMER_CONNECTION_LIST):
             embedded.broker("broker-a").on(code, answer(16, "no permission"), times=None)
         plan = admin.plan_reset("G", "T", "earliest", model="broadcasting")
-        assert "may not speak" in plan.problems[0]
+        assert "may not send requests" in plan.problems[0]
         result = plan.execute()
         assert states(result.outcomes) == {consumer.client_id: ResetState.UNCONFIRMED}
         assert not result.verified
@@ -305,7 +305,7 @@ def test_one_member_is_moved_alone_and_nothing_is_recorded(embedded, admin, stor
         wait_until_seen(seen_by_one, 1, 10)
         wait_until_seen(seen_by_other, 1, 10)
         plan = admin.plan_reset("G", "T", "earliest", member=one.client_id)
-        assert "will be told to this member alone" in str(plan)
+        assert "will be sent to this member only" in str(plan)
         assert {move.member for move in plan.moves} == {one.client_id}
         result = plan.execute()
         assert (result.verified, states(result.outcomes)) == (True, {one.client_id: ResetState.MOVED})
@@ -338,7 +338,7 @@ def test_who_cannot_be_moved_alone_is_told(embedded, admin, stores):
 
 
 def test_clustering_members_have_no_offsets_of_their_own(embedded, admin):
-    refused = pytest.raises(ConfigError, match="share its offsets; leave it out")
+    refused = pytest.raises(ConfigError, match="share its offsets; omit it")
     with caught_up(embedded, "T", "G", 10) as (consumer, _), refused:
         admin.plan_reset("G", "T", "earliest", member=consumer.client_id)
 
@@ -362,7 +362,7 @@ def test_who_answers_is_moved_beside_a_frozen_member(version, all_queues):
             frozen = set(range(4)) - ours
             chosen = range(4) if all_queues else (min(ours), min(frozen))
             plan = admin.plan_reset("G", "T", {queue("T", number): 7 for number in chosen})
-            assert "told to the members that hold the queues" in str(plan)
+            assert "sent to the members that own the queues" in str(plan)
             assert "other client" not in str(plan)
             assert "zzz@frozen: it did not answer" in plan.problems[0]
             result = plan.execute(wait_s=2)
@@ -377,7 +377,7 @@ def test_who_answers_is_moved_beside_a_frozen_member(version, all_queues):
 
 def test_a_model_that_those_who_are_online_contradict_is_told(embedded, admin):
     with consuming(embedded, "T", "G"):
-        with pytest.raises(ConfigError, match="'G' is clustering, as its 1 members that are online say"):
+        with pytest.raises(ConfigError, match="'G' is clustering, as its 1 online members report"):
             admin.plan_reset("G", "T", "earliest", model="broadcasting")
         assert admin.plan_reset("G", "T", "earliest", model="clustering").model == "clustering"
     assert embedded.committed("G", RETRY).keys() <= {0}, "nothing is recorded"
@@ -386,7 +386,7 @@ def test_a_model_that_those_who_are_online_contradict_is_told(embedded, admin):
 def test_no_commit_for_members_that_are_away_and_follow_a_record(embedded, admin, stores):
     consumed_before(embedded, "T", "G", 10, **stores)
     recorded = reset(admin, "G", "T", "earliest", model="broadcasting")
-    assert "recorded; nobody is online to verify it" in str(recorded)
+    assert "recorded; no member is online to verify it" in str(recorded)
     with pytest.raises(ConfigError, match="'G' is broadcasting: a reset of T is recorded at broker-a"):
         admin.plan_reset("G", "T", "latest", model="clustering")
     assert embedded.committed("G", "T") == {}

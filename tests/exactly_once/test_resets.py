@@ -246,12 +246,12 @@ def test_the_retry_topic_comes_along_and_is_told(moving, ledger, capsys):
     offsets = ["-n", moving.name_server, "--store", ledger.database.url]
     here = ["offsets", "reset", GROUP, TOPIC, "--to", "latest", *offsets]
     assert main(here) == 0
-    assert f"{RETRIES}/broker-a/0 will be set to 5, where the brokers have it" in capsys.readouterr().out
+    assert f"{RETRIES}/broker-a/0 will be set to 5, the offset at the brokers" in capsys.readouterr().out
     assert main([*here, "--execute", "-o", "json"]) == 0
     output = json.loads(capsys.readouterr().out)
     place = {"topic": RETRIES, "broker": "broker-a", "queue": 0}
     assert output["plan"]["retries"] == [{**place, "committed": 5, "target": 5}]
-    outcome = {"who": f"{RETRIES}/broker-a/0", "state": "moved", "text": "in the database, where the brokers have it"}
+    outcome = {"who": f"{RETRIES}/broker-a/0", "state": "moved", "text": "in the database, the offset at the brokers"}
     assert output["result"]["outcomes"][-1] == outcome
     assert ledger.offset(GROUP, 0, RETRIES) == 5
     ledger.execute("UPDATE pyrocket_offsets SET next_offset = 3 WHERE topic = :topic", topic=RETRIES)
@@ -346,10 +346,10 @@ def test_a_reset_in_another_database_is_unconfirmed(embedded, ledger, wrong, cap
         assert code == 3
         outcomes = output["result"]["outcomes"]
         assert {each["state"] for each in outcomes} == {"unconfirmed", "moved"}
-        unclaimed = "is set, and no member that is online has claimed it: is this their database, and table?"
+        unclaimed = "is set, but no online member has claimed it; check that they use this database and table"
         assert {each["text"] for each in outcomes if each["who"].startswith("broker-a")} == {unclaimed}
         (problem,) = output["plan"]["problems"]
-        assert problem.startswith(f"{consumer.client_id}: consumes the topic, and the database has no row of it")
+        assert problem.startswith(f"{consumer.client_id}: consumes the topic, but the database has no row of it")
         assert embedded.committed(GROUP, TOPIC) == dict.fromkeys(range(4), 25), "brokers have what members tell them"
     assert ledger.bodies() == once(BODIES)
 
@@ -366,7 +366,7 @@ def test_who_had_a_queue_and_does_not_claim_it_anew_is_named(embedded, ledger, a
             connection.execute(text("UPDATE pyrocket_offsets SET owner = :owner"), {"owner": consumer.client_id})
         result = admin.plan_reset(GROUP, TOPIC, "earliest", store=copy).execute(wait_s=1)
         assert result.outcomes[0].state == "unconfirmed"
-        assert f"{consumer.client_id}, which had it, has not claimed it anew yet" in result.outcomes[0].text
+        assert f"its owner {consumer.client_id} has not claimed it again yet" in result.outcomes[0].text
     engine.dispose()
 
 

@@ -1,1 +1,1 @@
-"""Resetting a group: plan, execute, result."""
+"""Reset the offsets of a group: plan, execution and result."""

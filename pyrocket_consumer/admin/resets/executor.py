@@ -1,4 +1,4 @@
-"""Carrying a reset out: record, tell, verify; for clustering groups tell the holders, or have the brokers do it."""
+"""Execute a reset: record it, notify the members and verify; or move the offsets of a clustering group."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from pyrocket_consumer.protocol.command import ResetOffsetHeader, UpdateConsumer
 from pyrocket_consumer.protocol.reset_format import PlanBody, encode_plan, encode_status_request, is_valid_epoch
 
 STATUS_DELAYS_S = (2.0, 3.0, 5.0)
-"""A member that had no answer ready is asked for its state after 2, 5 and 10 s, and every 5 s from then on."""
+"""A member without a result is asked for its status after 2, 5 and 10 s, and every 5 s from then on."""
 
 POLL_S = 0.5
-"""How often members of other clients are looked at; what they replay quickly is not seen."""
+"""The interval at which offsets of other clients are read. A replay that is faster is not observed."""
 
 MAX_TABLE_ATTEMPTS = 5
 
@@ -51,11 +51,11 @@ ProgressCallback = Callable[[ResetProgress], None]
 async def execute_plan(
     cluster: Cluster, plan: ResetPlan, report: ProgressCallback, partial: bool, wait_s: float
 ) -> ResetResult:
-    """Carry a plan out."""
+    """Execute a plan."""
     problems = [broker for broker in plan.brokers if broker.problem]
     if problems and not partial:
         raise RocketError(
-            f"{problems[0]}; nothing was moved. Its queues cannot be reset now: try again later, or reset the others "
+            f"{problems[0]}; no offset was moved. Its queues cannot be reset now. Try again later, or reset the others "
             "with partial"
         )
     run = _ResetExecution(cluster, plan, report, wait_s)
@@ -67,7 +67,7 @@ async def execute_plan(
 
 
 async def forget_reset(cluster: Cluster, group: str, topic: str) -> None:
-    """Remove what is recorded for a group and topic at every master."""
+    """Remove the resets recorded for a group and topic on every master."""
     namespace = cluster.config.namespace
     wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
     route = await cluster.route(wire_topic, refresh=True)
@@ -78,7 +78,7 @@ async def forget_reset(cluster: Cluster, group: str, topic: str) -> None:
 
 
 class _ResetExecution:
-    """One run. Confined to the I/O thread."""
+    """One execution of a plan. Confined to the I/O thread."""
 
     def __init__(self, cluster: Cluster, plan: ResetPlan, report: ProgressCallback, wait_s: float) -> None:
         self._cluster = cluster
@@ -96,7 +96,7 @@ class _ResetExecution:
 
     @property
     def _left_s(self) -> float:
-        """How long members may still be waited for."""
+        """The remaining seconds to wait for members."""
         return max(0.0, self._deadline - self._cluster.loop.time())
 
     def _report_outcome(self, outcome: ResetOutcome) -> ResetOutcome:
@@ -107,14 +107,14 @@ class _ResetExecution:
         return {queue.queue_id: to for queue, to in self._targets.items() if queue.broker_name == broker_name}
 
     async def _online(self) -> tuple[RemoteMember, ...]:
-        """Return who is online now, as the brokers know that are not left out."""
+        """Return the members that are online now, from the brokers that are not skipped."""
         brokers = {name: broker.address for name, broker in self._brokers.items() if name not in self._notes}
         return (await fetch_group_members(self._cluster, self._group, brokers)).members
 
-    # --- broadcasting: record, tell, verify
+    # --- broadcasting: record, notify, verify
 
     async def broadcasting(self, partial: bool) -> ResetResult:
-        """Record the reset at every master, tell every member, ask until each has confirmed."""
+        """Record the reset on every master, notify every member, and request their status until each has confirmed."""
         records = {
             name: ResetRecord(
                 self._cluster,
@@ -134,7 +134,7 @@ class _ResetExecution:
             except EpochTaken as error:
                 if not times_left:
                     raise
-                self._report("record", self._topic, f"{error}; recorded again after it")
+                self._report("record", self._topic, f"{error}; recorded again with a later epoch")
                 epoch = error.head + 1
         targets = {queue: to for queue, to in self._targets.items() if queue.broker_name not in self._notes}
         plan = PlanBody(self._topic, epoch, targets)
@@ -160,7 +160,7 @@ class _ResetExecution:
         )
 
     async def _epoch(self, records: Mapping[str, ResetRecord], partial: bool) -> int:
-        """Choose an epoch above all that were seen, whatever our clock says."""
+        """Return an epoch above all known ones, even if the local clock is behind."""
         highest = 0
         for name, record in list(records.items()):
             try:
@@ -176,10 +176,10 @@ class _ResetExecution:
     def _skip_broker(self, broker_name: str, error: RocketError, partial: bool) -> None:
         if not partial:
             error.add_note(
-                "Nothing has moved. Members that start now may find the part that was recorded; it is safe to repeat."
+                "No offset was moved. Members that start now may find the part that was recorded; it is safe to repeat."
             )
             raise error
-        self._notes[broker_name] = f"left out: {error}"
+        self._notes[broker_name] = f"skipped: {error}"
         self._report("record", broker_name, self._notes[broker_name])
 
     async def _write(self, records: Mapping[str, ResetRecord], epoch: int, partial: bool) -> list[MessageQueue]:
@@ -201,7 +201,7 @@ class _ResetExecution:
         return raced
 
     async def _reset_members(self, members: Sequence[RemoteMember], plan: PlanBody) -> dict[str, ResetOutcome]:
-        """Tell members at the same time, then ask those that have not confirmed for their state."""
+        """Notify members at the same time, then request the status of those that have not confirmed."""
         outcomes: dict[str, ResetOutcome] = {}
         processes = {member.client_id: member.connections for member in members}
         waiting = {member.client_id: member for member in members}
@@ -230,7 +230,7 @@ class _ResetExecution:
         return outcomes
 
     def _outcome_of(self, client_id: str, reply: RelayResult, plan: PlanBody) -> ResetOutcome:
-        """What a reply means; the epochs a member reports are exact, while offsets move on."""
+        """Return the outcome that a reply shows. Reported epochs are exact, while offsets move on."""
         if reply.kind is RelayStatus.OURS:
             epochs = reply.report.epochs
             if reply.state == "refused":
@@ -243,15 +243,15 @@ class _ResetExecution:
         if reply.kind is RelayStatus.GONE:
             return self._gone_outcome(client_id)
         if reply.kind is RelayStatus.FORBIDDEN:
-            text = f"{recorded}unconfirmed: this account may not speak to members"
+            text = f"{recorded}unconfirmed: this account may not send requests to members"
             return ResetOutcome(client_id, ResetState.UNCONFIRMED, text)
         if reply.kind is RelayStatus.FOREIGN:
-            return ResetOutcome(client_id, ResetState.UNREACHED, "it is no client of ours")
+            return ResetOutcome(client_id, ResetState.UNREACHED, "it is another client")
         but = "recorded, but " if recorded else ""
-        return ResetOutcome(client_id, ResetState.UNREACHED, f"{but}it does not answer: {reply.reason}")
+        return ResetOutcome(client_id, ResetState.UNREACHED, f"{but}it does not respond: {reply.reason}")
 
     def _gone_outcome(self, client_id: str) -> ResetOutcome:
-        """What is to be said of a member that has left: it finds the record, if there is one."""
+        """Return the outcome of a member that has left. It finds the record, if there is one."""
         if self._plan.member is not None:
             return ResetOutcome(client_id, ResetState.UNREACHED, "it has left, and nothing is recorded for it")
         return ResetOutcome(client_id, ResetState.GONE, "it has left; it follows at its next start")
@@ -261,7 +261,7 @@ class _ResetExecution:
     async def _reset_foreign(
         self, members: Sequence[MemberPlan], targets: Mapping[MessageQueue, int]
     ) -> list[ResetOutcome]:
-        """Have brokers tell members of other clients, by offsets that are committed for a moment only."""
+        """Let brokers notify members of other clients, through offsets that are committed for a moment only."""
         outcomes = [
             self._report_outcome(ResetOutcome(each.client_id, ResetState.UNREACHED, each.how))
             for each in members
@@ -270,7 +270,7 @@ class _ResetExecution:
         reachable = [each for each in members if each.reachable]
         if not reachable or self._notes:
             return outcomes + [
-                self._report_outcome(ResetOutcome(each.client_id, ResetState.UNREACHED, "a broker was left out"))
+                self._report_outcome(ResetOutcome(each.client_id, ResetState.UNREACHED, "a broker was skipped"))
                 for each in reachable
             ]
         offsets = await gather_limited([each.member for each in reachable], self._fetch_offsets)
@@ -294,9 +294,8 @@ class _ResetExecution:
                 unmoved[client_id] -= _moved_queues(before[client_id], now, targets)
                 if not unmoved[client_id]:
                     del waiting[client_id]
-                    outcomes.append(
-                        self._report_outcome(ResetOutcome(client_id, ResetState.MOVED, "seen in what it reports"))
-                    )
+                    moved = ResetOutcome(client_id, ResetState.MOVED, "observed in its reported offsets")
+                    outcomes.append(self._report_outcome(moved))
         return outcomes + [
             self._report_outcome(ResetOutcome(client_id, ResetState.UNCONFIRMED, _not_moved_text(unmoved[client_id])))
             for client_id in waiting
@@ -309,13 +308,13 @@ class _ResetExecution:
             return {}
 
     async def _reset_through_placeholders(self, broker: BrokerPlan, targets: Mapping[MessageQueue, int]) -> None:
-        """A broker resets only what has been committed, and never above it: so the targets are, for a moment."""
+        """Commit the targets for a moment, because a broker resets only committed offsets, and never above them."""
         here = [queue for queue in targets if queue.broker_name == broker.name]
         cluster = self._cluster
         try:
             await self._commit_all({queue: targets[queue] for queue in here})
             await cluster.call(broker.address, ResetOffsetHeader(self._topic, self._group, -1, False, -1))
-        finally:  # -1 is no offset: nothing is left that lag displays, or a later clustering group, would take for one
+        finally:  # restore -1, which lag displays and later clustering groups do not take for an offset
 
             async def undo(queue: MessageQueue) -> None:
                 header = UpdateConsumerOffsetHeader(self._group, self._topic, queue.queue_id, -1, broker.name)
@@ -326,15 +325,15 @@ class _ResetExecution:
     # --- a group whose offsets are in a database
 
     async def in_store(self, store: DatabaseOffsets) -> ResetResult:
-        """Set the offsets there, read them again, and see that members that are online have claimed the queues anew.
+        """Set the offsets in the database, read them again, and verify that online members claim the queues again.
 
-        Who consumes the topic, and claims nothing, has another database: then it is not confirmed.
+        A member that consumes the topic without a claim uses another database. Then the reset is not confirmed.
         """
         plan, before = self._plan, await asyncio.to_thread(store.offsets, self._group)
         now_ms = int(time.time() * 1000)
         epoch = max(now_ms, *(row.reset_epoch + 1 for row in before if is_valid_epoch(row.reset_epoch, now_ms)), 1)
         targets = {queue: to for queue, to in self._targets.items() if queue.broker_name not in self._notes}
-        begun = {row.queue for row in before}  # maybe since it was planned
+        begun = {row.queue for row in before}  # perhaps after the plan was made
         retries = {queue: each for queue, each in plan.wire_retries.items() if queue not in begun}
         starts = {queue: each.target for queue, each in retries.items()}
         await asyncio.to_thread(store.reset, self._group, {**targets, **starts}, epoch)
@@ -358,16 +357,16 @@ class _ResetExecution:
             for each in retries.values()
         ]
         try:
-            if not awaited:  # else members tell them
+            if not awaited:  # otherwise members commit them
                 await self._commit_all({queue: to for queue, to in targets.items() if queue not in claimed})
-        except RocketError as error:  # brokers have it as information only
-            self._report("broker", self._topic, f"not told: {error}")
+        except RocketError as error:  # for this group, the offsets at brokers are for information only
+            self._report("broker", self._topic, f"not committed: {error}")
         return ResetResult(self._id, epoch, tuple(outcomes), self._notes)
 
     # --- clustering
 
     async def clustering(self) -> ResetResult:
-        """Move the group's queues, in the way that fits who is online now."""
+        """Move the queues of the group, in the way that the online members allow."""
         plan = self._plan
         online = await self._online()
         planned = {each.client_id: each for each in plan.members}
@@ -381,7 +380,7 @@ class _ResetExecution:
         members = [replace(planned[member.client_id], member=member) for member in online]
         way = way_for(plan.model, members)
         if way is ResetWay.BROKERS and plan.way is not ResetWay.BROKERS and not plan.all_queues:
-            raise RocketError("a member of another client has joined since this was planned; plan again")
+            raise RocketError("a member of another client has joined after the plan was made; plan again")
         if way is ResetWay.MEMBERS:
             outcomes = await self._reset_through_owners()
         elif way is ResetWay.COMMITS:
@@ -391,7 +390,7 @@ class _ResetExecution:
         return ResetResult(self._id, 0, tuple(outcomes), self._notes)
 
     async def _reset_through_owners(self) -> list[ResetOutcome]:
-        """Tell the members, again and again until each queue was moved by the one that holds it."""
+        """Notify the members repeatedly, until the owner of each queue has moved it."""
         outcomes: list[ResetOutcome] = []
         left, pause_s = dict(self._targets), 0.1
         refusals, silent = dict[str, str](), dict[str, str]()
@@ -418,14 +417,14 @@ class _ResetExecution:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 2.0)
         if left and not refusals and not silent:
-            outcomes += await self._commit(left)  # nobody holds them, nor wants to
+            outcomes += await self._commit(left)  # no member owns them, or will
         elif left and not refusals:
             outcomes += await self._commit_for_next_owner(left, silent)
         else:
             why = "; ".join(f"{client_id}: {reason}" for client_id, reason in sorted(refusals.items()))
             outcomes += [
                 self._report_outcome(
-                    ResetOutcome(queue_name(queue), ResetState.UNREACHED, f"nobody has moved it ({why})")
+                    ResetOutcome(queue_name(queue), ResetState.UNREACHED, f"no member has moved it ({why})")
                 )
                 for queue in left
             ]
@@ -434,7 +433,7 @@ class _ResetExecution:
     async def _commit_for_next_owner(
         self, targets: Mapping[MessageQueue, int], silent: Mapping[str, str]
     ) -> list[ResetOutcome]:
-        """Have whoever pulls next begin at the targets: those who hold the queues do not answer, and may yet commit."""
+        """Commit the targets for the next owner. The current owners do not respond, and may still commit."""
         why = "; ".join(f"{client_id}: {reason}" for client_id, reason in sorted(silent.items()))
 
         async def leave(queue: MessageQueue) -> ResetOutcome:
@@ -442,20 +441,20 @@ class _ResetExecution:
                 await self._reset_at_broker(queue, targets[queue])
             else:
                 await self._cluster.broker(queue.broker_name).commit_offset(self._group, queue, targets[queue])
-            text = f"committed for the group, and its holder did not confirm it ({why})"
+            text = f"committed for the group, but its owner did not confirm it ({why})"
             return self._report_outcome(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, text))
 
         return list((await gather_limited(sorted(targets), leave)).values())
 
     async def _commit(self, targets: Mapping[MessageQueue, int] | None = None) -> list[ResetOutcome]:
-        """Commit the targets for a group of which nobody is online."""
+        """Commit the targets for a group without online members."""
         wanted = self._targets if targets is None else targets
         accepted = await self._commit_all(wanted)
 
         async def confirm(queue: MessageQueue) -> ResetOutcome:
             broker, target = self._cluster.broker(queue.broker_name), wanted[queue]
             if not accepted[queue]:
-                # A reset made before waits for the group's next pull, and no commit counts until then: replace it.
+                # An earlier reset waits for the next pull of the group. Until then no commit counts, so replace it.
                 await self._reset_at_broker(queue, target)
             now = await broker.query_offset(self._group, queue, set_zero_if_not_found=False)
             if now == target:
@@ -467,9 +466,10 @@ class _ResetExecution:
         return list((await gather_limited(sorted(wanted), confirm)).values())
 
     async def _commit_all(self, offsets: Mapping[MessageQueue, int]) -> dict[MessageQueue, bool]:
-        """Commit offsets for the group; returns whether the broker has taken each.
+        """Commit offsets for the group. Return whether the broker accepted each.
 
-        One goes before the others at each broker: of two that are the group's first in a topic a broker may forget one.
+        One commit per broker goes first. If two concurrent commits are the first of a group in a topic, a broker may
+        lose one.
         """
 
         async def commit(queue: MessageQueue) -> bool:
@@ -480,12 +480,12 @@ class _ResetExecution:
         return await gather_limited(first, commit) | await gather_limited(others, commit)
 
     async def _reset_at_broker(self, queue: MessageQueue, target: int) -> None:
-        """Have a broker that keeps resets mark one queue."""
+        """Let a broker that keeps resets mark one queue."""
         header = ResetOffsetHeader(self._topic, self._group, -1, True, queue.queue_id, target)
         await self._cluster.call(self._brokers[queue.broker_name].address, header)
 
     async def _reset_through_brokers(self, members: Iterable[MemberPlan]) -> list[ResetOutcome]:
-        """Have the brokers reset the group, and look until each queue was seen at its target or behind it."""
+        """Let the brokers reset the group, and poll until each queue was observed at its target or after it."""
         before: dict[MessageQueue, int] = {}
         for queue in self._targets:
             now = await self._cluster.broker(queue.broker_name).query_offset(
@@ -502,7 +502,7 @@ class _ResetExecution:
                 await self._send_table(broker, queues)
             self._report("broker", broker.name, f"{len(queues)} queues are to be reset")
         outcomes: dict[MessageQueue, ResetOutcome] = {
-            queue: ResetOutcome(queue_name(queue), ResetState.ALREADY, "it was there")
+            queue: ResetOutcome(queue_name(queue), ResetState.ALREADY, "it was there before")
             for queue, target in self._targets.items()
             if before[queue] == target
         }
@@ -518,7 +518,7 @@ class _ResetExecution:
         return [outcomes[queue] for queue in sorted(outcomes)]
 
     async def _fetch_reset_counts(self, members: Sequence[RemoteMember]) -> dict[str, RelayResult]:
-        """Ask members of ours how often their queues were reset, and where to."""
+        """Request the number of resets of each queue, and their targets, from members of this package."""
         question = encode_status_request(self._topic)
         return await relay_to_all(self._cluster, self._group, members, "status", self._id, question, self._left_s)
 
@@ -528,10 +528,10 @@ class _ResetExecution:
         resets_before: Mapping[str, RelayResult],
         before: Mapping[MessageQueue, int],
     ) -> dict[MessageQueue, str]:
-        """Return the queues that somebody has moved, and how that was seen.
+        """Return the queues that a member has moved, with the evidence.
 
-        Ours tell of each reset. Of others it is seen only while they are on their way: what the brokers have proves
-        nothing, for they have the target from us.
+        Members of this package report each reset. The offsets of other clients show it only during the replay. Offsets
+        at the brokers prove nothing, because this reset has committed the targets there.
         """
         moved: dict[MessageQueue, str] = {}
         ours = [member for member in members if resets_before[member.client_id].kind is RelayStatus.OURS]
@@ -548,9 +548,10 @@ class _ResetExecution:
         return moved
 
     async def _send_table(self, broker: BrokerPlan, queues: Sequence[MessageQueue]) -> None:
-        """Have a broker that keeps no resets send exact targets to its members: it sends the lower of end and commit.
+        """Let a broker that keeps no resets send exact targets to its members.
 
-        Members commit what they consume meanwhile, which would be sent instead; so it is looked at, and repeated.
+        It sends the committed offset, or the end if that is lower. A member may commit meanwhile, and the broker would
+        send that offset instead of the target. So this checks the sent offsets, and repeats the request.
         """
         for _ in range(MAX_TABLE_ATTEMPTS):
             await self._commit_all({queue: self._targets[queue] for queue in queues})
@@ -560,7 +561,7 @@ class _ResetExecution:
             sent = await read_body(decode_offset_table, response.body)
             if all(sent.get(queue) == self._targets[queue] for queue in queues):
                 return
-            self._report("broker", broker.name, "a member committed at the same moment; repeated")
+            self._report("broker", broker.name, "a member committed at the same time; repeated")
 
 
 def _store_outcome(
@@ -571,20 +572,20 @@ def _store_outcome(
     awaited: Collection[str],
 ) -> ResetOutcome:
     if queue not in at_reset:
-        return ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, "somebody else has reset it at the same time")
+        return ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, "another client reset it at the same time")
     if awaited and queue not in claimed:
-        text = "is set, and no member that is online has claimed it: is this their database, and table?"
-        if queue in had:  # a queue whose log had changed is looked at once a minute
-            text = f"is set, and {had[queue]}, which had it, has not claimed it anew yet: look again in a minute"
+        text = "is set, but no online member has claimed it; check that they use this database and table"
+        if queue in had:  # members check a queue whose log had changed once a minute
+            text = f"is set, but its owner {had[queue]} has not claimed it again yet; check it in a minute"
         return ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, text)
-    text = f"claimed anew by {claimed[queue]}" if queue in claimed else "in the database"
+    text = f"claimed again by {claimed[queue]}" if queue in claimed else "in the database"
     return ResetOutcome(queue_name(queue), ResetState.MOVED, text)
 
 
 def _moved_queues(
     before: Mapping[MessageQueue, int], now: Mapping[MessageQueue, int], targets: Mapping[MessageQueue, int]
 ) -> set[MessageQueue]:
-    """Return the queues that stand where only the reset can have brought them."""
+    """Return the queues whose offsets only the reset can explain."""
     moved = set()
     for queue, target in targets.items():
         was, offset = before.get(queue), now.get(queue)
@@ -600,4 +601,4 @@ def _moved_queues(
 
 
 def _not_moved_text(queues: Iterable[MessageQueue]) -> str:
-    return f"told, and not seen to move: {', '.join(map(queue_name, sorted(queues)))}"
+    return f"notified, but not observed to move: {', '.join(map(queue_name, sorted(queues)))}"

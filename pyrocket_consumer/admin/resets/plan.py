@@ -1,4 +1,4 @@
-"""What a reset would do: queues, targets, who will be told how, and who cannot be reached. Values and their text."""
+"""The plan of a reset: queues, targets, the way for each member, and the problems."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyrocket_consumer.text import escape_controls
 
 
 class ResetWay(StrEnum):
-    """How a reset goes its way."""
+    """The way in which a reset moves offsets."""
 
     MEMBERS = "members"
     MEMBER = "member"
@@ -29,21 +29,19 @@ class ResetWay(StrEnum):
 
 _WAYS = {
     (ResetWay.MEMBERS, MessageModel.BROADCASTING): (
-        "will be recorded at the brokers for members that are away, and told to each member that is online"
+        "will be recorded on the brokers for offline members, and sent to each online member"
     ),
-    (ResetWay.MEMBER, MessageModel.BROADCASTING): "will be told to this member alone; nothing is recorded",
-    (ResetWay.MEMBERS, MessageModel.CLUSTERING): "will be told to the members that hold the queues",
-    (ResetWay.BROKERS, MessageModel.CLUSTERING): "will be made by the brokers, for not all members can be told",
-    (ResetWay.COMMITS, MessageModel.CLUSTERING): "will be committed for the group, for nobody is online",
-    (ResetWay.STORE, MessageModel.CLUSTERING): (
-        "will be set in the database; members that are online claim their queues anew"
-    ),
+    (ResetWay.MEMBER, MessageModel.BROADCASTING): "will be sent to this member only; nothing is recorded",
+    (ResetWay.MEMBERS, MessageModel.CLUSTERING): "will be sent to the members that own the queues",
+    (ResetWay.BROKERS, MessageModel.CLUSTERING): "will be made by the brokers, because not all members accept it",
+    (ResetWay.COMMITS, MessageModel.CLUSTERING): "will be committed for the group, because no member is online",
+    (ResetWay.STORE, MessageModel.CLUSTERING): ("will be set in the database; online members claim their queues again"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class QueueTarget:
-    """Where one queue shall go on. `wanted` differs from `target` when it lies outside of what the queue holds."""
+    """The target of one queue. `wanted` differs from `target` if it is outside the range of the queue."""
 
     queue: MessageQueue
     wanted: int
@@ -58,9 +56,9 @@ class QueueTarget:
 
 @dataclass(frozen=True, slots=True)
 class QueueMove:
-    """One line of a plan: a queue, of one member in broadcasting, and what the reset means for it.
+    """One line of a plan: a queue (of one member in broadcasting), and the effect of the reset on it.
 
-    `current` is None where it is not known, or nothing was consumed yet; so are `replayed` and `skipped` then.
+    `current` is None if it is unknown or nothing was consumed. Then `replayed` and `skipped` are None, too.
     """
 
     queue: MessageQueue
@@ -70,20 +68,20 @@ class QueueMove:
 
     @property
     def replayed(self) -> int | None:
-        """How many offsets come again."""
+        """The number of offsets to consume again."""
         return None if self.current is None else max(0, self.current - self.target)
 
     @property
     def skipped(self) -> int | None:
-        """How many offsets will not be consumed."""
+        """The number of offsets to skip."""
         return None if self.current is None else max(0, self.target - self.current)
 
 
 @dataclass(frozen=True, slots=True)
 class RetryStart:
-    """Where a group begins in a queue of its retry topic that its database has no row of: what failed comes from there.
+    """The first offset in a queue of the retry topic without a row in the database of the group.
 
-    `committed` is what the brokers have; None when nothing is, and it begins with the first message.
+    `committed` is the offset at the brokers. If it is None, the group starts with the first message.
     """
 
     queue: MessageQueue
@@ -92,10 +90,10 @@ class RetryStart:
 
     @property
     def text(self) -> str:
-        """Why there, for people."""
+        """The reason, as text."""
         if self.committed is None:
             return "its first message"
-        return "where the brokers have it" + (f" ({self.committed})" if self.committed != self.target else "")
+        return "the offset at the brokers" + (f" ({self.committed})" if self.committed != self.target else "")
 
     def __str__(self) -> str:
         return f"{self.queue} will be set to {self.target}, {self.text}"
@@ -103,7 +101,7 @@ class RetryStart:
 
 @dataclass(frozen=True, slots=True)
 class BrokerPlan:
-    """A master with queues of the topic. `server_side`: resets made by it are marks it keeps; None if not known."""
+    """A master with queues of the topic. `server_side` means that it keeps resets as marks; None if unknown."""
 
     name: str
     address: str = ""
@@ -114,13 +112,13 @@ class BrokerPlan:
     def __str__(self) -> str:
         if self.problem:
             return f"{self.name}: {self.problem}"
-        mode = {True: "resets are kept by the broker", False: "resets are sent to members", None: "mode not known"}
+        mode = {True: "resets are kept by the broker", False: "resets are sent to members", None: "mode unknown"}
         return f"{self.name} ({version_name(self.version)} at {self.address}): {mode[self.server_side]}"
 
 
 @dataclass(frozen=True, slots=True)
 class MemberPlan:
-    """A member that is online. `reachable` tells whether the reset will get to it, `how` the way, or why not."""
+    """An online member. `reachable` is whether the reset can reach it, `how` the way, or the reason why not."""
 
     member: RemoteMember
     reply: RelayResult
@@ -133,7 +131,7 @@ class MemberPlan:
 
     @property
     def client(self) -> str:
-        """Which client it is, for people."""
+        """The name of the client library, as text."""
         return "pyrocket_consumer" if self.reply.kind is RelayStatus.OURS else self.member.client
 
 
@@ -142,11 +140,11 @@ Execute = Callable[["ResetPlan", Callable[[ResetProgress], None] | None, bool, f
 
 @dataclass(frozen=True)
 class ResetPlan:
-    """A reset that was thought through but not done. Print it, then `execute()` it.
+    """A planned reset, which has changed nothing yet. Print it, then `execute()` it.
 
-    Names of topic and group are as the user knows them; those of a namespace are put in front where they go out.
-    `unsubscribed` says that no member that is online subscribes to the topic, and to what they do. With a `store`,
-    `retries` are the queues of the retry topic that come along, for it has no row of them.
+    Topic and group have the names that the user knows; requests add the namespace. `unsubscribed` is not empty if no
+    online member subscribes to the topic; it lists their topics. With a `store`, `retries` are queues of the retry
+    topic without a row in it, which the reset also sets.
     """
 
     group: str
@@ -167,17 +165,17 @@ class ResetPlan:
 
     @property
     def wire_group(self) -> str:
-        """The group as brokers know it, with its namespace."""
+        """The name of the group at brokers, with its namespace."""
         return wrap(self.namespace, self.group)
 
     @property
     def wire_topic(self) -> str:
-        """The topic as brokers know it, with its namespace."""
+        """The name of the topic at brokers, with its namespace."""
         return wrap(self.namespace, self.topic)
 
     @property
     def wire_targets(self) -> dict[MessageQueue, int]:
-        """Return queue -> target, as brokers name the queues."""
+        """Return queue -> target, with the topic names of brokers."""
         return {
             MessageQueue(self.wire_topic, each.queue.broker_name, each.queue.queue_id): each.target
             for each in self.targets
@@ -185,33 +183,33 @@ class ResetPlan:
 
     @property
     def wire_retries(self) -> dict[MessageQueue, RetryStart]:
-        """Return queue -> where it begins, as brokers name the queues."""
+        """Return queue -> its start, with the topic names of brokers."""
         topic = retry_topic(self.wire_group)
         return {MessageQueue(topic, each.queue.broker_name, each.queue.queue_id): each for each in self.retries}
 
     @property
     def problems(self) -> list[str]:
-        """What stands in the way: brokers that cannot be asked, members that cannot be reached."""
+        """The problems of the plan: brokers that do not respond, members that cannot be reset."""
         found = [self.unsubscribed] if self.unsubscribed else []
         found += [str(broker) for broker in self.brokers if broker.problem]
         return found + [f"{each.client_id}: {each.how}" for each in self.members if not each.reachable]
 
     @property
     def way_text(self) -> str:
-        """How the reset will go, in a sentence."""
+        """The way of the reset, as text."""
         return _WAYS[self.way, self.model]
 
     @property
     def subject(self) -> str:
-        """What is reset, and what it is."""
+        """The group, its model, and the selected member."""
         return f"group {self.group} ({self.model})" + (f" at {self.member} alone" if self.member is not None else "")
 
     @property
     def undo(self) -> dict[str | None, dict[MessageQueue, int]]:
-        """Return what undoes this reset: where the group (None) goes back to, in broadcasting each member by itself.
+        """Return the offsets that undo this reset: of the group (None) or, in broadcasting, of each member.
 
-        Members of a broadcasting group are at different places, and of those that are offline it is not known where:
-        what is recorded for them can be forgotten. An offset that is not known is left out.
+        Members of a broadcasting group have different offsets. Those of offline members are unknown, but
+        `Admin.forget_reset` removes the record for them. Unknown offsets are omitted.
         """
         found: dict[str | None, dict[MessageQueue, int]] = {}
         for move in self.moves:
@@ -227,19 +225,20 @@ class ResetPlan:
         unsubscribed: bool = False,
         wait_s: float = 30.0,
     ) -> ResetResult:
-        """Do it, and return when every member was verified, or given up after `wait_s` seconds.
+        """Execute the plan, and return when every member is verified, or after `wait_s` seconds.
 
-        `progress` is called, on this thread, with each step. With `partial` the queues of brokers that cannot be asked
-        are left out; otherwise nothing is moved then. For at most `wait_s` seconds members that are not done are asked
-        again, those of other clients watched (Java takes up to 25 s), and queues looked for that nobody holds during a
-        rebalance. Each member has a second at least.
+        `progress` is called on this thread with each step. If brokers do not respond, `partial` omits their queues;
+        without `partial` no offset moves.
 
-        A topic that no member subscribes to wants `unsubscribed`: as a rule its name is wrong, and what is committed
-        for it would stay, as a lag that nobody consumes.
+        For up to `wait_s` seconds this asks unfinished members again, polls members of other clients, and waits for
+        queues without an owner during a rebalance. Java members take up to 25 s. Each member has at least one second.
+
+        A topic without any subscribed member needs `unsubscribed`. Its name is usually wrong, and a commit for it would
+        remain as a lag that no member consumes.
 
         Raises:
-            ConfigError: no member that is online subscribes to the topic. Nothing has moved.
-            RocketError: it was not begun, or stopped before anything moved; a note says so.
+            ConfigError: no online member subscribes to the topic. No offset has moved.
+            RocketError: the reset did not start, or stopped before any offset moved, as a note states.
         """
         if self._execute is None:
             raise ConfigError("this plan was not made by an Admin; call Admin.plan_reset")
@@ -250,7 +249,7 @@ class ResetPlan:
         check_range("wait_s", wait_s, 0, 120)
         if self.unsubscribed and not unsubscribed:
             raise ConfigError(
-                f"{self.unsubscribed}; check the topic's name. If it is meant, say so with unsubscribed "
+                f"{self.unsubscribed}; check the topic's name. If it is correct, pass unsubscribed=True "
                 "(in the shell --unsubscribed)"
             )
         return self._execute(self, progress, partial, wait_s)
@@ -262,30 +261,30 @@ class ResetPlan:
         notes = {each.queue: each for each in self.targets}
         for move in self.moves:
             target = notes[move.queue]
-            note = f" (wanted {target.wanted}; it holds {target.min} to {target.max})" if target.clamped else ""
+            note = f" (wanted {target.wanted}; the queue has {target.min} to {target.max})" if target.clamped else ""
             current, *amounts = ("?" if each is None else each for each in (move.current, move.replayed, move.skipped))
             who = [move.member or "(offline members)"] if self.broadcasting else []
             rows.append([*who, queue_name(move.queue), current, f"{move.target}{note}", *amounts])
         lines += columns(["member", *heads] if self.broadcasting else heads, rows)
         lines += ["", "Retries:", *(f"  {each}" for each in self.retries)] if self.retries else []
         lines += ["", "Brokers:", *(f"  {broker}" for broker in self.brokers)]
-        lines += ["", "Members online:" if self.members else "Nobody of the group is online."]
+        lines += ["", "Members online:" if self.members else "No member of the group is online."]
         for each in self.members:
             lines.append(f"  {each.client_id} ({each.client}): {each.how}")
         if self.broadcasting and self.member is None:
-            lines.append("Members that are offline will follow at their next start.")
+            lines.append("Offline members will follow at their next start.")
         return "\n".join(map(escape_controls, lines))
 
     @property
     def broadcasting(self) -> bool:
-        """Whether every member of the group gets every message, and keeps its own offsets."""
+        """Whether the group is broadcasting, so that every member keeps its own offsets."""
         return self.model is MessageModel.BROADCASTING
 
 
 def way_for(model: MessageModel, members: Sequence[MemberPlan]) -> ResetWay:
-    """Return how a reset goes: only our own members can be told single queues and exact offsets by every broker.
+    """Return the way of a reset. Only members of this package accept single queues and exact offsets with every broker.
 
-    Who does not answer now may be well again in a moment, and is no reason to tell the others less exactly.
+    A member that does not respond now may recover soon, so it does not change the way for the others.
     """
     if model is MessageModel.BROADCASTING:
         return ResetWay.MEMBERS

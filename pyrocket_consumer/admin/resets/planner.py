@@ -1,4 +1,4 @@
-"""Making the plan of a reset: queues, targets, who will be told how, and who cannot be reached. Nothing is changed."""
+"""Make the plan of a reset. It only reads: queues, targets, members, and the problems."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _RESETTABLE_JAVA_VERSIONS = (
     range(version_ordinal(5, 2, 0), 1 << 30),
 )
 _EXACT_ZERO_SINCE = version_ordinal(5, 0, 0)
-"""Before, a broker says 0 also of what was never committed."""
+"""Older brokers also report 0 for a queue without a commit."""
 
 _MANUAL_RESET = "stop it, edit its offsets.json, start it again"
 
@@ -90,7 +90,7 @@ async def plan_reset(
     wait_s: float,
     store: DatabaseOffsets | None = None,
 ) -> ResetPlan:
-    """Find out what the reset would do."""
+    """Return the plan of a reset, with its effect on each queue."""
     namespace = cluster.config.namespace
     wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
     route = await cluster.route(wire_topic, refresh=True)
@@ -111,8 +111,8 @@ async def plan_reset(
         online = found.model or _reported_model(replies)
         if online is not None and decided not in (None, online):
             raise ConfigError(
-                f"group {group!r} is {online}, as its {len(found.members)} members that are online say, not {decided}; "
-                "leave the model out"
+                f"group {group!r} is {online}, as its {len(found.members)} online members report, not {decided}; "
+                "omit the model"
             )
         decided = decided or online
     elif store is None:
@@ -183,7 +183,7 @@ async def plan_reset(
 async def _retry_route(
     cluster: Cluster, wire_group: str, wire_topic: str, stored: Mapping[MessageQueue, int]
 ) -> TopicRoute | None:
-    """Return the route of the group's retry topic, if it has queues that are to come along."""
+    """Return the route of the retry topic of the group, if it has queues without a row in the database."""
     if wire_topic == retry_topic(wire_group):
         return None
     try:
@@ -194,9 +194,10 @@ async def _retry_route(
 
 
 async def _plan_retry_starts(cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue]) -> list[RetryStart]:
-    """Return where queues of the retry topic begin: without a row they would with their first message, consumed or not.
+    """Return the start of each queue of the retry topic that has no row in the database.
 
-    So what was consumed does not come again, and what was not is not lost.
+    Without a row such a queue would start with its first message. The offset of the brokers avoids that messages are
+    consumed again, and loses none.
     """
     committed = await fetch_committed_offsets(cluster, wire_group, queues)
     ends = await fetch_first_and_last(cluster, queues)
@@ -210,24 +211,24 @@ async def _plan_retry_starts(cluster: Cluster, wire_group: str, queues: Sequence
 
 def _check_clustering(group: str, model: MessageModel | None) -> None:
     if model is MessageModel.BROADCASTING:
-        raise ConfigError(f"group {group!r} is broadcasting, and a database keeps no offsets of such; leave store out")
+        raise ConfigError(f"group {group!r} is broadcasting, and a database has no offsets of such a group; omit store")
 
 
 def _describe_claim(reply: RelayResult, has_row: bool) -> tuple[bool, str]:
     if reply.kind is RelayStatus.FOREIGN or (reply.kind is RelayStatus.OURS and not reply.report.in_database):
-        return False, "goes by the broker's offsets, and not by the database's"
+        return False, "uses the offsets of the broker, not those of the database"
     if not has_row:
-        return False, "consumes the topic, and the database has no row of it: is this its database, and table?"
-    return True, "will find out within seconds, and claim its queues anew"
+        return False, "consumes the topic, but the database has no row of it; check its database and table"
+    return True, "will detect the reset within seconds, and claim its queues again"
 
 
 def _unsubscribed_text(found: GroupMembers, wire_topic: str, group: str, namespace: str | None) -> str:
-    """Return that nobody who is online subscribes to the topic; empty if somebody does, or it is not known."""
+    """Return a text if no online member subscribes to the topic, or "" if one does or it is unknown."""
     if not found.topics or wire_topic in found.topics:
         return ""
     topics = sorted(unwrap(namespace, name) for name in found.topics if not name.startswith(RETRY_PREFIX))
     return (
-        f"no member of {group} that is online subscribes to {unwrap(namespace, wire_topic)} "
+        f"no online member of {group} subscribes to {unwrap(namespace, wire_topic)} "
         f"(they subscribe to {join_truncated(topics) if topics else 'nothing'})"
     )
 
@@ -235,7 +236,7 @@ def _unsubscribed_text(found: GroupMembers, wire_topic: str, group: str, namespa
 async def _check_not_recorded(
     cluster: Cluster, wire_group: str, group: str, wire_topic: str, brokers: Iterable[str]
 ) -> None:
-    """Raise ConfigError if a reset is recorded for members that are away: they would follow it, and no commit."""
+    """Raise ConfigError if a reset is recorded for offline members, which would follow it instead of a commit."""
     for broker_name in brokers:
         try:
             recorded = await ResetRecord(cluster, wire_group, wire_topic, broker_name).head()
@@ -245,24 +246,25 @@ async def _check_not_recorded(
             topic = unwrap(cluster.config.namespace, wire_topic)
             raise ConfigError(
                 f"group {group!r} is broadcasting: a reset of {topic} is recorded at {broker_name} for its members; "
-                "say model='broadcasting' (in the shell --model broadcasting). If it is a clustering group by now, "
-                "remove what is recorded first, with forget_reset (pyrocket offsets forget-reset)"
+                "pass model='broadcasting' (in the shell --model broadcasting). If it is a clustering group now, "
+                "first remove the record with forget_reset (pyrocket offsets forget-reset)"
             )
 
 
 def _only_member(found: GroupMembers, client_id: str, model: MessageModel) -> GroupMembers:
-    """Return the one member that shall move.
+    """Return the one member to reset.
 
     Raises:
-        ConfigError: there is none, or it has no offsets of its own.
+        ConfigError: the member is not online, or has no offsets of its own.
     """
     if model is MessageModel.CLUSTERING:
         raise ConfigError(
-            f"members of a clustering group share its offsets; leave it out: {client_id!r} cannot be moved alone"
+            f"member={client_id!r} cannot be reset alone, because members of a clustering group share its offsets; "
+            "omit it"
         )
     one = tuple(member for member in found.members if member.client_id == client_id)
     if not one:
-        online = ", ".join(member.client_id for member in found.members) or "nobody"
+        online = ", ".join(member.client_id for member in found.members) or "none"
         raise ConfigError(f"no member {client_id!r} of the group is online; online: {online}")
     return replace(found, members=one)
 
@@ -274,7 +276,7 @@ def _choose_queues(
     to: Place | Mapping[MessageQueue, int],
     wanted: Sequence[MessageQueue] | None,
 ) -> list[MessageQueue]:
-    """Return the queues to move, as brokers name them."""
+    """Return the queues to move, with the topic names of brokers."""
     there = route.consume_queues()
     if isinstance(to, Mapping):
         wanted = list(to) if wanted is None else [queue for queue in wanted if queue in to]
@@ -291,7 +293,7 @@ def _choose_queues(
             names = ", ".join(map(queue_name, there)) or "none"
             raise ConfigError(f"topic {topic} has no queue {queue_name(strangers[0])}; its queues: {names}")
     if not chosen:
-        raise ConfigError(f"no queue of topic {topic} is chosen; it has {len(there)} that can be read")
+        raise ConfigError(f"no queue of topic {topic} is selected; {len(there)} of its queues are readable")
     if max(queue.queue_id for queue in chosen) > MAX_RECORDED_QUEUE_ID:
         raise ConfigError(f"queue ids above {MAX_RECORDED_QUEUE_ID} cannot be reset")
     return sorted(set(chosen))
@@ -304,7 +306,7 @@ async def _fetch_brokers(cluster: Cluster, routes: Sequence[TopicRoute]) -> list
     async def fetch(name: str) -> BrokerPlan:
         address = addresses.get(name)
         if address is None:
-            return BrokerPlan(name, problem="no master of it is known now")
+            return BrokerPlan(name, problem="it has no known master now")
         try:
             response = await cluster.call(address, GetBrokerConfigHeader())
         except PermissionDenied:
@@ -314,7 +316,7 @@ async def _fetch_brokers(cluster: Cluster, routes: Sequence[TopicRoute]) -> list
         except RocketError as error:
             return BrokerPlan(name, address, problem=str(error))
         setting = (await read_body(decode_java_properties, response.body)).get(_SERVER_SIDE_SETTING)
-        if setting is None:  # it is absent before 5.1
+        if setting is None:  # brokers before 5.1 do not have it
             server_side = response.version >= _SERVER_SIDE_SINCE
         else:
             server_side = setting.lower() == "true"
@@ -334,10 +336,12 @@ def _reported_model(replies: Mapping[str, RelayResult]) -> MessageModel | None:
 async def _infer_model(
     cluster: Cluster, wire_group: str, group: str, queues: Sequence[MessageQueue], brokers: Sequence[BrokerPlan]
 ) -> MessageModel:
-    """Guess by what the group has left behind: only a clustering group commits offsets, a broadcasting one is recorded.
+    """Infer the model of a group without online members from what brokers have.
+
+    Only a clustering group commits offsets, and only a broadcasting group has recorded resets.
 
     Raises:
-        ConfigError: it cannot be told.
+        ConfigError: brokers have neither.
     """
     topic = queues[0].topic
     for broker_name, version in ((broker.name, broker.version) for broker in brokers if not broker.problem):
@@ -353,9 +357,8 @@ async def _infer_model(
         except ConnectError:
             continue
     raise ConfigError(
-        f"nobody of group {group!r} is online, and nothing that it has committed for {topic} is found, so it cannot "
-        "be told whether it is a clustering or a broadcasting group; say so with model='clustering' or 'broadcasting' "
-        "(in the shell --model)"
+        f"no member of group {group!r} is online, and brokers have no offset of it for {topic}; "
+        "pass model='clustering' or model='broadcasting' (in the shell --model)"
     )
 
 
@@ -386,7 +389,7 @@ def _member_plan(
     if alone and reply.kind is RelayStatus.FOREIGN:
         reachable, how = False, f"{member.client} cannot be reset alone by any call; {_MANUAL_RESET}"
     if member.connections > 1:
-        how += f"; {member.connections} processes share this client id, and only one of them can be spoken to"
+        how += f"; {member.connections} processes share this client id, and only one of them can receive requests"
     return MemberPlan(member, reply, reachable, how)
 
 
@@ -397,16 +400,16 @@ def _describe_reach(
     if reply.kind is RelayStatus.OURS:
         if reply.state == "refused":
             return False, f"refuses: {reply.reason}"
-        return True, "will be told, and verified"
+        return True, "will be notified and verified"
     if reply.kind is RelayStatus.FOREIGN:
         if broadcasting:
             return _describe_foreign_reach(member, brokers, all_queues)
-        return True, "will be reset by its broker, and verified where it can be seen"
+        return True, "will be reset by its broker, and verified if it can be observed"
     if reply.kind is RelayStatus.FORBIDDEN:
-        text = "this account may not speak to members (RocketMQ wants Get on the group)"
+        text = "this account may not send requests to members (RocketMQ requires Get on the group)"
         return False, f"{text}; it will follow the record within a minute, unconfirmed" if broadcasting else text
-    follows = "it will follow the record" if broadcasting else "it will be told again, and may move its queues"
-    return False, f"{reply.reason or reply.kind}; if it is one of ours, {follows} when it is well again"
+    follows = "it will follow the record" if broadcasting else "it will be notified again, and may move its queues"
+    return False, f"{reply.reason or reply.kind}; if it is a member of this package, {follows} when it responds again"
 
 
 def _describe_foreign_reach(member: RemoteMember, brokers: Sequence[BrokerPlan], all_queues: bool) -> tuple[bool, str]:
@@ -420,11 +423,11 @@ def _describe_foreign_reach(member: RemoteMember, brokers: Sequence[BrokerPlan],
         return False, f"{member.client} cannot be reset in broadcasting by any call; {_MANUAL_RESET}"
     if not all_queues:
         return False, f"{member.client} can only be reset with all queues at once; name them all, or {_MANUAL_RESET}"
-    return True, "will be told by the broker, with offsets committed for a moment; seen after 12 to 25 s"
+    return True, "will be notified by the broker, with offsets committed for a moment; observed after 12 to 25 s"
 
 
 def _check_brokers_support(brokers: Sequence[BrokerPlan], all_queues: bool, members: Sequence[MemberPlan]) -> None:
-    """Raise ConfigError if a broker could only reset more queues than are named."""
+    """Raise ConfigError if a broker cannot reset only the selected queues."""
     if all_queues:
         return
     cannot = [broker.name for broker in brokers if broker.server_side is not True and not broker.problem]
@@ -433,7 +436,7 @@ def _check_brokers_support(brokers: Sequence[BrokerPlan], all_queues: bool, memb
             each.client_id for each in members if each.reply.kind in (RelayStatus.FOREIGN, RelayStatus.FORBIDDEN)
         )
         raise ConfigError(
-            f"{', '.join(cannot)} can reset only all queues of a topic at once, and member {foreign} cannot be told "
+            f"{', '.join(cannot)} can reset only all queues of a topic at once, and member {foreign} does not accept "
             "single ones; name all queues"
         )
 

@@ -1,4 +1,4 @@
-"""What became of a reset, and the steps on the way there: values, and how they read."""
+"""The outcome of a reset and its steps, with their text."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pyrocket_consumer.text import escape_controls
 
 
 class ResetState(StrEnum):
-    """What has become of a reset at a member, or for a queue of a clustering group."""
+    """The state of a reset at a member, or for a queue of a clustering group."""
 
     MOVED = "moved"
-    ALREADY = "already"  # it was there before, by the same reset or a newer one
-    GONE = "gone"  # the member has left; what is recorded waits for it
-    PENDING = "pending"  # it has begun, and was not done when we stopped asking
-    UNCONFIRMED = "unconfirmed"  # told, but nothing was seen of it
+    ALREADY = "already"  # by the same reset or a newer one, earlier
+    GONE = "gone"  # the member has left, and will find the record
+    PENDING = "pending"  # it has started, and had not ended at the last status request
+    UNCONFIRMED = "unconfirmed"  # the member was notified, but no effect was observed
     REFUSED = "refused"
     UNREACHED = "unreached"
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether the reset is complete there."""
         return self in (ResetState.MOVED, ResetState.ALREADY, ResetState.GONE)
 
 
 @dataclass(frozen=True, slots=True)
 class ResetOutcome:
-    """What has become of the reset at one member (broadcasting), or for one queue (clustering)."""
+    """The outcome of the reset at one member (broadcasting), or for one queue (clustering)."""
 
     subject: str
     state: ResetState
@@ -41,7 +41,7 @@ class ResetOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ResetProgress:
-    """A step of a reset. `subject` is the broker, member or queue it is about."""
+    """A step of a reset. `subject` is its broker, member or queue."""
 
     step: str
     subject: str
@@ -53,7 +53,7 @@ class ResetProgress:
 
 @dataclass(frozen=True, slots=True)
 class ResetResult:
-    """What has become of a reset. `id` and `epoch` are what members know it by."""
+    """The result of a reset. Members know it by `id` and `epoch`."""
 
     id: str
     epoch: int
@@ -63,18 +63,18 @@ class ResetResult:
 
     @property
     def verified(self) -> bool:
-        """Whether everybody who is online has moved, and nobody else reset the same queues meanwhile."""
+        """Whether all online members have moved, and no other client reset the same queues meanwhile."""
         return not self.raced and all(outcome.state.is_done for outcome in self.outcomes)
 
     @property
     def heading(self) -> str:
-        """What has become of it, in a line."""
-        done = "verified" if self.outcomes else "recorded; nobody is online to verify it"
+        """The result in one line."""
+        done = "verified" if self.outcomes else "recorded; no member is online to verify it"
         return f"Reset {self.id}: {done if self.verified else 'NOT verified'}"
 
     @property
     def unmoved(self) -> list[ResetOutcome]:
-        """Return who has not moved, or did not confirm it."""
+        """The outcomes of members or queues that have not moved, or did not confirm it."""
         return [outcome for outcome in self.outcomes if not outcome.state.is_done]
 
     def __str__(self) -> str:
@@ -83,17 +83,17 @@ class ResetResult:
         lines += [f"  {name}: {text}" for name, text in sorted(self.brokers.items())]
         if self.raced:
             names = ", ".join(map(queue_name, self.raced))
-            lines.append(f"  Somebody else has reset {names} at the same time; theirs was later, and counts.")
+            lines.append(f"  Another client reset {names} at the same time; its reset was later, and counts.")
         return "\n".join(map(escape_controls, lines))
 
 
 def queue_name(queue: MessageQueue) -> str:
-    """Return a queue's name without its topic."""
+    """Return the name of a queue without its topic."""
     return f"{queue.broker_name}/{queue.queue_id}"
 
 
 def columns(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return lines in which the cells of a column stand below each other."""
+    """Return the rows as lines with aligned columns."""
     texts = [list(heads), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[index]) for row in texts) for index in range(len(heads))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in texts]
