@@ -30,19 +30,19 @@ def producer(cluster):
         yield producer
 
 
-def test_a_topic_that_was_made_can_be_used_at_once(admin, producer, topic):
+def test_a_created_topic_can_be_used_at_once(admin, producer, topic):
     admin.create_topic(topic, queues=3)
     sent = [producer.send(topic, b"x") for _ in range(6)]
     assert {each.queue for each in sent} == {MessageQueue(topic, "broker-a", each) for each in range(3)}
     assert topic in admin.topics()
 
 
-def test_a_topic_has_eight_queues_unless_told_otherwise(admin, topic):
+def test_a_topic_has_eight_queues_by_default(admin, topic):
     admin.create_topic(topic)
     assert len(admin.topic_offsets(topic)) == 8
 
 
-def test_making_a_topic_again_changes_it(admin, producer, topic):
+def test_creating_a_topic_again_changes_it(admin, producer, topic):
     admin.create_topic(topic, queues=2)
     admin.create_topic(topic, queues=2)
     admin.create_topic(topic, queues=4)
@@ -50,7 +50,7 @@ def test_making_a_topic_again_changes_it(admin, producer, topic):
     assert producer.send(topic, b"x", queue=MessageQueue(topic, "broker-a", 3))
 
 
-def test_what_clients_may_do_is_a_setting(admin, producer, topic):
+def test_the_permission_of_a_topic_can_be_set(admin, producer, topic):
     admin.create_topic(topic, queues=1, perm="r")
     with pytest.raises(SendError, match="no write permission"):
         producer.send(topic, b"x")
@@ -65,7 +65,7 @@ def _can_send(producer, topic):
         return None
 
 
-def test_offsets_tell_where_queues_begin_and_end(admin, producer, topic):
+def test_topic_offsets_are_the_ranges_of_queues(admin, producer, topic):
     admin.create_topic(topic, queues=3)
     before = datetime.fromtimestamp(time.time() - 1, UTC)
     for _ in range(5):
@@ -79,7 +79,7 @@ def test_offsets_tell_where_queues_begin_and_end(admin, producer, topic):
     assert ranges[MessageQueue(topic, "broker-a", 0)] == OffsetRange(0, 0, None)
 
 
-def test_a_deleted_topic_is_gone_everywhere(admin, producer, topic):
+def test_a_deleted_topic_is_removed_everywhere(admin, producer, topic):
     admin.create_topic(topic, queues=1)
     producer.send(topic, b"x")
     admin.delete_topic(topic)
@@ -91,7 +91,7 @@ def test_a_deleted_topic_is_gone_everywhere(admin, producer, topic):
     assert admin.topic_offsets(topic) == {MessageQueue(topic, "broker-a", 0): OffsetRange(0, 0, None)}
 
 
-def test_rocketmqs_own_topics_are_listed_only_if_asked_for(cluster, admin, topic, names):
+def test_system_topics_are_listed_only_on_request(cluster, admin, topic, names):
     group = names.group()
     admin.create_topic(topic, queues=1)
     cluster.create_topic(f"%RETRY%{group}", queues=1)
@@ -103,7 +103,7 @@ def test_rocketmqs_own_topics_are_listed_only_if_asked_for(cluster, admin, topic
     assert not [each for each in shown if each.upper().startswith(("RMQ_SYS", "%", "SELF_TEST", "OFFSET_MOVED"))]
 
 
-def test_groups_are_made_listed_and_deleted(admin, names):
+def test_groups_are_created_listed_and_deleted(admin, names):
     first, second = sorted((names.group("a"), names.group("b")))
     admin.create_group(first)
     admin.create_group(second, retry_max_times=3, consume_broadcast_enable=False)
@@ -117,7 +117,7 @@ def test_groups_are_made_listed_and_deleted(admin, names):
 
 
 @pytest.mark.parametrize("remove_offsets", [False, True])
-def test_a_deleted_groups_offsets_go_unless_they_are_to_stay(cluster, admin, topic, names, remove_offsets):
+def test_offsets_of_a_deleted_group_are_removed_by_default(cluster, admin, topic, names, remove_offsets):
     group = names.group()
     admin.create_topic(topic, queues=1)
     admin.create_group(group)
@@ -129,7 +129,7 @@ def test_a_deleted_groups_offsets_go_unless_they_are_to_stay(cluster, admin, top
     assert f"%RETRY%{group}" not in admin.topics(include_system=True)
 
 
-def test_a_groups_dead_letters_stay_unless_they_are_to_go(cluster, admin, names):
+def test_dead_letters_of_a_deleted_group_stay_by_default(cluster, admin, names):
     group = names.group()
     admin.create_group(group)
     cluster.create_topic(f"%DLQ%{group}", queues=1)
@@ -139,7 +139,7 @@ def test_a_groups_dead_letters_stay_unless_they_are_to_go(cluster, admin, names)
     assert f"%DLQ%{group}" not in admin.topics(include_system=True)
 
 
-def test_attributes_are_for_brokers_from_5_0_on(cluster, admin, topic):
+def test_attributes_need_brokers_from_5_0_on(cluster, admin, topic):
     attributes = {"message.type": "FIFO"}
     if cluster.version.startswith("4."):
         with pytest.raises(ConfigError, match="V4_9_7, and brokers before 5.0 ignore attributes"):
@@ -153,7 +153,7 @@ def test_attributes_are_for_brokers_from_5_0_on(cluster, admin, topic):
 
 
 @pytest.mark.cluster(brokers=2)
-def test_a_topic_can_be_made_at_some_brokers_only(admin, producer, topic):
+def test_a_topic_can_be_created_on_some_brokers_only(admin, producer, topic):
     admin.create_topic(topic, queues=2, brokers=["broker-b"])
     assert {each.broker_name for each in admin.topic_offsets(topic)} == {"broker-b"}
     admin.create_topic(topic, queues=2, cluster="DefaultCluster")

@@ -56,7 +56,7 @@ def test_an_error_names_some_of_many_brokers(embedded, admin):
 
 
 @pytest.mark.parametrize(("low", "high"), [(5, 2), (-1, 2), (0, 2**63 - 1)])
-def test_a_queue_that_ends_before_it_begins_is_no_answer(embedded, admin, low, high):
+def test_an_invalid_offset_range_is_an_error(embedded, admin, low, high):
     embedded.create_topic("T", queues=1)
     queue = '{"brokerName":"broker-a","queueId":0,"topic":"T"}'
     body = f'{{"offsetTable":{{{queue}:{{"minOffset":{low},"maxOffset":{high},"lastUpdateTimestamp":5}}}}}}'.encode()
@@ -66,7 +66,7 @@ def test_a_queue_that_ends_before_it_begins_is_no_answer(embedded, admin, low, h
 
 
 @pytest.mark.cluster(brokers=2)
-def test_a_refusal_says_who_has_done_it_all_the_same(embedded, admin):
+def test_a_refusal_names_the_brokers_that_succeeded(embedded, admin):
     embedded.broker("broker-b").on(RequestCode.UPDATE_AND_CREATE_TOPIC, answer(1, "disk full"))
     with pytest.raises(BrokerError, match="disk full") as raised:
         admin.create_topic("orders", queues=1)
@@ -75,7 +75,7 @@ def test_a_refusal_says_who_has_done_it_all_the_same(embedded, admin):
     assert len(admin.topic_offsets("orders")) == 2
 
 
-def test_a_broker_that_does_not_answer_is_told_in_time(embedded):
+def test_a_silent_broker_is_reported_in_time(embedded):
     embedded.broker("broker-a").on(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, drop, times=None)
     with Admin(name_server=embedded.name_server, call_timeout_s=1) as admin:
         started = time.monotonic()
@@ -84,7 +84,7 @@ def test_a_broker_that_does_not_answer_is_told_in_time(embedded):
         assert time.monotonic() - started < 20
 
 
-def test_a_call_has_a_deadline_as_a_whole(embedded):
+def test_a_call_has_one_deadline(embedded):
     embedded.broker("broker-a").on(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, drop, times=None)
     with (
         Admin(name_server=embedded.name_server, timeout_s=1.5, call_timeout_s=15) as admin,
@@ -101,13 +101,13 @@ def test_a_broker_without_a_master_is_named(embedded, admin):
         admin.create_topic("orders", brokers=["broker-b"])
 
 
-def test_with_no_broker_at_all_that_is_said(embedded, admin):
+def test_a_cluster_without_brokers_is_an_error(embedded, admin):
     embedded.broker("broker-a").kill()
     with pytest.raises(ConnectError, match="no master"):
         admin.create_topic("orders")
 
 
-def test_a_name_server_that_is_gone_is_told(embedded, admin):
+def test_an_unreachable_name_server_is_an_error(embedded, admin):
     embedded.stop_name_server()
     with pytest.raises(ConnectError, match=embedded.name_server):
         admin.topics()
@@ -116,7 +116,7 @@ def test_a_name_server_that_is_gone_is_told(embedded, admin):
 
 
 @pytest.mark.cluster(name_servers=2)
-def test_a_topic_is_there_when_every_name_server_shows_it(embedded, admin):
+def test_a_topic_is_created_when_every_name_server_shows_it(embedded, admin):
     for act, topics in ((partial(admin.create_topic, queues=1), ["orders"]), (admin.delete_topic, [])):
         act("orders")
         for name_server in embedded.name_server_nodes:
@@ -125,7 +125,7 @@ def test_a_topic_is_there_when_every_name_server_shows_it(embedded, admin):
 
 
 @pytest.mark.cluster(account=("key", "secret"))
-def test_a_wrong_key_is_told(embedded):
+def test_a_wrong_key_is_an_error(embedded):
     def admin_with(secret):
         return Admin(name_server=embedded.name_server, access_key="key", secret_key=secret)
 
@@ -172,7 +172,7 @@ def test_an_admin_that_could_not_start_can_try_again(embedded):
     admin.close()
 
 
-def test_an_admin_that_nobody_closes_is_told_and_leaves_nothing(embedded):
+def test_an_unclosed_admin_warns_and_leaves_nothing(embedded):
     with pytest.warns(ResourceWarning, match=r"unclosed <pyrocket_consumer.*Admin.*call close\(\)"):
         Admin(name_server=embedded.name_server).topics()
     embedded.wait_until(lambda: not any(node.connections for node in (*embedded.nodes, *embedded.name_server_nodes)))

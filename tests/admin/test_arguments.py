@@ -152,7 +152,7 @@ def called(admin, method, name, value):
         (lambda admin: admin.plan_reset("nobody", "T", "earliest"), "no broker knows group 'nobody'.*known: .*G"),
     ],
 )
-def test_a_wrong_argument_is_told_and_nothing_is_done(embedded, admin, call, reason):
+def test_a_wrong_argument_is_reported_and_nothing_is_done(embedded, admin, call, reason):
     def what_is_there():
         return admin.topics(include_system=True), admin.groups(include_system=True), embedded.committed("G", "T")
 
@@ -164,7 +164,7 @@ def test_a_wrong_argument_is_told_and_nothing_is_done(embedded, admin, call, rea
 
 @pytest.mark.live
 @for_each("method, name, values", TABLE, ids=[f"{method}-{name}" for method, name, _ in TABLE])
-def test_a_wrong_argument_is_told_before_anything_is_connected(method, name, values):
+def test_a_wrong_argument_is_reported_before_connecting(method, name, values):
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # who connects waits for an answer that never comes
         nobody.settimeout(0)
         admin = Admin(name_server=f"127.0.0.1:{nobody.getsockname()[1]}")
@@ -211,13 +211,13 @@ def test_a_plan_is_not_executed_with_wrong_arguments(admin, wrong):
         ),
     ],
 )
-def test_an_admin_is_not_made_with_wrong_options(options, reason):
+def test_an_admin_refuses_wrong_options(options, reason):
     given = {} if "config" in options else {"name_server": "127.0.0.1:9876"}
     with pytest.raises(ConfigError, match=reason):
         Admin(**{**given, **options})
 
 
-def test_who_changes_a_topic_at_once_is_told_what_there_is():
+def test_concurrent_changes_of_a_topic_report_the_actual_queues():
     with administered() as (_, admin):
         together, outcomes = threading.Barrier(4), {}
 

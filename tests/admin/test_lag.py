@@ -62,7 +62,7 @@ def topics(found) -> set[str]:
     return {row.queue.topic for row in found.rows}
 
 
-def test_a_broker_tells_nothing_of_the_queues_of_another():
+def test_a_report_on_queues_of_another_broker_is_ignored():
     """Who says where a group is at other brokers, could hide that it is behind there."""
     with administered(brokers=2) as (cluster, admin):
         fill(cluster, "T", 4, queues=1)
@@ -86,7 +86,7 @@ def test_a_broker_tells_nothing_of_the_queues_of_another():
         assert admin.topic_offsets("T") == ranges
 
 
-def test_failed_messages_that_nobody_has_consumed_again_count(embedded, admin, committed, exit_code):
+def test_messages_that_wait_for_a_retry_count(embedded, admin, committed, exit_code):
     committed(5, 5)
     assert exit_code(0) == (0, "")
     embedded.create_topic("%RETRY%G", queues=1)
@@ -98,7 +98,7 @@ def test_failed_messages_that_nobody_has_consumed_again_count(embedded, admin, c
     assert by_topic(admin.lag("G")) == {"T": 0, "%RETRY%G": 1}
 
 
-def test_a_broker_at_which_nothing_was_committed_counts():
+def test_a_broker_without_commits_counts():
     with administered(brokers=2) as (cluster, admin):
         fill(cluster, "T", 10, queues=1)
         cluster.broker("broker-a").create_group("G")
@@ -148,7 +148,7 @@ def test_the_last_reset_of_offline_broadcasting_members_is_known(embedded, admin
     assert exit_code(0)[0] == 3
 
 
-def test_what_is_committed_above_the_end_is_told_and_not_known(admin, committed, exit_code):
+def test_a_commit_above_the_end_is_reported_as_unknown_lag(admin, committed, exit_code):
     committed(999, 5)
     found = admin.offsets("G", "T")
     assert [(row.committed, row.max, row.is_above_end) for row in found.rows] == [(999, 5, True), (5, 5, False)]
@@ -159,7 +159,7 @@ def test_what_is_committed_above_the_end_is_told_and_not_known(admin, committed,
     assert exit_code(0) == (0, "")
 
 
-def test_json_has_no_number_for_what_is_not_known(embedded, capsys):
+def test_json_has_no_number_for_an_unknown_lag(embedded, capsys):
     embedded.broker("broker-a").create_group("G")
     assert main(["offsets", "lag", "G", "-o", "json", "-n", embedded.name_server]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -192,8 +192,8 @@ by_both_requests = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("keep_route", [True, False], ids=["registered", "forgotten"])
-@by_both_requests
-def test_the_queues_of_a_broker_that_went_away_are_told(pair, pair_admin, ask, keep_route):
+@asked
+def test_the_queues_of_a_stopped_broker_are_reported(pair, pair_admin, ask, keep_route):
     assert (ask(pair_admin, "G").total, ask(pair_admin, "G").is_complete) == (3, True)
     pair.broker("broker-b").stop(keep_route=keep_route)
     for found in (ask(pair_admin, "G"), ask(pair_admin, "G")):
@@ -205,14 +205,14 @@ def test_the_queues_of_a_broker_that_went_away_are_told(pair, pair_admin, ask, k
     assert (ask(pair_admin, "G").total, ask(pair_admin, "G").is_complete) == (3, True)
 
 
-def test_a_broker_that_must_be_there_and_is_not_is_told(pair, pair_admin):
+def test_an_expected_broker_that_is_missing_is_reported(pair, pair_admin):
     pair.broker("broker-b").stop()
     assert pair_admin.lag("G", brokers=["broker-a"]).is_complete
     found = pair_admin.lag("G", brokers=["broker-a", "broker-b"])
     assert (list(found.missing), "does not know it" in found.missing["broker-b"]) == (["broker-b"], True)
 
 
-def test_when_no_broker_answers_it_is_an_error(pair, pair_admin):
+def test_without_a_response_of_any_broker_lag_is_an_error(pair, pair_admin):
     for name in ("broker-a", "broker-b"):
         pair.broker(name).stop(keep_route=True)
     with pytest.raises(ConnectError):
@@ -235,7 +235,7 @@ WAYS = {"connection": close_connection, "silence": drop, "refusal": answer(Respo
     ],
     ids=lambda code: code.name,
 )
-def test_a_broker_that_answers_in_part_is_missing(pair, code, ask, way):
+def test_a_broker_that_responds_in_part_is_missing(pair, code, ask, way):
     pair.broker("broker-b").commit("G", "T", {0: 0})  # what is committed is not sure, then, and asked for
     pair.broker("broker-b").on(code, WAYS[way], times=None)
     with Admin(name_server=pair.name_server, call_timeout_s=0.5) as admin:
@@ -248,7 +248,7 @@ def test_a_broker_that_answers_in_part_is_missing(pair, code, ask, way):
 
 
 @for_each("at_ms", [2**63 - 1, 253_402_300_800_000, -1])
-def test_a_time_that_no_calendar_has_is_not_known(embedded, admin, committed, exit_code, at_ms):
+def test_a_time_beyond_datetime_is_unknown(embedded, admin, committed, exit_code, at_ms):
     broker = embedded.broker("broker-a")
     committed(3, 3)
 
@@ -266,14 +266,14 @@ def test_a_time_that_no_calendar_has_is_not_known(embedded, admin, committed, ex
 
 
 @pytest.mark.parametrize("code", [RequestCode.GET_CONSUME_STATS, RequestCode.GET_MAX_OFFSET])
-def test_when_no_broker_answers_a_later_question_it_is_an_error(pair, pair_admin, code):
+def test_lag_is_an_error_if_all_brokers_fail_later(pair, pair_admin, code):
     for broker in pair.brokers:
         broker.on(code, answer(ResponseCode.SYSTEM_ERROR, "out of order"), times=None)
     with pytest.raises(BrokerError, match="out of order"):
         pair_admin.lag("G")
 
 
-def test_broadcasting_members_lack_queues_without_ends(pair, pair_admin, tmp_path):
+def test_broadcasting_members_have_no_queues_without_a_range(pair, pair_admin, tmp_path):
     with consuming(pair, "T", "B", message_model="broadcasting", offset_store_dir=tmp_path) as (_, seen):
         wait_until_seen(seen, 1, 10)
         until(lambda: len(pair_admin.lag("B").rows) == 2, "both groups are listed")
@@ -299,7 +299,7 @@ def test_broadcasting_members_lack_queues_without_ends(pair, pair_admin, tmp_pat
 
 
 @pytest.mark.parametrize("what", [["lag", "G"], ["show", "G", "T"]], ids=" ".join)
-def test_the_shell_tells_of_missing_brokers_and_ends_with_3(pair, capsys, what):
+def test_the_shell_reports_missing_brokers_and_exits_with_3(pair, capsys, what):
     command = ["offsets", *what, "-n", pair.name_server]
     assert main([*command, "--broker", "broker-a", "--broker", "broker-b"]) == 0
     pair.broker("broker-b").stop(keep_route=True)
@@ -315,7 +315,7 @@ def test_the_shell_tells_of_missing_brokers_and_ends_with_3(pair, capsys, what):
     assert "broker-b is missing: " in capsys.readouterr().err
 
 
-def test_a_thousand_queues_of_slow_brokers_are_asked_together():
+def test_a_thousand_queues_of_slow_brokers_are_read_concurrently():
     with administered() as (cluster, admin):
         cluster.create_topic("T", queues=1000)
         cluster.send("T", b"one")

@@ -51,7 +51,7 @@ def states(outcomes):
 # --- what is asked for
 
 
-def test_an_unknown_topic_is_told(admin):
+def test_an_unknown_topic_is_an_error(admin):
     with pytest.raises(RouteNotFound, match="nowhere"):
         admin.plan_reset("G", "nowhere", "earliest")
 
@@ -89,7 +89,7 @@ def test_the_epochs_of_members_count_when_the_record_was_lost(embedded, admin, s
         wait_until_seen(seen, 1, 10)
 
 
-def test_what_is_recorded_is_followed_without_a_word(embedded, stores):
+def test_a_recorded_reset_is_followed_without_a_notification(embedded, stores):
     with caught_up(embedded, "T", "G", 10, reset_record_interval_s=0.1, **stores) as (_, seen):
         record(embedded.broker("broker-a"), 1000, {1: 2})
         seen.wait(lambda seen: len(seen.messages) == 13)
@@ -100,14 +100,14 @@ def test_what_is_recorded_is_followed_without_a_word(embedded, stores):
         assert places == {str(area().head)}, "one small request while there is nothing new"
 
 
-def test_a_record_is_read_after_the_broker_was_away(embedded, stores):
+def test_a_record_is_read_after_the_broker_returns(embedded, stores):
     with caught_up(embedded, "T", "G", 10, **stores) as (_, seen):
         record(embedded.broker("broker-a"), 1000, {0: 0, 1: 0})
         embedded.broker("broker-a").close_connections()
         wait_until_seen(seen, 2, 10)
 
 
-def test_two_topics_that_meet_in_one_area_both_have_room(embedded, admin, stores):
+def test_two_topics_in_one_area_both_fit(embedded, admin, stores):
     first, second, *_ = record_areas("T")
     embedded.broker("broker-a").create_group("G")
     embedded.broker("broker-a").commit("G", RETRY, {first.name: 12345, first.head: 99, first.target(0): 77})
@@ -157,7 +157,7 @@ def test_two_admins_with_one_epoch_do_not_divide_the_members(embedded, admin, st
 
 
 @pytest.mark.parametrize("version", ["5.1.4", "5.5.0"])  # they refuse in different words
-def test_a_broker_nobody_was_on_has_nobody_to_record_for(stores, version):
+def test_a_broker_without_the_group_needs_no_record(stores, version):
     with administered(brokers=2, version=version) as (cluster, admin):
         cluster.create_topic("T", queues=1, brokers=["broker-a"])
         with consuming(cluster, "T", "G", **stores) as (_, seen):
@@ -176,7 +176,7 @@ def test_a_broker_nobody_was_on_has_nobody_to_record_for(stores, version):
 
 
 @pytest.mark.cluster(brokers=2)
-def test_a_broker_that_is_down_stops_it_all_and_partial_goes_on(embedded, admin, stores):
+def test_a_stopped_broker_prevents_a_reset_and_partial_continues(embedded, admin, stores):
     with caught_up(embedded, "T", "G", 20, **stores) as (_, seen):
         plan = admin.plan_reset("G", "T", "earliest")
         embedded.broker("broker-b").stop()
@@ -191,7 +191,7 @@ def test_a_broker_that_is_down_stops_it_all_and_partial_goes_on(embedded, admin,
 
 
 @pytest.mark.cluster(brokers=2)
-def test_a_broker_that_does_not_record_stops_it_at_once(embedded, admin, stores):
+def test_a_broker_that_does_not_record_prevents_a_reset(embedded, admin, stores):
     with caught_up(embedded, "T", "G", 20, **stores) as (_, seen):
         plan = admin.plan_reset("G", "T", "earliest")
         embedded.broker("broker-b").on(RequestCode.UPDATE_CONSUMER_OFFSET, answer(1, "disk full"))
@@ -203,7 +203,7 @@ def test_a_broker_that_does_not_record_stops_it_at_once(embedded, admin, stores)
 
 
 @pytest.mark.cluster(brokers=2)
-def test_a_broker_known_to_be_away_is_in_the_plan(embedded, admin, stores):
+def test_a_broker_known_to_be_down_is_in_the_plan(embedded, admin, stores):
     with caught_up(embedded, "T", "G", 20, **stores) as (_, seen):
         embedded.broker("broker-b").on(RequestCode.GET_BROKER_CONFIG, answer(1, "not well"), times=None)
         plan = admin.plan_reset("G", "T", "earliest")
@@ -215,7 +215,7 @@ def test_a_broker_known_to_be_away_is_in_the_plan(embedded, admin, stores):
 
 
 @pytest.mark.cluster(brokers=2)
-def test_partial_resets_an_offline_group_beside_a_silent_broker(embedded, admin):
+def test_partial_resets_an_offline_group_despite_a_silent_broker(embedded, admin):
     fill(embedded, "T", 20)
     admin.create_group("G")
     embedded.broker("broker-a").commit("G", "T", {0: 5, 1: 5})
@@ -229,7 +229,7 @@ def test_partial_resets_an_offline_group_beside_a_silent_broker(embedded, admin)
 
 
 @pytest.mark.cluster(brokers=2)
-def test_a_group_may_be_known_to_a_broker_that_does_not_answer(embedded, admin):
+def test_a_silent_broker_may_be_the_one_that_knows_a_group(embedded, admin):
     embedded.broker("broker-b").on(None, close_connection, times=None)
     with pytest.raises(ConnectionLost):  # and not that no broker knows it
         admin.plan_reset("nosuch", "T", "earliest")
@@ -239,7 +239,7 @@ def test_a_group_may_be_known_to_a_broker_that_does_not_answer(embedded, admin):
 
 
 @pytest.mark.cluster(relay_timeout_s=1, status_timeout_s=1)
-def test_a_silent_member_holds_up_nobody(embedded, admin, stores):
+def test_a_silent_member_does_not_delay_the_others(embedded, admin, stores):
     fill(embedded, "T", 10)
     with (
         ForeignMember(embedded, "G", "T", {}, silent=True) as silent,
@@ -264,7 +264,7 @@ def test_a_silent_member_holds_up_nobody(embedded, admin, stores):
 
 
 @pytest.mark.parametrize("model", ["broadcasting", "clustering"])
-def test_a_frozen_member_is_waited_for_as_long_as_was_said(embedded, admin, stores, model):
+def test_a_frozen_member_is_waited_for_until_the_timeout(embedded, admin, stores, model):
     fill(embedded, "T", 10)
     options = {**stores, "message_model": model}
     with (
@@ -276,7 +276,7 @@ def test_a_frozen_member_is_waited_for_as_long_as_was_said(embedded, admin, stor
             assert not admin.plan_reset("G", "T", "earliest", wait_s=1).execute(wait_s=1).verified
 
 
-def test_a_plan_says_what_will_be_and_what_it_speaks_to(embedded, admin, stores):
+def test_a_plan_shows_its_effect_and_the_clients(embedded, admin, stores):
     with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
         text = str(admin.plan_reset("G", "T", "earliest"))
         assert f"{consumer.client_id} (pyrocket_consumer): will be notified and verified" in text
@@ -284,7 +284,7 @@ def test_a_plan_says_what_will_be_and_what_it_speaks_to(embedded, admin, stores)
         assert "4.9.4" not in text
 
 
-def test_members_that_cannot_be_called_get_the_record(embedded, admin, stores):
+def test_members_without_permission_to_call_follow_the_record(embedded, admin, stores):
     with caught_up(embedded, "T", "G", 10, reset_record_interval_s=0.3, **stores) as (consumer, seen):
         for code in (RequestCode.GET_CONSUMER_RUNNING_INFO, RequestCode.GET_CONSUMER_CONNECTION_LIST):
             embedded.broker("broker-a").on(code, answer(16, "no permission"), times=None)
@@ -322,7 +322,7 @@ def plan_epoch(cluster) -> int:
     return max(slots.get(area().epoch(number), 0) for number in (0, 1))
 
 
-def test_who_cannot_be_moved_alone_is_told(embedded, admin, stores):
+def test_a_member_that_cannot_be_reset_alone_is_reported(embedded, admin, stores):
     fill(embedded, "T", 10)
     with consuming(embedded, "T", "G", **stores) as (consumer, seen), ForeignMember(embedded, "G", "T", {}) as java:
         wait_until_seen(seen, 1, 10)
@@ -337,7 +337,7 @@ def test_who_cannot_be_moved_alone_is_told(embedded, admin, stores):
     assert embedded.committed("G", RETRY) == {}
 
 
-def test_clustering_members_have_no_offsets_of_their_own(embedded, admin):
+def test_clustering_members_have_no_own_offsets(embedded, admin):
     refused = pytest.raises(ConfigError, match="share its offsets; omit it")
     with caught_up(embedded, "T", "G", 10) as (consumer, _), refused:
         admin.plan_reset("G", "T", "earliest", member=consumer.client_id)
@@ -348,7 +348,7 @@ def test_clustering_members_have_no_offsets_of_their_own(embedded, admin):
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])
 @pytest.mark.parametrize("all_queues", [True, False], ids=["all-queues", "one-of-each"])
-def test_who_answers_is_moved_beside_a_frozen_member(version, all_queues):
+def test_responding_members_move_despite_a_frozen_one(version, all_queues):
     with (
         administered(version=version, relay_timeout_s=0.5) as (cluster, admin),
         caught_up(cluster, "T", "G", 40, queues=4, instance_name="ours") as (consumer, seen),
@@ -375,7 +375,7 @@ def test_who_answers_is_moved_beside_a_frozen_member(version, all_queues):
         assert {place[1] for place, times in seen.counts.items() if times > 1} == {7, 8, 9}
 
 
-def test_a_model_that_those_who_are_online_contradict_is_told(embedded, admin):
+def test_a_model_that_online_members_contradict_is_refused(embedded, admin):
     with consuming(embedded, "T", "G"):
         with pytest.raises(ConfigError, match="'G' is clustering, as its 1 online members report"):
             admin.plan_reset("G", "T", "earliest", model="broadcasting")
@@ -383,8 +383,8 @@ def test_a_model_that_those_who_are_online_contradict_is_told(embedded, admin):
     assert embedded.committed("G", RETRY).keys() <= {0}, "nothing is recorded"
 
 
-def test_no_commit_for_members_that_are_away_and_follow_a_record(embedded, admin, stores):
-    consumed_before(embedded, "T", "G", 10, **stores)
+def test_no_commit_for_offline_members_that_follow_a_record(embedded, admin, stores):
+    been_here(embedded, "T", "G", 10, **stores)
     recorded = reset(admin, "G", "T", "earliest", model="broadcasting")
     assert "recorded; no member is online to verify it" in str(recorded)
     with pytest.raises(ConfigError, match="'G' is broadcasting: a reset of T is recorded at broker-a"):
@@ -394,8 +394,8 @@ def test_no_commit_for_members_that_are_away_and_follow_a_record(embedded, admin
     assert reset(admin, "G", "T", "latest", model="clustering").verified
 
 
-def test_what_is_not_known_is_not_shown_as_nothing(embedded, admin, stores):
-    consumed_before(embedded, "T", "G", 10, **stores)
+def test_unknown_offsets_are_not_shown_as_none(embedded, admin, stores):
+    been_here(embedded, "T", "G", 10, **stores)
     plan = admin.plan_reset("G", "T", "earliest", model="broadcasting")
     assert {(move.current, move.replayed, move.skipped) for move in plan.moves} == {(None, None, None)}
     assert [line.split()[-4:] for line in str(plan).splitlines() if "broker-a/" in line] == [["?", "0", "?", "?"]] * 2
@@ -420,7 +420,7 @@ def test_a_topic_without_members_is_reset_only_on_demand(embedded, admin, stores
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])
-def test_a_java_member_that_obeys_is_reset_in_broadcasting(version, stores):
+def test_a_java_member_that_accepts_resets_moves_in_broadcasting(version, stores):
     with administered(version=version, server_side_reset=False) as (cluster, admin):
         fill(cluster, "T", 20, queues=2)
         ends = {queue("T", 0): 10, queue("T", 1): 10}
@@ -437,7 +437,7 @@ def test_a_java_member_that_obeys_is_reset_in_broadcasting(version, stores):
         assert len(seen.messages) == 30, "the broker's word to our member was the same reset, and not another"
 
 
-def test_a_java_member_that_cannot_be_reset_is_told_of(stores):
+def test_a_java_member_that_cannot_be_reset_is_reported(stores):
     with administered(version="4.9.7") as (cluster, admin):
         fill(cluster, "T", 20, queues=2)
         with (
@@ -484,7 +484,7 @@ def test_a_group_with_a_java_member_is_reset_by_its_broker(version, server_side)
             assert {message.queue for message in seen.messages[20:]} == {ours}
 
 
-def test_an_old_broker_with_a_java_member_takes_no_single_queues():
+def test_an_old_broker_with_a_java_member_resets_only_all_queues():
     with administered(version="4.9.7") as (cluster, admin):
         cluster.create_topic("T", queues=2)
         refused = pytest.raises(ConfigError, match=r"broker-a can reset only all queues.*10.0.0.9@java")
@@ -505,7 +505,7 @@ def test_a_mark_that_waits_is_replaced_when_nobody_is_online(embedded, admin):
 
 
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
-def test_a_namespace_is_put_in_front_and_not_shown(model, tmp_path):
+def test_a_namespace_is_added_to_requests_and_not_shown(model, tmp_path):
     with EmbeddedCluster() as cluster, Admin(name_server=cluster.name_server, namespace="shop") as admin:
         fill(cluster, "shop%T", 10, queues=2)
         options = {"message_model": model, "offset_store_dir": tmp_path, "namespace": "shop"}
@@ -519,7 +519,7 @@ def test_a_namespace_is_put_in_front_and_not_shown(model, tmp_path):
             assert {row.queue.topic for row in admin.offsets("G", "T").rows} == {"T"}
 
 
-def test_two_processes_that_share_a_client_id_are_told_of(embedded, admin, stores):
+def test_two_processes_that_share_a_client_id_are_reported(embedded, admin, stores):
     with (
         caught_up(embedded, "T", "G", 10, **stores) as (consumer, _),
         ForeignMember(embedded, "G", "T", {}, client_id=consumer.client_id, language="PYTHON"),
@@ -530,7 +530,7 @@ def test_two_processes_that_share_a_client_id_are_told_of(embedded, admin, store
         assert not plan.execute(wait_s=0).verified
 
 
-def test_who_may_not_ask_sees_offsets_of_queues_held(embedded, admin, stores):
+def test_without_permission_offsets_of_held_queues_are_shown(embedded, admin, stores):
     with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
         wait_until_stored(consumer, "T", 10)
         embedded.broker("broker-a").on(
@@ -540,7 +540,7 @@ def test_who_may_not_ask_sees_offsets_of_queues_held(embedded, admin, stores):
         assert [(row.member, row.committed) for row in found.rows] == [(consumer.client_id, 5), (consumer.client_id, 5)]
 
 
-def test_progress_comes_on_the_caller_s_thread_and_may_stop_it(embedded, admin, stores):
+def test_progress_runs_on_the_thread_of_the_caller_and_may_stop(embedded, admin, stores):
     with caught_up(embedded, "T", "G", 10, **stores) as (_, seen):
         plan = admin.plan_reset("G", "T", "earliest")
         threads = set()
@@ -554,15 +554,15 @@ def test_progress_comes_on_the_caller_s_thread_and_may_stop_it(embedded, admin, 
             plan.execute(stop)
 
 
-def test_lag_of_a_group_nobody_knows(admin):
+def test_lag_of_an_unknown_group(admin):
     with pytest.raises(ConfigError, match="no broker knows group 'nobody'"):
         admin.lag("nobody")
     with pytest.raises(RouteNotFound):
         admin.offsets("nobody", "nowhere")
 
 
-def test_lag_of_a_group_that_is_away_is_what_it_has_committed(embedded, admin):
-    consumed_before(embedded, "T", "G", 10)
+def test_lag_of_an_offline_group_uses_its_committed_offsets(embedded, admin):
+    been_here(embedded, "T", "G", 10)
     fill(embedded, "T", 4, start=10)
     embedded.broker("broker-a").delete_before("T", 0, 6)
     found = admin.offsets("G", "T")

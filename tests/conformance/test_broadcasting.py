@@ -18,7 +18,7 @@ def test_every_member_sees_every_message(cluster, topic, group, stores):
     assert Counter(first.bodies) == Counter(second.bodies) == Counter(numbered(40))
 
 
-def test_a_restarted_member_goes_on_from_its_file(cluster, topic, group, stores, tmp_path):
+def test_a_restarted_member_continues_from_its_file(cluster, topic, group, stores, tmp_path):
     fill(cluster, topic, 20, queues=2)
     with consuming(cluster, topic, group, **stores) as (_, seen):
         seen.wait_for(20)

@@ -25,7 +25,7 @@ def test_every_message_is_seen_once_and_committed(cluster, topic, group):
     assert sum(cluster.committed(group, topic).values()) == 120
 
 
-def test_what_a_message_carries(cluster, topic, group):
+def test_a_message_has_its_metadata(cluster, topic, group):
     cluster.create_topic(topic, queues=1)
     body = bytes(range(256)) * 3
     cluster.send(topic, body, tags="paid", keys=["k1", "k2"], properties={"region": "eu", "ключ": "値 ☃"})
@@ -41,7 +41,7 @@ def test_what_a_message_carries(cluster, topic, group):
     assert message.store_host.startswith("127.0.0.1:")
 
 
-def test_the_next_consumer_goes_on_where_the_last_one_ended(cluster, topic, group):
+def test_the_next_consumer_continues_where_the_last_one_ended(cluster, topic, group):
     first = fill(cluster, topic, 30, queues=2)
     with consuming(cluster, topic, group) as (_, seen):
         seen.wait_for(30)
@@ -76,7 +76,7 @@ def test_tags_select(cluster, topic, group):
     assert {message.tags for message in seen.messages} == {"paid", "late"}
 
 
-def test_a_failed_message_comes_again_and_is_not_lost(cluster, topic, group):
+def test_a_failed_message_is_redelivered_and_not_lost(cluster, topic, group):
 
     seen = RecordingListener(
         lambda message: Retry(delay_level=1) if message.body == b"m3" and not message.reconsume_times else None
@@ -108,7 +108,7 @@ def test_a_raising_listener_is_a_retry_even_for_base_exceptions(cluster, topic, 
 
 
 @pytest.mark.parametrize(("level", "options", "attempts"), [(1, {"max_reconsume_times": 1}, 2), (-1, {}, 1)])
-def test_a_message_that_is_given_up_is_a_dead_letter(cluster, topic, group, level, options, attempts):
+def test_a_message_without_attempts_left_is_a_dead_letter(cluster, topic, group, level, options, attempts):
     """After its last attempt, or at once if the listener says so."""
     fill(cluster, topic, 1, queues=1)
     seen = RecordingListener(lambda message: Retry(delay_level=level))
@@ -180,7 +180,7 @@ def test_an_asyncio_consumer_calls_listeners_on_the_callers_loop(cluster, topic,
     assert sum(cluster.committed(group, topic).values()) == 30
 
 
-def test_the_context_tells_queue_and_attempt(cluster, topic, group):
+def test_the_context_has_queue_and_attempt(cluster, topic, group):
     cluster.create_topic(topic, queues=1)
     cluster.send(topic, b"m0")
     contexts, seen = [], RecordingListener()
@@ -232,7 +232,7 @@ def test_subscribe_and_unsubscribe_while_running(cluster, topic, group):
     assert len(seen.bodies) == 3
 
 
-def test_a_message_that_takes_too_long_is_told_and_comes_again(cluster, topic, group):
+def test_a_message_that_takes_too_long_is_reported_and_redelivered(cluster, topic, group):
     events, release = Events(), threading.Event()
 
     def judge(message):

@@ -43,7 +43,7 @@ def test_one_of_two_name_servers_is_enough(cluster, topic, group, closed_port):
         seen.wait_for(3)
 
 
-def test_a_topic_that_comes_later_is_consumed(cluster, topic, group):
+def test_a_topic_created_later_is_consumed(cluster, topic, group):
     events = Events()
     with consuming(cluster, topic, group, on_event=events) as (consumer, seen):
         event = events.wait_for("broker-unreachable")
@@ -83,7 +83,7 @@ def test_queues_of_two_brokers(cluster, topic, group):
     assert set(seen.bodies) == set(numbered(60))
 
 
-def test_a_stored_offset_beyond_the_end_is_corrected_and_told(cluster, topic, group):
+def test_a_stored_offset_beyond_the_end_is_corrected_and_reported(cluster, topic, group):
     fill(cluster, topic, 5, queues=1)
     with consuming(cluster, topic, group) as (_, seen):
         seen.wait_for(5)

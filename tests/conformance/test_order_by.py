@@ -18,7 +18,7 @@ def by_key(cluster, topic, group, seen, **options):
 
 
 @pytest.mark.parametrize("order_by", ["sharding_key", key_of])
-def test_keys_of_one_queue_run_beside_each_other(cluster, topic, group, order_by):
+def test_keys_of_one_queue_run_concurrently(cluster, topic, group, order_by):
     cluster.create_topic(topic, queues=1)
     send_keys(cluster, topic, 20)
     together = threading.Barrier(4, timeout=WAIT_S)
@@ -29,7 +29,7 @@ def test_keys_of_one_queue_run_beside_each_other(cluster, topic, group, order_by
     assert cluster.committed(group, topic) == {0: 20}
 
 
-def test_a_key_that_never_succeeds_holds_up_no_other(cluster, topic, group):
+def test_a_key_that_never_succeeds_does_not_block_others(cluster, topic, group):
     cluster.create_topic(topic, queues=1)
     send_keys(cluster, topic, 12)
     events = Events()

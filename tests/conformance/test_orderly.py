@@ -42,7 +42,7 @@ def test_each_queue_in_order_one_call_at_a_time(cluster, topic, group):
 
 
 @pytest.mark.parametrize("how", ["raise", "suspend", "retry"])
-def test_a_failure_holds_its_queue_and_comes_again_first(cluster, topic, group, how):
+def test_a_failure_holds_its_queue_and_is_redelivered_first(cluster, topic, group, how):
     fill(cluster, topic, 20, queues=2)
     failures = []
 
@@ -141,7 +141,7 @@ def test_auto_commit_off_commits_what_the_listener_commits(cluster, topic, group
     assert again.bodies == numbered(5, 5)
 
 
-def test_a_rollback_brings_everything_since_the_commit_again(cluster, topic, group):
+def test_a_rollback_redelivers_all_messages_since_the_commit(cluster, topic, group):
     fill(cluster, topic, 6, queues=1)
     rolled_back = []
 
@@ -160,7 +160,7 @@ def test_a_rollback_brings_everything_since_the_commit_again(cluster, topic, gro
     assert seen.bodies == [b"m0", b"m1", b"m2", b"m3", b"m2", b"m3", b"m4", b"m5"]
 
 
-def test_a_message_that_never_succeeds_is_given_up(cluster, topic, group):
+def test_a_message_that_never_succeeds_becomes_a_dead_letter(cluster, topic, group):
     fill(cluster, topic, 3, queues=1)
 
     seen, events = InOrder(lambda message: Suspend(for_s=0.01) if message.body == b"m1" else None), Events()

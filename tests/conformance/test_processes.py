@@ -20,7 +20,7 @@ def texts(count, start=0):
 
 @pytest.mark.live
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_consumer_in_order(cluster, topic, group, number):
+def test_a_signal_closes_a_consumer_cleanly(cluster, topic, group, number):
     fill(cluster, topic, 20, queues=2)
     with member(cluster, topic, group, commit_interval_s=60) as child:
         child.wait(lambda lines: len(child.bodies) == 20)
@@ -33,7 +33,7 @@ def test_a_signal_ends_a_consumer_in_order(cluster, topic, group, number):
 
 @pytest.mark.slow("starts and kills processes")
 @pytest.mark.live
-def test_a_signal_waits_for_the_listener_that_runs(cluster, topic, group):
+def test_a_signal_waits_for_the_running_listener(cluster, topic, group):
     fill(cluster, topic, 1, queues=1)
     with member(cluster, topic, group, listener_s=1.0) as child:
         child.wait_for_line("begun m0")
@@ -60,7 +60,7 @@ def test_a_member_killed_with_9_loses_nothing(cluster, topic, group):
 
 @pytest.mark.slow("starts and kills processes")
 @pytest.mark.live
-def test_a_killed_broadcasting_member_goes_on_from_its_file(cluster, topic, group, stores):
+def test_a_killed_broadcasting_member_continues_from_its_file(cluster, topic, group, stores):
     fill(cluster, topic, 50, queues=2)
     with member(cluster, topic, group, **stores) as first:
         first.wait(lambda lines: len(first.bodies) == 50)

@@ -55,7 +55,7 @@ def test_every_broadcasting_member_is_reset_and_verified(cluster, admin, topic, 
     assert cluster.committed(group, topic) == {}, "nothing is left where a clustering group's offsets are"
 
 
-def test_a_member_away_for_two_resets_follows_both_at_its_start(cluster, admin, topic, group, stores):
+def test_a_member_offline_for_two_resets_follows_both_at_its_start(cluster, admin, topic, group, stores):
     with caught_up(cluster, topic, group, 30, queues=3, instance_name="away", **stores):
         pass
     with consuming(cluster, topic, group, instance_name="here", **stores) as (_, here):
@@ -111,7 +111,7 @@ def test_only_the_queues_named_move(cluster, admin, topic, group, stores):
         assert {message.queue.queue_id for message in seen.messages[10:]} == {1}
 
 
-def test_a_member_that_is_silent_follows_when_it_is_well_again(real_cluster, topic, group, stores):
+def test_a_silent_member_follows_when_it_recovers(real_cluster, topic, group, stores):
     """One is stopped (SIGSTOP): the broker waits 10 s for it. The others are not held up."""
     cluster = real_cluster
     fill(cluster, topic, 5, queues=1)
@@ -151,7 +151,7 @@ def test_a_member_that_is_silent_follows_when_it_is_well_again(real_cluster, top
 
 
 @pytest.mark.live
-def test_a_killed_member_has_both_or_neither(cluster, admin, topic, group, stores):
+def test_a_killed_member_has_both_queues_reset_or_neither(cluster, admin, topic, group, stores):
     """Killed as soon as the reset is confirmed: it begins at the target at its next start, and only then."""
     fill(cluster, topic, 10, queues=1)
     options = {**stores, "commit_interval_s": 60}
@@ -167,7 +167,7 @@ def test_a_killed_member_has_both_or_neither(cluster, admin, topic, group, store
         assert consumer.progress()[queue(topic, 0)].start_offset == 10
 
 
-def test_two_admins_at_once_end_at_one_target_each_queue(cluster, topic, group, stores):
+def test_two_concurrent_admins_agree_on_one_target_per_queue(cluster, topic, group, stores):
     fill(cluster, topic, 20, queues=2)
     with (
         consuming(cluster, topic, group, instance_name="a", **stores) as (first, _),
@@ -196,7 +196,7 @@ def test_two_admins_at_once_end_at_one_target_each_queue(cluster, topic, group, 
 # --- clustering
 
 
-def test_a_clustering_group_is_reset_where_its_members_are(cluster, admin, topic, group):
+def test_a_clustering_group_is_reset_at_its_members(cluster, admin, topic, group):
     fill(cluster, topic, 40, queues=4)
     seen = RecordingListener()
     with members(cluster, topic, group, "ab", seen) as ((first, _), (second, _)):
@@ -213,15 +213,15 @@ def test_a_clustering_group_is_reset_where_its_members_are(cluster, admin, topic
     assert sorted(again) == [(number, offset) for number in range(3) for offset in range(2 + number, 10)]
 
 
-def test_a_clustering_group_of_which_nobody_is_online(cluster, admin, topic, group):
-    consumed_before(cluster, topic, group, 10, queues=2)
+def test_a_clustering_group_without_online_members(cluster, admin, topic, group):
+    been_here(cluster, topic, group, 10, queues=2)
     assert reset(admin, group, topic, "earliest", queues=[queue(topic, 1)]).verified
     assert cluster.committed(group, topic) == {0: 5, 1: 0}
     with consuming(cluster, topic, group) as (_, again):
         wait_until_seen(again, 1, 5)
 
 
-def test_a_reset_to_a_time_begins_at_the_first_message_since(cluster, admin, topic, group):
+def test_a_reset_to_a_time_starts_at_the_first_message_since(cluster, admin, topic, group):
     fill(cluster, topic, 5, queues=1)
     time.sleep(0.05)
     between = datetime.fromtimestamp(time.time(), UTC)
@@ -237,7 +237,7 @@ def test_a_reset_to_a_time_begins_at_the_first_message_since(cluster, admin, top
         assert [target.target for target in in_future.targets] == [10]
 
 
-def test_a_target_outside_of_the_queue_is_shown_as_it_becomes(cluster, admin, topic, group):
+def test_a_target_outside_the_queue_is_shown_with_the_nearest_offset(cluster, admin, topic, group):
     with caught_up(cluster, topic, group, 5, queues=1) as (_, seen):
         plan = admin.plan_reset(group, topic, {queue(topic, 0): 99})
         assert [(target.wanted, target.target, target.clamped) for target in plan.targets] == [(99, 5, True)]
@@ -271,7 +271,7 @@ def test_a_clustering_member_that_joins_during_a_reset(cluster, admin, topic, gr
 
 
 @pytest.mark.hazard("H02")
-def test_a_reset_while_a_listener_runs_for_long(cluster, admin, topic, group):
+def test_a_reset_during_a_long_listener_call(cluster, admin, topic, group):
     fill(cluster, topic, 3, queues=1)
     begun, go_on = threading.Event(), threading.Event()
 
@@ -303,7 +303,7 @@ def test_a_paused_member_stays_paused(cluster, admin, topic, group):
 
 
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
-def test_a_member_that_refuses_is_told_of_and_does_not_move(cluster, admin, topic, group, tmp_path, model):
+def test_a_member_that_refuses_is_reported_and_does_not_move(cluster, admin, topic, group, tmp_path, model):
     events = Events()
     options = {"message_model": model, "offset_store_dir": tmp_path, "remote_reset": "refuse", "on_event": events}
     with caught_up(cluster, topic, group, 4, queues=1, reset_record_interval_s=0.2, **options) as (consumer, seen):
@@ -335,7 +335,7 @@ def test_lag_of_a_clustering_group(cluster, admin, topic, group):
         )
 
 
-def test_lag_of_a_broadcasting_group_is_each_member_s_own(cluster, admin, topic, group, stores):
+def test_lag_of_a_broadcasting_group_is_per_member(cluster, admin, topic, group, stores):
     fill(cluster, topic, 6, queues=1)
     with (
         consuming(cluster, topic, group, instance_name="ahead", **stores) as (ahead, seen),

@@ -26,7 +26,7 @@ def pyrocket(cluster, capsys):
     return run
 
 
-def test_who_looks_sees_everything_and_leaves_nothing(cluster, topic, pyrocket):
+def test_tailing_shows_all_messages_and_commits_nothing(cluster, topic, pyrocket):
     fill(cluster, topic, COUNT, queues=2)
     code, printed = pyrocket("consume", topic, "-o", "json")
     seen = [json.loads(line) for line in printed]

@@ -57,7 +57,7 @@ class LongestStop:
         self._task.cancel()
 
 
-async def test_a_message_is_stored_where_the_result_says(cluster, topic):
+async def test_the_result_has_the_position_of_the_stored_message(cluster, topic):
     cluster.create_topic(topic, queues=2)
     async with AsyncProducer(name_server=cluster.name_server) as producer:
         queue = MessageQueue(topic, "broker-a", 1)
@@ -75,7 +75,7 @@ async def test_a_message_is_stored_where_the_result_says(cluster, topic):
 
 @pytest.mark.live
 @pytest.mark.slow("there must be more than there is room for")
-async def test_ten_thousand_sends_do_not_hold_up_the_loop(embedded):
+async def test_ten_thousand_sends_do_not_block_the_loop(embedded):
     """More than there is room for: `Producer.send_async` would stop the loop until there is."""
     ids, stops = set(), []
     async with AsyncProducer(name_server=embedded.name_server, send_timeout_s=60) as producer:
@@ -89,7 +89,7 @@ async def test_ten_thousand_sends_do_not_hold_up_the_loop(embedded):
     assert min(stops) < 2  # creating and beginning 10,000 tasks is one stop of some 0.3 s, here
 
 
-async def test_a_full_producer_leaves_the_loop_alone(embedded, gate):
+async def test_a_full_producer_does_not_block_the_loop(embedded, gate):
     async with AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=2) as producer:
         first = [asyncio.create_task(producer.send("orders", b"x", timeout_s=60)) for _ in range(2)]
         async with LongestStop() as stop:
@@ -102,7 +102,7 @@ async def test_a_full_producer_leaves_the_loop_alone(embedded, gate):
     assert stop.seconds < 2  # it would be 3 s with `Producer.send_async`
 
 
-async def test_a_message_that_got_room_is_not_given_up_for_having_none(embedded, gate, caplog):
+async def test_a_submitted_message_does_not_expire_as_a_queued_one(embedded, gate, caplog):
     """It waits for room, and then for the broker; both together take longer than it may wait for room."""
     async with AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=20) as producer:
         sends = [producer.send("orders", b"x", timeout_s=timeout_s) for timeout_s in [1.0] * 20 + [1.2] * 20]
@@ -127,7 +127,7 @@ async def test_coroutines_with_one_key_are_stored_in_their_order(embedded, start
     assert bodies(embedded) == [b"%03d" % number for number in range(300)]
 
 
-async def test_what_is_cancelled_while_it_waits_for_room_is_not_sent(embedded, gate):
+async def test_a_message_cancelled_while_it_is_queued_is_not_sent(embedded, gate):
     async with AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=1) as producer:
         under_way = asyncio.create_task(producer.send("orders", b"under way"))
         waits = asyncio.create_task(producer.send("orders", b"cancelled"))
@@ -167,7 +167,7 @@ async def test_errors_are_those_of_a_producer(embedded):
                 await producer.send("nowhere", b"x")
 
 
-async def test_a_name_server_that_is_away_is_told_and_may_come_later(embedded):
+async def test_an_unreachable_name_server_is_an_error_and_may_return(embedded):
     producer = AsyncProducer(name_server=embedded.name_server)
     embedded.stop_name_server()
     with pytest.raises(ConnectError):
@@ -180,7 +180,7 @@ async def test_a_name_server_that_is_away_is_told_and_may_come_later(embedded):
     assert bodies(embedded) == [b"x"]
 
 
-async def test_a_flush_waits_and_tells_what_it_does_not_get(embedded, gate):
+async def test_a_flush_waits_and_reports_unfinished_messages(embedded, gate):
     async with AsyncProducer(name_server=embedded.name_server, send_timeout_s=60) as producer:
         await producer.flush()
         sends = [asyncio.create_task(producer.send("orders", b"x")) for _ in range(3)]
@@ -214,7 +214,7 @@ def test_it_belongs_to_one_loop(embedded):
 
 
 @pytest.mark.parametrize("step", range(12))
-def test_cancelled_at_every_step_it_leaves_nothing_behind(embedded, step):
+def test_a_cancellation_at_any_step_leaves_nothing_behind(embedded, step):
     """Cancelled while it starts, sends, flushes or closes: no thread is left, no task, and the loop ends."""
 
     async def program():
@@ -236,7 +236,7 @@ def test_cancelled_at_every_step_it_leaves_nothing_behind(embedded, step):
     embedded.wait_until(lambda: not embedded.broker("broker-a").connections)
 
 
-async def test_a_cancelled_close_gives_up_what_has_no_answer(embedded):
+async def test_a_cancelled_close_fails_unfinished_messages(embedded):
     embedded.broker("broker-a").on(SEND, drop, times=None)
     producer = AsyncProducer(name_server=embedded.name_server, send_timeout_s=60)
     await producer.start()
@@ -252,7 +252,7 @@ async def test_a_cancelled_close_gives_up_what_has_no_answer(embedded):
     embedded.wait_until(lambda: not producer_threads())
 
 
-def test_one_that_is_dropped_is_told_and_ends(embedded):
+def test_a_dropped_producer_warns_and_ends(embedded):
     async def program():
         await AsyncProducer(name_server=embedded.name_server).send("orders", b"x")
 
@@ -262,7 +262,7 @@ def test_one_that_is_dropped_is_told_and_ends(embedded):
     embedded.wait_until(lambda: not producer_threads())
 
 
-async def test_it_needs_no_thread_of_the_loop_s_executor(embedded):
+async def test_it_needs_no_thread_of_the_executor_of_the_loop(embedded):
     """All of them wait for a send: the producer starts, and closes, nevertheless."""
     loop, release = asyncio.get_running_loop(), threading.Event()
     loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
@@ -282,7 +282,7 @@ async def test_it_needs_no_thread_of_the_loop_s_executor(embedded):
 
 
 @pytest.mark.parametrize("first_ends", ["cancelled", "too late"])
-async def test_what_waits_behind_a_large_one_goes_on_when_that_ends(embedded, gate, first_ends):
+async def test_queued_messages_continue_when_a_large_one_ends(embedded, gate, first_ends):
     options = {"max_in_flight_bytes": 1000, "compress_above_bytes": 100_000, "send_timeout_s": 60}
     async with AsyncProducer(name_server=embedded.name_server, **options) as producer:
         under_way = asyncio.create_task(producer.send("orders", b"a" * 900))
@@ -302,7 +302,7 @@ async def test_what_waits_behind_a_large_one_goes_on_when_that_ends(embedded, ga
     assert sorted(len(body) for body in bodies(embedded)) == [50, 900]
 
 
-async def test_a_flush_waits_for_what_was_cancelled_on_its_way(embedded, gate):
+async def test_a_flush_waits_for_messages_cancelled_in_flight(embedded, gate):
     async with AsyncProducer(name_server=embedded.name_server, send_timeout_s=60) as producer:
         send = asyncio.create_task(producer.send("orders", b"x"))
         await asyncio.to_thread(gate.wait_held, 1)
@@ -315,7 +315,7 @@ async def test_a_flush_waits_for_what_was_cancelled_on_its_way(embedded, gate):
         assert bodies(embedded) == [b"x"]
 
 
-async def test_while_no_name_server_answers_close_keeps_its_time(embedded):
+async def test_close_keeps_its_timeout_without_a_name_server(embedded):
     producer = AsyncProducer(name_server=embedded.name_server, call_timeout_s=60)
     with name_servers_held(embedded):
         with pytest.raises(ConnectError, match=r"no answer within 0\.2 s; nothing was sent"):

@@ -66,7 +66,7 @@ def test_all_2000_are_sent_however_the_process_ends(embedded, program, code):
     assert bodies(embedded) == list(range(2000)), done.stderr
 
 
-def test_by_default_none_of_2000_is_lost_without_a_word(embedded):
+def test_by_default_none_of_2000_is_lost_silently(embedded):
     """All are sent, unless the machine is so busy that 3 s are over before: then it is said."""
     done = run(
         """
@@ -85,7 +85,7 @@ def test_by_default_none_of_2000_is_lost_without_a_word(embedded):
     assert done.returncode == 0
 
 
-def test_it_says_how_many_were_on_their_way(embedded):
+def test_the_log_has_the_number_of_messages_in_flight(embedded):
     for name in ("broker-a", "broker-b"):
         embedded.broker(name).on(SEND, delay(2), times=None)  # time enough for a busy machine to come to the end
     done = run(f"producer = send(50, group='shop', {PATIENT})", embedded.name_server)
@@ -94,7 +94,7 @@ def test_it_says_how_many_were_on_their_way(embedded):
     assert re.search(r"group=shop .*not closed: 50 messages were in flight, all are sent.*flush\(\)", line)
 
 
-def test_nothing_is_said_where_nothing_was_on_its_way(embedded):
+def test_nothing_is_logged_without_messages_in_flight(embedded):
     done = run("producer = send(20)\nproducer.flush()", embedded.name_server)
     assert (done.returncode, done.stderr) == (0, "")
     done = run("with send(20):\n    pass", embedded.name_server)
@@ -103,7 +103,7 @@ def test_nothing_is_said_where_nothing_was_on_its_way(embedded):
 
 
 @pytest.mark.cluster(brokers=1)
-def test_a_broker_that_never_answers_does_not_keep_the_process(embedded):
+def test_a_silent_broker_does_not_delay_the_exit(embedded):
     embedded.broker("broker-a").on(SEND, drop, times=None)
     started = time.monotonic()
     done = run("send(10, send_timeout_s=3)\nsend(5, send_timeout_s=3, group='other')", embedded.name_server)
@@ -114,7 +114,7 @@ def test_a_broker_that_never_answers_does_not_keep_the_process(embedded):
 
 
 @pytest.mark.cluster(brokers=1)
-def test_a_message_with_a_long_deadline_does_not_keep_it(embedded):
+def test_a_message_with_a_long_deadline_does_not_delay_the_exit(embedded):
     embedded.broker("broker-a").on(SEND, Gate(), times=None)
     done = run(
         """
@@ -128,7 +128,7 @@ def test_a_message_with_a_long_deadline_does_not_keep_it(embedded):
 
 
 @pytest.mark.cluster(brokers=1)
-def test_what_brokers_refuse_is_counted_with_a_reason(embedded):
+def test_refused_messages_are_counted_with_a_reason(embedded):
     def refuse(exchange):
         exchange.later(2, lambda: answer(ResponseCode.MESSAGE_ILLEGAL, "too odd")(exchange))
 
@@ -138,7 +138,7 @@ def test_what_brokers_refuse_is_counted_with_a_reason(embedded):
     assert re.search(r"10 messages.*7 are sent, 3 were not sent, 0 have no answer; .* reason=.*too odd", done.stderr)
 
 
-def test_what_a_thread_sends_after_the_main_thread_is_sent(embedded):
+def test_messages_that_a_thread_sends_after_the_main_thread_are_sent(embedded):
     done = run(
         f"""
         producer = send(10, {PATIENT})
@@ -174,7 +174,7 @@ def test_a_producer_may_be_the_first_after_the_main_thread_ended(embedded):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_of_multiprocessing_sends_its_own(embedded, method, tmp_path):
+def test_a_child_of_multiprocessing_sends_its_messages(embedded, method, tmp_path):
     if sys.platform == "win32":
         method = "spawn"
     program = tmp_path / "program.py"
@@ -204,7 +204,7 @@ def test_a_child_of_multiprocessing_sends_its_own(embedded, method, tmp_path):
     assert bodies(embedded) == list(range(-1, 100)), done.stderr
 
 
-def test_a_broker_that_is_known_by_name_is_found_at_the_end(embedded):
+def test_a_broker_with_a_host_name_is_found_at_the_exit(embedded):
     """Names are resolved by threads that Python ends before it ends the process."""
 
     def by_name(answer):
@@ -229,7 +229,7 @@ def test_callbacks_of_the_last_messages_run(embedded):
     assert done.stdout == "True\n" * 50, done.stderr
 
 
-def test_a_transaction_producer_sends_what_it_was_given_too(embedded):
+def test_a_transaction_producer_is_flushed_too(embedded):
     done = run(
         f"""
         from pyrocket_consumer.producer import TransactionProducer

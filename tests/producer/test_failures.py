@@ -99,20 +99,20 @@ def with_code(code):
         (13, "the message is illegal", SendFailure.PERMANENT, False),
     ],
 )
-def test_what_brokers_answer_means(code, remark, meant, new_route):
+def test_errors_of_brokers_are_classified(code, remark, meant, new_route):
     error = read_error(RemotingCommand(code, {}, b"", 1, flag=1, remark=remark), "127.0.0.1:10911")
     assert (classify_failure(error), is_route_stale(error)) == (meant, new_route)
 
 
 @pytest.mark.parametrize("code", [17, 14, 1, 2, 16, 204, 205, 215, 1500])
-def test_another_broker_may_take_what_one_refuses(embedded, producer, code):
+def test_a_refused_message_goes_to_another_broker(embedded, producer, code):
     refused_by, takes = embedded.brokers
     refused_by.on(SEND, answer(code, "not now"), times=None)
     assert {producer.send("orders", b"x").queue.broker_name for _ in range(4)} == {takes.name}
 
 
 @pytest.mark.parametrize("code", [13, 29, 15, 3, 26])
-def test_what_every_broker_would_refuse_is_tried_once(embedded, producer, code):
+def test_a_permanent_refusal_is_not_retried(embedded, producer, code):
     for broker in embedded.brokers:
         broker.forget_requests()
         broker.on(SEND, answer(code, "never"), times=None)
@@ -135,14 +135,14 @@ def test_after_a_lost_connection_another_broker_is_tried(embedded, producer, fau
     assert sent.queue.broker_name == "broker-b"
 
 
-def test_without_an_answer_another_broker_is_tried_in_time(embedded, producing):
+def test_without_a_response_another_broker_is_tried_in_time(embedded, producing):
     producer = known(producing(embedded, send_timeout_s=6))
     embedded.broker("broker-a").on(SEND, drop, times=None)
     with within(8):  # one message waits for an answer, those after it know better
         assert {producer.send("orders", b"x").queue.broker_name for _ in range(3)} == {"broker-b"}
 
 
-def test_a_broker_that_failed_is_left_alone_for_a_moment(embedded, producer):
+def test_a_failed_broker_is_avoided_for_a_moment(embedded, producer):
     failing = embedded.broker("broker-a")
     for _ in range(3):
         failing.forget_requests()
@@ -157,7 +157,7 @@ def test_a_broker_that_failed_is_left_alone_for_a_moment(embedded, producer):
     assert (sent, sends) == ({"broker-b"}, 1)
 
 
-def test_what_a_broker_refuses_at_one_time_is_one_failure_of_it(embedded, producer):
+def test_simultaneous_refusals_are_one_failure_of_a_broker(embedded, producer):
     """However many messages that were: it is not left alone for longer, and none of them is lost."""
     refuses, takes = embedded.brokers
     refuses.on(SEND, answer(14, "not now"), times=None)
@@ -170,7 +170,7 @@ def test_what_a_broker_refuses_at_one_time_is_one_failure_of_it(embedded, produc
 
 
 @pytest.mark.cluster(brokers=1)
-def test_an_only_broker_is_asked_again_after_a_pause(embedded, producer):
+def test_an_only_broker_is_retried_after_a_pause(embedded, producer):
     broker = embedded.broker("broker-a")
     broker.forget_requests()
     broker.on(SEND, answer(2, "busy"), times=2)
@@ -181,7 +181,7 @@ def test_an_only_broker_is_asked_again_after_a_pause(embedded, producer):
 
 
 @pytest.mark.cluster(brokers=1)
-def test_the_error_tells_every_attempt(embedded, producer):
+def test_the_error_lists_every_attempt(embedded, producer):
     broker = embedded.broker("broker-a")
     broker.on(SEND, answer(2, "busy one"))
     broker.on(SEND, close_connection)
@@ -232,7 +232,7 @@ def test_attempts_are_counted(embedded, producing):
 
 
 @pytest.mark.parametrize("pin", [{"queue": A}, {"sharding_key": "key"}])
-def test_a_message_for_one_queue_is_tried_there_only(embedded, producer, pin):
+def test_a_message_for_one_queue_is_retried_there_only(embedded, producer, pin):
     for broker in embedded.brokers:
         broker.forget_requests()
         broker.on(SEND, close_connection, times=None)
@@ -244,7 +244,7 @@ def test_a_message_for_one_queue_is_tried_there_only(embedded, producer, pin):
 
 @pytest.mark.cluster(brokers=1)
 @for_each("code, status", DEGRADED.items())
-def test_stored_but_not_as_safely_as_wanted_is_stored(embedded, producer, code, status):
+def test_a_degraded_store_counts_as_stored(embedded, producer, code, status):
     before = len(embedded.messages("orders"))
     embedded.broker("broker-a").on(SEND, with_code(code))
     assert producer.send("orders", b"x").status is status
@@ -252,14 +252,14 @@ def test_stored_but_not_as_safely_as_wanted_is_stored(embedded, producer, code, 
 
 
 @pytest.mark.parametrize("code", DEGRADED)
-def test_a_degraded_answer_that_does_not_count_goes_elsewhere(embedded, strict, code):
+def test_a_rejected_degraded_store_goes_to_another_broker(embedded, strict, code):
     embedded.broker("broker-a").on(SEND, with_code(code), times=None)
     sent = [strict.send("orders", b"x") for _ in range(4)]
     assert {(each.queue.broker_name, each.status) for each in sent} == {("broker-b", SendStatus.OK)}
 
 
 @for_each("pin", [{"queue": A}, {"sharding_key": "k"}])
-def test_a_degraded_answer_in_order_is_tried_on_its_queue(embedded, strict, pin):
+def test_a_degraded_store_in_order_is_retried_on_its_queue(embedded, strict, pin):
     for broker in embedded.brokers:
         broker.on(SEND, with_code(12), times=None)
     with pytest.raises(SendError, match=r"FLUSH_SLAVE_TIMEOUT \(12\): .* \(3 times\)") as raised:
@@ -268,14 +268,14 @@ def test_a_degraded_answer_in_order_is_tried_on_its_queue(embedded, strict, pin)
 
 
 @pytest.mark.cluster(brokers=1)
-def test_a_degraded_batch_is_tried_again(embedded, strict):
+def test_a_degraded_batch_is_retried(embedded, strict):
     embedded.broker("broker-a").on(BATCH, with_code(10))
     assert {each.status for each in strict.send_batch("orders", [b"x", b"y"])} == {SendStatus.OK}
     assert len(embedded.messages("orders")) == 4 + 2 + 2
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_broker_that_is_gone_costs_no_message(embedded, producer, how):
+def test_a_stopped_broker_loses_no_message(embedded, producer, how):
     futures = [producer.send_async("orders", b"%d" % number) for number in range(200)]
     getattr(embedded.broker("broker-a"), how)()
     futures += [producer.send_async("orders", b"%d" % number) for number in range(200, 300)]
@@ -283,7 +283,7 @@ def test_a_broker_that_is_gone_costs_no_message(embedded, producer, how):
     assert {int(message.body) for message in embedded.messages("orders") if message.body != b"first"} == set(range(300))
 
 
-def test_with_every_broker_gone_the_error_comes_in_time(embedded, producer):
+def test_without_any_broker_the_error_is_raised_in_time(embedded, producer):
     for broker in embedded.brokers:
         broker.kill()
     with within(10), pytest.raises((SendError, RouteNotFound)):
@@ -318,7 +318,7 @@ def test_another_name_server_takes_over(embedded, producing):
 
 
 @pytest.mark.cluster(brokers=1)
-def test_a_batch_that_fails_half_way_tells_how_much_is_stored(embedded, producing):
+def test_a_half_failed_batch_reports_the_stored_messages(embedded, producing):
     producer = known(producing(embedded, max_message_bytes=1000, send_attempts=1))
     broker = embedded.broker("broker-a")
     bodies = [b"%03d" % number + b"x" * 300 for number in range(10)]
@@ -332,7 +332,7 @@ def test_a_batch_that_fails_half_way_tells_how_much_is_stored(embedded, producin
 
 
 @pytest.mark.cluster(brokers=1)
-def test_a_one_way_message_that_cannot_leave_is_an_error(embedded, producer):
+def test_a_one_way_message_that_cannot_be_sent_is_an_error(embedded, producer):
     embedded.broker("broker-a").kill()
     for send in (lambda: producer.send("orders", b"x", timeout_s=1), lambda: producer.send_oneway("orders", b"x")):
         with pytest.raises((SendError, RouteNotFound)):  # the second one, because the producer has noticed

@@ -24,7 +24,7 @@ def test_after_a_flush_each_message_has_its_result(embedded, producer):
     producer.send("orders", b"more")
 
 
-def test_a_flush_waits_for_what_was_handed_over_before_it_only(embedded, producing):
+def test_a_flush_waits_only_for_earlier_messages(embedded, producing):
     gate, later = Gate(), Gate()
     for body, own in ((b"before", gate), (b"after", later)):
         embedded.broker("broker-a").on(SEND, own, times=None, when=lambda request, body=body: request.body == body)
@@ -41,7 +41,7 @@ def test_a_flush_waits_for_what_was_handed_over_before_it_only(embedded, produci
     assert after.result(30)
 
 
-def test_a_flush_that_takes_too_long_says_how_many_are_left(embedded, producing, gate):
+def test_a_flush_that_times_out_reports_the_unfinished_messages(embedded, producing, gate):
     producer = producing(embedded, send_timeout_s=60)
     futures = [producer.send_async("orders", b"x") for _ in range(7)]
     gate.wait_held(7)
@@ -62,14 +62,14 @@ def test_a_flush_ends_with_the_deadlines_of_the_messages(embedded, producing):
             future.result(0)
 
 
-def test_what_was_refused_has_its_answer_too(embedded, producer):
+def test_a_refused_message_counts_as_finished(embedded, producer):
     embedded.broker("broker-a").on(SEND, answer(ResponseCode.MESSAGE_ILLEGAL, "too odd"))
     future = producer.send_async("orders", b"x")
     producer.flush()
     assert "too odd" in str(future.exception(0))
 
 
-def test_with_nothing_handed_over_there_is_nothing_to_wait_for(embedded):
+def test_a_flush_without_messages_returns_at_once(embedded):
     producer = Producer(name_server=embedded.name_server)
     producer.flush()
     assert producer.state is ProducerState.CREATED
@@ -91,7 +91,7 @@ def test_a_callback_may_flush(producer):
     assert outcomes.get(timeout=30)
 
 
-def test_threads_may_flush_at_once(embedded, producing, gate):
+def test_threads_may_flush_concurrently(embedded, producing, gate):
     producer = producing(embedded, send_timeout_s=60)
     futures = [producer.send_async("orders", b"x") for _ in range(5)]
     gate.wait_held(5)

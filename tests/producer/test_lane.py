@@ -51,7 +51,7 @@ def test_closing_waits_for_a_burst(embedded, pin):
     assert all(future.result(0) for future in futures)
 
 
-def test_where_a_lane_stands_still_all_fail_in_one_timeout(embedded, producer):
+def test_all_messages_of_a_blocked_lane_fail_in_one_timeout(embedded, producer):
     embedded.broker("broker-a").on(SEND, drop, times=None)
     with within(10):
         futures = [producer.send_async("orders", b"%d" % number, queue=A, timeout_s=1) for number in range(50)]
@@ -61,14 +61,14 @@ def test_where_a_lane_stands_still_all_fail_in_one_timeout(embedded, producer):
     assert all("waited 1 s for messages before it" in reason for reason in reasons[1:])
 
 
-def test_without_a_connection_the_error_says_so(embedded, producer):
+def test_the_error_mentions_a_missing_connection(embedded, producer):
     """Nobody accepts, nobody refuses: as a host that drops what comes."""
     embedded.name_server_node.on(None, drop, times=None)
     with pytest.raises(SendError, match="gave up after 0.5 s: neither a route nor a connection was available"):
         producer.send("unknown", b"x", sharding_key="key", timeout_s=0.5)
 
 
-def test_lanes_that_stood_still_together_go_on_together(embedded):
+def test_lanes_blocked_together_continue_together(embedded):
     with Producer(name_server=embedded.name_server, call_timeout_s=0.3) as producer:
         keys = [f"k{number}" for number in range(20)]
         for key in keys:
@@ -91,7 +91,7 @@ def test_a_send_that_waits_in_a_lane_returns_within_its_timeout(embedded, produc
     assert stored(embedded) == [b"held", b"last"]
 
 
-def test_one_behind_those_that_failed_is_sent(embedded, producer):
+def test_a_message_after_failed_ones_is_sent(embedded, producer):
     embedded.broker("broker-a").on(SEND, drop)
     failed = [
         producer.send_async("orders", b"%d" % number, sharding_key="key", timeout_s=timeout_s)
@@ -123,7 +123,7 @@ def test_by_default_a_message_that_timed_out_is_not_overtaken(embedded, producer
 
 @pinned
 @pytest.mark.parametrize("fault", [handle_and_close, close_connection, answer(2, "busy"), answer(14, "disk full")])
-def test_what_is_tried_again_keeps_its_place(embedded, producer, pin, fault):
+def test_a_retried_message_keeps_its_position(embedded, producer, pin, fault):
     embedded.broker("broker-a").on(SEND, fault, when=lambda request: request.body == b"3")
     bodies = [b"%d" % number for number in range(10)]
     results = [future.result(30) for future in [producer.send_async("orders", body, **pin) for body in bodies]]
@@ -144,7 +144,7 @@ def test_a_silent_connection_is_closed_and_its_message_retried(embedded, pin):
 
 
 @pinned
-def test_without_an_answer_the_connection_ends_before_the_next(embedded, pin):
+def test_without_a_response_the_connection_ends_before_the_next(embedded, pin):
     """Although it says other things: what it still carries could be stored after the next message."""
     broker, began = embedded.broker("broker-a"), time.monotonic()
 
@@ -165,7 +165,7 @@ def test_without_an_answer_the_connection_ends_before_the_next(embedded, pin):
 
 
 @pinned
-def test_what_no_try_can_heal_fails_at_once_and_the_next_goes_on(embedded, producer, pin):
+def test_a_permanent_failure_is_immediate_and_the_next_continues(embedded, producer, pin):
     embedded.broker("broker-a").on(SEND, answer(13, "illegal"), when=lambda request: request.body == b"bad")
     futures = [producer.send_async("orders", body, **pin) for body in (b"1", b"bad", b"2")]
     assert "illegal" in str(futures[1].exception(30))
@@ -174,7 +174,7 @@ def test_what_no_try_can_heal_fails_at_once_and_the_next_goes_on(embedded, produ
     assert stored(embedded) == [b"1", b"2"]
 
 
-def test_closing_ends_although_a_lane_is_held(embedded, producer):
+def test_close_ends_although_a_lane_waits(embedded, producer):
     embedded.broker("broker-a").on(SEND, drop)
     with pytest.raises(SendError):
         producer.send("orders", b"1", sharding_key="key", timeout_s=0.2)
@@ -208,7 +208,7 @@ def test_lanes_do_not_wait_for_each_other(embedded, producer):
     assert held.result(30)
 
 
-def test_one_lane_is_sent_one_after_the_other_and_others_beside(embedded, producing, gate):
+def test_messages_are_serial_in_a_lane_and_concurrent_across_lanes(embedded, producing, gate):
     producer = producing(embedded, send_timeout_s=30)
     first = [producer.send_async("orders", b"a%d" % number, sharding_key="a") for number in range(5)]
     other = producer.send_async("orders", b"b", sharding_key="b")

@@ -71,7 +71,7 @@ def test_programs_that_seed_random_alike_make_ids_of_their_own(embedded):
 # --- not closed
 
 
-def test_producers_that_nobody_closes_send_what_they_have(embedded):
+def test_unclosed_producers_send_their_messages(embedded):
     with pytest.warns(ResourceWarning, match=r"unclosed <pyrocket_consumer.*Producer.*call close\(\)") as warned:
         futures = [Producer(name_server=embedded.name_server).send_async("orders", b"x") for _ in range(30)]
     assert len(warned) == 30
@@ -79,7 +79,7 @@ def test_producers_that_nobody_closes_send_what_they_have(embedded):
     embedded.wait_until(lambda: not producer_threads() and not embedded.broker("broker-a").connections)
 
 
-def test_a_producer_that_is_dropped_sends_what_waits(embedded, gate):
+def test_a_dropped_producer_sends_its_messages(embedded, gate):
     with pytest.warns(ResourceWarning):
         futures = [Producer(name_server=embedded.name_server).send_async("orders", b"x") for _ in range(2)]
     gate.open()
@@ -121,7 +121,7 @@ def test_threads_that_send_first_at_the_same_time_start_it_once(embedded):
     producer.close()
 
 
-def test_a_name_server_that_is_away_is_told_and_may_come_later(embedded):
+def test_an_unreachable_name_server_is_an_error_and_may_return(embedded):
     embedded.stop_name_server()
     producer = Producer(name_server=embedded.name_server)
     for start in (producer.start, lambda: producer.send("orders", b"x")):
@@ -149,7 +149,7 @@ def test_a_closed_producer_refuses(embedded):
             refused()
 
 
-def test_whoever_closes_a_second_time_waits_for_the_same_end(embedded, gate):
+def test_a_second_close_waits_for_the_first(embedded, gate):
     producer = Producer(name_server=embedded.name_server)
     future = producer.send_async("orders", b"x", timeout_s=60)
     gate.wait_held()
@@ -164,20 +164,20 @@ def test_whoever_closes_a_second_time_waits_for_the_same_end(embedded, gate):
 
 
 @for_each("timeout_s", [-1, 3601, float("nan"), "soon", True])
-def test_a_close_with_a_wrong_time_is_refused(embedded, timeout_s):
+def test_a_close_with_a_wrong_timeout_is_refused(embedded, timeout_s):
     with Producer(name_server=embedded.name_server) as producer:
         with pytest.raises(ConfigError, match="timeout_s=.* is not allowed; it must be a number from 0 to 3600"):
             producer.close(timeout_s=timeout_s)
         assert producer.send("orders", b"x")
 
 
-def test_one_that_never_started_can_be_closed():
+def test_an_unstarted_producer_can_be_closed():
     producer = Producer(name_server="127.0.0.1:1")
     producer.close()
     assert producer.state is ProducerState.CLOSED
 
 
-def test_closing_waits_for_what_is_on_its_way(embedded, gate):
+def test_close_waits_for_sends_in_flight(embedded, gate):
     producer = Producer(name_server=embedded.name_server, send_timeout_s=30)
     futures = [producer.send_async("orders", b"x") for _ in range(20)]
     gate.wait_held(20)
@@ -190,7 +190,7 @@ def test_closing_waits_for_what_is_on_its_way(embedded, gate):
     assert len({future.result(0).message_id for future in futures}) == len(embedded.messages("orders"))
 
 
-def test_closing_gives_up_what_takes_too_long(embedded, gate):
+def test_close_fails_sends_that_take_too_long(embedded, gate):
     producer = Producer(name_server=embedded.name_server, send_timeout_s=30)
     futures = [producer.send_async("orders", b"x"), producer.send_async("orders", b"x", sharding_key="k")]
     futures += [producer.send_async("orders", b"x", sharding_key="k")]
@@ -203,7 +203,7 @@ def test_closing_gives_up_what_takes_too_long(embedded, gate):
 
 
 @pytest.mark.parametrize("others", [{}, {"sharding_key": "k"}, {"queue": MessageQueue("later", "broker-a", 0)}])
-def test_a_route_that_comes_after_the_close_is_no_surprise(embedded, caplog, others):
+def test_a_route_that_arrives_after_the_close_is_ignored(embedded, caplog, others):
     embedded.create_topic("later", queues=1)
     route, leave = Gate(answers=True), Gate()
     embedded.broker("broker-a").on(RequestCode.UNREGISTER_CLIENT, leave)
@@ -222,7 +222,7 @@ def test_a_route_that_comes_after_the_close_is_no_surprise(embedded, caplog, oth
     assert embedded.messages("later") == []
 
 
-def test_a_producer_tells_brokers_its_group_and_takes_leave(embedded):
+def test_a_producer_registers_and_unregisters_its_group(embedded):
     broker = embedded.broker("broker-a")
     with Producer("payments", name_server=embedded.name_server) as producer:
         producer.send("orders", b"x")
@@ -273,7 +273,7 @@ def test_after_a_fork_the_child_is_refused_and_the_parent_works(embedded):
 @pytest.mark.parametrize(
     "limit", [{"max_in_flight_messages": 3}, {"max_in_flight_bytes": 350, "compress_above_bytes": 1000}]
 )
-def test_more_than_the_limit_waits_for_room_within_the_timeout(embedded, producing, gate, limit):
+def test_messages_above_the_limit_wait_within_the_timeout(embedded, producing, gate, limit):
     producer = producing(embedded, send_timeout_s=30, **limit)
     futures = [producer.send_async("orders", b"x" * 100) for _ in range(3)]
     gate.wait_held(3)
@@ -286,13 +286,13 @@ def test_more_than_the_limit_waits_for_room_within_the_timeout(embedded, produci
     assert [bool(future.result(30)) for future in futures] == [True] * 4
 
 
-def test_a_message_larger_than_the_limit_goes_alone(embedded, producing):
+def test_a_message_larger_than_the_limit_is_sent_alone(embedded, producing):
     producer = producing(embedded, max_in_flight_bytes=100)
     futures = [producer.send_async("orders", b"x" * 1000) for _ in range(5)]
     assert len({future.result(30).message_id for future in futures}) == 5
 
 
-def test_closing_releases_who_waits_for_room(embedded, gate):
+def test_close_releases_senders_that_wait_for_capacity(embedded, gate):
     producer = Producer(name_server=embedded.name_server, max_in_flight_messages=1, send_timeout_s=30)
     producer.send_async("orders", b"x")
     gate.wait_held(1)
@@ -346,7 +346,7 @@ def test_a_child_forked_during_a_start_can_close_and_send(embedded):
 # --- names and settings
 
 
-def test_a_namespace_is_on_the_wire_and_not_in_results(producing):
+def test_a_namespace_is_in_requests_but_not_in_results(producing):
     with EmbeddedCluster() as embedded:
         embedded.create_topic("shop%orders", queues=2)
         producer = producing(embedded, group="payments", namespace="shop")

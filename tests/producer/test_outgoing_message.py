@@ -14,7 +14,7 @@ from tests.for_each import for_each
 
 
 @for_each("body", [b"x", bytearray(b"x"), memoryview(b"x"), memoryview(b"xyx")[::2][:1]])
-def test_anything_like_bytes_is_a_body(body):
+def test_bytes_like_objects_are_bodies(body):
     assert OutgoingMessage(body).body == b"x"
 
 
@@ -56,12 +56,12 @@ def test_anything_like_bytes_is_a_body(body):
         ({"topic": "a b"}, "character that is not allowed"),
     ],
 )
-def test_a_message_that_could_not_arrive_as_given_is_refused(arguments, reason):
+def test_a_message_that_would_arrive_changed_is_refused(arguments, reason):
     with pytest.raises(ConfigError, match=reason):
         OutgoingMessage(**{"body": b"x", **arguments})
 
 
-def test_tag_keys_and_properties_travel_together():
+def test_tag_and_keys_are_sent_as_properties():
     message = OutgoingMessage(b"x", "paid", ["k1", "k2"], {"région": "é&="})
     assert message.travelling_properties() == {"région": "é&=", "KEYS": "k1 k2", "TAGS": "paid"}
     assert OutgoingMessage(b"x", keys="order-1").keys == ("order-1",), "one may be given as text"
@@ -102,12 +102,12 @@ def producer():
     ],
 )
 @for_each("how", ["send", "send_async", "send_oneway"])
-def test_a_wrong_argument_of_a_send_is_told_first(producer, how, arguments, reason):
+def test_a_wrong_argument_of_a_send_is_reported_first(producer, how, arguments, reason):
     with pytest.raises(ConfigError, match=reason):
         getattr(producer, how)(**{"topic": "orders", "body": b"x", **arguments})
 
 
-def test_a_queue_is_of_the_topic_and_excludes_a_sharding_key(producer):
+def test_a_queue_belongs_to_the_topic_and_excludes_a_sharding_key(producer):
     queue = MessageQueue("other", "broker-a", 0)
     with pytest.raises(ConfigError, match="does not belong to topic 'orders'"):
         producer.send("orders", b"x", queue=queue)
@@ -127,7 +127,7 @@ def test_a_queue_is_of_the_topic_and_excludes_a_sharding_key(producer):
         ("%RETRY%app", [b"x"], "one by one"),
     ],
 )
-def test_a_wrong_batch_is_told_before_anything_is_sent(producer, topic, messages, reason):
+def test_a_wrong_batch_is_reported_before_anything_is_sent(producer, topic, messages, reason):
     with pytest.raises(ConfigError, match=reason):
         producer.send_batch(topic, messages)
 
@@ -143,12 +143,12 @@ def test_a_wrong_batch_is_told_before_anything_is_sent(producer, topic, messages
         ({"max_message_bytes": 16 * 1024 * 1024}, "max_message_bytes"),
     ],
 )
-def test_a_wrong_option_is_told_at_once(options, reason):
+def test_a_wrong_option_is_reported_at_once(options, reason):
     with pytest.raises(ConfigError, match=reason):
         Producer(**{"name_server": "127.0.0.1:1", **options})
 
 
-def test_a_configuration_is_given_whole_or_in_parts():
+def test_a_configuration_excludes_single_options():
     config = Producer(name_server="127.0.0.1:1", group="app").config
     assert Producer(config=config).group == "app"
     with pytest.raises(ConfigError, match="put 'send_attempts' into it"):
@@ -187,7 +187,7 @@ def test_every_part_fits_and_nothing_is_lost():
     assert max(encoded(part) for part in parts) <= 500
 
 
-def test_a_message_that_fits_into_no_part_is_named():
+def test_a_message_that_is_too_large_for_a_part_is_named():
     assert list(split_batch([], 100)) == []
     with pytest.raises(ConfigError, match="message 1 of the batch"):
         list(split_batch(items(10, 500), 500))

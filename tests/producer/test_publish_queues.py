@@ -23,7 +23,7 @@ def queues_of(*brokers, count=2, perm=6):
     )
 
 
-def test_queues_are_taken_in_turn():
+def test_queues_are_selected_round_robin():
     queues = queues_of("a", "b")
     taken = [queues.next_queue() for _ in range(8)]
     assert Counter(taken) == dict.fromkeys(queues.queues, 2)
@@ -35,7 +35,7 @@ def test_producers_that_start_together_begin_at_different_queues():
     assert len({PublishQueues(route, random.Random(seed)).next_queue() for seed in range(20)}) > 5
 
 
-def test_queues_of_avoided_brokers_are_passed_over():
+def test_queues_of_avoided_brokers_are_skipped():
     queues = queues_of("a", "b")
     assert {queues.next_queue({"a"}).broker_name for _ in range(6)} == {"b"}
     assert queues.next_queue({"a", "b"}) is None
@@ -67,7 +67,7 @@ def test_a_sharding_key_goes_to_the_queue_that_java_chooses(key, java_hash, coun
     assert queues.queue_for_key(key) == MessageQueue("orders", "a", abs(remainder))
 
 
-def test_a_broker_that_fails_again_is_left_alone_for_longer():
+def test_a_broker_that_fails_again_is_avoided_for_longer():
     failed = FailedBrokers()
     failed.add_failure("a", now=100.0)
     assert failed.avoided(100.9) == {"a"}
@@ -83,7 +83,7 @@ def test_a_broker_that_fails_again_is_left_alone_for_longer():
     assert failed.avoided(200_130.1) == set()
 
 
-def test_an_answer_clears_a_brokers_name():
+def test_a_response_ends_the_avoidance_of_a_broker():
     failed = FailedBrokers()
     for name in ("a", "b"):
         failed.add_failure(name, now=100.0)

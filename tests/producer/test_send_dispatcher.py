@@ -101,7 +101,7 @@ def test_when_a_topic_gets_fewer_queues_no_message_is_lost(embedded, producer, p
 
 
 @pytest.mark.parametrize("queues", [8])
-def test_a_queue_that_was_taken_away_is_told_at_once(embedded, producer):
+def test_a_removed_queue_is_reported_at_once(embedded, producer):
     embedded.create_topic("orders", queues=2)
     with within(10), pytest.raises(SendError, match="not in the route of the topic.*broker-a with 2 write queues"):
         producer.send("orders", b"x", queue=MessageQueue("orders", "broker-a", 7), timeout_s=30)
@@ -114,7 +114,7 @@ def make_anew_elsewhere(embedded):
 
 @pinned
 @pytest.mark.cluster(brokers=2, auto_create_topics=False)
-def test_a_topic_made_anew_on_another_broker_is_found_there(embedded, producer, pin):
+def test_a_topic_recreated_on_another_broker_is_found_there(embedded, producer, pin):
     make_anew_elsewhere(embedded)
     if "queue" in pin:
         pin = {"queue": MessageQueue("orders", "broker-b", 0)}
@@ -126,7 +126,7 @@ def test_a_topic_made_anew_on_another_broker_is_found_there(embedded, producer, 
 
 
 @pytest.mark.cluster(brokers=2, auto_create_topics=False)
-def test_all_keys_of_a_topic_made_anew_elsewhere_are_found(embedded, producer):
+def test_all_keys_of_a_topic_recreated_elsewhere_are_found(embedded, producer):
     make_anew_elsewhere(embedded)
     sent = [producer.send_async("orders", b"x", sharding_key=f"key-{number}") for number in range(8)]
     assert {future.result(20).queue.broker_name for future in sent} == {"broker-b"}
@@ -152,7 +152,7 @@ def test_batches_and_transactions_follow_the_route_too(embedded):
         wait_until(lambda: len(stored(embedded)) == 4, "all four")
 
 
-def test_refusals_are_no_storm_of_questions(embedded, producer):
+def test_refusals_cause_few_route_requests(embedded, producer):
     embedded.broker("broker-a").on(SEND, answer(14, "disk full"), times=None)
     futures = [producer.send_async("orders", b"x", timeout_s=1) for _ in range(200)]
     for future in futures:
@@ -162,7 +162,7 @@ def test_refusals_are_no_storm_of_questions(embedded, producer):
 
 
 @pytest.mark.cluster(auto_create_topics=False)
-def test_a_deleted_topic_is_told_at_once(embedded, producer):
+def test_a_deleted_topic_is_reported_at_once(embedded, producer):
     embedded.delete_topic("orders")
     why = r"TOPIC_NOT_EXIST \(17\): .*; "  # from the broker, and only then from the name server
     with within(10):
@@ -173,7 +173,7 @@ def test_a_deleted_topic_is_told_at_once(embedded, producer):
 
 
 @pytest.mark.cluster(brokers=2)
-def test_a_broker_that_no_route_names_any_more_may_answer_yet(embedded):
+def test_a_broker_outside_the_route_may_still_respond(embedded):
     """Name servers may lose sight of a broker that is up; what it was sent is not sent again elsewhere."""
     with Producer(name_server=embedded.name_server, route_refresh_interval_s=0.05) as producer:
         lost, gate = embedded.broker("broker-a"), Gate(answers=True)
@@ -205,7 +205,7 @@ def test_an_only_broker_may_restart_within_the_timeout(embedded, producer, pin, 
         assert stored(embedded) == bodies
 
 
-def test_a_topic_to_be_made_waits_for_the_only_broker(embedded):
+def test_a_topic_to_create_waits_for_the_only_broker(embedded):
     with Producer(name_server=embedded.name_server, auto_create_topic=True) as producer:
         producer.send("another", b"first")  # made by the broker, as the next one shall be
         broker = embedded.broker("broker-a")
@@ -226,7 +226,7 @@ def test_a_one_way_message_waits_for_the_only_broker(embedded, producer):
 
 
 @pinned
-def test_what_is_refused_for_a_while_is_tried_until_it_is_taken(embedded, producer, pin):
+def test_a_message_refused_for_a_while_is_retried_until_stored(embedded, producer, pin):
     broker = embedded.broker("broker-a")
     broker.on(SEND, answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy"), times=None)
     with meanwhile(broker.clear_faults):
@@ -235,7 +235,7 @@ def test_what_is_refused_for_a_while_is_tried_until_it_is_taken(embedded, produc
 
 
 @pinned
-def test_a_message_refused_to_the_end_fails_in_time(embedded, producer, pin):
+def test_a_message_that_is_always_refused_fails_in_time(embedded, producer, pin):
     embedded.broker("broker-a").on(SEND, answer(2, "busy"), times=None)
     with within(10), pytest.raises(SendError, match=r"SYSTEM_BUSY \(2\): busy \(\d+ times\)") as raised:
         producer.send("orders", b"x", timeout_s=1, **pin)
@@ -259,7 +259,7 @@ def test_after_a_silent_broker_the_next_messages_get_through(embedded, producer,
 
 
 @pinned
-def test_a_result_tells_that_there_may_be_a_copy(embedded, producer, pin):
+def test_a_result_shows_that_a_copy_may_exist(embedded, producer, pin):
     assert producer.send("orders", b"once", **pin).attempts == 1
     embedded.broker("broker-a").on(SEND, handle_and_close)
     sent = producer.send("orders", b"twice", **pin)
@@ -285,7 +285,7 @@ def test_with_one_attempt_no_message_reaches_a_store_twice(embedded, pin):
 
 
 @pytest.mark.cluster(account=("key", "secret"))
-def test_an_account_that_may_not_is_told_at_once(embedded):
+def test_a_missing_permission_is_reported_at_once(embedded):
     for wrong in ({"access_key": "key", "secret_key": "wrong"}, {}):
         producer = Producer(name_server=embedded.name_server, send_timeout_s=30, **wrong)
         with producer, pytest.raises(SendError) as raised:
@@ -307,7 +307,7 @@ def test_an_account_that_may_not_is_told_at_once(embedded):
     ],
     ids=["many", "long", "nobody there"],
 )
-def test_whatever_a_route_names_the_errors_of_messages_are_short(embedded, names, perm):
+def test_errors_of_messages_are_short_with_any_route(embedded, names, perm):
     queues = [
         {"brokerName": name, "readQueueNums": 1, "writeQueueNums": 1, "perm": perm, "topicSysFlag": 0} for name in names
     ]

@@ -34,7 +34,7 @@ def callbacks():
     thread.stop(10)
 
 
-def test_a_message_on_its_way_is_a_running_future(producer, gate):
+def test_the_future_of_a_message_in_flight_is_running(producer, gate):
     future = producer.send_async("orders", b"x")
     assert isinstance(future, Future)
     assert (future.running(), future.done(), future.cancelled()) == (True, False, False)
@@ -49,7 +49,7 @@ def test_a_message_on_its_way_is_a_running_future(producer, gate):
     assert "state=finished" in repr(future)
 
 
-def test_a_message_handed_over_cannot_be_taken_back(embedded, producer, gate):
+def test_a_queued_message_cannot_be_withdrawn(embedded, producer, gate):
     future = producer.send_async("orders", b"x")
     assert not future.cancel()
     gate.open()
@@ -71,7 +71,7 @@ def test_a_failed_message_raises_its_error_each_time(embedded, producer):
 
 
 @pytest.mark.parametrize("until", [ALL_COMPLETED, FIRST_COMPLETED, FIRST_EXCEPTION])
-def test_the_standard_wait_takes_them(producer, gate, until):
+def test_the_standard_wait_accepts_the_futures(producer, gate, until):
     futures = [producer.send_async("orders", b"%d" % number) for number in range(100)]
     done, pending = concurrent.futures.wait(futures, timeout=0.01, return_when=until)
     assert (len(done), len(pending)) == (0, 100)
@@ -81,7 +81,7 @@ def test_the_standard_wait_takes_them(producer, gate, until):
     assert until == FIRST_COMPLETED or not pending
 
 
-def test_as_completed_gives_each_of_them_once(producer):
+def test_as_completed_yields_each_future_once(producer):
     futures = [producer.send_async("orders", b"%d" % number) for number in range(3000)]
     random.shuffle(futures)
     came = list(concurrent.futures.as_completed(futures, timeout=30))
@@ -89,7 +89,7 @@ def test_as_completed_gives_each_of_them_once(producer):
     assert set(came) == set(futures)
 
 
-async def test_a_coroutine_waits_for_them(producer):
+async def test_a_coroutine_waits_for_the_futures(producer):
     futures = [producer.send_async("orders", b"%d" % number) for number in range(100)]
     results = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
     assert sorted(result.queue_offset for result in results) == sorted([*range(50), *range(50)])
@@ -131,7 +131,7 @@ def test_a_callback_may_send_and_wait_and_one_may_fail(producer, caplog):
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_a_callback_that_wants_to_exit_ends_no_others(producer, caplog, error):
+def test_a_callback_that_calls_exit_ends_no_others(producer, caplog, error):
     def leave(future):
         raise error
 
@@ -144,7 +144,7 @@ def test_a_callback_that_wants_to_exit_ends_no_others(producer, caplog, error):
     assert caplog.text.count("a callback called exit") == 1
 
 
-def test_a_callback_added_when_all_is_over_still_runs(embedded):
+def test_a_callback_added_after_close_still_runs(embedded):
     with Producer(name_server=embedded.name_server) as producer:
         future = producer.send_async("orders", b"x")
     seen = []
@@ -165,8 +165,8 @@ def test_a_callback_may_close_the_producer(embedded):
     assert producer.state is ProducerState.CLOSED
 
 
-def test_a_future_is_told_once(callbacks):
-    for resolve in (lambda promise: promise.set_result(1), lambda promise: promise.set_exception(ValueError())):
+def test_a_future_is_resolved_once(callbacks):
+    for tell in (lambda promise: promise.set_result(1), lambda promise: promise.set_exception(ValueError())):
         future = SendFuture(callbacks)
         Promise(future).set_result(0)
         with pytest.raises(InvalidStateError):
@@ -175,7 +175,7 @@ def test_a_future_is_told_once(callbacks):
 
 
 @pytest.mark.live
-def test_however_threads_meet_nobody_waits_in_vain(callbacks):
+def test_no_waiter_misses_a_result_however_threads_interleave(callbacks):
     """A future is told while others begin to wait for it, in every way there is."""
     count, called = 400, threading.Semaphore(0)
     for turn in range(5):
@@ -217,7 +217,7 @@ def test_however_threads_meet_nobody_waits_in_vain(callbacks):
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "print"])
-def test_what_is_not_callable_is_refused_where_it_is_added(producer, gate, wrong):
+def test_a_callback_that_is_not_callable_is_refused(producer, gate, wrong):
     future = producer.send_async("orders", b"x")
     with pytest.raises(TypeError, match=f"{wrong!r} is not callable; pass a function"):
         future.add_done_callback(wrong)
@@ -228,7 +228,7 @@ def test_what_is_not_callable_is_refused_where_it_is_added(producer, gate, wrong
 
 
 @pytest.mark.parametrize("pin", [{}, {"sharding_key": "key"}], ids=["free", "key"])
-def test_a_user_cannot_tell_the_outcome_of_a_message(producer, gate, pin):
+def test_a_user_cannot_resolve_a_future(producer, gate, pin):
     futures = [producer.send_async("orders", b"%d" % number, **pin) for number in range(10)]
     for tell in (lambda: futures[3].set_result(None), lambda: futures[3].set_exception(ValueError())):
         with pytest.raises(InvalidStateError, match="only the producer"):
@@ -251,7 +251,7 @@ class Refuses:
 
 @pytest.mark.parametrize("pin", [{}, {"sharding_key": "key"}], ids=["free", "key"])
 @pytest.mark.parametrize("ends", ["answered", "given up", "closed"])
-def test_one_who_takes_no_outcome_harms_no_others(embedded, producing, caplog, pin, ends):
+def test_a_failing_result_sink_harms_no_others(embedded, producing, caplog, pin, ends):
     held, timeout_s = Gate(), 1 if ends == "given up" else 30
     embedded.broker("broker-a").on(SEND, held if ends == "answered" else drop, times=None)
     producer, futures = producing(embedded, call_timeout_s=1), []
@@ -285,7 +285,7 @@ def threads_are_scarce(monkeypatch):
     return enough
 
 
-def test_without_a_thread_results_come_and_callbacks_later(embedded, producing, gate, threads_are_scarce, caplog):
+def test_without_a_thread_results_arrive_and_callbacks_wait(embedded, producing, gate, threads_are_scarce, caplog):
     producer, called = producing(embedded), []
     future = producer.send_async("orders", b"x")
     for name in ("first", "second"):
@@ -343,7 +343,7 @@ STEPS = {
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no such signal")
 @pytest.mark.parametrize("act", STEPS.values(), ids=STEPS)
-def test_a_signals_handler_may_wait_wherever_it_comes(act):
+def test_a_signal_handler_may_wait_at_any_step(act):
     """The signal comes at each step in turn; another thread tells the future and others then."""
     step, came, late = 0, True, []
 

@@ -39,7 +39,7 @@ def test_a_message_is_stored_as_it_was_given(cluster, topic, producing):
     assert sent.status is SendStatus.OK
 
 
-def test_messages_take_the_queues_in_turn(cluster, topic, producing):
+def test_messages_use_the_queues_round_robin(cluster, topic, producing):
     cluster.create_topic(topic, queues=4)
     producer = producing(cluster)
     sent = [producer.send(topic, b"x") for _ in range(12)]
@@ -47,7 +47,7 @@ def test_messages_take_the_queues_in_turn(cluster, topic, producing):
     assert sorted(map(result_place, sent)) == sorted(map(place, cluster.messages(topic)))
 
 
-def test_a_chosen_queue_gets_the_message(cluster, topic, producing):
+def test_a_selected_queue_gets_the_message(cluster, topic, producing):
     cluster.create_topic(topic, queues=4)
     queue = MessageQueue(topic, "broker-a", 2)
     assert [producing(cluster).send(topic, b"x", queue=queue).queue for _ in range(2)] == [queue, queue]
@@ -82,7 +82,7 @@ def test_large_bodies_are_compressed(cluster, topic, producing, kind, sys_flag):
     assert (small.body, small.sys_flag & 0x701) == (body[:-1], 0)
 
 
-def test_what_compression_would_make_larger_is_sent_as_it_is(cluster, topic, producing):
+def test_a_body_that_compression_would_enlarge_is_sent_unchanged(cluster, topic, producing):
     cluster.create_topic(topic, queues=1)
     body = bytes(range(256))
     producing(cluster, compress_above_bytes=256).send(topic, body)
@@ -96,7 +96,7 @@ def test_the_largest_message_is_stored(cluster, topic, producing):
     assert producer.send(topic, b"x" * (4 * 1024 * 1024)).queue_offset == 0
 
 
-def test_the_messages_of_a_batch_are_messages_like_others(cluster, topic, producing):
+def test_messages_of_a_batch_are_ordinary_messages(cluster, topic, producing):
     cluster.create_topic(topic, queues=1)
     producer = producing(cluster, compress_above_bytes=2)
     producer.send(topic, b"before")
@@ -112,7 +112,7 @@ def test_the_messages_of_a_batch_are_messages_like_others(cluster, topic, produc
     assert (plain.tags, plain.keys, plain.flag) == (None, (), 0)
 
 
-def test_a_batch_too_large_for_one_request_takes_several(cluster, topic, producing):
+def test_a_batch_too_large_for_one_request_uses_several(cluster, topic, producing):
     cluster.create_topic(topic, queues=4)
     producer = producing(cluster, max_message_bytes=2000)
     results = producer.send_batch(topic, [f"{number:0400}".encode() for number in range(20)])
@@ -144,11 +144,11 @@ def test_a_batch_of_more_than_brokers_can_count_harms_nothing(cluster, topic, pr
     wait_until(lambda: cluster.broker("broker-a").max_offset(topic, 0) == 33_001, "max offset")
 
 
-def test_an_empty_batch_is_no_request(cluster, topic, producing):
+def test_an_empty_batch_sends_no_request(cluster, topic, producing):
     assert producing(cluster).send_batch(topic, []) == []
 
 
-def test_many_messages_at_a_time_each_have_their_place(cluster, topic, producing):
+def test_concurrent_messages_each_have_a_position(cluster, topic, producing):
     cluster.create_topic(topic, queues=4)
     producer = producing(cluster, send_timeout_s=60)
     futures = [producer.send_async(topic, b"%d" % number) for number in range(3000)]
@@ -211,7 +211,7 @@ def test_a_message_arrives_at_a_given_time_from_5_0_on(cluster, topic, producing
 
 
 @pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")
-def test_a_message_cannot_be_kept_for_more_than_three_days(cluster, topic, producing):
+def test_a_message_cannot_be_delayed_for_more_than_three_days(cluster, topic, producing):
     cluster.create_topic(topic, queues=1)
     at = datetime.fromtimestamp(time.time(), UTC) + timedelta(days=3, minutes=1)
     with pytest.raises(SendError, match=r"MESSAGE_ILLEGAL.*bigger than the max delay 259200000ms") as raised:
@@ -233,14 +233,14 @@ def test_a_topic_that_does_not_exist_is_an_error_with_a_remedy(cluster, topic, p
     assert producer.send(topic, b"x").queue_offset == 0
 
 
-def test_a_topic_is_made_by_the_broker_if_wanted(cluster, topic, producing):
+def test_a_topic_is_created_by_the_broker_on_demand(cluster, topic, producing):
     producer = producing(cluster, auto_create_topic=True)
     results = [producer.send(topic, b"x") for _ in range(5)]
     assert {each.queue.broker_name for each in results} == {"broker-a"}
     wait_until(lambda: len(cluster.messages(topic)) == 5, "5 messages")
 
 
-def test_a_topic_that_cannot_be_written_is_an_error_that_says_so(cluster, topic, producing):
+def test_the_error_mentions_a_topic_without_write_permission(cluster, topic, producing):
     cluster.create_topic(topic, queues=2, perm=4)
     producer = producing(cluster)
     with pytest.raises(SendError, match=r"no queue can be written; .*no write permission \(perm 4\)") as raised:
@@ -251,7 +251,7 @@ def test_a_topic_that_cannot_be_written_is_an_error_that_says_so(cluster, topic,
         producer.send(topic, b"x", queue=queue)
 
 
-def test_a_queue_that_does_not_exist_is_an_error_that_says_so(cluster, topic, producing):
+def test_the_error_mentions_a_queue_that_does_not_exist(cluster, topic, producing):
     cluster.create_topic(topic, queues=2)
     producer = producing(cluster)
     producer.send(topic, b"x")
@@ -270,7 +270,7 @@ def test_queues_added_later_are_used(cluster, topic, producing):
     assert {producer.send(topic, b"x").queue.queue_id for _ in range(3)} == {0, 1, 2}
 
 
-def test_queues_taken_away_later_cost_no_message(cluster, topic, producing):
+def test_queues_removed_later_lose_no_message(cluster, topic, producing):
     cluster.create_topic(topic, queues=8)
     producer = producing(cluster)
     assert {producer.send(topic, b"x").queue.queue_id for _ in range(8)} == set(range(8))
@@ -300,7 +300,7 @@ def test_when_a_broker_is_killed_messages_go_to_the_other(cluster, topic, produc
 
 
 @pytest.mark.cluster(brokers=2)
-def test_a_sharding_key_waits_for_no_other_broker(cluster, topic, producing):
+def test_a_sharding_key_does_not_move_to_another_broker(cluster, topic, producing):
     cluster.create_topic(topic, queues=1)
     producer = producing(cluster, send_timeout_s=2)
     keys = {producer.send(topic, b"x", sharding_key=key).queue.broker_name: key for key in "abcdefgh"}

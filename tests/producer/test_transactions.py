@@ -107,7 +107,7 @@ def test_a_rolled_back_message_is_never_delivered(cluster, topic, names, produci
 
 
 @pytest.mark.cluster(settings=QUICK_CHECKS)
-def test_a_broker_that_does_not_know_asks(cluster, topic, names, producing):
+def test_a_broker_without_a_result_requests_a_check(cluster, topic, names, producing):
     cluster.create_topic(topic, queues=1)
     check = Check(TransactionState.UNKNOWN, ValueError("ask again"), TransactionState.COMMIT)
     producer = producing(cluster, TransactionProducer, group=names.group(), check=check)
@@ -125,7 +125,7 @@ def test_a_broker_that_does_not_know_asks(cluster, topic, names, producing):
 
 
 @pytest.mark.parametrize("returned", [None, True, "COMMIT"])
-def test_what_is_no_state_leaves_the_decision_to_the_check(quick, transacting, returned):
+def test_an_invalid_state_leaves_the_decision_to_the_check(quick, transacting, returned):
     producer = transacting(check := Check(TransactionState.COMMIT))
     result = producer.send_in_transaction(PAID, lambda sent: returned)
     assert result.state is TransactionState.UNKNOWN
@@ -147,7 +147,7 @@ def test_after_an_error_of_the_application_the_check_decides(quick, transacting)
     assert quick.messages("orders") == []
 
 
-def test_a_decision_that_does_not_reach_the_broker_is_asked_for(quick, transacting):
+def test_a_lost_decision_is_requested_by_the_broker(quick, transacting):
     producer = transacting(check := Check(TransactionState.COMMIT), call_timeout_s=1)
     quick.broker("broker-a").on(RequestCode.END_TRANSACTION, drop)
     result = producer.send_in_transaction(PAID, commit)
@@ -157,7 +157,7 @@ def test_a_decision_that_does_not_reach_the_broker_is_asked_for(quick, transacti
     quick.wait_until(lambda: quick.messages("orders") != [])
 
 
-def test_a_decision_that_the_broker_refuses_is_not_taken(quick, transacting, caplog):
+def test_a_decision_that_the_broker_refuses_is_reported(quick, transacting, caplog):
     producer = transacting(Check())
     quick.broker("broker-a").on(RequestCode.END_TRANSACTION, answer(1, "Find prepared transaction message failed"))
     result = producer.send_in_transaction(PAID, commit)
@@ -187,7 +187,7 @@ def slow_check():
     check.may_answer.set()
 
 
-def test_a_slow_check_holds_up_no_callbacks(transacting, slow_check):
+def test_a_slow_check_does_not_delay_callbacks(transacting, slow_check):
     producer = transacting(slow_check)
     undecided(producer)
     assert slow_check.began.wait(30)
@@ -196,7 +196,7 @@ def test_a_slow_check_holds_up_no_callbacks(transacting, slow_check):
     assert called.wait(30)
 
 
-def test_what_a_broker_asks_again_meanwhile_is_checked_once(slow_check, producing):
+def test_repeated_requests_are_checked_once(slow_check, producing):
     with EmbeddedCluster(settings={**QUICK_CHECKS, "transactionCheckMax": "3"}) as cluster:
         cluster.create_topic("orders", queues=1)
         producer = producing(cluster, TransactionProducer, group="payments", check=slow_check)
@@ -220,7 +220,7 @@ def test_no_check_begins_after_close(quick, slow_check):
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_a_check_that_wants_to_exit_is_asked_again(quick, transacting, error):
+def test_a_check_that_calls_exit_is_repeated(quick, transacting, error):
     def check(message):
         checked.append(message)
         if len(checked) == 1:
@@ -232,13 +232,13 @@ def test_a_check_that_wants_to_exit_is_asked_again(quick, transacting, error):
     quick.wait_until(lambda: quick.messages("orders") != [])
 
 
-def test_a_dropped_producer_checks_nothing_any_more(quick):
+def test_a_dropped_producer_runs_no_checks(quick):
     with pytest.warns(ResourceWarning, match="TransactionProducer"):
         TransactionProducer("payments", check=never, topics=["orders"], name_server=quick.name_server).start()
     quick.wait_until(lambda: not quick.broker("broker-a").connections and not producer_threads())
 
 
-def test_another_producer_answers_for_one_that_is_gone(quick, transacting):
+def test_another_producer_checks_for_a_closed_one(quick, transacting):
     with TransactionProducer("payments", check=never, name_server=quick.name_server) as gone:
         half = undecided(gone)
     check = Check(TransactionState.COMMIT)
@@ -250,14 +250,14 @@ def test_another_producer_answers_for_one_that_is_gone(quick, transacting):
 CHECK_FIELDS = {"tranStateTableOffset": "0", "commitLogOffset": "0", "msgId": "A"}
 
 
-def test_a_name_server_may_not_ask(quick, transacting):
+def test_a_name_server_may_not_request_a_check(quick, transacting):
     transacting(never, topics=["orders"])
     record = encode_message(StoredMessage("orders", b"x", {"UNIQ_KEY": "A"}))
     refused = RequestSender(quick.name_server_node).call(RequestCode.CHECK_TRANSACTION_STATE, CHECK_FIELDS, record)
     assert refused.remark == "CHECK_TRANSACTION_STATE is not obeyed: only brokers of the topics in use may ask"
 
 
-def test_what_is_asked_about_is_not_unpacked_before_its_check(quick, transacting):
+def test_a_body_is_not_decompressed_before_its_check(quick, transacting):
     """Thousands may wait, and each may be small as it is stored, and large; or not to be unpacked at all."""
     transacting(check := Check(), topics=["orders"])
     quick.broker("broker-a").wait_for(RequestCode.HEART_BEAT)
@@ -274,7 +274,7 @@ def test_what_is_asked_about_is_not_unpacked_before_its_check(quick, transacting
 @pytest.mark.parametrize(
     ("fields", "body"), [({}, b"x" * 900_000), ({"transactionId": "x" * 900_000}, b"x")], ids=["messages", "headers"]
 )
-def test_what_is_asked_again_and_larger_then_is_not_held(quick, transacting, slow_check, fields, body):
+def test_a_larger_repeated_request_is_dropped(quick, transacting, slow_check, fields, body):
     transacting(slow_check, topics=["orders"])
     quick.broker("broker-a").wait_for(RequestCode.HEART_BEAT)
     sender = RequestSender(quick.broker("broker-a"))
@@ -295,7 +295,7 @@ def test_what_is_asked_again_and_larger_then_is_not_held(quick, transacting, slo
         slow_check.may_answer.set()
 
 
-def test_a_broker_that_asks_without_end_leaves_room_to_others(producing, slow_check):
+def test_a_broker_that_floods_checks_leaves_capacity_to_others(producing, slow_check):
     with EmbeddedCluster(brokers=2, settings=QUICK_CHECKS) as cluster:
         cluster.create_topic("orders", queues=1)
         producing(cluster, TransactionProducer, group="payments", check=slow_check, topics=["orders"])
@@ -321,13 +321,13 @@ def test_a_broker_that_asks_without_end_leaves_room_to_others(producing, slow_ch
         (answer(13, "illegal"), SendError, "illegal"),
     ],
 )
-def test_what_is_not_stored_or_without_a_place_runs_nothing(quick, transacting, fault, error, expected):
+def test_run_is_not_called_without_a_stored_position(quick, transacting, fault, error, expected):
     quick.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, fault, times=1)
     with pytest.raises(error, match=expected):
         transacting(never).send_in_transaction(PAID, never)
 
 
-def test_wrong_arguments_are_told(transacting):
+def test_wrong_arguments_are_reported(transacting):
     producer = transacting(never)
     for call, expected in (
         (lambda: transacting(None), "not callable"),
@@ -339,14 +339,14 @@ def test_wrong_arguments_are_told(transacting):
             call()
 
 
-def test_a_topic_to_know_must_exist(quick):
+def test_a_topic_to_connect_to_must_exist(quick):
     producer = TransactionProducer("payments", check=never, topics=["missing"], name_server=quick.name_server)
     with pytest.raises(RouteNotFound):
         producer.start()
     assert producer.state.value == "closed"
 
 
-def test_closed_while_the_transaction_runs_it_tells_the_decision(embedded):
+def test_a_close_during_the_transaction_reports_the_decision(embedded):
     """The message is stored and the transaction carried out: an error would have both done once more."""
     producer = TransactionProducer("payments", check=never, name_server=embedded.name_server)
 
