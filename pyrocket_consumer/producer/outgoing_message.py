@@ -236,7 +236,7 @@ def _check_text(what: str, value: object) -> None:
     if not isinstance(value, str):
         raise ConfigError(f"{what} must be text, not {type(value).__name__} ({safe_repr(value)})")
     if not value:
-        raise ConfigError(f"{what} is empty, and brokers would drop it; remove it")
+        raise ConfigError(f"{what} is empty, and brokers would drop it; leave it out")
     if "\x01" in value or "\x02" in value:
         raise ConfigError(f"{what} holds \\x01 or \\x02, which separate properties in a request: {safe_repr(value)}")
     if not value.isascii():

@@ -33,5 +33,5 @@ def admin(embedded: EmbeddedCluster) -> Iterator[Admin]:
 
 @pytest.fixture
 def stores(tmp_path: Path) -> dict[str, Any]:
-    """Options of a broadcasting member whose offsets are below this test's directory."""
+    """Return options of a broadcasting member with its offsets in the directory of this test."""
     return {"message_model": "broadcasting", "offset_store_dir": tmp_path}

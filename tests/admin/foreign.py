@@ -1,4 +1,4 @@
-"""A member of another client: it answers what brokers pass on as Java does, and knows nothing of ours."""
+"""A member of another client. It responds to relayed requests as Java does, and knows no requests of this package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.testing.raw_client import RawClient
 
 
 class ForeignMember:
-    """Joins a group, says where it stands, and obeys 220 if its `version` is one that does. `silent`: never answers."""
+    """Joins a group, reports its offsets, and obeys request 220 if its `version` does. If `silent`, it never responds."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Topics and groups: made, changed, listed, deleted. On every kind of cluster."""
+"""Create, change, list and delete topics and groups, on every kind of cluster."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_deleted_topic_is_removed_everywhere(admin, producer, topic):
     assert topic not in admin.topics(include_system=True)
     with pytest.raises(RouteNotFound):
         admin.topic_offsets(topic)
-    admin.delete_topic(topic)  # what is not there is no error
+    admin.delete_topic(topic)  # deleting it again is no error
     admin.create_topic(topic, queues=1)
     assert admin.topic_offsets(topic) == {MessageQueue(topic, "broker-a", 0): OffsetRange(0, 0, None)}
 
@@ -112,7 +112,7 @@ def test_groups_are_created_listed_and_deleted(admin, names):
     assert not [each for each in shown if each.startswith(("CID_", "TOOLS", "SELF_TEST", "FILTERSRV"))]
     assert set(admin.groups(include_system=True)) >= set(shown)
     admin.delete_group(first)
-    admin.delete_group(first)  # what is not there is no error
+    admin.delete_group(first)  # deleting it again is no error
     assert [each for each in admin.groups() if each in (first, second)] == [second]
 
 

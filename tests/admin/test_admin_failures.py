@@ -1,4 +1,4 @@
-"""What an admin call does when it may not, cannot, or is not answered."""
+"""Admin calls without permission, without a broker, or without a response."""
 
 from __future__ import annotations
 

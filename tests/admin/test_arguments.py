@@ -1,4 +1,4 @@
-"""What is not allowed is an error that names the value and what is, before any broker was asked."""
+"""A wrong argument raises an error with the value and the allowed values, before any request."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_wrong_argument_is_named_and_nothing_is_sent(embedded, admin, method, 
 
 
 def called(admin, method, name, value):
-    """Call a method with right arguments, but for one."""
+    """Call a method with right arguments except one."""
     right, _ = METHODS[method]
     place = PLACES.get(name, 1 if name == "topic" and len(right) > 1 else 0 if name == "topic" else 2)
     arguments, options = list(right), {}
@@ -147,7 +147,7 @@ def called(admin, method, name, value):
             "no queue broker-a/7; its queues: broker-a/0, broker-a/1",
         ),
         (lambda admin: admin.plan_reset("G", "T", {queue("U", 0): 1}), "not a queue of topic T"),
-        (lambda admin: admin.plan_reset("G", "T", "earliest", []), "no queue of topic T is chosen"),
+        (lambda admin: admin.plan_reset("G", "T", "earliest", []), "no queue of topic T is selected"),
         (lambda admin: admin.plan_reset("a b", "T", "earliest"), "not allowed"),
         (lambda admin: admin.plan_reset("nobody", "T", "earliest"), "no broker knows group 'nobody'.*known: .*G"),
     ],
@@ -165,7 +165,7 @@ def test_a_wrong_argument_is_reported_and_nothing_is_done(embedded, admin, call,
 @pytest.mark.live
 @for_each("method, name, values", TABLE, ids=[f"{method}-{name}" for method, name, _ in TABLE])
 def test_a_wrong_argument_is_reported_before_connecting(method, name, values):
-    with socket.create_server(("127.0.0.1", 0)) as nobody:  # who connects waits for an answer that never comes
+    with socket.create_server(("127.0.0.1", 0)) as nobody:  # a connection would wait for a response that never arrives
         nobody.settimeout(0)
         admin = Admin(name_server=f"127.0.0.1:{nobody.getsockname()[1]}")
         for value in (each for each in values if each != "nowhere"):

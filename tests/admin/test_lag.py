@@ -1,4 +1,4 @@
-"""How far a group is: nothing that is left to consume is passed over, and what is not known is said."""
+"""The lag of a group counts all messages left to consume, and reports unknown positions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def embedded(request):
 
 @pytest.fixture
 def committed(embedded):
-    """The group G, which has committed these."""
+    """The group G with these committed offsets."""
 
     def commit(*offsets):
         embedded.broker("broker-a").create_group("G")
@@ -63,7 +63,7 @@ def topics(found) -> set[str]:
 
 
 def test_a_report_on_queues_of_another_broker_is_ignored():
-    """Who says where a group is at other brokers, could hide that it is behind there."""
+    """A broker that reports offsets of queues of another broker could hide lag there."""
     with administered(brokers=2) as (cluster, admin):
         fill(cluster, "T", 4, queues=1)
         for name in ("broker-a", "broker-b"):
@@ -166,12 +166,12 @@ def test_json_has_no_number_for_an_unknown_lag(embedded, capsys):
     assert (shown["lag"], "no member of G is online" in shown["not_known"]) == (None, True)
 
 
-# --- brokers that are away
+# --- brokers that are down
 
 
 @pytest.fixture
 def pair():
-    """Two brokers, five messages in each of their queues of T, of which G has consumed those of broker-a."""
+    """Two brokers with five messages in each queue of T. G has consumed those on broker-a."""
     with EmbeddedCluster(brokers=2) as cluster:
         fill(cluster, "T", 10, queues=1)
         for name, committed in (("broker-a", 5), ("broker-b", 2)):
@@ -236,7 +236,7 @@ WAYS = {"connection": close_connection, "silence": drop, "refusal": answer(Respo
     ids=lambda code: code.name,
 )
 def test_a_broker_that_responds_in_part_is_missing(pair, code, ask, way):
-    pair.broker("broker-b").commit("G", "T", {0: 0})  # what is committed is not sure, then, and asked for
+    pair.broker("broker-b").commit("G", "T", {0: 0})  # then the committed offset is uncertain, and is fetched
     pair.broker("broker-b").on(code, WAYS[way], times=None)
     with Admin(name_server=pair.name_server, call_timeout_s=0.5) as admin:
         found = ask(admin, "G")
@@ -322,6 +322,6 @@ def test_a_thousand_queues_of_slow_brokers_are_read_concurrently():
         cluster.broker("broker-a").create_group("G")
         cluster.broker("broker-a").commit("G", "T", dict.fromkeys(range(10), 0))
         cluster.broker("broker-a").on(None, delay(0.1), times=None)
-        with within(5):  # one after the other it is 100 s, sixteen at once 6 s
+        with within(5):  # one after the other takes 100 s, sixteen at a time 6 s
             found = admin.lag("G")
         assert (found.total, found.is_complete) == (1, True)

@@ -1,4 +1,4 @@
-"""Planning and carrying out resets when not everything is as it should be."""
+"""Plan and execute resets in a cluster with faults."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def states(outcomes):
     return found
 
 
-# --- what is asked for
+# --- arguments
 
 
 def test_an_unknown_topic_is_an_error(admin):
@@ -140,11 +140,11 @@ def test_another_admin_who_was_faster_is_reported(embedded, admin, stores):
         when_the_head_is_written(embedded, write)
         result = plan.execute()
         assert (result.verified, result.raced) == (False, (queue("T", 1),))
-        assert "Somebody else" in str(result)
+        assert "Another client" in str(result)
 
 
 def test_two_admins_with_one_epoch_do_not_divide_the_members(embedded, admin, stores):
-    """Members follow an epoch once: with the same for both, each would be where who reached it first wanted it."""
+    """Members follow an epoch once. With one epoch for both resets, members would follow different ones."""
     with caught_up(embedded, "T", "G", 10, **stores) as (_, seen):
         plan = admin.plan_reset("G", "T", "earliest")
         when_the_head_is_written(embedded, lambda offsets: offsets.commit(RETRY, "G", area().target(1), 4))
@@ -156,7 +156,7 @@ def test_two_admins_with_one_epoch_do_not_divide_the_members(embedded, admin, st
         wait_until_seen(seen, 2, 10)
 
 
-@pytest.mark.parametrize("version", ["5.1.4", "5.5.0"])  # they refuse in different words
+@pytest.mark.parametrize("version", ["5.1.4", "5.5.0"])  # their refusals differ in text
 def test_a_broker_without_the_group_needs_no_record(stores, version):
     with administered(brokers=2, version=version) as (cluster, admin):
         cluster.create_topic("T", queues=1, brokers=["broker-a"])
@@ -172,7 +172,7 @@ def test_a_broker_without_the_group_needs_no_record(stores, version):
         assert cluster.committed("G", RETRY, "broker-b") == {}
 
 
-# --- brokers that are away
+# --- brokers that are down
 
 
 @pytest.mark.cluster(brokers=2)
@@ -231,7 +231,7 @@ def test_partial_resets_an_offline_group_despite_a_silent_broker(embedded, admin
 @pytest.mark.cluster(brokers=2)
 def test_a_silent_broker_may_be_the_one_that_knows_a_group(embedded, admin):
     embedded.broker("broker-b").on(None, close_connection, times=None)
-    with pytest.raises(ConnectionLost):  # and not that no broker knows it
+    with pytest.raises(ConnectionLost):  # and no ConfigError about an unknown group
         admin.plan_reset("nosuch", "T", "earliest")
 
 
@@ -317,7 +317,7 @@ def test_one_member_is_moved_alone_and_nothing_is_recorded(embedded, admin, stor
 
 
 def plan_epoch(cluster) -> int:
-    """Return the highest epoch that is recorded for a queue."""
+    """Return the highest recorded epoch of a queue."""
     slots = cluster.committed("G", RETRY)
     return max(slots.get(area().epoch(number), 0) for number in (0, 1))
 
@@ -343,7 +343,7 @@ def test_clustering_members_have_no_own_offsets(embedded, admin):
         admin.plan_reset("G", "T", "earliest", member=consumer.client_id)
 
 
-# --- clustering members that do not answer, and groups that are not what they are taken for
+# --- clustering members that do not respond, and groups of another model
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])
@@ -371,8 +371,8 @@ def test_responding_members_move_despite_a_frozen_one(version, all_queues):
                 for number in chosen
             }
             assert "zzz@frozen: it did not answer" in result.unmoved[0].text
-        seen.wait(lambda seen: len(seen.messages) == 40 + 3 * len(chosen))  # it is gone: its queues are ours
-        assert {place[1] for place, times in seen.counts.items() if times > 1} == {7, 8, 9}
+        seen.wait(lambda seen: len(seen.messages) == 40 + 3 * len(chosen))  # it has left its queues to us
+        assert {place[1] for place, times in seen.places.items() if times > 1} == {7, 8, 9}
 
 
 def test_a_model_that_online_members_contradict_is_refused(embedded, admin):
@@ -406,7 +406,7 @@ def test_a_topic_without_members_is_reset_only_on_demand(embedded, admin, stores
     fill(embedded, "U", 10, queues=2)
     with consuming(embedded, "T", "G", **{**stores, "message_model": model}):
         plan = admin.plan_reset("G", "U", "latest")
-        assert plan.unsubscribed == "no member of G that is online subscribes to U (they subscribe to T)"
+        assert plan.unsubscribed == "no online member of G subscribes to U (they subscribe to T)"
         assert plan.unsubscribed in plan.problems
         with pytest.raises(ConfigError, match=r"subscribes to U .* check the topic's name.*--unsubscribed"):
             plan.execute()
@@ -472,7 +472,7 @@ def test_a_group_with_a_java_member_is_reset_by_its_broker(version, server_side)
     ):
         until(lambda: cluster.committed("G", "T") == {0: 10, 1: 10}, "committed")
         with ForeignMember(cluster, "G", "T", {}, model="CLUSTERING", client_id="zzz@java", obeys=False):
-            # it holds a queue by everybody's reckoning, but consumes nothing
+            # every member assigns a queue to it, but it consumes nothing
             until(lambda: len(held(consumer, "T")) == 1, "shared")
             (ours,) = held(consumer, "T")
             plan = admin.plan_reset("G", "T", {queue("T", 0): 4, queue("T", 1): 4})

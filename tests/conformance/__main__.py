@@ -1,6 +1,6 @@
-"""Prints docs/fidelity.md, made from the tests: `python -m tests.conformance > docs/fidelity.md`.
+"""Print docs/fidelity.md, generated from the tests: `python -m tests.conformance > docs/fidelity.md`.
 
-A test with the mark `differs("…")` shows what one kind of broker does where the other does something else.
+A test with the mark `differs("…")` shows a difference between real and embedded brokers.
 """
 
 from __future__ import annotations
@@ -18,88 +18,88 @@ DOCUMENT = TESTS.parent / "docs" / "fidelity.md"
 
 DIFFERENCES = {
     "side by side": (
-        "execute the requests of one connection side by side: one may overtake another",
-        "executes one after the other, in order; with `side_by_side_s` they overtake each other, as `seed` says",
+        "execute the requests of one connection concurrently, so one may overtake another",
+        "executes them one after the other; with `side_by_side_s` they overtake each other, controlled by `seed`",
     ),
     "registration": (
-        "register at a name server that was restarted within 30 s, new topics within moments",
-        "at once; `start(register=False)` leaves it to `register()`",
+        "register within 30 s at a name server that was restarted, and new topics within moments",
+        "registers at once; after `start(register=False)` it registers with `register()`",
     ),
     "ends": (
-        "need seconds to stop and to start; one that is killed has lost the commits of its last 5 s",
-        "at once; `kill()` loses commits only with `lose_commits=True`, and messages never",
+        "need seconds to stop and to start; a killed broker loses the commits of its last 5 s",
+        "stops and starts at once; `kill()` loses commits only with `lose_commits=True`, and never messages",
     ),
     "roles": (
-        "change roles by themselves, where there is a controller",
-        "when the test calls `switch_master`",
+        "change roles automatically, if there is a controller",
+        "changes roles when the test calls `switch_master`",
     ),
     "slaves": (
-        "answer no pulls as slaves (5.x) unless `slaveReadEnable` is set",
-        'it is set; `settings={"slaveReadEnable": False}` unsets it',
+        "serve pulls on slaves (5.x) only if `slaveReadEnable` is set",
+        'has it set; `settings={"slaveReadEnable": False}` unsets it',
     ),
     "disk": (
-        "delete what is too old (`fileReservedTime`) or too much for the disk, and refuse sends when it is full",
-        "keeps all in memory; `delete_before` and `truncate` delete, and a fault refuses",
+        "delete messages that are too old (`fileReservedTime`) or exceed the disk, and refuse sends when it is full",
+        "keeps messages in memory; `delete_before` and `truncate` delete them, and a fault refuses sends",
     ),
     "busy": (
-        "refuse what has waited in them for too long (SYSTEM_BUSY), and pulls beyond a quota (FLOW_CONTROL)",
+        "refuse requests that waited too long (SYSTEM_BUSY), and pulls beyond a quota (FLOW_CONTROL)",
         "is never busy; `answer(ResponseCode.SYSTEM_BUSY)` is a fault",
     ),
     "accounts": (
-        "know accounts with rights to topics and groups",
-        "knows one account, which may do everything",
+        "have accounts with permissions for topics and groups",
+        "has one account with all permissions",
     ),
     "tls": (
-        "take plain connections and those with TLS on one port, unless set otherwise",
-        "takes those with TLS only if `tls` is given, else plain ones only",
+        "accept plain and TLS connections on one port by default",
+        "accepts only TLS connections with `tls`, and only plain ones without",
     ),
     "sql92": (
         "select by SQL92, if `enablePropertyFilter` is set",
-        "refuses SQL92 in any case",
+        "always refuses SQL92",
     ),
     "inner batches": (
-        "keep a batch in one piece where the topic is one of batches (5.x, `queue.type=BatchCQ`)",
-        "takes every batch apart",
+        "keep a batch as one record in a topic for batches (5.x, `queue.type=BatchCQ`)",
+        "stores the messages of a batch separately",
     ),
     "requests": (
-        "know POP, request and reply, the recall of timers, the administration of accounts, static topics",
+        "support POP, request-reply, the recall of timers, the administration of accounts, and static topics",
         "answers REQUEST_CODE_NOT_SUPPORTED (3)",
     ),
 }
-"""What real brokers do and what the embedded ones do instead, where it matters to those who write tests."""
+"""The behaviour of real brokers and of embedded ones, where a difference matters for tests."""
 
 HEAD = """\
-# What the embedded cluster does not do as real brokers do
+# Differences between the embedded cluster and real brokers
 
-`EmbeddedCluster` answers as brokers {releases} do: frames recorded from them are compared with its own, and
-the tests of this project that look from outside run unchanged on both. Where it differs on purpose, a test shows it:
+`EmbeddedCluster` behaves as brokers {releases} do. Tests compare its frames with recorded ones, and
+the black-box tests of this project run unchanged on both. A test shows each intended difference:
 
-*Made from the tests by `python -m tests.conformance > docs/fidelity.md`.*
+*Generated from the tests by `python -m tests.conformance > docs/fidelity.md`.*
 
 | real brokers | the embedded cluster | shown by |
 |---|---|---|
 """
 
 ALIKE = """
-Both are held to the same by
+These tests run on both:
 
 """
 
 ONLY_REAL = """
-and real ones alone by
+These tests run on real brokers only:
 
 """
 
 
 @cache
 def marked_tests() -> list[tuple[Path, ast.FunctionDef, list[str]]]:
-    """Return the tests that show differences, with what these are, and all of this folder."""
+    """Return the tests that show differences, with the keys of these, and all tests of this folder."""
     found = marked_with("differs", *FOLDER.glob("test_*.py"))
     return [(path, node, arguments(node, "differs")) for path, node in found]
 
 
 def document() -> str:
-    """Return docs/fidelity.md as it should be."""
+    """Return the text of docs/fidelity.md."""
     parts = [HEAD.format(releases=", ".join(VERSIONS))]
     for key, (real, embedded) in DIFFERENCES.items():
         shown = ", ".join(f"`{node.name}` ({place(path)})" for path, node, differs in marked_tests() if key in differs)

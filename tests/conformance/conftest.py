@@ -1,4 +1,4 @@
-"""An admin, and a place for offsets."""
+"""An admin, and a directory for offsets."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def admin(cluster):
 
 @pytest.fixture
 def stores(tmp_path):
-    """Options of a broadcasting member whose offsets are below this test's directory."""
+    """Return options of a broadcasting member with its offsets in the directory of this test."""
     return {"message_model": "broadcasting", "offset_store_dir": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""Brokers that want every request signed: members, producers, admins and the shell."""
+"""Members, producers, admins and the shell with brokers that require signed requests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def an_account_is_let_in_and_others_are_not(cluster, topic, group):
 
 
 def shell_resets(name_server, group, topic):
-    """Reset the group to its beginning with the command."""
+    """Reset the group to the first offsets with the command."""
     command = [sys.executable, "-m", "pyrocket_consumer.cli", "offsets", "reset", group, topic, "--to", "earliest"]
     account = {"PYROCKET_ACCESS_KEY": ACCESS_KEY, "PYROCKET_SECRET_KEY": SECRET_KEY}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A broadcasting group: every member sees everything, and goes on where it ended."""
+"""In a broadcasting group every member receives all messages, and continues where it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A clustering group, on the embedded cluster and on real brokers alike."""
+"""A clustering group, on the embedded cluster and on real brokers."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_raising_listener_is_a_retry_even_for_base_exceptions(cluster, topic, 
 
 @pytest.mark.parametrize(("level", "options", "attempts"), [(1, {"max_reconsume_times": 1}, 2), (-1, {}, 1)])
 def test_a_message_without_attempts_left_is_a_dead_letter(cluster, topic, group, level, options, attempts):
-    """After its last attempt, or at once if the listener says so."""
+    """After its last attempt, or at once if the listener requests it."""
     fill(cluster, topic, 1, queues=1)
     seen = RecordingListener(lambda message: Retry(delay_level=level))
     with (
@@ -203,7 +203,7 @@ def test_pause_and_resume(cluster, topic, group):
         fill(cluster, topic, 10)
         seen.wait_for(10)
         consumer.pause()
-        # pulls that the broker holds may still bring 32 messages each; afterwards nothing is asked for
+        # pulls that the broker holds may still return 32 messages each; no pull follows
         cluster.send(topic, b"late", count=400)
         time.sleep(0.5)
         assert len(seen.messages) < 400
@@ -295,7 +295,7 @@ def test_reset_in_process(cluster, topic, group):
 
 
 def test_the_first_offsets_of_a_group_are_all_kept(cluster, names):
-    """A broker that gets the first two commits of a group at once acknowledges both and may keep only one."""
+    """A broker acknowledges two concurrent first commits of a group, but may keep only one."""
     for _ in range(8):
         topic, group = names.topic(), names.group()
         cluster.create_topic(topic, queues=8)

@@ -1,4 +1,4 @@
-"""docs/fidelity.md says what the tests are."""
+"""docs/fidelity.md matches the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trouble in the cluster: nothing is lost, nothing hangs, and everything goes on by itself."""
+"""With faults in the cluster no message is lost, no call hangs, and consumption continues automatically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.resets import fill
 
 @pytest.fixture
 def closed_port() -> Iterator[str]:
-    """An address where nobody listens: the port is taken, so that nobody will."""
+    """Yield an address without a listener. The port is taken, so no other program can listen."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{taken.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Order by key: one call of a key at a time, in order, several keys of a queue at once, through changes of owner."""
+"""Order by key: one call per key at a time, in order, and keys of a queue concurrently, across owner changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orderly consumption: one listener call of a queue at a time, in order, through failures and changes of owner."""
+"""Orderly consumption: one listener call per queue at a time, in order, across failures and owner changes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.real_brokers.remoting import Peer
 from tests.resets import fill, held, queue
 
 
-class InOrder(KeyedListener):
-    """A listener that notices when two calls of a queue overlap, and keeps the order of each queue."""
+class InOrder(ByKey):
+    """A listener that detects overlapping calls of a queue, and records the order of each queue."""
 
     def __init__(self, judge=lambda message: None):
         super().__init__(judge, key=lambda message: message.queue)
 
     def assert_in_order(self, once=True):
-        """No calls of a queue overlapped, and its messages came in order: each once, or some again and again."""
+        """No calls of a queue overlapped, and its messages arrived in order, with repetitions."""
         assert not self.overlaps
         for each in {message.queue for message in list(self.messages)}:
             assert self.of(each) == sorted(set(self.of(each)) if once else self.of(each))
@@ -116,7 +116,7 @@ def test_order_is_kept_when_a_second_member_takes_queues(cluster, topic, group, 
 @pytest.mark.live
 @pytest.mark.cluster(lock_expiry_s=1.0)
 def test_a_killed_member_leaves_its_queues_in_order(cluster, topic, group):
-    """The broker keeps the dead member's locks for a minute, here for a second: then the other goes on."""
+    """The broker keeps the locks of a dead member for a minute, here for a second. Then the other member continues."""
     fill(cluster, topic, 40, queues=2)
     with member(cluster, topic, group, orderly=True, listener_s=0.02) as victim:
         victim.wait(lambda lines: len(victim.bodies) >= 10)

@@ -1,4 +1,4 @@
-"""Consumers in processes of their own: signals, and sudden death."""
+"""Consumers in separate processes: signals and kills."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_consumer_refuses_to_work_in_a_forked_child(cluster, topic, group):
     with consuming(cluster, topic, group) as (consumer, seen):
         read_end, write_end = os.pipe()
         pid = os.fork()
-        if pid == 0:  # the child: it only tells what happened, and leaves without running anything of pytest's
+        if pid == 0:  # the child reports the result, and exits without running pytest
             try:
                 consumer.progress()
                 outcome = b"worked"
@@ -98,7 +98,7 @@ def test_a_consumer_refuses_to_work_in_a_forked_child(cluster, topic, group):
 
 
 def test_events_and_messages_of_many_starts_and_stops(cluster, topic, group):
-    """A restart in the middle of everything repeats, but never passes over."""
+    """A restart at any time repeats messages, but never skips one."""
     cluster.create_topic(topic, queues=2)
     everything = RecordingListener()
     for round_number in range(5):

@@ -1,4 +1,4 @@
-"""Resets from outside, of broadcasting and of clustering groups, on brokers as they are."""
+"""Resets of broadcasting and clustering groups by an admin, on unmodified brokers."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_only_the_queues_named_move(cluster, admin, topic, group, stores):
 
 
 def test_a_silent_member_follows_when_it_recovers(real_cluster, topic, group, stores):
-    """One is stopped (SIGSTOP): the broker waits 10 s for it. The others are not held up."""
+    """One member is stopped (SIGSTOP), and the broker waits 10 s for it. The others are not delayed."""
     cluster = real_cluster
     fill(cluster, topic, 5, queues=1)
     options = {**stores, "reset_record_interval_s": 0.5}
@@ -152,7 +152,7 @@ def test_a_silent_member_follows_when_it_recovers(real_cluster, topic, group, st
 
 @pytest.mark.live
 def test_a_killed_member_has_both_queues_reset_or_neither(cluster, admin, topic, group, stores):
-    """Killed as soon as the reset is confirmed: it begins at the target at its next start, and only then."""
+    """A member killed right after the confirmation starts at the target once, at its next start."""
     fill(cluster, topic, 10, queues=1)
     options = {**stores, "commit_interval_s": 60}
     with member(cluster, topic, group, listener_s=0.01, **options) as victim:
@@ -310,7 +310,7 @@ def test_a_member_that_refuses_is_reported_and_does_not_move(cluster, admin, top
         plan = admin.plan_reset(group, topic, "earliest")
         assert "remote_reset" in plan.problems[0]
         if model == "clustering":
-            return  # a commit would be its group's to follow; nothing more to see here
+            return  # other members would follow a commit; there is nothing more to check here
         result = plan.execute()
         assert not result.verified
         assert [outcome.state for outcome in result.outcomes] == [ResetState.REFUSED]

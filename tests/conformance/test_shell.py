@@ -1,4 +1,4 @@
-"""`pyrocket consume` and `offsets lag` on brokers as they are."""
+"""`pyrocket consume` and `offsets lag` on unmodified brokers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNT = 40
 
 @pytest.fixture
 def pyrocket(cluster, capsys):
-    """Run the command; returns its exit code and the lines it printed."""
+    """Run the command. Return its exit code and its output lines."""
 
     def run(*arguments: str) -> tuple[int, list[str]]:
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What tests of whole programs share: running one, threads, and how long something may take."""
+"""Helpers for tests of whole programs: run a program, list threads, and limit the time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from contextlib import ExitStack, contextmanager
 
 
 def run_program(program: str, *arguments: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """Run a program in a Python of its own, to its end."""
+    """Run a program in a new interpreter until it ends."""
     command = [sys.executable, *flags, "-c", textwrap.dedent(program), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def producer_threads() -> list[threading.Thread]:
-    """Return the threads of producers that run."""
+    """Return the running threads of producers."""
     return [each for each in threading.enumerate() if each.name in ("pyrocket-io", "pyrocket-callbacks")]
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Fail what takes longer."""
+    """Fail a block that takes longer."""
     began = time.monotonic()
     yield
     assert time.monotonic() - began < seconds
@@ -32,7 +32,7 @@ def within(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def in_a_thread(work: Callable[..., object], *arguments: object) -> Iterator[threading.Thread]:
-    """Do something on another thread, which must end soon after what is done meanwhile."""
+    """Run a function on another thread. It must end soon after the block."""
     thread = threading.Thread(target=work, args=arguments)
     thread.start()
     yield thread

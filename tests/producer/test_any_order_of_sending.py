@@ -1,7 +1,7 @@
-"""Every public call of producers and admins in any order, from threads and callbacks, forked, at brokers that err.
+"""Every public call of producers and admins in any order: from threads, callbacks and forks, with faulty brokers.
 
-What must hold at every step: a call ends in time, and raises nothing but what its documentation says. And in the end:
-every message has its result, what was acknowledged is stored, what has a key is stored in its order, nothing is left.
+At every step a call ends in time, and raises only documented errors. At the end every message has its result, and
+each acknowledged message is stored. Messages with a key are stored in order, and no thread or connection remains.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ pytestmark = pytest.mark.search
 TOPIC, GROUP, QUEUES = "orders", "app", 4
 
 GRACE_S = 8.0
-"""How much longer than its time a call may take on a machine that is busy."""
+"""The extra seconds that a call may take on a busy machine."""
 
 SEND_S = 3.0
 """The default of `send_timeout_s`."""
 
 DRAINS_S = 40.0
-"""How long what is on its way at one moment may take: lanes move, however slowly."""
+"""The longest time for the messages in flight at one moment, because lanes may move slowly."""
 
 SEND_RAISES = (RouteNotFound, SendError, ConnectError, ClientClosed)
 ADMIN_RAISES = (BrokerError, ConnectError, ConnectionLost, RequestTimeout, ClientClosed, RouteNotFound, ConfigError)
@@ -109,7 +109,7 @@ WRONG_FOR_ADMINS: tuple[Callable[[Admin], object], ...] = (
 
 
 class Call(NamedTuple):
-    """A call of an admin, and how long it may take."""
+    """A call of an admin, and its longest time."""
 
     run: Callable[[Admin], object]
     takes_s: float = 30.0
@@ -135,12 +135,12 @@ CALLS = {
 
 
 def held(exchange: Exchange) -> None:
-    """The request waits in the broker for a moment; it goes with its connection."""
+    """The request waits in the broker for a moment. It is dropped if its connection ends."""
     exchange.later(0.05, lambda: exchange.handle(exchange.answer) if exchange.connection.open else None)
 
 
 class Given(NamedTuple):
-    """A message that was handed over; `lane` says what it stays in order with."""
+    """A sent message; `lane` names the messages that it stays in order with."""
 
     number: int
     lane: tuple[object, ...] | None
@@ -148,7 +148,7 @@ class Given(NamedTuple):
 
 
 class Program:
-    """A program with a producer, which any of its threads may use."""
+    """A program with a producer that all its threads use."""
 
     def __init__(self, name: int, world: AnyOrderOfSending) -> None:
         self.name, self.world = name, world
@@ -156,7 +156,7 @@ class Program:
         self.closed = False
 
     def pin(self, kind: str, thread: str = "main") -> tuple[dict[str, Any], tuple[object, ...] | None]:
-        """Return the arguments that choose a queue, and the name of the lane: one thread, one key."""
+        """Return the arguments that select a queue, and the name of the lane: one thread, one key."""
         if kind == "key":
             key = f"{thread}-{self.name}"
             return {"sharding_key": key}, (self.name, key)
@@ -181,7 +181,7 @@ class Program:
 
 
 class AnyOrderOfSending(World):
-    """A broker, and programs that send and administer as they like."""
+    """A broker, and programs that call producers and admins in any order."""
 
     faults: ClassVar = {**FAULTS, "held": held}
 
@@ -207,7 +207,7 @@ class AnyOrderOfSending(World):
     def in_time(
         self, call: Callable[[], Any], takes_s: float, raises: tuple[type[Exception], ...] = (), what: str = ""
     ) -> Any:
-        """Call something: it must end in time, and may raise only this. Returns None where it has raised."""
+        """Call a function, which must end in time and may raise only these errors. Return None if it raises."""
         began = time.monotonic()
         try:
             return call()
@@ -291,7 +291,7 @@ class AnyOrderOfSending(World):
 
     @rule(which=st.integers(0, 3), what=st.sampled_from(["send", "send_async", "flush", "close", "fail", "exit"]))
     def from_a_callback(self, which: int, what: str) -> None:
-        """A callback of a message calls its own producer."""
+        """A callback of a message calls its producer."""
         program = self._program(which)
 
         def called(done: Future[SendResult]) -> None:
@@ -314,7 +314,7 @@ class AnyOrderOfSending(World):
 
     @rule(which=st.integers(0, 3), then=st.sampled_from(["nothing", "flush", "close"]), threads=st.integers(2, 4))
     def at_once(self, which: int, then: str, threads: int) -> None:
-        """Several threads send with one producer; meanwhile another call comes."""
+        """Several threads send with one producer, during another call."""
         program = self._program(which)
 
         def work(name: str) -> None:
@@ -334,7 +334,7 @@ class AnyOrderOfSending(World):
 
     @rule(which=st.integers(0, 3), what=st.sampled_from(WRONG))
     def wrong(self, which: int, what: Callable[[Producer], object]) -> None:
-        """What is not allowed is said at once, and harms nothing."""
+        """A wrong argument is reported at once, and has no effect."""
         program = self._program(which)
         before = program.producer.state
         ended = self.in_time(lambda: what(program.producer) or True, 1, (ConfigError, ClientClosed), "wrong argument")
@@ -344,7 +344,7 @@ class AnyOrderOfSending(World):
     @rule(which=st.integers(0, 3))
     @precondition(lambda self: hasattr(os, "fork"))
     def fork(self, which: int) -> None:
-        """A child cannot use what its parent has started, and harms nothing by trying."""
+        """A child cannot use a producer that its parent has started, and its attempt has no effect."""
         producer = self._program(which).producer
         admin = self.admins[-1]
         child = os.fork()
@@ -403,7 +403,7 @@ class AnyOrderOfSending(World):
 
     @rule()
     def close_admin(self) -> None:
-        """Close it, twice: what follows is refused. Then there is another."""
+        """Close it twice. Later calls are refused. Then use a new one."""
         admin = self.admins[-1]
         for _ in range(2):
             self.in_time(admin.close, 10, (), "close of an admin")
@@ -462,7 +462,7 @@ CHILD = {
 
 
 def _child(producer: Producer, admin: Admin, name_server: str) -> int:
-    """Try everything in a child; returns what is wrong, by number."""
+    """Try everything in a child process. Return the wrong results by number."""
     try:
         for call in (producer.flush, lambda: producer.send(TOPIC, b"0", timeout_s=1), producer.close, admin.close):
             try:

@@ -1,4 +1,4 @@
-"""Sending from asyncio: nothing holds up the loop, the order stays, and what is cancelled is cleaned up."""
+"""Send from asyncio: no call blocks the loop, the order is kept, and cancelled calls are cleaned up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bodies(cluster):
 
 
 class LongestStop:
-    """Measures for how long the loop was held up at most."""
+    """Measures the longest time for which the loop was blocked."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -76,7 +76,7 @@ async def test_the_result_has_the_position_of_the_stored_message(cluster, topic)
 @pytest.mark.live
 @pytest.mark.slow("there must be more than there is room for")
 async def test_ten_thousand_sends_do_not_block_the_loop(embedded):
-    """More than there is room for: `Producer.send_async` would stop the loop until there is."""
+    """More messages than fit at a time. `Producer.send_async` would block the loop until they fit."""
     ids, stops = set(), []
     async with AsyncProducer(name_server=embedded.name_server, send_timeout_s=60) as producer:
         await producer.send("orders", b"first")
@@ -86,7 +86,7 @@ async def test_ten_thousand_sends_do_not_block_the_loop(embedded):
                 ids |= {result.message_id for result in await asyncio.gather(*sends)}
             stops.append(stop.seconds)
     assert len(ids) == len(embedded.messages("orders")) - 1 == 10_000 * len(stops)
-    assert min(stops) < 2  # creating and beginning 10,000 tasks is one stop of some 0.3 s, here
+    assert min(stops) < 2  # creating and starting 10,000 tasks blocks the loop for about 0.3 s
 
 
 async def test_a_full_producer_does_not_block_the_loop(embedded, gate):
@@ -103,7 +103,7 @@ async def test_a_full_producer_does_not_block_the_loop(embedded, gate):
 
 
 async def test_a_submitted_message_does_not_expire_as_a_queued_one(embedded, gate, caplog):
-    """It waits for room, and then for the broker; both together take longer than it may wait for room."""
+    """It waits for capacity, then for the broker. Both together exceed the timeout of the wait for capacity."""
     async with AsyncProducer(name_server=embedded.name_server, max_in_flight_messages=20) as producer:
         sends = [producer.send("orders", b"x", timeout_s=timeout_s) for timeout_s in [1.0] * 20 + [1.2] * 20]
         outcomes = await asyncio.gather(*sends, return_exceptions=True)
@@ -215,7 +215,7 @@ def test_it_belongs_to_one_loop(embedded):
 
 @pytest.mark.parametrize("step", range(12))
 def test_a_cancellation_at_any_step_leaves_nothing_behind(embedded, step):
-    """Cancelled while it starts, sends, flushes or closes: no thread is left, no task, and the loop ends."""
+    """After a cancelled start, send, flush or close, no thread or task remains, and the loop ends."""
 
     async def program():
         async with AsyncProducer(name_server=embedded.name_server) as producer:
@@ -263,7 +263,7 @@ def test_a_dropped_producer_warns_and_ends(embedded):
 
 
 async def test_it_needs_no_thread_of_the_executor_of_the_loop(embedded):
-    """All of them wait for a send: the producer starts, and closes, nevertheless."""
+    """All threads of the executor wait for a send. The producer still starts and closes."""
     loop, release = asyncio.get_running_loop(), threading.Event()
     loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(1))
     producer = AsyncProducer(name_server=embedded.name_server)

@@ -1,4 +1,4 @@
-"""A process that ends and has not closed its producer, with default options: what it had handed over is sent."""
+"""A process that exits without closing its producer, with default options, still sends its messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def send(count=2000, **options):
 
 """
 
-PATIENT = "send_timeout_s=60, call_timeout_s=60"  # for what shall be sent in any case, however slow the machine is
+PATIENT = "send_timeout_s=60, call_timeout_s=60"  # for messages that must be sent, however slow the machine is
 
 
 def run(program: str, name_server: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +67,7 @@ def test_all_2000_are_sent_however_the_process_ends(embedded, program, code):
 
 
 def test_by_default_none_of_2000_is_lost_silently(embedded):
-    """All are sent, unless the machine is so busy that 3 s are over before: then it is said."""
+    """All are sent, unless the machine is so busy that 3 s are not enough. Then the log has the lost ones."""
     done = run(
         """
         import atexit
@@ -87,7 +87,7 @@ def test_by_default_none_of_2000_is_lost_silently(embedded):
 
 def test_the_log_has_the_number_of_messages_in_flight(embedded):
     for name in ("broker-a", "broker-b"):
-        embedded.broker(name).on(SEND, delay(2), times=None)  # time enough for a busy machine to come to the end
+        embedded.broker(name).on(SEND, delay(2), times=None)  # enough time for a busy machine
     done = run(f"producer = send(50, group='shop', {PATIENT})", embedded.name_server)
     assert bodies(embedded) == list(range(50))
     (line,) = done.stderr.splitlines()
@@ -157,7 +157,7 @@ def test_messages_that_a_thread_sends_after_the_main_thread_are_sent(embedded):
 
 
 def test_a_producer_may_be_the_first_after_the_main_thread_ended(embedded):
-    """What is imported when it is first used is imported then, too."""
+    """Modules that are imported on first use can still be imported then."""
     program = """
     import sys, threading
     import pyrocket_consumer
@@ -205,7 +205,7 @@ def test_a_child_of_multiprocessing_sends_its_messages(embedded, method, tmp_pat
 
 
 def test_a_broker_with_a_host_name_is_found_at_the_exit(embedded):
-    """Names are resolved by threads that Python ends before it ends the process."""
+    """Threads resolve host names, and Python ends these threads before it ends the process."""
 
     def by_name(answer):
         answer.body = answer.body.replace(b"127.0.0.1:", b"localhost:")

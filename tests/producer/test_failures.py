@@ -1,4 +1,4 @@
-"""What a producer does when brokers refuse, do not answer, or are gone."""
+"""A producer with brokers that refuse, do not respond, or are stopped."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.cluster(brokers=2)
 
 
 def known(producer):
-    """Have route and connections at hand, and every broker used as often as the other from here on."""
+    """Fetch the route and connect, and use both brokers equally from here on."""
     for _ in range(4):
         producer.send("orders", b"first")
     return producer
@@ -63,7 +63,7 @@ def producer(embedded, producing):
 
 @pytest.fixture
 def strict(embedded, producing):
-    """A producer to which a message that is stored less safely is not stored."""
+    """A producer that does not accept a degraded store."""
     return known(producing(embedded, accept_degraded=False))
 
 
@@ -95,7 +95,7 @@ def with_code(code):
         ),
         (1, "[PC_SYNCHRONIZED]broker busy, start flow control for a while", SendFailure.RETRY, True),
         (1, "UNKNOWN_ERROR", SendFailure.UNKNOWN, False),
-        (10, "", SendFailure.UNKNOWN, False),  # stored, where that does not count
+        (10, "", SendFailure.UNKNOWN, False),  # stored, but degraded stores do not count here
         (13, "the message is illegal", SendFailure.PERMANENT, False),
     ],
 )
@@ -138,7 +138,7 @@ def test_after_a_lost_connection_another_broker_is_tried(embedded, producer, fau
 def test_without_a_response_another_broker_is_tried_in_time(embedded, producing):
     producer = known(producing(embedded, send_timeout_s=6))
     embedded.broker("broker-a").on(SEND, drop, times=None)
-    with within(8):  # one message waits for an answer, those after it know better
+    with within(8):  # one message waits for a response, the next ones avoid the broker
         assert {producer.send("orders", b"x").queue.broker_name for _ in range(3)} == {"broker-b"}
 
 
@@ -158,7 +158,7 @@ def test_a_failed_broker_is_avoided_for_a_moment(embedded, producer):
 
 
 def test_simultaneous_refusals_are_one_failure_of_a_broker(embedded, producer):
-    """However many messages that were: it is not left alone for longer, and none of them is lost."""
+    """With any number of refused messages, it is avoided for the same time, and no message is lost."""
     refuses, takes = embedded.brokers
     refuses.on(SEND, answer(14, "not now"), times=None)
     before = len(takes.messages("orders"))

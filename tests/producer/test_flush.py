@@ -1,4 +1,4 @@
-"""Waiting for what was handed over, without closing."""
+"""Wait for earlier messages without closing."""
 
 from __future__ import annotations
 

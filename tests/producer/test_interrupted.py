@@ -1,4 +1,4 @@
-"""Calls of producers that a signal interrupts, and signals whose handlers call a producer."""
+"""Producer calls that a signal interrupts, and signal handlers that call a producer."""
 
 from __future__ import annotations
 

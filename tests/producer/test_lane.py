@@ -1,4 +1,4 @@
-"""Messages that must keep their order: they do, whatever the broker does, and wait no longer than they must."""
+"""Messages in a lane keep their order with any broker, and wait only as long as necessary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def producer(embedded):
 
 
 def stored(embedded):
-    """Return the bodies of what is stored, in the order of their queue."""
+    """Return the bodies of the stored messages, in the order of their queue."""
     return [message.body for message in embedded.messages("orders") if message.body != b"first"]
 
 
@@ -62,7 +62,7 @@ def test_all_messages_of_a_blocked_lane_fail_in_one_timeout(embedded, producer):
 
 
 def test_the_error_mentions_a_missing_connection(embedded, producer):
-    """Nobody accepts, nobody refuses: as a host that drops what comes."""
+    """No one accepts or refuses the connection, like a host that drops packets."""
     embedded.name_server_node.on(None, drop, times=None)
     with pytest.raises(SendError, match="gave up after 0.5 s: neither a route nor a connection was available"):
         producer.send("unknown", b"x", sharding_key="key", timeout_s=0.5)
@@ -95,7 +95,7 @@ def test_a_message_after_failed_ones_is_sent(embedded, producer):
     embedded.broker("broker-a").on(SEND, drop)
     failed = [
         producer.send_async("orders", b"%d" % number, sharding_key="key", timeout_s=timeout_s)
-        for number, timeout_s in ((1, 2), (2, 0.2))  # the second one's deadline is over before the first one's
+        for number, timeout_s in ((1, 2), (2, 0.2))  # the second deadline is before the first one
     ]
     later = producer.send_async("orders", b"3", sharding_key="key", timeout_s=30)
     assert {type(future.exception(30)) for future in failed} == {SendError}
@@ -145,7 +145,7 @@ def test_a_silent_connection_is_closed_and_its_message_retried(embedded, pin):
 
 @pinned
 def test_without_a_response_the_connection_ends_before_the_next(embedded, pin):
-    """Although it says other things: what it still carries could be stored after the next message."""
+    """The connection ends although it receives other data. Its request could be stored after the next message."""
     broker, began = embedded.broker("broker-a"), time.monotonic()
 
     def goes_with_its_connection(exchange):

@@ -1,4 +1,4 @@
-"""A producer's life, its threads, and how much it takes on at a time."""
+"""Start and close a producer, its threads, and its limits of messages in flight."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
 
 
 def makers(program: str, name_server: str) -> list[str]:
-    """Return the parts of ids that a process has for itself, each as often as there are messages: address aside."""
+    """Return the process-specific part of the id of each message, without the address."""
     done = run_program(program, name_server)
     assert (done.returncode, done.stderr) == (0, "")
     return [message_id[8:20] for message_id in done.stdout.split()]
@@ -56,7 +56,7 @@ def makers(program: str, name_server: str) -> list[str]:
 def test_processes_forked_before_the_start_make_ids_of_their_own(embedded):
     found = makers(FORKS, embedded.name_server)
     assert len(found) == 6
-    assert len({maker[4:] for maker in found}) >= 3  # those of a first message may differ from the next one's
+    assert len({maker[4:] for maker in found}) >= 3  # the first message may differ from the next one
 
 
 @pytest.mark.live
@@ -267,7 +267,7 @@ def test_after_a_fork_the_child_is_refused_and_the_parent_works(embedded):
     assert sorted(message.body for message in embedded.messages("orders")) == [b"before", b"child", b"parent"]
 
 
-# --- how much at a time
+# --- limits of messages in flight
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_close_releases_senders_that_wait_for_capacity(embedded, gate):
     assert refused
 
 
-# --- in the middle of a start
+# --- during a start
 
 
 def test_close_does_not_wait_for_the_start_of_another_thread(embedded):

@@ -1,4 +1,4 @@
-"""What may be sent, what is said about what may not, and where batches are cut."""
+"""Allowed messages, errors for the others, and the split of batches."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_names_that_rocketmq_writes_are_reserved():
 
 @pytest.fixture
 def producer():
-    return Producer(name_server="127.0.0.1:1", max_message_bytes=1000)  # nobody listens there: nothing may be sent
+    return Producer(name_server="127.0.0.1:1", max_message_bytes=1000)  # no server listens there; no test sends
 
 
 @for_each(
@@ -155,7 +155,7 @@ def test_a_configuration_excludes_single_options():
         Producer(config=config, send_attempts=1)
 
 
-# --- where batches are cut
+# --- the split of batches
 
 
 def items(*body_bytes, properties=""):

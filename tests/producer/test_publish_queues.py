@@ -1,4 +1,4 @@
-"""Which queue is next, and which brokers are left alone."""
+"""Selection of the next queue, and avoided brokers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_name_server_may_fix_the_queues_of_an_ordered_topic():
     assert PublishQueues(route, random.Random(1)).queues == taken
 
 
-# What String.hashCode gives in Java; the last is Integer.MIN_VALUE, whose absolute value Java cannot hold.
+# Results of String.hashCode in Java. The last is Integer.MIN_VALUE; Java cannot represent its absolute value.
 @for_each(
     "key, java_hash",
     [("hello", 99162322), ("o-1", 108115), ("键", 38190), ("TagA", 2598919), ("polygenelubricants", -2147483648)],
@@ -75,7 +75,7 @@ def test_a_broker_that_fails_again_is_avoided_for_longer():
     failed.add_failure("a", now=102.0)
     assert failed.avoided(103.9) == {"a"}
     for _ in range(20):
-        failed.add_failure("a", now=103.0)  # it is left alone already: nobody but it was there
+        failed.add_failure("a", now=103.0)  # it is avoided already: no other broker was available
     assert failed.avoided(104.1) == set()
     for again in range(2000):
         failed.add_failure("a", now=200.0 + 100 * again)

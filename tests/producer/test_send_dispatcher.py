@@ -1,4 +1,4 @@
-"""A route that changes, and a broker that is away for a moment, cost no message: with the options as they are."""
+"""A route change or a short outage of a broker loses no message, with default options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ by_release = pytest.mark.usefixtures("release")
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.cluster(version=name)) for name in ("4.9.7", "5.5.0")])
 def release():
-    """Oldest and newest brokers."""
+    """The oldest and the newest brokers."""
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def producer(embedded, queues):
 
 @contextmanager
 def meanwhile(act: Any) -> Iterator[None]:
-    """Have `act` done on another thread, in half a second."""
+    """Run `act` on another thread after half a second."""
     timer = threading.Timer(0.5, act)
     timer.start()
     try:
@@ -68,7 +68,7 @@ def send_all(producer, **pin):
 
 
 def stored(embedded):
-    """Return the bodies of what is stored at the masters, in the order of their queues."""
+    """Return the bodies of the messages stored on the masters, in the order of their queues."""
     return [message.body for message in embedded.messages("orders") if message.body != b"first"]
 
 
@@ -84,7 +84,7 @@ def test_when_master_and_slave_change_roles_no_message_is_lost(embedded, produce
         bodies, results = send_all(producer, **pin)
     assert sorted(stored(embedded)) == sorted(bodies)
     assert {each.attempts for each in results} == {1}
-    assert len(embedded.name_server_node.requests(ROUTE)) <= 5  # fifty ask once; perhaps again, after a pause
+    assert len(embedded.name_server_node.requests(ROUTE)) <= 5  # one for all fifty, perhaps another
 
 
 @pytest.mark.parametrize("pin", [{}, {"sharding_key": "key"}], ids=["free", "key"])
@@ -174,7 +174,7 @@ def test_a_deleted_topic_is_reported_at_once(embedded, producer):
 
 @pytest.mark.cluster(brokers=2)
 def test_a_broker_outside_the_route_may_still_respond(embedded):
-    """Name servers may lose sight of a broker that is up; what it was sent is not sent again elsewhere."""
+    """Name servers may forget a running broker. Messages sent to it are not sent elsewhere."""
     with Producer(name_server=embedded.name_server, route_refresh_interval_s=0.05) as producer:
         lost, gate = embedded.broker("broker-a"), Gate(answers=True)
         lost.on(SEND, gate, times=None, when=lambda request: request.body == b"held")
@@ -189,7 +189,7 @@ def test_a_broker_outside_the_route_may_still_respond(embedded):
         assert stored(embedded).count(b"held") == 5
 
 
-# --- a broker is away
+# --- a broker is down
 
 
 @pinned
@@ -207,7 +207,7 @@ def test_an_only_broker_may_restart_within_the_timeout(embedded, producer, pin, 
 
 def test_a_topic_to_create_waits_for_the_only_broker(embedded):
     with Producer(name_server=embedded.name_server, auto_create_topic=True) as producer:
-        producer.send("another", b"first")  # made by the broker, as the next one shall be
+        producer.send("another", b"first")  # created by the broker, as the next one will be
         broker = embedded.broker("broker-a")
         broker.stop()
         with meanwhile(broker.start):
@@ -255,7 +255,7 @@ def test_after_a_silent_broker_the_next_messages_get_through(embedded, producer,
     assert producer.send("orders", b"y", timeout_s=30, **pin)
 
 
-# --- how often it was handed over
+# --- the number of attempts
 
 
 @pinned

@@ -1,4 +1,4 @@
-"""The futures of `send_async`: to users they are futures like any others, and their callbacks run on one thread."""
+"""The futures of `send_async` behave as standard futures, and their callbacks run on one thread."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_callback_that_calls_exit_ends_no_others(producer, caplog, error):
     producer.send_async("orders", b"x").add_done_callback(leave)
     for number in range(3):
         producer.send_async("orders", b"x").add_done_callback(lambda future, number=number: seen.put(number))
-    assert sorted(seen.get(timeout=30) for _ in range(3)) == [0, 1, 2]  # brokers answer in no order
+    assert sorted(seen.get(timeout=30) for _ in range(3)) == [0, 1, 2]  # brokers respond in any order
     producer.close()
     assert caplog.text.count("a callback called exit") == 1
 
@@ -176,7 +176,7 @@ def test_a_future_is_resolved_once(callbacks):
 
 @pytest.mark.live
 def test_no_waiter_misses_a_result_however_threads_interleave(callbacks):
-    """A future is told while others begin to wait for it, in every way there is."""
+    """A future is resolved while other threads start to wait for it, in every way."""
     count, called = 400, threading.Semaphore(0)
     for turn in range(5):
         futures = [SendFuture(callbacks) for _ in range(count)]
@@ -213,7 +213,7 @@ def test_no_waiter_misses_a_result_however_threads_interleave(callbacks):
         assert not called.acquire(blocking=False)
 
 
-# --- what a user does wrong, or the system does not give, harms no other message
+# --- an error of the user, or a missing resource, affects no other message
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "print"])
@@ -240,7 +240,7 @@ def test_a_user_cannot_resolve_a_future(producer, gate, pin):
 
 
 class Refuses:
-    """Waits for a send, and takes no outcome."""
+    """A result sink that raises."""
 
     def set_result(self, result):
         raise ValueError("no results, please")
@@ -273,7 +273,7 @@ def test_a_failing_result_sink_harms_no_others(embedded, producing, caplog, pin,
 
 @pytest.fixture
 def threads_are_scarce(monkeypatch):
-    """No thread of callbacks can be started, until what this returns is set."""
+    """Prevent callback threads from starting, until the returned event is set."""
     start, enough = threading.Thread.start, threading.Event()
 
     def scarcely(thread):
@@ -325,7 +325,7 @@ def test_a_future_may_have_any_number_of_callbacks(callbacks):
     assert called == list(range(100_000))
 
 
-# --- a signal's handler may come at any step, and wait for the message
+# --- a signal handler may run at any step, and wait for the message
 
 
 def poll(future):
@@ -344,7 +344,7 @@ STEPS = {
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no such signal")
 @pytest.mark.parametrize("act", STEPS.values(), ids=STEPS)
 def test_a_signal_handler_may_wait_at_any_step(act):
-    """The signal comes at each step in turn; another thread tells the future and others then."""
+    """The signal arrives at each step in turn, and another thread then resolves this future and others."""
     step, came, late = 0, True, []
 
     def at_step(frame, event, argument):

@@ -1,4 +1,4 @@
-"""Messages arrive as they were given, and results say where. On every kind of cluster."""
+"""Messages arrive unchanged, and results have their positions, on every kind of cluster."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_batch_for_one_queue_stays_together(cluster, topic, producing, pin):
 
 @pytest.mark.slow("sends 33 000 messages, more than brokers can count in one request")
 def test_a_batch_of_more_than_brokers_can_count_harms_nothing(cluster, topic, producing):
-    """In one request, brokers 5.x would give later messages offsets that exist already."""
+    """With one request, brokers 5.x would give later messages duplicate offsets."""
     cluster.create_topic(topic, queues=1)
     producer = producing(cluster, send_timeout_s=60)
     results = producer.send_batch(topic, [b"x"] * 33_000)

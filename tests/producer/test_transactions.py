@@ -1,4 +1,4 @@
-"""Messages that wait for the application's transaction."""
+"""Messages that wait for a transaction of the application."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.producer.programs import in_a_thread, producer_threads
 from tests.real_brokers import wait_until
 from tests.server_requests import RequestSender
 
-# The broker looks every second, and asks about half messages older than a second.
+# The broker checks every second, and requests the state of half messages older than a second.
 QUICK_CHECKS = {"transactionCheckInterval": "1000", "transactionTimeOut": "1000"}
 
 
 class Check:
-    """A check that remembers what it was asked, and answers what it was told to."""
+    """A check that records its requests, and returns configured states."""
 
     def __init__(self, *answers):
         self._answers = list(answers)
@@ -93,7 +93,7 @@ def test_a_committed_message_is_delivered(cluster, topic, names, producing):
     assert (found.message_id, found.queue) == (result.sent.message_id, MessageQueue(topic, "broker-a", 0))
     assert found.sys_flag & 0xC == 8
     assert result.state is TransactionState.COMMIT
-    assert seen == [(result.sent, [])]  # while it ran the message was kept back
+    assert seen == [(result.sent, [])]  # during the transaction the message was held back
 
 
 def test_a_rolled_back_message_is_never_delivered(cluster, topic, names, producing):
@@ -167,7 +167,7 @@ def test_a_decision_that_the_broker_refuses_is_reported(quick, transacting, capl
 
 
 class SlowCheck:
-    """A check that waits until it may answer."""
+    """A check that waits until it may return."""
 
     def __init__(self):
         self.began, self.may_answer = threading.Event(), threading.Event()
@@ -201,7 +201,7 @@ def test_repeated_requests_are_checked_once(slow_check, producing):
         cluster.create_topic("orders", queues=1)
         producer = producing(cluster, TransactionProducer, group="payments", check=slow_check)
         undecided(producer)
-        cluster.wait_until(lambda: cluster.messages("TRANS_CHECK_MAX_TIME_TOPIC") != [])  # asked three times
+        cluster.wait_until(lambda: cluster.messages("TRANS_CHECK_MAX_TIME_TOPIC") != [])  # requested three times
         slow_check.may_answer.set()
         cluster.wait_until(lambda: cluster.messages("orders") != [])
         producer.close()
@@ -258,7 +258,7 @@ def test_a_name_server_may_not_request_a_check(quick, transacting):
 
 
 def test_a_body_is_not_decompressed_before_its_check(quick, transacting):
-    """Thousands may wait, and each may be small as it is stored, and large; or not to be unpacked at all."""
+    """Thousands may wait. Each may be small when stored but large when decompressed, or impossible to decompress."""
     transacting(check := Check(), topics=["orders"])
     quick.broker("broker-a").wait_for(RequestCode.HEART_BEAT)
     packed = StoredMessage("orders", b"no zlib", {"UNIQ_KEY": "A"}, sys_flag=SysFlag.COMPRESSED)
@@ -282,8 +282,8 @@ def test_a_larger_repeated_request_is_dropped(quick, transacting, slow_check, fi
     def send_check(fields, body):
         for number in range(120):
             record = encode_message(StoredMessage("orders", body, {"UNIQ_KEY": str(number)}))
-            sender.oneway(RequestCode.CHECK_TRANSACTION_STATE, CHECK_FIELDS | fields, record)
-            sender.call(9999, {})  # its answer comes when the one before has been taken
+            asking.tell(RequestCode.CHECK_TRANSACTION_STATE, ASKED | fields, record)
+            asking.ask(9999, {})  # it responds when it has handled the one before
 
     send_check({}, b"x")
     tracemalloc.start()
@@ -305,18 +305,18 @@ def test_a_broker_that_floods_checks_leaves_capacity_to_others(producing, slow_c
         for sender, count in ((many, 1500), (one, 1)):
             for number in range(count):
                 record = encode_message(StoredMessage("orders", b"x", {"UNIQ_KEY": f"{number} of {count}"}))
-                sender.oneway(RequestCode.CHECK_TRANSACTION_STATE, CHECK_FIELDS, record)
-            sender.call(9999, {})  # its answer comes when the ones before have been taken
-        assert len(slow_check.checked) == 1
+                asking.tell(RequestCode.CHECK_TRANSACTION_STATE, ASKED, record)
+            asking.ask(9999, {})  # it responds when it has handled the ones before
+        assert len(slow_check.asked) == 1
         slow_check.may_answer.set()
-        cluster.wait_until(lambda: len(slow_check.checked) == 252)  # one that ran, 250, and that of the other
-        assert "0 of 1" in slow_check.checked[:3]
+        cluster.wait_until(lambda: len(slow_check.asked) == 252)  # a running one, 250, the other broker
+        assert "0 of 1" in slow_check.asked[:3]
 
 
 @for_each(
     "fault, error, expected",
     [
-        # how the transaction ended could not be told: what the application did would be undone, or not delivered
+        # without the position, the result could not be reported, so the transaction would be undone or not delivered
         (answer(0, fields={"msgId": "none", "queueId": "0", "queueOffset": "0"}), ProtocolError, "message id 'none'"),
         (answer(13, "illegal"), SendError, "illegal"),
     ],
@@ -347,7 +347,7 @@ def test_a_topic_to_connect_to_must_exist(quick):
 
 
 def test_a_close_during_the_transaction_reports_the_decision(embedded):
-    """The message is stored and the transaction carried out: an error would have both done once more."""
+    """The message is stored and the transaction committed. An error would make the caller repeat both."""
     producer = TransactionProducer("payments", check=never, name_server=embedded.name_server)
 
     def run(sent):
