@@ -66,7 +66,7 @@ class Admin:
     * BrokerError: a broker refused the request. For PermissionDenied, check the access key.
     * RequestTimeout: a server did not respond.
     * ConfigError: an argument is not allowed.
-    * ConsumerClosed: the Admin is closed, or was used before a fork.
+    * ClientClosed: the Admin is closed, or was used before a fork.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Admin:
 
         Raises:
             ConnectError: no name server responds. The Admin can be started again.
-            ConsumerClosed: the Admin is closed, perhaps during the start.
+            ClientClosed: the Admin is closed, perhaps during the start.
         """
         self._started()
 
@@ -402,8 +402,8 @@ class Admin:
                     progress(step)
             return future.result(0)
         except (RocketError, CancelledError) as error:
-            if self._closed and not isinstance(error, ConsumerClosed):
-                raise ConsumerClosed("this admin was closed during the reset") from error
+            if self._closed and not isinstance(error, ClientClosed):
+                raise ClientClosed("this admin was closed during the reset") from error
             raise
         except (TimeoutError, Empty) as error:
             raise RequestTimeout("the reset", f"group {plan.group}", _SLOW_TIMEOUT_S) from error

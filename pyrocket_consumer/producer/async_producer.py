@@ -129,7 +129,7 @@ class AsyncProducer:
 
         Raises:
             ConnectError: no name server responds. The producer can be started again.
-            ConsumerClosed: the producer is closed.
+            ClientClosed: the producer is closed.
         """
         self._check_usable()
         try:
@@ -259,7 +259,7 @@ class AsyncProducer:
         """Send a message without waiting for a response; see `Producer.send_oneway`.
 
         Raises:
-            ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `send`. Nothing was sent.
+            ConfigError, RouteNotFound, SendError, ConnectError, ClientClosed: as for `send`. Nothing was sent.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         sink, more = self._make_sink(), check_delivery(delay_level, deliver_at)

@@ -37,7 +37,7 @@ class FlushCounter:
 
     def wait(self, timeout_s: float) -> FlushResult:
         """Wait up to `timeout_s` until each message has its result, and return the counts."""
-        waiter = Outcome[None]()
+        waiter = ThreadFuture[None]()
         with self._lock:
             if not self._result.pending:
                 return self._result

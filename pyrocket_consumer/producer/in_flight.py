@@ -20,7 +20,8 @@ class InFlightLimiter:
 
     User threads call `put`. The I/O thread takes all queued requests with `take_all`, and calls `release` for each
     that has its result. Code under the one lock takes no other lock. It is a plain `Lock`, because a signal that
-    interrupts a user thread may leave the lock of a Condition taken. The I/O thread would then wait; see `Outcome`.
+    interrupts a user thread may leave the lock of a Condition taken, and the I/O thread would wait for it; see
+    `ThreadFuture`.
     """
 
     def __init__(self, max_messages: int, max_bytes: int, wake: Callable[[], None]) -> None:
@@ -45,7 +46,7 @@ class InFlightLimiter:
                 return False
         return True
 
-    def _try_put(self, request: SendRequest) -> Outcome[None] | None:
+    def _try_put(self, request: SendRequest) -> ThreadFuture[None] | None:
         """Queue `request`. If it does not fit, return a waiter for the next change."""
         size, is_first = len(request.body), False
         try:
@@ -75,7 +76,7 @@ class InFlightLimiter:
         self._waiters.append(waiter)
         return waiter
 
-    def _wait(self, waiter: Outcome[None], until: float | None) -> bool:
+    def _wait(self, waiter: ThreadFuture[None], until: float | None) -> bool:
         """Wait for `waiter`. Return False if nothing changed by `until`."""
         if waiter.wait(None if until is None else until - time.monotonic()):
             return True
@@ -110,7 +111,7 @@ class InFlightLimiter:
             return self._messages
 
     def close(self) -> None:
-        """Accept no more messages. Threads that wait in `put` get ConsumerClosed."""
+        """Accept no more messages. Threads that wait in `put` get ClientClosed."""
         with self._lock:
             self._closed = True
             self._wake_waiters()

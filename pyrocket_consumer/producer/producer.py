@@ -95,7 +95,7 @@ class _Session:
         """Start to count the results of the messages in flight.
 
         Raises:
-            ConsumerClosed: the producer is closed, or belongs to the parent process.
+            ClientClosed: the producer is closed, or belongs to the parent process.
             RequestTimeout: the I/O thread does not run.
         """
         return self.cluster.run(self._count_in_flight(), _CLOSE_STEP_S)
@@ -108,7 +108,7 @@ class _Session:
         """Count the messages in flight when the process exits; see `at_exit`."""
         try:
             counter = self.count_in_flight()
-        except ConsumerClosed:  # closed meanwhile, or this is a forked child, and the parent sends the messages
+        except ClientClosed:  # closed meanwhile, or this is a forked child, and the parent sends the messages
             return _do_nothing
         except RequestTimeout as error:
             lost = self.in_flight.messages
@@ -277,7 +277,7 @@ class Producer:
 
         Raises:
             ConnectError: no name server responds. The producer can be started again.
-            ConsumerClosed: the producer is closed, perhaps during the start.
+            ClientClosed: the producer is closed, perhaps during the start.
         """
         with self._start_lock:
             self._check_open()
@@ -325,7 +325,7 @@ class Producer:
         Raises:
             RequestTimeout: some messages have no result within `timeout_s`; the text has their number. The producer
                 still sends them.
-            ConsumerClosed: the producer was started in the parent process.
+            ClientClosed: the producer was started in the parent process.
         """
         if timeout_s is not None:
             check_range("timeout_s", timeout_s, 0.001, _MAX_TIMEOUT_S)
@@ -429,7 +429,7 @@ class Producer:
             SendError: the message is not stored, as far as is known; the error lists every attempt. After a timeout or
                 a lost connection the message may still be stored.
             ConnectError: the producer could not start, because no name server responds.
-            ConsumerClosed: the producer is closed, or was started in the parent process.
+            ClientClosed: the producer is closed, or was started in the parent process.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
@@ -461,7 +461,7 @@ class Producer:
         thread of the producer, one at a time, and may send. Only the producer resolves the future.
 
         Raises:
-            ConfigError, ConnectError, ConsumerClosed: as for `send`.
+            ConfigError, ConnectError, ClientClosed: as for `send`.
             SendError: the message did not fit into the limits within `timeout_s`.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
@@ -487,7 +487,7 @@ class Producer:
         """Send a message as `send_async` does, but pass the result to `waiting` instead of a future.
 
         Raises:
-            ConfigError, ConnectError, ConsumerClosed, SendError: as for `send_async`; `waiting` gets no result then.
+            ConfigError, ConnectError, ClientClosed, SendError: as for `send_async`; `waiting` gets no result then.
         """
         more = check_delivery(delay_level, deliver_at)
         request = self._make_request(topic, message, waiting, queue, sharding_key, timeout_s, more)
@@ -514,7 +514,7 @@ class Producer:
         A refusal by the broker, or a loss with the connection, stays unknown. In all else it behaves as `send`.
 
         Raises:
-            ConfigError, RouteNotFound, SendError, ConnectError, ConsumerClosed: as for `send`. Nothing was sent.
+            ConfigError, RouteNotFound, SendError, ConnectError, ClientClosed: as for `send`. Nothing was sent.
         """
         message = OutgoingMessage(body, tags, keys, properties, flag)
         more = check_delivery(delay_level, deliver_at)
@@ -698,7 +698,7 @@ class Producer:
 
         Raises:
             ConnectError: the producer cannot start.
-            ConsumerClosed: the producer is closed, or belongs to the parent process.
+            ClientClosed: the producer is closed, or belongs to the parent process.
         """
         if (session := self._session) is None:
             if self._state is not ProducerState.CLOSED:
@@ -729,7 +729,7 @@ def in_flight_limit_error(request: SendRequest, config: ProducerConfig) -> SendE
     )
 
 
-def wait_for_result(outcome: Outcome[T], timeout_s: float) -> T:
+def wait_for_result(outcome: ThreadFuture[T], timeout_s: float) -> T:
     """Return the result of a send. The I/O thread applies the deadline; this only detects that it does not run."""
     if not outcome.wait(timeout_s + _DEADLINE_GRACE_S):
         raise RequestTimeout("a send", "the I/O thread", timeout_s + _DEADLINE_GRACE_S)

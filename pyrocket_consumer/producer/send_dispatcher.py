@@ -576,7 +576,7 @@ class SendDispatcher:
         abandoned = list(self._unfinished)
         for request in abandoned:
             request.note("the producer was closed before a response arrived; the message may be stored or not")
-            self._fail(request, ConsumerClosed("the producer was closed"))
+            self._fail(request, ClientClosed("the producer was closed"))
         return len(abandoned)
 
 

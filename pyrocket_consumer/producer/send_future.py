@@ -228,7 +228,7 @@ class SendFuture(Future[T]):
         if not observers:
             return
         for each in observers:  # first those whose notification cannot fail
-            if isinstance(each, Outcome):
+            if isinstance(each, ThreadFuture):
                 each.set_result(None)
         if (condition := observers.pop(_CONDITION, None)) is not None:
             condition.notify_waiters()
@@ -284,8 +284,8 @@ class SendFuture(Future[T]):
         return self._exception
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Wait for the result. A signal may interrupt the wait, which Future does not support; see `Outcome`."""
-        waiter: Outcome[None] = Outcome()
+        """Wait for the result. A signal may interrupt the wait, which Future does not support; see `ThreadFuture`."""
+        waiter: ThreadFuture[None] = ThreadFuture()
         self._observers[waiter] = None
         try:
             if not (self._is_done or waiter.wait(timeout_s) or self._is_done):

@@ -241,7 +241,7 @@ class TransactionProducer(Producer):
 
         Raises:
             RouteNotFound: one of `topics` does not exist. This closes the producer.
-            ConnectError, ConsumerClosed: as for Producer.
+            ConnectError, ClientClosed: as for Producer.
         """
         super().start()
         cluster = self._ensure_session().cluster

@@ -23,7 +23,7 @@ from tests.testing.raw_client import RawClient
 
 
 class ForeignMember:
-    """Joins a group, reports its offsets, and obeys request 220 if its `version` does. If `silent`, it never responds."""
+    """Joins a group, reports its offsets, and obeys request 220 if its `version` does. `silent`: it never responds."""
 
     def __init__(
         self,

@@ -192,7 +192,7 @@ by_both_requests = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("keep_route", [True, False], ids=["registered", "forgotten"])
-@asked
+@by_both_requests
 def test_the_queues_of_a_stopped_broker_are_reported(pair, pair_admin, ask, keep_route):
     assert (ask(pair_admin, "G").total, ask(pair_admin, "G").is_complete) == (3, True)
     pair.broker("broker-b").stop(keep_route=keep_route)

@@ -372,7 +372,7 @@ def test_responding_members_move_despite_a_frozen_one(version, all_queues):
             }
             assert "zzz@frozen: it did not answer" in result.unmoved[0].text
         seen.wait(lambda seen: len(seen.messages) == 40 + 3 * len(chosen))  # it has left its queues to us
-        assert {place[1] for place, times in seen.places.items() if times > 1} == {7, 8, 9}
+        assert {place[1] for place, times in seen.counts.items() if times > 1} == {7, 8, 9}
 
 
 def test_a_model_that_online_members_contradict_is_refused(embedded, admin):
@@ -384,7 +384,7 @@ def test_a_model_that_online_members_contradict_is_refused(embedded, admin):
 
 
 def test_no_commit_for_offline_members_that_follow_a_record(embedded, admin, stores):
-    been_here(embedded, "T", "G", 10, **stores)
+    consumed_before(embedded, "T", "G", 10, **stores)
     recorded = reset(admin, "G", "T", "earliest", model="broadcasting")
     assert "recorded; no member is online to verify it" in str(recorded)
     with pytest.raises(ConfigError, match="'G' is broadcasting: a reset of T is recorded at broker-a"):
@@ -395,7 +395,7 @@ def test_no_commit_for_offline_members_that_follow_a_record(embedded, admin, sto
 
 
 def test_unknown_offsets_are_not_shown_as_none(embedded, admin, stores):
-    been_here(embedded, "T", "G", 10, **stores)
+    consumed_before(embedded, "T", "G", 10, **stores)
     plan = admin.plan_reset("G", "T", "earliest", model="broadcasting")
     assert {(move.current, move.replayed, move.skipped) for move in plan.moves} == {(None, None, None)}
     assert [line.split()[-4:] for line in str(plan).splitlines() if "broker-a/" in line] == [["?", "0", "?", "?"]] * 2
@@ -562,7 +562,7 @@ def test_lag_of_an_unknown_group(admin):
 
 
 def test_lag_of_an_offline_group_uses_its_committed_offsets(embedded, admin):
-    been_here(embedded, "T", "G", 10)
+    consumed_before(embedded, "T", "G", 10)
     fill(embedded, "T", 4, start=10)
     embedded.broker("broker-a").delete_before("T", 0, 6)
     found = admin.offsets("G", "T")

@@ -19,7 +19,7 @@ from tests.real_brokers.remoting import Peer
 from tests.resets import fill, held, queue
 
 
-class InOrder(ByKey):
+class InOrder(KeyedListener):
     """A listener that detects overlapping calls of a queue, and records the order of each queue."""
 
     def __init__(self, judge=lambda message: None):

@@ -214,7 +214,7 @@ def test_a_clustering_group_is_reset_at_its_members(cluster, admin, topic, group
 
 
 def test_a_clustering_group_without_online_members(cluster, admin, topic, group):
-    been_here(cluster, topic, group, 10, queues=2)
+    consumed_before(cluster, topic, group, 10, queues=2)
     assert reset(admin, group, topic, "earliest", queues=[queue(topic, 1)]).verified
     assert cluster.committed(group, topic) == {0: 5, 1: 0}
     with consuming(cluster, topic, group) as (_, again):

@@ -166,7 +166,7 @@ def test_a_callback_may_close_the_producer(embedded):
 
 
 def test_a_future_is_resolved_once(callbacks):
-    for tell in (lambda promise: promise.set_result(1), lambda promise: promise.set_exception(ValueError())):
+    for resolve in (lambda promise: promise.set_result(1), lambda promise: promise.set_exception(ValueError())):
         future = SendFuture(callbacks)
         Promise(future).set_result(0)
         with pytest.raises(InvalidStateError):
@@ -230,9 +230,9 @@ def test_a_callback_that_is_not_callable_is_refused(producer, gate, wrong):
 @pytest.mark.parametrize("pin", [{}, {"sharding_key": "key"}], ids=["free", "key"])
 def test_a_user_cannot_resolve_a_future(producer, gate, pin):
     futures = [producer.send_async("orders", b"%d" % number, **pin) for number in range(10)]
-    for tell in (lambda: futures[3].set_result(None), lambda: futures[3].set_exception(ValueError())):
+    for resolve in (lambda: futures[3].set_result(None), lambda: futures[3].set_exception(ValueError())):
         with pytest.raises(InvalidStateError, match="only the producer"):
-            tell()
+            resolve()
     gate.open()
     producer.flush(30)
     assert len({future.result(0).message_id for future in futures}) == 10

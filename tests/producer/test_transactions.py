@@ -282,8 +282,8 @@ def test_a_larger_repeated_request_is_dropped(quick, transacting, slow_check, fi
     def send_check(fields, body):
         for number in range(120):
             record = encode_message(StoredMessage("orders", body, {"UNIQ_KEY": str(number)}))
-            asking.tell(RequestCode.CHECK_TRANSACTION_STATE, ASKED | fields, record)
-            asking.ask(9999, {})  # it responds when it has handled the one before
+            sender.oneway(RequestCode.CHECK_TRANSACTION_STATE, CHECK_FIELDS | fields, record)
+            sender.call(9999, {})  # it responds when it has handled the one before
 
     send_check({}, b"x")
     tracemalloc.start()
@@ -305,12 +305,12 @@ def test_a_broker_that_floods_checks_leaves_capacity_to_others(producing, slow_c
         for sender, count in ((many, 1500), (one, 1)):
             for number in range(count):
                 record = encode_message(StoredMessage("orders", b"x", {"UNIQ_KEY": f"{number} of {count}"}))
-                asking.tell(RequestCode.CHECK_TRANSACTION_STATE, ASKED, record)
-            asking.ask(9999, {})  # it responds when it has handled the ones before
-        assert len(slow_check.asked) == 1
+                sender.oneway(RequestCode.CHECK_TRANSACTION_STATE, CHECK_FIELDS, record)
+            sender.call(9999, {})  # it responds when it has handled the ones before
+        assert len(slow_check.checked) == 1
         slow_check.may_answer.set()
-        cluster.wait_until(lambda: len(slow_check.asked) == 252)  # a running one, 250, the other broker
-        assert "0 of 1" in slow_check.asked[:3]
+        cluster.wait_until(lambda: len(slow_check.checked) == 252)  # a running one, 250, the other broker
+        assert "0 of 1" in slow_check.checked[:3]
 
 
 @for_each(
