@@ -1,1 +1,1 @@
-"""Benchmarks: one module per question, ratios inside one run as answers."""
+"""Benchmarks: one module per question. The results are ratios inside one run."""

@@ -1,4 +1,4 @@
-"""What all programs take: numbers, places and checkouts are looked at before anything runs."""
+"""Argument types of all programs. They check numbers, paths and checkouts before anything runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def one_or_more(text: str) -> int:
-    """Read how many rounds there are to be: one or more."""
+    """Read the number of rounds: one or more."""
     try:
         number = int(text)
     except ValueError:
@@ -18,7 +18,7 @@ def one_or_more(text: str) -> int:
 
 
 def new_file(text: str) -> Path:
-    """Read where to write at the end: in a directory that is there."""
+    """Read the path of an output file in a directory that exists."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a directory that exists")
@@ -26,7 +26,7 @@ def new_file(text: str) -> Path:
 
 
 def checkout(text: str) -> Path:
-    """Read where an earlier checkout is."""
+    """Read the path of an earlier checkout."""
     path = Path(text)
     if not (path / "pyrocket_consumer" / "__init__.py").is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is no checkout: it has no folder pyrocket_consumer")

@@ -1,4 +1,4 @@
-"""Messages for consumers under test: a backlog written as fast as the broker takes it, or a steady flow.
+"""Messages for consumers under test: a backlog written as fast as the broker accepts it, or a steady flow.
 
 As a program: python -m benchmarks.broker_load ADDRESS TOPIC QUEUES RATE SECONDS sends the steady flow.
 """
@@ -21,11 +21,11 @@ BODY_BYTES = 1024
 BATCH_MESSAGES = 256
 BATCHES_UNDER_WAY = 4
 FLOW_BODY = struct.Struct(f">q{BODY_BYTES - 8}x")
-"""Body of the steady flow: when it was sent (nanoseconds since the epoch), then nothing."""
+"""The body in the steady flow: the send time (nanoseconds since the epoch), then padding."""
 
 
 class Sender:
-    """Sends to one broker over one connection, answers counted but not waited for one by one."""
+    """Sends to one broker over one connection. It counts responses, but does not wait for each."""
 
     def __init__(self, address: str) -> None:
         host, port = address.rsplit(":", 1)
@@ -35,7 +35,7 @@ class Sender:
         self.under_way = 0
 
     def send(self, topic: str, queue_id: int, body: bytes, properties: str, *, batch: bool = False) -> None:
-        """Write one request; a batch's body is what `encode_batch` returns."""
+        """Write one request. The body of a batch comes from `encode_batch`."""
         code = RequestCode.SEND_BATCH_MESSAGE if batch else RequestCode.SEND_MESSAGE_V2
         header = SendMessageHeader(
             "pyrocket-bench",
@@ -49,7 +49,7 @@ class Sender:
         self.under_way += 1
 
     def read_responses(self, *, wait: bool) -> None:
-        """Read what answers have come; with `wait` at least one.
+        """Read the responses that have arrived; with `wait` at least one.
 
         Raises:
             ConnectionError: the broker closed the connection or refused a message.
@@ -75,9 +75,9 @@ class Sender:
 
 
 def fill(address: str, topic: str, queues: int, messages: int, keys: int = 0) -> None:
-    """Store `messages` messages of BODY_BYTES with five properties, equally many in each queue, and wait for it.
+    """Store `messages` messages of BODY_BYTES with five properties, evenly over the queues, and wait for the responses.
 
-    Of `keys` sharding keys each queue has its share; with 0 messages have none.
+    Each queue has its share of `keys` sharding keys. With 0, messages have no key.
     """
     sender = Sender(address)
     per_queue, rest = divmod(messages, queues)
@@ -119,7 +119,7 @@ def _items(count: int, keys: Sequence[str] = ()) -> Iterator[BatchItem]:
 
 
 def flow(address: str, topic: str, queues: int, rate: float, seconds: float) -> int:
-    """Send `rate` messages a second, one by one, over the queues in turn; returns how many."""
+    """Send `rate` messages a second, one by one, round-robin over the queues. Return their number."""
     sender = Sender(address)
     count = round(rate * seconds)
     began = time.perf_counter()

@@ -4,20 +4,20 @@
     python -m benchmarks.compare 6519c95 --only 'consume*,latency' --rounds 15
     python -m benchmarks.compare v1.0 --new v1.1 -o json > figures.json
 
-Both commits are installed in new virtual environments, with the versions that .ci/lock.txt names, and measured by the
-same program, through public names only. One broker, an embedded one of the new commit, serves both. Every sample is a
-process of its own, except Spark's sessions. The order is base, new, new, base, and so on, round after round.
+Both commits are installed in new virtual environments with the versions of .ci/lock.txt. The same program measures
+both, through public names only. One embedded broker of the new commit serves both. Every sample runs in a new process,
+except Spark sessions. The order is base, new, new, base, and so on, round after round.
 
-Measured are wall time and CPU time of the client for each operation. Each round gives a ratio new ÷ base; above 1 the
-new commit is slower. The spread is Wilcoxon's signed-rank interval of the median: the median is above its lower end
-with a confidence of at least 95 %, and as surely below its upper end. Fewer than 5 rounds cannot tell that much: then
-the spread is the smallest and the largest ratio, and one round finds only what is large.
+The program measures the wall time and the CPU time of the client for each operation. Each round gives a ratio
+new ÷ base; above 1 the new commit is slower. The spread is Wilcoxon's signed-rank interval of the median. The median is
+above its lower end with a confidence of at least 95 %, and the same holds for its upper end. Fewer than 5 rounds do not
+allow that confidence. Then the spread is the smallest and the largest ratio, and one round finds only large changes.
 
-A subject is slower if the lower end of the CPU time's spread is above 1.05, or that of the wall time's above 1.25. CPU
-time decides because what else runs moves it least. It misses what only waits: waiting that grows, grows by more.
+A subject is slower if the lower end of the CPU spread is above 1.05, or that of the wall time above 1.25. CPU time
+decides, because other programs affect it least. It misses waits, but a longer wait usually grows by more than that.
 
-Exit status: 1 when a subject is slower, or fails on the new commit only; 2 when nothing can be compared; else 0.
-TMPDIR chooses the disk: environments need 1.6 GB there with Spark and 0.1 GB without.
+Exit status: 1 if a subject is slower, or fails on the new commit only; 2 if no subject can be compared; otherwise 0.
+TMPDIR selects the disk. Environments need 1.6 GB there with Spark and 0.1 GB without.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ LIMIT_S = 300.0  # for one sample
 
 
 class CannotCompare(Exception):
-    """Nothing can be measured; the text says why, and what helps."""
+    """No subject can be measured. The text has the reason and a remedy."""
 
 
 class Failed(Exception):
-    """A subject cannot be measured on one side; the text says why."""
+    """A subject cannot be measured on one side. The text has the reason."""
 
 
-# --- judging
+# --- verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Ratio:
 
 
 def ratio(base: Sequence[float], new: Sequence[float]) -> Ratio:
-    """Return the ratio of samples that were taken in pairs, with the spread that --help describes."""
+    """Return the ratio of paired samples, with the spread that --help describes."""
     logs = sorted(math.log(ours / theirs) for theirs, ours in zip(base, new, strict=True))
     means = sorted((one + other) / 2 for one, other in itertools.combinations_with_replacement(logs, 2))
     excluded = excluded_ranks(len(logs))
@@ -91,11 +91,11 @@ def ratio(base: Sequence[float], new: Sequence[float]) -> Ratio:
 
 
 def excluded_ranks(rounds: int) -> int:
-    """Return how many of the pairwise means are beyond each end of the spread.
+    """Return the number of pairwise means beyond each end of the spread.
 
-    That is the largest sum of signed ranks that is still improbable, when each rank is as likely left out as counted.
+    It is the largest sum of signed ranks that is still improbable, if each rank counts with probability one half.
     """
-    ways = [1]  # by sum: subsets of the ranks 1 to `rounds`
+    ways = [1]  # by sum: the number of subsets of the ranks 1 to `rounds`
     for rank in range(1, rounds + 1):
         ways = [
             (ways[total] if total < len(ways) else 0) + (ways[total - rank] if total >= rank else 0)
@@ -106,7 +106,7 @@ def excluded_ranks(rounds: int) -> int:
 
 
 def verdict(cpu: Ratio, wall: Ratio) -> str:
-    """Return what the spreads of both times say of the new commit."""
+    """Return the verdict on the new commit from the spreads of both times."""
     if cpu.low > CPU_LIMIT:
         return "slower"
     if wall.low > WALL_LIMIT:
@@ -131,7 +131,7 @@ class Row:
         return ratio(self.wall_s[BASE], self.wall_s[NEW])
 
     def verdict(self) -> str:
-        """Return the verdict; what fails on one side only is named after the other."""
+        """Return the verdict. A subject that fails on one side only has a verdict of its own."""
         if self.failed:
             return "fails" if len(self.failed) == 2 else "fails on new" if NEW in self.failed else "fails on base"
         return verdict(self.cpu(), self.wall())
@@ -159,7 +159,7 @@ def git(*arguments: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def check_machine(*, with_spark: bool) -> None:
-    """Look for what the installation needs that pip does not bring."""
+    """Check the prerequisites of the installation that pip does not provide."""
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
     if os.environ.get("PYROCKET_PURE", "0") in ("", "0") and not (shutil.which(compiler) or shutil.which("cc")):
         raise CannotCompare(
@@ -171,7 +171,7 @@ def check_machine(*, with_spark: bool) -> None:
 
 
 def install(commit: str, directory: Path, *, with_spark: bool) -> Path:
-    """Install a commit in a new virtual environment; returns its interpreter."""
+    """Install a commit in a new virtual environment. Return its interpreter."""
     sources, environment, constraints = (directory / name for name in ("sources", "environment", "constraints.txt"))
     archive = git("archive", "--format=tar", commit)
     if archive.returncode:
@@ -186,11 +186,11 @@ def install(commit: str, directory: Path, *, with_spark: bool) -> Path:
         [sys.executable, "-m", "venv", "--without-pip", str(environment)],
         [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", package],
     ):
-        where = {**os.environ, "PIP_CONSTRAINT": str(constraints)}  # holds for what builds the wheel, too
+        where = {**os.environ, "PIP_CONSTRAINT": str(constraints)}  # also applies to the build of the wheel
         where.pop("PYTHONPATH", None)
         done = subprocess.run(command, capture_output=True, text=True, env=where, cwd=directory, check=False)
         if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
+            said = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
             raise CannotCompare(f"{commit[:10]} cannot be installed: {command[2]}: {said[-1]}")
     return python
 
@@ -199,7 +199,7 @@ def install(commit: str, directory: Path, *, with_spark: bool) -> Path:
 
 
 class Side:
-    """A process with the package of one environment, which does one task after the other."""
+    """A process with the package of one environment. It runs one task after the other."""
 
     def __init__(self, python: Path, code: Path, hash_seed: int = 0) -> None:
         where = {**os.environ, "PYTHONPATH": str(code), "PYTHONHASHSEED": str(hash_seed)}
@@ -227,10 +227,10 @@ class Side:
                 self._process.kill()
 
     def run(self, task: Task) -> Figures:
-        """Return the answer to a task.
+        """Return the figures of a task.
 
         Raises:
-            Failed: there is none.
+            Failed: the task has failed.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -255,7 +255,7 @@ class Side:
 
 
 class Bench:
-    """Both environments and the broker. Sides that stay open are closed at the end of the `with`."""
+    """Both environments and the broker. The `with` block closes the sides that stay open."""
 
     def __init__(self, pythons: Mapping[str, Path], code: Path) -> None:
         self._pythons, self._code = pythons, code
@@ -289,7 +289,7 @@ class Bench:
 
 
 def measure(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, Row]:
-    """Return all samples, taken in turn: what disturbs for a while disturbs both sides, and few rounds."""
+    """Return all samples. The sides alternate, so that a short disturbance affects both, and few rounds."""
     rows = {name: Row() for name in names}
     for turn in range(1, rounds + 1):
         for name, row in rows.items():
@@ -314,11 +314,11 @@ def measure(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, Row]:
 
 
 def log_progress(text: str) -> None:
-    """Tell about progress."""
+    """Print progress to standard error."""
     print(f"  {time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
-# --- telling
+# --- output
 
 
 def duration(seconds: float) -> str:
@@ -347,11 +347,11 @@ def summary(rows: Mapping[str, Row]) -> str:
     worse = [name for name, row in rows.items() if row.is_worse()]
     unclear = [name for name, row in rows.items() if row.verdict() == "unclear"]
     text = f"slower: {', '.join(worse)}" if worse else "no subject is slower"
-    return text + (f"; unclear, more rounds tell more: {', '.join(unclear)}" if unclear else "")
+    return text + (f"; unclear, use more rounds: {', '.join(unclear)}" if unclear else "")
 
 
 def as_json(commits: Mapping[str, str], facts: Mapping[str, Figures], rounds: int, rows: Mapping[str, Row]) -> str:
-    """Return everything measured, each round's times in seconds included."""
+    """Return all figures, with the times of each round in seconds."""
     subjects = {}
     for name, row in rows.items():
         ratios = {} if row.failed else {"cpu_ratio": asdict(row.cpu()), "wall_ratio": asdict(row.wall())}
@@ -360,18 +360,18 @@ def as_json(commits: Mapping[str, str], facts: Mapping[str, Figures], rounds: in
 
 
 def expected_s(names: Sequence[str], rounds: int) -> float:
-    """Return about how long it takes."""
+    """Return the estimated duration."""
     samples_s = 2 * rounds * sum(SUBJECTS[name].sample_s for name in names)
     return INSTALL_S + WITH_SPARK_S * needed("spark", names) + BROKER_S * needed("broker", names) + samples_s
 
 
 def needed(what: str, names: Sequence[str]) -> bool:
-    """Tell whether any of the subjects needs the broker, or Spark."""
+    """Return whether any of the subjects needs the broker, or Spark."""
     return any(what in (needs, "broker" if needs else "") for needs in (SUBJECTS[name].needs for name in names))
 
 
 def chosen(patterns: str | None) -> list[str]:
-    """Return the subjects that --only names, each of which may be a pattern as for files."""
+    """Return the subjects that --only names. Each name may be a file pattern."""
     wanted = patterns.split(",") if patterns is not None else ["*"]
     for pattern in wanted:
         if not fnmatch.filter(SUBJECTS, pattern):
@@ -385,12 +385,12 @@ def compare(options: argparse.Namespace) -> int:
     with_spark = needed("spark", names)
     check_machine(with_spark=with_spark)
     if options.new == "HEAD" and git("diff", "--quiet", "HEAD", "--", ":!benchmarks", ":!tests", ":!docs").returncode:
-        log_progress("what is not committed is not measured")
+        log_progress("uncommitted changes are not measured")
     minutes = expected_s(names, options.rounds) / 60
     log_progress(f"subjects: {len(names)}, rounds: {options.rounds}; about {minutes:.0f} min on two quiet cores")
     with tempfile.TemporaryDirectory(prefix="pyrocket-compare-") as name:
         code = Path(name, "code")
-        shutil.copytree(ROOT / "benchmarks", code / "benchmarks")  # not next to this package
+        shutil.copytree(ROOT / "benchmarks", code / "benchmarks")  # outside the directory of this package
         log_progress(f"installing {commits[BASE][:10]} and {commits[NEW][:10]}")
         places = {side: Path(name, f"{side:_<4}") for side in (BASE, NEW)}  # paths of one length
         for place in places.values():

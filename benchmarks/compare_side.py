@@ -2,9 +2,9 @@
 
     python -m benchmarks.compare_side
 
-Each line of standard input is a task, a JSON object with the fields of `Task`; each gets a line as its answer. The task
-`serve` runs the broker for all others, until standard input ends. Everything here uses public names of the package, and
-imports it where it needs it: so the same program measures earlier commits, and later ones.
+Each line of standard input is a task, a JSON object with the fields of `Task`. The program prints a line with the
+result of each. The task `serve` runs the broker for all others, until standard input ends. All code here uses public
+names of the package, and imports them inside functions. So the same program measures earlier and later commits.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ LIFTED_LIMITS = {
 }
 PERSISTS = {  # durability -> queues -> operations of a sample
     "fsync": dict.fromkeys((16, 1024, 16384, 65536), 3000),
-    "process": dict.fromkeys((16, 1024, 16384, 65536), 92_000),  # some journals full
+    "process": dict.fromkeys((16, 1024, 16384, 65536), 92_000),  # enough to fill several journals
     "checkpoint": {16: 1500, 1024: 800, 16384: 80, 65536: 25},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to measure: a name of SUBJECTS; against which cluster, with which fresh group."""
+    """A task: a name of SUBJECTS, the cluster, and a fresh group."""
 
     subject: str
     name_server: str = ""
@@ -56,7 +56,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One thing that is measured, what one operation of it is, and about how long a sample takes in seconds.
+    """One measurement, the meaning of its operation, and the estimated seconds of a sample.
 
     `needs`: "broker", "spark", which is the broker and Spark, or nothing.
     """
@@ -69,13 +69,13 @@ class Subject:
 
 
 def taken(before: Sample, operations: int) -> Figures:
-    """Return what so many operations took since `before`, time and CPU time of this process."""
+    """Return the time and the CPU time of this process since `before`, for each of `operations`."""
     after = Sample.now(0)
     return {"operations": operations, "seconds": after.at_s - before.at_s, "cpu_s": after.cpu_s - before.cpu_s}
 
 
 def consume(topic: str, messages: int, **options: Any) -> Callable[[Task], Figures]:
-    """Return what works off a backlog; its first fifth and its last tenth do not count."""
+    """Return a function that consumes a backlog. Its first fifth and its last tenth do not count."""
 
     def measure(task: Task) -> Figures:
         from benchmarks import consume_side
@@ -88,7 +88,7 @@ def consume(topic: str, messages: int, **options: Any) -> Callable[[Task], Figur
 
 
 def latency(task: Task) -> Figures:
-    """Send one message after the other; the time of one is the median from the send to the listener's call."""
+    """Send one message after the other. The result is the median time from a send to the call of the listener."""
     from pyrocket_consumer import Producer, PushConsumer
 
     came, arrivals = threading.Semaphore(0), list[float]()
@@ -110,7 +110,7 @@ def latency(task: Task) -> Figures:
     consumer = PushConsumer(task.group, name_server=task.name_server)
     consumer.subscribe(PING, listener)
     with Producer(f"{task.group}-sends", name_server=task.name_server) as producer, consumer:
-        while not came.acquire(timeout=0.1):  # until it consumes; then what earlier samples sent has come, too
+        while not came.acquire(timeout=0.1):  # until it consumes; by then the messages of earlier samples have arrived
             producer.send(PING, BODY)
         while came.acquire(timeout=0.2):
             pass
@@ -121,7 +121,7 @@ def latency(task: Task) -> Figures:
 
 
 def produce(way: str, warm: int, total: int) -> Callable[[Task], Figures]:
-    """Return what sends asynchronously, or one message after the other."""
+    """Return a function that sends asynchronously, or one message after the other."""
 
     def measure(task: Task) -> Figures:
         from benchmarks import produce_side
@@ -134,7 +134,7 @@ def produce(way: str, warm: int, total: int) -> Callable[[Task], Figures]:
 
 
 def persist(durability: Any, queues: int, count: int) -> Callable[[Task], Figures]:
-    """Return what persists one offset after the other; only a full journal makes a checkpoint due."""
+    """Return a function that persists one offset after the other. Only a full journal causes a checkpoint."""
 
     def measure(task: Task) -> Figures:
         from pyrocket_consumer import MessageQueue
@@ -159,7 +159,7 @@ def persist(durability: Any, queues: int, count: int) -> Callable[[Task], Figure
 
 
 def start(task: Task) -> Figures:
-    """Start three consumers, one after the other, until all queues of each have begun."""
+    """Start three consumers, one after the other, until all queues of each have started."""
     from pyrocket_consumer import PushConsumer
 
     starts, spent = 3, {"seconds": 0.0, "cpu_s": 0.0}
@@ -190,7 +190,7 @@ print(time.perf_counter() - began, time.process_time() - cpu)
 
 
 def import_(task: Task) -> Figures:
-    """Import in ten new interpreters, one after the other; their own start does not count."""
+    """Import in ten new interpreters, one after the other. The start of an interpreter does not count."""
     times = []
     for _ in range(10):
         done = subprocess.run([sys.executable, "-P", "-c", IMPORT], capture_output=True, text=True, check=False)
@@ -202,7 +202,7 @@ def import_(task: Task) -> Figures:
 
 
 def spark_read(task: Task) -> Figures:
-    """Read two columns with two tasks. The CPU time is that of Spark's Python processes, in which the package runs."""
+    """Read two columns with two tasks. The CPU time is that of the Python processes of Spark, which run the package."""
     spark = session()
 
     def read() -> None:
@@ -210,8 +210,8 @@ def spark_read(task: Task) -> Figures:
         frame = reader.options(nameServer=task.name_server, subscribe=BACKLOG).load()
         frame.write.format("noop").mode("overwrite").save()
 
-    read()  # Spark ends Python workers that were idle for a minute: what new ones import does not count
-    if not getattr(spark, "is_warm", False):  # the virtual machine compiles in its first queries
+    read()  # Spark ends Python workers after a minute without work; imports of new workers must not count
+    if not getattr(spark, "is_warm", False):  # the virtual machine compiles during its first queries
         read()
         spark.is_warm = True
     began, cpu_s = time.perf_counter(), spark_python_cpu_s()
@@ -225,7 +225,7 @@ opened = ExitStack()
 
 @functools.cache
 def session() -> Any:
-    """Start Spark in this process and its children, with this interpreter; it is kept for further samples."""
+    """Start Spark in this process and its children, with this interpreter. Later samples use it again."""
     from pyspark.sql import SparkSession
 
     from pyrocket_consumer.spark import register
@@ -247,7 +247,7 @@ def session() -> Any:
 
 
 def spark_python_cpu_s() -> float:
-    """Return the CPU time of the Python processes below this one's Java process, ended ones included."""
+    """Return the CPU time of the Python processes below the Java process of this one, including ended ones."""
     stats = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -268,7 +268,7 @@ def spark_python_cpu_s() -> float:
 
 
 def describe(task: Task) -> Figures:
-    """Return what is measured, and on what."""
+    """Return the facts about the package and the machine."""
     from benchmarks.environment import environment
 
     return environment()
@@ -337,7 +337,7 @@ SUBJECTS = {
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with results
     measures = {"describe": describe, **{name: subject.measure for name, subject in SUBJECTS.items()}}
     with opened:
         while line := sys.stdin.readline():

@@ -1,10 +1,15 @@
 """How many messages per second does a PushConsumer take from a real broker, and what does one cost?
 
-Beside it, in shuffled rounds of one run: `pure`, the same consumer without the C extension; Java's
-DefaultMQPushConsumer with the same settings; `raw`, a loop that only pulls and counts; for a listener that sleeps,
-`threads`, as many threads that sleep and have no client; with `--before`, the consumer of another checkout. Every side
-is a process of its own, with a fresh group that reads the same backlog from the first offset on; only its warm part
-counts. Ratios are taken inside a round. Run: python -m benchmarks.consume --help
+The other sides, in shuffled rounds of one run:
+
+* `pure`: the same consumer without the C extension
+* `java`: DefaultMQPushConsumer with the same settings
+* `raw`: a loop that only pulls and counts
+* `threads`: for a listener that sleeps, the same number of threads without a client
+* with `--before`, the consumer of another checkout
+
+Every side is a process of its own. Its fresh group reads the same backlog from the first offset on, and only its warm
+part counts. Ratios are computed inside a round. Run: python -m benchmarks.consume --help
 """
 
 from __future__ import annotations
@@ -67,7 +72,7 @@ BROKER_JVM = ("-Xms768m", "-Xmx768m", "-XX:MaxDirectMemorySize=512m", "-XX:Tiere
 TUNED = {"pull_batch": 1024, "listener_batch": 32, "max_cached": 10_000, "max_span": 20_000}
 FLOW_RATE = 500
 MANY_QUEUES = 64
-MAX_IN_MANY_QUEUES = 400_000  # of more, a broker that is asked for all queues at once begins to refuse
+MAX_IN_MANY_QUEUES = 400_000  # with more, a broker that gets pulls for all queues at once starts to refuse
 AIMED_AT = (4, 16)  # queues
 CASES = ("one", "touched", "lists", "lists-touched", "sleep", "latency", "idle", "memory", "start")
 SIDES = ("pyrocket", "pure", "java", "raw", "threads", "before")
@@ -75,11 +80,11 @@ SIDES = ("pyrocket", "pure", "java", "raw", "threads", "before")
 
 @dataclass(slots=True)
 class Settings:
-    """How much is measured."""
+    """The size of the measurement."""
 
     rounds: int = 3
     queues: tuple[int, ...] = (4, 16, 1000)
-    messages: int = 1_000_000  # less is over before Java is warm
+    messages: int = 1_000_000  # fewer end before Java is warm
     sleep_messages: int = 60_000
     memory_messages: int = 1_000_000
     latency_s: float = 12.0
@@ -91,11 +96,11 @@ class Settings:
 
 
 QUICK = Settings(1, (4, 16), 150_000, 25_000, 300_000, 6.0, 8.0)
-WARM = 600_000  # messages, from which on ratios to Java mean something
+WARM = 600_000  # messages; with fewer, ratios to Java are not meaningful
 
 
 class Cluster:
-    """The broker everything runs against: topics with backlogs, made when first asked for."""
+    """The broker of all sides. Topics with backlogs are created on first use."""
 
     def __init__(self, name_server: str) -> None:
         self.name_server = name_server
@@ -108,7 +113,7 @@ class Cluster:
         self._topics: dict[tuple[int, int, int], str] = {}
 
     def topic(self, queues: int, messages: int, purpose: str = "backlog", keys: int = 0) -> str:
-        """Return a topic with that many queues, messages and sharding keys."""
+        """Return a topic with these numbers of queues, messages and sharding keys."""
         name = self._topics.get((queues, messages, keys))
         if name is None:
             name = f"bench-{self._run}-{purpose}-{queues}"
@@ -142,7 +147,7 @@ class Cluster:
         return bool(decode_route(name, answer.body).queues)
 
     def _readable(self, topic: str, queues: int, messages: int) -> bool:
-        """Tell whether the queues have caught up with the commit log; reading all once also warms the broker."""
+        """Return whether the queues have caught up with the commit log. Reading all once also warms the broker."""
         try:
             raw_pull(
                 self.broker_address,
@@ -174,22 +179,22 @@ class Cluster:
         )
 
     def delete_topics(self) -> None:
-        """Remove what was made here."""
+        """Remove the topics and groups created here."""
         for name in self._topics.values():
             self._broker.call(RequestCode.DELETE_TOPIC_IN_BROKER, {"topic": name})
             self._names.call(RequestCode.DELETE_TOPIC_IN_NAMESRV, {"topic": name})
 
 
 def log_progress(text: str) -> None:
-    """Tell about progress."""
+    """Print progress to standard error."""
     print(f"  {time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
 
 def perform(task: Task, java_version: str = NEWEST, package: Path | None = None) -> Figures:
-    """Carry out one task in a process of its own. `package` is a directory with another pyrocket_consumer than ours.
+    """Run one task in a new process. `package` is a directory with another version of pyrocket_consumer.
 
     Raises:
-        RuntimeError: it failed; the text has its output.
+        RuntimeError: the process failed; the text has its output.
     """
     limit_s = task.timeout_s + task.seconds + task.settle_s + 60
     if task.side == "java":
@@ -214,7 +219,7 @@ def perform(task: Task, java_version: str = NEWEST, package: Path | None = None)
 
 @contextmanager
 def package_of(checkout: Path | None) -> Iterator[Path | None]:
-    """Give a directory with the package of a checkout, and nothing else of it."""
+    """Yield a directory with only the package of a checkout."""
     if checkout is None:
         yield None
         return
@@ -230,7 +235,7 @@ def compete(
     rounds: int,
     packages: Mapping[str, Path] | None = None,
 ) -> None:
-    """Let all sides do their task once per round, in a new order each time. Only whole rounds count."""
+    """Run the task of each side once per round, in a new order each time. Only whole rounds count."""
     rows = results.rounds.setdefault(case, {label: [] for label in tasks})
     for turn in range(rounds):
         answers = {}
@@ -252,7 +257,7 @@ def race(
     sides: Mapping[str, Callable[[], Task]],
     rounds: int | None = None,
 ) -> bool:
-    """Let those of the sides compete that were chosen. False: none was."""
+    """Compare the selected sides. Return False if none is selected."""
     chosen = {side: task for side, task in sides.items() if side in settings.sides}
     packages = {"before": Path(settings.before)} if settings.before else {}
     if settings.before is None:
@@ -272,7 +277,7 @@ def work_off(
     total: int | None = None,
     **options: Any,
 ) -> str:
-    """Let the sides work off the first `total` messages of a backlog; returns the name of the case."""
+    """Let the sides consume the first `total` messages of a backlog. Return the name of the case."""
     stored = min(settings.messages, MAX_IN_MANY_QUEUES) if queues > MANY_QUEUES else settings.messages
     topic, case = cluster.topic(queues, stored), f"{case}, {queues} queues"
 
@@ -284,7 +289,7 @@ def work_off(
 
 
 def one_by_one(cluster: Cluster, settings: Settings, results: Results) -> None:
-    """A listener that takes one message, at the settings both clients have by default."""
+    """A listener that gets one message, with the default settings of both clients."""
     sides = ("pyrocket", "pure", "java", "raw", "before")
     for queues in settings.queues:
         case = work_off(cluster, settings, results, "one by one", sides, queues)
@@ -309,7 +314,7 @@ def touched(cluster: Cluster, settings: Settings, results: Results) -> None:
 
 
 def lists(cluster: Cluster, settings: Settings, results: Results) -> None:
-    """A listener that takes lists of 32, pulls of 1 024, 10 000 messages cached per queue: not for many queues."""
+    """A listener that gets lists of 32, with pulls of 1 024 and 10 000 cached messages per queue; not with many."""
     sides = ("pyrocket", "pure", "java", "raw", "before")
     for queues in (each for each in settings.queues if each <= MANY_QUEUES):
         case = work_off(cluster, settings, results, "lists of 32, pulls of 1024", sides, queues, **TUNED)
@@ -329,7 +334,7 @@ def lists_touched(cluster: Cluster, settings: Settings, results: Results) -> Non
 
 
 def sleeping(cluster: Cluster, settings: Settings, results: Results) -> None:
-    """A listener that sleeps 1 ms, on 20 threads, beside as many threads that do nothing else."""
+    """A listener that sleeps 1 ms, on 20 threads, compared with the same number of threads without a client."""
     sides = ("pyrocket", "pure", "java", "threads", "before")
     total = settings.sleep_messages
     case = work_off(cluster, settings, results, "listener sleeps 1 ms", sides, 16, total, listener="sleep")
@@ -338,13 +343,13 @@ def sleeping(cluster: Cluster, settings: Settings, results: Results) -> None:
 
 
 def no_slower(results: Results, case: str) -> None:
-    """Without the extension nothing may cost more than before it, but for the noise of such runs."""
+    """Without the extension, no case may cost more than in the earlier checkout, except for noise."""
     results.aim(case, "rate of pure", rate, "pure", "before", at_least=0.97)
     results.aim(case, "CPU of pure", cpu_us, "pure", "before", at_most=1.03)
 
 
 def latency(cluster: Cluster, settings: Settings, results: Results) -> None:
-    """From send to listener while 500 messages per second come, one by one, in 4 queues."""
+    """The time from send to listener, with 500 messages per second, one by one, in 4 queues."""
     topic, case = cluster.topic(4, 0, "flow"), f"latency at {FLOW_RATE} messages/s, 4 queues"
     flow = ["-m", "benchmarks.broker_load", cluster.broker_address, topic, "4", str(FLOW_RATE), "36000"]
 
@@ -362,7 +367,7 @@ def latency(cluster: Cluster, settings: Settings, results: Results) -> None:
 
 
 def idle(cluster: Cluster, settings: Settings, results: Results) -> None:
-    """What a consumer to which nothing comes costs."""
+    """The cost of a consumer without messages."""
     for queues, wanted in zip(settings.idle_queues, (0.2, 0.5), strict=True):
         topic, case = cluster.topic(queues, 0, "idle"), f"idle, {queues} queues"
 
@@ -374,7 +379,7 @@ def idle(cluster: Cluster, settings: Settings, results: Results) -> None:
 
 
 def memory(cluster: Cluster, settings: Settings, results: Results) -> None:
-    """Whether memory stays flat while a large backlog passes."""
+    """Whether memory stays constant during a large backlog."""
     total, case = settings.memory_messages, f"memory over {settings.memory_messages:,} messages, 16 queues"
     topic = cluster.topic(16, total, "memory")
 
@@ -389,7 +394,7 @@ def memory(cluster: Cluster, settings: Settings, results: Results) -> None:
 
 
 def start(cluster: Cluster, settings: Settings, results: Results) -> None:
-    """How long the first message takes, on the embedded cluster and on the real broker."""
+    """The time until the first message, on the embedded cluster and on the real broker."""
     from pyrocket_consumer.testing import EmbeddedCluster
 
     topic = cluster.topic(4, settings.messages)
@@ -417,7 +422,7 @@ MEASURES = dict(zip(CASES, _MEASURES, strict=True))
 
 @contextmanager
 def broker(name_server: str | None, *, lifted: bool) -> Iterator[Cluster]:
-    """Give the broker to measure against: a running one, or a real one started for this run."""
+    """Yield the broker: a running one, or a real one started for this run."""
     if name_server is not None:
         cluster = Cluster(name_server)
         try:
@@ -448,12 +453,12 @@ def main() -> int:
     parser.add_argument("--messages", type=int, help="size of the backlog (default: 1000000)")
     parser.add_argument("--sleep-messages", type=int, help="for the listener that sleeps (default: 60000)")
     parser.add_argument("--name-server", help="use this running cluster instead of starting a broker")
-    parser.add_argument("--broker-defaults", action="store_true", help="leave the broker's limits per pull as they are")
-    parser.add_argument("--json", type=new_file, help="write every round's answers to this file")
+    parser.add_argument("--broker-defaults", action="store_true", help="keep the limits per pull of the broker")
+    parser.add_argument("--json", type=new_file, help="write the figures of every round to this file")
     parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
-        pyplot()  # say now that it is missing
+        pyplot()  # fail now if it is missing
 
     settings = replace(QUICK) if options.quick else Settings()
     settings.queues = options.queues or settings.queues

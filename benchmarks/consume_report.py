@@ -1,4 +1,4 @@
-"""What benchmarks/consume.py measured, and how it tells: medians, ratios inside a round, targets beside them."""
+"""The report of benchmarks/consume.py: medians, ratios inside a round, and targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.watch import Figures
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a figure should be, and what it was."""
+    """The target of a figure, and the measured value."""
 
     text: str
     wanted: float
@@ -31,7 +31,7 @@ class Target:
 
 @dataclass(slots=True)
 class Results:
-    """Everything measured: case -> side -> one answer per round."""
+    """All figures: case -> side -> one entry per round."""
 
     rounds: dict[str, dict[str, list[Figures]]] = field(default_factory=dict)
     targets: list[Target] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Results:
         at_least: float | None = None,
         at_most: float | None = None,
     ) -> None:
-        """Add a target for a value of a side, or for its ratio to that of another. Nothing, if one was not measured."""
+        """Add a target for a value of a side, or for its ratio to that of another. Skip it if one was not measured."""
         sides = self.rounds.get(case, {})
         if not sides.get(side) or not (other is None or sides.get(other)):
             return
@@ -77,12 +77,12 @@ def cpu_us(answer: Figures) -> float:
 
 
 def value_of(name: str) -> Callable[[Figures], float]:
-    """Return what reads one value of an answer."""
+    """Return a function that reads one value of the figures."""
     return lambda answer: float(answer[name])
 
 
 def percent_of_a_core(answer: Figures) -> float:
-    """CPU time over the time that passed."""
+    """CPU time divided by wall time."""
     return float(100 * answer["cpu_s"] / answer["seconds"])
 
 
@@ -95,11 +95,11 @@ COMPARED_WITH = {
     "pure": "the same consumer without its C extension: what the extension gives",
     "before": "the consumer of the other checkout: 1 is no change",
 }
-"""What the sides are that others are divided by."""
+"""The descriptions of the sides that others are divided by."""
 
 
 def legend(results: Results) -> Iterator[str]:
-    """Return what each ratio means that the tables have."""
+    """Yield the meaning of each ratio in the tables."""
     yield "  each is taken inside a round, and is the median of the rounds; of rates, or of CPU times for each message"
     met = {side for sides in results.rounds.values() for side in sides}
     for side, meaning in COMPARED_WITH.items():
@@ -108,7 +108,7 @@ def legend(results: Results) -> Iterator[str]:
 
 
 def short(answer: Figures) -> str:
-    """Return what an answer says in a few words."""
+    """Return a short text with the figures."""
     if "p50_ms" in answer:
         return f"p50 {answer['p50_ms']:.2f} ms, p99 {answer['p99_ms']:.2f} ms"
     if "messages" in answer:

@@ -1,7 +1,7 @@
 """One Python side of benchmarks/consume.py, in a process of its own: python -m benchmarks.consume_side TASK.
 
-TASK is a JSON object with the fields of `Task`; the answer is one JSON object on standard output. What needs more than
-public names of the package is imported where it is used: other commits may lack it.
+TASK is a JSON object with the fields of `Task`. The result is one JSON object on standard output. Private names of the
+package are imported inside functions, because other commits may not have them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,28 @@ from benchmarks.watch import SAMPLE_EVERY_S, Figures, Sample, Watch, memory_mb
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one side is to do. `benchmarks/java/ConsumeBench.java` reads the same fields.
+    """The task of one side. `benchmarks/java/ConsumeBench.java` reads the same fields.
 
-    `side`: "raw" is a loop that pulls and counts, "threads" are threads that do what the listener does and have no
-    client, "java" is the other program, and all others are consumers: "pure" is one that whoever starts it told to use
-    no C extension.
-    `measure`: "backlog" consumes `total` messages and answers about the part between `from_share` and `to_share`;
-    "latency" answers about the messages of a steady flow that are sent in the `seconds` that begin `settle_s` after
-    the first came; "idle" answers what nothing costs over `seconds`, after `settle_s`; "start" answers how long the
-    first message took; "share" is one of `members` of a group: it prints a line when it has its share of the queues,
-    begins to work it off when a line comes, and answers with all its looks.
+    `side`:
+
+    * "raw": a loop that pulls and counts
+    * "threads": threads that call the listener without a client
+    * "java": the Java program
+    * all others: consumers; the environment of "pure" disables the C extension
+
+    `measure`:
+
+    * "backlog": consume `total` messages, and measure the part between `from_share` and `to_share`
+    * "latency": measure the messages of a steady flow over `seconds`, starting `settle_s` after the first one
+    * "idle": measure a consumer without messages over `seconds`, after `settle_s`
+    * "start": measure the time until the first message
+    * "share": one of `members` of a group. It prints a line when it has its queues, starts to consume when it gets a
+      line, and returns all its samples
+
     `listener`: "no-op" counts, "touch" reads body and properties, "sleep" sleeps 1 ms.
-    `orderly`: in order of each queue; with `order_by`, "sharding_key" or "function", of each key, which Java has not.
+
+    `orderly`: in order of each queue. With `order_by`, "sharding_key" or "function", in order of each key; Java has no
+    such mode.
     """
 
     side: str
@@ -63,7 +73,7 @@ class Task:
 
 
 def raw(task: Task) -> Figures:
-    """Answer for the bare loop."""
+    """Measure the bare loop."""
     from benchmarks.raw_pull import raw_pull
 
     watch = Watch(task.total)
@@ -73,7 +83,7 @@ def raw(task: Task) -> Figures:
 
 
 def bare_threads(task: Task) -> Figures:
-    """Answer for threads that call the listener again and again, as nobody could quicker."""
+    """Measure threads that call the listener in a loop, which no client can beat."""
     counter, watch, done = Counter(), Watch(task.total), threading.Event()
     listener = counter.listener(task.listener, False)
 
@@ -93,16 +103,16 @@ def bare_threads(task: Task) -> Figures:
 
 
 class Counter:
-    """Counts the messages that listeners were given; its listeners cost as little as counting can."""
+    """Counts the messages of listeners at the lowest possible cost."""
 
     def __init__(self) -> None:
-        self._singles = itertools.count()  # next() of it is one step for all threads
+        self._singles = itertools.count()  # next() of it is atomic
         self._reads = 0
         self._sizes: list[int] = []
         self._summed = self._summed_to = 0
 
     def value(self) -> int:
-        """Return the messages so far. One thread asks."""
+        """Return the number of messages so far. Only one thread may call it."""
         singles = next(self._singles) - self._reads
         self._reads += 1
         sizes = self._sizes[self._summed_to :]
@@ -111,7 +121,7 @@ class Counter:
         return singles + self._summed
 
     def listener(self, kind: str, batch: bool) -> Callable[[Any], None]:
-        """Return a listener of one of the kinds of `Task.listener`, for lists if `batch`."""
+        """Return a listener of the kind in `Task.listener`, for lists if `batch`."""
         singles, add = self._singles, self._sizes.append
 
         def no_op(message: Any) -> None:
@@ -138,15 +148,15 @@ class Counter:
 
 
 def sharding_key(message: Any) -> Any:
-    """Return what `order_by="sharding_key"` goes by, as a function of a user's would."""
+    """Return the same key as `order_by="sharding_key"`, as a function of a user would."""
     return message.property("__SHARDINGKEY")
 
 
 def push_consumer(task: Task) -> Any:
-    """Return the consumer of a task, not started."""
+    """Return the consumer of a task, before its start."""
     from pyrocket_consumer import PushConsumer
 
-    by_key: dict[str, Any] = {}  # an option that earlier releases do not know
+    by_key: dict[str, Any] = {}  # earlier releases do not have this option
     if task.order_by:
         by_key["order_by"] = sharding_key if task.order_by == "function" else task.order_by
     return PushConsumer(
@@ -164,7 +174,7 @@ def push_consumer(task: Task) -> Any:
 
 
 def backlog(task: Task) -> Figures:
-    """Answer for a PushConsumer that works off a backlog."""
+    """Measure a PushConsumer with a backlog."""
     counter, watch = Counter(), Watch(task.total)
     deadline = time.perf_counter() + task.timeout_s
     consumer = push_consumer(task)
@@ -178,13 +188,13 @@ def backlog(task: Task) -> Figures:
 
 
 def share(task: Task) -> Figures:
-    """Answer for one of the members of a group, `total` messages of which are its own.
+    """Measure one of the members of a group. Its share is `total` messages.
 
-    Until the line comes, its listener holds what it is given: so all members begin at once, each with its own queues.
+    Its listener blocks until the line arrives. So all members start at once, each with its queues.
     """
     counter, watch, released = Counter(), Watch(task.total), threading.Event()
     count = counter.listener(task.listener, task.listener_batch > 1)
-    held = [released]  # to look whether a list is empty costs less than to ask the event
+    held = [released]  # the check of a list is cheaper than the check of an event
 
     def listener(messages: Any) -> None:
         if held:
@@ -209,12 +219,12 @@ def share(task: Task) -> Figures:
                     raise TimeoutError(f"only {sample.count} of {task.total} messages came")
                 time.sleep(SAMPLE_EVERY_S)
     finally:
-        released.set()  # closing waits for what runs
+        released.set()  # close() waits for running calls
     return {"samples": [(sample.at_s, sample.count, sample.cpu_s) for sample in watch.samples]}
 
 
 def latency(task: Task) -> Figures:
-    """Answer for the steady flow."""
+    """Measure the steady flow."""
     from benchmarks.broker_load import FLOW_BODY
 
     came = threading.Event()
@@ -234,7 +244,7 @@ def latency(task: Task) -> Figures:
         begin_ns = time.time_ns()
         time.sleep(task.seconds)
         end_ns = time.time_ns()
-        time.sleep(1)  # what was sent before the end may still be on its way
+        time.sleep(1)  # messages sent before the end may still be in flight
     taken = sorted(called - sent for sent, called in times if begin_ns <= sent < end_ns)
     return {
         "messages": len(taken),
@@ -243,7 +253,7 @@ def latency(task: Task) -> Figures:
 
 
 def idle(task: Task) -> Figures:
-    """Answer for a consumer to which nothing comes."""
+    """Measure a consumer without messages."""
     consumer = push_consumer(task)
     consumer.subscribe(task.topic, lambda message: None)
     with consumer:
@@ -259,7 +269,7 @@ def idle(task: Task) -> Figures:
 
 
 def start(task: Task) -> Figures:
-    """Answer how long it takes from `PushConsumer(…)` to the first message; the import is told apart."""
+    """Measure the time from `PushConsumer(…)` to the first message, and separately the import."""
     began = time.perf_counter()
     import pyrocket_consumer.consumer  # noqa: F401
 

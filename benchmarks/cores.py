@@ -1,9 +1,9 @@
-"""What does a second process of a group give, and a second task of Spark, on the cores that there are?
+"""How much does a second process of a group add, and a second task of Spark, on the cores of this machine?
 
-A group of one and of two consumers works off the same backlog of a real broker, with a listener that only counts and
-with one that reads body and properties; Spark reads in one task and in two from a broker that answers from memory. One
-and two take turns in every round. Beside each ratio stands how much of the machine consumers and broker take: where
-both together take all of it, a second process has no core to run on, and the ratio is the machine's.
+Groups of one and of two consumers consume the same backlog of a real broker. One listener only counts, another reads
+body and properties. Spark reads in one task and in two from a broker that serves from memory. One and two alternate in
+every round. The report shows with each ratio the CPU share of consumers and broker. If both together use the whole
+machine, a second process has no free core, and the machine limits the ratio.
 
 Run: python -m benchmarks.cores --help
 """
@@ -46,12 +46,12 @@ SAMPLE_EVERY_S = 0.02
 
 Run = Callable[[], Figures]
 Sample = tuple[float, int, float]
-"""When, how many messages until then, and the CPU time until then."""
+"""The time, the number of messages until then, and the CPU time until then."""
 
 
 @dataclass(slots=True)
 class Settings:
-    """How much is measured."""
+    """The size of the measurement."""
 
     rounds: int = 5
     queues: int = 16
@@ -64,7 +64,7 @@ QUICK = Settings(rounds=1, messages=200_000, spark_messages=400_000)
 
 
 class CpuClock:
-    """The CPU time of a server that we started, and of the whole machine, looked at from a thread of its own."""
+    """The CPU time of a server that this program started, and of the whole machine. A thread samples both."""
 
     def __init__(self, server: str) -> None:
         self._server = _child_running(server)
@@ -94,7 +94,7 @@ class CpuClock:
                 self._of_all.append((now_s, sum(map(int, (user, nice, system, interrupts, soft))) * tick_s))
 
     def between(self, begin_s: float, end_s: float) -> dict[str, float | None]:
-        """Return the CPU times from one moment to another; None for the broker when it runs elsewhere."""
+        """Return the CPU times between two moments, or None for a broker that runs elsewhere."""
         found = {"broker_cpu_s": self._of_server, "machine_cpu_s": self._of_all}
         return {
             name: _at(end_s, samples) - _at(begin_s, samples) if samples else None for name, samples in found.items()
@@ -102,7 +102,7 @@ class CpuClock:
 
 
 def _child_running(program: str) -> Path | None:
-    """Return /proc/PID/stat of our child whose command line names the program."""
+    """Return /proc/PID/stat of the child whose command line names the program."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             _, _, rest = (entry / "stat").read_text().rpartition(")")
@@ -114,7 +114,7 @@ def _child_running(program: str) -> Path | None:
 
 
 def _at(moment_s: float, samples: Sequence[tuple[float, float]]) -> float:
-    """Return the value at a moment between two looks."""
+    """Return the value at a moment between two samples."""
     for (before_s, before), (after_s, after) in itertools.pairwise(samples):
         if moment_s <= after_s:
             return before + (after - before) * max(moment_s - before_s, 0.0) / (after_s - before_s)
@@ -144,10 +144,10 @@ def _member_tasks(cluster: Cluster, settings: Settings, topic: str, listener: st
 
 
 def together(tasks: Sequence[Task]) -> Figures:
-    """Let the members of a group begin at the same moment; what counts is the time in which all of them are warm.
+    """Start the members of a group at the same moment. Only the time in which all of them are warm counts.
 
     Raises:
-        RuntimeError: one of them failed; the text has its output.
+        RuntimeError: a member failed; the text has its output.
     """
     command = [sys.executable, "-m", "benchmarks.consume_side"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -177,15 +177,15 @@ def together(tasks: Sequence[Task]) -> Figures:
 
 
 def common_part(samples: Sequence[Sequence[Sample]], total: int, clock: CpuClock) -> Figures:
-    """Return what all members did together from when the last of them is warm until the first is nearly through.
+    """Return the figures of all members, from when the last one is warm until the first one is nearly done.
 
     Raises:
-        RuntimeError: there was no such time.
+        RuntimeError: no such period exists.
     """
     begin_s = max(next(at_s for at_s, count, _ in each if count >= FROM_SHARE * total) for each in samples)
     end_s = min(next(at_s for at_s, count, _ in each if count >= TO_SHARE * total) for each in samples)
     if end_s <= begin_s:
-        raise RuntimeError(f"one member was through with {total} messages before the other was warm; take more")
+        raise RuntimeError(f"one member consumed {total} messages before the other was warm; use more messages")
 
     def grown(column: int) -> float:
         lines = [[(sample[0], float(sample[column])) for sample in each] for each in samples]
@@ -254,7 +254,7 @@ def spark(settings: Settings, results: Results, names: Sequence[str], failed: li
 
 @contextmanager
 def attempt(failed: list[str], name: str) -> Iterator[None]:
-    """Note what went wrong, so that the figures of other cases are not lost."""
+    """Record a failure, so that the figures of other cases are kept."""
     try:
         yield
     except Exception as error:
@@ -263,7 +263,7 @@ def attempt(failed: list[str], name: str) -> Iterator[None]:
 
 
 def take_turns(results: Results, case: str, sides: Mapping[str, Run], rounds: int) -> None:
-    """Let each run once per round, in a new order each time; the first round only warms up."""
+    """Run each side once per round, in a new order each time. The first round is for warm-up."""
     rows = results.rounds.setdefault(case, {side: [] for side in sides})
     for turn in range(rounds + 1):
         for side in random.sample(list(sides), len(sides)):
@@ -306,11 +306,11 @@ def main() -> int:
     parser.add_argument("--messages", type=int, help="size of the backlog that is consumed (default: 1000000)")
     parser.add_argument("--spark-messages", type=int, help="messages read by a query of Spark (default: 1600000)")
     parser.add_argument("--name-server", help="consume from this running cluster instead of starting a broker")
-    parser.add_argument("--json", type=new_file, help="write every round's answers to this file")
+    parser.add_argument("--json", type=new_file, help="write the figures of every round to this file")
     parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
-        pyplot()  # say now that it is missing
+        pyplot()  # fail now if it is missing
     cases = options.cases.split(",")
     if unknown := set(cases) - set(CASES):
         parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")

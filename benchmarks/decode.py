@@ -1,14 +1,15 @@
-"""How much quicker are messages decoded lazily than eagerly, and how far is that from the least any decoder must do?
+"""How much faster are messages decoded lazily than eagerly, and how close is that to the minimum of any decoder?
 
     python -m benchmarks.decode [--rounds N] [--json FILE]
 
-One answer of 32 records, each with 8 properties, is decoded in several ways, one after the other in random order in
-every round. A ratio is the eager decoder's time divided by the other's in the same round: 10 means ten times quicker.
-Then what each step of a message costs with the C extension and without it: the package is imported twice, once each
-way, and each step is done by both in turn, on 1 KB messages with five properties. That ratio is the time without the
-extension divided by the time with it.
+Each round decodes one response of 32 records with 8 properties in several ways, in random order. A ratio is the time of
+the eager decoder divided by that of the other in the same round; 10 means ten times faster.
 
-Ratios are results; times on a shared machine are anecdotes.
+Then the program measures each step of a message with the C extension and without it. It imports the package twice, once
+each way, and both copies execute each step in turn, on 1 KB messages with five properties. That ratio is the time
+without the extension divided by the time with it.
+
+Only ratios are results, because times vary on a shared machine.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ FIVE = ("UNIQ_KEY", "CLUSTER", "KEYS", "TAGS", "region")
 
 
 def pull_body(body_bytes: int, names: tuple[str, ...] = ()) -> bytes:
-    """Return the body of a pull's answer: 32 records with these of their properties, or all."""
+    """Return the body of a pull response: 32 records with these of their properties, or all."""
     text = json.dumps({f"field{n}": f"value {n}" for n in range(body_bytes // 16)}).encode()
     return b"".join(
         encode_message(
@@ -77,7 +78,7 @@ def _properties(number: int) -> dict[str, str]:
 
 
 def decode_eagerly(data: bytes) -> list[dict[str, Any]]:
-    """Decode as one would write it first: field by field, everything at once."""
+    """Decode in the obvious way: field by field, everything at once."""
     messages, start = [], 0
 
     def number(place: int, length: int) -> int:
@@ -122,7 +123,7 @@ _FIXED = struct.Struct(">IIIiiqqiq8sq8siqI")
 
 
 def decode_eagerly_with_struct(data: bytes) -> list[tuple[Any, ...]]:
-    """Decode the fixed fields in one go, and everything at once."""
+    """Decode the fixed fields with one call, and everything at once."""
     messages, start = [], 0
     while start < len(data):
         fields = _FIXED.unpack_from(data, start)
@@ -139,7 +140,7 @@ _SIZE = struct.Struct(">I")
 
 
 def walk_lengths(data: bytes) -> None:
-    """Do the least any decoder must do: find where each record starts."""
+    """Do the minimum of any decoder: find the start of each record."""
     start, size, unpack = 0, len(data), _SIZE.unpack_from
     while start < size:
         start += unpack(data, start)[0]
@@ -177,7 +178,7 @@ def decode_and_touch_tags(data: bytes) -> None:
 
 
 def decode_and_touch_all(data: bytes) -> None:
-    """Read what the eager decoder reads."""
+    """Read the same fields as the eager decoder."""
     for message in decode_messages(data, QUEUE):
         read_all(message)
 
@@ -237,7 +238,7 @@ def bench_decode(rounds: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One of the two copies of the package: its modules that the steps use."""
+    """One of the two copies of the package, with the modules that the steps use."""
 
     message: ModuleType
     process_queue: ModuleType
@@ -249,7 +250,7 @@ class Package:
 
     @classmethod
     def without_extension(cls) -> Package:
-        """Return a second copy, imported as in a process with PYROCKET_PURE=1; the first one stays as it was."""
+        """Return a second copy, imported as in a process with PYROCKET_PURE=1. The first one is not changed."""
 
         def taken_out() -> dict[str, ModuleType]:
             names = [name for name in sys.modules if name.partition(".")[0] == "pyrocket_consumer"]
@@ -270,7 +271,7 @@ class Package:
         return self.message.decode_messages(data, QUEUE)
 
     def window(self, messages: Any, data: bytes) -> Any:
-        """Return a window that holds the messages, none of them finished."""
+        """Return a window with the messages, all of them unfinished."""
         window = self.process_queue.ProcessQueue(QUEUE, 1, self.process_queue.Limits(), lambda queue, offset: None)
         window.start(messages[0].queue_offset)
         window.put(messages, messages[-1].queue_offset + 1, len(data))
@@ -298,7 +299,7 @@ def read_both(messages: Any) -> None:
 
 
 Step = Callable[[Package, bytes], Callable[[], object]]
-"""Makes ready, and returns what is measured: it handles 32 messages."""
+"""Prepares a step, and returns the function to measure, which handles 32 messages."""
 
 
 def _of_decoded(act: Callable[[Any], object]) -> Step:
@@ -326,7 +327,7 @@ STEPS: Mapping[str, Step] = {
 
 
 def bench_steps(rounds: int, packages: Mapping[str, Package], repeats: int = 20) -> list[dict[str, Any]]:
-    """Measure every step, each package in turn: nanoseconds per message."""
+    """Measure every step with each package in turn. Return nanoseconds per message."""
     data, results = pull_body(1024, FIVE), list[dict[str, Any]]()
     for name, step in STEPS.items():
         times: dict[str, list[float]] = {how: [] for how in packages}

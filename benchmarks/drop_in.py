@@ -1,8 +1,8 @@
-"""What does a program that was written for rocketmq-client-python get from the facade?
+"""How fast is a program written for rocketmq-client-python with the facade of this package?
 
-Beside it, in shuffled rounds of one run: this package's own API, and the native library that the package `rocketmq`
-0.4.4 brings along, for the machines that have its wheel. Every side is a process of its own with the same callback,
-the same number of threads, and a fresh group that reads the same backlog from the first offset on.
+The other sides, in shuffled rounds of one run, are the API of this package, and the native library of `rocketmq` 0.4.4.
+That library needs a machine for which a wheel exists. Every side is a process of its own with the same callback and
+number of threads. Its fresh group reads the same backlog from the first offset on.
 Run: python -m benchmarks.drop_in --help
 """
 
@@ -38,7 +38,7 @@ QUEUES = 8
 
 @dataclass(slots=True)
 class Settings:
-    """How much is measured."""
+    """The size of the measurement."""
 
     rounds: int = 3
     messages: int = 300_000
@@ -53,10 +53,10 @@ QUICK = Settings(1, 100_000, 1_000, 16)
 
 
 def perform(task: Task) -> Figures:
-    """Carry out one task in a process of its own.
+    """Run one task in a new process.
 
     Raises:
-        RuntimeError: it failed; the text has its output.
+        RuntimeError: the process failed; the text has its output.
     """
     command = [sys.executable, "-m", "benchmarks.drop_in_side", json.dumps(asdict(task))]
     limit_s = task.timeout_s + task.wait_s + 60
@@ -69,7 +69,7 @@ def perform(task: Task) -> Figures:
 
 
 def from_the_first(cluster: Cluster, topic: str, queues: int) -> str:
-    """Return a fresh group that begins with the first message: the native library knows no other way to say so."""
+    """Return a fresh group that starts at the first message. The native library has no option for that."""
     group, peer = f"bench-{secrets.token_hex(6)}", Peer(cluster.broker_address)
     body = json.dumps({"groupName": group}).encode()
     peer.call(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, body=body)
@@ -80,21 +80,21 @@ def from_the_first(cluster: Cluster, topic: str, queues: int) -> str:
 
 
 def compete(results: Results, case: str, make: Callable[[str], Task], settings: Settings, rounds: int) -> None:
-    """Let all sides do their task once per round, in a new order each time."""
+    """Run the task of each side once per round, in a new order each time."""
     rows = results.rounds.setdefault(case, {side: [] for side in settings.sides})
     for turn in range(rounds):
         for side in random.sample(settings.sides, len(settings.sides)):
             answer = perform(make(side))
             rows[side].append(answer)
-            figure = f"{answer['redelivered']} of {answer['raised']} came again" if case == "raising" else short(answer)
+            figure = f"{answer['redelivered']} of {answer['raised']} again" if case == "raising" else short(answer)
             log_progress(f"{case}, round {turn + 1} of {rounds}, {side}: {figure}")
 
 
 def measure(cluster: Cluster, settings: Settings, results: Results) -> None:
-    """Carry out all cases, and compare."""
+    """Run all cases, and compare."""
     sizes = {"consume": settings.messages, "read": settings.messages, "send": 0, "raising": settings.raising}
     for case in settings.cases:
-        # of a pull with one failed message the native library fails all, so there each message has its own queue
+        # the native library fails all messages of a pull with one failure, so each message has its own queue
         queues = settings.raising if case == "raising" else QUEUES
         topic = cluster.topic(queues, sizes[case], case)
 
@@ -111,7 +111,7 @@ def measure(cluster: Cluster, settings: Settings, results: Results) -> None:
 
 
 def targets(results: Results, case: str, settings: Settings) -> Iterator[Target]:
-    """Return what the figures of a case should be, beside what they are."""
+    """Yield the targets of a case, with the measured values."""
     if case == "raising":
         (answer,) = results.rounds[case]["facade"]
         yield Target("raising: messages lost", 0, answer["raised"] - answer["redelivered"], at_least=False)
@@ -142,7 +142,7 @@ def table(results: Results) -> Iterator[str]:
 
 
 def has_native() -> bool:
-    """Tell whether the package that brings the native library is installed here."""
+    """Return whether the package with the native library is installed."""
     try:
         return metadata.version("rocketmq") == NATIVE
     except metadata.PackageNotFoundError:
@@ -158,11 +158,11 @@ def main() -> int:
     parser.add_argument("--messages", type=int, help="size of the backlog (default: 300000)")
     parser.add_argument("--threads", type=int, help="threads of every side (default: 8)")
     parser.add_argument("--name-server", help="use this running cluster instead of starting a broker")
-    parser.add_argument("--json", type=new_file, help="write every round's answers to this file")
+    parser.add_argument("--json", type=new_file, help="write the figures of every round to this file")
     parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
-        pyplot()  # say now that it is missing
+        pyplot()  # fail now if it is missing
 
     settings = replace(QUICK) if options.quick else Settings()
     for name in ("rounds", "messages", "threads"):

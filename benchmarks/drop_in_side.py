@@ -1,7 +1,7 @@
 """One side of benchmarks/drop_in.py, in a process of its own: python -m benchmarks.drop_in_side TASK.
 
-TASK is a JSON object with the fields of `Task`; the answer is one JSON object, the last line of standard output.
-Nothing of pyrocket_consumer is imported where the native library is measured.
+TASK is a JSON object with the fields of `Task`. The result is one JSON object, the last line of standard output. The
+measurement of the native library does not import pyrocket_consumer.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ from benchmarks.watch import SAMPLE_EVERY_S, Figures, Sample, Watch, memory_mb
 
 WARM = 0.2, 0.9
 NATIVE_SETTLES_S = 10.0
-"""A consumer of the native library that is shut down soon after its start may abort the process."""
+"""Seconds to wait before a shutdown. A consumer of the native library that ends sooner may abort the process."""
 
 Callback = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one side is to do.
+    """The task of one side.
 
-    `measure`: "backlog" consumes `total` messages; "raising" consumes `total`, raises the first time each comes, and
-    waits `wait_s` for them to come again; "send" sends `total` messages one after the other.
+    `measure`:
+
+    * "backlog": consume `total` messages
+    * "raising": consume `total` messages, raise at the first delivery of each, and wait `wait_s` for redelivery
+    * "send": send `total` messages one after the other
+
     `side`: "api", "facade" or "native". `reads`: whether the callback reads body and a property.
     """
 
@@ -47,7 +51,7 @@ class Task:
 
 
 def consumer(task: Task, callback: Callback) -> Any:
-    """Return a consumer of the side, not started; `callback` gets messages as that side gives them."""
+    """Return a consumer of the side, before its start. `callback` gets the message objects of that side."""
     if task.side == "api":
         from pyrocket_consumer import PushConsumer as Ours
 
@@ -67,13 +71,13 @@ def consumer(task: Task, callback: Callback) -> Any:
     native = Native(task.group)
     native.set_namesrv_addr(task.name_server)
     native.set_thread_count(task.threads)
-    native.subscribe(task.topic, callback)  # 0.4.4 looks at no result
+    native.subscribe(task.topic, callback)  # 0.4.4 ignores the result
     return native
 
 
 def backlog(task: Task) -> Figures:
-    """Answer for a backlog; what counts is the part between two shares of it."""
-    counted, watch = itertools.count(), Watch(task.total)  # next() of it is one step for all threads
+    """Measure a backlog. Only the part between two shares of it counts."""
+    counted, watch = itertools.count(), Watch(task.total)  # next() of it is atomic
 
     def no_op(message: Any) -> None:
         next(counted)
@@ -102,7 +106,7 @@ def backlog(task: Task) -> Figures:
 
 
 def raising(task: Task) -> Figures:
-    """Answer how many messages came again whose callback raised the first time."""
+    """Count the messages that were redelivered after their callback raised."""
     lock = threading.Lock()
     raised, again = set[str](), set[str]()
     wanted = threading.Event()
@@ -126,7 +130,7 @@ def raising(task: Task) -> Figures:
 
 
 def send(task: Task) -> Figures:
-    """Answer for messages of 1 KB that are sent one after the other."""
+    """Measure messages of 1 KB that are sent one after the other."""
     body = "x" * 1024
     sent: Callable[[], object]
     used: Any
@@ -172,7 +176,7 @@ def send(task: Task) -> Figures:
 
 
 def end(task: Task, used: Any) -> None:
-    """Shut the client down, so that its offsets are stored."""
+    """Shut the client down, which stores its offsets."""
     if task.side == "api":
         used.close()
         return
@@ -184,10 +188,10 @@ def end(task: Task, used: Any) -> None:
 def main() -> None:
     task = Task(**json.loads(sys.argv[1]))
     if task.measure == "raising":
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - tracebacks without end
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - it prints tracebacks without end
     answer = {"backlog": backlog, "raising": raising, "send": send}[task.measure](task)
     print(json.dumps({**answer, "rss_peak_mb": memory_mb("VmHWM")}), flush=True)
-    os._exit(0)  # the native library does not always let a process end
+    os._exit(0)  # the native library may prevent the exit of the process
 
 
 if __name__ == "__main__":

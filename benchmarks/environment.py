@@ -1,4 +1,4 @@
-"""What a benchmark ran on: a figure without it says nothing."""
+"""Facts about the machine of a benchmark. Figures are meaningless without them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyrocket_consumer
 
 
 def environment(*, java: str | None = None) -> dict[str, str | int | float]:
-    """Return the facts about interpreter and machine that figures depend on; `java` is the program for its version."""
+    """Return the facts about interpreter and machine that affect figures; `java` is the Java program."""
     facts: dict[str, str | int | float] = {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "gil": "GIL" if has_gil() else "free-threaded",
@@ -32,7 +32,7 @@ def environment(*, java: str | None = None) -> dict[str, str | int | float]:
 
 
 def header(facts: dict[str, str | int | float]) -> str:
-    """Return the line that stands above the figures."""
+    """Return the heading line of the figures."""
     java = f", Java {facts['java']}" if "java" in facts else ""
     how = "accelerated" if facts["accelerated"] else "pure Python"
     return (
@@ -42,24 +42,24 @@ def header(facts: dict[str, str | int | float]) -> str:
 
 
 def accelerated() -> bool:
-    """Tell whether the package uses its C extension in this process. One that is older than it does not."""
+    """Return whether the package uses its C extension in this process. Older packages have none."""
     return bool(getattr(pyrocket_consumer, "ACCELERATED", False))
 
 
 def has_gil() -> bool:
-    """Tell whether threads of this interpreter take turns."""
+    """Return whether this interpreter has a GIL."""
     enabled = getattr(sys, "_is_gil_enabled", None)
     return enabled is None or bool(enabled())
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def cpu_model() -> str:
-    """Return the processor's name as the system knows it."""
+    """Return the name of the processor from the system."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -70,7 +70,7 @@ def cpu_model() -> str:
 
 
 def java_version(java: str) -> str:
-    """Return the version of a Java program, "unknown" when it does not tell."""
+    """Return the version of a Java program, or "unknown"."""
     answer = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=60, check=False)
     _, _, rest = answer.stderr.partition('version "')
     return rest.partition('"')[0] or "unknown"

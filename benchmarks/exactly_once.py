@@ -1,16 +1,16 @@
-"""What does it cost that effects and offsets commit together: messages per second into SQLite and PostgreSQL?
+"""How many messages per second reach SQLite and PostgreSQL if effects and offsets commit together?
 
     python -m benchmarks.exactly_once [--quick] [--json FILE] [--plot PNG]
 
-Three sides insert the same rows, in shuffled rounds of one run, each a process of its own with empty tables:
+The sides insert the same rows, in shuffled rounds of one run, each a process of its own with empty tables:
 
-* `loop`: no messages at all; a loop inserts the rows in batches of the same size, and commits each
+* `loop`: no messages; a loop inserts the rows in batches of the same size, and commits each
 * `by hand`: the same, with a statement that updates one row of a table of offsets before each commit
 * `offsets`: a consumer of one queue, or of four, whose listener is in a transaction of `DatabaseOffsets`
-* `ids`: as `offsets`, but with offsets at the broker, and a table of processed ids: for each message one row of it and
-  one effect in a transaction, as listeners do that are called once per message
+* `ids`: as `offsets`, but with offsets at the broker and a table of processed ids. Each message has a transaction with
+  one row of that table and one effect, as in a listener that is called once per message
 
-The broker is an embedded one in a process of its own. Ratios are taken inside a round. PostgreSQL is one of its own,
+An embedded broker runs in a process of its own. Ratios are computed inside a round. PostgreSQL is started for the run,
 with its default durability, on loopback.
 """
 
@@ -43,19 +43,19 @@ from tests.databases import SERVERS, running
 QUESTION = (__doc__ or "").partition("\n")[0]
 TOPIC = "orders"
 TIMEOUT_S = 300.0
-WARM = 0.1  # of all messages come before the clock starts
+WARM = 0.1  # of all messages arrive before the clock starts
 SIDES = ("loop", "by hand", "offsets", "ids")
 COMPARED = ("loop", "by hand", "ids")
 QUEUES = (1, 4)
 MAX_IDS = 4000
-"""So many messages are enough for the side that has a transaction for each."""
+"""The number of messages for the side with a transaction per message."""
 COLOURS = {"loop": "tab:gray", "by hand": "tab:cyan", "offsets": "tab:blue", "ids": "tab:orange"}
 INSERT = text("INSERT INTO ledger VALUES (:queue, :id, :amount)")
 UPDATE = text("UPDATE progress SET next = :next WHERE queue_id = :queue AND next <= :first")
 
 
 def serve(messages: int, queues: int) -> None:
-    """Run a broker with so many messages until standard input ends."""
+    """Run a broker with this number of messages until standard input ends."""
     with EmbeddedCluster(record_limit=1) as cluster:
         cluster.create_topic(TOPIC, queues=queues)
         cluster.send(TOPIC, b"x" * 100, count=messages)
@@ -65,7 +65,7 @@ def serve(messages: int, queues: int) -> None:
 
 @contextmanager
 def broker(messages: int, queues: int) -> Iterator[str]:
-    """Run a broker in a process of its own; yields its name server."""
+    """Run a broker in a process of its own. Yield its name server."""
     command = [sys.executable, "-m", "benchmarks.exactly_once", "--serve", f"{messages},{queues}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -77,7 +77,7 @@ def broker(messages: int, queues: int) -> Iterator[str]:
 
 
 class Clock:
-    """Counts messages; the time that counts begins when some have warmed everything up, and ends with the last."""
+    """Counts messages, and measures the time from the end of the warm-up to the last message."""
 
     def __init__(self, messages: int) -> None:
         self._begin, self._end = int(messages * WARM), messages
@@ -88,7 +88,7 @@ class Clock:
         self.done = threading.Event()
 
     def add(self, count: int) -> None:
-        """So many more are committed."""
+        """Count more committed messages."""
         with self._lock:
             self._count += count
             if not self._began and self._count >= self._begin:
@@ -103,7 +103,7 @@ def row(message: Message) -> dict[str, int]:
 
 
 def run_side(side: str, url: str, batch: int, messages: int, name_server: str) -> float:
-    """Insert the rows; returns how many per second."""
+    """Insert the rows. Return the number per second."""
     if side == "ids":
         messages = min(messages, MAX_IDS)
     engine, clock = create_engine(url), Clock(messages)
@@ -170,7 +170,7 @@ def run_side(side: str, url: str, batch: int, messages: int, name_server: str) -
 
 
 def behind(gate: threading.Event, listener: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a listener that waits before its first call until there is all that it will get."""
+    """Return a listener that waits in its first call until all messages are cached."""
 
     def call(given: Any) -> Any:
         gate.wait(TIMEOUT_S)
@@ -180,7 +180,7 @@ def behind(gate: threading.Event, listener: Callable[[Any], Any]) -> Callable[[A
 
 
 def cached(consumer: PushConsumer) -> int:
-    """Return how many messages wait."""
+    """Return the number of waiting messages."""
     return sum(each.unfinished for queue, each in consumer.progress().items() if queue.topic == TOPIC)
 
 
@@ -221,7 +221,7 @@ def measure(kinds: list[str], batches: list[int], messages: dict[int, int], roun
 
 
 def ratio(case: dict[str, Any], over: str, under: str) -> float:
-    """Return the median of the rounds' ratios."""
+    """Return the median of the ratios of the rounds."""
     rates = case["per_second"]
     return statistics.median(a / b for a, b in zip(rates[over], rates[under], strict=True))
 

@@ -1,4 +1,4 @@
-"""Java programs of ours that stand beside a Python side: compiled once against the jars of a release, then run."""
+"""Compile the Java programs of the benchmarks against the jars of a release, and run them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HERE = Path(__file__).parent / "java"
 
 
 def class_path(program: str, version: str) -> str:
-    """Return the class path of `java/<program>.java` with the jars of a RocketMQ release, compiling it when it changed.
+    """Return the class path of `java/<program>.java` with the jars of a RocketMQ release. Compile it if it changed.
 
     Raises:
-        subprocess.CalledProcessError: it does not compile; javac's words are on standard error.
+        subprocess.CalledProcessError: javac failed; standard error has its output.
     """
     source = HERE / f"{program}.java"
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
@@ -41,13 +41,13 @@ def class_path(program: str, version: str) -> str:
 def run(program: str, version: str, options: Mapping[str, object], *, timeout_s: float) -> dict[str, Any]:
     """Run a program with `name=value` arguments and return the JSON object it prints last.
 
-    The virtual machine gets no options that would change its speed: it chooses heap and collector itself.
+    The virtual machine selects its heap and collector, because no option changes its speed.
 
     Raises:
-        RuntimeError: it failed; the text has its output.
-        subprocess.TimeoutExpired: it did not end.
+        RuntimeError: the program failed; the text has its output.
+        subprocess.TimeoutExpired: the program did not end.
     """
-    with tempfile.TemporaryDirectory(prefix="pyrocket-bench-") as home:  # logs and offset files go there
+    with tempfile.TemporaryDirectory(prefix="pyrocket-bench-") as home:  # for logs and offset files
         command = [
             java_tool("java"),
             f"-Duser.home={home}",

@@ -1,13 +1,16 @@
-"""How long does it take to persist an offset, beside what the disk can do at best and what Java's own store takes?
+"""How long does it take to persist an offset, compared with the limit of the disk and with the store of Java?
 
     python -m benchmarks.offset_persist [--quick] [--json FILE] [--plot PNG]
 
-`disk` writes 4 KiB to a preallocated file and calls fdatasync: no durable persist can be quicker. `java` is the Java
-client's LocalFileOffsetStore of RocketMQ 5.5.0, which never syncs. The three durabilities of ours stand beside them, in
-blocks of a few operations, in random order, round after round: a flush takes 0.1 ms or 4 ms as the processor idles, so
-only ratios inside a round say anything. Each operation is also timed alone, for p50 and p99. Bytes per persist, time to
-open a store that was killed with a full journal, memory per queue and the cost of an acknowledged message come after.
-Without Java and Maven its side is left out, and the output says so.
+`disk` writes 4 KiB to a preallocated file and calls fdatasync, so no durable persist can be faster. `java` is the
+LocalFileOffsetStore of the Java client of RocketMQ 5.5.0, which never syncs. The other sides are the three durabilities
+of this package. They all run in blocks of a few operations, in random order, round after round. A flush takes 0.1 ms or
+4 ms, depending on the idle state of the processor, so only ratios inside a round are meaningful. Each operation is also
+timed alone, for p50 and p99.
+
+The report then has the bytes per persist, the memory per queue, and the cost of an acknowledged message. It also has
+the time to open a store killed with a full journal. Without Java and Maven, the report has a note instead of the side
+`java`.
 """
 
 from __future__ import annotations
@@ -47,9 +50,9 @@ QUESTION = (__doc__ or "").partition("\n")[0]
 DURABILITIES = ("fsync", "process", "checkpoint")
 DISK, JAVA = "disk", "java"
 SIDES = (DISK, *DURABILITIES, JAVA)
-SLOW_US = 5_000  # sides that take longer per operation get smaller blocks
+SLOW_US = 5_000  # slower sides get smaller blocks
 
-# What performance is aimed at: (side, other, threads) -> per number of queues, rate of the one ÷ rate of the other.
+# Targets: (side, other, threads) -> per number of queues, rate of the one ÷ rate of the other.
 TARGETS = {
     ("fsync", DISK, 1): {16: 0.8, 256: 0.8, 4096: 0.8},
     ("fsync", DISK, 8): {16: 0.85, 256: 0.85, 4096: 0.85},
@@ -57,14 +60,14 @@ TARGETS = {
     ("fsync", JAVA, 8): {16: 2.5, 256: 3.5, 4096: 13, 65536: 30},
     ("process", JAVA, 1): {16: 25, 256: 40, 4096: 100, 65536: 1000},
 }
-# Costs: (name, up to how many queues) -> at most.
+# Costs: (name, up to this number of queues) -> at most.
 LIMITS = {("bytes_per_persist", 4096): 32, ("memory_bytes_per_queue", 65536): 200, ("recovery_ms", 65536): 500}
 ACK, ACK_LIMIT = "ack_us_per_message_chunks_of_32", 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How much is measured."""
+    """The size of the measurement."""
 
     queues: tuple[int, ...] = (16, 256, 4096, 65536)
     threads: tuple[int, ...] = (1, 8)
@@ -83,20 +86,20 @@ def queues_of(count: int) -> list[MessageQueue]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some operations in a row, of each thread: how long all took together, and each alone."""
+    """A block of operations of each thread: the total time, and the time of each."""
 
     seconds: float
     each_ns: list[int]
 
 
 Do = Callable[[int], Block]
-"""A side: it does so many operations in each of its threads."""
+"""A side, which does the given number of operations in each of its threads."""
 
 
 class Team:
-    """Threads that do the same piece of work at once, again and again, without being started anew.
+    """Threads that do the same work concurrently, several times, without a restart.
 
-    `work` gets the number of its thread, how many operations to do, and a list for the nanoseconds of each.
+    `work` gets the index of its thread, the number of operations, and a list for the nanoseconds of each.
     """
 
     def __init__(self, size: int, work: Callable[[int, int, list[int]], None]) -> None:
@@ -114,7 +117,7 @@ class Team:
             self._end.wait()
 
     def do(self, count: int) -> Block:
-        """Let each do `count` operations."""
+        """Let each thread do `count` operations."""
         self._count = count
         self._taken: list[list[int]] = [[] for _ in range(self._size)]
         begin = time.perf_counter()
@@ -158,7 +161,7 @@ def disk_side(directory: Path, threads: int) -> Iterator[Do]:
 
 @contextmanager
 def store_side(directory: Path, durability: Any, count: int, threads: int) -> Iterator[Do]:
-    """Our store: `update_offset` and `persist`, each thread with queues of its own."""
+    """The store of this package: `update_offset` and `persist`, each thread with its own queues."""
     queues = queues_of(count)
     with LocalFileOffsetStore(directory / durability, durability) as store:
         for queue in queues:
@@ -184,7 +187,7 @@ def store_side(directory: Path, durability: Any, count: int, threads: int) -> It
 
 
 class JavaSide:
-    """A Java virtual machine with the client's store in it, spoken to line by line."""
+    """A Java virtual machine with the store of the Java client. It reads one command per line."""
 
     def __init__(self, directory: Path) -> None:
         home = directory / "java"
@@ -205,7 +208,7 @@ class JavaSide:
         )
 
     def run(self, line: str) -> Block:
-        """Return how long the command took, and each operation of it."""
+        """Return the time of the command, and of each of its operations."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(line + "\n")
@@ -215,7 +218,7 @@ class JavaSide:
             if not answer:
                 raise RuntimeError(f"the Java side ended at {line!r}")
             words = answer.split()
-            if words and all(word.isdigit() for word in words):  # not something that a library prints
+            if words and all(word.isdigit() for word in words):  # not output of a library
                 total, *each = map(int, words)
                 return Block(total / 1e9, each)
 
@@ -243,12 +246,12 @@ class Case:
     each_us: dict[str, list[float]] = field(default_factory=dict)
 
     def latency(self, side: str, percent: int) -> float:
-        """Return what `percent` of the side's operations took at most, in microseconds."""
+        """Return a percentile of the times of the operations of a side, in microseconds."""
         each = sorted(self.each_us[side])
         return each[min(len(each) - 1, len(each) * percent // 100)]
 
     def ratio(self, side: str, other: str) -> float | None:
-        """Return the rate of `side` ÷ the rate of `other`: the median of the rounds' ratios."""
+        """Return the rate of `side` ÷ the rate of `other`: the median of the ratios of the rounds."""
         if side not in self.us or other not in self.us:
             return None
         return statistics.median(b / a for a, b in zip(self.us[side], self.us[other], strict=True))
@@ -291,7 +294,7 @@ def measure(count: int, threads: int, settings: Settings, java: JavaSide | None,
             sides[JAVA] = java.open(count, threads)
         blocks = {}
         for side, do in sides.items():
-            do(1)  # what is due after the time the others took to begin
+            do(1)  # flush pending work before the clock starts
             us = do(3).seconds / 3 * 1e6
             blocks[side] = max(2, settings.block // 4) if us > SLOW_US else settings.block * (5 if us < 50 else 1)
             case.us[side], case.each_us[side] = [], []
@@ -361,7 +364,7 @@ def measure_costs(count: int, settings: Settings, base: Path) -> dict[str, Any]:
         bytes_per_persist = disk.bytes / settings.persists
         store.close()
 
-        # A journal that is full but for a few frames, as a kill leaves it.
+        # A nearly full journal, as a kill leaves it.
         store = LocalFileOffsetStore(Path(directory, "s"), "process", checkpoint_interval_s=86400)
         store.load()
         for n in range(46_000):
@@ -374,7 +377,7 @@ def measure_costs(count: int, settings: Settings, base: Path) -> dict[str, Any]:
         for _ in range(5):
             store = LocalFileOffsetStore(Path(directory, "killed"))
             gc.collect()
-            gc.freeze()  # a process that starts has no other objects to look through
+            gc.freeze()  # a new process has no other objects to scan
             began, cpu = time.perf_counter(), time.process_time()
             store.load()
             loads.append((time.perf_counter() - began) * 1e3)
@@ -416,7 +419,7 @@ def measure_costs(count: int, settings: Settings, base: Path) -> dict[str, Any]:
 
 
 def memory_per_queue(queues: list[MessageQueue]) -> float:
-    """Return what the store keeps in memory of each queue besides its key: the offset, too."""
+    """Return the memory of the store per queue, without its key but with the offset."""
     tracemalloc.start()
     try:
         with tempfile.TemporaryDirectory() as directory, LocalFileOffsetStore(directory, "process") as store:
@@ -432,8 +435,10 @@ def memory_per_queue(queues: list[MessageQueue]) -> float:
 
 
 def measure_bookkeeping(base: Path) -> dict[str, float]:
-    """Return the CPU time that the commit offset of an acknowledged message costs, in microseconds: the window's and
-    the store's, in chunks as workers acknowledge them. Nothing is persisted."""
+    """Return the CPU time for the commit offset of an acknowledged message, in microseconds.
+
+    It includes the window and the store, with chunks as workers acknowledge them. Nothing is persisted.
+    """
     queue, messages, result = MessageQueue("orders", "broker-a", 3), 960, {}
     record = StoredMessage(topic="orders", body=bytes(1024), queue_id=3)
     body = b"".join(encode_message(replace(record, queue_offset=offset)) for offset in range(messages))
@@ -463,14 +468,14 @@ def measure_bookkeeping(base: Path) -> dict[str, float]:
 
 
 def measure_all(count: int, java: JavaSide | None, base: Path, rounds: int) -> dict[str, Any]:
-    """Return what persisting the whole table at once takes."""
+    """Return the time to persist the whole table at once."""
     queues, us = queues_of(count), {}
     with tempfile.TemporaryDirectory(dir=base) as directory, LocalFileOffsetStore(Path(directory, "s")) as store:
         values = iter(range(10**9, 2 * 10**9))
 
         def ours() -> float:
             begin = time.perf_counter()
-            for queue, value in zip(queues, values, strict=False):  # there are more values
+            for queue, value in zip(queues, values, strict=False):  # with other values
                 store.update_offset(queue, value)
             store.persist_all(queues)
             return time.perf_counter() - begin
@@ -493,7 +498,7 @@ def measure_all(count: int, java: JavaSide | None, base: Path, rounds: int) -> d
     }
 
 
-# -- telling -----------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------
 
 
 def progress(text: str) -> None:
@@ -502,7 +507,7 @@ def progress(text: str) -> None:
 
 
 def file_system(path: Path) -> str:
-    """Return the type of the file system that `path` is on: on tmpfs a flush does nothing."""
+    """Return the type of the file system of `path`, because a flush does nothing on tmpfs."""
     best, kind = "", "unknown"
     try:
         for line in Path("/proc/mounts").read_text().splitlines():
@@ -541,7 +546,7 @@ def table(cases: list[Case]) -> Iterator[str]:
 
 
 def limits(costs: list[dict[str, Any]], bookkeeping: dict[str, float]) -> Iterator[str]:
-    """Yield the worst of each cost beside what is wanted."""
+    """Yield the worst of each cost, with its target."""
     checks = [
         (name, limit, [each[name] for each in costs if each["queues"] <= queues])
         for (name, queues), limit in LIMITS.items()
@@ -589,13 +594,13 @@ def main() -> None:
     arguments.add_argument("--queues", type=int, nargs="+", help="numbers of queues (16 256 4096 65536)")
     arguments.add_argument("--threads", type=int, nargs="+", help="numbers of threads (1 8)")
     arguments.add_argument("--rounds", type=one_or_more, help="rounds per combination (40)")
-    arguments.add_argument("--no-java", action="store_true", help="leave the Java side out")
+    arguments.add_argument("--no-java", action="store_true", help="omit the side java")
     arguments.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     arguments.add_argument("--json", type=new_file, metavar="FILE", help="write the results there too")
     arguments.add_argument("--plot", type=new_file, metavar="PNG", help="draw them (needs matplotlib)")
     options = arguments.parse_args()
     if options.plot:
-        pyplot()  # say now that it is missing
+        pyplot()  # fail now if it is missing
 
     settings = asdict(QUICK if options.quick else Settings())
     for name in ("queues", "threads", "rounds"):

@@ -1,13 +1,15 @@
-"""How much parallelism does order by key give back, beside order by queue and beside no order at all?
+"""How much parallelism does order by key allow, compared with order by queue and with no order?
 
-Four queues, 1 000 keys, 20 threads; a listener that sleeps 1 ms, and one that only counts. The sides, in shuffled
-rounds of one run, each in a process of its own: Java's orderly mode, ours, `order_by` with the sharding key and with a
-function, and our concurrent mode. `--before` adds the orderly mode of another checkout, which ours shall reach but for
-the noise of such runs.
+There are four queues, 1 000 keys and 20 threads. One listener sleeps 1 ms, another only counts. The sides run in
+shuffled rounds of one run, each in a process of its own:
 
-Order by queue has a call of each queue at once, order by key as many as there are threads: while the listener only
-sleeps, 20 threads and 4 queues leave room for a factor of 5 between them. The target of 15 beside Java's orderly mode
-asks for more than that.
+* the orderly mode of Java, and that of this package
+* `order_by` with the sharding key, and with a function
+* the concurrent mode of this package
+* with `--before`, the orderly mode of another checkout, which this package must reach except for noise
+
+Order by queue allows one call per queue at a time, order by key one call per thread. If the listener only sleeps, 20
+threads and 4 queues allow a factor of 5 between them. The target of 15 for the orderly mode of Java is above that.
 Run: python -m benchmarks.order_by_key --help
 """
 
@@ -43,7 +45,7 @@ CASES = {"sleep": "listener sleeps 1 ms", "no-op": "listener counts"}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How much is measured."""
+    """The size of the measurement."""
 
     rounds: int = 5
     queues: int = 4
@@ -55,7 +57,7 @@ class Settings:
 def measure(
     cluster: Cluster, settings: Settings, results: Results, listener: str, java: bool, before: Path | None
 ) -> None:
-    """Let all sides work off a backlog with this listener, and note what was reached."""
+    """Let all sides consume a backlog with this listener, and record the figures."""
     total = settings.sleep_messages if listener == "sleep" else settings.messages
     topic = cluster.topic(settings.queues, total, f"keys-{listener}", settings.keys)
     case = f"{CASES[listener]}, {settings.queues} queues, {settings.keys} keys"
@@ -88,17 +90,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.order_by_key", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of small backlogs")
     parser.add_argument("--rounds", type=one_or_more, help="rounds of each comparison (default: 5)")
-    parser.add_argument("--messages", type=int, help="size of the backlog for the quick listener (default: 400000)")
+    parser.add_argument("--messages", type=int, help="size of the backlog for the fast listener (default: 400000)")
     parser.add_argument("--sleep-messages", type=int, help="the same for the one that sleeps (default: 60000)")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of sleep, no-op (default: both)")
-    parser.add_argument("--no-java", action="store_true", help="leave Java out")
-    parser.add_argument("--before", type=checkout, metavar="CHECKOUT", help="its orderly mode is measured beside ours")
+    parser.add_argument("--no-java", action="store_true", help="omit Java")
+    parser.add_argument("--before", type=checkout, metavar="CHECKOUT", help="also measure its orderly mode")
     parser.add_argument("--name-server", help="use this running cluster instead of starting a broker")
-    parser.add_argument("--json", type=new_file, help="write every round's answers to this file")
+    parser.add_argument("--json", type=new_file, help="write the figures of every round to this file")
     parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
-        pyplot()  # say now that it is missing
+        pyplot()  # fail now if it is missing
     cases = options.cases.split(",")
     if unknown := set(cases) - set(CASES):
         parser.error(f"no case is called {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")

@@ -1,4 +1,4 @@
-"""Plots of the figures, as PNG files. They need matplotlib."""
+"""Draw figures into PNG files. This needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def pyplot() -> Any:
-    """Return matplotlib's pyplot, set to draw into files. Ends the program if there is none: ask before measuring."""
+    """Return pyplot of matplotlib, for files. End the program if it is missing, so call it before measuring."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -21,7 +21,7 @@ def pyplot() -> Any:
 
 
 def draw_rates(bars: Sequence[tuple[str, str, float]], colours: Mapping[str, str], path: Path) -> None:
-    """Draw (case, side, thousand messages per second) as bars. `colours` go by the side's first word."""
+    """Draw (case, side, thousand messages per second) as bars. The first word of a side selects its colour."""
     figure, axes = pyplot().subplots(figsize=(9, 0.6 + 0.3 * len(bars)))
     axes.barh(
         [f"{case}: {side}" for case, side, _ in bars],

@@ -1,9 +1,9 @@
 """How many messages per second does a Producer send to a real broker, and what does one cost?
 
-Beside it, in shuffled rounds of one run: Java's DefaultMQProducer with as many messages on their way; with `--before`,
-the producer of another checkout. `async` has up to 1 000 messages on their way and looks at every result, `sync` sends
-one after the other. Every side is a process of its own; the first messages of each only warm it up. Ratios are taken
-inside a round. Run: python -m benchmarks.produce --help
+The other side, in shuffled rounds of one run, is Java's DefaultMQProducer with the same number of messages in flight.
+`--before` adds the producer of another checkout. `async` has up to 1 000 messages in flight and checks every
+result; `sync` sends one after the other. Every side is a process of its own, and its first messages are for warm-up.
+Ratios are computed inside a round. Run: python -m benchmarks.produce --help
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ CASES = ("async", "sync")
 SIDES = ("pyrocket", "java", "before")
 QUEUES = 4
 LIMIT_S = 600
-WARM = 120_000  # messages, from which on ratios to Java mean something
+WARM = 120_000  # messages; with fewer, ratios to Java are not meaningful
 
 
 @dataclass(slots=True)
 class Settings:
-    """How much is measured."""
+    """The size of the measurement."""
 
     rounds: int = 5
     warm: int = WARM
@@ -52,10 +52,10 @@ QUICK = Settings(1, warm=3_000, messages=20_000, sync_messages=3_000)
 
 
 def perform(task: Task, package: Path | None = None) -> Figures:
-    """Carry out one task in a process of its own. `package` is a directory with another pyrocket_consumer than ours.
+    """Run one task in a new process. `package` is a directory with another version of pyrocket_consumer.
 
     Raises:
-        RuntimeError: it failed; the text has its output.
+        RuntimeError: the process failed; the text has its output.
     """
     if task.side == "java":
         return java_program.run("ProduceBench", NEWEST, asdict(task), timeout_s=LIMIT_S)
@@ -76,7 +76,7 @@ def perform(task: Task, package: Path | None = None) -> Figures:
 
 
 def measure(cluster: Cluster, settings: Settings, results: Results, before: Path | None) -> None:
-    """Let all sides send, once per round and in a new order each time."""
+    """Let all sides send once per round, in a new order each time."""
     topic = cluster.topic(QUEUES, 0, "produce")
     for case in settings.cases:
         total = settings.messages if case == "async" else settings.sync_messages
@@ -123,13 +123,13 @@ def main() -> int:
     parser.add_argument("--warm", type=int, help=f"messages of each side that do not count (default: {WARM})")
     parser.add_argument("--messages", type=int, help="asynchronous sends that count (default: 200000)")
     parser.add_argument("--sync-messages", type=int, help="synchronous sends that count (default: 30000)")
-    parser.add_argument("--in-flight", type=int, help="asynchronous sends on their way at a time (default: 1000)")
+    parser.add_argument("--in-flight", type=int, help="asynchronous sends in flight (default: 1000)")
     parser.add_argument("--name-server", help="use this running cluster instead of starting a broker")
-    parser.add_argument("--json", type=new_file, help="write every round's answers to this file")
+    parser.add_argument("--json", type=new_file, help="write the figures of every round to this file")
     parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
-        pyplot()  # say now that it is missing
+        pyplot()  # fail now if it is missing
 
     settings = replace(QUICK) if options.quick else Settings()
     for name in ("rounds", "warm", "messages", "sync_messages", "in_flight"):
@@ -150,7 +150,7 @@ def main() -> int:
     print(header(facts))
     print(
         f"{server}; 1 KB bodies with a tag, a key and a property, {QUEUES} queues, {settings.in_flight} asynchronous "
-        f"sends on their way; rounds: {settings.rounds}, medians of them"
+        f"sends in flight; rounds: {settings.rounds}, medians of them"
     )
     if settings.warm < WARM and "java" in settings.sides:
         print("So few messages are over before Java has compiled itself: ratios to it flatter us.")

@@ -1,6 +1,6 @@
 """One side of benchmarks/produce.py, in a process of its own: python -m benchmarks.produce_side TASK.
 
-TASK is a JSON object with the fields of `Task`; the answer is one JSON object on standard output.
+TASK is a JSON object with the fields of `Task`. The result is one JSON object on standard output.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pyrocket_consumer import Producer, SendResult
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one side is to do: send `warm` messages that do not count, and then `total` that do.
+    """The task of one side: send `warm` messages that do not count, and then `total` messages that do.
 
-    `measure`: "async" has up to `in_flight` messages on their way, and looks at every result; "sync" sends one after
-    the other. `side`: "pyrocket" or "java".
+    `measure`: "async" has up to `in_flight` messages in flight, and checks every result; "sync" sends one after the
+    other. `side`: "pyrocket" or "java".
     """
 
     side: str
@@ -33,11 +33,11 @@ class Task:
     total: int
     in_flight: int = 1000
     body_bytes: int = 1024
-    timeout_s: int = 30  # of each message: a machine that is busy fails none
+    timeout_s: int = 30  # of each message; no message fails on a busy machine
 
 
 def one_by_one(producer: Producer, task: Task) -> Callable[[int], None]:
-    """Return what sends so many messages, each after the result of the one before."""
+    """Return a function that sends the given number of messages, each after the result of the one before."""
     body = b"x" * task.body_bytes
 
     def send(count: int) -> None:
@@ -48,7 +48,7 @@ def one_by_one(producer: Producer, task: Task) -> Callable[[int], None]:
 
 
 def asynchronously(producer: Producer, task: Task) -> Callable[[int], None]:
-    """Return what sends so many messages, as many at a time as may be on their way, and waits for all results."""
+    """Return a function that sends the given number of messages concurrently, and waits for all results."""
     body = b"x" * task.body_bytes
 
     def send(count: int) -> None:
@@ -64,7 +64,7 @@ def asynchronously(producer: Producer, task: Task) -> Callable[[int], None]:
 
 
 def measured(task: Task) -> Figures:
-    """Return what the messages that count took."""
+    """Return the figures of the messages that count."""
     limits = {"max_in_flight_messages": task.in_flight, "send_timeout_s": task.timeout_s}
     with Producer(task.group, name_server=task.name_server, **limits) as producer:
         send = {"async": asynchronously, "sync": one_by_one}[task.measure](producer, task)

@@ -1,4 +1,4 @@
-"""The least a Python client can do to get messages: pull, count the records by their lengths, and nothing else."""
+"""The minimum of a Python client that gets messages: pull, and count the records by their lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyrocket_consumer.protocol.frame import MAX_FRAME_BYTES
 
 _PREFIX = struct.Struct(">II")
 _LENGTH = struct.Struct(">I")
-_WITH_SUBSCRIPTION = 4  # sysFlag: neither commit nor suspend, and no group member has to be known
+_WITH_SUBSCRIPTION = 4  # sysFlag: no commit, no suspend, and no known group member
 
 
 def raw_pull(
@@ -28,12 +28,12 @@ def raw_pull(
     on_count: Callable[[int], object],
     timeout_s: float = 30.0,
 ) -> None:
-    """Pull `total` messages from the first offset on over one connection, one pull under way per queue.
+    """Pull `total` messages from the first offset on over one connection, with one pull in progress per queue.
 
     `on_count` is called with the number of messages so far, about a hundred times.
 
     Raises:
-        TimeoutError: nothing came for `timeout_s`, because there are not so many messages.
+        TimeoutError: no response arrived for `timeout_s`, because the topic has fewer messages.
         ConnectionError: the broker closed the connection or refused a pull.
     """
     host, port = address.rsplit(":", 1)
@@ -43,7 +43,7 @@ def raw_pull(
         PullTemplate(group, topic, queue_id, pull_batch, 0, 0, broker_name, expression="*").encode
         for queue_id in range(queues)
     ]
-    # The opaque is the queue: one pull of each is under way.
+    # The opaque is the queue id, because one pull of each queue is in progress.
     connection.sendall(b"".join(pull(queue_id, 0, _WITH_SUBSCRIPTION) for queue_id, pull in enumerate(pulls)))
     buffer = bytearray(2 * MAX_FRAME_BYTES)
     view, start, end = memoryview(buffer), 0, 0
@@ -66,7 +66,7 @@ def raw_pull(
                 queue_id, following = answer["opaque"], int(answer["extFields"]["nextBeginOffset"])
                 again.append(pulls[queue_id](queue_id, following, _WITH_SUBSCRIPTION))
                 bodies.append((body, stop))
-            elif answer["code"] != ResponseCode.PULL_NOT_FOUND:  # which is the end of that queue
+            elif answer["code"] != ResponseCode.PULL_NOT_FOUND:  # it is the end of that queue
                 raise ConnectionAbortedError(f"a pull was answered {answer['code']}: {answer.get('remark')}")
             start = stop
         if again:

@@ -1,8 +1,8 @@
-"""A name server and a broker in one process that answer pulls from memory, so that whoever pulls is the limit.
+"""A name server and a broker in one process that serve pulls from memory, so that the client is the limit.
 
 As a program: python -m benchmarks.recorded_broker MESSAGES_PER_QUEUE MAX_PER_PULL prints its address and serves until
 its standard input ends. Every queue of every topic holds the same records; `topic-16` has 16 queues. A topic whose name
-begins with `flow-` gets one message more each time somebody asks for its last offset.
+begins with `flow-` gets one more message with each request for its last offset.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_PARTS = 512  # of one sendmsg; the system allows 1024
 
 
 def recorded(count: int) -> list[bytes]:
-    """Return `count` records with bodies of BODY_BYTES and seven properties, as a queue has them."""
+    """Return `count` records with bodies of BODY_BYTES and seven properties, in the format of a queue."""
     ids = UniqueIds("127.0.0.1", 1)
     body = bytes(range(256)) * (BODY_BYTES // 256)
     return [
@@ -64,7 +64,7 @@ def recorded(count: int) -> list[bytes]:
 
 
 class RecordedBroker:
-    """Answers on one port, from one thread."""
+    """Serves one port from one thread."""
 
     def __init__(self, records: Iterable[bytes], max_per_pull: int) -> None:
         records = list(records)
@@ -78,7 +78,7 @@ class RecordedBroker:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     def serve(self, until: socket.socket | int) -> None:
-        """Serve until `until` can be read."""
+        """Serve until `until` is readable."""
         self._selector.register(until, selectors.EVENT_READ)
         while True:
             for key, events in self._selector.select():
@@ -142,7 +142,7 @@ class RecordedBroker:
 
 
 class _Peer:
-    """One connection: what of a request has come, and what of answers has not gone."""
+    """One connection, with the received part of a request and the unsent part of responses."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -151,10 +151,10 @@ class _Peer:
         self._came = bytearray()
 
     def requests(self) -> list[tuple[int, dict[str, str], int]]:
-        """Return code, fields and opaque of the requests that have come.
+        """Return code, fields and opaque of the received requests.
 
         Raises:
-            ConnectionError: the other side has closed.
+            ConnectionError: the client has closed the connection.
         """
         data = self.socket.recv(1 << 18)
         if not data:
@@ -172,7 +172,7 @@ class _Peer:
         return found
 
     def send(self) -> None:
-        """Send what goes."""
+        """Send as much as possible."""
         out = self.out
         while out:
             try:

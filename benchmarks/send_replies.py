@@ -1,8 +1,8 @@
-"""A broker that stores nothing: it repeats one recorded answer to every send, so that only the sender is measured.
+"""A broker that stores nothing. It repeats one recorded response to every send, so that only the sender is measured.
 
-Everything else is answered by an embedded cluster behind it. As a program:
+An embedded cluster behind it serves all other requests. As a program:
 python -m benchmarks.send_replies TOPIC QUEUES
-prints the name server's address, and runs until standard input ends.
+prints the address of the name server, and runs until standard input ends.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pyrocket_consumer.testing import EmbeddedCluster
 from tests.real_brokers.remoting import Peer
 
 SEND = int(RequestCode.SEND_MESSAGE_V2)
-_OPAQUE_MARKER = 4_200_000_042  # stands in the recorded answer where the opaque goes
+_OPAQUE_MARKER = 4_200_000_042  # the placeholder for the opaque in the recorded response
 
 
 class Replies(asyncio.Protocol):
-    """One connection. `behind` answers what is not a send; of the route, the broker's address becomes ours."""
+    """One connection. `behind` serves all requests except sends. Routes get the address of this server."""
 
     def __init__(self, behind: Peer, recorded: tuple[bytes, bytes], replace: tuple[bytes, bytes]) -> None:
         self._behind, self._recorded, self._replace = behind, recorded, replace
@@ -62,7 +62,7 @@ class Replies(asyncio.Protocol):
 
 
 def record(broker: Peer, topic: str) -> tuple[bytes, bytes]:
-    """Return the header of the answer to a real send, before and after the opaque."""
+    """Return the header of the response to a real send, before and after the opaque."""
     header = SendMessageHeader("bench", topic, queue_id=0, born_timestamp=1, properties="UNIQ_KEY\x01A\x02")
     answer = broker.call(SEND, header.to_fields(), b"-")
     frame = encode_command(RemotingCommand(answer.code, answer.fields, b"", _OPAQUE_MARKER, flag=1))

@@ -1,9 +1,14 @@
-"""How much sooner is the end of a topic read when the filter on `storeTimestamp` is pushed to the source?
+"""How much faster is the end of a topic read if the filter on `storeTimestamp` is pushed to the source?
 
-The same query over the last hundredth of the rows, by their store time, in shuffled rounds of one run and one Spark
-session: `pushed`, with the option pushFilters; `whole`, without it, so that Spark reads everything and filters; and
-`by hand`, with startingTimestamp, which needs no filter. Ratios are taken inside a round. The broker makes small
-messages when they are pulled, 32 at a time; they are spread over a day.
+The query reads the last hundredth of the rows, by their store time. The sides run it in shuffled rounds of one run and
+one Spark session:
+
+* `pushed`: with the option pushFilters
+* `whole`: without it, so that Spark reads all rows and filters them
+* `by hand`: with startingTimestamp, which needs no filter
+
+Ratios are computed inside a round. The broker makes small messages when they are pulled, 32 at a time. Their store
+times are spread over a day.
 
 Run: python -m benchmarks.spark_pushdown --help
 """
@@ -33,12 +38,12 @@ from benchmarks.timed_broker import FIRST_MS
 from tests.real_brokers.jars import java_tool
 
 DAY_MS = 86_400_000
-SHARE = 100  # the last of so many parts is wanted
+SHARE = 100  # the query reads the last of this number of parts
 
 
 @contextmanager
 def timed_broker(per_queue: int, step_ms: int) -> Iterator[str]:
-    """Run the broker; gives its address."""
+    """Run the broker. Yield its address."""
     command = [sys.executable, "-m", "benchmarks.timed_broker", str(per_queue), str(step_ms)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -49,7 +54,7 @@ def timed_broker(per_queue: int, step_ms: int) -> Iterator[str]:
 def measure(
     spark: SparkSession, address: str, queues: int, per_queue: int, step_ms: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the seconds that each side takes, by round."""
+    """Return the seconds of each side, by round."""
     from_ms = FIRST_MS + (per_queue - per_queue // SHARE) * step_ms
     wanted = queues * (per_queue // SHARE)
 
@@ -73,7 +78,7 @@ def measure(
     for turn in range(rounds + 1):
         for side in random.sample(list(sides), len(sides)):
             if turn == 0 and side == "whole":
-                continue  # what it warms up the others do, too
+                continue  # it warms up the same code as the others
             taken = sides[side]()
             log_progress(f"{f'round {turn} of {rounds}' if turn else 'warm-up'}, {side}: {taken:.3g} s")
             if turn:

@@ -1,9 +1,9 @@
 """How many messages per second does Spark read through the source `rocketmq`, and how much more could it take?
 
-Beside it, in shuffled rounds of one run and one Spark session: `ready`, a source that yields batches made beforehand
-(what Spark itself takes), and `plain`, the source as one would write it first: row by row, one pull of a queue after
-the other, a connection per task. All into the sink `noop`. The broker answers from memory, so that it is not the limit;
-the case `real` has a real one, beside a loop that only pulls. Ratios are taken inside a round.
+The other sides, in shuffled rounds of one run and one Spark session, are `ready` and `plain`. `ready` yields batches
+made before, so it shows the limit of Spark. `plain` is the obvious source: row by row, one pull of a queue after the
+other, a connection per task. All write into the sink `noop`. The broker serves from memory, so that it is not the
+limit. The case `real` has a real broker, and a loop that only pulls. Ratios are computed inside a round.
 
 Run: python -m benchmarks.spark_read --help
 """
@@ -49,13 +49,13 @@ EIGHT = (
     "storeTimestamp timestamp"
 )
 TWO = "queueOffset long, body binary"
-PLAIN_SHARE = 8  # it is given so many times fewer messages, or a round takes minutes
+PLAIN_SHARE = 8  # it reads this many times fewer messages, or a round takes minutes
 WARM_UP_BATCHES = 5
 
 
 @dataclass(slots=True)
 class Settings:
-    """How much is measured."""
+    """The size of the measurement."""
 
     rounds: int = 5
     queues: int = 16
@@ -73,9 +73,9 @@ QUICK = Settings(rounds=2, messages=800_000, real_messages=800_000, micro_batche
 
 @dataclass(slots=True)
 class Results:
-    """Everything measured: case -> side -> one figure per round; thousands per second, or what the case says.
+    """All figures: case -> side -> one figure per round, in thousands per second or the unit of the case.
 
-    `cpu_us` has the CPU time per message of Spark and its workers, without the broker's.
+    `cpu_us` has the CPU time per message of Spark and its workers, without the broker.
     """
 
     figures: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a case runs with."""
+    """The environment of a case."""
 
     spark: SparkSession
     settings: Settings
@@ -103,7 +103,7 @@ class Bench:
     last_cpu_us: list[float] = field(default_factory=list)
 
     def compete(self, case: str, sides: Mapping[str, Callable[[], float]], unit: str = "k/s") -> None:
-        """Let all sides run once per round, in a new order each time; the first round only warms up."""
+        """Run all sides once per round, in a new order each time. The first round is for warm-up."""
         rows = self.results.figures.setdefault(case, {side: [] for side in sides})
         costs = self.results.cpu_us.setdefault(case, {side: [] for side in sides})
         for turn in range(self.settings.rounds + 1):
@@ -118,7 +118,7 @@ class Bench:
                     costs[side] += self.last_cpu_us
 
     def rate(self, format_: str, count: int, schema: str | None, /, **options: object) -> float:
-        """Return thousands of messages per second of a batch query into nothing."""
+        """Return thousands of messages per second of a batch query into `noop`."""
         reader = self.spark.read.format(format_).options(**{name: str(value) for name, value in options.items()})
         frame = (reader.schema(schema) if schema else reader).load()
         began, before = time.perf_counter(), spark_cpu_s()
@@ -129,12 +129,12 @@ class Bench:
 
 
 def task_options(settings: Settings) -> dict[str, int]:
-    """Return the option that limits into how many tasks a query of ours is divided."""
+    """Return the option that limits the number of tasks of a query."""
     return {} if settings.tasks is None else {"maxPartitions": settings.tasks}
 
 
 def spark_cpu_s() -> float:
-    """Return the CPU time that Spark has used: its Java process, and the Python workers below that."""
+    """Return the CPU time of Spark: its Java process, and the Python workers below it."""
     parents, used = dict[int, int](), dict[int, float]()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -144,7 +144,7 @@ def spark_cpu_s() -> float:
                 continue  # it has ended
             fields = rest.split()
             parents[int(entry.name)] = int(fields[1])
-            used[int(entry.name)] = sum(map(int, fields[11:15]))  # with that of children that have ended
+            used[int(entry.name)] = sum(map(int, fields[11:15]))  # with ended children
     java = {pid for pid in parents if parents[pid] == os.getpid() and "java" in Path(f"/proc/{pid}/comm").read_text()}
     ours, more = set[int](), java
     while more:
@@ -157,7 +157,7 @@ def spark_cpu_s() -> float:
 
 
 def all_columns(bench: Bench) -> None:
-    """Every column, which is what a query without a schema of its own gets."""
+    """Every column, as in a query without a schema."""
     _compare_with_ready(bench, "all 16 columns", None, with_plain=True)
 
 
@@ -196,7 +196,7 @@ def _compare_with_ready(bench: Bench, case: str, schema: str | None, *, with_pla
 
 
 def real(bench: Bench) -> None:
-    """A real broker, with its default limits per pull, beside a loop that only pulls."""
+    """A real broker with its default limits per pull, compared with a loop that only pulls."""
     settings, case = bench.settings, f"real broker {NEWEST}, {bench.settings.queues} queues"
     queues, messages = settings.queues, settings.real_messages
     log_progress(f"starting a name server and a broker, RocketMQ {NEWEST}")
@@ -225,7 +225,7 @@ def real(bench: Bench) -> None:
 
 
 def empty(bench: Bench) -> None:
-    """Micro-batches with one message each, beside a Python source that does nothing but count."""
+    """Micro-batches with one message each, compared with a Python source that only counts."""
     case = "micro-batch of one row"
 
     def duration_ms(format_: str, **options: str) -> float:
@@ -262,7 +262,7 @@ def empty(bench: Bench) -> None:
 
 
 def planning(bench: Bench) -> None:
-    """What the driver does before the tasks start: find the queues, ask for their ends, make tasks."""
+    """The work of the driver before the tasks start: find the queues, fetch their end offsets, make tasks."""
     queues = bench.settings.planned_queues
     options = {"nameserver": bench.address, "subscribe": f"orders-{queues}"}
 
@@ -279,12 +279,12 @@ def planning(bench: Bench) -> None:
 MEASURES = dict(zip(CASES, (all_columns, columns, real, empty, planning), strict=True))
 
 
-# --- around them
+# --- setup
 
 
 @contextmanager
 def recorded_broker(settings: Settings, records: Path) -> Iterator[str]:
-    """Run the broker that answers from memory; gives its address."""
+    """Run the broker that serves from memory. Yield its address."""
     log_progress("recording messages")
     per_queue = settings.messages // settings.queues
     arguments = [str(per_queue), str(settings.pull_batch), str(records)]
@@ -362,15 +362,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=one_or_more, help="rounds of each comparison, after one to warm up (5)")
     parser.add_argument("--messages", type=int, help="messages read by a query (default: 1600000)")
     parser.add_argument("--queues", type=int, help="queues of the topic, each a task (default: 16)")
-    parser.add_argument("--pull-batch", type=int, help="messages per pull, asked and given (default: 32)")
+    parser.add_argument("--pull-batch", type=int, help="messages per pull, requested and returned (default: 32)")
     parser.add_argument("--cores", type=int, default=2, help="tasks at once (default: 2)")
-    parser.add_argument("--tasks", type=int, help="tasks that a query of ours is divided into (default: one per queue)")
+    parser.add_argument("--tasks", type=int, help="tasks of a query of this source (default: one per queue)")
     parser.add_argument("--pure", action="store_true", help="without the C extension: PYROCKET_PURE=1 in every worker")
     parser.add_argument("--json", type=new_file, help="write every round's figures to this file")
     parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
-        pyplot()  # say now that it is missing
+        pyplot()  # fail now if it is missing
 
     settings = replace(QUICK) if options.quick else Settings()
     for name in ("rounds", "messages", "queues", "pull_batch", "tasks"):
@@ -381,7 +381,7 @@ def main() -> int:
 
     facts = environment(java=java_tool("java"))
     if options.pure:
-        os.environ["PYROCKET_PURE"] = "1"  # this process has imported the package already; what it starts has not
+        os.environ["PYROCKET_PURE"] = "1"  # for child processes, because this process has imported the package already
         facts["accelerated"] = False
     facts |= {name: metadata.version(name) for name in ("pyspark", "pyarrow", "numpy")}
     results, failed = Results(), list[str]()

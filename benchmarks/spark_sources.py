@@ -1,4 +1,4 @@
-"""What benchmarks/spark_read.py compares the source `rocketmq` with; here, because Spark's workers import it."""
+"""The other sources of benchmarks/spark_read.py, in a module of their own, because workers of Spark import it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ready: dict[str, pa.RecordBatch] = {}
 
 
 class ReadySource(DataSource):
-    """Yields batches made beforehand, once per worker: what Spark itself takes. Options: records, queues, messages."""
+    """Yields batches made before, once per worker, to show the limit of Spark. Options: records, queues, messages."""
 
     @classmethod
     def name(cls) -> str:
@@ -60,7 +60,7 @@ class _ReadyReader(DataSourceReader):
 
 
 def _answers(data: bytes) -> list[BufferSlice]:
-    """Return the records as answers of pulls have them: no more in each than a pull may ask for."""
+    """Return the records in pull responses, with at most the number of messages of a pull in each."""
     places, place = list[int](), 0
     while place < len(data):
         places.append(place)
@@ -70,7 +70,7 @@ def _answers(data: bytes) -> list[BufferSlice]:
 
 
 class PlainSource(DataSource):
-    """As one would write it first: rows, one pull of a queue after the other, a connection per task."""
+    """The obvious source: rows, one pull of a queue after the other, a connection per task."""
 
     @classmethod
     def name(cls) -> str:
@@ -133,7 +133,7 @@ def _row(message: Message, names: Sequence[str]) -> tuple[Any, ...]:
 
 
 class CountingSource(DataSource):
-    """A stream with one row more in every batch, and nothing else: what a micro-batch of a Python source costs."""
+    """A stream with one row in every batch, to measure the cost of a micro-batch of a Python source."""
 
     @classmethod
     def name(cls) -> str:

@@ -1,7 +1,7 @@
-"""How many rows per second does the sink write, beside the same number of asynchronous sends outside of Spark?
+"""How many rows per second does the sink write, compared with the same asynchronous sends outside Spark?
 
 Both send the same messages with the same limit of unacknowledged sends to the same server, in shuffled rounds of one
-run. The server repeats a recorded answer, so that it is not what is measured; `--name-server` measures with a real
+run. The server repeats a recorded response, so that it is not the limit; `--name-server` measures with a real
 cluster. Run: python -m benchmarks.spark_write --help
 """
 
@@ -42,7 +42,7 @@ def log_progress(text: str) -> None:
 
 @contextmanager
 def replies(topic: str) -> Iterator[str]:
-    """Run the server that repeats a recorded answer; gives its name server's address."""
+    """Run the server that repeats a recorded response. Yield the address of its name server."""
     command = [sys.executable, "-m", "benchmarks.send_replies", topic, str(QUEUES)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None and server.stdout is not None
@@ -68,7 +68,7 @@ def cluster(name_server: str | None, topic: str) -> Iterator[str]:
 
 
 def send_outside(name_server: str, topic: str, rows: int, in_flight: int) -> float:
-    """Send `rows` messages asynchronously, each acknowledged; returns how many seconds that took."""
+    """Send `rows` messages asynchronously, and wait for all responses. Return the seconds."""
     bodies = [b"%d" % number + b"x" * (BODY_BYTES - len(str(number))) for number in range(10_000)]
     with Producer(name_server=name_server, max_in_flight_messages=in_flight) as producer:
         producer.send(topic, bodies[0])
@@ -77,7 +77,7 @@ def send_outside(name_server: str, topic: str, rows: int, in_flight: int) -> flo
         for number in range(rows):
             if len(under_way) == in_flight:
                 under_way.popleft().result()
-            body = bodies[number % len(bodies)]  # each its own, as those of rows are
+            body = bodies[number % len(bodies)]  # separate objects, as those of rows
             under_way.append(producer.send_async(topic, body, tags="paid", keys=str(number)))
         for future in under_way:
             future.result()
@@ -85,7 +85,7 @@ def send_outside(name_server: str, topic: str, rows: int, in_flight: int) -> flo
 
 
 def outside(name_server: str, topic: str, rows: int, in_flight: int) -> float:
-    """Send in a process of its own."""
+    """Send in a new process."""
     arguments = ["--outside", name_server, topic, str(rows), str(in_flight)]
     command = [sys.executable, "-m", "benchmarks.spark_write", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3600, check=True)
@@ -112,7 +112,7 @@ class SparkSide:
         )
 
     def write(self, name_server: str, topic: str, rows: int, in_flight: int, marks: bool) -> float:
-        """Save `rows` rows; returns how many seconds `save()` took."""
+        """Save `rows` rows. Return the seconds of `save()`."""
         from pyspark.sql import functions as f
 
         frame = self.session.range(0, rows, 1, self.tasks).select(
@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file; needs matplotlib")
     options = parser.parse_args()
     if options.plot:
-        pyplot()  # say now that it is missing
+        pyplot()  # fail now if it is missing
     rounds = options.rounds or (2 if options.quick else 7)
     rows = options.rows or (30_000 if options.quick else 150_000)
 
@@ -182,7 +182,7 @@ def main() -> int:
                 rate = rows / sides[side]()
                 rates[side].append(rate)
                 log_progress(f"round {number + 1} of {rounds}: {side} {rate:,.0f} messages/s")
-        spark.session.stop()  # its workers are connected to the cluster
+        spark.session.stop()  # its workers have connections to the cluster
 
     print(header(facts) + f", PySpark {facts['pyspark']}")
     server = f"the cluster at {options.name_server}" if options.name_server else "a server that repeats one answer"
@@ -193,7 +193,7 @@ def main() -> int:
     print(f"\n{'':<22} {'messages/s, median':>19} {'least':>9} {'most':>9} {'÷ async sends':>14}")
     ratios = {}
     for side, found in rates.items():
-        # Of each round: what else the machine did then slowed both.
+        # Inside each round, because other load of the machine slows both.
         ratios[side] = statistics.median(one / base for one, base in zip(found, rates["async sends"], strict=True))
         middle = statistics.median(found)
         print(f"{side:<22} {middle:>19,.0f} {min(found):>9,.0f} {max(found):>9,.0f} {ratios[side]:>14.2f}")

@@ -1,12 +1,12 @@
-"""How long does it take to import a consumer, to begin many queues, and to close when brokers acknowledge slowly?
+"""How long does it take to import a consumer, to start many queues, and to close with slow brokers?
 
     python -m benchmarks.start_close [--quick] [--json FILE] [--plot PNG]
 
-The broker is an embedded one in a process of its own. `start` counts from `start()` until all queues have begun: where
-each begins is asked for, and its acknowledgement waited for, before it is pulled. `close` is that of a consumer of
-which each queue has an offset to store, at a broker whose every acknowledgement comes `--answer-after` seconds late.
-Beside each time stands what it is for each queue: work that grew with the square of their number would show there.
-Importing is timed in new processes, in turn with one that imports nothing and one that imports what asyncio needs.
+An embedded broker runs in a process of its own. `start` is the time from `start()` until all queues have started. For
+each queue the consumer fetches the offset, commits it, and waits for the response before the first pull. `close` is the
+time to close a consumer with an offset to store for each queue, if all responses are `--answer-after` seconds late. The
+report also has the time per queue, which would show work that grows with the square of their number. Imports run in new
+processes, in turn with a process that imports nothing and one that imports asyncio.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ IMPORTS = {
 
 
 def measure_imports(rounds: int) -> dict[str, float]:
-    """Return the milliseconds that each import takes besides a process that imports nothing: medians.
+    """Return the median milliseconds of each import, without those of a process that imports nothing.
 
-    All is compiled before, as pip does when it installs.
+    All modules are compiled before, as after an installation by pip.
     """
     milliseconds: dict[str, list[float]] = {name: [] for name in IMPORTS}
     with tempfile.TemporaryDirectory(prefix="pyrocket-bench-") as compiled:
@@ -58,7 +58,7 @@ def measure_imports(rounds: int) -> dict[str, float]:
             for name, code in IMPORTS.items():
                 began = time.perf_counter()
                 subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-                if number:  # the first one compiles
+                if number:  # the first run compiles
                     milliseconds[name].append((time.perf_counter() - began) * 1e3)
     medians = {name: statistics.median(each) for name, each in milliseconds.items()}
     return {name: round(median - medians["nothing"], 1) for name, median in medians.items() if name != "nothing"}
@@ -77,7 +77,7 @@ def serve(queues: int, answer_after_s: float) -> None:
 
 @contextmanager
 def broker(queues: int, answer_after_s: float = 0.0) -> Iterator[str]:
-    """Run a broker in a process of its own; yields its name server."""
+    """Run a broker in a process of its own. Yield its name server."""
     command = [sys.executable, "-m", "benchmarks.start_close", "--serve", f"{queues},{answer_after_s}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -89,7 +89,7 @@ def broker(queues: int, answer_after_s: float = 0.0) -> Iterator[str]:
 
 
 class Counted:
-    """Counts up to a number, and wakes who waits for that."""
+    """Counts up to a number, and then wakes the waiting thread."""
 
     def __init__(self, number: int) -> None:
         self._left = number
@@ -108,7 +108,7 @@ class Counted:
 
 
 def start_s(queues: int) -> float:
-    """Return how long it takes until `queues` queues have begun."""
+    """Return the seconds until `queues` queues have started."""
     begun = Counted(queues)
 
     def on_event(event: ConsumerEvent) -> None:
@@ -125,7 +125,7 @@ def start_s(queues: int) -> float:
 
 
 def close_s(queues: int, answer_after_s: float) -> float:
-    """Return how long the close of a consumer takes that has an offset of each of `queues` queues to store."""
+    """Return the seconds to close a consumer with an offset to store for each of `queues` queues."""
     consumed = Counted(queues)
 
     def listener(message: Message) -> None:
@@ -155,7 +155,7 @@ def measure(numbers: list[int], close_queues: int, answer_after_s: float, rounds
 
 
 def draw(cases: list[dict[str, Any]], path: Path) -> None:
-    """Draw the seconds of starts over the number of queues, and of the close beside them."""
+    """Draw the seconds of the starts over the number of queues, and those of the close."""
     figure, axes = pyplot().subplots(figsize=(7, 4))
     for kind, mark in (("start", "o-"), ("close", "s")):
         chosen = [case for case in cases if case["case"] == kind]
@@ -172,7 +172,7 @@ def draw(cases: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=QUESTION)
     arguments.add_argument("--quick", action="store_true", help="one round with few queues")
-    arguments.add_argument("--queues", default="1000,2000,5000,10000", help="numbers of queues to begin (%(default)s)")
+    arguments.add_argument("--queues", default="1000,2000,5000,10000", help="numbers of queues to start (%(default)s)")
     arguments.add_argument("--close", type=int, default=1000, metavar="QUEUES", help="queues to close (%(default)s)")
     arguments.add_argument("--answer-after", type=float, default=0.05, metavar="S", help="seconds (%(default)s)")
     arguments.add_argument("--rounds", type=one_or_more, default=3, help="(%(default)s)")

@@ -1,7 +1,7 @@
-"""A name server and a broker in one process with as many messages as wanted, small ones, made when they are pulled.
+"""A name server and a broker in one process with any number of small messages, which it makes when they are pulled.
 
 As a program: python -m benchmarks.timed_broker MESSAGES_PER_QUEUE STEP_MS prints its address and serves until its
-standard input ends. In every queue of every topic a message was stored each `STEP_MS` milliseconds from FIRST_MS on.
+standard input ends. Every queue of every topic has a message each `STEP_MS` milliseconds from FIRST_MS on.
 `topic-16` has 16 queues.
 """
 
@@ -16,16 +16,16 @@ from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.protocol.message import StoredMessage, encode_message
 
 FIRST_MS = 1_767_225_600_000
-"""When the first message of each queue was stored."""
+"""The store time of the first message of each queue."""
 
 MAX_PER_PULL = 32
-"""As brokers have it by default."""
+"""The default of brokers."""
 
-_QUEUE_OFFSET, _STORED_AT = 20, 56  # where they are in a record
+_QUEUE_OFFSET, _STORED_AT = 20, 56  # their positions in a record
 
 
 class TimedBroker(RecordedBroker):
-    """Answers on one port, from one thread."""
+    """Serves one port from one thread."""
 
     def __init__(self, per_queue: int, step_ms: int) -> None:
         super().__init__((), MAX_PER_PULL)

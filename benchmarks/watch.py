@@ -1,4 +1,4 @@
-"""What a side of a benchmark knows of its own process: messages, time, CPU time, memory."""
+"""Samples of the process of a side: messages, time, CPU time, memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sample:
 
 
 class Watch:
-    """Looks from time to time; seldom at the memory, because that costs more than the rest."""
+    """Takes samples from time to time. It reads the memory rarely, because that costs more than the rest."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -45,11 +45,11 @@ class Watch:
         return sample
 
     def warm_part(self, from_share: float, to_share: float) -> Figures:
-        """Return messages, seconds, CPU and switches between the two shares of the backlog."""
+        """Return messages, seconds, CPU time and switches between two shares of the backlog."""
         first = next(sample for sample in self.samples if sample.count >= from_share * self.total)
         last = [sample for sample in self.samples if sample.count <= to_share * self.total][-1]
         if last.count <= first.count:
-            raise RuntimeError(f"{self.total} messages were over before they could be looked at; take more")
+            raise RuntimeError(f"{self.total} messages ended before a sample was taken; use more")
         return {
             "messages": last.count - first.count,
             "seconds": last.at_s - first.at_s,
@@ -60,7 +60,7 @@ class Watch:
 
 
 def memory_mb(what: str) -> float:
-    """Return VmRSS or VmHWM (the highest so far) in MiB. ru_maxrss would count the parent's memory, too."""
+    """Return VmRSS or VmHWM (the highest so far) in MiB. ru_maxrss would include the memory of the parent."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -106,7 +106,7 @@ def test_the_table_has_both_times_and_the_verdict():
     assert same.endswith("no slower")
     assert failed.split() == ["start", "fails", "on", "base:", "TimeoutError:", "late"]
     assert summary(rows) == "slower: consume"
-    assert summary({"import": row(1.05)}) == "no subject is slower; unclear, more rounds tell more: import"
+    assert summary({"import": row(1.05)}) == "no subject is slower; unclear, use more rounds: import"
 
 
 def test_subjects_are_chosen_by_name_and_by_pattern():

@@ -19,9 +19,8 @@ class InFlightLimiter:
     """Limits the unfinished requests to `max_messages` and `max_bytes`.
 
     User threads call `put`. The I/O thread takes all queued requests with `take_all`, and calls `release` for each
-    that has its result. Code under the one lock takes no other lock. It is a plain `Lock`, because a signal that
-    interrupts a user thread may leave the lock of a Condition taken, and the I/O thread would wait for it; see
-    `ThreadFuture`.
+    that has its result. Code under the one lock takes no other lock. It is a plain `Lock`, because a signal in a user
+    thread may leave the lock of a Condition taken. The I/O thread would then wait for it; see `ThreadFuture`.
     """
 
     def __init__(self, max_messages: int, max_bytes: int, wake: Callable[[], None]) -> None:
