@@ -19,8 +19,8 @@ import org.apache.rocketmq.common.consumer.ConsumeFromWhere;
 import org.apache.rocketmq.common.message.MessageExt;
 
 /**
- * The Java side of benchmarks/consume.py: one push consumer, measured from inside, one JSON object on standard output.
- * Arguments are name=value; measure is backlog, latency or idle. What each means stands in consume_side.py, whose twin this is.
+ * The Java side of benchmarks/consume.py: it measures one push consumer, and prints one JSON object.
+ * Arguments are name=value; measure is backlog, latency or idle; see consume_side.py for their meaning.
  */
 public final class ConsumeBench {
     private static final Map<String, String> OPTIONS = new HashMap<>();
@@ -29,7 +29,7 @@ public final class ConsumeBench {
     private static final com.sun.management.OperatingSystemMXBean SYSTEM =
         (com.sun.management.OperatingSystemMXBean) ManagementFactory.getOperatingSystemMXBean();
 
-    /** A look at the counters: how many messages, when, and the CPU time of the whole process until then. */
+    /** A sample of the counters: the number of messages, the time, and the CPU time of the process until then. */
     private record Look(long count, long nanos, long cpuNanos) {
         static Look now() {
             return new Look(COUNT.sum(), System.nanoTime(), SYSTEM.getProcessCpuTime());
@@ -137,7 +137,7 @@ public final class ConsumeBench {
         }
     }
 
-    /** Looks every 20 ms until everything was consumed; the result is the part between the two fractions of it. */
+    /** Takes a sample every 20 ms until all messages are consumed; the result is the part between two fractions. */
     private static String backlog(long total, long startedAt) throws InterruptedException {
         double from = real("from_share");
         double to = real("to_share");
@@ -193,7 +193,7 @@ public final class ConsumeBench {
         return 0;
     }
 
-    /** When messages were sent and when the listener was called with them, in nanoseconds since the epoch. */
+    /** The send times of messages and the times of their listener calls, in nanoseconds since the epoch. */
     private static final class Latencies {
         private final long[] sent;
         private final long[] called;

@@ -12,7 +12,7 @@ import org.apache.rocketmq.client.impl.factory.MQClientInstance;
 import org.apache.rocketmq.common.message.MessageQueue;
 
 /**
- * The Java side of benchmarks/offset_persist.py: the client's own LocalFileOffsetStore, told by lines on standard input what to do.
+ * The Java side of benchmarks/offset_persist.py: the client's own LocalFileOffsetStore, controlled by lines on standard input.
  * "open Q T" fills a store of Q queues and starts T threads; "one N" lets each thread update and persist N times, "all N" the first
  * of them the whole table N times. Each is answered by the nanoseconds it took, and those of each operation of "one".
  */
@@ -119,7 +119,7 @@ public final class OffsetPersistBench {
         return ++value;
     }
 
-    /** Each thread has every threads-th queue, as in the Python side. */
+    /** The queues are dealt to the threads in turn, as on the Python side. */
     private static void persist(int number, int count) {
         int place;
         synchronized (PLACES) {

@@ -14,8 +14,8 @@ import org.apache.rocketmq.client.producer.SendStatus;
 import org.apache.rocketmq.common.message.Message;
 
 /**
- * The Java side of benchmarks/produce.py: one producer, measured from inside, one JSON object on standard output.
- * Arguments are name=value. What each means stands in produce_side.py, whose twin this is.
+ * The Java side of benchmarks/produce.py: it measures one producer, and prints one JSON object.
+ * Arguments are name=value; see produce_side.py for their meaning.
  */
 public final class ProduceBench {
     private static final Map<String, String> OPTIONS = new HashMap<>();
@@ -26,7 +26,7 @@ public final class ProduceBench {
     private static byte[] body;
     private static int inFlight;
 
-    /** Sends so many messages, and returns when each has its result. */
+    /** Sends the given number of messages, and returns when each has its result. */
     private interface Sends {
         void send(int count) throws Exception;
     }
@@ -38,7 +38,7 @@ public final class ProduceBench {
         }
         Thread.setDefaultUncaughtExceptionHandler((thread, error) -> {
             error.printStackTrace();
-            Runtime.getRuntime().halt(1);  // the client's threads would keep the process
+            Runtime.getRuntime().halt(1);  // the threads of the client would keep the process alive
         });
         body = "x".repeat(number("body_bytes")).getBytes(StandardCharsets.US_ASCII);
         inFlight = number("in_flight");
