@@ -1,4 +1,4 @@
-"""An embedded cluster for each test of consumers, names, and a look at what is left."""
+"""An embedded cluster and names for each test of consumers, and a check that no thread is left."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
 from tests.consumer.orders import Orders
 from tests.consuming import WAIT_S
 
-OURS = "pyrocket-"  # how the names of our threads begin
+OURS = "pyrocket-"  # the prefix of the names of this library's threads
 
 
 @pytest.fixture
 def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
-    """As the module's CLUSTER says; retries come after a hundredth of the usual time."""
+    """A cluster with the options in the module's CLUSTER. Retries come after a hundredth of the usual time."""
     options: dict[str, Any] = {"delay_scale": 0.01, "long_poll_tick_s": 0.1, **getattr(request.module, "CLUSTER", {})}
     with EmbeddedCluster(**options) as cluster:
         yield cluster

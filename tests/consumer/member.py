@@ -1,4 +1,4 @@
-"""A consumer in a process of its own: prints what it consumes, one line a message, before it acknowledges."""
+"""A consumer in its own process. It prints each message that it consumes on one line, before it acknowledges it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pyrocket_consumer import PushConsumer
 
 
 def tell_when_joined() -> None:
-    """Print "ready" once the main thread's `join()` has begun: it is what changes how SIGTERM is taken."""
+    """Print "ready" once the main thread's `join()` has begun, because `join()` changes the handling of SIGTERM."""
     while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         time.sleep(0.005)
     os.write(1, b"ready\n")
 
 
 def main(topic: str, options: dict) -> None:
-    faulthandler.register(signal.SIGUSR1)  # tells what every thread does, when the end does not come
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # who started us may have ignored it
+    faulthandler.register(signal.SIGUSR1)  # prints the stack of every thread if the process hangs
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent process may have ignored it
     pause_s = options.pop("listener_s", 0)
 
     def handle(message):

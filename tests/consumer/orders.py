@@ -1,4 +1,4 @@
-"""The topic `orders`, which the group `app` consumes: what most tests of whole consumers begin with."""
+"""The topic `orders`, which the group `app` consumes, for most tests of whole consumers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUEUE = MessageQueue(TOPIC, "broker-a", 0)
 
 
 class Orders:
-    """The topic on a cluster; its consumers tell `events`."""
+    """The topic on a cluster; its consumers emit to `events`."""
 
     def __init__(self, cluster: EmbeddedCluster, queues: int = 1, messages: int = 0, **options: Any) -> None:
         self.cluster = cluster
@@ -34,7 +34,7 @@ class Orders:
         return self.cluster.broker("broker-a")
 
     def make(self, queues: int, topic: str = TOPIC, **options: Any) -> str:
-        """Make a topic, or give this one more queues."""
+        """Create a topic, or add queues to this one."""
         self.cluster.create_topic(topic, queues=queues, **options)
         return topic
 
@@ -42,12 +42,12 @@ class Orders:
         self.cluster.send(topic, *body, **options)
 
     def fill(self, count: int, start: int = 0, **options: Any) -> None:
-        """Send so many messages: m0, m1, and so on."""
+        """Send `count` messages: m0, m1, and so on."""
         if count:
             self.send(lambda number: b"m%d" % (start + number), count=count, **options)
 
     def consumer(self, listener: Callable[..., Any] | None = None, **options: Any) -> PushConsumer:
-        """Make a consumer, of this topic if there is a listener."""
+        """Create a consumer, which subscribes to this topic if there is a listener."""
         made = PushConsumer(GROUP, **{"name_server": self.cluster.name_server, "on_event": self.events, **options})
         if listener is not None:
             made.subscribe(TOPIC, listener)
@@ -56,12 +56,12 @@ class Orders:
     def consuming(
         self, listener: Callable[..., Any] | None = None, **options: Any
     ) -> AbstractContextManager[tuple[PushConsumer, Any]]:
-        """Run a consumer with options that make a test short; gives it and its listener."""
+        """Run a consumer with options for short tests; yield it and its listener."""
         return consuming(self.cluster, TOPIC, GROUP, listener, **{"on_event": self.events, **options})
 
     @property
     def committed(self) -> dict[int, int]:
-        """What the broker has for each queue."""
+        """The committed offsets of the queues at the broker."""
         return self.cluster.committed(GROUP, TOPIC)
 
     @property
@@ -70,22 +70,22 @@ class Orders:
         return self.cluster.messages(DEAD)
 
     def wait_committed(self, *offsets: int) -> None:
-        """Wait until the broker has these for the queues 0, 1 and so on."""
+        """Wait until the broker has these offsets for the queues 0, 1 and so on."""
         until(lambda: self.committed == dict(enumerate(offsets)), f"committed {offsets}, not {self.committed}")
 
     def on(self, code: int, fault: Any, times: int | None = 1, **fields: object) -> None:
-        """Have the broker treat requests about the topic, and with these fields, in another way."""
-        self.broker.on(code, fault, times=times, when=of(**fields))
+        """Set a fault for requests about the topic with these fields."""
+        self.broker.on(code, fault, times=times, when=request_matcher(**fields))
 
 
-def of(topic: str = TOPIC, **fields: object) -> Callable[[RemotingCommand], bool]:
-    """Return what tells requests about a topic, and with these fields, from others."""
+def request_matcher(topic: str = TOPIC, **fields: object) -> Callable[[RemotingCommand], bool]:
+    """Return a predicate for requests about a topic with these fields."""
     wanted = {"topic": topic, **{name: str(value) for name, value in fields.items()}}
     return lambda command: all(command.fields.get(name) == value for name, value in wanted.items())
 
 
 def listener_of(kind: str, function: Callable[[Any], Any], blocks: bool = False) -> Callable[[Any], Any]:
-    """Return a "plain" or "async" listener that does this; what blocks must not do so on the loop."""
+    """Return a "plain" or "async" listener that calls `do`, outside of the loop because `do` may block."""
 
     async def listen(unit: Any) -> Any:
         return await asyncio.to_thread(function, unit) if blocks else function(unit)
@@ -94,5 +94,5 @@ def listener_of(kind: str, function: Callable[[Any], Any], blocks: bool = False)
 
 
 def ours_and(*members: Any) -> pytest.MarkDecorator:
-    """Mark a test as one of our member and of these, most of them faulty."""
+    """Parametrize a test with this library's member and with these members, most of them faulty."""
     return pytest.mark.parametrize("member", [ours, *members])

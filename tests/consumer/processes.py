@@ -1,4 +1,4 @@
-"""Child processes whose output is waited for."""
+"""Child processes, and waits for their output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Child:
         self.errors: list[str] = []
         self._changed = threading.Condition()
         self._open = 2
-        """Of the outputs, those that may bring more."""
+        """The outputs that are still open."""
         pipes, env = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, {**os.environ, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen([sys.executable, *arguments], text=True, env=env, **pipes)
         outputs = ((self.process.stdout, self.lines), (self.process.stderr, self.errors))
@@ -59,11 +59,11 @@ class Child:
         self.process.send_signal(number)
 
     def ended(self, timeout_s: float = 60.0) -> int:
-        """Wait for the end and all output; returns the exit code. A close may take its 30 s and 15 s for the calls."""
+        """Wait for the end and all output; return the exit code. A close may take 30 s, and 15 s for the last calls."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self.send(signal.SIGUSR1)  # members tell what their threads do; others end
+            self.send(signal.SIGUSR1)  # members print their stacks; other programs end
             with suppress(AssertionError):
                 self.wait(lambda lines: any("Current thread" in line for line in self.errors), 10)
             self.process.kill()
@@ -78,7 +78,7 @@ class Child:
 
 @contextmanager
 def member(cluster, topic: str, group: str, **options) -> Iterator[Child]:
-    """Run a consumer of `topic` in a process of its own."""
+    """Run a consumer of `topic` in its own process."""
     whole = {"group": group, "name_server": cluster.name_server, **QUICK, **options}
     child = Child("-m", "tests.consumer.member", topic, json.dumps(whole))
     try:

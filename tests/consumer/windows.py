@@ -21,7 +21,7 @@ def window_of(
     on_edge: Callable[[MessageQueue, int], None] = lambda queue, offset: None,
     record: Callable[[int], dict[str, Any]] = lambda offset: {},
 ) -> tuple[ProcessQueue, list[Message]]:
-    """Return a window that holds `count` messages, and those; `record` says what is special about each."""
+    """Return a window that holds `count` messages, and these messages; `record` sets special values of each."""
     window = ProcessQueue(queue, epoch, Limits(), on_edge)
     window.start(first)
     usual = {"topic": queue.topic, "body": b"x"}

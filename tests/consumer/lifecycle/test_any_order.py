@@ -267,7 +267,7 @@ class AnyOrder(World):
     def _look(self) -> None:
         if not self.passes_over:
             self.history.check_no_message_is_skipped()
-        self.history.check_nobody_is_left()
+        self.history.check_group_is_empty()
         ends, committed = self._ends(), self.cluster.committed(GROUP, TOPIC)
         assert all(committed.get(number, 0) == end for number, end in ends.items()), (committed, ends)
 

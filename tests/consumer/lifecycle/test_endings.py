@@ -16,7 +16,7 @@ from pyrocket_consumer import Message, MessageQueue, Suspend
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate
 from tests.consuming import WAIT_S, RecordingListener, numbered, until
-from tests.hazards.members import Kind, faulty, filled, give_time_to, of, ours, settle, wait_limit_s
+from tests.hazards.members import Kind, faulty, filled, give_time_to, ours, request_matcher, settle, wait_limit_s
 from tests.hazards.naive import NaiveMember, Window
 from tests.resets import queue
 from tests.testing.raw_client import RawClient
@@ -68,7 +68,7 @@ def closing_unacknowledged(consumer: Any, broker: Any, topic: str) -> Iterator[N
     gate = Gate()
     until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
     broker.forget_requests()
-    broker.on(COMMIT, gate, times=None, when=of(topic))
+    broker.on(COMMIT, gate, times=None, when=request_matcher(topic))
     closer = threading.Thread(target=consumer.close)
     closer.start()
     try:
@@ -277,7 +277,7 @@ def let_rounds_pass(cluster: Any, topic: str) -> None:
     """Let the consumer ask for the route again, twice, and do what follows."""
     routes = cluster.name_server_node
     routes.forget_requests()
-    routes.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC, 2, timeout_s=WAIT_S, when=of(topic))
+    routes.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC, 2, timeout_s=WAIT_S, when=request_matcher(topic))
     settle()
     settle()
 
@@ -323,7 +323,7 @@ def test_no_commit_follows_the_unlock(embedded, names, member):
         until(lambda: list(consumer.held()) == [queue(topic, 0)], "given up")
         requests = [each.command for each in broker.requests()]
         unlocked = next(place for place, each in enumerate(requests) if each.code == UNLOCK)
-        is_ours = of(topic, queueId=1)
+        is_ours = request_matcher(topic, queueId=1)
         commits = [place for place, each in enumerate(requests) if each.code == COMMIT and is_ours(each)]
         assert max(commits, default=-1) < unlocked, "committed after it was unlocked: over the next owner's offset"
         assert member is not ours or embedded.committed(group, topic).get(1) == 1, "the listener had time to finish"

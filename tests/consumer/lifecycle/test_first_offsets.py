@@ -16,7 +16,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer
 from tests.consuming import WAIT_S, numbered, until
 from tests.hazards.connection import Refused
-from tests.hazards.members import Kind, faulty, filled, of, ours, pulled_offsets
+from tests.hazards.members import Kind, faulty, filled, ours, pulled_offsets, request_matcher
 from tests.hazards.naive import NaiveMember
 from tests.resets import fill, queue
 
@@ -49,7 +49,9 @@ def test_a_queue_that_is_added_begins_at_its_first_message(cluster, names, membe
         cluster.send(topic, b"first")
         consumer.seen.wait_for(1)
         if isinstance(cluster, EmbeddedCluster):
-            cluster.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, gate, times=None, when=of(topic))
+            cluster.name_server_node.on(
+                RequestCode.GET_ROUTEINFO_BY_TOPIC, gate, times=None, when=request_matcher(topic)
+            )
         cluster.create_topic(topic, queues=2)
         fill(cluster, topic, 5, queue_id=1)
         gate.open()
@@ -121,7 +123,7 @@ def test_the_start_is_computed_once(embedded, names, member):
     embedded.create_topic(topic, queues=2, read_queues=1)
     fill(embedded, topic, 18)
     gate = Gate(answers=True)
-    broker.on(RequestCode.GET_MAX_OFFSET, gate, when=of(topic))
+    broker.on(RequestCode.GET_MAX_OFFSET, gate, when=request_matcher(topic))
     with run_in_background(member(embedded, topic, group, consume_from="last", orderly=True)) as start:
         gate.wait_held(timeout_s=WAIT_S)
         embedded.send(topic, b"early", queue_id=0)
@@ -195,7 +197,7 @@ def test_a_time_has_a_zone(embedded, names, monkeypatch, member):
     for zone in ("UTC", "Asia/Shanghai"):
         topic, group = filled(embedded, names, queues=1, messages=0)
         with time_zone(monkeypatch, zone), member(embedded, topic, group, consume_from=instant):
-            [request, *_] = broker.wait_for(SEARCH, timeout_s=WAIT_S, when=of(topic))
+            [request, *_] = broker.wait_for(SEARCH, timeout_s=WAIT_S, when=request_matcher(topic))
             found = int(request.command.fields["timestamp"])
             assert found == 1715941800000, f"{(found - 1715941800000) / 3600000:g} hours off in {zone}"
 
@@ -238,10 +240,10 @@ def test_a_search_that_fails_is_not_zero(embedded, names, member):
     """A queue waits until the broker can tell where the time is."""
     topic, group = filled(embedded, names, queues=1, messages=5)
     broker = embedded.broker("broker-a")
-    broker.on(SEARCH, answer(1, "index is loading"), times=2, when=of(topic))
+    broker.on(SEARCH, answer(1, "index is loading"), times=2, when=request_matcher(topic))
     consume_from = datetime.fromtimestamp(time.time(), UTC) + timedelta(hours=1)
     with member(embedded, topic, group, consume_from=consume_from, rebalance_interval_s=0.1):
-        broker.wait_for(PULL, timeout_s=WAIT_S, when=of(topic))
+        broker.wait_for(PULL, timeout_s=WAIT_S, when=request_matcher(topic))
         first = pulled_offsets(broker, topic)[0][1]
         assert first == 5, f"began at {first}, for the search had failed"
 

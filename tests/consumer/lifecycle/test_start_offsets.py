@@ -86,7 +86,7 @@ def test_other_queues_do_not_wait_for_it(orders):
     orders.on(RequestCode.QUERY_CONSUMER_OFFSET, gate := Gate(), times=None, queueId=1)
     with orders.consuming(**IMPATIENT) as (_, seen):
         seen.wait_for(5)
-        until(lambda: unreachable(orders, "begins is not known"), "it is told")
+        until(lambda: unreachable(orders, "is not known or not stored yet"), "it is told")
         assert {message.queue.queue_id for message in seen.messages} == {0}
         orders.broker.clear_faults()
         gate.open()

@@ -1,4 +1,4 @@
-"""H06, H07, H16–H18: brokers that correct offsets: what is believed, how soon, and what of it is stored."""
+"""H06, H07, H16–H18: brokers that correct offsets: which corrections are followed, how soon, and which are stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyrocket_consumer.offsets.local.recovery import recover
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import Exchange, Fault, Gate, answer
-from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, ours_and
 from tests.consuming import WAIT_S, RecordingListener, numbered, until
 from tests.hazards.members import (
     HeldRequests,
@@ -30,6 +30,7 @@ from tests.hazards.members import (
     full_disk,
     ours,
     pulled_offsets,
+    request_matcher,
     settle,
 )
 from tests.hazards.naive import NaiveMember, Window
@@ -45,13 +46,13 @@ def moved(next_offset: int, low: int, high: int, remark: str = "OFFSET_OVERFLOW_
 
 
 def corrected(events: Any) -> tuple[int, int]:
-    """Wait until a correction is told, and return from where and to where."""
+    """Wait for the event of a correction, and return the old and the new offset."""
     facts = events.wait_for("offset-corrected").facts
     return facts["from"], facts["to"]
 
 
 class ObeysAtOnce(NaiveMember):
-    """Every client but ours: where the broker says, there it goes."""
+    """Every other client: it follows the broker's offset at once."""
 
     def on_offset_moved(self, window: Window, answer: RemotingCommand) -> None:
         self.on_correction(window, int(answer.fields["nextBeginOffset"]))
@@ -60,7 +61,7 @@ class ObeysAtOnce(NaiveMember):
 # --- forwards
 
 
-def test_messages_that_expired_are_skipped_and_told(orders, broker):
+def test_expired_messages_are_skipped_with_an_event(orders, broker):
     orders.fill(10)
     broker.commit(GROUP, TOPIC, {0: 2})
     broker.delete_before(TOPIC, 0, 6)
@@ -75,7 +76,7 @@ def test_messages_that_expired_are_skipped_and_told(orders, broker):
 
 def test_a_correction_while_consuming_takes_effect_once(orders):
     def skip(exchange: Exchange) -> None:
-        orders.fill(10, 10)  # before it is told: else offset 15 lies behind the queue's end for a while
+        orders.fill(10, 10)  # before the correction, so that the queue has offset 15 by then
         moved(15, 15, 20, "OFFSET_TOO_SMALL")(exchange)
 
     with orders.consuming(pull_hold_s=0.5) as (_, seen):
@@ -86,11 +87,11 @@ def test_a_correction_while_consuming_takes_effect_once(orders):
         seen.wait_for(15)
         orders.wait_committed(20)
     expected = Counter(numbered(10) + numbered(5, 15))
-    assert Counter(seen.bodies) == expected, "what the broker says it has no more is not waited for"
+    assert Counter(seen.bodies) == expected, "the consumer does not wait for messages that the broker no longer has"
 
 
-def test_what_is_cached_is_consumed_before_a_correction(orders, broker):
-    """Not even messages that nobody has begun are passed over; those the broker lost exist only here."""
+def test_cached_messages_are_consumed_before_a_correction(orders, broker):
+    """Cached messages that no listener has are not skipped, because they may exist only here."""
     begun, release, held = threading.Event(), threading.Event(), HeldRequests()
 
     def judge(message):
@@ -116,7 +117,7 @@ def test_what_is_cached_is_consumed_before_a_correction(orders, broker):
 
 
 class CorrectsMemoryOnly(NaiveMember):
-    """Java before 5.2: the queue is removed without being persisted, and added again with what the file says."""
+    """Java before 5.2 removes the queue without persisting it, and adds it again with the offset of the file."""
 
     def on_correction(self, window: Window, target: int) -> None:
         with self.lock:
@@ -127,11 +128,11 @@ class CorrectsMemoryOnly(NaiveMember):
 
 
 @pytest.mark.hazard("H06")
-@ours_and(NaiveMember, faulty(CorrectsMemoryOnly, "wrong pulls go on after a correction"))
+@ours_and(NaiveMember, faulty(CorrectsMemoryOnly, "wrong pulls continue after a correction"))
 def test_every_wrong_offset_is_corrected_once(embedded, broker, tmp_path, member):
-    """A correction is in the file before the queue is pulled again, though no message was consumed; then it is over.
+    """A correction is in the file before the queue is pulled again, even if no message was consumed.
 
-    Faulty: Java before 5.2 asks at the old place for ever, because it never writes the new one.
+    Faulty: Java before 5.2 pulls at the old offset without end, because it never writes the new one.
     """
     orders = Orders(embedded, queues=2, messages=60)
     places = [queue(TOPIC, 0), queue(TOPIC, 1)]
@@ -149,7 +150,7 @@ def test_every_wrong_offset_is_corrected_once(embedded, broker, tmp_path, member
     with member(embedded, TOPIC, GROUP, **options) as consumer:
         until(lambda: consumer.stored() == expected or len(wrong_pulls()) > 2, "the correction is stored")
         settle()
-        assert wrong_pulls() == [(0, 5), (1, 5)], f"wrong pulls go on after a correction: {wrong_pulls()}"
+        assert wrong_pulls() == [(0, 5), (1, 5)], f"wrong pulls continue after a correction: {wrong_pulls()}"
         assert consumer.stored() == expected
         assert len(consumer.events.of("offset-corrected")) == 2
         assert not consumer.seen.messages
@@ -160,21 +161,21 @@ def test_every_wrong_offset_is_corrected_once(embedded, broker, tmp_path, member
 # --- backwards
 
 
-class SaysNothing(NaiveMember):
-    """Follows a correction, and tells nobody but its log."""
+class EmitsNothing(NaiveMember):
+    """Follows a correction, and reports it only in its log."""
 
     def emit(self, *about: object, **facts: object) -> None:
         pass
 
 
 @pytest.mark.hazard("H16")
-@ours_and(NaiveMember, faulty(SaysNothing, "no offset-corrected"))
-def test_an_offset_beyond_the_end_of_the_queue_is_told(embedded, broker, member):
-    """An offset beyond the end is followed to the end, with the event `offset-corrected` that has both numbers; reset
-    the group if it shall have all of a topic that was made anew. An offset that such a topic has overtaken cannot be
-    told from a right one: delete a group's offsets with its topic.
+@ours_and(NaiveMember, faulty(EmitsNothing, "no offset-corrected"))
+def test_an_offset_beyond_the_end_of_the_queue_is_reported(embedded, broker, member):
+    """An offset beyond the end moves to the end, with an event `offset-corrected` that has both offsets. Reset the
+    group if it must consume all of a recreated topic. Delete a group's offsets with its topic, because later the
+    topic's end passes an old offset, which then looks valid.
 
-    Faulty: all others move on without a word but in a log.
+    Faulty: all others move to the end, and report it only in a log.
     """
     orders = Orders(embedded, messages=20)
     broker.commit(GROUP, TOPIC, {0: 500})
@@ -187,19 +188,19 @@ def test_an_offset_beyond_the_end_of_the_queue_is_told(embedded, broker, member)
 
 
 @pytest.mark.hazard("H17")
-@ours_and(faulty(ObeysAtOnce, "went on at 0: everything is consumed again"))
-def test_a_correction_to_zero_is_not_obeyed_blindly(embedded, broker, member):
-    """A correction backwards is followed only after the broker was asked five times, a second apart, where the queue
-    begins and ends; then it goes to the nearest offset there is, never to 0 because the broker said so.
+@ours_and(faulty(ObeysAtOnce, "continued at 0, so everything is consumed again"))
+def test_a_correction_to_zero_is_confirmed_first(embedded, broker, member):
+    """The consumer follows a correction backwards only after five requests, one per second, for the queue's first and
+    last offset. Then it continues at the nearest existing offset, and not at 0 because the broker returned 0.
 
-    Faulty: Java, Go and C++ obey at once, and consume days of messages again.
+    Faulty: Java, Go and C++ follow it at once, and consume days of messages again.
     """
     orders = Orders(embedded, messages=10)  # one beyond the end, as after a failover
     broker.commit(GROUP, TOPIC, {0: 11})
-    orders.on(PULL, moved(0, 0, 10), times=None, queueOffset=11)  # as those up to 4.9.3 say
+    orders.on(PULL, moved(0, 0, 10), times=None, queueOffset=11)  # as brokers up to 4.9.3 respond
     with member(embedded, TOPIC, GROUP) as consumer:
-        offsets = until(lambda: [each for _, each in pulled_offsets(broker, TOPIC) if each != 11], "it goes on")
-        assert offsets[0] == 10, f"went on at {offsets[0]}: everything is consumed again"
+        offsets = until(lambda: [each for _, each in pulled_offsets(broker, TOPIC) if each != 11], "it continues")
+        assert offsets[0] == 10, f"continued at {offsets[0]}, so everything is consumed again"
         broker.clear_faults(PULL)
         orders.fill(3, 10)
         consumer.seen.wait_for(3)
@@ -209,9 +210,9 @@ def test_a_correction_to_zero_is_not_obeyed_blindly(embedded, broker, member):
 @pytest.mark.hazard("H18")
 @pytest.mark.parametrize("stored", [7, 10])
 @ours_and(faulty(ObeysAtOnce, "consumed again from the start"))
-def test_a_broker_that_is_loading_is_waited_for(embedded, broker, member, stored):
-    """A broker that was just started and says that a queue is empty is asked again, for up to five seconds; its queue
-    goes on where it was, and nothing before is consumed again.
+def test_a_consumer_waits_for_a_loading_broker(embedded, broker, member, stored):
+    """If a broker that has just started reports an empty queue, the consumer repeats its requests for up to five
+    seconds. The queue continues at its offset, and no earlier message is consumed again.
 
     Faulty: all others begin at 0.
     """
@@ -222,7 +223,7 @@ def test_a_broker_that_is_loading_is_waited_for(embedded, broker, member, stored
     for code in (MAX_OFFSET, RequestCode.GET_MIN_OFFSET):
         orders.on(code, answer(0, fields={"offset": "0"}))
     with member(embedded, TOPIC, GROUP) as consumer:
-        until(lambda: broker.requests(MAX_OFFSET) or consumer.seen.messages, "it asks")
+        until(lambda: broker.requests(MAX_OFFSET) or consumer.seen.messages, "it requests the offsets")
         orders.fill(3, 10)
         consumer.seen.wait_for(13 - stored)
         assert sorted(consumer.seen.bodies) == sorted(numbered(13 - stored, stored)), "consumed again from the start"
@@ -232,7 +233,7 @@ def test_a_broker_that_is_loading_is_waited_for(embedded, broker, member, stored
 
 
 @pytest.mark.hazard("H18")
-@pytest.mark.versions("4.9.7", "5.5.0")  # the others take as long, and say the same
+@pytest.mark.versions("4.9.7", "5.5.0")  # the others take as long, with the same result
 def test_a_broker_that_was_killed_and_comes_back(cluster, topic, group):
     """A member that pulls while its broker comes back from a kill consumes nothing again, and commits again what the
     broker has forgotten."""
@@ -250,8 +251,8 @@ def test_a_broker_that_was_killed_and_comes_back(cluster, topic, group):
         assert not consumer.events.of("offset-corrected")
 
 
-def test_a_correction_backwards_is_believed_in_the_end(orders, broker):
-    """When the broker keeps to it. One that was restarted may say for a while that all its queues are empty."""
+def test_a_confirmed_correction_backwards_is_followed(orders, broker):
+    """A restarted broker may report for a while that all its queues are empty."""
     loading, silent, emptied = topics = [orders.make(1, each) for each in ("loading", "silent", "emptied")]
     seen, events = {each: RecordingListener() for each in topics}, orders.events
 
@@ -265,22 +266,22 @@ def test_a_correction_backwards_is_believed_in_the_end(orders, broker):
             seen[each].wait_for(10)
             until(lambda each=each: committed(each) == {0: 10}, "committed")
         for code in (MAX_OFFSET, RequestCode.GET_MIN_OFFSET):
-            broker.on(code, answer(0, fields={"offset": "0"}), when=of(loading))
-        broker.on(MAX_OFFSET, answer(2, "busy"), times=5, when=of(silent))
+            broker.on(code, answer(0, fields={"offset": "0"}), when=request_matcher(loading))
+        broker.on(MAX_OFFSET, answer(2, "busy"), times=5, when=request_matcher(silent))
         for each in (loading, silent):
-            broker.on(PULL, moved(0, 0, 0), when=of(each))
+            broker.on(PULL, moved(0, 0, 0), when=request_matcher(each))
         broker.truncate(emptied, 0, 0)
-        broker.wait_for(MAX_OFFSET, when=of(loading))
+        broker.wait_for(MAX_OFFSET, when=request_matcher(loading))
         orders.fill(10, 10, topic=loading)
         seen[loading].wait_for(20)
         assert corrected(events) == (10, 0)
         assert events.of("offset-corrected")[0].queue.topic == emptied
         orders.fill(3, 10, topic=emptied)
         seen[emptied].wait_for(13)
-        broker.wait_for(MAX_OFFSET, 6, when=of(silent))
+        broker.wait_for(MAX_OFFSET, 6, when=request_matcher(silent))
         orders.fill(5, 10, topic=silent)
         seen[silent].wait_for(15)
-    assert len(events.of("offset-corrected")) == 1, "the others were not corrected after all: silence confirms nothing"
+    assert len(events.of("offset-corrected")) == 1, "a missing response confirms no correction"
     assert events.of("range-skipped") == []
     assert [committed(each)[0] for each in topics] == [20, 15, 3]
     for each, count in zip(topics, (20, 15, 13), strict=True):
@@ -288,8 +289,8 @@ def test_a_correction_backwards_is_believed_in_the_end(orders, broker):
 
 
 @pytest.mark.parametrize("count", [4, 60], ids=["few", "more than were lost"])
-def test_what_is_sent_while_a_correction_is_doubted_is_consumed(orders, broker, count):
-    """The broker came back without its last messages: what has their places is new, and we have not read it."""
+def test_messages_sent_while_a_correction_is_checked_are_consumed(orders, broker, count):
+    """The broker has lost its last messages, so the messages at their offsets are new, and were not consumed."""
     gate = Gate()
     with orders.consuming(pull_hold_s=0.5) as (_, seen):
         orders.fill(100)
@@ -329,13 +330,14 @@ class ReadsTheFileAfterACorrection(NaiveMember):
 @ours_and(
     NaiveMember,
     faulty(ReadsTheFileAfterACorrection, "corrections, one after the other"),
-    faulty(SaysNothing, "nobody was told"),
+    faulty(EmitsNothing, "no event was emitted"),
 )
 def test_a_disk_that_is_full_while_an_offset_is_corrected(embedded, broker, tmp_path, member):
-    """A correction that cannot be written is followed from memory, once; `store-unwritable` tells, and the next tick
-    that succeeds writes it.
+    """If a correction cannot be written, the consumer follows it from memory, once, and emits `store-unwritable`. The
+    next commit that succeeds writes the offset.
 
-    Faulty: Java and Go read the old offset back from the file and are corrected again, for ever; none tells its user.
+    Faulty: Java and Go read the old offset from the file and are corrected again, without end. Neither informs its
+    user.
     """
     orders = Orders(embedded, messages=10)
     options = broadcasting(tmp_path, rebalance_interval_s=0.2, pull_hold_s=0.1)
@@ -343,7 +345,7 @@ def test_a_disk_that_is_full_while_an_offset_is_corrected(embedded, broker, tmp_
         consumer.seen.wait_for(10)
         until(lambda: consumer.stored() == {QUEUE: 10}, "consumed")
         consumer.pause()
-        settle()  # a pull may be on its way still
+        settle()  # a pull may still be in flight
         until(lambda: not broker.held_pulls(TOPIC), "no pull is held")
         with full_disk():
             orders.fill(10, 10)
@@ -356,12 +358,12 @@ def test_a_disk_that_is_full_while_an_offset_is_corrected(embedded, broker, tmp_
             assert wrong == 1, f"{wrong} corrections, one after the other"
             assert sorted(consumer.seen.bodies[10:]) == numbered(5, 15)
             assert consumer.stored() == {QUEUE: 10}, "the disk is full"
-            assert consumer.events.of("store-unwritable"), "nobody was told that offsets are not stored"
-        until(lambda: consumer.stored() == {QUEUE: 20}, "the next tick writes what memory has")
+            assert consumer.events.of("store-unwritable"), "no event was emitted that offsets are not stored"
+        until(lambda: consumer.stored() == {QUEUE: 20}, "the next commit writes the offset in memory")
 
 
 class StartsWhateverTheDirectory(NaiveMember):
-    """The directory is made at the first write, and what fails there is logged."""
+    """Creates the directory at the first write, and only logs a failure."""
 
     def read_file(self) -> dict[MessageQueue, int]:
         try:
@@ -371,15 +373,15 @@ class StartsWhateverTheDirectory(NaiveMember):
 
 
 @pytest.mark.hazard("H07")
-@ours_and(faulty(StartsWhateverTheDirectory, "it started, and can store nothing"))
+@ours_and(faulty(StartsWhateverTheDirectory, "it started, and cannot store offsets"))
 def test_a_directory_that_cannot_be_made_fails_the_start(embedded, tmp_path, member):
-    """A store that could never be written is found out at the start, which fails and names the directory.
+    """A start fails if the store cannot be written, and the error names the directory.
 
-    Faulty: a client that works all the same, and begins anew at each restart.
+    Faulty: a client that runs anyway, and begins from the start after each restart.
     """
     Orders(embedded)
     (stores := tmp_path / "stores").write_text("")
-    failure = "it started, and can store nothing"
+    failure = "it started, and cannot store offsets"
     try:
         with member(embedded, TOPIC, GROUP, **broadcasting(stores / "store")):
             pass
@@ -408,7 +410,7 @@ class OurFile:
 
 
 class WritesInPlace:
-    """Java from 5.1 on: what the file holds is copied over the backup, then the file is truncated and written."""
+    """Java from 5.1 on copies the file over the backup, and then truncates and writes the file."""
 
     def __init__(self, disk: Any) -> None:
         self._disk = disk
@@ -434,9 +436,9 @@ class WritesInPlace:
     ],
 )
 def test_a_disk_that_gets_full_in_the_middle_of_a_write(file, operations):
-    """A file is replaced as a whole or not at all: whichever operation fails, the one before is still there.
+    """A write replaces the whole file or nothing. Whichever operation fails, the old file still exists.
 
-    Faulty: Java from 5.1 on writes into file and backup: one tick of its timer empties the file, the next the backup.
+    Faulty: Java from 5.1 on writes into file and backup, so one commit empties the file, and the next the backup.
     """
     for number in range(1, 40):  # the first, second, third … operation fails, and all after it, at the next tick, too
         memory, failing, done = MemoryDisk(), Failing(), 0

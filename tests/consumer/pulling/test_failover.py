@@ -1,4 +1,4 @@
-"""H19, H20: masters that go, slaves that take over or are read from, and offsets that went back meanwhile."""
+"""H19, H20: masters that stop, slaves that take over or serve pulls, and offsets that become lower meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedBroker, Exchange, Gate
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
 from tests.consuming import RecordingListener, numbered, until
-from tests.hazards.members import faulty, give_time_to, ours, settle
+from tests.hazards.members import faulty, give_time_to, ours, request_matcher, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
 from tests.resets import queue
@@ -39,7 +39,7 @@ def caught_up(orders: Orders, consumer: Any, count: int = 20) -> None:
 
 
 class BeginsAgainAfterFailover(NaiveMember):
-    """Gives its queues up when a broker goes, and takes them on again where the next one says."""
+    """Gives up its queues when a broker stops, and begins them again at the offsets of the new master."""
 
     def pull(self, window: Window) -> RemotingCommand:
         try:
@@ -55,10 +55,10 @@ class BeginsAgainAfterFailover(NaiveMember):
 
 @pytest.mark.hazard("H19")
 @ours_and(NaiveMember, faulty(BeginsAgainAfterFailover, "messages were consumed again"))
-def test_who_holds_a_queue_keeps_its_place_over_a_failover(embedded, broker, slave, member):
-    """While a queue is held its offset is ours: a new master with an older one is not asked, and gets ours.
+def test_a_held_queue_keeps_its_offset_over_a_failover(embedded, broker, slave, member):
+    """While a member holds a queue, its offset counts. A new master with a lower offset gets the member's offset.
 
-    Faulty: clients that take their queues on again, at what the new master says.
+    Faulty: clients that begin their queues again at the new master's offsets.
     """
     orders = Orders(embedded)
     with member(embedded, TOPIC, GROUP) as consumer:
@@ -74,9 +74,9 @@ def test_who_holds_a_queue_keeps_its_place_over_a_failover(embedded, broker, sla
 
 
 @pytest.mark.hazard("H19")
-def test_what_the_old_master_acknowledged_the_new_one_gets(embedded, broker, slave):
-    """A broker name with a new master gets every offset again, also those of queues where nothing happens: the next
-    owner shall find them there."""
+def test_a_new_master_gets_the_offsets_that_the_old_one_acknowledged(embedded, broker, slave):
+    """The consumer commits every offset again to a new master, also those of idle queues. So the next owner reads them
+    there."""
     with ours(embedded, TOPIC, GROUP) as consumer:
         caught_up(Orders(embedded), consumer)
         slave.commit(GROUP, TOPIC, {0: 5})
@@ -85,15 +85,16 @@ def test_what_the_old_master_acknowledged_the_new_one_gets(embedded, broker, sla
         until(lambda: slave.committed(GROUP, TOPIC) == {0: 20}, "committed at the new master, without a message")
 
 
-class TellsNobody(NaiveMember):
+class EmitsNothing(NaiveMember):
     def emit(self, *about: object, **facts: object) -> None:
         pass
 
 
 @pytest.mark.hazard("H19")
-@ours_and(NaiveMember, faulty(TellsNobody, "no offset-corrected"))
+@ours_and(NaiveMember, faulty(EmitsNothing, "no offset-corrected"))
 def test_a_new_master_that_has_lost_messages_is_followed(embedded, broker, slave, member):
-    """When the new master's queue ends before our offset, the consumer goes on at that end, with an event."""
+    """If the new master's queue ends before the consumer's offset, the consumer continues at that end, with an
+    event."""
     orders = Orders(embedded)
     with member(embedded, TOPIC, GROUP) as consumer:
         caught_up(orders, consumer, 15)
@@ -110,53 +111,53 @@ def test_a_new_master_that_has_lost_messages_is_followed(embedded, broker, slave
         assert Counter(consumer.seen.bodies) == Counter(numbered(23))
 
 
-# --- an offset that went back while the queue was not held
+# --- an offset that became lower while the queue was not held
 
 
 class BelievesTheBroker(NaiveMember):
-    """Goes on where the broker says, also where it has acknowledged more."""
+    """Continues at the broker's offset, although the broker has acknowledged a higher one."""
 
 
 class BelievesItself(NaiveMember):
-    """Goes on where it was when it last had the queue, whatever has become of the offset since."""
+    """Continues at its own last offset of the queue, whatever the broker has now."""
 
     def start_offset(self, queue: MessageQueue) -> int:
         places = [message.queue_offset for message in self.seen.messages if message.queue == queue]
         return max(places) + 1 if places else super().start_offset(queue)
 
 
-def go_away(broker: EmbeddedBroker) -> None:
-    """Close the connections of a broker, and wait until its members are known again."""
+def drop_connections(broker: EmbeddedBroker) -> None:
+    """Close the connections of a broker, and wait until its members are registered again."""
     heartbeats = len(broker.requests(RequestCode.HEART_BEAT))
     broker.close_connections()
     until(lambda: len(broker.requests(RequestCode.HEART_BEAT)) > heartbeats, "another heartbeat")
-    until(lambda: broker.cluster.members(GROUP), "the member is known again")
+    until(lambda: broker.cluster.members(GROUP), "the member is registered again")
 
 
 def reset_at(broker: EmbeddedBroker) -> None:
-    """Have the broker tell the members to go back to the first message."""
+    """Have the broker reset the members to the first message."""
     with closing(Peer(broker.address)) as peer:
         fields = {"topic": TOPIC, "group": GROUP, "timestamp": 0, "isForce": True}
         peer.call(RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, fields)
 
 
-def given_up_and_taken_back(
+def given_up_and_assigned_again(
     cluster: Any, member: Any, *, was_away: bool, to: int = 5, is_reset: bool = False
 ) -> list[int]:
-    """A queue is given up at 20, its offset at the broker becomes 5, and it is taken back: how often is each seen?
+    """Give up a queue at 20, set its offset at the broker to 5, assign it again; return how often each message is seen.
 
-    `is_reset`: the members are told of a reset to 0, which the one that holds the queue meanwhile follows.
+    With `is_reset`, the members get a reset to 0, and the member that holds the queue meanwhile follows it.
     """
     orders = Orders(cluster)
     broker, other = orders.broker, queue(orders.make(1, "other"), 0)
     with member(cluster, TOPIC, GROUP) as consumer:
         caught_up(orders, consumer)
-        consumer.subscribe("other", consumer.seen)  # so that it stays in touch with the broker
+        consumer.subscribe("other", consumer.seen)  # so that it stays connected to the broker
         until(lambda: other in consumer.held(), "both held")
         consumer.unsubscribe(TOPIC)
         until(lambda: QUEUE not in consumer.held(), "given up")
         if was_away:
-            go_away(broker)
+            drop_connections(broker)
         if is_reset:
             reset_at(broker)
         broker.commit(GROUP, TOPIC, {0: to})
@@ -172,42 +173,41 @@ def given_up_and_taken_back(
 
 @pytest.mark.hazard("H19")
 @ours_and(faulty(BelievesTheBroker, "15 messages were consumed again"))
-def test_an_acknowledged_offset_that_the_broker_lost_is_known(embedded, member):
-    """A queue that comes back with an older offset than its broker had acknowledged goes on where it was, if the
-    connection to the broker ended within 30 s of that acknowledgement: the broker may not have written it. The event
-    `offset-went-back` has both numbers.
+def test_an_acknowledged_offset_survives_its_loss_at_the_broker(embedded, member):
+    """A queue is assigned again, and the broker has a lower offset than it had acknowledged. If the connection ended
+    within 30 s of the acknowledgement, the broker may not have written the offset, and the queue continues at it. The
+    event `offset-went-back` has both offsets.
 
-    Faulty: clients that begin where the broker says.
+    Faulty: clients that begin at the broker's offset.
     """
-    times = given_up_and_taken_back(embedded, member, was_away=True)
+    times = given_up_and_assigned_again(embedded, member, was_away=True)
     assert not (again := sum(times) - 23), f"{again} messages were consumed again"
 
 
 @pytest.mark.hazard("H19")
-@ours_and(BelievesTheBroker, faulty(BelievesItself, "where the group was set to is passed over"))
-def test_an_offset_that_went_back_without_a_reason_is_followed(embedded, member):
-    """Where nothing explains an older offset somebody has set it: it is followed, with the same event.
+@ours_and(BelievesTheBroker, faulty(BelievesItself, "the new offset of the group is ignored"))
+def test_a_lower_offset_without_a_lost_connection_is_followed(embedded, member):
+    """If no lost connection explains a lower offset, a client has set it. The consumer follows it, with the same event.
 
-    Faulty: clients that go on from what they once knew.
+    Faulty: clients that continue at the offset that they knew last.
     """
-    times = given_up_and_taken_back(embedded, member, was_away=False)
-    assert times == 5 * [1] + 15 * [2] + 3 * [1], "where the group was set to is passed over"
+    times = given_up_and_assigned_again(embedded, member, was_away=False)
+    assert times == 5 * [1] + 15 * [2] + 3 * [1], "the new offset of the group is ignored"
 
 
 @pytest.mark.hazard("H19")
-@ours_and(faulty(BelievesItself, "the reset is passed over"))
-def test_a_reset_heard_of_while_the_queue_is_not_held_counts(embedded, member):
-    """A reset that a member hears of while it does not hold the queue makes it forget what it knew, also if the broker
-    was away.
+@ours_and(faulty(BelievesItself, "the reset is ignored"))
+def test_a_reset_of_a_queue_that_is_not_held_counts(embedded, member):
+    """A member that gets a reset of a queue that it does not hold forgets its last offset, also if the broker was down.
 
-    Faulty: clients that go on from what they once knew.
+    Faulty: clients that continue at the offset that they knew last.
     """
-    times = given_up_and_taken_back(embedded, member, was_away=True, to=0, is_reset=True)
-    assert times == 20 * [2] + 3 * [1], "the reset is passed over"
+    times = given_up_and_assigned_again(embedded, member, was_away=True, to=0, is_reset=True)
+    assert times == 20 * [2] + 3 * [1], "the reset is ignored"
 
 
-def test_a_reset_heard_of_before_the_route_is_known_counts(embedded, broker):
-    """The topic is subscribed to again, and the name server has not answered yet."""
+def test_a_reset_before_the_route_is_known_counts(embedded, broker):
+    """The topic is subscribed to again, and the name server has not responded yet."""
     orders, gate = Orders(embedded), Gate()
     with orders.consuming() as (consumer, seen):
         orders.fill(20)
@@ -216,7 +216,7 @@ def test_a_reset_heard_of_before_the_route_is_known_counts(embedded, broker):
         consumer.subscribe(orders.make(1, "other"), seen)
         consumer.unsubscribe(TOPIC)
         until(lambda: QUEUE not in consumer.progress(), "given up")
-        go_away(broker)
+        drop_connections(broker)
         (name_server,) = embedded.name_server_nodes
         name_server.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, gate, times=None, when=of())
         subscribing = threading.Thread(target=consumer.subscribe, args=(TOPIC, seen))
@@ -231,11 +231,11 @@ def test_a_reset_heard_of_before_the_route_is_known_counts(embedded, broker):
     assert not orders.events.of("offset-went-back")
 
 
-# --- slaves that are read from
+# --- pulls from slaves
 
 
 class StaysAtTheSlave(NaiveMember):
-    """Takes a suggested broker from answers with messages only."""
+    """Follows the suggested broker only of responses with messages."""
 
     def on_pull_response(self, window: Window, answer: RemotingCommand) -> None:
         before = window.pull_from
@@ -245,7 +245,7 @@ class StaysAtTheSlave(NaiveMember):
 
 
 def not_here(exchange: Exchange) -> None:
-    """What a slave answers where it has no message (any more): stay where you are, and ask the master."""
+    """The response of a slave that has no message at the offset: keep the offset, and pull from the master."""
     offset = exchange.request.fields["queueOffset"]
     fields = {"nextBeginOffset": offset, "minOffset": "0", "maxOffset": "0", "suggestWhichBrokerId": "0"}
     exchange.answer(exchange.request.make_response(20, "OFFSET_TOO_SMALL", fields))
@@ -254,10 +254,10 @@ def not_here(exchange: Exchange) -> None:
 @pytest.mark.hazard("H20")
 @ours_and(NaiveMember, faulty(StaysAtTheSlave, "pulls at the slave, none at the master"))
 def test_a_slave_that_names_its_master_is_left(embedded, broker, slave, member):
-    """The broker an answer suggests is asked next, whatever the answer is: also when a slave, which corrects no offset,
-    sends us back to its master.
+    """The next pull goes to the broker that a response suggests, whatever the response is. A slave that has no message
+    at the offset suggests its master, because slaves correct no offset.
 
-    Faulty: Go up to 2.1.0 followed the suggestion of answers with messages only.
+    Faulty: Go up to 2.1.0 followed only the suggestions of responses with messages.
     """
     orders = Orders(embedded)
     with member(embedded, TOPIC, GROUP) as consumer:
@@ -265,17 +265,17 @@ def test_a_slave_that_names_its_master_is_left(embedded, broker, slave, member):
         broker.suggest_broker(1)
         orders.fill(1)
         consumer.seen.wait_for(1)
-        slave.wait_for(PULL, when=of(queueOffset=1))
+        slave.wait_for(PULL, when=request_matcher(queueOffset=1))
         orders.fill(1, 1)
         try:
-            broker.wait_for(PULL, timeout_s=1, when=of(queueOffset=1))
+            broker.wait_for(PULL, timeout_s=1, when=request_matcher(queueOffset=1))
         except TimeoutError:
             raise AssertionError(f"{len(slave.requests(PULL))} pulls at the slave, none at the master") from None
         consumer.seen.wait_for(2)
 
 
 class CommitsToAnybody(NaiveMember):
-    """Commits to whatever broker of the name is there."""
+    """Commits to any reachable broker of the name."""
 
     def commit(self, queue: MessageQueue, offset: int) -> None:
         try:
@@ -288,9 +288,10 @@ class CommitsToAnybody(NaiveMember):
 @pytest.mark.hazard("H20")
 @ours_and(NaiveMember, faulty(CommitsToAnybody, "10 was committed to a slave"))
 def test_commits_wait_for_the_master(embedded, broker, slave, member):
-    """Offsets are committed to a master only, and kept until there is one: what a slave is told, its master overwrites.
+    """The consumer commits offsets only to a master, and waits until there is one, because a master overwrites its
+    slave's offsets.
 
-    Faulty: Java commits to any replica while the master is unknown, C++ to the lowest broker id there is.
+    Faulty: Java commits to any replica while the master is unknown, C++ to the lowest broker id.
     """
     gate = threading.Event()
     Orders(embedded, messages=10)

@@ -1,4 +1,4 @@
-"""H37: how much a consumer holds while its listener is slow or stuck, and that it goes on as soon as there is room."""
+"""H37: how much a consumer holds while its listener is slow or stuck, and that it continues once there is space."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = {"pull_batch_size": BATCH, "pull_hold_s": 0.2, "shutdown_timeout_s": 1
 
 
 class Blocked(RecordingListener):
-    """A listener whose calls wait until they are let go, and then take so long."""
+    """A listener whose calls wait until they are released, and then take `takes_s`."""
 
     def __init__(self, blocks=lambda message: True, takes_s=0) -> None:
         super().__init__(self._wait)
@@ -34,7 +34,7 @@ class Blocked(RecordingListener):
 
 
 def progress(consumer, topic=TOPIC):
-    """Return where the queues of a topic stand."""
+    """Return the progress of a topic's queues."""
     return [each for queue, each in consumer.progress().items() if queue.topic == topic]
 
 
@@ -43,7 +43,7 @@ def cached(consumer, topic=TOPIC):
 
 
 def settled(consumer, topic=TOPIC):
-    """Wait until nothing more is pulled, and return where the topic's queues stand."""
+    """Wait until pulling has stopped, and return the progress of the topic's queues."""
     last = None
     while last != (last := [(each.next_to_pull, each.unfinished) for each in progress(consumer, topic)]):
         time.sleep(0.3)
@@ -51,12 +51,12 @@ def settled(consumer, topic=TOPIC):
 
 
 @pytest.mark.parametrize("limit", [1, BATCH - 3, BATCH, BATCH + 1, 2 * BATCH - 1, 20, 100])
-def test_pulling_stops_at_the_number_of_messages_and_goes_on(orders, limit):
+def test_pulling_stops_at_the_number_of_messages_and_continues(orders, limit):
     orders.make(queues=2)
     orders.send(b"x", count=600)
     with orders.consuming(Blocked(), max_cached_messages=limit, **OPTIONS) as (consumer, seen):
         least = max(1, limit - BATCH) - BATCH
-        until(lambda: all(each.unfinished > least for each in progress(consumer)), "what there is room for is used")
+        until(lambda: all(each.unfinished > least for each in progress(consumer)), "the limit is used")
         assert all(each.unfinished <= limit for each in settled(consumer))
         seen.let_go()
         seen.wait(lambda seen: len(seen.messages) >= 600)
@@ -71,7 +71,7 @@ def test_a_limit_for_one_topic_holds_under_a_namespace(orders, option, limit, pr
     orders.send(b"x", count=100, topic=known_as)
     options = {**OPTIONS, "namespace": "INST", "consume_threads": 1, option: {prefix + TOPIC: limit}}
     with orders.consuming(Blocked(), **options) as (consumer, seen):
-        until(lambda: any(each.unfinished for each in progress(consumer, known_as)), "the first came")
+        until(lambda: any(each.unfinished for each in progress(consumer, known_as)), "the first message arrived")
         (now,) = settled(consumer, known_as)
         assert now.unfinished <= BATCH
         seen.let_go()
@@ -79,7 +79,7 @@ def test_a_limit_for_one_topic_holds_under_a_namespace(orders, option, limit, pr
 
 
 def sizes_of_pulls(broker, topic=TOPIC):
-    """Return how many messages the pulls of a topic asked for."""
+    """Return how many messages the pulls of a topic requested."""
     pulls = [each.command.fields for each in broker.requests(RequestCode.PULL_MESSAGE)]
     return {each["maxMsgNums"] for each in pulls if each["topic"] == topic}
 
@@ -105,26 +105,26 @@ def test_limits_may_differ_by_topic(orders, broker):
         (mine,), (theirs,) = settled(consumer), settled(consumer, other)
         assert mine.unfinished <= 10
         assert 10 < theirs.unfinished < 400
-        assert theirs.cached_bytes <= 25_000, "one queue takes no more when it holds as much as is left"
+        assert theirs.cached_bytes <= 25_000, "a queue stops when it holds as many bytes as are left"
         seen.let_go()
         seen.wait(lambda seen: len(seen.messages) >= 800)
-    assert sizes_of_pulls(broker) == {"10"}, "no more is asked for than may be held"
+    assert sizes_of_pulls(broker) == {"10"}, "a pull requests no more than the queue may hold"
     assert sizes_of_pulls(broker, other) == {"4"}
 
 
 # --- stuck messages
 
 
-class LooksAtTheBufferOnly(NaiveMember):
-    """Pulls on while few messages are unfinished, however far the commit offset stays behind."""
+class ChecksTheBufferOnly(NaiveMember):
+    """Continues to pull while few messages are unfinished, however far the commit offset stays behind."""
 
 
 @pytest.mark.hazard("H37")
-@ours_and(faulty(LooksAtTheBufferOnly, "behind the stuck one would all come again"))
+@ours_and(faulty(ChecksTheBufferOnly, "behind the stuck one would all be redelivered"))
 def test_behind_a_stuck_message_only_so_much_is_pulled(embedded, member):
     """At most max_span offsets are pulled past the oldest unfinished message, which progress() names.
 
-    Faulty: Java and Go measure what is in the buffer: one stuck message, and everything after it comes again.
+    Faulty: Java and Go measure only the buffer, so after one stuck message everything is redelivered.
     """
     orders = Orders(embedded)
     orders.send(count=1000)
@@ -136,7 +136,7 @@ def test_behind_a_stuck_message_only_so_much_is_pulled(embedded, member):
             return max(message.queue_offset for message in seen.messages) - 3
 
         give_time_to(lambda: ahead() >= 200, member)
-        assert ahead() < 200, f"{ahead()} messages behind the stuck one would all come again"
+        assert ahead() < 200, f"{ahead()} messages behind the stuck one would all be redelivered"
         until(lambda: consumer.stored() == {QUEUE: 3}, "committed up to the stuck one")
         if member is ours:
             (now,) = settled(consumer.consumer)
@@ -152,19 +152,19 @@ def test_behind_a_stuck_message_only_so_much_is_pulled(embedded, member):
 
 @pytest.mark.parametrize("limit", [BATCH + 1, BATCH + 2, 2 * BATCH - 1, 100])
 def test_a_stuck_message_stops_neither_its_queue_nor_others(orders, limit):
-    """With so low a limit as here the queue has room for a few at a time."""
+    """With this low limit, the queue has space for a few messages at a time."""
     orders.make(queues=2)
     orders.send(b"x", count=400)
     seen = Blocked(lambda message: message.queue_offset == 0)
     with orders.consuming(seen, max_cached_messages=limit, **OPTIONS) as (consumer, _):
         seen.wait(lambda seen: len(seen.messages) >= 400)
-        until(lambda: {each.unfinished for each in progress(consumer)} == {1}, "all but the stuck ones")
+        until(lambda: {each.unfinished for each in progress(consumer)} == {1}, "only the stuck ones are unfinished")
         assert orders.committed in ({}, {0: 0, 1: 0})
         seen.let_go()
 
 
-def test_a_queue_with_a_stuck_message_goes_on_when_there_is_room(orders):
-    """Others had taken it all."""
+def test_a_queue_with_a_stuck_message_continues_when_memory_is_free(orders):
+    """Other queues had used all memory."""
     other = orders.make(8, "other")
     stuck, blocked = Blocked(lambda message: message.body == b"stuck"), Blocked()
     with orders.consuming(stuck, max_cached_bytes=100_000, **OPTIONS) as (consumer, _):
@@ -172,7 +172,7 @@ def test_a_queue_with_a_stuck_message_goes_on_when_there_is_room(orders):
         stuck.wait(lambda seen: seen.messages)
         consumer.subscribe(other, blocked)
         orders.send(bytes(10_000), count=80, topic=other)
-        until(lambda: cached(consumer, other) >= 100_000, "no room is left")
+        until(lambda: cached(consumer, other) >= 100_000, "no memory is left")
         settled(consumer, other)
         orders.send(b"x", count=10)
         settled(consumer)
@@ -191,15 +191,16 @@ def test_bytes_are_shared_by_the_queues(orders):
     with orders.consuming(Blocked(), max_cached_bytes=1_000_000, **OPTIONS) as (consumer, seen):
         until(lambda: all(each.cached_bytes > 0 for each in progress(consumer)), "each queue has some")
         settled(consumer)
-        assert 500_000 < cached(consumer) <= 1_000_000 + BATCH * 10_500, "an answer more than the limit"
+        assert 500_000 < cached(consumer) <= 1_000_000 + BATCH * 10_500, "one response more than the limit"
         seen.let_go()
         seen.wait(lambda seen: len(seen.messages) >= 400)
-        until(lambda: not cached(consumer), "nothing is left")
+        until(lambda: not cached(consumer), "no bytes are left")
     assert set(seen.counts.values()) == {1}
 
 
-def test_queues_without_messages_hold_up_none_of_those_with(orders):
-    """Queues that begin while as much as may be is held come one after the other; brokers hold pulls of empty ones."""
+def test_empty_queues_delay_no_queue_with_messages(orders):
+    """Queues that begin while the limit is reached pull one after the other, and brokers hold the pulls of empty
+    ones."""
     orders.make(queues=8)
     other = orders.make(8, "other")
     orders.send(bytes(10_000), count=80)
@@ -207,7 +208,7 @@ def test_queues_without_messages_hold_up_none_of_those_with(orders):
     blocked, seen = Blocked(), RecordingListener()
     options = {**OPTIONS, "max_cached_bytes": 100_000, "pull_hold_s": 60, "consume_threads": 100}
     with orders.consuming(blocked, **options) as (consumer, _):
-        until(lambda: cached(consumer) >= 100_000, "no room is left")
+        until(lambda: cached(consumer) >= 100_000, "no memory is left")
         settled(consumer)
         consumer.subscribe(other, seen)
         seen.wait_for(1)
@@ -216,17 +217,17 @@ def test_queues_without_messages_hold_up_none_of_those_with(orders):
 
 BODY = 6_000
 PULL = 32 * (BODY + 300)
-"""Bytes of an answer with default options, at most 300 of a message besides its body."""
+"""The bytes of a response with default options; a message has at most 300 bytes in addition to its body."""
 
 
 def test_the_memory_of_all_queues_is_bounded(orders):
-    """A share of the limit would be far less than one pull brings."""
+    """An equal share of the limit would be far less than one response."""
     limit, count = 1_000_000, 100 * 32
     orders.make(queues=100)
     orders.send(bytes(BODY), count=count)
     slow = Blocked(takes_s=0.001)
     with orders.consumer(slow, consume_from="first", max_cached_bytes=limit) as consumer:
-        until(lambda: cached(consumer) >= limit, "what there is room for is used")
+        until(lambda: cached(consumer) >= limit, "the limit is used")
         settled(consumer)
         assert cached(consumer) <= limit + PULL
         slow.let_go()
@@ -238,21 +239,21 @@ def test_the_memory_of_all_queues_is_bounded(orders):
     assert set(slow.counts.values()) == {1}
 
 
-def test_queues_that_are_stuck_stop_no_other_whatever_they_hold(orders):
-    """They hold all there is room for."""
+def test_stuck_queues_stop_no_other_whatever_they_hold(orders):
+    """The stuck queues hold all the memory."""
     orders.make(queues=100)
     orders.send(bytes(BODY), count=100 * 8)
     slow = Blocked(lambda message: message.queue.queue_id < 10 and message.queue_offset == 0, takes_s=0.001)
     with orders.consumer(slow, consume_from="first", max_cached_bytes=200_000) as consumer:
         slow.wait(lambda seen: len(seen.messages) == 100 * 8)
-        until(lambda: sum(each.unfinished for each in progress(consumer)) == 10, "all but those that are stuck")
+        until(lambda: sum(each.unfinished for each in progress(consumer)) == 10, "only the stuck ones are unfinished")
         assert cached(consumer) <= 10 * PULL
         slow.let_go()
     assert set(slow.counts.values()) == {1}
 
 
-def test_hundreds_of_queues_do_not_ask_their_broker_all_at_once(orders, broker):
-    """Else the last calls would wait so long for their turn at the broker that they time out, and are made again."""
+def test_hundreds_of_queues_do_not_begin_all_at_once(orders, broker):
+    """Otherwise the last requests would wait at the broker until they time out, and would be repeated."""
     orders.make(queues=300)
     orders.send(b"x", count=300)
     gate, seen = Gate(), RecordingListener()

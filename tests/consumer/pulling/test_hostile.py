@@ -1,4 +1,4 @@
-"""Answers that cannot be right, lead nowhere, are nested too deep or too large: who hears them goes on with others."""
+"""Responses that are invalid, lead nowhere, are nested too deep, or are too large: the client continues with others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.hostile.server import BROKER, MAX_OFFSET, Attack, HostileServer, pull
 
 @contextmanager
 def attacked_by(attack, tmp_path, **options):
-    """A consumer with default options, between a broker of ours and one that attacks."""
+    """Run a consumer with default options between an honest broker and one that attacks."""
     seen, events = RecordingListener(), Events()
     with EmbeddedCluster() as cluster:
         cluster.create_topic(TOPIC, queues=2)
@@ -43,7 +43,7 @@ def attacked_by(attack, tmp_path, **options):
 
 
 class Leads(Attack):
-    """Answers pulls with another place, until it is told to stop."""
+    """Responds to pulls with another offset, until the test stops it."""
 
     def __init__(self, to, code):
         self.to, self.code = to, code
@@ -59,7 +59,7 @@ CODES = [ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_OFFSET_MOVED, ResponseCo
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("to", [2**63 - 1, 2**63, 2**64, 10**30, -1, MAX_OFFSET + 100_000])
-def test_a_place_that_no_queue_has_is_not_followed(to, code, model, tmp_path):
+def test_an_offset_that_no_queue_has_is_not_followed(to, code, model, tmp_path):
     with attacked_by(Leads(to, code), tmp_path, message_model=model) as (consumer, server, _, events):
         event = events.wait_for(EventKind.ANSWER_REFUSED)
         assert event.queue.broker_name == BROKER
@@ -77,14 +77,14 @@ class OutOfOrder(Found):
         return b"".join(record(place, b"x", topic=TOPIC, queue_id=queue_id) for place in places)
 
 
-def test_messages_in_no_order_of_offset_are_asked_for_again(tmp_path):
+def test_messages_out_of_order_are_pulled_again(tmp_path):
     with attacked_by(OutOfOrder(), tmp_path) as (_, _, seen, events):
         assert "out of order" in events.wait_for(EventKind.ANSWER_REFUSED).text
         assert b"x" not in seen.bodies
 
 
 @pytest.mark.parametrize("attack", [Moved, ResetEndlessly, NothingAtOnce])
-def test_a_broker_that_leads_about_takes_no_time_from_others(attack, tmp_path):
+def test_a_broker_that_moves_offsets_in_circles_delays_no_other(attack, tmp_path):
     with attacked_by(attack(), tmp_path) as (_, server, _, events):
         time.sleep(4)
         pulls = server.requests[RequestCode.PULL_MESSAGE]
@@ -92,7 +92,7 @@ def test_a_broker_that_leads_about_takes_no_time_from_others(attack, tmp_path):
         assert len(events.all) < 250
 
 
-# --- JSON that is nested deeper than anybody needs
+# --- JSON that is nested too deep
 
 
 def nested(depth: int, kind: str) -> bytes:
@@ -100,7 +100,7 @@ def nested(depth: int, kind: str) -> bytes:
 
 
 def deep_header(depth: int, kind: str, place: str):
-    """A fault: an answer whose header is as deep as that in one of its fields."""
+    """Return a fault: a response whose header has one field of this depth."""
 
     def apply(exchange: Exchange) -> None:
         deep, opaque = nested(depth, kind), exchange.request.opaque
@@ -116,7 +116,7 @@ def deep_header(depth: int, kind: str, place: str):
 
 
 def deep_body(depth: int, kind: str):
-    """A fault: the answer has a body as deep as that, where its tables should be."""
+    """Return a fault: a response whose body has this depth in place of its tables."""
     deep = nested(depth, kind)
     names = [b'"%b":%b' % (name, deep) for name in (b"queueDatas", b"brokerDatas", b"consumerIdList", b"lockOKMQSet")]
     return answer(0, body=b"{%b}" % b",".join(names))
@@ -130,7 +130,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_deep_answers_of_a_name_server_are_left_for_another(what):
+def test_after_a_deep_response_another_name_server_is_asked(what):
     requested = []
 
     def judge(node):
@@ -151,7 +151,7 @@ def test_deep_answers_of_a_name_server_are_left_for_another(what):
 
 
 @pytest.mark.parametrize("what", FAULTS)
-def test_deep_answers_of_a_broker_stop_no_other(what):
+def test_deep_responses_of_a_broker_stop_no_other(what):
     with EmbeddedCluster(brokers=2) as cluster:
         orders, seen = Orders(cluster, queues=4), RecordingListener()
         (good, bad), requested = cluster.brokers, Counter()
@@ -167,7 +167,7 @@ def test_deep_answers_of_a_broker_stop_no_other(what):
             seen.wait_for(6)
             bad.on(None, apply, times=None)
             bad.close_connections()
-            until(lambda: max(requested.values(), default=0) >= 3, "something is asked again")
+            until(lambda: max(requested.values(), default=0) >= 3, "a request is repeated")
             orders.fill(3, 6, broker_name=good.name)
             orders.fill(3, 9, broker_name=bad.name)
             seen.wait_for(9)
@@ -181,12 +181,12 @@ def test_deep_answers_of_a_broker_stop_no_other(what):
 
 
 @for_each("value", [0, 65535, 2**30 + 1, 1e6, True, "16777216", None])
-def test_what_is_no_size_of_a_frame_is_refused(value):
+def test_an_invalid_frame_size_is_refused(value):
     with pytest.raises(ConfigError, match=r"max_frame_bytes=.* from 65536 to 1073741824"):
         ProducerConfig(name_server="127.0.0.1:1", max_frame_bytes=value)
 
 
-def test_a_message_that_no_frame_has_room_for_is_an_error(orders, caplog):
+def test_a_message_larger_than_a_frame_is_an_error(orders, caplog):
     with Producer(name_server=orders.cluster.name_server, max_frame_bytes=64 * 1024) as producer:
         producer.send(TOPIC, b"small")
         with pytest.raises(ProtocolError, match=r"frame of \d+ bytes; at most max_frame_bytes=65536 are sent"):
@@ -195,8 +195,8 @@ def test_a_message_that_no_frame_has_room_for_is_an_error(orders, caplog):
     assert "surprise" not in caplog.text
 
 
-def test_an_answer_larger_than_frames_may_be_is_told():
-    """With the option; other queues go on."""
+def test_a_response_larger_than_a_frame_is_reported():
+    """The event names the option, and other queues continue."""
     with EmbeddedCluster(brokers=2) as cluster:
         orders = Orders(cluster)
         first, second = (broker.name for broker in cluster.brokers)

@@ -1,4 +1,4 @@
-"""A few bytes that hold many: what any producer can send takes no more memory than options say, and ends nothing."""
+"""Compressed bodies: whatever a producer sends, it takes no more memory than the options allow, and stops nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = pytest.mark.parametrize("kind", COMPRESSED, ids=["zlib", "lz4", "zstd"])
 
 @contextmanager
 def traced() -> Iterator[list[int]]:
-    """Yield a list that has the most bytes that Python held meanwhile, afterwards."""
+    """Yield a list that later has the peak of the bytes that Python held meanwhile."""
     peak: list[int] = []
     tracemalloc.start()
     try:
@@ -40,7 +40,7 @@ def traced() -> Iterator[list[int]]:
 
 
 class Measure:
-    """A listener that looks at the size of each body, as all calls at once do."""
+    """A listener that reads the size of each body, in all calls at once."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -60,7 +60,7 @@ class Measure:
 @KINDS
 @pytest.mark.parametrize("how", ["calls", "awaited", "orderly", "lists"])
 def test_bodies_unpacked_at_once_stay_within_the_bound(orders, kind, how):
-    """Twenty messages of a few KB, 2 MiB each: one of them is unpacked at a time."""
+    """Twenty messages have a few KB that unpack to 2 MiB each. One of them is unpacked at a time."""
     bomb, count = COMPRESSED[kind](bytes(2 * MIB)), 20
     send(orders.cluster, TOPIC, *[bomb] * count, sys_flag=kind)
     measure = Measure()
@@ -69,7 +69,7 @@ def test_bodies_unpacked_at_once_stay_within_the_bound(orders, kind, how):
     def calls(message):
         measure(message)
         try:
-            everyone.wait(0.05)  # were several calls under way, they would all hold their bodies here
+            everyone.wait(0.05)  # several calls at once would all hold their bodies here
         except threading.BrokenBarrierError:
             everyone.reset()
 
@@ -87,7 +87,7 @@ def test_bodies_unpacked_at_once_stay_within_the_bound(orders, kind, how):
 
 
 def test_a_body_is_not_kept_once_its_listener_has_returned(orders):
-    """The first message is not finished, so all others wait in the window, done."""
+    """The first message is unfinished, so all others stay in the window although they are done."""
     send(orders.cluster, TOPIC, b"first")
     send(orders.cluster, TOPIC, *[zlib.compress(bytes(MIB))] * 30, sys_flag=ZLIB)
     measure, goes_on = Measure(), threading.Event()
@@ -120,7 +120,7 @@ def test_a_body_that_is_too_large_is_given_up_at_once(orders, kind, orderly):
             assert message.body == b"next"
         except ProtocolError as error:
             errors.append(error)
-            raise ValueError("not what I want") from error
+            raise ValueError("wrong body") from error
 
     options = {} if kind == ZSTD else {"max_body_bytes": limit}
     with orders.consuming(RecordingListener(judge), orderly=orderly, **options) as (consumer, seen):
@@ -158,7 +158,7 @@ def test_the_longest_body_is_an_option_and_holds_in_every_thread(orders):
 
 
 def test_a_call_that_holds_a_large_body_stops_no_other(orders):
-    """What is not packed needs no room; what is and small waits for none as long as there is any."""
+    """An uncompressed body needs no memory, and a small compressed one does not wait while memory is free."""
     send(orders.cluster, TOPIC, zlib.compress(bytes(8 * MIB)), sys_flag=ZLIB)
     send(orders.cluster, TOPIC, b"plain")
     send(orders.cluster, TOPIC, zlib.compress(b"small"), sys_flag=ZLIB)
@@ -179,7 +179,7 @@ def test_a_call_that_holds_a_large_body_stops_no_other(orders):
 
 
 def waiting(is_async, goes_on, began=lambda message: None, ended=lambda message: None):
-    """Return a listener whose calls wait until they may go on."""
+    """Return a listener whose calls wait until the test releases them."""
 
     def listener(message):
         began(message)
@@ -195,7 +195,7 @@ def waiting(is_async, goes_on, began=lambda message: None, ended=lambda message:
     return awaited if is_async else listener
 
 
-def test_small_bodies_do_not_pass_a_large_one_for_ever(orders):
+def test_small_bodies_do_not_overtake_a_large_one_forever(orders):
     large, began, goes_on = zlib.compress(bytes(8 * MIB)), [], threading.Event()
     send(orders.cluster, TOPIC, large, large, sys_flag=ZLIB)
     with orders.consuming(waiting(False, goes_on, began.append), max_cached_bytes=10 * MIB):
@@ -209,7 +209,7 @@ def test_small_bodies_do_not_pass_a_large_one_for_ever(orders):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_consumer_closes_while_calls_wait_for_room(orders, is_async):
+def test_a_consumer_closes_while_calls_wait_for_memory(orders, is_async):
     send(orders.cluster, TOPIC, *[zlib.compress(bytes(MIB))] * 4, sys_flag=ZLIB)
     began, goes_on = threading.Event(), threading.Event()
     listener = waiting(is_async, goes_on, lambda message: began.set())
@@ -220,8 +220,8 @@ def test_a_consumer_closes_while_calls_wait_for_room(orders, is_async):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_calls_wait_for_room_behind_some_that_are_not_wanted(orders, is_async):
-    """Queues whose messages wait for room are reset meanwhile; those of the one that was not are consumed."""
+def test_calls_wait_for_memory_behind_calls_that_are_not_wanted(orders, is_async):
+    """Queues whose messages wait for memory are reset meanwhile. The messages of the other queue are consumed."""
     orders.make(queues=12)
     packed = zlib.compress(bytes(MIB))
     for queue_id in range(12):
@@ -245,7 +245,7 @@ ITEM = struct.pack(">IIIiIH", 22, 0, 0, 0, 0, 0)
 
 
 class IoPauses:
-    """How long the I/O thread of a consumer stood still at most."""
+    """The longest time that the I/O thread of a consumer was blocked."""
 
     def __init__(self, consumer):
         self._loop, self.longest_s, self._on = consumer._lifecycle.loop, 0.0, True
@@ -262,7 +262,7 @@ class IoPauses:
 
 
 def one_failed_message(orders, batch, sys_flag, orderly=False):
-    """A batch that cannot be unpacked fails as one message; what is behind it is consumed."""
+    """A batch that cannot be unpacked fails as one message, and later messages are consumed."""
     send(orders.cluster, TOPIC, batch, sys_flag=BATCH | sys_flag)
     send(orders.cluster, TOPIC, b"next")
     bodies = []
@@ -282,7 +282,7 @@ def test_a_batch_that_no_broker_could_count_is_one_message(orders, kind, orderly
 @pytest.mark.live
 @pytest.mark.slow("tracemalloc counts 33 000 messages")
 def test_a_batch_that_no_broker_could_count_fills_no_memory(orders):
-    """3.4 KB that hold 610 000 messages."""
+    """3.4 KB contain 610 000 messages."""
     with traced() as peak:
         one_failed_message(orders, COMPRESSED[ZSTD](ITEM * 610_000), ZSTD)
     assert peak[0] < 120 * MIB
@@ -292,13 +292,13 @@ def test_a_batch_that_no_broker_could_count_fills_no_memory(orders):
 @pytest.mark.slow("twenty thousand messages, as many as a broker takes at once")
 @pytest.mark.parametrize("bits", [0, ZLIB], ids=["plain", "zlib"])
 def test_a_large_batch_leaves_the_io_thread_alone(orders, broker, bits):
-    """As large as a broker takes it, and legitimate."""
+    """The batch is valid, and as large as a broker accepts."""
     bodies = [b"%d" % number for number in range(20_000)]
     whole, count = encode_batch(map(BatchItem, bodies)), len(bodies)
     send(orders.cluster, TOPIC, zlib.compress(whole) if bits else whole, sys_flag=BATCH | bits)
 
     def stretched(answer):
-        """As a broker answers that knows how many messages are in it."""
+        """Respond as a broker that knows the number of messages in the batch."""
         ends = {"nextBeginOffset": str(count), "maxOffset": str(count)} if answer.body else {}
         return dataclasses.replace(answer, fields={**answer.fields, **ends})
 
@@ -306,7 +306,7 @@ def test_a_large_batch_leaves_the_io_thread_alone(orders, broker, bits):
     seen = set()
     consumer = orders.consumer(lambda message: seen.add(message.body), **QUICK).start()
     gc.collect()
-    gc.freeze()  # what other tests have left would be looked through, by whichever thread makes objects
+    gc.freeze()  # otherwise any thread that creates objects would also scan the objects of earlier tests
     pauses = IoPauses(consumer)
     try:
         until(lambda: len(seen) == count, "consumed")
@@ -338,10 +338,10 @@ def test_a_batch_that_is_damaged_is_one_failed_message(orders):
 
 
 BATCH_BODY = encode_batch([BatchItem(bytes(200 * 1024))])
-"""Too large to be unpacked where it comes in."""
+"""Too large for the I/O thread to unpack."""
 
 
-def test_large_batches_and_what_is_pulled_ahead_keep_order(orders):
+def test_large_batches_and_messages_pulled_ahead_keep_their_order(orders):
     bodies = [b"%d" % number for number in range(20)]
     for body in bodies:
         send(orders.cluster, TOPIC, body)
@@ -352,8 +352,8 @@ def test_large_batches_and_what_is_pulled_ahead_keep_order(orders):
 
 
 @pytest.mark.parametrize("deed", ["reset", "subscription"])
-def test_a_large_batch_may_be_passed_over_while_it_waits(orders, deed):
-    """For room. It is behind a reset then, or has none of the tags that are wanted now."""
+def test_a_large_batch_may_be_skipped_while_it_waits(orders, deed):
+    """The batch waits for memory. Then a reset skips it, or a new subscription wants none of its tags."""
     goes_on = threading.Event()
     seen = RecordingListener(lambda message: goes_on.wait(WAIT_S) and None)
     send(orders.cluster, TOPIC, bytes(MIB // 8))
@@ -368,7 +368,7 @@ def test_a_large_batch_may_be_passed_over_while_it_waits(orders, deed):
     assert [message.queue_offset for message in seen.messages] == [0, 3]
 
 
-def test_an_answer_with_too_many_records_is_refused(orders, broker):
+def test_a_response_with_too_many_records_is_refused(orders, broker):
     send(orders.cluster, TOPIC, b"fine")
 
     def flood(answer):

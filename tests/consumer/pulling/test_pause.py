@@ -1,4 +1,4 @@
-"""H36: pausing and resuming: nothing comes meanwhile, nothing is passed over, and no queue is taken for dead."""
+"""H36: pause and resume: no message arrives meanwhile, none is skipped, and no queue counts as lost."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.simulation.scenario import Member, Plan, Scenario
 
 
 @pytest.mark.parametrize("only_some", [False, True])
-def test_nothing_comes_while_all_or_some_queues_are_paused(orders, broker, only_some):
-    """Not even the answers of pulls that a broker holds already."""
+def test_no_message_arrives_while_queues_are_paused(orders, broker, only_some):
+    """Not even the responses to pulls that a broker already holds."""
     orders.make(queues=4)
     orders.send(b"before", count=4)
     with orders.consuming(rebalance_interval_s=20, pull_hold_s=60) as (consumer, seen):
@@ -33,9 +33,9 @@ def test_nothing_comes_while_all_or_some_queues_are_paused(orders, broker, only_
             orders.send(b"x", queue_id=queue_id, count=51)
         if only_some:
             seen.wait(lambda seen: len(seen.bodies) == 4 + 2 * 51)
-        time.sleep(0.5)  # for what must not come
+        time.sleep(0.5)  # no message may arrive in this time
         assert not [message for message in seen.messages[4:] if message.queue in paused]
-        assert broker.held_pulls(TOPIC) == 4 - len(paused), "what is paused is not asked for"
+        assert broker.held_pulls(TOPIC) == 4 - len(paused), "paused queues are not pulled"
         consumer.resume(paused if only_some else None)
         seen.wait(lambda seen: len(seen.messages) == 4 * 52)
     assert set(seen.counts.values()) == {1}
@@ -54,7 +54,7 @@ def test_pausing_again_and_again_loses_and_repeats_nothing(orders):
     assert orders.committed == {0: 200, 1: 200}
 
 
-def test_what_is_no_queue_is_refused(embedded, orders):
+def test_an_invalid_queue_is_refused(embedded, orders):
     async def main():
         async with AsyncPushConsumer(GROUP, name_server=embedded.name_server) as asynchronous:
             for wrong in ([1], ["orders"], "orders", [None], 7):
@@ -68,7 +68,7 @@ def test_what_is_no_queue_is_refused(embedded, orders):
 
 
 class LongPause(Scenario):
-    """A member that is paused for 200 s, in virtual time, while its listener works off what was pulled."""
+    """A member that is paused for 200 s, in virtual time, while its listener consumes the pulled messages."""
 
     def __init__(self) -> None:
         slowly = Plan(members=1, queues=1, faults=(), failing=0, slow=1, slowest_s=55, calm_s=500)
@@ -88,11 +88,11 @@ class LongPause(Scenario):
         owner.member.resume(None)
 
     async def _beside(self, owner: Member) -> None:
-        """What else goes on meanwhile: nothing."""
+        """Do nothing else meanwhile."""
 
 
 class QueuesExpire(LongPause):
-    """A queue whose last pull is 120 s ago is taken for lost: it is given up and begun again."""
+    """Gives up a queue whose last pull is 120 s ago, and begins it again."""
 
     async def _beside(self, owner: Member) -> None:
         while True:
@@ -111,9 +111,9 @@ class QueuesExpire(LongPause):
 @pytest.mark.hazard("H36")
 @pytest.mark.parametrize("scenario", [LongPause, faulty(QueuesExpire, "messages were consumed again")])
 def test_a_queue_that_is_paused_for_minutes_is_kept(scenario):
-    """However long a queue is not pulled, because it is paused or full, it stays as it is.
+    """A queue that is not pulled for a long time, because it is paused or full, is kept.
 
-    Faulty: Java gives up and takes back what was not pulled for 120 s; what it has in hand comes again.
+    Faulty: Java gives up a queue that was not pulled for 120 s and begins it again, so its messages are redelivered.
     """
     places = Counter(each.position for each in scenario().run().consumed)
     assert len(places) >= 40

@@ -25,7 +25,7 @@ def messages(*offsets: int) -> list[Message]:
 
 
 class Edges(list):
-    """What the window said to its store."""
+    """The offsets that the window gave to its store."""
 
     def __call__(self, queue: MessageQueue, offset: int) -> None:
         self.append(offset)
@@ -79,13 +79,13 @@ def test_moves_outside_the_table_are_refused(state, event):
             act[event]()
 
 
-def test_room_by_count_bytes_and_span():
+def test_space_by_count_bytes_and_span():
     assert not filled(messages=2).may_pull(1)
-    assert not filled(budget=MemoryBudget(400)).may_pull(1, 100), "it holds as much as is left"
+    assert not filled(budget=MemoryBudget(400)).may_pull(1, 100), "it holds as many bytes as are left"
     assert filled(budget=MemoryBudget(401)).may_pull(1, 100)
     assert not filled(span=1).may_pull(1)
     assert filled().may_pull(1)
-    assert started_window(0, messages=1).may_pull(32), "an empty window always has room"
+    assert started_window(0, messages=1).may_pull(32), "an empty window always has space"
 
 
 def filled(budget: MemoryBudget | None = None, **limits: int) -> ProcessQueue:
@@ -94,7 +94,7 @@ def filled(budget: MemoryBudget | None = None, **limits: int) -> ProcessQueue:
     return window
 
 
-def test_room_made_is_told_once():
+def test_a_window_is_woken_once_when_it_has_space():
     woken: list[ProcessQueue] = []
     window = ProcessQueue(QUEUE, 1, Limits(messages=2), Edges(), woken.append)
     window.start(0)
@@ -105,7 +105,7 @@ def test_room_made_is_told_once():
     assert woken == [window]
 
 
-def test_what_is_done_behind_a_stuck_message_counts_as_memory():
+def test_done_messages_behind_a_stuck_one_count_as_memory():
     window = started_window(0, budget=MemoryBudget(600))
     made = put(window, 0, 1, 2)
     window.ack(made[1:])
@@ -118,7 +118,7 @@ def test_what_is_done_behind_a_stuck_message_counts_as_memory():
 
 
 class Sharing:
-    """Windows that share a budget, and whom it woke."""
+    """Windows that share a budget, and a list of the ones it woke."""
 
     def __init__(self, limit: int, count: int, budget: MemoryBudget | None = None) -> None:
         self.budget = budget or MemoryBudget(limit)
@@ -145,34 +145,34 @@ class Sharing:
         return message
 
     def takes(self, number: int, size: int, expected: int = 0) -> bool:
-        """Tell whether an answer is taken; it is not put, though."""
+        """Return whether a response is accepted, without putting it."""
         window = self.windows[number]
         if taken := self.budget.accept(window, expected, size):
             window.settle(size, size)
         return taken
 
     def acks(self, number: int, message: Message) -> list[int]:
-        """Returns whom that wakes."""
+        """Acknowledge a message, and return the windows that this wakes."""
         self.woken.clear()
         self.windows[number].ack([message])
         return self.woken
 
 
-def test_what_is_under_way_counts_and_turns_come_in_order():
+def test_pulls_in_flight_count_and_windows_pull_in_order():
     sharing = Sharing(200, 4)
     assert sharing.request_all(0, 1, 2, 3) == [True, True, False, False]
-    sharing.windows[0].settle(100)  # nothing came
+    sharing.windows[0].settle(100)  # the response was empty
     assert sharing.woken == [2]
-    assert sharing.request_all(0, 2) == [False, True], "who asks again comes last"
+    assert sharing.request_all(0, 2) == [False, True], "a window that asks again comes last"
     sharing.windows[1].settle(100)
     sharing.windows[2].settle(100)
     assert sharing.woken == [2, 3, 0]
 
 
-def test_a_turn_that_is_not_used_is_passed_on():
+def test_a_grant_that_is_not_used_goes_to_the_next_window():
     sharing = Sharing(100, 4)
     assert sharing.request_all(0, 1, 2, 3) == [True, False, False, False]
-    sharing.windows[2].drop()  # it is not waited for
+    sharing.windows[2].drop()  # the others do not wait for it
     sharing.windows[0].settle(100)
     assert sharing.woken == [1]
     sharing.windows[1].withdraw()
@@ -181,7 +181,7 @@ def test_a_turn_that_is_not_used_is_passed_on():
     assert sharing.asks(0)
 
 
-def test_what_a_window_holds_is_free_when_it_ends():
+def test_the_bytes_of_a_window_are_free_when_it_ends():
     sharing = Sharing(100, 2)
     assert sharing.asks(0)
     sharing.gets(0, 100)
@@ -216,8 +216,8 @@ async def test_while_workers_are_idle_one_window_goes_beyond_the_limit():
     assert sharing.acks(0, stuck) == [0]
 
 
-async def test_an_unanswered_pull_beyond_the_limit_holds_up_none():
-    """Its broker is silent, or holds it because its queue is empty."""
+async def test_an_unanswered_pull_beyond_the_limit_delays_no_window():
+    """The broker is silent, or holds the pull because the queue is empty."""
     sharing = Sharing(100, 4, MemoryBudget(100, asyncio.get_running_loop(), lambda: True))
     assert sharing.asks(0)
     sharing.gets(0, 500)
@@ -233,8 +233,8 @@ async def test_an_unanswered_pull_beyond_the_limit_holds_up_none():
     assert sharing.woken == [1, 2, 3]
 
 
-async def test_a_window_goes_on_when_others_have_made_room():
-    """Its own message may be stuck: no acknowledgement of its own tells it."""
+async def test_a_window_continues_when_others_have_freed_memory():
+    """Its own message may be stuck, so none of its own acknowledgements wakes it."""
     sharing = Sharing(1000, 3, MemoryBudget(1000, asyncio.get_running_loop()))
     assert sharing.asks(0)
     sharing.gets(0, 100)
@@ -249,7 +249,7 @@ async def test_a_window_goes_on_when_others_have_made_room():
     assert sharing.asks(0)
 
 
-async def test_room_by_count_without_bytes_is_not_forgotten():
+async def test_a_window_with_space_but_without_memory_waits_for_bytes():
     woken: list[ProcessQueue] = []
     budget = MemoryBudget(1000, asyncio.get_running_loop())
     window = ProcessQueue(QUEUE, 1, Limits(messages=2), Edges(), woken.append, budget=budget)
@@ -258,14 +258,14 @@ async def test_room_by_count_without_bytes_is_not_forgotten():
     assert not window.may_pull(1, 100), "two are there"
     budget.add(900)
     window.ack([second])
-    assert woken == [window], "it asks, and waits for bytes from now on"
+    assert woken == [window], "it asks, and now waits for bytes"
     assert not window.may_pull(1, 100)
     budget.free(900)
     await asyncio.sleep(1)
     assert woken == [window, window]
 
 
-def test_a_window_does_not_pass_those_that_hold_nothing():
+def test_a_window_does_not_overtake_empty_ones():
     sharing = Sharing(1000, 3)
     assert sharing.asks(0)
     first = sharing.gets(0, 100)
@@ -274,12 +274,12 @@ def test_a_window_does_not_pass_those_that_hold_nothing():
     assert not sharing.asks(0), "100 are left"
     assert sharing.asks(1)
     assert not sharing.asks(2)
-    assert sharing.acks(0, first) == [2], "it comes to nothing itself while others wait"
+    assert sharing.acks(0, first) == [2], "it gets no memory while others wait"
     assert sharing.asks(2, 300)
     assert sharing.acks(0, second) == [0], "it holds nothing"
 
 
-def test_an_answer_that_was_not_foreseen_needs_room():
+def test_an_unexpected_response_needs_memory():
     sharing = Sharing(100, 2)
     assert sharing.takes(1, 70)
     assert sharing.asks(0)
@@ -287,13 +287,13 @@ def test_an_answer_that_was_not_foreseen_needs_room():
     assert not sharing.takes(1, 70)
     sharing.acks(0, message)
     assert sharing.budget.accept(sharing.windows[0], 0, 100)
-    assert not sharing.takes(1, 70), "what has arrived counts before it is put"
+    assert not sharing.takes(1, 70), "accepted bytes count before they are put"
 
 
 @settings(max_examples=trials(600), deadline=None)
 @given(st.integers(1, 2000), st.lists(st.integers(1, 300), min_size=1, max_size=8), st.randoms())
-def test_all_is_consumed_and_never_much_more_is_held(limit, sizes, random):
-    """Windows pull five answers each, of sizes nobody knows before, while others are acked, at random."""
+def test_all_is_consumed_within_the_limit(limit, sizes, random):
+    """Windows pull five responses of unknown size each, while others acknowledge, in random order."""
     sharing = Sharing(limit, len(sizes))
     left = dict.fromkeys(range(len(sizes)), 5)
     requested, held, awake = {}, [], set(left)
@@ -322,7 +322,7 @@ def test_all_is_consumed_and_never_much_more_is_held(limit, sizes, random):
         awake.update(sharing.woken)
         sharing.woken.clear()
         assert sharing.budget.held <= limit + max(sizes)
-        assert awake or requested or held or not left, "somebody can go on"
+        assert awake or requested or held or not left, "a window can continue"
     assert (sharing.budget.held, sharing.budget.reserve(sharing.windows[0], 0, 1)) == (0, True)
 
 
@@ -339,7 +339,7 @@ def test_the_estimate_of_listener_time_falls_slowly():
 @settings(max_examples=trials(600), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=12), st.randoms())
 def test_against_a_naive_model(answers, random):
-    """Random answers and acks in random order: the edge is the smallest offset not acknowledged. An ack counts once."""
+    """After random responses and acks, the edge is the smallest offset that is not acknowledged. An ack counts once."""
     window = started_window(0, edges := Edges())
     waiting, next_offset, put_so_far = {}, 0, 0
     for count, gap in answers:

@@ -1,4 +1,4 @@
-"""H36, H41: pulls that are refused, garbled, cut, late or lost; every message is seen once, and none passed over."""
+"""H36, H41: pulls that are refused, garbled, cut, late or lost. Every message is seen once, and none is skipped."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pyrocket_consumer.protocol.frame import RemotingCommand, encode_command
 from pyrocket_consumer.testing import answer, drop, drop_answer, duplicate, faults, garbage, rewrite
 from tests.consumer.orders import GROUP, TOPIC, Orders, of, ours_and
 from tests.consuming import WAIT_S, RecordingListener, numbered, until
-from tests.hazards.members import faulty, ours
+from tests.hazards.members import faulty, ours, request_matcher
 from tests.hazards.naive import NaiveMember, Window
 from tests.resets import queue
 
 
 def changed(**changes):
-    """The answer, with some parts of its header replaced; those that are None are missing."""
+    """The response with some header fields replaced, or removed if they are None."""
 
     def change(answer: RemotingCommand) -> RemotingCommand:
         fields = {**answer.fields, **changes}
@@ -42,7 +42,7 @@ def backwards(answer: RemotingCommand) -> RemotingCommand:
 
 
 def record_at(number: int, offset: int):
-    """The messages, one of them with another offset; or without that one, if there are fewer."""
+    """The messages, one of them with another offset if there are enough."""
 
     def change(data: bytes) -> bytes:
         records, start = [], 0
@@ -114,7 +114,7 @@ PULL = RequestCode.PULL_MESSAGE
 
 
 class LosesItsPull(NaiveMember):
-    """An exception on the way from an answer to the next pull ends both."""
+    """An exception between a response and the next pull ends both."""
 
     def _pull_loop(self, window: Window) -> None:
         with suppress(ProtocolError, ValueError, KeyError):
@@ -130,9 +130,9 @@ class LosesItsPull(NaiveMember):
     ],
 )
 def test_nothing_is_lost_or_repeated(embedded, member, what):
-    """Whatever is wrong with an answer, the next pull follows after pull_retry_delay_s; no timer has to notice.
+    """After any invalid response, the next pull follows within pull_retry_delay_s, without the help of another timer.
 
-    Faulty: clients that lose a queue's only pull to an exception, and wait 120 s (or for ever) until that is noticed.
+    Faulty: clients that lose a queue's only pull to an exception, and notice that after 120 s, or never.
     """
     orders = Orders(embedded, messages=50)
     orders.on(PULL, FAULTS[what], times=2)
@@ -148,11 +148,11 @@ def test_nothing_is_lost_or_repeated(embedded, member, what):
 
 
 WANTED, UNWANTED = "AaAa", "BBBB"
-"""Two tags with one hash: brokers take them for the same."""
+"""Two tags with one hash, which brokers cannot distinguish."""
 
 
 class FiltersWithoutMoving(NaiveMember):
-    """Passes over what the subscription does not want, and commits only what a listener had."""
+    """Skips unwanted messages, and commits only offsets of messages that a listener had."""
 
     def on_found(self, window: Window, messages: list[Message], next_offset: int) -> None:
         wanted = [message for message in messages if message.tags in (None, WANTED)]
@@ -163,27 +163,27 @@ class FiltersWithoutMoving(NaiveMember):
 
 
 @pytest.mark.hazard("H41")
-@ours_and(faulty(FiltersWithoutMoving, "what nobody wants is committed past"))
+@ours_and(faulty(FiltersWithoutMoving, "unwanted messages are committed past"))
 def test_messages_that_the_client_filters_out_are_committed_past(cluster, topic, group, member):
-    """What the broker sends because of its tag's hash, and the subscription does not want, moves the commit offset.
+    """The commit offset moves past messages that the broker sends because of their tags' hash, and nobody wants.
 
-    Faulty: Java moves only where it pulls next; after a restart the same messages are scanned again.
+    Faulty: Java moves only the offset of the next pull, so after a restart the broker scans the same messages again.
     """
     place = queue(topic, 0)
     cluster.create_topic(topic, queues=1)
     cluster.send(topic, tags=UNWANTED, count=100)
     with member(cluster, topic, group, selector=WANTED, pull_hold_s=WAIT_S) as consumer:
-        until(lambda: consumer.stored() == {place: 100}, "what nobody wants is committed past")
+        until(lambda: consumer.stored() == {place: 100}, "unwanted messages are committed past")
         cluster.send(topic, b"wanted", tags=WANTED)
         consumer.seen.wait_for(1)
         assert consumer.seen.bodies == [b"wanted"]
         until(lambda: consumer.stored() == {place: 101}, "committed")
 
 
-# --- answers that cannot be right, or never come
+# --- invalid and missing responses
 
 
-def test_a_broker_that_holds_no_pull_is_asked_less_and_less(orders, broker):
+def test_a_broker_that_holds_no_pull_is_pulled_more_and_more_slowly(orders, broker):
     def nothing(exchange) -> None:
         here = exchange.request.fields["queueOffset"]
         fields = {"nextBeginOffset": here, "minOffset": "0", "maxOffset": here, "suggestWhichBrokerId": "0"}
@@ -201,7 +201,7 @@ def test_a_broker_that_holds_no_pull_is_asked_less_and_less(orders, broker):
         seen.wait_for(1)
 
 
-def test_an_answer_cut_at_every_byte(orders, broker):
+def test_a_response_cut_at_every_byte(orders, broker):
     orders.send(b"m0")
     lengths: list[int] = []
 
@@ -215,7 +215,7 @@ def test_an_answer_cut_at_every_byte(orders, broker):
         (whole,) = lengths
         for cut in range(whole):
             orders.on(PULL, faults.cut_after(cut))
-        broker.close_connections()  # the pull that is held came before the faults
+        broker.close_connections()  # the held pull was sent before the faults
         orders.send(b"m1")
         seen.wait_for(2, 4 * WAIT_S)
         assert len(broker.requests(PULL)) > whole
@@ -224,47 +224,47 @@ def test_an_answer_cut_at_every_byte(orders, broker):
     assert Counter(seen.bodies) == Counter(numbered(2))
 
 
-def test_pulls_without_an_answer_are_asked_again(orders, broker):
-    """A pull is waited for as long as a broker may hold it, and as any call besides: at the least 5 s. What comes later
-    is ignored."""
+def test_pulls_without_a_response_are_repeated(orders, broker):
+    """A pull times out after the time that the broker may hold it and the time of any call, at least 5 s. A later
+    response is ignored."""
     ways = {TOPIC: drop, orders.make(1, "unanswered"): drop_answer, orders.make(1, "late"): faults.delay(7)}
     for each, fault in ways.items():
-        broker.on(PULL, fault, when=of(each))
+        broker.on(PULL, fault, when=request_matcher(each))
     with orders.consuming(pull_hold_s=0.1, call_timeout_s=1.0) as (consumer, seen):
         consumer.subscribe("unanswered", seen)
         consumer.subscribe("late", seen)
         for number, each in enumerate(ways):
-            broker.wait_for(PULL, when=of(each))
+            broker.wait_for(PULL, when=request_matcher(each))
             orders.send(b"m%d" % number, topic=each)
         seen.wait_for(3)
         reason = "PULL_MESSAGE was not answered"
-        until(lambda: any(reason in event.text for event in orders.events.of("broker-unreachable")), "it is told")
+        until(lambda: any(reason in event.text for event in orders.events.of("broker-unreachable")), "it is reported")
         orders.send(b"m3", topic="late")
         seen.wait_for(4)
     assert Counter(seen.bodies) == Counter(numbered(4))
 
 
-def test_several_queues_do_not_hold_each_other_up(orders, broker):
+def test_queues_do_not_delay_each_other(orders, broker):
     orders.make(queues=4)
     orders.on(PULL, answer(1, "disk trouble"), times=None, queueId=2)
     began = time.monotonic()
     orders.fill(40)
     with orders.consuming() as (consumer, seen):
         seen.wait_for(30)
-        until(lambda: "disk trouble" in consumer.progress()[queue(TOPIC, 2)].last_error, "the progress tells it")
+        until(lambda: "disk trouble" in consumer.progress()[queue(TOPIC, 2)].last_error, "the progress has the error")
         assert "disk trouble" in orders.events.wait_for("broker-unreachable").text
         broker.clear_faults()
         seen.wait_for(40)
     most = 1 + (time.monotonic() - began) // 10
-    assert len(orders.events.of("broker-unreachable")) <= most, "the same trouble is told every 10 s"
+    assert len(orders.events.of("broker-unreachable")) <= most, "the same error is reported every 10 s"
     assert Counter(seen.bodies) == Counter(numbered(40))
 
 
-# --- random trouble while a queue is read ahead
+# --- random faults while pulls are in flight
 
 
 def random_fault(rng: random.Random) -> faults.Fault:
-    """Most answers are only late, each for itself, so that they come in any order."""
+    """Most responses are only late, each by its own time, so that they arrive in any order."""
     if rng.random() < 0.8:
         return rng.choice((faults.delay, faults.delay_request))(rng.random() * 0.02)
     part = rng.random()
@@ -289,7 +289,7 @@ def test_every_message_is_seen_once(orders, seed):
         "max_span": rng.choice((20, 2000)),
         "consume_threads": rng.choice((1, 4)),
         "listener_batch_size": rng.choice((1, 1, 5)),
-        "call_timeout_s": 3.0,  # some garbage looks like the beginning of a frame: then nothing more is answered there
+        "call_timeout_s": 3.0,  # some garbage looks like the start of a frame; that connection gets no more responses
         "pull_retry_delay_s": 0.01,
         "pull_hold_s": 0.1,
         "commit_interval_s": 0.03,

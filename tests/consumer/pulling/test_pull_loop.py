@@ -1,4 +1,4 @@
-"""The pull loop of one queue against a broker that says what the test wants, in any order."""
+"""The pull loop of one queue, with a broker whose responses the test chooses, in any order."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from pyrocket_consumer.protocol.subscription import parse_subscription
 QUEUE = MessageQueue("orders", "broker-a", 0)
 FOUND, NO_NEW, NO_MATCHED, MOVED = 0, 19, 20, 21
 BATCH = 8
-END = 10_000  # the broker's max offset, unless an answer says otherwise
+END = 10_000  # the broker's max offset, unless a response has another one
 
 
-# --- what is asked for
+# --- requests
 
 
 class SentPull:
@@ -38,7 +38,7 @@ class SentPull:
         self.answer_too_late, self._on_answer = on_late, on_answer
 
     def respond_later(self, answer: RemotingCommand | Exception) -> Callable[[], None]:
-        """Give the answer, but do not deliver yet what it brought."""
+        """Send the response, but do not deliver its messages yet."""
         return self._on_answer(answer) or (lambda: None)
 
     def answer(self, answer: RemotingCommand | Exception) -> None:
@@ -62,7 +62,7 @@ def answer(code: int, next_offset: int, *, body: bytes = b"", remark: str | None
     return RemotingCommand(code, {name: str(value) for name, value in fields.items()}, body, flag=1, remark=remark)
 
 
-class Line:
+class FakeConnection:
     """A connection to one of the queue's brokers."""
 
     def __init__(self, host: Host, broker_id: int, signs: bool) -> None:
@@ -80,21 +80,21 @@ class Line:
 
 
 class Host:
-    """Stands for the consumer: remembers what its puller tells, and lets the test decide the rest."""
+    """A fake consumer. It records the calls of its pull loop, and the test decides the rest."""
 
     def __init__(self, selector: str = "*", signs: bool = False) -> None:
         self.loop = asyncio.get_running_loop()
         self.group = "app"
         self.sent_pulls: deque[SentPull] = deque()
         self.has_asked = asyncio.Event()
-        self.delivered, self.moved, self.late, self.failures = [], [], [], []  # what it is told
-        self.refreshed, self.tasks, self.connected = [], [], []  # what it is asked for
+        self.delivered, self.moved, self.late, self.failures = [], [], [], []  # notifications
+        self.refreshed, self.tasks, self.connected = [], [], []  # requests
         self.known_at = {0, 1}  # the broker ids with an open connection
         self.is_paused = False
         self.gate = asyncio.Event()  # a connection waits for it
         self.connect_error: Exception | None = None
         self.subscribed: Subscription | None = parse_subscription("orders", selector, 7)
-        self._lines = {broker_id: Line(self, broker_id, signs) for broker_id in (0, 1)}
+        self._connections = {broker_id: FakeConnection(self, broker_id, signs) for broker_id in (0, 1)}
 
     def subscription(self, topic):
         return self.subscribed
@@ -103,7 +103,7 @@ class Host:
         return self.is_paused
 
     def connection_to(self, broker_name, broker_id):
-        return self._lines[broker_id] if broker_id in self.known_at else None
+        return self._connections[broker_id] if broker_id in self.known_at else None
 
     async def connect_to(self, broker_name, broker_id):
         self.connected.append(broker_id)
@@ -140,7 +140,7 @@ class Host:
 
 
 class Pulling:
-    """A puller with its window and host."""
+    """A pull loop with its window and host."""
 
     def __init__(
         self, start: int = 0, *, hold_s: float = 15.0, host: Host | None = None, read_ahead: int = 2, **limits: int
@@ -158,7 +158,7 @@ class Pulling:
         self.host.loop.call_soon(self.pull_loop.pull)
 
     async def next_pull(self) -> SentPull:
-        """Return the next pull, in due time."""
+        """Wait for the next pull, and return it."""
         async with asyncio.timeout(600):
             while not self.host.sent_pulls:
                 self.host.has_asked.clear()
@@ -166,7 +166,7 @@ class Pulling:
         return self.host.sent_pulls.popleft()
 
     async def pull_at(self, offset: int) -> SentPull:
-        """Return the next pull from here; those that were asked before the trouble was known find messages."""
+        """Return the next pull at this offset. Earlier pulls, which were sent before the error, find messages."""
         while (sent := await self.next_pull()).offset != offset:
             sent.found()
         return sent
@@ -180,7 +180,7 @@ class Pulling:
         return self.silent
 
     async def attempts(self, answer: Callable[[SentPull], None], most: int = 10_000) -> int:
-        """Answer all pulls of 30 s in this way, and return how many there were."""
+        """Answer all pulls of 30 s with `answer`, and return their number."""
         count = 0
         while self.host.loop.time() < 30 and count < most:
             answer(await self.next_pull())
@@ -192,14 +192,14 @@ class Pulling:
         self.window.ack([each for each in self.host.delivered if not wanted or each.queue_offset in wanted])
 
     async def reading_ahead(self, count: int = 2, **options: Any) -> list[SentPull]:
-        """Answer pulls until some are under way at once; return those."""
+        """Answer pulls until `count` are in flight at once, and return those."""
         for _ in range(2):
             (await self.next_pull()).found(**options)
         return [await self.next_pull() for _ in range(count)]
 
 
 @pytest.mark.parametrize("signs", [False, True])
-async def test_what_a_pull_carries(signs):
+async def test_the_fields_of_a_pull(signs):
     pulling = Pulling(100, host=Host(signs=signs))
     header = (await pulling.next_pull()).header
     assert (header.consumer_group, header.topic, header.queue_id) == ("app", "orders", 0)
@@ -208,7 +208,7 @@ async def test_what_a_pull_carries(signs):
     assert header.commit_offset == 0
 
 
-async def test_the_next_pull_is_asked_before_the_answer_is_decoded():
+async def test_the_next_pull_is_sent_before_the_response_is_decoded():
     pulling = Pulling()
     deliver = (await pulling.next_pull()).respond_later(found(0))
     assert pulling.host.sent_pulls[0].offset == BATCH
@@ -217,7 +217,7 @@ async def test_the_next_pull_is_asked_before_the_answer_is_decoded():
     assert pulling.host.offsets == list(range(BATCH))
 
 
-async def test_two_pulls_are_under_way_once_the_steps_are_known():
+async def test_two_pulls_are_in_flight_once_the_steps_are_known():
     pulling = Pulling()
     for why in ("nothing is known of the queue yet", "one step is no rule"):
         sent = await pulling.next_pull()
@@ -226,20 +226,20 @@ async def test_two_pulls_are_under_way_once_the_steps_are_known():
     third, fourth = await pulling.next_pull(), await pulling.next_pull()
     assert (third.offset, fourth.offset) == (16, 24)
     third.found(end=40)
-    assert pulling.silent, "only 8 are left behind the fourth: the broker would give less, and the guess be wrong"
+    assert pulling.silent, "only 8 are left after the fourth, so the broker would return fewer, and the guess be wrong"
     fourth.found(end=40)
     assert (await pulling.next_pull()).offset == 32
     assert pulling.silent
 
 
-async def test_more_are_under_way_as_far_as_the_queue_goes():
+async def test_more_pulls_are_in_flight_up_to_the_end_of_the_queue():
     pulling = Pulling(read_ahead=4)
     ahead = await pulling.reading_ahead(4, end=72)
     assert [each.offset for each in ahead] == [16, 24, 32, 40]
     assert pulling.silent, "four are enough"
     for number, delivered in ((3, 16), (1, 16), (0, 32), (2, 48)):
         ahead[number].found(end=72)
-        assert pulling.host.offsets == list(range(delivered)), "what comes after must wait for what comes before"
+        assert pulling.host.offsets == list(range(delivered)), "later messages wait for earlier ones"
     assert [(await pulling.next_pull()).offset for _ in range(2)] == [48, 56]
     assert pulling.silent, "the last 8 would be a guess"
     pulling.ack()
@@ -267,7 +267,7 @@ WRONG_GUESS = {
 
 @pytest.mark.parametrize("early", [False, True], ids=["answered late", "answered early"])
 @pytest.mark.parametrize("how", WRONG_GUESS)
-async def test_a_wrong_guess_is_thrown_away_and_nothing_is_passed_over(how, early):
+async def test_a_wrong_guess_is_discarded_and_no_message_is_skipped(how, early):
     pulling = Pulling()
     third, fourth = await pulling.reading_ahead()
     if early:
@@ -300,7 +300,7 @@ LATE = {
 
 @pytest.mark.parametrize("what", LATE)
 @pytest.mark.parametrize("stopped", [False, True])
-async def test_the_answer_of_an_abandoned_pull_changes_nothing(what, stopped):
+async def test_the_response_to_an_abandoned_pull_changes_nothing(what, stopped):
     pulling = Pulling()
     third, fourth = await pulling.reading_ahead()
     if stopped:
@@ -322,8 +322,8 @@ async def test_the_answer_of_an_abandoned_pull_changes_nothing(what, stopped):
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("reset", "passed_on"), [(answer(MOVED, 5, remark="OFFSET_RESET"), [5]), (UNREADABLE, [])])
-async def test_a_reset_told_to_an_abandoned_pull_is_passed_on(early, reset, passed_on):
-    """One whose fields are missing stops nothing."""
+async def test_a_reset_in_the_response_to_an_abandoned_pull_is_reported(early, reset, passed_on):
+    """A reset without fields stops nothing."""
     pulling = Pulling()
     third, fourth = await pulling.reading_ahead()
     if early:
@@ -338,7 +338,7 @@ async def test_a_reset_told_to_an_abandoned_pull_is_passed_on(early, reset, pass
 
 
 @pytest.mark.parametrize("signs", [False, True])
-async def test_of_what_comes_after_a_timeout_only_a_reset_counts(signs):
+async def test_after_a_timeout_only_a_reset_counts(signs):
     pulling = Pulling(host=Host(signs=signs))
     first = await pulling.next_pull()
     first.answer(RequestTimeout("PULL_MESSAGE", "broker-a", 30))
@@ -352,7 +352,7 @@ async def test_of_what_comes_after_a_timeout_only_a_reset_counts(signs):
     assert pulling.host.offsets == list(range(BATCH))
 
 
-# --- answers that are no good
+# --- invalid responses
 
 UNUSABLE = {
     "backwards": answer(FOUND, 3, body=found(16).body),
@@ -386,7 +386,7 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("ahead", ["alone", "before a good one", "after a good one came early"])
 @pytest.mark.parametrize("what", UNUSABLE)
-async def test_after_an_unusable_answer_the_same_offset_is_asked_for(what, ahead):
+async def test_after_an_unusable_response_the_same_offset_is_pulled(what, ahead):
     pulling = Pulling()
     third, fourth = await pulling.reading_ahead()
     if ahead == "after a good one came early":
@@ -405,8 +405,8 @@ async def test_after_an_unusable_answer_the_same_offset_is_asked_for(what, ahead
     assert pulling.edges[-1] == 24
 
 
-async def test_messages_outside_of_what_was_asked_for_are_left_out():
-    """A batch stored as one record comes whole, even if its first messages were not asked for."""
+async def test_messages_outside_of_the_requested_range_are_skipped():
+    """The broker returns a whole batch that is stored as one record, with messages before the requested offset."""
     pulling = Pulling(3)
     (await pulling.next_pull()).found(start=0, next_offset=5)
     assert pulling.host.offsets == [3, 4]
@@ -415,8 +415,8 @@ async def test_messages_outside_of_what_was_asked_for_are_left_out():
     assert pulling.host.offsets == list(range(3, 13))
 
 
-async def test_good_answers_behind_a_bad_one_are_asked_for_again():
-    """Both answers are taken before the first is decoded: the second must not be put behind the hole."""
+async def test_valid_responses_behind_an_invalid_one_are_pulled_again():
+    """The loop processes both responses before it decodes the first. It must not put the second one behind the gap."""
     pulling = Pulling()
     third, fourth = await pulling.reading_ahead()
     deliver_third = third.respond_later(answer(FOUND, 24, body=b"\xff" * 200))
@@ -432,7 +432,7 @@ REMEDIES = [*((code, "heartbeat") for code in (24, 25, 26)), (17, "route"), (501
 
 
 @pytest.mark.parametrize(("code", "remedy"), REMEDIES)
-async def test_what_a_refusal_asks_for_is_done_first(code, remedy):
+async def test_the_remedy_for_a_refusal_comes_first(code, remedy):
     pulling = Pulling()
     (await pulling.next_pull()).answer(answer(code, 0))
     assert (await pulling.next_pull()).offset == 0
@@ -479,16 +479,16 @@ async def test_a_broker_that_cannot_be_reached_is_tried_again():
     assert (await pulling.next_pull()).offset == 0
 
 
-# --- answers without messages
+# --- responses without messages
 
 
-async def test_an_empty_answer_moves_on_and_an_empty_window_s_edge():
+async def test_an_empty_response_moves_the_edge_of_an_empty_window():
     pulling = Pulling()
     (await pulling.next_pull()).no_matched(50)
     assert pulling.edges == [50]
     (await pulling.next_pull()).found()
     (await pulling.next_pull()).no_matched(90)
-    assert pulling.edges == [50], "58 messages are unfinished, or fewer"
+    assert pulling.edges == [50], "at most 58 messages are unfinished"
     assert (await pulling.next_pull()).offset == 90
     pulling.ack()
     assert pulling.edges[-1] == 90
@@ -498,21 +498,21 @@ STANDS = [answer(NO_MATCHED, 500, end=0), answer(NO_MATCHED, 500, end=500)]
 
 
 @pytest.mark.parametrize(("always", "least", "most"), [*((each, 10, 300) for each in STANDS), (answer(215, 0), 20, 60)])
-async def test_a_broker_that_never_gives_more_is_asked_with_pauses(always, least, most):
+async def test_a_broker_without_new_messages_is_pulled_with_pauses(always, least, most):
     assert least < await Pulling(500).attempts(lambda sent: sent.answer(always)) < most
 
 
 @pytest.mark.parametrize("step", [1, 2])
-async def test_a_queue_of_which_nothing_is_wanted_is_asked_slowly(step):
+async def test_a_queue_without_wanted_messages_is_pulled_slowly(step):
     pulling = Pulling(host=Host("Aa"))
     assert 100 < await pulling.attempts(lambda sent: sent.found(step, tags="BB", end=2**40)) < 600
     before = pulling.host.loop.time()
     for _ in range(7):
         (await pulling.next_pull()).found(step, tags="Aa", end=2**40)
-    assert pulling.host.loop.time() - before < 0.5, "it goes on at once"
+    assert pulling.host.loop.time() - before < 0.5, "it continues at once"
 
 
-async def test_single_messages_that_come_quickly_are_not_slowed():
+async def test_single_messages_that_arrive_quickly_are_not_delayed():
     pulling = Pulling(read_ahead=4)
     while pulling.pull_loop.pulled < 500:
         (await pulling.next_pull()).found(1)
@@ -520,20 +520,20 @@ async def test_single_messages_that_come_quickly_are_not_slowed():
     assert pulling.host.loop.time() < 1
 
 
-async def test_an_answer_that_comes_during_a_pause_is_taken_after_it():
+async def test_a_response_during_a_pause_is_processed_after_it():
     pulling, answered = Pulling(host=Host("Aa"), read_ahead=4), 0
-    while not pulling.silent:  # until it rests, with pulls under way whose answers wait
+    while not pulling.silent:  # until it pauses, with pulls in flight whose responses wait
         pulling.host.sent_pulls.popleft().found(1, tags="BB")
         answered += 1
     assert pulling.pull_loop.next_offset < answered
-    await asyncio.sleep(5)  # meanwhile the broker holds what is asked
+    await asyncio.sleep(5)  # meanwhile the broker holds the pulls
     assert pulling.pull_loop.next_offset == answered
 
 
 # --- slaves
 
 
-async def test_the_broker_that_an_answer_suggests_is_asked_next():
+async def test_the_next_pull_goes_to_the_suggested_broker():
     pulling = Pulling()
     (await pulling.next_pull()).no_matched(5, broker_id=1)
     second = await pulling.next_pull()
@@ -546,7 +546,7 @@ async def test_the_broker_that_an_answer_suggests_is_asked_next():
     assert (await pulling.next_pull()).broker_id == 0
 
 
-async def test_a_master_that_has_a_reset_is_asked_once():
+async def test_a_master_that_has_a_reset_is_pulled_once():
     pulling = Pulling()
     (await pulling.next_pull()).no_matched(5, broker_id=1)
     second = await pulling.next_pull()
@@ -558,8 +558,8 @@ async def test_a_master_that_has_a_reset_is_asked_once():
     assert (await pulling.next_pull()).broker_id == 1
 
 
-async def test_an_answer_during_a_connect_to_a_slave_is_taken():
-    """The slave was suggested while a second pull was under way at the master; its answer comes meanwhile."""
+async def test_a_response_during_a_connect_to_a_slave_is_processed():
+    """A response suggests the slave while a second pull is in flight at the master. That response arrives meanwhile."""
     host = Host()
     host.known_at = {0}
     pulling = Pulling(host=host)
@@ -568,7 +568,7 @@ async def test_an_answer_during_a_connect_to_a_slave_is_taken():
     await asyncio.sleep(0)
     assert host.connected == [1]
     fourth.found()
-    host.is_paused = True  # so that no further pull brings it along
+    host.is_paused = True  # so that no further pull processes it
     host.gate.set()
     await asyncio.sleep(1)
     assert pulling.host.offsets == list(range(32))
@@ -578,7 +578,7 @@ async def test_an_answer_during_a_connect_to_a_slave_is_taken():
 
 
 async def test_a_stuck_message_does_not_stop_a_queue_with_few_matches():
-    """An answer with few messages may move far ahead; the distance is no room that is taken."""
+    """A response with few messages may advance far. The distance does not count as used space."""
     pulling = Pulling(host=Host("paid"), messages=100, span=1_000_000)
     for next_offset in (1000, 3000):
         (await pulling.next_pull()).found(1, next_offset=next_offset, tags="paid")
@@ -586,7 +586,7 @@ async def test_a_stuck_message_does_not_stop_a_queue_with_few_matches():
     assert (await pulling.next_pull()).offset == 3000
 
 
-async def test_a_full_window_whose_answer_was_left_out_goes_on():
+async def test_a_full_window_whose_response_was_dropped_continues():
     pulling = Pulling(host=Host("Aa"), messages=2 * BATCH)
     (await pulling.next_pull()).found(tags="Aa")
     while pulling.pull_loop.next_offset <= 20 * BATCH:
@@ -594,7 +594,7 @@ async def test_a_full_window_whose_answer_was_left_out_goes_on():
         (await pulling.next_pull()).found(tags="BB" if pulling.window.unfinished()[0] == BATCH else "Aa")
 
 
-async def test_paused_queues_go_on_where_they_were():
+async def test_paused_queues_continue_at_their_offsets():
     pulling = Pulling()
     sent = await pulling.next_pull()
     pulling.host.is_paused = True
@@ -606,7 +606,7 @@ async def test_paused_queues_go_on_where_they_were():
     assert (await pulling.next_pull()).offset == BATCH
 
 
-async def test_nothing_is_asked_for_a_topic_without_a_subscription():
+async def test_a_topic_without_a_subscription_is_not_pulled():
     pulling = Pulling()
     sent = await pulling.next_pull()
     pulling.host.subscribed = None

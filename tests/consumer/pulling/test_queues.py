@@ -99,7 +99,11 @@ class AnEmptyPlaceIsEmpty(DropsWithoutStoring):
         return super().allocate(topic) if self.client_id in self.members(topic) else []
 
 
-LISTS = {"all except this member": [STRANGER], "another one": [STRANGER, "us"], "several": [STRANGER, "0.0.0.0@1", "us"]}
+LISTS = {
+    "all except this member": [STRANGER],
+    "another one": [STRANGER, "us"],
+    "several": [STRANGER, "0.0.0.0@1", "us"],
+}
 
 
 @pytest.mark.hazard("H39")

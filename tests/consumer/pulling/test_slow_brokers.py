@@ -1,4 +1,4 @@
-"""Brokers that are slow or silent: starts, hand-overs and closes take no longer than need be, and say what is left."""
+"""Slow or silent brokers: starts, hand-overs and closes take only the necessary time, and report what failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLUSTER = {"brokers": 2, "long_poll_tick_s": 5.0, "settings": {"enablePropertyFi
 
 @pytest.fixture
 def silent(embedded):
-    """A broker that answers nothing, once `silence()` is called."""
+    """A broker that sends no response after `silence()`."""
     return embedded.broker("broker-b")
 
 
@@ -40,7 +40,7 @@ def seconds(work) -> float:
 
 
 def test_a_start_waits_seconds_only_for_a_silent_broker(orders, silent):
-    """It consumes from the others."""
+    """It consumes from the other brokers."""
     seen, consumer = RecordingListener(), orders.consumer(consume_from="first")
     for number in range(20):
         topic = orders.make(2, f"orders-{number}")
@@ -58,7 +58,7 @@ def test_a_start_waits_seconds_only_for_a_silent_broker(orders, silent):
 
 
 def test_members_that_join_one_after_the_other_all_start(orders):
-    """While brokers have hundreds of queues to be begun, and everybody looks again whenever another joins."""
+    """Hundreds of queues begin, and each member rebalances whenever another one joins."""
     orders.make(queues=250)
     with ExitStack() as stack, ThreadPoolExecutor(4) as threads:
         starts = []
@@ -73,7 +73,7 @@ def test_members_that_join_one_after_the_other_all_start(orders):
             held = [{queue for queue in each.progress() if queue.topic == TOPIC} for each in consumers]
             return len(set().union(*held)) == 500 and sum(map(len, held)) == 500
 
-        until(all_is_held, "each queue is held by one")
+        until(all_is_held, "each queue has one owner")
 
 
 def with_expression(orders) -> PushConsumer:
@@ -83,8 +83,8 @@ def with_expression(orders) -> PushConsumer:
 
 
 @pytest.mark.parametrize("trouble", [drop, answer(2, "[TIMEOUT_CLEAN_QUEUE]broker busy")], ids=["lost", "busy"])
-def test_an_sql_expression_is_judged_by_the_brokers_that_answer(orders, broker, silent, trouble):
-    """The others look at it before they are first pulled from: a pull with a bad one would bring everything."""
+def test_the_brokers_that_respond_check_an_sql_expression(orders, broker, silent, trouble):
+    """The others check it before the first pull, because a pull with an invalid expression would return everything."""
     check = RequestCode.CHECK_CLIENT_CONFIG
     silent.forget_requests()
     broker.on(check, answer(0), times=None)  # embedded brokers do not evaluate any
@@ -99,7 +99,7 @@ def test_an_sql_expression_is_judged_by_the_brokers_that_answer(orders, broker, 
 
 
 def test_an_sql_expression_that_one_broker_refuses_is_an_error(orders, silent):
-    """Although another does not answer."""
+    """Although another broker does not respond."""
     silence(silent)
     with pytest.raises(BrokerError, match="SQL92"):
         with_expression(orders).start()
@@ -118,12 +118,12 @@ def test_a_hundred_queues_close_quickly_at_a_slow_broker(embedded, broker, is_ne
     with orders.consumer(seen, consume_from="first") as consumer:
         seen.wait(lambda seen: len(seen.messages) >= 100 - (not is_new))
         broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, delay(0.05), times=None)
-        assert seconds(consumer.close) < 2.5, "100 answers of 50 ms one after the other take 5 s"
+        assert seconds(consumer.close) < 2.5, "100 sequential responses of 50 ms take 5 s"
     assert sum(orders.committed.values()) == 100
 
 
 @pytest.mark.parametrize("codes", [[RequestCode.UPDATE_CONSUMER_OFFSET], []], ids=["commits", "everything"])
-def test_a_close_ends_in_time_and_says_what_is_not_stored(embedded, silent, codes):
+def test_a_close_ends_in_time_and_reports_unstored_offsets(embedded, silent, codes):
     orders = Orders(embedded, 50, brokers=["broker-b"])
     orders.fill(50, broker_name="broker-b")
     seen = RecordingListener()
@@ -135,12 +135,12 @@ def test_a_close_ends_in_time_and_says_what_is_not_stored(embedded, silent, code
     def reported_queues() -> set[MessageQueue | None]:
         return {event.queue for event in orders.events.of("commit-failed") if "final" in event.text}
 
-    until(lambda: {message.queue for message in seen.messages} <= reported_queues(), "each is told")
+    until(lambda: {message.queue for message in seen.messages} <= reported_queues(), "each is reported")
     assert consumer.state is ConsumerState.CLOSED
 
 
-def test_a_silent_broker_keeps_no_store_on_our_own_disk_open(orders, broker, tmp_path):
-    """The next consumer of the process has the same store: its lock was given back."""
+def test_a_silent_broker_keeps_no_local_store_open(orders, broker, tmp_path):
+    """The next consumer of the process can open the store, because its lock was released."""
     seen, again = RecordingListener(), RecordingListener()
     options = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "call_timeout_s": 4.0}
     orders.send(b"first")
@@ -160,8 +160,8 @@ def test_a_silent_broker_keeps_no_store_on_our_own_disk_open(orders, broker, tmp
 
 
 @pytest.mark.parametrize("trouble", [drop, answer(1, "no")], ids=["lost", "refused"])
-def test_a_reset_is_made_though_its_caller_lost_patience(embedded, broker, trouble):
-    """When the broker is back."""
+def test_a_reset_completes_although_its_caller_stopped_waiting(embedded, broker, trouble):
+    """It completes when the broker is up again."""
     orders = Orders(embedded, brokers=["broker-a"])
     orders.fill(10, broker_name="broker-a")
     seen = RecordingListener()
