@@ -1,1 +1,1 @@
-"""The hazards of consumer offsets: for each one a check that our consumer passes and a faulty client fails."""
+"""The hazards of consumer offsets. For each one a check passes with our consumer and fails with a faulty client."""

@@ -1,4 +1,4 @@
-"""The connection of a naive member: threads that wait for answers, and one that reads them."""
+"""The connection of a naive member: threads that wait for responses, and one that reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.real_brokers.remoting import as_text
 
 
 class Refused(OSError):
-    """A server answered with a code other than success; an OSError, so that "it did not work" is one `except`."""
+    """A response with an error code. It is an OSError, so that one `except` catches every failure."""
 
     def __init__(self, response: RemotingCommand) -> None:
         super().__init__(f"answered {response.code}: {response.remark}")
@@ -24,7 +24,7 @@ class Refused(OSError):
 
 
 class Wire:
-    """A connection: any thread may call over it; what the server asks runs on a thread of its own."""
+    """A connection. Any thread may call over it. Each request of the server runs on a new thread."""
 
     def __init__(self, address: str, on_request: Callable[[Wire, RemotingCommand], None], timeout_s: float) -> None:
         host, port = address.rsplit(":", 1)
@@ -40,7 +40,11 @@ class Wire:
     def call(
         self, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"", timeout_s: float = 10.0
     ) -> RemotingCommand:
-        """Send a request and return its answer, whatever its code is. OSError: lost, or not in time (TimeoutError)."""
+        """Send a request and return its response, with any code.
+
+        Raises:
+            OSError: the connection was lost, or the response was late (TimeoutError).
+        """
         responses: SimpleQueue[RemotingCommand | None] = SimpleQueue()
         with self._lock:
             opaque = next(self._opaques)
@@ -51,7 +55,7 @@ class Wire:
         try:
             response = responses.get(timeout=timeout_s)
         except Exception:
-            raise TimeoutError(f"no answer to {code} within {timeout_s:g} s") from None
+            raise TimeoutError(f"no response to {code} within {timeout_s:g} s") from None
         finally:
             self._waiting.pop(opaque, None)
         if response is None:
@@ -59,12 +63,12 @@ class Wire:
         return response
 
     def oneway(self, code: int, fields: Mapping[str, object] | None = None, body: bytes = b"") -> None:
-        """Send a request that nobody answers."""
+        """Send a request that gets no response."""
         with self._lock:
             self._socket.sendall(encode_command(_command(code, fields, body, next(self._opaques), ONEWAY_FLAG)))
 
     def reply(self, request: RemotingCommand, code: int = 0, remark: str | None = None, body: bytes = b"") -> None:
-        """Answer a request of the server's."""
+        """Respond to a request of the server."""
         response = request.make_response(code, remark, {}, body)
         response.opaque = request.opaque
         with contextlib.suppress(OSError), self._lock:

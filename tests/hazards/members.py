@@ -1,6 +1,6 @@
-"""What scenarios share: one face for our consumer and for naive ones, and what they see of a broker.
+"""Shared by scenarios: one interface for our consumer and for naive members, and views of a broker's requests.
 
-A *scenario* takes `member`, which is `ours` or a class of naive members, and holds the assertions::
+A *scenario* takes `member`, which is `ours` or a class of naive members, and makes the assertions::
 
     def nothing_is_lost(embedded, names, member):
         with member(embedded, topic, group, listener) as consumer:
@@ -45,13 +45,13 @@ QUICK: dict[str, Any] = {
     "call_timeout_s": PATIENT_S,
     "shutdown_timeout_s": 1.0,
 }
-"""Options that make a scenario short; both members have them unless told otherwise."""
+"""Options that make a scenario short. Both kinds of members have them, unless a test overrides them."""
 
 Queues = Mapping[MessageQueue, int]
 
 
 class Member(Protocol):
-    """What a scenario may do with a consumer, ours or a naive one, and see of it."""
+    """The interface of a consumer, ours or a naive one, for scenarios."""
 
     seen: RecordingListener
     """The listener."""
@@ -61,17 +61,17 @@ class Member(Protocol):
     def client_id(self) -> str: ...
 
     def held(self) -> dict[MessageQueue, int | None]:
-        """Return the queues it holds, retry topics left out, and the commit offset its memory has of each."""
+        """Return the held queues, except those of retry topics, with their commit offsets in memory."""
 
     def stored(self) -> dict[MessageQueue, int]:
-        """Return where each queue would go on if the process were killed now: what broker or file have."""
+        """Return the stored offsets, at the broker or in the file, at which the queues would continue after a kill."""
 
     def subscribe(self, topic: str, listener: Callable[[Message], Any], selector: str = "*") -> None: ...
 
     def unsubscribe(self, topic: str) -> None: ...
 
     def reset(self, topic: str, targets: Queues) -> None:
-        """Go on from other offsets: the member's own call, without any admin."""
+        """Continue at other offsets, by the member's own call and without an admin."""
 
     def pause(self) -> None: ...
 
@@ -81,11 +81,11 @@ class Member(Protocol):
 
 
 Kind = Callable[..., contextlib.AbstractContextManager[Any]]
-"""What a scenario gets: called with cluster, topic, group, listener and options it is a running `Member`."""
+"""A callable that takes cluster, topic, group, listener and options, and returns a running `Member`."""
 
 
 def faulty(kind: Any, caught: str | None = None, *more: Any) -> Any:
-    """Return parameters of a test that must fail: a faulty kind, what the failed assertion says, and others."""
+    """Return parameters with which a test must fail: a faulty kind, the text of the failed assertion, and others."""
     error = pytest.RaisesExc(AssertionError, match=caught)
     expected = pytest.mark.xfail(raises=error, strict=True, reason="the fault must be caught")
     return pytest.param(kind, *more, marks=expected, id="-".join(map(_short, (kind, *more))))
@@ -96,7 +96,7 @@ def _short(value: Any) -> str:
 
 
 class OurMember:
-    """Ours behind the face; `consumer` is the PushConsumer itself."""
+    """Our consumer with the interface of `Member`; `consumer` is the PushConsumer itself."""
 
     def __init__(self, cluster: Any, consumer: PushConsumer, seen: RecordingListener, events: Events) -> None:
         self._cluster, self.consumer = cluster, consumer
@@ -123,7 +123,7 @@ class OurMember:
 def ours(
     cluster: Any, topic: str, group: str, listener: Callable[[Message], Any] | None = None, **options: Any
 ) -> Iterator[OurMember]:
-    """Run our consumer; the arguments are those of `NaiveMember`."""
+    """Run our consumer, with the arguments of `NaiveMember`."""
     seen = (
         listener
         if isinstance(listener, RecordingListener)
@@ -142,14 +142,14 @@ def ours(
 
 
 def filled(cluster: Any, names: Any, *, queues: int, messages: int) -> tuple[str, str]:
-    """Make a topic and send messages to its queues in turn; returns its name and that of a group, which is new."""
+    """Create a topic and send messages to its queues in turn. Return its name, and the name of a new group."""
     topic = names.topic()
     resets.fill(cluster, topic, messages, queues=queues)
     return topic, names.group()
 
 
 def at_brokers(cluster: Any, group: str, queues: Any) -> dict[MessageQueue, int]:
-    """Return what the brokers have of some queues of a group; those they have nothing of are left out."""
+    """Return the brokers' offsets of some queues of a group. Queues without offset are omitted."""
     found = {}
     for queue in queues:
         offset = cluster.committed(group, queue.topic, queue.broker_name).get(queue.queue_id)
@@ -159,12 +159,12 @@ def at_brokers(cluster: Any, group: str, queues: Any) -> dict[MessageQueue, int]
 
 
 def committed_values(broker: Any, topic: str) -> list[tuple[int, int]]:
-    """Return every commit an embedded broker was asked for, in order: queue id and offset."""
+    """Return the queue id and offset of each commit that an embedded broker has received, in order."""
     return _offsets_of(broker.requests(RequestCode.UPDATE_CONSUMER_OFFSET), topic, "commitOffset")
 
 
 def pulled_offsets(broker: Any, topic: str) -> list[tuple[int, int]]:
-    """Return every pull an embedded broker was asked for, in order: queue id and offset."""
+    """Return the queue id and offset of each pull that an embedded broker has received, in order."""
     return _offsets_of(broker.requests(RequestCode.PULL_MESSAGE), topic, "queueOffset")
 
 
@@ -173,14 +173,14 @@ def _offsets_of(requests: Any, topic: str, field: str) -> list[tuple[int, int]]:
     return [(int(fields["queueId"]), int(fields[field])) for fields in about]
 
 
-def of(topic: str, **fields: object) -> Callable[[RemotingCommand], bool]:
-    """Return what tells requests about `topic`, and with these fields, from others; for `on()` and `wait_for()`."""
+def request_matcher(topic: str, **fields: object) -> Callable[[RemotingCommand], bool]:
+    """Return a predicate for requests about `topic` with these fields, for `on()` and `wait_for()`."""
     wanted = {"topic": topic, **{name: str(value) for name, value in fields.items()}}
     return lambda command: all(command.fields.get(name) == value for name, value in wanted.items())
 
 
 def send_reset_to_members(broker: Any, group: str, targets: Queues) -> None:
-    """Have an embedded broker send a reset (220) to every member of a group, as it does when an admin asks for one."""
+    """Let an embedded broker send a reset (220) to every member of a group, as it does for an admin."""
     resets.send_reset_to_members(broker, group, next(iter(targets)).topic, encode_offset_table(targets))
 
 
@@ -190,7 +190,7 @@ def broadcasting(stores: Path, **options: object) -> dict[str, Any]:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file can grow, wherever it is: what a full disk is to this process. A limit that holds for root, too."""
+    """Simulate a full disk by a limit of 0 on the size of files. The limit also holds for root."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
@@ -200,19 +200,19 @@ def full_disk() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Let what nobody can wait for come, such as a commit that must not be: several of our short intervals."""
+    """Wait for several short intervals, so that a forbidden event, such as a wrong commit, has time to happen."""
     threading.Event().wait(0.25)
 
 
 def give_time_to(wrong: Callable[[], object], member: Kind) -> None:
-    """Let what must not be come: a moment for those that are right, and as long as a faulty variant may need."""
+    """Wait for a forbidden event: a moment for a correct member, and as long as needed for a faulty one."""
     deadline = time.monotonic() + (0.25 if _is_right(member) else 10.0)
     while not wrong() and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def wait_limit_s(member: Kind) -> float:
-    """Return how long to wait for what a faulty variant never does."""
+    """Return how long to wait for an event, which a faulty member never causes."""
     return WAIT_S if _is_right(member) else 2.0
 
 
@@ -221,7 +221,7 @@ def _is_right(member: Kind) -> bool:
 
 
 class HeldRequests:
-    """A fault that keeps requests back, so that the test can answer them when and as it likes."""
+    """A fault that holds requests, so that the test can respond to them later."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -233,9 +233,9 @@ class HeldRequests:
             self._changed.notify_all()
 
     def wait(self, count: int = 1) -> Exchange:
-        """Return the `count`th request that was kept back."""
+        """Return the `count`th held request."""
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.exchanges) >= count, WAIT_S), "no request was kept back"
+            assert self._changed.wait_for(lambda: len(self.exchanges) >= count, WAIT_S), "no request was held"
         return self.exchanges[count - 1]
 
     def answer(
@@ -246,7 +246,7 @@ class HeldRequests:
         body: bytes = b"",
         number: int = 1,
     ) -> None:
-        """Answer the first request that was kept back, or another."""
+        """Respond to the held request with this number, the first by default."""
         exchange = self.wait(number)
         texts = {name: str(value) for name, value in (fields or {}).items()}
         response = exchange.request.make_response(code, remark, texts, body)

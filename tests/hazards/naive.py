@@ -1,7 +1,7 @@
-"""A consumer of a few hundred lines, for showing what goes wrong in others.
+"""A consumer of a few hundred lines, to show the faults of other clients.
 
-`NaiveMember` blocks, polls and knows no finesse, but its offsets are right. A faulty variant is a subclass in a test
-that overrides one method the way some client gets it wrong. What cannot be found out or done is an OSError.
+`NaiveMember` blocks and polls, but its offsets are right. A faulty variant is a subclass in a test. It overrides one
+method as some client implements it wrongly. Each failed operation raises an OSError.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from tests.hazards.members import QUICK, Queues, at_brokers
 
 @dataclass(eq=False)
 class Window:
-    """The unfinished messages of a queue: pulled, not yet acknowledged. Its lower edge is the commit offset."""
+    """The unfinished messages of a queue: pulled, but not acknowledged. The commit offset is their lowest offset."""
 
     queue: MessageQueue
     next_offset: int
-    """Where the next pull asks."""
+    """The offset of the next pull."""
     unfinished: dict[int, Message] = field(default_factory=dict)
     dropped: bool = False
-    """Given up: what comes from now on changes nothing."""
+    """Whether the member has given the queue up. Later results change nothing."""
     pull_from: int = 0
-    """The broker id that was suggested."""
+    """The broker id that the last response suggested."""
     tasks: SimpleQueue[Task] = field(default_factory=SimpleQueue)
-    """What waits for the listener: of the whole member, or of this queue when messages are consumed in order."""
+    """The messages that wait for the listener: all of the member, or only of this queue for an orderly member."""
     uncommitted: list[Message] = field(default_factory=list)
     """Consumed, but not yet committed by an orderly listener with `auto_commit=False`."""
 
     def edge(self) -> int:
-        """Return the offset of the oldest unfinished message, or of the next one to come."""
+        """Return the offset of the oldest unfinished message, or of the next one to pull."""
         return min(self.unfinished, default=self.next_offset)
 
 
@@ -60,12 +60,12 @@ Task = tuple[Window, Message] | None
 class NaiveMember:
     """A member of a group, with a thread for each queue and one lock, which is never held across a call.
 
-    Each method is one decision; those a client in the wild gets wrong are the ones to override. A window's state and
-    `offsets` change under `lock` only; every write to broker or file happens under `commit_lock`, one at a time.
+    Each method makes one decision. Tests override those that other clients implement wrongly. The state of windows and
+    `offsets` change only under `lock`. Every write to broker or file happens under `commit_lock`, one at a time.
     """
 
     pull_margin_s = 30.0
-    """How much longer than its hold a pull's answer is waited for."""
+    """How long to wait for the response of a pull, in addition to the time that the broker may hold it."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class NaiveMember:
         selector: str = "*",
         **options: Any,
     ) -> None:
-        """Take the options of a PushConsumer that matter here; others are ignored."""
+        """Take the options of a PushConsumer, and ignore those that do not matter here."""
         self.options = {"name_server": cluster.name_server, **QUICK, **options}
         self.cluster, self.group = cluster, group
         self.broadcasting = self.options.get("message_model") == "broadcasting"
@@ -98,14 +98,14 @@ class NaiveMember:
         self.lock, self.commit_lock = threading.RLock(), threading.RLock()
         self.windows: dict[MessageQueue, Window] = {}
         self.offsets: dict[MessageQueue, int] = {}
-        """The commit offset of each queue: memory."""
+        """The commit offset of each queue in memory."""
         self.committed: dict[MessageQueue, int] = {}
-        """What the store has acknowledged."""
+        """The offsets that the store has acknowledged."""
         self.known: dict[str, set[MessageQueue]] = {}
-        """The queues of each topic as they were when it was first seen."""
+        """The queues of each topic at the time when the member first saw it."""
         self.paused = False
         self.running = 0
-        """How many listeners run now."""
+        """The number of running listener calls."""
         self.closing, self.closed = threading.Event(), threading.Event()
         self.tasks: SimpleQueue[Task] = SimpleQueue()
         self._rebalance_due = threading.Event()
@@ -114,10 +114,10 @@ class NaiveMember:
         self._routes: dict[str, tuple[float, TopicRoute]] = {}
         self._threads: list[threading.Thread] = []
 
-    # --- its life
+    # --- start and close
 
     def start(self) -> None:
-        """Join the group; returns after the first rebalance."""
+        """Join the group, and return after the first rebalance."""
         self.rebalance()
         self._run(self._rebalance_loop)
         self._run(self._commit_loop)
@@ -125,19 +125,19 @@ class NaiveMember:
             self._run(self._consume_loop, self.tasks)
 
     def close(self) -> None:
-        """Stop pulling, let listeners end, store, leave."""
+        """Stop pulling, wait for listeners, store the offsets, and leave the group."""
         if self.closed.is_set():
             return
         self.closing.set()
         self.finish_listeners()
         self.drop_all()
         self.persist_all()
-        with self._rebalancing:  # no heartbeat is on its way, and none follows
+        with self._rebalancing:  # no heartbeat is in flight, and none follows
             self.leave()
         self._end()
 
     def kill(self) -> None:
-        """End as kill -9 does: nothing is stored, nobody is told."""
+        """End as by kill -9: store no offset, and notify no broker."""
         self.closing.set()
         self.drop_all()
         self._end()
@@ -148,13 +148,13 @@ class NaiveMember:
                 window.dropped = True
 
     def finish_listeners(self) -> None:
-        """Wait until no listener runs, for as long as the options say; none begins any more."""
+        """Wait until no listener runs, for at most `shutdown_timeout_s`. No new call starts meanwhile."""
         deadline = time.monotonic() + self.options["shutdown_timeout_s"]
         while self.running and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def leave(self) -> None:
-        """Unlock what is locked and tell the brokers."""
+        """Unlock the queues, and unregister at the brokers."""
         if self.orderly and not self.broadcasting:
             for queue in list(self.windows):
                 self.unlock(queue)
@@ -188,7 +188,7 @@ class NaiveMember:
         self._threads.append(thread)
         thread.start()
 
-    # --- the face
+    # --- the interface of Member
 
     def held(self) -> dict[MessageQueue, int | None]:
         with self.lock:
@@ -204,7 +204,7 @@ class NaiveMember:
         self.rebalance()
 
     def unsubscribe(self, topic: str) -> None:
-        """Give the topic's queues up; what they have come to is stored."""
+        """Give the topic's queues up, and store their offsets."""
         self.subscriptions.pop(topic, None)
         self.rebalance()
 
@@ -220,10 +220,10 @@ class NaiveMember:
     def emit(self, kind: EventKind, text: str, queue: MessageQueue | None = None, **facts: object) -> None:
         self.events(ConsumerEvent(kind, text, queue, facts))
 
-    # --- where things are
+    # --- connections and routes
 
     def wire(self, address: str) -> Wire:
-        """Return the connection to a server; on a new one to a broker the group is joined first."""
+        """Return the connection to a server. A new connection to a broker first sends a heartbeat."""
         with self._connecting:
             wire = self._wires.get(address)
             if wire is None or wire.lost:
@@ -238,7 +238,7 @@ class NaiveMember:
             return wire
 
     def broker_wires(self) -> list[Wire]:
-        """Return the connections to brokers that are there now."""
+        """Return the open connections to brokers."""
         servers = self.options["name_server"].split(";")
         return [wire for address, wire in list(self._wires.items()) if address not in servers and not wire.lost]
 
@@ -250,14 +250,14 @@ class NaiveMember:
         body: bytes = b"",
         timeout_s: float | None = None,
     ) -> RemotingCommand:
-        """Call a server; the answer is a success."""
+        """Call a server and return its response. Raise Refused unless it is a success."""
         answer = self.wire(address).call(code, fields, body, timeout_s or self.options["call_timeout_s"])
         if answer.code != ResponseCode.SUCCESS:
             raise Refused(answer)
         return answer
 
     def route(self, topic: str) -> TopicRoute:
-        """Return where a topic is, as known since at most `route_refresh_interval_s`; nowhere if it does not exist."""
+        """Return a topic's route, at most `route_refresh_interval_s` old. It is empty if the topic does not exist."""
         fetched_at, route = self._routes.get(topic, (-1e9, TopicRoute(topic)))
         if time.monotonic() - fetched_at < self.options["route_refresh_interval_s"]:
             return route
@@ -273,7 +273,7 @@ class NaiveMember:
         return route
 
     def master(self, queue: MessageQueue, broker_id: int = 0) -> str:
-        """Return the address of a queue's master, or of its broker with another id, else of the master again."""
+        """Return the address of a queue's broker with this id, or of the master if there is no such broker."""
         for broker in self.route(queue.topic).brokers:
             if broker.broker_name == queue.broker_name:
                 address = broker.addresses.get(broker_id) or broker.addresses.get(0)
@@ -284,7 +284,7 @@ class NaiveMember:
     # --- membership
 
     def heartbeat(self, wire: Wire) -> None:
-        """Tell a broker who we are and what we subscribe to. Always before the first pull."""
+        """Send the client id and the subscriptions to a broker. This always precedes the first pull."""
         selectors = [(topic, selector) for topic, (_, selector) in list(self.subscriptions.items())]
         subscriptions = tuple(parse_subscription(*each, self.sub_version) for each in selectors)
         model = "BROADCASTING" if self.broadcasting else "CLUSTERING"
@@ -293,7 +293,7 @@ class NaiveMember:
         wire.call(RequestCode.HEART_BEAT, body=body, timeout_s=self.options["call_timeout_s"])
 
     def members(self, topic: str) -> list[str]:
-        """Return the client ids of the group, ours among them."""
+        """Return the client ids of the group, including this member's."""
         for broker in self.route(topic).brokers:
             for _, address in sorted(broker.addresses.items()):
                 answer = self.call(address, RequestCode.GET_CONSUMER_LIST_BY_GROUP, {"consumerGroup": self.group})
@@ -301,7 +301,7 @@ class NaiveMember:
         return []
 
     def on_request(self, wire: Wire, request: RemotingCommand) -> None:
-        """Do what a broker asks."""
+        """Execute a request of a broker."""
         if request.code == RequestCode.NOTIFY_CONSUMER_IDS_CHANGED:
             self._rebalance_due.set()
         elif request.code == RequestCode.RESET_CONSUMER_CLIENT_OFFSET:
@@ -313,19 +313,21 @@ class NaiveMember:
     # --- rebalance
 
     def allocate(self, topic: str) -> list[MessageQueue]:
-        """Return the queues that should be ours: all, or our slice of them."""
+        """Return the queues that this member should hold: all, or its part of them."""
         queues = self.route(topic).consume_queues()
         if self.broadcasting or not queues:
             return queues
         members = self.members(topic)
-        if self.client_id not in members:  # a broker forgot us: join again, and keep what we have until then
+        if (
+            self.client_id not in members
+        ):  # a broker has forgotten this member, so join again, and keep the held queues until then
             for wire in self.broker_wires():
                 self.heartbeat(wire)
             return [queue for queue in queues if queue in self.windows]
         return average(self.group, self.client_id, queues, members)
 
     def rebalance(self) -> None:
-        """Give up what is not ours and begin what is."""
+        """Give up the queues of other members, and begin new ones."""
         with self._rebalancing:
             if self.closing.is_set():
                 return
@@ -334,7 +336,7 @@ class NaiveMember:
                     mine = self.allocate(topic) if topic in self.subscriptions else []
                     self.known.setdefault(topic, set(self.route(topic).consume_queues()))
                 except OSError:
-                    continue  # nobody tells: everything stays as it is
+                    continue  # the members or the route are unknown, so change nothing
                 held = {queue for queue in list(self.windows) if queue.topic == topic}
                 for queue in sorted(held.difference(mine)):
                     self.drop(queue)
@@ -346,14 +348,14 @@ class NaiveMember:
                         self.begin(queue)
 
     def queues_changed(self) -> None:
-        """The queues we hold change: our subscription has a new version, which brokers hear before any pull."""
+        """Send a new version of the subscription, because the held queues change. Brokers get it before any pull."""
         self.sub_version = max(self.sub_version + 1, int(time.time() * 1000))
         for wire in self.broker_wires():
             with contextlib.suppress(OSError):
                 self.heartbeat(wire)
 
     def begin(self, queue: MessageQueue) -> None:
-        """Take a queue on."""
+        """Begin a new queue."""
         if self.orderly and not self.broadcasting:
             self.acquire(queue)
         self.pull_at(queue, self.start_offset(queue))
@@ -371,7 +373,7 @@ class NaiveMember:
             self._run(self._consume_loop, window.tasks)
 
     def drop(self, queue: MessageQueue) -> None:
-        """Give a queue up: acks count no more, what it has come to is stored, then it is unlocked and forgotten."""
+        """Give a queue up: ignore later acks, store its offset, then unlock and forget it."""
         with self.lock:
             window = self.windows.pop(queue, None)
             if window is not None:
@@ -379,7 +381,7 @@ class NaiveMember:
         try:
             self.persist(queue)
         except OSError:
-            return  # memory keeps what the store did not take
+            return  # memory keeps the offset that the store refused
         if self.orderly and not self.broadcasting:
             self.unlock(queue)
         with self.lock:
@@ -391,7 +393,7 @@ class NaiveMember:
         """Lock a queue at its broker."""
         answer = self._send_lock_request(RequestCode.LOCK_BATCH_MQ, queue)
         if queue not in bodies.decode_lock_response(answer.body):
-            raise ConnectionError(f"{queue} is locked by another")
+            raise ConnectionError(f"{queue} is locked by another member")
 
     def unlock(self, queue: MessageQueue) -> None:
         with contextlib.suppress(OSError):
@@ -401,17 +403,17 @@ class NaiveMember:
         request = bodies.LockRequest(self.group, self.client_id, frozenset([queue]))
         return self.call(self.master(queue), code, body=bodies.encode_lock_request(request))
 
-    # --- where to start
+    # --- start offsets
 
     def start_offset(self, queue: MessageQueue) -> int:
-        """Return where to go on: what memory has, else the store, else by `consume_from`."""
+        """Return the offset in memory, else the stored one, else the one of `consume_from`."""
         offset = self.offsets.get(queue)
         if offset is None:
             offset = self.read_stored(queue)
         return self.first_offset(queue) if offset is None else offset
 
     def read_stored(self, queue: MessageQueue) -> int | None:
-        """Return what file or broker have, None when they have nothing."""
+        """Return the offset in the file or at the broker, or None without one."""
         if self.broadcasting:
             return self.read_file().get(queue)
         fields = {"consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id}
@@ -426,7 +428,7 @@ class NaiveMember:
         return int(answer.fields["offset"])
 
     def first_offset(self, queue: MessageQueue) -> int:
-        """Return where to start without any offset. A queue that came later than we did starts at its beginning."""
+        """Return the start offset of a queue without one. A queue added after the start begins at its first message."""
         at_the_end = self.options["consume_from"] == "last" and not queue.topic.startswith("%RETRY%")
         return self.max_offset(queue) if at_the_end and queue in self.known[queue.topic] else self.min_offset(queue)
 
@@ -455,7 +457,7 @@ class NaiveMember:
             self.on_pull_response(window, answer)
 
     def pull(self, window: Window) -> RemotingCommand:
-        """Ask the broker for messages; it may hold the question for `pull_hold_s`. No commit travels with it."""
+        """Pull messages from the broker, which may hold the request for `pull_hold_s`. It contains no commit."""
         queue, hold_s = window.queue, self.options["pull_hold_s"]
         fields = {
             "consumerGroup": self.group,
@@ -473,7 +475,7 @@ class NaiveMember:
         return self.wire(address).call(RequestCode.PULL_MESSAGE, fields, timeout_s=hold_s + self.pull_margin_s)
 
     def on_pull_response(self, window: Window, answer: RemotingCommand) -> None:
-        """Take an answer; one that comes when its window was dropped is late and changes nothing."""
+        """Process a pull response. Ignore it if the window was dropped meanwhile."""
         if window.dropped:
             return
         if "suggestWhichBrokerId" in answer.fields:
@@ -497,24 +499,24 @@ class NaiveMember:
             window.tasks.put((window, message))
 
     def on_nothing_found(self, window: Window, next_offset: int) -> None:
-        """Nothing new, or nothing that matches: go on there. It is the commit offset only if nothing is unfinished."""
+        """Continue after a response without messages. Commit its offset only if no message is unfinished."""
         with self.lock:
             if not window.dropped and next_offset >= window.next_offset:
                 window.next_offset = next_offset
                 self.offsets[window.queue] = window.edge()
 
     def on_offset_moved(self, window: Window, answer: RemotingCommand) -> None:
-        """The broker says that we asked at a wrong place, or that somebody reset the queue."""
+        """Process the broker's report of a wrong pull offset, or of a reset."""
         target = int(answer.fields["nextBeginOffset"])
         if answer.remark == "OFFSET_RESET":
             self.on_reset({window.queue: target})
         elif target < window.next_offset and self.max_offset(window.queue) >= window.next_offset:
-            self.closing.wait(self.options["pull_retry_delay_s"])  # a broker that is not ready yet says 0
+            self.closing.wait(self.options["pull_retry_delay_s"])  # a broker that is not ready yet reports 0
         else:
             self.on_correction(window, target)
 
     def on_correction(self, window: Window, target: int) -> None:
-        """Go on at `target`, after what is unfinished: store it, durably if possible, then pull there."""
+        """Wait for unfinished messages, then continue at `target`: store it, durably if possible, and pull there."""
         while window.unfinished and not window.dropped and not self.closing.is_set():
             self.closing.wait(0.01)
         with self.lock:
@@ -557,7 +559,7 @@ class NaiveMember:
             self.acked(window, message)
 
     def consume_in_order(self, window: Window, message: Message) -> None:
-        """Run the listener on a message until it succeeds; those after it wait."""
+        """Run the listener on a message until it succeeds. Later messages wait."""
         while not window.dropped and not self.closing.is_set():
             listener = self.subscriptions.get(message.topic, (self.seen, "*"))[0]
             try:
@@ -573,7 +575,7 @@ class NaiveMember:
             return
 
     def acked(self, window: Window, message: Message) -> None:
-        """The listener has returned: unless the window was dropped, the commit offset is its lower edge."""
+        """Note that the listener has returned. The commit offset is then the window's edge, unless it was dropped."""
         with self.lock:
             if window.dropped:
                 return
@@ -581,7 +583,7 @@ class NaiveMember:
             self.offsets[window.queue] = window.edge()
 
     def failed(self, window: Window, message: Message, error: Exception) -> None:
-        """The listener raised: the message comes again by way of the broker; in broadcasting that was it."""
+        """Note that the listener has raised. The broker redelivers the message, but not for broadcasting."""
         if window.dropped or self.closing.is_set():
             return
         if not self.broadcasting:
@@ -597,7 +599,7 @@ class NaiveMember:
         self.acked(window, message)
 
     def send_back(self, message: Message, delay_level: int = 0) -> None:
-        """Have the broker deliver a message again."""
+        """Let the broker redeliver a message."""
         fields = {
             "group": self.group,
             "originTopic": message.topic,
@@ -612,7 +614,7 @@ class NaiveMember:
     # --- resets
 
     def on_reset(self, targets: Queues) -> None:
-        """Go on from other offsets: old windows end, the targets are stored, new windows begin there."""
+        """Continue at other offsets: drop the windows, store the targets, and begin new windows there."""
         queues = [queue for queue in targets if queue in self.windows]
         with self.lock:
             for queue in queues:
@@ -631,13 +633,13 @@ class NaiveMember:
             self.persist_all()
 
     def persist_all(self) -> None:
-        """Store every queue that we hold; those that fail are tried again at the next tick."""
+        """Store the offset of every held queue. The next tick retries those that fail."""
         for queue in list(self.windows):
             with contextlib.suppress(OSError):
                 self.persist(queue)
 
     def persist(self, queue: MessageQueue) -> None:
-        """Store the offset of a queue, if it is another one than the store has acknowledged."""
+        """Store the offset of a queue, unless the store has acknowledged it already."""
         with self.commit_lock:
             offset = self.offsets.get(queue)
             if offset is None or offset == self.committed.get(queue):
@@ -653,17 +655,17 @@ class NaiveMember:
             self.committed[queue] = offset
 
     def commit(self, queue: MessageQueue, offset: int) -> None:
-        """Have the broker store an offset; returns when it has acknowledged that."""
+        """Store an offset at the broker, and return when it has acknowledged that."""
         fields = {"consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id, "commitOffset": offset}
         self.call(self.master(queue), RequestCode.UPDATE_CONSUMER_OFFSET, fields)
 
     @property
     def file(self) -> Path:
-        """The offsets.json of this member."""
+        """The path of this member's offsets.json."""
         return store_directory(self.options["offset_store_dir"], self.client_id, self.group) / "offsets.json"
 
     def read_file(self) -> dict[MessageQueue, int]:
-        """Return what the file holds, nothing when there is none."""
+        """Return the offsets in the file; it is empty if there is no file."""
         try:
             return decode_checkpoint(self.file.read_bytes())[0]
         except FileNotFoundError:
@@ -678,7 +680,7 @@ class NaiveMember:
         new.write_bytes(encode_offsets(offsets))
         new.replace(self.file)
 
-    # --- rounds
+    # --- timers
 
     def _rebalance_loop(self) -> None:
         interval_s = self.options.get("heartbeat_interval_s", 30)
@@ -694,7 +696,7 @@ class NaiveMember:
                 self.beat()
 
     def beat(self) -> None:
-        """Tell every broker that we are still there, unless we have left."""
+        """Send a heartbeat to every broker, unless the member has left."""
         with self._rebalancing:
             for wire in self.broker_wires() if not self.closing.is_set() else ():
                 with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Other members of a group: those that a broker says are there, and a way to lose queues to them."""
+"""Other members of a group, which a broker pretends to have, so that a consumer loses queues to them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tests.consuming import until
 from tests.hazards.naive import NaiveMember
 
 STRANGER = "0.0.0.0@0#0"
-"""A client id that comes before every other, so that a single queue is its."""
+"""A client id that sorts before all others, so that its member gets a single queue."""
 
 
 def members_of(*client_ids: str) -> Fault:
-    """Answer that these are the members of the group."""
+    """Return a fault that lists these client ids as the members of the group."""
     return answer(0, body=json.dumps({"consumerIdList": list(client_ids)}).encode())
 
 
 class AnotherMember:
-    """Another member, which takes the only queue of a topic while it is there."""
+    """Another member, which can take the only queue of a topic."""
 
     def __init__(self, cluster: Any, group: str, consumer: Any, topic: str) -> None:
         self._broker, self._group = cluster.broker("broker-a"), group
         self._consumer, self._topic = consumer, topic
 
     def take_queue(self) -> None:
-        """Return when the consumer has given the queue up."""
+        """Take the queue, and wait until the consumer has given it up."""
         self._broker.on(
             RequestCode.GET_CONSUMER_LIST_BY_GROUP,
             members_of(STRANGER, self._consumer.client_id),
@@ -39,16 +39,16 @@ class AnotherMember:
         until(lambda: not self._holds(), "the queue is given up")
 
     def give_queue_back(self) -> None:
-        """Return when the consumer has taken the queue back."""
+        """Give the queue back, and wait until the consumer holds it again."""
         self._broker.clear_faults(RequestCode.GET_CONSUMER_LIST_BY_GROUP)
-        until(self._holds, "the queue is taken back")
+        until(self._holds, "the consumer holds the queue again")
 
     def _holds(self) -> bool:
         return any(each.topic == self._topic for each in self._consumer.held())
 
 
 class DropsWithoutStoring(NaiveMember):
-    """Forgets a queue that is no longer its own, and leaves its last offset and its lock as they are."""
+    """Forgets a queue that it gives up, without storing its last offset and without unlocking it."""
 
     def drop(self, queue: MessageQueue) -> None:
         with self.lock:

@@ -1,4 +1,4 @@
-"""docs/hazards.md says what the tests are, and no hazard is left out."""
+"""docs/hazards.md matches the tests, and has every hazard."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.hazards.__main__ import DOCUMENT, HAZARDS, REMARKS, document, hazard_
 
 
 def test_the_document_is_up_to_date() -> None:
-    assert DOCUMENT.read_text() == document(), "make it anew: python -m tests.hazards > docs/hazards.md"
+    assert DOCUMENT.read_text() == document(), "make it again: python -m tests.hazards > docs/hazards.md"
 
 
 @for_each("number", HAZARDS, ids="H{:02}".format)
@@ -16,5 +16,5 @@ def test_a_hazard_has_tests_or_a_reason_why_not(number: int) -> None:
     if REMARKS.get(number, "").startswith("No test: "):
         assert not about, f"H{number:02} has a test after all: {about[0].name}"
         return
-    assert any(test.text for test in about), f"no test of H{number:02} says what we do about it"
-    assert any(test.faulty for test in about), f"no test of H{number:02} says what the fault is that it catches"
+    assert any(test.text for test in about), f"no test of H{number:02} describes our behaviour"
+    assert any(test.faulty for test in about), f"no test of H{number:02} describes the fault that it catches"

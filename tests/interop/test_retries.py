@@ -75,7 +75,7 @@ def test_a_failed_message_goes_to_the_owner_of_the_retry_queue(either_cluster, j
 
 
 def test_dead_letters_are_the_same_as_a_java_members(real_cluster, java, topic, names):
-    """A message fails twice in our group and in a Java group. The dead letters are equal, and both clients read both."""
+    """A message fails twice, in our group and in a Java group. The dead letters are equal, and both clients read them."""
     real_cluster.create_topic(topic, queues=1)
     our_group, java_group = names.group("ours"), names.group("java")
     for each in (our_group, java_group):

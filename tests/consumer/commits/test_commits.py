@@ -24,8 +24,8 @@ from tests.hazards.members import (
     faulty,
     filled,
     give_time_to,
-    of,
     ours,
+    request_matcher,
     settle,
     wait_limit_s,
 )
@@ -66,7 +66,7 @@ def test_nothing_is_committed_past_messages_at_the_listener(embedded, broker, co
     """
     embedded.create_topic("T", queues=1)
     fill(embedded, "T", 10)
-    at_end = of("T", queueOffset=10)
+    at_end = request_matcher("T", queueOffset=10)
     nothing = answer(code, None, {"nextBeginOffset": "10", "minOffset": "0", "maxOffset": "10"})
     broker.on(PULL, nothing, times=2, when=at_end)
     first, others = threading.Event(), threading.Event()
@@ -139,7 +139,7 @@ def test_a_pull_that_is_late_commits_nothing_over_the_next_owner(embedded, names
     broker, late = embedded.broker("broker-a"), Gate()
     with member(embedded, topic, group, pull_hold_s=0.1) as consumer:
         until(lambda: consumer.stored() == {queue(topic, 0): 10}, "committed")
-        broker.on(PULL, late, times=None, when=of(topic))
+        broker.on(PULL, late, times=None, when=request_matcher(topic))
         late.wait_held(1, WAIT_S)
         AnotherMember(embedded, group, consumer, topic).take_queue()
         broker.commit(group, topic, {0: 25})
@@ -169,7 +169,7 @@ def test_a_slow_commit_is_not_overtaken_by_the_next(embedded, broker, member):
     with member(embedded, "T", "G", call_timeout_s=WAIT_S) as consumer:
         fill(embedded, "T", 1)
         until(lambda: consumer.stored() == {queue("T", 0): 1}, "committed")
-        broker.on(COMMIT, slow, when=of("T"))
+        broker.on(COMMIT, slow, when=request_matcher("T"))
         fill(embedded, "T", 9, start=1)
         slow.wait_held(1, WAIT_S)
         fill(embedded, "T", 10, start=10)
@@ -224,7 +224,7 @@ def test_a_commit_that_is_lost_is_made_again(embedded, broker, member):
     """
     fill(embedded, "T", 10, queues=2)
     turns = itertools.cycle([True, False])
-    broker.on(COMMIT, drop, times=None, when=lambda command: of("T")(command) and next(turns))
+    broker.on(COMMIT, drop, times=None, when=lambda command: request_matcher("T")(command) and next(turns))
     with member(embedded, "T", "G", call_timeout_s=0.2) as consumer:
         consumer.seen.wait_for(10)
         all_stored = {queue("T", 0): 5, queue("T", 1): 5}
@@ -262,7 +262,7 @@ def test_the_first_commit_of_a_group_goes_alone(embedded, broker, member):
     """
     fill(embedded, "T", 16, queues=4)
     first = Gate()
-    broker.on(COMMIT, first, times=None, when=of("T"))
+    broker.on(COMMIT, first, times=None, when=request_matcher("T"))
     with member(embedded, "T", "G", call_timeout_s=WAIT_S) as consumer:
         try:
             first.wait_held(1, WAIT_S)
@@ -354,7 +354,7 @@ def test_commits_go_on_while_another_broker_is_silent(member):
         with member(cluster, "T", "G", call_timeout_s=WAIT_S) as consumer:
             fill(cluster, "T", 2)
             until(lambda: set(consumer.stored().values()) == {1}, "committed at both")
-            cluster.broker("broker-a").on(COMMIT, silent, times=None, when=of("T"))
+            cluster.broker("broker-a").on(COMMIT, silent, times=None, when=request_matcher("T"))
             try:
                 cluster.send("T", b"-", broker_name="broker-a")
                 silent.wait_held(1, WAIT_S)

@@ -11,7 +11,7 @@ from pyrocket_consumer import ConsumerState
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, close_connection, drop, drop_answer
 from tests.consuming import PATIENT_S, Events, RecordingListener, consuming, numbered, until
-from tests.hazards.members import of
+from tests.hazards.members import request_matcher
 from tests.resets import fill, queue
 
 OPTIONS = {"commit_interval_s": 0.05, "pull_hold_s": 0.2}
@@ -59,10 +59,10 @@ def test_commits_are_tried_again_and_told_once_in_a_while(embedded, broker, topi
 
 def test_a_commit_whose_answer_is_lost_is_made_again(embedded, broker, topic, group):
     fill(embedded, topic, 5, queues=1)
-    broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop_answer, when=of(topic))
+    broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, drop_answer, when=request_matcher(topic))
     with consuming(embedded, topic, group, **IMPATIENT) as (consumer, seen):
         seen.wait_for(5)
-        broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, 2, when=of(topic))
+        broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, 2, when=request_matcher(topic))
         until(lambda: consumer.progress()[queue(topic, 0)].persisted == 5, "known to be stored")
 
 

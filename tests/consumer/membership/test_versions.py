@@ -13,7 +13,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from tests.consumer.orders import ours_and
 from tests.consuming import RecordingListener
-from tests.hazards.members import faulty, of
+from tests.hazards.members import faulty, request_matcher
 from tests.hazards.naive import NaiveMember, Window
 from tests.resets import fill
 
@@ -100,7 +100,7 @@ def test_the_subscription_has_a_new_version_with_its_queues_only(embedded, broke
         (before,) = quiet
         broker.forget_requests()
         embedded.create_topic("T", queues=3)
-        (pull, *_) = broker.wait_for(RequestCode.PULL_MESSAGE, timeout_s=30, when=of("T", queueId=2))
+        (pull, *_) = broker.wait_for(RequestCode.PULL_MESSAGE, timeout_s=30, when=request_matcher("T", queueId=2))
         embedded.wait_until(lambda: len(versions(broker)) >= 5, 30)
         carried, beats = int(pull.command.fields["subVersion"]), versions(broker)
         assert abs(carried / 1000 - time.time()) < 86400, f"version {carried} is not in milliseconds"

@@ -26,7 +26,6 @@ from pyrocket_consumer.protocol.reset_format import (
 )
 from pyrocket_consumer.testing import answer
 from tests.consuming import Events, consuming, until
-from tests.hazards.members import of
 from tests.offsets.local.disks import Failing, MemoryDisk, WatchedDisk
 from tests.resets import (
     caught_up,
@@ -351,7 +350,7 @@ def test_a_slow_store_is_answered_pending_in_time_and_done_later(embedded, broke
 
 
 def test_a_record_that_may_not_be_read_is_told(embedded, broker, stores):
-    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(16, "no permission"), times=None, when=of(RETRY))
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(16, "no permission"), times=None, when=request_matcher(RETRY))
     events = Events()
     with caught_up(embedded, "T", "G", 10, on_event=events, **stores):
         assert "no permission to read" in events.wait_for("broker-unreachable").text

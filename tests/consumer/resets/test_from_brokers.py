@@ -1,4 +1,4 @@
-"""H29, H30: resets that brokers tell of: marks for the next pull, and orders to every member (220)."""
+"""H29, H30: resets by brokers, in the response to a pull, and in a request to every member (220)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.hazards.members import (
     faulty,
     filled,
     give_time_to,
-    of,
     ours,
+    request_matcher,
     settle,
     wait_limit_s,
 )
@@ -38,18 +38,17 @@ from tests.resets import caught_up, fill, queue, send_reset_to_members, wait_unt
 PULL, COMMIT = RequestCode.PULL_MESSAGE, RequestCode.UPDATE_CONSUMER_OFFSET
 SINGLE = queue("S", 0)
 MARK = {"nextBeginOffset": "4", "minOffset": "0", "maxOffset": "10", "suggestWhichBrokerId": "0"}
-"""The answer to a pull that tells of a reset to 4."""
+"""The response to a pull with a reset to 4."""
 
 
 def reset_at_broker(cluster: Any, group: str, topic: str) -> None:
-    """Have the broker reset a group to the beginning, as mqadmin and the dashboard do."""
+    """Reset a group to the beginning at the broker, as mqadmin and the dashboard do."""
     with closing(Peer(cluster.broker("broker-a").address)) as peer:
         peer.call(222, {"topic": topic, "group": group, "timestamp": 0, "isForce": True})
 
 
 class CommitsWithThePull(PullsCarryCommits):
-    """C++: the commit offset travels with each pull, also with the one that is told of the reset, and by no other way
-    before the next pull."""
+    """C++ sends the commit offset only with each pull, also with the pull whose response has the reset."""
 
     def persist(self, queue: Any) -> None:
         pass
@@ -57,16 +56,17 @@ class CommitsWithThePull(PullsCarryCommits):
 
 @pytest.mark.hazard("H29")
 @pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(CommitsWithThePull, "a kill now would undo the reset: .* 10} is stored")]
+    "member", [ours, NaiveMember, faulty(CommitsWithThePull, "a kill now would undo the reset, because .* 10} is stored")]
 )
 def test_a_reset_is_stored_before_the_first_pull_from_there(embedded, broker, member):
-    """The target of a reset is committed, and the commit acknowledged, before the queue is pulled from there; no pull
-    carries a commit. So no crash undoes a reset once the consumer has heard of it.
+    """The consumer commits the target of a reset, and waits for the acknowledgement, before it pulls there. No pull
+    contains a commit. So no crash undoes a reset that the consumer has received.
 
-    A broker tells a reset to one pull: if that answer is lost with its connection, the reset is lost, and no client
-    can know. `mqadmin` and the dashboard then say it was done; our own `Admin` has the members confirm it.
+    A broker sends a reset in response to one pull. If that response is lost with its connection, the reset is lost, and
+    no client can know. `mqadmin` and the dashboard then report success, but `Admin` waits for the members'
+    confirmation.
 
-    Faulty: C++ lets the pull carry the offset of before, which the broker stores after it has told of the reset.
+    Faulty: C++ sends the old offset with the pull, and the broker stores it after it has sent the reset.
     """
     fill(embedded, "S", 10)
     held = HeldRequests()
@@ -76,32 +76,32 @@ def test_a_reset_is_stored_before_the_first_pull_from_there(embedded, broker, me
         embedded.wait_until(lambda: broker.held_pulls("S") == 0, WAIT_S)
         reset_at_broker(embedded, "G", "S")
         broker.forget_requests()
-        broker.on(PULL, held, when=of("S", queueOffset=0))
+        broker.on(PULL, held, when=request_matcher("S", queueOffset=0))
         consumer.resume()
-        at_target = held.wait()  # where would the group go on, if the process were killed now?
+        at_target = held.wait()  # where would the group continue if the process were killed now?
         kept = consumer.stored()
-        assert kept == {SINGLE: 0}, f"a kill now would undo the reset: {kept} is stored"
-        assert not any(offset for _, offset in committed_values(broker, "S")), "the offset of before was committed"
+        assert kept == {SINGLE: 0}, f"a kill now would undo the reset, because {kept} is stored"
+        assert not any(offset for _, offset in committed_values(broker, "S")), "the old offset was committed"
         at_target.later(0, lambda: at_target.handle(at_target.answer))
         consumer.seen.wait(lambda seen: len(seen.bodies) == 20)
         until(lambda: consumer.stored() == {SINGLE: 10}, "committed again")
         assert Counter(consumer.seen.bodies) == Counter(numbered(10) * 2)
-        assert committed_values(broker, "S") == sorted(committed_values(broker, "S")), "nothing older came after it"
+        assert committed_values(broker, "S") == sorted(committed_values(broker, "S")), "no lower offset was committed later"
 
 
 class StaysAtTheSlave(NaiveMember):
-    """Commits, gets "success" whose remark says that a reset is waiting, and reads on where it was told to."""
+    """Commits, gets "success" with a remark that a reset waits, and continues to pull at the suggested broker."""
 
 
 @pytest.mark.hazard("H29")
 @pytest.mark.parametrize(
-    "member", [ours, faulty(StaysAtTheSlave, "the group stands at 0 whatever it commits, and reads on")]
+    "member", [ours, faulty(StaysAtTheSlave, "the group stays at 0 whatever it commits, and pulls further")]
 )
 def test_a_reset_reaches_a_consumer_that_reads_from_a_slave(member):
-    """Only the master tells of a reset, and until then it ignores commits. When it says so, the next pull goes to the
-    master, whatever broker was suggested.
+    """Only the master sends a reset, and ignores commits until then. If its response to a commit reports this, the next
+    pull goes to the master, whatever broker was suggested.
 
-    Faulty: clients that read on from the slave, while the group's offset stands still.
+    Faulty: clients that continue to pull from the slave, while the group's offset does not move.
     """
     with EmbeddedCluster(slaves=1, long_poll_tick_s=0.1) as cluster:
         master, slave = cluster.broker("broker-a"), cluster.broker("broker-a-1")
@@ -111,17 +111,17 @@ def test_a_reset_reaches_a_consumer_that_reads_from_a_slave(member):
         with member(cluster, "S", "G") as consumer:
             fill(cluster, "S", 10)
             consumer.seen.wait_for(10)
-            slave.wait_for(PULL, timeout_s=WAIT_S, when=of("S", queueOffset=10))
+            slave.wait_for(PULL, timeout_s=WAIT_S, when=request_matcher("S", queueOffset=10))
             until(lambda: consumer.stored() == {SINGLE: 10}, "committed")
             reset_at_broker(cluster, "G", "S")
             fill(cluster, "S", 1, start=10)
-            stands = "the group stands at 0 whatever it commits, and reads on"
-            until(lambda: len(consumer.seen.bodies) >= 21, stands, wait_limit_s(member))
+            stays = "the group stays at 0 whatever it commits, and pulls further"
+            until(lambda: len(consumer.seen.bodies) >= 21, stays, wait_limit_s(member))
             until(lambda: consumer.stored() == {SINGLE: 11}, "committed again")
 
 
 class DropsLateAnswers(NaiveMember):
-    """An answer to a pull of before is nobody's any more, whatever it says."""
+    """Drops the response to an earlier pull, whatever it contains."""
 
     def on_pull_response(self, window: Window, answer: RemotingCommand) -> None:
         if not window.dropped:
@@ -129,28 +129,28 @@ class DropsLateAnswers(NaiveMember):
 
 
 class WaitsNoLonger(NaiveMember):
-    """What comes after a call has timed out is thrown away with the call's number."""
+    """Drops a response that arrives after the call has timed out."""
 
     pull_margin_s = 0.2
 
 
 def a_late_reset_is_obeyed(cluster: Any, member: Kind, *, timed_out: bool, **options: Any) -> None:
-    """A pull at 10 is kept back until nobody waits for it; then it is answered with a reset to 4."""
+    """The broker holds a pull at 10 until the member has given it up, and then responds with a reset to 4."""
     fill(cluster, "S", 10)
     broker, held = cluster.broker("broker-a"), HeldRequests()
-    broker.on(PULL, held, when=of("S", queueOffset=10))
+    broker.on(PULL, held, when=request_matcher("S", queueOffset=10))
     with member(cluster, "S", "G", **options) as consumer:
         consumer.seen.wait_for(10)
         held.wait()
         consumed = 10
         if timed_out:
-            broker.wait_for(PULL, 2, timeout_s=WAIT_S, when=of("S", queueOffset=10))
+            broker.wait_for(PULL, 2, timeout_s=WAIT_S, when=request_matcher("S", queueOffset=10))
         else:
             consumer.reset("S", {SINGLE: 8})
             consumed += 2
             consumer.seen.wait(lambda seen: len(seen.bodies) == consumed)
         held.answer(21, "OFFSET_RESET", MARK)
-        lost = "the reset is lost: it was told to that pull only"
+        lost = "the reset is lost, because only that response had it"
         until(lambda: len(consumer.seen.bodies) == consumed + 6, lost, wait_limit_s(member))
         until(lambda: consumer.stored() == {SINGLE: 10}, "committed again")
         assert Counter(consumer.seen.bodies[consumed:]) == Counter(numbered(6, 4))
@@ -160,19 +160,19 @@ def a_late_reset_is_obeyed(cluster: Any, member: Kind, *, timed_out: bool, **opt
 
 @pytest.mark.hazard("H29")
 @pytest.mark.parametrize("member", [ours, faulty(DropsLateAnswers, "the reset is lost")])
-def test_a_reset_told_to_an_abandoned_pull_is_obeyed(embedded, member):
-    """An answer to a pull that was abandoned (by another reset, for example) changes nothing, unless it tells of a
-    reset: the broker tells that once, to whichever pull comes first.
+def test_a_reset_in_the_response_to_an_abandoned_pull_is_followed(embedded, member):
+    """The response to a pull that was abandoned, for example by another reset, changes nothing unless it has a reset.
+    The broker sends a reset once, in response to the pull that comes first.
 
-    Faulty: clients that look at no late answer at all.
+    Faulty: clients that drop every late response.
     """
     a_late_reset_is_obeyed(embedded, member, timed_out=False)
 
 
 @pytest.mark.hazard("H29")
 @pytest.mark.parametrize("member", [ours, faulty(WaitsNoLonger, "the reset is lost")])
-def test_a_reset_told_to_a_pull_that_has_timed_out_is_obeyed(embedded, member):
-    """The same for an answer that comes after the call has timed out, as long as its connection lasts.
+def test_a_reset_in_the_response_to_a_timed_out_pull_is_followed(embedded, member):
+    """The same for a response that arrives after the call has timed out, as long as the connection is open.
 
     Faulty: clients that forget the number of a call that has timed out.
     """
@@ -181,8 +181,8 @@ def test_a_reset_told_to_a_pull_that_has_timed_out_is_obeyed(embedded, member):
 
 
 def both_members_replay(cluster: Any, names: Any, member: Kind) -> None:
-    """Of two members one has consumed everything; the other has taken half of the queues over, while the pulls of the
-    first one for them are still held at the broker, and has consumed nothing."""
+    """One of two members has consumed everything. The other has taken over half of the queues, and has consumed
+    nothing. The broker still holds the first member's pulls of these queues."""
     topic, group = filled(cluster, names, queues=4, messages=40)
     seen = RecordingListener()
     old, everything = set(numbered(40)), {queue(topic, number): 10 for number in range(4)}
@@ -193,14 +193,14 @@ def both_members_replay(cluster: Any, names: Any, member: Kind) -> None:
         with member(cluster, topic, group, seen, instance_name="second", **options) as second:
             until(lambda: len(first.held()) == len(second.held()) == 2, "two queues each")
             if isinstance(cluster, EmbeddedCluster):  # else they may not be held yet
-                until(lambda: cluster.broker("broker-a").held_pulls(topic) == 6, "also those that were left behind")
+                until(lambda: cluster.broker("broker-a").held_pulls(topic) == 6, "also the old pulls of the first member")
             reset_at_broker(cluster, group, topic)
-            fill(cluster, topic, 4, start=40)  # ends the pulls that are held
+            fill(cluster, topic, 4, start=40)  # ends the held pulls
 
             def again() -> int:
                 return sum(times > 1 for body, times in Counter(seen.bodies).items() if body in old)
 
-            with suppress(AssertionError):  # told below
+            with suppress(AssertionError):  # checked below
                 until(lambda: again() == 40, "all are consumed again", wait_limit_s(member))
             assert again() == 40, f"{again()} of 40 messages were consumed again"
             seen.wait_for(44)
@@ -214,31 +214,31 @@ def both_members_replay(cluster: Any, names: Any, member: Kind) -> None:
 @pytest.mark.hazard("H29")
 @pytest.mark.parametrize("member", [ours, faulty(DropsLateAnswers, "[23]0 of 40 messages were consumed again")])
 def test_a_member_that_has_just_taken_queues_over_is_reset_too(embedded, names, member):
-    """A reset that is told to a held pull of the queue's last owner is passed on to the member that has it now; that
-    one replays although it has consumed nothing of the queue yet.
+    """If the response to a held pull of the queue's last owner has a reset, that member forwards it to the present
+    owner, which replays although it has consumed no message of the queue yet.
 
-    Faulty: a client that throws the answer away; queues that have changed hands are then not reset. That is what is
-    seen of Java 5.5.0 members, too, whatever the cause is there.
+    Faulty: clients that drop the response, so queues with a new owner are not reset. Java 5.5.0 members behave like
+    this, too, whatever the cause.
     """
     both_members_replay(embedded, names, member)
 
 
 @pytest.mark.hazard("H29")
-def test_so_it_is_at_real_brokers(real_cluster, names):
-    """The same at real brokers, in the way each release resets a group by default."""
+def test_new_owners_are_reset_at_real_brokers(real_cluster, names):
+    """The same with real brokers, which reset a group in the default way of their release."""
     both_members_replay(real_cluster, names, ours)
 
 
-def test_a_hand_over_between_proxies_is_told_to_nobody(embedded, broker, stores):
+def test_a_hand_over_between_proxies_is_not_forwarded(embedded, broker, stores):
     with caught_up(embedded, "T", "G", 20, pull_hold_s=0.2, **stores) as (consumer, seen):
-        broker.on(PULL, answer(21, "OFFSET_RESET", {**MARK, "maxOffset": "0"}), when=of("T", queueId=0))
+        broker.on(PULL, answer(21, "OFFSET_RESET", {**MARK, "maxOffset": "0"}), when=request_matcher("T", queueId=0))
         seen.wait(lambda seen: len(seen.messages) == 26)
         wait_until_stored(consumer, "T", 20)
         assert embedded.committed("G", "%RETRY%G") == {}
 
 
 class PausesEverything(NaiveMember):
-    """Java and Go: the whole consumer is paused for ten seconds, then resumed."""
+    """Java and Go pause the whole consumer for ten seconds."""
 
     def on_reset(self, targets: Queues) -> None:
         self.pause()
@@ -248,7 +248,7 @@ class PausesEverything(NaiveMember):
 
 
 class Resumes(NaiveMember):
-    """The same, in less time."""
+    """The same, without the ten seconds."""
 
     def on_reset(self, targets: Queues) -> None:
         super().on_reset(targets)
@@ -257,10 +257,10 @@ class Resumes(NaiveMember):
 
 @pytest.mark.hazard("H30")
 @pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(PausesEverything, "a reset of one topic holds up another")]
+    "member", [ours, NaiveMember, faulty(PausesEverything, "a reset of one topic delays another")]
 )
-def test_a_reset_of_one_topic_does_not_hold_up_another(embedded, broker, member):
-    """A reset fences the queues it names, and nothing else waits for it.
+def test_a_reset_of_one_topic_does_not_delay_another(embedded, broker, member):
+    """A reset fences the queues that it names, and no other queue waits for it.
 
     Faulty: Java and Go pause the whole consumer for ten seconds.
     """
@@ -271,12 +271,14 @@ def test_a_reset_of_one_topic_does_not_hold_up_another(embedded, broker, member)
         consumer.subscribe("other", others)
         consumer.seen.wait_for(10)
         until(lambda: consumer.stored().get(SINGLE) == 10 and queue("other", 0) in consumer.held(), "both")
-        broker.on(COMMIT, gate, times=None, when=of("S"))  # that of the target is not acknowledged for a while
+        broker.on(
+            COMMIT, gate, times=None, when=request_matcher("S")
+        )  # the broker delays the acknowledgement of the target
         try:
             send_reset_to_members(broker, "G", "S", encode_offset_table({SINGLE: 2}))
             until(lambda: (0, 2) in committed_values(broker, "S") or getattr(consumer, "paused", False), "it has begun")
             fill(embedded, "other", 5)
-            until(lambda: len(others.bodies) == 5, "a reset of one topic holds up another", wait_limit_s(member))
+            until(lambda: len(others.bodies) == 5, "a reset of one topic delays another", wait_limit_s(member))
         finally:
             broker.clear_faults()
             gate.open()
@@ -286,7 +288,7 @@ def test_a_reset_of_one_topic_does_not_hold_up_another(embedded, broker, member)
 @pytest.mark.hazard("H30")
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(Resumes, "consumed although the consumer was paused")])
 def test_a_paused_consumer_stays_paused(embedded, broker, member):
-    """A reset moves the queues of a consumer that the application has paused, and leaves it paused.
+    """A reset moves the queues of a paused consumer, and the consumer stays paused.
 
     Faulty: Java resumes the consumer after every reset.
     """
@@ -304,7 +306,7 @@ def test_a_paused_consumer_stays_paused(embedded, broker, member):
 
 
 class LeavesAGhost(NaiveMember):
-    """Takes the queue out of its table without telling the pull loop, which lives on beside the new one."""
+    """Removes the queue from its table without stopping the pull loop, which continues next to the new one."""
 
     def on_reset(self, targets: Queues) -> None:
         for each in targets:
@@ -315,21 +317,21 @@ class LeavesAGhost(NaiveMember):
 
 @pytest.mark.hazard("H30")
 @pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(LeavesAGhost, "messages were consumed twice: two pull loops are at work")]
+    "member", [ours, NaiveMember, faulty(LeavesAGhost, "messages were consumed twice, because two pull loops are running")]
 )
 def test_one_pull_loop_is_left_for_each_queue(embedded, broker, member):
-    """Rebalance and resets change a queue one after the other, and a new period of a queue begins when the one before
-    has ended: there is never a second pull loop.
+    """Rebalance and resets change a queue one after the other. A queue's new window begins only when the old one has
+    ended, so there is never a second pull loop.
 
-    Faulty: in Java and Go a reset during a rebalance leaves the old pull request at work beside the new one.
+    Faulty: in Java and Go a reset during a rebalance leaves the old pull request running next to the new one.
     """
     fill(embedded, "S", 5)
     gate = Gate()
     with member(embedded, "S", "G") as consumer:
         until(lambda: consumer.stored() == {SINGLE: 5}, "committed")
-        broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, when=of("S", queueId=1))
+        broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, when=request_matcher("S", queueId=1))
         embedded.create_topic("S", queues=2)
-        gate.wait_held(timeout_s=WAIT_S)  # the queue is just being added when a reset of all queues comes
+        gate.wait_held(timeout_s=WAIT_S)  # the queue is beginning when a reset of all queues arrives
         send_reset_to_members(broker, "G", "S", encode_offset_table({SINGLE: 3, queue("S", 1): 0}))
         consumer.events.wait_for("offset-reset") if member is ours else settle()
         gate.open()
@@ -343,7 +345,7 @@ def test_one_pull_loop_is_left_for_each_queue(embedded, broker, member):
             return [body for body, times in Counter(consumer.seen.bodies).items() if times > 1 and b"after" in body]
 
         give_time_to(twice, member)
-        assert not twice(), f"{len(twice())} messages were consumed twice: two pull loops are at work"
+        assert not twice(), f"{len(twice())} messages were consumed twice, because two pull loops are running"
         until(lambda: broker.held_pulls("S") == 2, "one pull for each queue")
 
 
@@ -356,11 +358,11 @@ SPELLINGS = {
     "quoted": b'{"offsetTable":{"{\\"topic\\":\\"T\\",\\"brokerName\\":\\"broker-a\\",\\"queueId\\":0}":2,'
     b'"{\\"topic\\":\\"T\\",\\"brokerName\\":\\"broker-a\\",\\"queueId\\":1}":7}}',
 }
-"""A reset of two queues as brokers write it for clients in one language and another."""
+"""A reset of two queues as brokers write it for clients in different languages."""
 
 
 class KnowsTheMapOnly(NaiveMember):
-    """Java: a reset that was asked for by a tool in another language comes as a list, and is ignored."""
+    """Java ignores the list form, which brokers use for a reset by a tool in another language."""
 
     def on_request(self, wire: Wire, request: RemotingCommand) -> None:
         if request.code != RequestCode.RESET_CONSUMER_CLIENT_OFFSET or b'"offsetTable":{{' in request.body:
@@ -379,10 +381,10 @@ class KnowsTheMapOnly(NaiveMember):
         ),
     ],
 )
-def test_every_spelling_of_a_reset_is_obeyed(embedded, broker, tmp_path, member, spelling, model):
-    """Brokers write a reset in the form of the language it was asked for in; all are understood.
+def test_every_spelling_of_a_reset_is_followed(embedded, broker, tmp_path, member, spelling, model):
+    """The consumer reads each form of a reset. Brokers use the form of the language of the requesting tool.
 
-    Faulty: Java ignores lists and pairs, Go and C++ end at some of the others.
+    Faulty: Java ignores lists and pairs; Go and C++ crash at some of the others.
     """
     fill(embedded, "T", 20)
     with member(embedded, "T", "G", message_model=model, offset_store_dir=tmp_path) as consumer:
@@ -396,8 +398,8 @@ def test_every_spelling_of_a_reset_is_obeyed(embedded, broker, tmp_path, member,
         until(lambda: sum(consumer.stored().values()) == 20, "stored again")
 
 
-class EndsAtWhatItCannotRead(NaiveMember):
-    """Go (lists) and C++ (pairs): the process ends."""
+class CrashesAtAnUnreadableReset(NaiveMember):
+    """Crashes, as Go does at lists and C++ at pairs."""
 
     def on_request(self, wire: Wire, request: RemotingCommand) -> None:
         try:
@@ -407,11 +409,11 @@ class EndsAtWhatItCannotRead(NaiveMember):
 
 
 @pytest.mark.hazard("H30")
-@pytest.mark.parametrize("member", [ours, faulty(EndsAtWhatItCannotRead, "ended the consumer")])
-def test_an_order_that_cannot_be_read_moves_nothing_and_is_told(embedded, broker, member):
-    """What cannot be read moves nothing, ends nothing, and is told by an event.
+@pytest.mark.parametrize("member", [ours, faulty(CrashesAtAnUnreadableReset, "ended the consumer")])
+def test_a_reset_that_cannot_be_read_moves_nothing(embedded, broker, member):
+    """The consumer ignores a reset that it cannot read, and emits an event.
 
-    Faulty: Go ends at the list form, C++ at pairs.
+    Faulty: Go crashes at the list form, C++ at pairs.
     """
     fill(embedded, "S", 5)
     with member(embedded, "S", "G") as consumer:
@@ -423,7 +425,7 @@ def test_an_order_that_cannot_be_read_moves_nothing_and_is_told(embedded, broker
 
         for number, body in enumerate((b"{", b'{"offsetTable":7}', b'{"offsetTable":[[1]]}', b"\xff\xfe"), 1):
             send_reset_to_members(broker, "G", "S", body)
-            until(lambda number=number: has_read(number), "it has been read")
+            until(lambda number=number: has_read(number), "the consumer has read it")
             sent = fill(embedded, "S", 1, start=4 + number)
             ended = f"{body!r}, which cannot be read, ended the consumer"
             until(lambda sent=sent: sent[0] in consumer.seen.bodies, ended, wait_limit_s(member))
@@ -432,7 +434,7 @@ def test_an_order_that_cannot_be_read_moves_nothing_and_is_told(embedded, broker
 
 
 @pytest.mark.parametrize("body", [b"", b'{"offsetTable":{}}', encode_offset_table({queue("T", 0): -5})])
-def test_what_names_nothing_moves_nothing(embedded, broker, body):
+def test_a_reset_without_queues_moves_nothing(embedded, broker, body):
     elsewhere = {queue("U", 0): 0, MessageQueue("T", "broker-z", 0): 0}
     with caught_up(embedded, "T", "G", 10) as (_, seen):
         for table in (body, encode_offset_table(elsewhere)):
@@ -453,7 +455,7 @@ def test_what_names_nothing_moves_nothing(embedded, broker, body):
         ({queue("T", number): 2 for number in range(7, 5000)}, "T", "there is no queue T/broker-a/7"),
     ],
 )
-def test_a_table_that_no_broker_would_send_moves_nothing(embedded, broker, tmp_path, model, targets, topic, reason):
+def test_an_invalid_reset_table_moves_nothing(embedded, broker, tmp_path, model, targets, topic, reason):
     events = Events()
     options = {"message_model": model, "offset_store_dir": tmp_path, "on_event": events}
     with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
@@ -461,7 +463,7 @@ def test_a_table_that_no_broker_would_send_moves_nothing(embedded, broker, tmp_p
         text = events.wait_for("offset-reset").text
         assert reason in text and "nothing moved" in text
         assert consumer.state is ConsumerState.RUNNING
-        right = {queue("T", 0): 8, queue("T", 7): 0}  # 7: no route has it yet
+        right = {queue("T", 0): 8, queue("T", 7): 0}  # no route has queue 7 yet
         send_reset_to_members(broker, "G", "T", encode_offset_table(right))
         seen.wait(lambda seen: len(seen.messages) == 22)
         assert {message.queue_offset for message in seen.messages[20:]} == {8, 9}
@@ -482,7 +484,7 @@ def test_of_several_resets_at_once_the_last_counts(embedded, broker):
 
 @pytest.mark.virtual
 def test_a_reset_of_a_queue_being_given_up_counts_afterwards(embedded, broker):
-    """And not where this member last knew the queue to be."""
+    """It counts more than the last offset that this member knows."""
     theirs, frees, seen = queue("T", 1), threading.Event(), []
 
     def listen(message):
@@ -495,14 +497,14 @@ def test_a_reset_of_a_queue_being_given_up_counts_afterwards(embedded, broker):
     with consuming(embedded, "T", "G", listen, instance_name="first", **options) as (consumer, _):
         until(lambda: embedded.committed("G", "T").get(1) == 9, "committed")
         embedded.send("T", b"last", queue_id=1)
-        until(lambda: len(seen) == 10, "the call")
+        until(lambda: len(seen) == 10, "the call begins")
         with consuming(embedded, "T", "G", instance_name="second", **options):
             time.sleep(10)
-            assert theirs in consumer.progress(), "given up when its call has returned, or has taken too long"
+            assert theirs in consumer.progress(), "given up only after its call has returned, or has taken too long"
             broker.commit("G", "T", {1: 2})
             send_reset_to_members(broker, "G", "T", encode_offset_table({theirs: 2}))
             until(lambda: theirs not in consumer.progress(), "given up")
-        until(lambda: theirs in consumer.progress(), "it is back")
+        until(lambda: theirs in consumer.progress(), "it is assigned again")
         frees.set()
         until(lambda: len(seen) == 18, "consumed again")
     assert seen == [*range(10), *range(2, 10)]
@@ -510,11 +512,11 @@ def test_a_reset_of_a_queue_being_given_up_counts_afterwards(embedded, broker):
 
 
 @pytest.mark.parametrize(("refuses", "end"), [(True, 10), (False, 0)], ids=["refused", "a hand-over of proxies"])
-def test_a_reset_of_a_topic_that_is_left_tells_nobody(embedded, broker, tmp_path, refuses, end):
+def test_a_reset_of_an_unsubscribed_topic_is_not_forwarded(embedded, broker, tmp_path, refuses, end):
     model = "clustering" if refuses else "broadcasting"
     options = {"message_model": model, "offset_store_dir": tmp_path, "remote_reset": "refuse" if refuses else "accept"}
     fill(embedded, "S", 10)
-    broker.on(PULL, held := HeldRequests(), when=of("S", queueOffset=10))
+    broker.on(PULL, held := HeldRequests(), when=request_matcher("S", queueOffset=10))
     with consuming(embedded, "S", "G", on_event=(events := Events()), **options) as (consumer, seen):
         consumer.subscribe("T", seen)
         seen.wait_for(10)

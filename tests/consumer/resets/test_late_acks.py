@@ -1,4 +1,4 @@
-"""H02: a listener that returns after a reset has consumed a message of a period that has ended."""
+"""H02: a listener that returns after a reset has consumed a message of an earlier period."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.hazards.members import (
     committed_values,
     faulty,
     give_time_to,
-    of,
     ours,
+    request_matcher,
     send_reset_to_members,
     settle,
 )
@@ -30,7 +30,7 @@ SINGLE = queue("S", 0)
 
 
 class CountsLateAcks(NaiveMember):
-    """An acknowledgement is stored whether or not its window was dropped meanwhile."""
+    """Stores an acknowledgement, also if its window was dropped meanwhile."""
 
     def acked(self, window: Window, message: Message) -> None:
         with self.lock:
@@ -39,7 +39,7 @@ class CountsLateAcks(NaiveMember):
 
 
 class ChecksAndThenStores(NaiveMember):
-    """Java: "if not dropped: store" in two steps, and a reset comes between them."""
+    """Java: "if not dropped: store" in two steps, and a reset takes effect between them."""
 
     def acked(self, window: Window, message: Message) -> None:
         if not window.dropped:
@@ -50,7 +50,7 @@ class ChecksAndThenStores(NaiveMember):
 
 
 class WaitsBeforeItResets(NaiveMember):
-    """Java until 4.9 and Go: windows are dropped, 10 s pass, another reset comes, and what it began lives on."""
+    """Java until 4.9 and Go: windows are dropped, 10 s pass, another reset arrives, and its pull loop continues."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -81,13 +81,13 @@ def reset_by_broker(consumer: Any, broker: Any, target: int) -> None:
     "member", [ours, NaiveMember, faulty(CountsLateAcks, "a listener from before the reset has written")]
 )
 def test_a_listener_that_returns_after_a_reset_changes_nothing(embedded, broker, reset, held_commit, member):
-    """A reset ends the queue's window before it stores the target: no acknowledgement from before reaches the store.
+    """A reset fences the queue's window before it stores the target, so no earlier acknowledgement reaches the store.
 
-    Nothing sleeps, and nobody waits for a slow listener.
+    The reset does not sleep, and does not wait for a slow listener.
 
-    Faulty: a client that stores an acknowledgement whenever it comes.
+    Faulty: clients that store an acknowledgement whenever it arrives.
     """
-    # The listener has 9 while the queue goes back to 2, and returns after that: or while 2 is being stored.
+    # The listener has 9 while the queue moves back to 2. It returns after that, or while 2 is being stored.
     begun, release, held = threading.Event(), threading.Event(), HeldRequests()
     fill(embedded, "S", 10)
 
@@ -99,9 +99,9 @@ def test_a_listener_that_returns_after_a_reset_changes_nothing(embedded, broker,
     with member(embedded, "S", "G", RecordingListener(listener)) as consumer:
         try:
             consumer.seen.wait_for(10)
-            until(lambda: consumer.stored() == {SINGLE: 9}, "all but the last")
+            until(lambda: consumer.stored() == {SINGLE: 9}, "all except the last")
             if held_commit:
-                broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, held, when=of("S", commitOffset=2))
+                broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, held, when=request_matcher("S", commitOffset=2))
             consumer.pause()
             resetting = threading.Thread(target=reset, args=(consumer, broker, 2))
             resetting.start()
@@ -139,12 +139,12 @@ def test_a_listener_that_returns_after_a_reset_changes_nothing(embedded, broker,
         faulty(ChecksAndThenStores, "by a listener from before it"),
     ],
 )
-def test_no_moment_lies_between_looking_and_storing(embedded, member):
-    """Looking whether the window lives and moving the offset is one step, under the window's lock.
+def test_the_check_and_the_store_of_an_ack_are_one_step(embedded, member):
+    """The check that the window is alive and the move of the offset are one step, under the window's lock.
 
-    Faulty: Java looks first and stores then.
+    Faulty: Java checks first, and stores later.
     """
-    # Resets hit twenty listeners wherever they are; nothing is pulled after that, so that only they could write.
+    # Resets interrupt twenty listeners at any step. Nothing is pulled after that, so only these listeners could write.
     fill(embedded, "S", 500)
     with member(
         embedded, "S", "G", RecordingListener(lambda message: time.sleep(0.01)), commit_interval_s=0.01
@@ -161,13 +161,14 @@ def test_no_moment_lies_between_looking_and_storing(embedded, member):
 
 
 @pytest.mark.hazard("H02")
-@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(WaitsBeforeItResets, "two pulls of one queue go on")])
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(WaitsBeforeItResets, "two pulls of one queue continue")])
 def test_two_resets_in_a_row_leave_one_pull_and_one_replay(embedded, broker, member):
-    """Resets of a queue take turns, and each ends what the one before began.
+    """Resets of a queue run one after the other, and each stops the pull loop of the one before.
 
-    Faulty: Go and old Java: two resets within ten seconds leave two pull loops, and all messages come twice.
+    Faulty: in Go and old Java, two resets within ten seconds leave two pull loops, and all messages are delivered
+    twice.
     """
-    # Two resets to 0, a moment apart: the replay is delivered once, and one pull goes on.
+    # Two resets to 0, with a short pause: the replay is delivered once, and one pull loop continues.
     fill(embedded, "S", 10)
     with member(embedded, "S", "G") as consumer:
         until(lambda: consumer.stored() == {SINGLE: 10}, "consumed")
@@ -175,15 +176,15 @@ def test_two_resets_in_a_row_leave_one_pull_and_one_replay(embedded, broker, mem
         for _ in range(2):
             send_reset_to_members(broker, "G", {SINGLE: 0})
             threading.Event().wait(0.1)
-        if member is not WaitsBeforeItResets:  # which begins when both have come
+        if member is not WaitsBeforeItResets:  # which begins when both resets have arrived
             consumer.events.wait_for("offset-reset", 2)
         until(lambda: consumer.stored() == {SINGLE: 0}, "reset")
-        until(lambda: broker.held_pulls("S") == 0, "what was pulled before is answered")
+        until(lambda: broker.held_pulls("S") == 0, "the broker has responded to the earlier pulls")
         settle()
         consumer.resume()
         until(lambda: consumer.stored() == {SINGLE: 10}, "consumed again")
         fill(embedded, "S", 5, start=10)
         until(lambda: consumer.stored() == {SINGLE: 15}, "consumed")
         give_time_to(lambda: len(consumer.seen.messages) > 25, member)
-        assert Counter(consumer.seen.bodies) == Counter(numbered(10) + numbered(15)), "two pulls of one queue go on"
+        assert Counter(consumer.seen.bodies) == Counter(numbered(10) + numbered(15)), "two pulls of one queue continue"
         until(lambda: broker.held_pulls("S") <= 1, "one pull waits")
