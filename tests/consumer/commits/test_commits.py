@@ -314,7 +314,7 @@ class OneTimerForAll(NaiveMember):
 
 @pytest.mark.hazard("H40")
 @pytest.mark.parametrize("member", [ours, faulty(OneTimerForAll, "commits go on while a name server is silent")])
-def test_commits_go_on_while_the_name_server_is_silent(embedded, member):
+def test_commits_continue_while_the_name_server_is_silent(embedded, member):
     """Commits, routes, heartbeats and locks wait for nothing but their own answers.
 
     Faulty: Java's five periodic jobs share a thread, which a silent name server stops.
@@ -343,7 +343,7 @@ class CommitsInTurn(NaiveMember):
 
 @pytest.mark.hazard("H40")
 @pytest.mark.parametrize("member", [ours, faulty(CommitsInTurn, "commits go on at one broker while another is silent")])
-def test_commits_go_on_while_another_broker_is_silent(member):
+def test_commits_continue_while_another_broker_is_silent(member):
     """A broker that does not answer a commit delays no commit of queues at others.
 
     Faulty: commits that wait for each other in one thread.

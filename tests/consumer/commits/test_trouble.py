@@ -29,7 +29,7 @@ def fails_once(body):
 @pytest.mark.parametrize(
     "trouble", [answer(1, "no"), answer(2, "busy"), drop, close_connection], ids=["refused", "busy", "lost", "closed"]
 )
-def test_commits_are_tried_again_and_told_once_in_a_while(embedded, broker, topic, group, trouble):
+def test_commits_are_retried_and_reported_at_intervals(embedded, broker, topic, group, trouble):
     fill(embedded, topic, 10, queues=2)
     events = Events()
 
@@ -78,7 +78,7 @@ def test_a_busy_broker_is_asked_again_to_take_a_message_back(embedded, broker, t
 
 
 @pytest.mark.parametrize("trouble", [answer(1, "no"), answer(999)], ids=["refused", "unknown"])
-def test_what_is_not_taken_back_is_sent_to_the_retry_topic(embedded, broker, topic, group, trouble):
+def test_a_message_that_no_broker_takes_back_goes_to_the_retry_topic(embedded, broker, topic, group, trouble):
     embedded.create_topic(topic, queues=1)
     embedded.send(topic, b"m0", tags="t", keys=["k"], properties={"own": "ä"})
     broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, trouble, times=3)
@@ -93,7 +93,7 @@ def test_what_is_not_taken_back_is_sent_to_the_retry_topic(embedded, broker, top
 
 
 @pytest.mark.parametrize("trouble", [drop, close_connection], ids=["lost", "closed"])
-def test_what_may_have_been_taken_back_comes_again_here(embedded, broker, topic, group, trouble):
+def test_a_message_with_an_unanswered_send_back_is_repeated_here(embedded, broker, topic, group, trouble):
     """The broker may have it: to send it in another way would make copies of it."""
     embedded.create_topic(topic, queues=1)
     embedded.send(topic, b"m0")

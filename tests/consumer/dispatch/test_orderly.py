@@ -15,7 +15,7 @@ from pyrocket_consumer.consumer.dispatch.orderly import HELD_UP_AFTER_S, Orderly
 from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, drop, drop_answer
-from tests.consumer.orders import GROUP, QUEUE, RETRY, TOPIC, listener_of, of
+from tests.consumer.orders import GROUP, QUEUE, RETRY, TOPIC, listener_of, request_matcher
 from tests.consumer.windows import window_of
 from tests.consuming import QUICK, RecordingListener, consuming, numbered, until
 from tests.resets import fill
@@ -108,7 +108,7 @@ def other(message):
     pass
 
 
-async def test_what_comes_while_a_turn_runs_waits_and_follows():
+async def test_messages_that_arrive_during_a_batch_follow_it():
     serving = Serving(5)
     listener = Listener.of(one)
     serving.dispatch(listener, 0, 2)
@@ -119,7 +119,7 @@ async def test_what_comes_while_a_turn_runs_waits_and_follows():
     assert serving.window.commit_offset() == 2
 
 
-async def test_a_turn_has_one_listener_and_each_unit_its_own():
+async def test_a_batch_has_messages_of_one_listener():
     serving = Serving(6)
     first, second = Listener.of(one), Listener.of(other)
     serving.window.locked_until = 0
@@ -135,7 +135,7 @@ async def test_a_turn_has_one_listener_and_each_unit_its_own():
     assert serving.window.commit_offset() == 6
 
 
-async def test_what_failed_comes_again_first_and_with_its_listener():
+async def test_failed_messages_are_repeated_first_with_their_listener():
     serving, first, second = Serving(4), Listener.of(one), Listener.of(other)
     serving.dispatch(first, 0, 2)
     serving.dispatch(second, 2)
@@ -162,7 +162,7 @@ async def test_a_rollback_brings_each_message_back_to_its_own_listener():
     assert serving.window.commit_offset() == 4
 
 
-async def test_a_failed_part_of_a_list_comes_again_with_what_follows():
+async def test_a_failed_part_of_a_list_is_repeated_with_all_after_it():
     serving = Serving(6)
     serving.dispatch(Listener.of(one, 3))
     await serving.desk.finish(Retry(serving.messages[1:2]))
@@ -191,7 +191,7 @@ async def test_a_new_period_waits_for_the_call_of_the_former_one():
 
 
 @pytest.mark.parametrize("result", [ConsumeResult.RETRY, ConsumeResult.SUCCESS])
-async def test_what_the_former_period_left_is_not_the_new_one_s(result):
+async def test_a_new_period_does_not_repeat_messages_of_the_former_one(result):
     serving = Serving(2)
     serving.dispatch(Listener.of(one))
     serving.ends()
@@ -202,7 +202,7 @@ async def test_what_the_former_period_left_is_not_the_new_one_s(result):
     assert serving.desk.chunks[0].window is serving.window
 
 
-async def test_messages_that_are_given_up_leave_the_line():
+async def test_messages_that_are_given_up_leave_the_lane():
     serving = Serving(3, max_attempts=0, pauses=[0.0, 3.0, 0.0])
     serving.dispatch(Listener.of(one, 2))
     await serving.desk.finish(ConsumeResult.RETRY)
@@ -217,7 +217,7 @@ async def test_messages_that_are_given_up_leave_the_line():
     assert serving.window.commit_offset() == 3
 
 
-async def test_a_surprise_in_giving_up_does_not_stop_the_line():
+async def test_an_unexpected_error_of_giving_up_does_not_stop_the_lane():
     serving = Serving(1, max_attempts=0, pauses=[ZeroDivisionError()])
     serving.dispatch(Listener.of(one))
     await serving.desk.finish(ConsumeResult.RETRY)
@@ -268,7 +268,7 @@ def locked(broker):
 
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
-def test_after_a_reset_no_call_begins_beside_one_that_runs(orders, held, kind, model):
+def test_after_a_reset_no_call_begins_while_an_earlier_one_runs(orders, held, kind, model):
     orders.fill(5)
     with orders.consuming(listener_of(kind, held, blocks=True), **model) as (consumer, _):
         assert held.begun.wait(30)
@@ -282,7 +282,7 @@ def test_after_a_reset_no_call_begins_beside_one_that_runs(orders, held, kind, m
     assert held.most_running == 1
 
 
-def test_a_short_call_that_outlives_its_period_is_not_told(orders, held):
+def test_a_short_call_that_outlives_its_period_is_not_reported(orders, held):
     orders.fill(2)
     with orders.consuming(held, orderly=True) as (consumer, _):
         assert held.begun.wait(30)
@@ -293,7 +293,7 @@ def test_a_short_call_that_outlives_its_period_is_not_told(orders, held):
     assert held.most_running == 1
 
 
-def test_a_call_that_takes_too_long_is_told_and_goes_on(orders, held, model):
+def test_a_slow_call_is_reported_and_continues(orders, held, model):
     orders.fill(2)
     with orders.consuming(held, consume_timeout_s=0.1, **model):
         assert orders.events.wait_for("message-stuck").facts["offset"] == 0
@@ -335,7 +335,7 @@ def test_a_lock_is_given_back_when_the_queue_cannot_begin(orders, broker):
     orders.fill(1)
     orders.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(1, "no"), times=None)
     with orders.consuming(orderly=True) as (consumer, seen):
-        broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, when=of())
+        broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, when=request_matcher())
         until(lambda: not locked(broker), "given back")
         broker.clear_faults()
         seen.wait_for(1)
@@ -385,7 +385,7 @@ def test_dead_letters_of_an_orderly_queue_have_growing_pauses(orders, broker):
     assert Counter(message.body for message in orders.dead) == {b"m0": 4}
 
 
-def test_a_listener_that_commits_too_late_is_told(orders):
+def test_a_listener_that_commits_too_late_is_reported(orders):
     """With `auto_commit=False` and as many messages as there is room for, nothing more can come until COMMIT."""
     orders.fill(300)
     commits = threading.Event()
@@ -409,7 +409,7 @@ def test_a_listener_that_commits_too_late_is_told(orders):
 
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
-def test_lists_are_full_whatever_a_pull_brings(cluster, topic, group, kind):
+def test_lists_are_full_for_pulls_of_any_size(cluster, topic, group, kind):
     """Brokers answer a pull with 32 messages unless told otherwise."""
     fill(cluster, topic, 200, queues=1)
     sizes, begun, released, seen = [], threading.Event(), threading.Event(), []

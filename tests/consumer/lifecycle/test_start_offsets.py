@@ -16,7 +16,7 @@ from pyrocket_consumer.offsets import MemoryOffsetStore, ReadOffsetType
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, faults
 from pyrocket_consumer.testing.faults import answer, drop
-from tests.consumer.orders import GROUP, TOPIC, Orders, of
+from tests.consumer.orders import GROUP, TOPIC, Orders, request_matcher
 from tests.consumer.processes import Child
 from tests.consuming import QUICK, RecordingListener, numbered, started, until
 from tests.resets import fill, held
@@ -48,7 +48,7 @@ def test_a_queue_waits_for_its_offset(embedded, broker, where):
     for topic, what in troubled.items():
         fill(embedded, topic, 10, queues=1)
         broker.commit(GROUP, topic, {0: 7})
-        broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE[what], when=of(topic))
+        broker.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE[what], when=request_matcher(topic))
     seen = {topic: RecordingListener() for topic in troubled}
 
     def make() -> PushConsumer:
@@ -69,8 +69,8 @@ def test_a_queue_waits_for_its_offset(embedded, broker, where):
         for topic in troubled:
             until(lambda topic=topic: embedded.committed(GROUP, topic) == {0: 10}, "committed")
     for topic, what in troubled.items():
-        queries = broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 2, when=of(topic))
-        pulls = broker.wait_for(RequestCode.PULL_MESSAGE, when=of(topic))
+        queries = broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 2, when=request_matcher(topic))
+        pulls = broker.wait_for(RequestCode.PULL_MESSAGE, when=request_matcher(topic))
         assert pulls[0].command.fields["queueOffset"] == "7", what
         assert pulls[0].at_s >= queries[1].at_s, f"{what}: nothing was pulled before the answer"
 
@@ -100,7 +100,7 @@ def test_where_the_end_is_has_to_be_answered_too(orders):
     for what in ("refused", "never answered"):
         orders.on(RequestCode.GET_MAX_OFFSET, TROUBLE[what])
     with orders.consuming(consume_from="last", **IMPATIENT) as (_, seen):
-        orders.broker.wait_for(RequestCode.PULL_MESSAGE, when=of(TOPIC))
+        orders.broker.wait_for(RequestCode.PULL_MESSAGE, when=request_matcher(TOPIC))
         orders.send(b"m0")
         seen.wait_for(1)
     assert seen.bodies == numbered(1)
@@ -300,7 +300,7 @@ def test_a_beginning_that_has_to_be_stored_again_does_not_move(orders, trouble):
     orders.send(b"old", count=4)
     orders.on(RequestCode.UPDATE_CONSUMER_OFFSET, trouble, times=4)
     with running(orders, seen := RecordingListener(), call_timeout_s=0.5, start_wait_s=0.1):
-        orders.broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, when=of(TOPIC))
+        orders.broker.wait_for(RequestCode.UPDATE_CONSUMER_OFFSET, when=request_matcher(TOPIC))
         orders.fill(10)
         seen.wait_for(10)
     assert sorted(seen.bodies) == sorted(numbered(10))
@@ -311,7 +311,9 @@ def test_no_pull_before_the_beginning_is_stored(orders):
     with running(orders, seen := RecordingListener(), start_wait_s=0.3):
         gate.wait_held()
         orders.fill(10)
-        assert not [each for each in orders.broker.requests(RequestCode.PULL_MESSAGE) if of(TOPIC)(each.command)]
+        assert not [
+            each for each in orders.broker.requests(RequestCode.PULL_MESSAGE) if request_matcher(TOPIC)(each.command)
+        ]
         assert orders.committed == {}
         gate.open()
         seen.wait_for(10)

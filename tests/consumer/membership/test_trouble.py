@@ -10,7 +10,7 @@ import pytest
 from pyrocket_consumer import ConsumerState
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, answer, close_connection, drop, garbage
-from tests.consumer.orders import GROUP, TOPIC, Orders, of
+from tests.consumer.orders import GROUP, TOPIC, Orders, request_matcher
 from tests.consuming import Events, RecordingListener, consuming, numbered, until
 from tests.hazards.other_members import members_of
 from tests.resets import held
@@ -136,11 +136,11 @@ def test_bad_routes_change_nothing_for_long(orders):
     with orders.consuming(**QUICK) as (consumer, seen):
         for what, trouble in BAD_ROUTES.items():
             node.forget_requests()
-            node.on(ROUTE, trouble, when=of())
-            node.wait_for(ROUTE, when=of())
+            node.on(ROUTE, trouble, when=request_matcher())
+            node.wait_for(ROUTE, when=request_matcher())
             assert consumer.state is ConsumerState.RUNNING, what
         node.forget_requests()
-        node.wait_for(ROUTE, 2, when=of())
+        node.wait_for(ROUTE, 2, when=request_matcher())
         orders.fill(20)
         seen.wait_for(20)
         until(lambda: len(held(consumer, TOPIC)) == 4, "the queues of both brokers")
@@ -148,7 +148,7 @@ def test_bad_routes_change_nothing_for_long(orders):
 
 
 def test_a_route_that_is_not_known_at_the_start_is_looked_for(orders):
-    orders.cluster.name_server_node.on(ROUTE, answer(1, "busy"), times=2, when=of())
+    orders.cluster.name_server_node.on(ROUTE, answer(1, "busy"), times=2, when=request_matcher())
     orders.fill(1)
     with orders.consuming(**QUICK) as (_, seen):
         assert "the route of orders is not known yet" in orders.events.wait_for("broker-unreachable").text
@@ -161,13 +161,13 @@ def test_no_route_is_asked_for_of_a_topic_that_is_left(orders):
     orders.make(2, "other", **ONE_BROKER)
     with orders.consuming(**QUICK) as (consumer, seen):
         consumer.subscribe("other", seen)
-        node.on(ROUTE, gate, when=of())
+        node.on(ROUTE, gate, when=request_matcher())
         gate.wait_held()
         consumer.unsubscribe("other")
         node.forget_requests()
         gate.open()
-        node.wait_for(ROUTE, 3, when=of())
-        assert not [each for each in node.requests(ROUTE) if of("other")(each.command)]
+        node.wait_for(ROUTE, 3, when=request_matcher())
+        assert not [each for each in node.requests(ROUTE) if request_matcher("other")(each.command)]
         orders.fill(10)
         seen.wait_for(10)
 
@@ -212,13 +212,13 @@ def test_a_slave_is_read_while_it_is_suggested(embedded, broker, slave):
     with orders.consuming(**QUICK) as (_, seen):
         broker.suggest_broker(1)
         orders.fill(40)
-        slave.wait_for(PULL, when=of())
+        slave.wait_for(PULL, when=request_matcher())
         seen.wait_for(40)
         broker.suggest_broker(0)
         broker.forget_requests()
         orders.fill(40, 40)
         seen.wait_for(80)
-        broker.wait_for(PULL, when=of())
+        broker.wait_for(PULL, when=request_matcher())
         until(lambda: orders.committed == {0: 80}, "committed at the master")
     assert Counter(seen.bodies) == Counter(numbered(80))
 
@@ -232,10 +232,10 @@ def test_a_slave_that_is_behind_is_asked_now_and_then(embedded, broker, slave):
             seen.wait_for(20)
             broker.kill()
             slave.forget_requests()
-            slave.wait_for(PULL, 3, when=of())
+            slave.wait_for(PULL, 3, when=request_matcher())
             mark = len(slave.requests(PULL))
             until(lambda: len(slave.requests(PULL)) > mark + 5, "it is asked again now and then")
-            pulls = [each.at_s for each in slave.requests(PULL) if of()(each.command)]
+            pulls = [each.at_s for each in slave.requests(PULL) if request_matcher()(each.command)]
             assert len(pulls) < 30 + 15 * (pulls[-1] - pulls[0]), "a few times a second, not thousands"
             assert orders.events.of("offset-corrected") == []
         finally:
@@ -254,13 +254,13 @@ def test_a_topic_that_is_unsubscribed_is_asked_about_no_more(orders):
         for other in others:
             consumer.subscribe(other, RecordingListener())
             if other == others[-1]:
-                name_server.on(ROUTE, gate, when=of(other))
+                name_server.on(ROUTE, gate, when=request_matcher(other))
                 gate.wait_held(1)
             consumer.unsubscribe(other)
         gate.open()
         time.sleep(1)  # what was being asked is answered
         name_server.forget_requests()
-        name_server.wait_for(ROUTE, 4, when=of())
+        name_server.wait_for(ROUTE, 4, when=request_matcher())
         assert {each.command.fields["topic"] for each in name_server.requests(ROUTE)} & set(others) == set()
 
 
@@ -296,7 +296,7 @@ def test_they_tell_once_who_differs_in_what(orders, embedded, broker):
 
 def test_a_broker_that_forgot_us_for_a_moment_is_told_at_once(orders, broker):
     orders.make(4)
-    broker.on(PULL, answer(24, "the consumer's subscription not exist"), times=6, when=of())
+    broker.on(PULL, answer(24, "the consumer's subscription not exist"), times=6, when=request_matcher())
     with orders.consuming(pull_retry_delay_s=1.0, rebalance_interval_s=20.0) as (_, seen):  # as by default
         orders.fill(20)
         seen.wait_for(20, timeout_s=10)

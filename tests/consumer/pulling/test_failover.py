@@ -13,7 +13,7 @@ from pyrocket_consumer import Message, MessageQueue
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedBroker, Exchange, Gate
-from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, ours_and, request_matcher
 from tests.consuming import RecordingListener, numbered, until
 from tests.hazards.members import faulty, give_time_to, ours, request_matcher, settle
 from tests.hazards.naive import NaiveMember, Window
@@ -218,7 +218,7 @@ def test_a_reset_before_the_route_is_known_counts(embedded, broker):
         until(lambda: QUEUE not in consumer.progress(), "given up")
         drop_connections(broker)
         (name_server,) = embedded.name_server_nodes
-        name_server.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, gate, times=None, when=of())
+        name_server.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, gate, times=None, when=request_matcher())
         subscribing = threading.Thread(target=consumer.subscribe, args=(TOPIC, seen))
         subscribing.start()
         gate.wait_held()

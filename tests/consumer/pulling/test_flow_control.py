@@ -9,7 +9,7 @@ import pytest
 
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate
-from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, ours_and, request_matcher
 from tests.consuming import WAIT_S, RecordingListener, until
 from tests.hazards.members import faulty, give_time_to, ours
 from tests.hazards.naive import NaiveMember
@@ -257,10 +257,10 @@ def test_hundreds_of_queues_do_not_begin_all_at_once(orders, broker):
     orders.make(queues=300)
     orders.send(b"x", count=300)
     gate, seen = Gate(), RecordingListener()
-    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None, when=of())
+    broker.on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None, when=request_matcher())
     with orders.consumer(seen, consume_from="first", start_wait_s=0.5):
         assert len(gate.wait_held(200, WAIT_S)) == 200
         gate.open()
         seen.wait(lambda seen: len(seen.messages) == 300)
-    queries = [each for each in broker.requests(RequestCode.QUERY_CONSUMER_OFFSET) if of()(each.command)]
+    queries = [each for each in broker.requests(RequestCode.QUERY_CONSUMER_OFFSET) if request_matcher()(each.command)]
     assert len(queries) == 300

@@ -10,7 +10,7 @@ import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ConfigError
 from pyrocket_consumer.protocol.codes import RequestCode
-from tests.consumer.orders import GROUP, TOPIC, of
+from tests.consumer.orders import GROUP, TOPIC, request_matcher
 from tests.consuming import RecordingListener, until
 from tests.hazards.members import faulty
 from tests.simulation.scenario import TOPIC as SIMULATED
@@ -99,7 +99,7 @@ class QueuesExpire(LongPause):
             await asyncio.sleep(20)
             assert owner.member is not None
             requests = self.cluster.broker("broker-a").requests(RequestCode.PULL_MESSAGE)
-            pulls = [each for each in requests if of(SIMULATED)(each.command)]
+            pulls = [each for each in requests if request_matcher(SIMULATED)(each.command)]
             if self.world.now - pulls[-1].at_s > 120:
                 for mq in owner.member.assignments.held(SIMULATED):
                     await self.world.run_as(owner.process, owner.member.assignments.end(mq, "expired"))

@@ -15,7 +15,7 @@ from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand, encode_command
 from pyrocket_consumer.testing import answer, drop, drop_answer, duplicate, faults, garbage, rewrite
-from tests.consumer.orders import GROUP, TOPIC, Orders, of, ours_and
+from tests.consumer.orders import GROUP, TOPIC, Orders, ours_and, request_matcher
 from tests.consuming import WAIT_S, RecordingListener, numbered, until
 from tests.hazards.members import faulty, ours, request_matcher
 from tests.hazards.naive import NaiveMember, Window
@@ -192,9 +192,9 @@ def test_a_broker_that_holds_no_pull_is_pulled_more_and_more_slowly(orders, brok
     orders.on(PULL, nothing, times=None)
     seen = RecordingListener()
     with orders.consumer(seen, consume_from="first"):
-        broker.wait_for(PULL, when=of())
+        broker.wait_for(PULL, when=request_matcher())
         began = time.monotonic()
-        broker.wait_for(PULL, 14, when=of())
+        broker.wait_for(PULL, 14, when=request_matcher())
         assert time.monotonic() - began > 2
         orders.send(b"m0")
         broker.clear_faults()

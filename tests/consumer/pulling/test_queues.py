@@ -12,7 +12,7 @@ from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop, garbage
-from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, of, ours_and
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, ours_and, request_matcher
 from tests.consuming import WAIT_S, numbered, until
 from tests.hazards.members import committed_values, faulty, ours, pulled_offsets
 from tests.hazards.naive import NaiveMember
@@ -55,12 +55,12 @@ def begins_at(embedded: EmbeddedCluster, member: Any, what: str, stored: int | N
     orders.on(ASK, TROUBLE[what], times=2)
     options = {"call_timeout_s": 1.0} if TROUBLE[what] is drop else {}  # only a missing response should reach it
     with member(embedded, TOPIC, GROUP, consume_from="last", rebalance_interval_s=0.1, **options) as consumer:
-        broker.wait_for(PULL, timeout_s=WAIT_S, when=of())
+        broker.wait_for(PULL, timeout_s=WAIT_S, when=request_matcher())
         orders.fill(1, 10)
         consumer.seen.wait(lambda seen: b"m10" in seen.bodies)
         started = pulled_offsets(broker, TOPIC)[0][1]
         assert started == first, f"began at {started} after {what}, {stored} was stored"
-        assert sum(of()(each.command) for each in broker.requests(ASK)) == 3
+        assert sum(request_matcher()(each.command) for each in broker.requests(ASK)) == 3
         until(lambda: consumer.stored() == {QUEUE: 11}, "committed")
         assert min(offset for _, offset in committed_values(broker, TOPIC)) >= first
 

@@ -13,7 +13,7 @@ from pyrocket_consumer import AsyncPushConsumer, ConsumerState, MessageQueue, Pu
 from pyrocket_consumer.errors import BrokerError
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, delay, drop
-from tests.consumer.orders import GROUP, TOPIC, Orders, of
+from tests.consumer.orders import GROUP, TOPIC, Orders, request_matcher
 from tests.consuming import RecordingListener, numbered, until
 
 CLUSTER = {"brokers": 2, "long_poll_tick_s": 5.0, "settings": {"enablePropertyFilter": True}}
@@ -91,8 +91,8 @@ def test_the_brokers_that_respond_check_an_sql_expression(orders, broker, silent
     silent.on(check, trouble, times=3)
     silent.on(check, answer(0), times=None)
     with with_expression(orders):
-        broker.wait_for(RequestCode.PULL_MESSAGE, when=of())
-        (pull, *_) = silent.wait_for(RequestCode.PULL_MESSAGE, when=of())
+        broker.wait_for(RequestCode.PULL_MESSAGE, when=request_matcher())
+        (pull, *_) = silent.wait_for(RequestCode.PULL_MESSAGE, when=request_matcher())
         checks = silent.requests(check)
         assert len(checks) == 4
         assert checks[-1].at_s <= pull.at_s
