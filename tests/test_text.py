@@ -63,7 +63,7 @@ def test_events_and_their_log_lines_are_one_short_line(embedded, caplog):
     assert_fit(*events.all, *(event.text for event in events.all), *logged(caplog))
 
 
-def test_a_text_of_a_listener_forges_no_line(embedded, caplog):
+def test_a_text_of_a_listener_forges_no_log_line(embedded, caplog):
     embedded.send("orders", b"one")
     events = Events()
 

@@ -47,7 +47,7 @@ def test_a_session_is_flushed_and_committed(embedded, ledger):
 
 @pytest.mark.parametrize("end", ["commit", "rollback", "close"])
 @pytest.mark.databases("sqlite", "postgresql")
-def test_a_session_is_not_the_listeners_to_end(embedded, ledger, events, end):
+def test_a_listener_must_not_end_its_session(embedded, ledger, events, end):
     offsets = DatabaseOffsets(sessionmaker(ledger.engine))
     ended = []
 
@@ -100,7 +100,7 @@ def test_an_asynchronous_engine(embedded, ledger, async_engine, events, kind, fa
 
 @pytest.mark.live
 @pytest.mark.databases("sqlite", "postgresql")
-def test_an_asynchronous_transaction_of_ones_own(embedded, ledger, async_engine):
+def test_an_asynchronous_transaction_of_the_listener(embedded, ledger, async_engine):
     offsets = DatabaseOffsets(async_engine)
 
     async def book(messages):
@@ -185,13 +185,13 @@ def test_django(embedded, ledger, events, alias):
 
 
 @pytest.mark.databases("postgresql")
-def test_django_goes_on_when_its_database_was_away(embedded, ledger, events, alias):
+def test_django_continues_after_its_database_was_down(embedded, ledger, events, alias):
     book = partial(book_in_django, alias)
     goes_on_after(lambda: dead(ledger), embedded, ledger, events, book, DatabaseOffsets.django(alias))
 
 
 @pytest.mark.databases("sqlite")
-def test_django_transactions_of_ones_own(embedded, ledger, alias):
+def test_django_transactions_of_the_listener(embedded, ledger, alias):
     from django.db import connections, transaction
 
     offsets = DatabaseOffsets.django(alias)

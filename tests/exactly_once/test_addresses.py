@@ -34,7 +34,7 @@ IN_QUERY = "postgresql+psycopg://127.0.0.1:1/db?user=app&password=swordfish&sslp
     ],
 )
 @for_each("way", ["engine", "offset_store", "store"])
-def test_what_is_no_engine_is_not_shown_with_its_password(embedded, given, way):
+def test_an_object_that_is_no_engine_is_shown_without_password(embedded, given, way):
     with pytest.raises(ConfigError) as caught:
         if way == "engine":
             DatabaseOffsets(given)
@@ -62,7 +62,7 @@ def test_a_password_in_the_query_is_not_shown(embedded, capsys):
     assert "***" in output.err and "swordfish" not in output.err + output.out
 
 
-def test_secrets_do_not_show():
+def test_secrets_are_not_shown():
     shown = repr(DatabaseOffsets(create_engine("postgresql+psycopg://app:swordfish@db/app")))
     assert "swordfish" not in shown and "***@db/app" in shown
     url = "postgresql+psycopg://app@127.0.0.1:1/app?options=-cx%3Dswordfish&credential=swordfish&sslmode=disable"
@@ -214,7 +214,7 @@ def test_bad_arguments_are_named(ledger, tmp_path, expected, make):
         make(ledger, f"sqlite:///{tmp_path}/x.db")
 
 
-def test_a_store_that_is_none_is_refused(embedded, tmp_path):
+def test_an_object_that_is_no_store_is_refused(embedded, tmp_path):
     admin = Admin(name_server=embedded.name_server)
     with admin, pytest.raises(ConfigError, match="must be a DatabaseOffsets"):
         admin.plan_reset(GROUP, TOPIC, "earliest", store=LocalFileOffsetStore(tmp_path))

@@ -42,7 +42,7 @@ def all_are_booked(ledger):
     return wait
 
 
-def test_a_group_goes_on_and_the_broker_shows_where(cluster, topic, group, billing, all_are_booked):
+def test_a_group_continues_and_the_broker_shows_its_offset(cluster, topic, group, billing, all_are_booked):
     send(cluster, topic=topic)
     with billing():
         all_are_booked()
@@ -53,7 +53,7 @@ def test_a_group_goes_on_and_the_broker_shows_where(cluster, topic, group, billi
         until(lambda: sum(cluster.committed(group, topic).values()) == 102, "it is published")
 
 
-def test_members_that_come_and_go_book_each_message_once(cluster, topic, billing, all_are_booked):
+def test_members_that_join_and_leave_book_each_message_once(cluster, topic, billing, all_are_booked):
     send(cluster, topic=topic)
     with billing(instance_name="one"), billing(instance_name="two"):
         cluster.send(topic, lambda number: b"a%d" % number, count=40)
@@ -85,7 +85,7 @@ def test_a_reset_reaches_the_group(cluster, topic, group, ledger, billing, all_a
             all_are_booked_again()
 
 
-def test_a_topic_that_was_made_anew_is_not_consumed(cluster, topic, ledger, events, billing, all_are_booked):
+def test_a_recreated_topic_is_not_consumed(cluster, topic, ledger, events, billing, all_are_booked):
     send(cluster, queues=1, topic=topic)
     with billing():
         all_are_booked()

@@ -21,7 +21,7 @@ def test_each_message_has_its_effect_once_and_in_order(embedded, ledger):
     assert [ledger.offset(queue_id=queue) for queue in range(4)] == [25] * 4
 
 
-def test_a_consumer_goes_on_where_the_last_one_committed(embedded, ledger):
+def test_a_consumer_continues_where_the_last_one_committed(embedded, ledger):
     consumed(embedded, ledger)
     send(embedded, ["100", "101"])
     with billing(embedded, ledger):
@@ -30,7 +30,7 @@ def test_a_consumer_goes_on_where_the_last_one_committed(embedded, ledger):
 
 
 @pytest.mark.databases("sqlite")
-def test_the_broker_is_told_and_never_asked(embedded, ledger):
+def test_offsets_are_published_to_the_broker_and_never_read_there(embedded, ledger):
     send(embedded)
     with billing(embedded, ledger):
         until_all(embedded, ledger)
@@ -42,7 +42,7 @@ def test_the_broker_is_told_and_never_asked(embedded, ledger):
     assert {offset for _, _, offset in ledger.rows()} == {20, 21, 22, 23, 24}
 
 
-def test_what_a_listener_raises_rolls_everything_back(embedded, ledger, events):
+def test_an_exception_of_a_listener_rolls_everything_back(embedded, ledger, events):
     book = failing(ledger, *[ValueError("not now")] * 3)
     booked_once(embedded, ledger, book, queues=1, on_event=events)
     assert book.calls[:4] == [list(range(8))] * 4
@@ -54,7 +54,7 @@ SOME = pytest.param(lambda messages, connection: Retry(messages[2:]), id="some")
 
 @pytest.mark.databases("sqlite")
 @pytest.mark.parametrize("answer", [ConsumeResult.RETRY, Suspend(0.05), SOME, 42, ConsumeResult.ROLLBACK])
-def test_what_a_listener_returns_rolls_everything_back(embedded, ledger, answer):
+def test_a_failed_result_of_a_listener_rolls_everything_back(embedded, ledger, answer):
     book = failing(ledger, answer, answer)
     booked_once(embedded, ledger, book, queues=1)
     assert book.calls[:3] == [list(range(8))] * 3
@@ -62,7 +62,7 @@ def test_what_a_listener_returns_rolls_everything_back(embedded, ledger, answer)
 
 @pytest.mark.databases("sqlite")
 @pytest.mark.parametrize("answer", [None, ConsumeResult.SUCCESS, ConsumeResult.COMMIT])
-def test_what_means_success_commits(embedded, ledger, answer):
+def test_results_that_count_as_success_commit(embedded, ledger, answer):
     booked_once(embedded, ledger, failing(ledger, *[answer] * 100), queues=1)
 
 
@@ -74,7 +74,7 @@ def test_one_message_at_a_time(embedded, ledger):
     booked_once(embedded, ledger, book, listener_batch_size=1)
 
 
-def test_who_lost_its_claim_changes_nothing(embedded, ledger, events):
+def test_a_member_that_lost_its_claim_changes_nothing(embedded, ledger, events):
     """As after a freeze: another member has the queue, and what this one still does is undone."""
     once_only, taken = threading.Event(), threading.Event()
 
@@ -151,7 +151,7 @@ def test_an_async_engine_that_commits_at_once_is_refused(embedded, ledger):
     ],
     ids=["inbox", "offsets"],
 )
-def test_a_table_that_undoes_nothing_is_refused(embedded, database, changes, match):
+def test_a_table_without_rollback_is_refused(embedded, database, changes, match):
     with ledger_in(database, inbox_days=1) as ledger:
         for change in changes:
             ledger.execute(f"ALTER TABLE {change}")
@@ -173,7 +173,7 @@ def test_a_listener_that_ends_its_transaction_has_failed(embedded, ledger, event
 
 
 @pytest.mark.databases("sqlite")
-def test_a_transaction_that_is_committed_behind_our_back_is_told(embedded, ledger, events):
+def test_a_transaction_committed_by_the_listener_is_reported(embedded, ledger, events):
     book = failing(ledger, *[lambda messages, connection: connection.get_transaction().commit()] * 100)
     send(embedded, ["1"])
     with billing(embedded, ledger, book, on_event=events):
@@ -202,7 +202,7 @@ def test_a_commit_whose_answer_is_lost_is_not_done_again(embedded, ledger):
 
 
 @pytest.mark.databases("postgresql")
-def test_transactions_that_meet_are_tried_again(embedded, database, events):
+def test_conflicting_transactions_are_retried(embedded, database, events):
     engine = create_engine(database.url, isolation_level="SERIALIZABLE")
     with ledger_in(database) as ledger:
         ledger.execute("CREATE TABLE total(n INTEGER)")
@@ -221,7 +221,7 @@ def test_transactions_that_meet_are_tried_again(embedded, database, events):
 
 
 @pytest.mark.databases("postgresql", "mariadb")
-def test_deadlocks_are_tried_again(embedded, ledger, events):
+def test_deadlocks_are_retried(embedded, ledger, events):
     ledger.execute("CREATE TABLE total(id INTEGER PRIMARY KEY, n INTEGER)")
     ledger.execute("INSERT INTO total VALUES (0, 0), (1, 0)")
 
@@ -237,7 +237,7 @@ def test_deadlocks_are_tried_again(embedded, ledger, events):
     assert not events.of("listener-failed")
 
 
-def test_what_a_filter_leaves_out_is_passed(embedded, ledger):
+def test_messages_that_a_filter_excludes_are_passed(embedded, ledger):
     embedded.create_topic(TOPIC, queues=1)
     for number in range(40):
         embedded.send(TOPIC, str(number).encode(), tags="odd" if number % 2 else "even")
@@ -260,7 +260,7 @@ def test_a_message_that_is_given_up_is_passed(embedded, ledger, events):
     assert ledger.bodies() == once([body for body in BODIES[:10] if body not in ("2", "3")])
 
 
-def test_a_transaction_of_ones_own(embedded, ledger):
+def test_a_transaction_of_the_listener(embedded, ledger):
     calls = []
 
     def book(messages):
@@ -274,7 +274,7 @@ def test_a_transaction_of_ones_own(embedded, ledger):
     booked_once(embedded, ledger, book, own=True)
 
 
-def test_a_transaction_of_ones_own_is_fenced(embedded, ledger, events):
+def test_a_transaction_of_the_listener_is_fenced(embedded, ledger, events):
     raised = []
 
     def book(messages):

@@ -42,7 +42,7 @@ def test_a_message_that_was_stored_twice_has_its_effect_once(embedded, with_inbo
 
 
 @every_database
-def test_ids_of_all_kinds_have_a_place(embedded, with_inbox):
+def test_ids_of_all_kinds_are_kept_in_the_inbox(embedded, with_inbox):
     ids = ["a", "A", "a ", "ä", "a\x00b", "x" * 300, "x" * 301, "emoji 🚀", "'; DROP TABLE ledger; --", "%s", ":id"]
     embedded.create_topic(TOPIC, queues=1)
     for number, name in enumerate(ids):
@@ -53,7 +53,7 @@ def test_ids_of_all_kinds_have_a_place(embedded, with_inbox):
     assert with_inbox.bodies() == once([str(number) for number in range(len(ids))])
 
 
-def test_what_failed_is_in_no_inbox(embedded, with_inbox):
+def test_failed_messages_are_not_in_the_inbox(embedded, with_inbox):
     send_twice(embedded, BODIES[:20])
     with billing(embedded, with_inbox, failing(with_inbox, *[ValueError("not now")] * 2)):
         until_all(embedded, with_inbox, BODIES[:20])
@@ -100,7 +100,7 @@ def test_others_that_share_an_id_are_consumed(embedded, with_inbox):
 
 @every_database
 @pytest.mark.parametrize("how", ["member", "store"])
-def test_a_reset_consumes_again_what_is_in_the_inbox(embedded, with_inbox, how):
+def test_a_reset_consumes_messages_in_the_inbox_again(embedded, with_inbox, how):
     send_twice(embedded, BODIES[:5])
     with billing(embedded, with_inbox) as (consumer, _):
         until_at(embedded, with_inbox, 10)
@@ -135,7 +135,7 @@ def remade(cluster, bodies, queues=1):
 
 
 @every_database
-def test_a_topic_that_was_made_anew_is_not_consumed(embedded, ledger, events):
+def test_a_recreated_topic_is_not_consumed(embedded, ledger, events):
     new = [f"new {number}" for number in range(40)]
     consumed(embedded, ledger, BODIES[:20], queues=1)
     remade(embedded, new)
@@ -161,7 +161,7 @@ def test_a_log_that_was_cut_is_not_consumed(embedded, ledger, events):
     assert ledger.bodies() == once(BODIES[:20])
 
 
-def test_a_log_that_has_changed_is_consumed_if_it_shall_be(embedded, database, events):
+def test_a_changed_log_is_consumed_if_the_store_allows_it(embedded, database, events):
     new = [f"new {number}" for number in range(40)]
     with ledger_in(database, on_divergence="continue") as ledger:
         consumed(embedded, ledger, BODIES[:20], queues=1)
@@ -172,7 +172,7 @@ def test_a_log_that_has_changed_is_consumed_if_it_shall_be(embedded, database, e
         assert ledger.bodies() == once([*BODIES[:20], *new[20:]])
 
 
-def test_what_has_expired_is_no_other_log(embedded, ledger, events):
+def test_expired_messages_do_not_make_another_log(embedded, ledger, events):
     consumed(embedded, ledger, BODIES[:20], queues=1)
     send(embedded, [f"later {number}" for number in range(20)], queues=1)
     embedded.broker("broker-a").delete_before(TOPIC, 0, 30)
@@ -200,7 +200,7 @@ def while_it_runs(embedded, ledger, events):
 
 
 @pytest.mark.parametrize("new", [3, 10])
-def test_a_fail_over_while_it_runs_passes_nothing_over(embedded, ledger, events, new):
+def test_a_fail_over_during_consumption_skips_nothing(embedded, ledger, events, new):
     """The new master lacks the last five; others have stored something there before we ask."""
     broker = embedded.broker("broker-a")
     with while_it_runs(embedded, ledger, events):
@@ -216,14 +216,14 @@ def test_a_fail_over_while_it_runs_passes_nothing_over(embedded, ledger, events,
     assert ledger.bodies() == once(BODIES[:20])
 
 
-def test_a_topic_that_is_made_anew_while_it_runs_is_not_consumed(embedded, ledger, events):
+def test_a_topic_that_is_recreated_while_consumed_is_stopped(embedded, ledger, events):
     with while_it_runs(embedded, ledger, events):
         remade(embedded, ["new"])
         events.wait_for("log-diverged", timeout_s=60)
     assert ledger.bodies() == once(BODIES[:20])
 
 
-def test_a_broker_that_was_away_and_lost_nothing_goes_on(embedded, ledger, events):
+def test_a_broker_that_was_down_and_lost_nothing_continues(embedded, ledger, events):
     broker = embedded.broker("broker-a")
     with while_it_runs(embedded, ledger, events):
         broker.kill()
@@ -234,7 +234,7 @@ def test_a_broker_that_was_away_and_lost_nothing_goes_on(embedded, ledger, event
     assert not events.of("log-diverged") and not events.of("queue-fenced")
 
 
-def test_a_log_that_only_ends_sooner_is_followed(embedded, ledger, events):
+def test_a_log_that_only_ends_earlier_is_consumed(embedded, ledger, events):
     """What was lost had nothing for us: the last message that was consumed is still there."""
     broker = embedded.broker("broker-a")
     embedded.create_topic(TOPIC, queues=1)

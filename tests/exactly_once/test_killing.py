@@ -25,7 +25,7 @@ def test_the_ledger_has_each_message_once(cluster, database, names):
 @pytest.mark.slow("kills members until some message comes twice", proof=True)
 @pytest.mark.databases("postgresql")
 @pytest.mark.parametrize("way", WAYS[1:])
-def test_another_way_has_some_twice(database, way, names):
+def test_the_other_way_repeats_some_messages(database, way, names):
     with EmbeddedCluster() as cluster:
         for seed in range(4):  # chance may have it that none is hit
             wrong = run(cluster, database, 4000, way, 0.3, seed, topic=names.topic(), group=names.group())

@@ -48,7 +48,7 @@ def test_a_wrapper_that_drops_the_outcome_loses_nothing(embedded, ledger, outcom
     booked_once(embedded, ledger, handle, queues=1, bodies=SOME, own=True)
 
 
-def test_a_wrapper_that_tries_again_does(embedded, ledger):
+def test_a_wrapper_may_retry_its_listener(embedded, ledger):
     booked = ledger.offsets.exactly_once(failing(ledger, Retry()))
     tries = []
 
@@ -63,7 +63,7 @@ def test_a_wrapper_that_tries_again_does(embedded, ledger):
     assert [result is None for result in tries[:2]] == [False, True]
 
 
-def test_a_wrapper_that_tries_again_what_was_raised(embedded, ledger):
+def test_a_wrapper_may_retry_after_an_exception(embedded, ledger):
     book = failing(ledger, ValueError("not now"), when=lambda messages: messages[0].body == b"2")
     booked = ledger.offsets.exactly_once(book)
 
@@ -80,7 +80,7 @@ def test_a_wrapper_that_tries_again_what_was_raised(embedded, ledger):
     booked_once(embedded, ledger, handle, queues=1, bodies=SOME, own=True)
 
 
-def test_what_was_refused_in_a_part_is_owed_as_a_whole(embedded, ledger):
+def test_after_a_refused_part_the_whole_list_is_due(embedded, ledger):
     booked = ledger.offsets.exactly_once(failing(ledger, ValueError("not now")))
 
     def handle(messages):
@@ -178,7 +178,7 @@ def test_a_transaction_within_a_transaction_is_refused(embedded, ledger, events,
 
 
 @every_database
-def test_an_advance_that_is_not_committed_comes_again(embedded, ledger, events):
+def test_messages_of_an_uncommitted_advance_are_redelivered(embedded, ledger, events):
     calls = []
 
     def handle(messages):
@@ -195,7 +195,7 @@ def test_an_advance_that_is_not_committed_comes_again(embedded, ledger, events):
     assert "was not committed" in events.of("offset-apart")[0].text
 
 
-def test_a_later_call_does_not_pass_over_an_earlier_one(embedded, ledger, events):
+def test_a_later_call_does_not_skip_an_earlier_one(embedded, ledger, events):
     forgotten = []
 
     def handle(message):
@@ -212,7 +212,7 @@ def test_a_later_call_does_not_pass_over_an_earlier_one(embedded, ledger, events
     assert events.of("offset-apart")
 
 
-def test_exactly_once_does_not_pass_over_an_advance(embedded, ledger, events):
+def test_exactly_once_does_not_skip_an_advance(embedded, ledger, events):
     """The first call has not committed what it called `advance` for; the next one, which is wrapped, is fenced."""
     booked, calls = ledger.offsets.exactly_once(ledger.book), []
 
@@ -230,7 +230,7 @@ def test_exactly_once_does_not_pass_over_an_advance(embedded, ledger, events):
     assert "was not committed" in events.of("offset-apart")[0].text
 
 
-def test_a_listener_that_is_not_wrapped_is_told_once(embedded, ledger, events):
+def test_an_unwrapped_listener_is_reported_once(embedded, ledger, events):
     def handle(messages):
         with ledger.engine.begin() as connection:
             ledger.book(messages, connection)
@@ -241,7 +241,7 @@ def test_a_listener_that_is_not_wrapped_is_told_once(embedded, ledger, events):
 
 
 @every_database
-def test_what_is_committed_by_advance_is_not_given_up(embedded, ledger, events):
+def test_messages_committed_by_advance_are_not_given_up(embedded, ledger, events):
     def handle(messages):
         own_transaction(ledger, messages)
         raise ValueError("after the commit")
@@ -304,7 +304,7 @@ def test_an_error_that_a_listener_catches_is_its_failure(embedded, ledger, event
     assert not events.of("store-unreachable")
 
 
-def test_what_a_listener_reads_is_of_its_transaction(embedded, ledger):
+def test_a_listener_reads_within_its_transaction(embedded, ledger):
     ledger.execute("CREATE TABLE total(n INTEGER)")
     ledger.execute("INSERT INTO total VALUES (0)")
 
@@ -317,7 +317,7 @@ def test_what_a_listener_reads_is_of_its_transaction(embedded, ledger):
     assert ledger.query("SELECT n FROM total") == [(100,)]
 
 
-def test_the_inbox_is_not_passed_by(embedded, database, events):
+def test_advance_is_refused_with_an_inbox(embedded, database, events):
     with ledger_in(database, inbox_days=1) as ledger:
         handle = noted(lambda messages: own_transaction(ledger, messages))
         send(embedded, SOME[:1], queues=1)

@@ -95,7 +95,7 @@ def test_a_member_that_has_no_database_is_refused(embedded, ledger, fault):
         until_all(embedded, ledger)
 
 
-def test_a_later_one_of_another_client_is_told_once(embedded, ledger, events):
+def test_a_later_member_of_another_client_is_reported_once(embedded, ledger, events):
     send(embedded)
     with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2), ExitStack() as stack:
         until_all(embedded, ledger)
@@ -108,7 +108,7 @@ def test_a_later_one_of_another_client_is_told_once(embedded, ledger, events):
     assert len(events.of("foreign-member")) == 1
 
 
-def test_a_broker_that_tells_no_members_holds_up_no_start(embedded, ledger, caplog):
+def test_a_broker_without_a_member_list_delays_no_start(embedded, ledger, caplog):
     caplog.set_level(logging.WARNING)
     send(embedded)
     embedded.broker("broker-a").on(WHO, answer(1, "busy"), times=None)
@@ -118,7 +118,7 @@ def test_a_broker_that_tells_no_members_holds_up_no_start(embedded, ledger, capl
     assert "broker-a" in line and "busy" in line
 
 
-def test_one_that_is_not_heard_at_a_start_is_told_when_it_is(embedded, ledger, events, caplog):
+def test_a_foreign_member_unknown_at_the_start_is_reported_later(embedded, ledger, events, caplog):
     """A start does not wait for those that are silent: a member of ours that hangs would end the group."""
     caplog.set_level(logging.WARNING)
     send(embedded)
@@ -142,7 +142,7 @@ def test_one_that_is_not_heard_at_a_start_is_told_when_it_is(embedded, ledger, e
 
 
 @pytest.mark.parametrize("fault", [None, drop, answer(1, "busy")], ids=["heard", "lost", "busy"])
-def test_a_later_one_of_ours_is_told_once(embedded, ledger, events, fault):
+def test_a_later_member_without_a_database_is_reported_once(embedded, ledger, events, fault):
     send(embedded)
     with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2):
         if fault is not None:
@@ -155,7 +155,7 @@ def test_a_later_one_of_ours_is_told_once(embedded, ledger, events, fault):
 
 
 @pytest.mark.cluster(brokers=2)
-def test_one_is_told_though_another_broker_says_nothing(embedded, ledger, events):
+def test_a_foreign_member_is_reported_while_a_broker_is_silent(embedded, ledger, events):
     send(embedded)
     with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2):
         embedded.broker("broker-b").on(WHO, drop, times=None)
@@ -163,7 +163,7 @@ def test_one_is_told_though_another_broker_says_nothing(embedded, ledger, events
             assert member.client_id in events.wait_for("foreign-member").text
 
 
-def test_one_is_not_told_again_after_a_silence(embedded, ledger, events):
+def test_a_foreign_member_is_not_reported_again_after_a_silence(embedded, ledger, events):
     send(embedded)
     with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2), late(embedded):
         events.wait_for("foreign-member")
@@ -172,14 +172,14 @@ def test_one_is_not_told_again_after_a_silence(embedded, ledger, events):
     assert len(events.of("foreign-member")) == 1
 
 
-def test_a_refused_start_is_short_and_says_the_remedy(embedded, ledger):
+def test_a_refused_start_has_a_short_text_with_the_remedy(embedded, ledger):
     send(embedded, [])
     embedded.broker("broker-a").on(WHO, list_members(5000, "JAVA", "\x1b[31m{}" + "x" * 200), times=None)
     text = is_refused(embedded, ledger, "5000 members of another client.*stop them.*: .*and 4990 more$")
     assert text.isprintable() and len(text) < 3000
 
 
-def test_an_event_of_many_is_short_and_says_the_remedy(embedded, ledger, events):
+def test_an_event_about_many_members_is_short_with_a_remedy(embedded, ledger, events):
     send(embedded, [])
     with billing(embedded, ledger, on_event=events, rebalance_interval_s=0.2):
         embedded.broker("broker-a").on(WHO, list_members(5000, "JAVA", "\x1b[31m{}" + "x" * 200), times=None)
@@ -190,7 +190,7 @@ def test_an_event_of_many_is_short_and_says_the_remedy(embedded, ledger, events)
     assert len(named) == 10 and all(len(name) < 300 and name.isprintable() for name in named)
 
 
-def test_so_many_members_are_asked_in_a_look(embedded, ledger):
+def test_a_check_asks_a_limited_number_of_members(embedded, ledger):
     send(embedded, [])
     with billing(embedded, ledger, rebalance_interval_s=0.2):
         checks, before = count_requests(embedded, WHO), count_requests(embedded, HOW)
@@ -203,7 +203,7 @@ def test_so_many_members_are_asked_in_a_look(embedded, ledger):
         assert len({request.command.fields["clientId"] for request in requests}) == 1000, "each has its turn"
 
 
-def test_members_of_ours_are_welcome_and_no_broker_locks(embedded, ledger):
+def test_members_with_the_same_database_are_welcome_without_locks(embedded, ledger):
     send(embedded)
     with billing(embedded, ledger, instance_name="one"), billing(embedded, ledger, instance_name="two"):
         until_all(embedded, ledger)

@@ -78,7 +78,7 @@ def test_the_page_can_be_followed(tmp_path, monkeypatch):
 
 
 @runs_programs
-def test_a_transaction_of_ones_own(tmp_path):
+def test_a_transaction_of_the_listener(tmp_path):
     before, consuming, after = PROGRAM.partition("with PushConsumer")
     program = before + OWN_TRANSACTION + consuming + after.replace("offsets.exactly_once(book)", "book")
     assert program.count("def book(") == 2 and "exactly_once" not in program
@@ -213,5 +213,5 @@ def test_an_application_of_fastapi_books_as_long_as_it_lives(tmp_path):
         "advance",
     ],
 )
-def test_the_page_has(name):
+def test_the_page_documents_each_name(name):
     assert f"`{name}" in PAGE.read_text() or f"offsets.{name}" in PAGE.read_text()

@@ -27,7 +27,7 @@ RETRIES = f"%RETRY%{GROUP}"
 
 
 @every_database
-def test_a_group_that_runs_and_rests_is_reset(embedded, ledger, events, reset):
+def test_a_running_idle_group_is_reset(embedded, ledger, events, reset):
     send(embedded)
     with billing(embedded, ledger, on_event=events) as (consumer, _):
         until_all(embedded, ledger)
@@ -96,7 +96,7 @@ def test_a_reset_of_the_broker_reaches_members(embedded, ledger, admin):
     assert ledger.bodies() == once(BODIES)
 
 
-def test_a_reset_of_the_broker_reaches_who_has_the_queue(embedded, ledger, admin):
+def test_a_reset_of_the_broker_reaches_the_owner_of_the_queue(embedded, ledger, admin):
     """Each of two members is told of all queues, and moves its own."""
     send(embedded)
     with billing(embedded, ledger, instance_name="one"), billing(embedded, ledger, instance_name="two") as (two, _):
@@ -158,7 +158,7 @@ def test_a_reset_recorded_before_a_group_began_is_not_followed(embedded, ledger,
 
 
 @every_database
-def test_a_reset_in_the_database_moves_a_group_that_runs(embedded, ledger, events):
+def test_a_reset_in_the_database_moves_a_running_group(embedded, ledger, events):
     send(embedded)
     with billing(embedded, ledger, on_event=events):
         until_all(embedded, ledger)
@@ -174,7 +174,7 @@ def test_a_reset_in_the_database_moves_a_group_that_runs(embedded, ledger, event
 
 
 @every_database
-def test_a_reset_of_a_member_moves_the_row_and_fences_what_runs(embedded, ledger):
+def test_a_reset_of_a_member_moves_the_row_and_fences_running_calls(embedded, ledger):
     send(embedded, queues=1)
     running, go_on = threading.Event(), threading.Event()
 
@@ -242,7 +242,7 @@ def test_the_page_s_move_loses_nothing_and_repeats_nothing(moving, ledger, monke
     assert ledger.bodies() == once(["failed", "new"])
 
 
-def test_the_retry_topic_comes_along_and_is_told(moving, ledger, capsys):
+def test_the_retry_topic_is_reset_with_its_topic_and_reported(moving, ledger, capsys):
     offsets = ["-n", moving.name_server, "--store", ledger.database.url]
     here = ["offsets", "reset", GROUP, TOPIC, "--to", "latest", *offsets]
     assert main(here) == 0
@@ -273,7 +273,7 @@ def test_retries_without_an_offset_begin_at_the_first(embedded, ledger, admin):
     assert ledger.bodies() == once(["failed", "new"])
 
 
-def test_retries_that_members_have_begun_are_left_alone(moving, ledger):
+def test_a_retry_topic_that_members_consume_is_not_reset(moving, ledger):
     with Admin(name_server=moving.name_server) as admin:
         plan = admin.plan_reset(GROUP, TOPIC, "latest", store=ledger.offsets)
         ledger.offsets.reset(GROUP, {queue(RETRIES, 0): 4}, 1)
@@ -281,7 +281,7 @@ def test_retries_that_members_have_begun_are_left_alone(moving, ledger):
     assert ledger.offset(GROUP, 0, RETRIES) == 4
 
 
-def test_the_retry_topic_of_a_namespace_comes_along(embedded, ledger):
+def test_the_retry_topic_of_a_namespace_is_reset_too(embedded, ledger):
     wire_retries = f"%RETRY%team%{GROUP}"
     for topic in (f"team%{TOPIC}", wire_retries):
         embedded.create_topic(topic, queues=1)
@@ -354,7 +354,7 @@ def test_a_reset_in_another_database_is_unconfirmed(embedded, ledger, wrong, cap
     assert ledger.bodies() == once(BODIES)
 
 
-def test_who_had_a_queue_and_does_not_claim_it_anew_is_named(embedded, ledger, admin, wrong):
+def test_a_former_owner_that_does_not_claim_again_is_named(embedded, ledger, admin, wrong):
     """As one that looks at a changed log once a minute; here it is looked for in a copy of its database."""
     send(embedded, queues=1)
     engine = create_engine(wrong)
@@ -408,7 +408,7 @@ def test_a_topic_nobody_subscribes_to_is_set_for_later(embedded, ledger, admin):
         "topic = x'ff'",
     ],
 )
-def test_a_row_that_means_nothing_is_named_in_a_line(embedded, ledger, capsys, what, wrong):
+def test_an_invalid_row_is_named_in_one_line(embedded, ledger, capsys, what, wrong):
     embedded.create_topic(TOPIC, queues=2)
     embedded.broker("broker-a").create_group(GROUP)
     ledger.offsets.reset(GROUP, {queue(TOPIC, number): 0 for number in range(2)}, 1)

@@ -58,7 +58,7 @@ def test_a_row_that_is_locked_for_long_is_no_failure(embedded, ledger, events):
 
 
 @every_database
-def test_a_table_that_is_away_for_a_while_is_no_failure(embedded, ledger, events):
+def test_a_table_that_is_missing_for_a_while_fails_nothing(embedded, ledger, events):
     event = goes_on_after(lambda: renamed(ledger), embedded, ledger, events)
     assert "pyrocket_offsets" in event.text
 
@@ -69,7 +69,7 @@ def test_a_database_that_dies_is_no_failure(embedded, ledger, events):
 
 
 @servers
-def test_a_database_that_dies_again_and_again(embedded, ledger):
+def test_a_database_that_dies_repeatedly(embedded, ledger):
     send(embedded)
     many = [str(number) for number in range(100, 1000)]
     with billing(embedded, ledger):
@@ -82,7 +82,7 @@ def test_a_database_that_dies_again_and_again(embedded, ledger):
 
 
 @servers
-def test_a_database_that_is_away_at_the_start_is_named(embedded, ledger):
+def test_a_database_that_is_down_at_the_start_is_named(embedded, ledger):
     send(embedded)
     with dead(ledger):
         refusal = refused(billing(embedded, ledger), "cannot be reached.*check the address")
@@ -201,7 +201,7 @@ def test_a_start_waits_for_a_writer(embedded, impatient):
 
 @pytest.mark.slow("SQLite waits in real time")
 @pytest.mark.databases("sqlite")
-def test_a_group_begins_with_what_comes_after_its_start(embedded, impatient):
+def test_a_group_begins_with_messages_after_its_start(embedded, impatient):
     """A new group begins with what comes after the start, also where its queues begin later."""
     ledger, make = impatient
     send(embedded, ["old"], queues=1)
@@ -247,7 +247,7 @@ def test_an_engine_that_begins_by_events_of_its_own(embedded, ledger):
 @pytest.mark.databases("sqlite")
 @pytest.mark.parametrize("column", ["next_offset", "epoch", "reset_epoch", "queue_id"])
 @pytest.mark.parametrize("value", ["'abc'", "-3", "9223372036854775807", "1.5"])
-def test_a_row_that_means_nothing_is_named_and_stops_nobody(embedded, ledger, events, column, value):
+def test_an_invalid_row_is_named_and_stops_no_member(embedded, ledger, events, column, value):
     consumed(embedded, ledger, SOME, queues=2)
     ledger.execute(f"UPDATE pyrocket_offsets SET {column} = {value} WHERE topic = :t AND queue_id = 0", t=TOPIC)
     with pytest.raises(DatabaseError, match=f"{column}=.*delete it if no group uses it"):

@@ -85,7 +85,7 @@ async def test_an_offset_that_cannot_be_read_is_an_error_not_none(commits, broke
     assert brokers.commits == [], "what was read is stored"
 
 
-async def test_only_what_has_changed_is_stored(commits, brokers):
+async def test_only_changed_offsets_are_stored(commits, brokers):
     for offset in (5, 3, 9, 8):
         commits.update(ONE, offset)
     commits.update(TWO, 1)
@@ -100,7 +100,7 @@ async def test_only_what_has_changed_is_stored(commits, brokers):
 
 
 @pytest.mark.parametrize("trouble", TROUBLE, ids=str)
-async def test_what_could_not_be_stored_is_stored_next_time(commits, brokers, trouble):
+async def test_offsets_that_could_not_be_stored_are_stored_next_time(commits, brokers, trouble):
     await commits.store_start(ONE, 1)
     commits.update(ONE, 5)
     commits.update(TWO, 6)
@@ -140,7 +140,7 @@ async def test_a_commit_ignored_for_a_reset_is_not_taken_for_stored(commits, bro
     assert waiting == [ONE], "whoever pulls it is told, once for each commit that was ignored"
 
 
-async def test_commits_of_a_queue_take_turns_with_the_newest_value(commits, brokers):
+async def test_commits_of_a_queue_run_one_at_a_time_with_the_newest_value(commits, brokers):
     persists = []
     for offset, times in ((1, 1), (2, 2), (3, 0)):
         commits.update(ONE, offset)
@@ -169,7 +169,7 @@ async def test_a_commit_that_nobody_waits_for_is_finished(commits, brokers):
     assert brokers.stored == {ONE: 12}, "closing waits for it"
 
 
-async def test_a_reset_replaces_what_was_noted_whether_lower_or_higher(commits, brokers):
+async def test_a_reset_replaces_the_offset_in_memory_with_any_other(commits, brokers):
     commits.update(ONE, 50)
     await commits.persist([ONE])
     for target in (3, 3, 80):
@@ -200,7 +200,7 @@ async def test_a_released_queue_is_stored_and_forgotten(commits, brokers):
     assert brokers.stored == {ONE: 2}, "it belongs to another member already"
 
 
-async def test_what_was_known_of_a_queue_is_remembered(commits, brokers):
+async def test_the_last_known_offset_of_a_queue_is_remembered(commits, brokers):
     assert commits.last_known(ONE) is None
     brokers.stored[ONE] = 7
     await commits.start_offset(ONE)
@@ -215,12 +215,12 @@ async def test_what_was_known_of_a_queue_is_remembered(commits, brokers):
     assert (commits.current(ONE), commits.last_known(ONE)) == (None, 9)
 
 
-def test_each_broker_is_a_place_of_its_own_and_a_store_is_one(commits):
+def test_queues_are_grouped_by_broker_or_in_one_store(commits):
     assert commits.by_store([ONE, FAR, TWO]) == {"a": [ONE, TWO], "b": [FAR]}
     assert StoreCommits(MemoryOffsetStore(), memory_first=True).by_store([ONE, FAR]) == {"": [ONE, FAR]}
 
 
-async def test_what_a_broker_may_have_forgotten_is_stored_again(commits, brokers):
+async def test_offsets_that_a_broker_may_have_lost_are_stored_again(commits, brokers):
     for queue in (ONE, FAR):
         commits.update(queue, 5)
     await commits.persist([ONE, FAR])
@@ -263,7 +263,7 @@ async def test_the_first_commit_goes_alone_and_the_others_together(commits, brok
 
 
 @pytest.mark.parametrize(("stored", "took_s"), [(1, 0.05), (0, 0.1)])
-async def test_an_offset_that_was_read_proves_a_table_and_0_does_not(commits, brokers, stored, took_s):
+async def test_a_read_offset_above_0_proves_that_a_table_exists(commits, brokers, stored, took_s):
     """Brokers of 4.9 answer 0 for a young queue for which they have nothing."""
     brokers.stored[ONE] = stored
     await commits.start_offset(ONE)
@@ -273,7 +273,7 @@ async def test_an_offset_that_was_read_proves_a_table_and_0_does_not(commits, br
 
 
 @pytest.mark.parametrize("trouble", TROUBLE[2:], ids=str)
-async def test_no_answer_to_the_first_is_none_for_those_that_wait(commits, brokers, trouble):
+async def test_an_unanswered_first_commit_fails_those_that_wait_for_it(commits, brokers, trouble):
     brokers.answers = [trouble]
     failed = await persist_many(commits)
     assert {queue: str(error) for queue, error in failed.items()} == dict.fromkeys(MANY, str(trouble))
@@ -283,13 +283,13 @@ async def test_no_answer_to_the_first_is_none_for_those_that_wait(commits, broke
     assert brokers.stored == dict.fromkeys(MANY, 7)
 
 
-async def test_a_refusal_of_the_first_concerns_that_one_only(commits, brokers):
+async def test_a_refused_first_commit_fails_no_other(commits, brokers):
     brokers.answers = TROUBLE[:2]
     assert await persist_many(commits) == dict(zip(MANY, TROUBLE[:2], strict=False))
     assert brokers.stored == dict.fromkeys(MANY[2:], 7)
 
 
-async def test_what_is_not_acknowledged_in_time_goes_on(commits, brokers):
+async def test_an_unacknowledged_commit_continues(commits, brokers):
     await commits.store_start(ONE, 1)
     commits.update(ONE, 5)
     commits.update(TWO, 6)
@@ -337,7 +337,7 @@ class Member:
         return {}
 
 
-async def test_what_is_not_stored_for_long_is_told_and_delays_no_other():
+async def test_a_slow_store_is_reported_and_delays_no_other():
     member = Member()
     member.hangs = {"b"}
     timer = asyncio.create_task(CommitTimer(member, member, member, member).run())  # type: ignore[arg-type]

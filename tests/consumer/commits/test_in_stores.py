@@ -96,7 +96,7 @@ async def test_a_store_is_asked_for_all_that_has_changed_at_once(commits, store)
     await commits.close()
 
 
-async def test_what_changes_while_it_is_stored_counts_as_changed(commits, store):
+async def test_an_offset_that_changes_during_a_commit_counts_as_changed(commits, store):
     store.gate.clear()
     commits.update(ONE, 5)
     waiting = asyncio.ensure_future(commits.persist([ONE]))
@@ -128,7 +128,7 @@ async def test_a_store_that_cannot_write_is_asked_again(commits, store):
 
 
 @pytest.mark.parametrize(("memory_first", "expected"), [(True, 9), (False, 5)])
-async def test_broadcasting_goes_on_from_memory_others_from_the_store(store, memory_first, expected):
+async def test_broadcasting_reads_memory_first_and_clustering_the_store(store, memory_first, expected):
     commits = StoreCommits(store, memory_first=memory_first)
     commits.update(ONE, 5)
     await commits.persist([ONE])
@@ -154,7 +154,7 @@ async def test_queues_that_begin_together_share_a_sync(commits, store):
     await commits.close()
 
 
-async def test_a_beginning_that_could_not_be_stored_is_an_error(commits, store):
+async def test_a_start_offset_that_cannot_be_stored_is_an_error(commits, store):
     store.error = OffsetStoreError("disk full")
     outcomes = await asyncio.gather(*(commits.store_start(each, 7) for each in (ONE, TWO)), return_exceptions=True)
     assert outcomes == [store.error, store.error]

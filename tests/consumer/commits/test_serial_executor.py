@@ -22,7 +22,7 @@ def test_calls_run_one_after_the_other_on_one_thread():
     assert not worker.is_alive()
 
 
-def test_what_a_call_raises_is_its_callers_and_the_next_one_runs():
+def test_an_exception_reaches_its_caller_and_the_next_call_runs():
     thread = SerialExecutor("pyrocket-store")
     failing, working = thread.submit(lambda: 1 // 0), thread.submit(int, "5")
     with pytest.raises(ZeroDivisionError):
@@ -31,7 +31,7 @@ def test_what_a_call_raises_is_its_callers_and_the_next_one_runs():
     thread.shutdown()
 
 
-def test_a_call_that_is_not_wanted_any_more_is_left_out():
+def test_a_cancelled_call_is_skipped():
     thread, goes_on, done = SerialExecutor("pyrocket-store"), threading.Event(), []
     running, unwanted = thread.submit(goes_on.wait, 30), thread.submit(done.append, 1)
     assert unwanted.cancel()
@@ -42,7 +42,7 @@ def test_a_call_that_is_not_wanted_any_more_is_left_out():
     thread.shutdown()
 
 
-def test_nothing_of_a_call_is_kept_while_nothing_is_asked_for():
+def test_an_idle_executor_keeps_no_object_of_a_call():
     class Store:
         def persist(self):
             return None
@@ -57,7 +57,7 @@ def test_nothing_of_a_call_is_kept_while_nothing_is_asked_for():
     thread.shutdown()
 
 
-def test_one_that_was_never_used_has_no_thread():
+def test_an_unused_executor_has_no_thread():
     before = threading.active_count()
     SerialExecutor("pyrocket-store").shutdown()
     assert threading.active_count() == before

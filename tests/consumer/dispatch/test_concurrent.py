@@ -130,7 +130,7 @@ def either(request) -> Working:
 # --- what listeners do
 
 
-def test_wrong_results_are_told_once_a_listener_and_type(either):
+def test_unknown_results_are_reported_once_per_listener_and_type(either):
     results = [True, 1, False, 2, "x"]
     for _ in range(2):
         either.consume(either.as_kind(lambda message: results[message.queue_offset]), 5)
@@ -166,7 +166,7 @@ def test_known_results_of_a_batch(either, result, again):
 
 
 @pytest.mark.parametrize("named", [lambda message: message, lambda message: message.detach()], ids=["it", "a copy"])
-def test_one_bad_message_of_a_batch_comes_again_alone(either, named):
+def test_one_bad_message_of_a_batch_is_redelivered_alone(either, named):
     """A listener may keep detached copies; one it asks for again must not count as consumed."""
     window = either.consume(either.as_kind(lambda messages: Retry([named(messages[1])])), 6, batch_size=3)
     until(lambda: either.idle)
@@ -195,7 +195,7 @@ def test_an_ended_loop_is_not_kept_waiting_by_its_workers(io):
     workers.stop()
 
 
-def test_workers_know_their_own_calls_and_what_those_have_begun(either):
+def test_workers_recognize_their_calls_and_tasks_started_there(either):
     service, known = ConcurrentService(either.loop, lambda is_async: either.workers), []
 
     def handle(message):
@@ -264,7 +264,7 @@ def test_a_store_that_raises_inside_an_ack_ends_no_worker(either):
     either.works()
 
 
-def test_of_a_dropped_queue_what_runs_counts_and_nothing_begins(either):
+def test_running_calls_of_a_dropped_queue_count_and_none_begins(either):
     listener, begun, release = blocking(either)
     window = either.consume(listener, 5)
     assert begun.acquire(timeout=WAIT_S)
@@ -294,7 +294,7 @@ def blocking(working: Working) -> tuple[Any, threading.Semaphore, threading.Even
     return handle if isinstance(working.workers, ThreadWorkers) else listen, begun, release
 
 
-def test_stopped_workers_begin_nothing_and_finish_what_runs(either):
+def test_stopped_workers_finish_running_calls_and_begin_none(either):
     listener, begun, release = blocking(either)
     running, waiting = [either.consume(listener, 1) for _ in range(2)], either.consume(listener, 3)
     for _ in running:
@@ -313,7 +313,7 @@ class Emptied(deque):
         raise IndexError("pop from an empty deque")
 
 
-def test_a_worker_survives_that_its_units_were_taken_back(either):
+def test_a_worker_survives_the_withdrawal_of_its_units(either):
     window, messages = window_of(1)
     for _ in range(4):
         either.put_chunk(Chunk(window, Listener.of(either.as_kind(lambda message: None)), Emptied(messages)))
@@ -339,7 +339,7 @@ class LaneBatch:
         self.ended.set()
 
 
-def test_a_turn_that_no_worker_has_begun_ends_with_the_work(either):
+def test_a_batch_that_no_worker_has_begun_ends_at_a_stop(either):
     """Or its queue would count as running, and closing would wait for it in vain."""
     function, begun, release = blocking(either)
     window, messages = window_of(5)
@@ -414,7 +414,7 @@ async def test_chunks_are_sized_by_the_time_the_listener_takes(listener_time_s, 
     service.stop()
 
 
-async def test_what_a_stuck_worker_has_not_begun_goes_to_others():
+async def test_unstarted_units_of_a_stuck_worker_go_to_others():
     service, desk, window, messages = dispatched(32)
     chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
     chunk.done.append(chunk.current)
@@ -430,7 +430,7 @@ async def test_what_a_stuck_worker_has_not_begun_goes_to_others():
     service.stop()
 
 
-async def test_what_is_finished_does_not_wait_for_its_chunk_to_end():
+async def test_finished_messages_do_not_wait_for_the_end_of_their_chunk():
     """There is nothing left then that could be given to others."""
     service, desk, window, messages = dispatched(2)
     chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
@@ -451,7 +451,7 @@ async def test_a_stop_hands_over_what_stuck_workers_have_finished():
     assert not chunk.todo
 
 
-async def test_nobody_looks_for_stuck_workers_when_nothing_waits():
+async def test_the_check_for_stuck_workers_stops_when_nothing_waits():
     """A listener that never returns must not keep the I/O thread awake for ever."""
     service, desk, window, messages = dispatched(4)
     desk.begin(0, asyncio.get_running_loop().time() + 0.001)

@@ -75,7 +75,7 @@ DEEDS = [ValueError("broken"), SystemExit(3), KeyboardInterrupt(), asyncio.Cance
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
 @pytest.mark.parametrize("deed", DEEDS, ids=repr)
-def test_whatever_the_listener_does_is_told(orders, kind, deed):
+def test_each_failure_of_a_listener_is_reported(orders, kind, deed):
     direct = threading.Event()
 
     def judge(message):

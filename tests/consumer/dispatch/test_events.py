@@ -15,7 +15,7 @@ from tests.consumer.orders import QUEUE, TOPIC
 from tests.consuming import WAIT_S, RecordingListener, until
 
 
-def test_what_waits_for_a_slow_on_event_is_bounded():
+def test_events_that_wait_for_a_slow_on_event_are_bounded():
     passed: list[ConsumerEvent] = []
     begun, goes_on, notified = threading.Event(), threading.Event(), threading.Event()
 
@@ -61,7 +61,7 @@ def test_an_on_event_that_raises_shows_its_traceback_once(caplog):
 
 
 @pytest.mark.parametrize("result", [ConsumeResult.COMMIT, ConsumeResult.ROLLBACK])
-def test_a_result_that_is_for_other_consumers_is_told_as_such(orders, result):
+def test_a_result_for_other_consumers_is_reported_as_such(orders, result):
     orders.send(b"m")
     with orders.consuming(lambda message: result):
         event = orders.events.wait_for("listener-result-unknown")
@@ -133,7 +133,7 @@ def test_on_event_may_close_the_consumer(orders):
 # --- floods
 
 
-def test_of_a_flood_of_events_some_are_told_the_others_counted():
+def test_a_flood_of_events_is_partly_emitted_and_fully_counted():
     now = [0.0]
     floods, admitted = EventLimiter(lambda: now[0]), []
     for _ in range(10_000):
@@ -150,6 +150,6 @@ def test_of_a_flood_of_events_some_are_told_the_others_counted():
     assert [floods.admit(EventKind.OFFSET_CORRECTED, QUEUE) for _ in range(5)] == [0] * 5
 
 
-def test_what_users_cause_is_told_each_time():
+def test_events_caused_by_users_are_emitted_each_time():
     floods = EventLimiter(lambda: 0.0)
     assert {floods.admit(EventKind.MESSAGE_STUCK, None) for _ in range(10_000)} == {0}

@@ -59,7 +59,7 @@ class SendsBackBlindly(NaiveMember):
 @pytest.mark.hazard("H34")
 @pytest.mark.parametrize("trouble", [answer(1, "no"), drop, close_connection], ids=["refused", "lost", "disconnected"])
 @ours_and(NaiveMember, faulty(SendsBackBlindly, "committed past a message that failed"))
-def test_what_cannot_be_sent_back_is_not_committed_past(embedded, broker, trouble, member):
+def test_a_message_that_cannot_be_sent_back_holds_the_offset(embedded, broker, trouble, member):
     """A failed message stays unfinished until the broker has acknowledged that it takes it; the next member gets it.
 
     Faulty: Go up to 2.1.2 and old C++ clients count it as consumed whatever the broker says.
@@ -94,7 +94,7 @@ class ForgetsWhatItCouldNotSendBack(NaiveMember):
 
 @pytest.mark.hazard("H34")
 @ours_and(NaiveMember, faulty(ForgetsWhatItCouldNotSendBack, "tried again where it is"))
-def test_what_cannot_be_sent_back_is_tried_again_here(embedded, broker, member):
+def test_a_message_that_cannot_be_sent_back_is_repeated_here(embedded, broker, member):
     """After 5 s it is given to the listener again, as its second attempt, until it succeeds or can be sent back.
 
     Faulty: a client whose local retry is lost, so that the message holds the offset for ever.
@@ -115,7 +115,7 @@ def test_what_cannot_be_sent_back_is_tried_again_here(embedded, broker, member):
 
 
 @pytest.mark.parametrize("trouble", [answer(1, "no"), drop], ids=["refused", "lost"])
-def test_what_fails_again_at_once_is_tried_again(orders, broker, trouble):
+def test_a_message_that_fails_again_at_once_is_sent_back_again(orders, broker, trouble):
     """No broker takes it, and its second attempt fails as soon as it begins."""
     orders.fill(100)
     take_nothing(broker, trouble)
@@ -177,7 +177,7 @@ class CleansUpTwice(CleansUpWhatTakesTooLong):
 
 @pytest.mark.hazard("H35")
 @ours_and(CleansUpWhatTakesTooLong, faulty(CleansUpTwice, "sent back 2 times"))
-def test_what_takes_too_long_and_then_fails_is_sent_back_once(embedded, broker, member):
+def test_a_message_that_is_slow_and_then_fails_is_sent_back_once(embedded, broker, member):
     """After consume_timeout_s a message is sent back and told as stuck; what its listener returns later counts no more.
 
     Faulty: Java before 5.1 and Go send it back again when the listener fails.
@@ -220,7 +220,7 @@ def test_a_broker_that_answers_late_makes_one_copy_an_attempt(orders, broker):
 
 
 @pytest.mark.parametrize("fault", [drop_answer, handle_and_close])
-def test_send_backs_without_an_answer_make_a_copy_a_try(orders, broker, fault):
+def test_each_unanswered_send_back_may_make_one_copy(orders, broker, fault):
     orders.fill(1)
     broker.on(SEND_BACK, fault, times=None)
     seen = RecordingListener(lambda message: ConsumeResult.RETRY)
@@ -232,7 +232,7 @@ def test_send_backs_without_an_answer_make_a_copy_a_try(orders, broker, fault):
         assert orders.events.of("send-back-failed")
 
 
-def test_what_was_stored_less_safely_is_not_sent_again(orders, broker):
+def test_messages_stored_less_safely_are_not_sent_again(orders, broker):
     """Brokers say this of a send-back as if it had failed."""
 
     def late_disk(exchange):
@@ -252,7 +252,7 @@ def test_what_was_stored_less_safely_is_not_sent_again(orders, broker):
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["messages", "lists"])
-def test_what_failed_comes_again_while_a_later_call_hangs(orders, size):
+def test_a_failed_message_is_redelivered_while_a_later_call_hangs(orders, size):
     """Quick listeners get many messages at once; one that hangs must keep nothing but its own."""
     release, hanging, seen = threading.Event(), set(), RecordingListener()
 
@@ -312,7 +312,7 @@ def test_a_listener_that_ends_its_thread_costs_no_message(embedded, member, erro
 # --- giving up
 
 
-def test_the_last_failure_is_told_as_such(orders, caplog):
+def test_the_last_failure_is_reported_as_such(orders, caplog):
     orders.fill(2)
     seen = RecordingListener(lambda message: ConsumeResult.RETRY if message.body == b"m1" else None)
     caplog.set_level(logging.WARNING, "pyrocket_consumer.consumer")
@@ -327,7 +327,7 @@ def test_the_last_failure_is_told_as_such(orders, caplog):
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["send-back", "new message"])
-def test_what_the_listener_gives_up_is_told_as_given_up(orders, broker, refused):
+def test_a_message_that_the_listener_gives_up_is_reported_so(orders, broker, refused):
     orders.fill(1)
     if refused:
         broker.on(SEND_BACK, answer(1, "no"), times=None)
@@ -370,7 +370,7 @@ class KeepsFailedMessages(NaiveMember):
 
 @pytest.mark.hazard("H43")
 @ours_and(NaiveMember, faulty(KeepsFailedMessages, "the failed message does not hold the offset"))
-def test_what_fails_in_a_broadcasting_group_is_told_and_passed(embedded, tmp_path, member):
+def test_a_failure_in_a_broadcasting_group_is_reported_and_passed(embedded, tmp_path, member):
     """A broadcasting group has no retry: a failed message is told as given up, and the offset goes on.
 
     Faulty: Go keeps it in its window for ever, which pins the offset and, in the end, stops the queue.

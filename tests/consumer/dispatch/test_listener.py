@@ -49,7 +49,7 @@ class AsyncCallable:
         ([].append, False, False),
     ],
 )
-def test_what_is_told_of_a_listener(function, is_async, wants_context):
+def test_properties_of_a_listener_are_found(function, is_async, wants_context):
     listener = Listener.of(function)
     assert (listener.is_async, listener.wants_context) == (is_async, wants_context)
 
@@ -113,7 +113,7 @@ RESULTS = [Unspeakable(), Nonsense(), object(), True, False, 0, 1, "ok", b"", []
 
 
 @KINDS
-def test_what_a_listener_raises_for_comes_again(orders, kind):
+def test_a_message_whose_listener_raised_is_redelivered(orders, kind):
     orders.make(queues=2)
     errors = dict(zip(numbered(len(ERRORS)), ERRORS, strict=True))
 
@@ -132,7 +132,7 @@ def test_what_a_listener_raises_for_comes_again(orders, kind):
 
 @KINDS
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: type(result).__name__)
-def test_a_result_that_means_nothing_is_told_once(orders, kind, result, caplog):
+def test_an_unknown_result_is_reported_once(orders, kind, result, caplog):
     """Listeners that return True, or how many rows they wrote, do so each time."""
     orders.make(queues=2)
     orders.fill(50)
@@ -299,7 +299,7 @@ WRONG = [
 ]
 
 
-def test_what_cannot_be_subscribed_to_changes_nothing(orders, subtests):
+def test_a_failed_subscription_changes_nothing(orders, subtests):
     with orders.consuming() as (consumer, seen):
         for count, wrong in enumerate(WRONG, 1):
             with subtests.test(repr(wrong)):

@@ -97,7 +97,7 @@ def dead_letter(orders):
 
 
 @BOTH
-def test_async_listeners_of_keys_run_beside_each_other(orders, order_by):
+def test_async_listeners_of_different_keys_run_concurrently(orders, order_by):
     send(orders, *"abcd" * 3)
     seen = KeyedListener()
 
@@ -149,7 +149,7 @@ def test_a_list_has_messages_of_one_key(orders):
     assert 1 < max(map(len, lists)) <= 8
 
 
-def test_a_list_that_failed_comes_again_from_the_failure_on(orders):
+def test_a_failed_list_is_repeated_from_the_failure_on(orders):
     calls = []
 
     def handle(messages):
@@ -189,7 +189,7 @@ def test_a_failing_key_blocks_only_itself(orders, result):
     assert seen.of("bad")[-1] == 62
 
 
-def test_a_failure_in_a_chunk_lets_nothing_of_its_key_pass(orders):
+def test_a_failure_in_a_chunk_stops_all_later_messages_of_its_key(orders):
     seen, failed = fails_once(Suspend(for_s=0.01), every=7)
     send(orders, *some_keys(7, 3, 300))
     with by_key(orders, seen):
@@ -226,7 +226,7 @@ def test_a_stuck_key_is_named_and_bounded_by_the_span(orders):
 
 
 @pytest.mark.parametrize("deed", ["fails", "hangs"])
-def test_a_key_that_leaves_no_room_in_the_end_is_told(orders, deed):
+def test_a_key_that_fills_the_cache_is_reported(orders, deed):
     cured = threading.Event()
 
     def judge(message):
@@ -246,7 +246,7 @@ def test_a_key_that_leaves_no_room_in_the_end_is_told(orders, deed):
 
 
 @pytest.mark.parametrize("result", [Suspend(for_s=0.01), ConsumeResult.RETRY])
-def test_failures_that_pass_are_not_told_as_stuck(orders, result):
+def test_temporary_failures_are_not_reported_as_stuck(orders, result):
     """Not those of a backlog either, for which there is never room at once."""
     seen, _ = fails_once(result, every=100)
     send(orders, *"abcd" * 100)
@@ -255,7 +255,7 @@ def test_failures_that_pass_are_not_told_as_stuck(orders, result):
     assert not orders.events.of("message-stuck")
 
 
-def test_an_oldest_message_without_a_key_is_told_once(orders):
+def test_an_oldest_message_without_a_key_is_reported_once(orders):
     send(orders, "bad", *"abcd" * 100)
     key_calls, consuming = by_function(orders, RecordingListener(), raising, max_span=50)
     with consuming:
@@ -283,7 +283,7 @@ def test_a_slow_call_holds_up_no_other_key_of_its_chunk(orders):
     seen.check()
 
 
-def test_messages_without_a_key_are_one_line(orders):
+def test_messages_without_a_key_share_one_lane(orders):
     send(orders, *[None, "a"] * 50)
     seen = KeyedListener(lambda message: time.sleep(0.001))
     with by_key(orders, seen):
@@ -370,19 +370,19 @@ SHOWN = [
 
 
 @pytest.mark.parametrize(("shows", "expected"), SHOWN)
-def test_a_key_is_told_as_one_short_line(orders, shows, expected):
+def test_a_key_is_reported_as_one_short_line(orders, shows, expected):
     assert reported_keys(orders, lambda: shows) == {expected}
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
-def test_a_key_that_cannot_be_shown_is_told_by_its_type(orders, error):
+def test_a_key_whose_repr_raises_is_reported_by_its_type(orders, error):
     def show():
         raise error("not shown")
 
     assert reported_keys(orders, show) == {"<Odd, whose repr raises>"}
 
 
-def test_what_order_by_raises_is_not_shown_by_the_io_thread(orders):
+def test_exceptions_of_order_by_are_not_formatted_by_the_io_thread(orders):
     threads = []
 
     class OddError(Exception):
@@ -401,7 +401,7 @@ def test_what_order_by_raises_is_not_shown_by_the_io_thread(orders):
 
 
 @pytest.mark.parametrize("order_by", ["sharding_key", key_of, lambda message: key_of(message).encode()])
-def test_long_keys_are_told_apart_by_all_of_them(orders, order_by):
+def test_long_keys_differ_in_any_character(orders, order_by):
     together = threading.Barrier(3, timeout=WAIT_S)
 
     def judge(message):
@@ -465,7 +465,7 @@ def test_keys_without_messages_are_forgotten_in_time(orders):
         until(lambda: len(alive) < 100, "most are forgotten")
 
 
-def test_a_key_that_cannot_be_hashed_any_more_stops_no_other(orders):
+def test_a_key_that_is_no_longer_hashable_stops_no_other(orders):
     """Of those that are known, keys without messages are forgotten now and then: they are hashed once more."""
     has_changed = threading.Event()
 
@@ -513,7 +513,7 @@ def test_a_key_that_cannot_be_compared_fails_its_message_only(orders):
         assert failed.facts["offset"] == 1, "the first had nothing to be compared with"
 
 
-def test_what_never_gets_a_key_is_given_up_after_its_attempts(orders):
+def test_a_message_without_a_key_is_given_up_after_its_attempts(orders):
     send(orders, "a", "bad", "a")
     key_calls, consuming = by_function(orders, RecordingListener(), raising, max_reconsume_times=1)
     with consuming:
@@ -524,7 +524,7 @@ def test_what_never_gets_a_key_is_given_up_after_its_attempts(orders):
     assert key_calls == {0: 1, 1: 2, 2: 1}
 
 
-def test_a_message_whose_key_is_told_at_last_takes_its_place(orders):
+def test_a_message_whose_key_is_found_late_is_put_in_order(orders):
     key_calls, freed = Counter(), threading.Event()
 
     def order_by(message):
@@ -549,7 +549,7 @@ def test_a_message_whose_key_is_told_at_last_takes_its_place(orders):
     assert not seen.overlaps
 
 
-def test_what_fails_meanwhile_comes_again_behind_it(orders):
+def test_messages_that_fail_meanwhile_are_repeated_after_it(orders):
     key_calls, failed = Counter(), set()
 
     def order_by(message):
@@ -591,7 +591,7 @@ def test_a_queue_is_handed_over_when_its_calls_have_returned(orders, order_by):
     assert not seen.overlaps
 
 
-def test_a_close_waits_for_what_runs_and_keeps_the_order(orders):
+def test_a_close_waits_for_running_calls_and_keeps_the_order(orders):
     begun, seen = threading.Event(), KeyedListener(lambda message: begun.set() or time.sleep(0.02))
     send(orders, *"abcd" * 100)
     with by_key(orders, seen, consume_threads=3):
@@ -608,7 +608,7 @@ def test_a_close_waits_for_what_runs_and_keeps_the_order(orders):
         assert again == sorted(again)
 
 
-def test_a_queue_that_begins_anew_waits_for_the_calls_of_before(orders):
+def test_a_restarted_queue_waits_for_earlier_calls(orders):
     seen, freed = holds(offsets=[0])
     send(orders, *"abab")
     with by_key(orders, seen) as (consumer, _):
@@ -621,7 +621,7 @@ def test_a_queue_that_begins_anew_waits_for_the_calls_of_before(orders):
     assert not seen.overlaps
 
 
-def test_a_queue_that_began_anew_is_handed_over_after_its_calls(orders):
+def test_a_restarted_queue_is_handed_over_after_its_calls(orders):
     (seen, freed), waiting = holds(offsets=[0]), Events()
     send_pairs(orders, 2)
     with by_key(orders, seen) as (first, _):
@@ -664,7 +664,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "expected"), REFUSED)
 @pytest.mark.parametrize("face", [PushConsumer, AsyncPushConsumer])
-def test_what_is_not_allowed_is_told_with_its_remedy(face, options, expected):
+def test_a_forbidden_option_is_refused_with_its_remedy(face, options, expected):
     with pytest.raises(ConfigError, match=expected):
         face(GROUP, name_server="127.0.0.1:9876", **options)
 

@@ -138,7 +138,7 @@ async def test_a_busy_broker_is_asked_again_after_a_pause():
 
 
 @pytest.mark.parametrize("trouble", [REFUSED, AWAY, BUSY], ids=str)
-async def test_what_cannot_be_taken_back_is_sent_as_a_new_message(trouble):
+async def test_a_refused_send_back_becomes_a_new_message(trouble):
     member = Member(trouble)
     window, messages = await sent_back(member)
     assert window.commit_offset() == 1
@@ -153,7 +153,7 @@ async def test_what_cannot_be_taken_back_is_sent_as_a_new_message(trouble):
 
 
 @pytest.mark.parametrize(("delay_level", "delay", "limit"), [(7, "7", 16), (0, "5", 16), (-1, "5", 0)])
-async def test_the_level_asked_for_goes_with_it(delay_level, delay, limit):
+async def test_a_send_back_has_the_requested_delay_level(delay_level, delay, limit):
     member = Member(REFUSED)
     window, messages = await sent_back(member, delay_level)
     ((header, _),) = member.sent
@@ -177,7 +177,7 @@ NOBODY = {
 
 
 @pytest.mark.parametrize("found", NOBODY)
-async def test_a_message_nobody_takes_is_tried_here_again(found):
+async def test_a_message_that_no_broker_accepts_is_repeated_here(found):
     member = Member(AWAY)
     member.found = NOBODY[found]
     window, messages = await sent_back(member)
@@ -193,7 +193,7 @@ async def test_a_message_nobody_takes_is_tried_here_again(found):
 
 @pytest.mark.parametrize("trouble", [SILENT, LOST], ids=["silent", "lost"])
 @pytest.mark.parametrize("kind", ["send_back", "send"])
-async def test_what_may_have_been_done_is_not_done_in_another_form(kind, trouble):
+async def test_a_send_back_that_may_have_worked_is_not_sent_otherwise(kind, trouble):
     member = Member(trouble) if kind == "send_back" else Member(REFUSED, sends=[trouble])
     window, messages = await sent_back(member)
     assert member.kinds_of_calls == (["send_back"] if kind == "send_back" else ["send_back", "send"])
@@ -201,7 +201,7 @@ async def test_what_may_have_been_done_is_not_done_in_another_form(kind, trouble
     assert window.commit_offset() == 0
 
 
-async def test_tries_without_an_answer_have_longer_and_longer_pauses():
+async def test_unanswered_attempts_have_growing_pauses():
     member = Member(SILENT)
     member.fails_again()
     await sent_back(member)
@@ -231,7 +231,7 @@ def copies_of(message: Message, count: int = 1) -> tuple[ProcessQueue, list[Mess
     return window_of(count, MessageQueue(RETRY, "a", 0), record=copy)
 
 
-async def test_of_several_copies_of_a_message_one_is_sent_back_for_all():
+async def test_one_of_several_copies_of_a_message_is_sent_back():
     """They show that the send-backs nobody answered were executed: else each would make copies of its own."""
     member, (window, messages) = Member(SILENT), filled(2)
     await member.fail(window, messages[0])
@@ -248,7 +248,7 @@ async def test_of_several_copies_of_a_message_one_is_sent_back_for_all():
     assert (window.commit_offset(), member.delivered) == (1, []), "the other message was not touched"
 
 
-async def test_a_copy_does_not_wait_any_longer_than_for_the_answer():
+async def test_a_copy_waits_no_longer_than_for_the_response():
     member = Member(SILENT, None)
     window, messages = await sent_back(member)
     other, copies = copies_of(messages[0])
@@ -260,7 +260,7 @@ async def test_a_copy_does_not_wait_any_longer_than_for_the_answer():
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-async def test_an_older_copy_gives_way_to_one_that_is_further(given_up):
+async def test_an_older_copy_is_replaced_by_a_newer_one(given_up):
     """If the queue of that one was given up, it stands for nothing."""
     member, (window, messages) = Member(SILENT), filled()
     other, copies = copies_of(messages[0])
@@ -281,7 +281,7 @@ async def test_messages_that_only_look_alike_are_sent_back_each():
     assert window.unfinished()[0] == 3
 
 
-async def test_a_message_whose_call_still_runs_is_not_delivered_again():
+async def test_a_message_is_not_delivered_again_while_its_call_runs():
     member, (window, messages) = Member(REFUSED, sends=[REFUSED]), filled()
     member.retries.add(window, [(messages[0], 3)], running=True)
     await asyncio.sleep(3 * LOCAL_RETRY_S)
@@ -312,7 +312,7 @@ async def test_a_send_back_of_a_dropped_queue_counts_until_the_end():
     ],
 )
 @pytest.mark.parametrize("refused", [False, True], ids=["send-back", "new message"])
-async def test_what_goes_to_the_dead_letters_is_told_as_given_up(delay_level, limit, kind, refused):
+async def test_a_message_sent_to_the_dead_letters_is_reported_as_given_up(delay_level, limit, kind, refused):
     member = Member(REFUSED if refused else None)
     member.config.most_attempts = limit
     window, messages = await sent_back(member, delay_level)
@@ -345,7 +345,7 @@ async def test_a_late_answer_to_giving_up_counts():
     assert len(member.calls) == 1
 
 
-async def test_what_ended_meanwhile_is_not_tried_here_again():
+async def test_a_message_finished_meanwhile_is_not_repeated_here():
     member = Member(REFUSED, sends=[REFUSED])
     consumed, (one,) = await sent_back(member)
     lost, _ = await sent_back(member)
@@ -355,7 +355,7 @@ async def test_what_ended_meanwhile_is_not_tried_here_again():
     assert member.delivered == []
 
 
-async def test_what_is_finished_or_given_up_already_is_not_sent_back():
+async def test_finished_messages_are_not_sent_back():
     member, (window, messages) = Member(), filled(2)
     window.ack(messages[:1])
     member.retries.add(window, [(messages[0], 0)])
@@ -364,7 +364,7 @@ async def test_what_is_finished_or_given_up_already_is_not_sent_back():
     assert member.calls == []
 
 
-async def test_not_all_go_at_once():
+async def test_concurrent_send_backs_are_limited():
     member, (window, messages) = Member(), filled(3 * SEND_BACK_LIMIT)
     member.call_s = 1.0
     await member.fail(window, *messages)
@@ -389,7 +389,7 @@ async def test_a_broker_that_does_not_answer_delays_no_other():
     assert member.surprises == []
 
 
-async def test_a_bug_is_a_surprise():
+async def test_a_bug_is_reported_as_unexpected():
     member = Member(ZeroDivisionError())
     window, messages = await sent_back(member)
     assert [type(error) for error in member.surprises] == [ZeroDivisionError]
