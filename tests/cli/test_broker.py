@@ -20,7 +20,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_it_runs_where_it_is_told_until_ctrl_c(pyrocket):
+def test_it_runs_on_the_given_port_until_ctrl_c(pyrocket):
     port = free_port()
     with Running("broker", "--port", str(port), "--topic", "orders:2") as running:
         assert f"name server: 127.0.0.1:{port} " in running.read(1)[0]
@@ -32,7 +32,7 @@ def test_it_runs_where_it_is_told_until_ctrl_c(pyrocket):
         assert running.end(30) == 0
 
 
-def test_a_port_that_is_taken_is_named(pyrocket):
+def test_a_port_in_use_is_named(pyrocket):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, _, stderr = pyrocket("broker", "--port", str(port))

@@ -63,7 +63,7 @@ def assert_only_committed(cluster, count):
 # --- as a member of a group
 
 
-def test_a_member_ends_after_so_many(orders, consume):
+def test_a_member_ends_after_count_messages(orders, consume):
     printed, stderr = consume(*MEMBER, "--count", "2")
     assert printed == ["orders/broker-a/0@0  paid  m0", "orders/broker-a/0@1  paid  m1"]
     assert stderr == "consuming orders as a member of g; Ctrl-C ends\n2 messages printed\n"
@@ -142,7 +142,7 @@ def test_a_member_that_waits_notices_that_its_reader_has_left(orders):
 
 
 @pytest.mark.live
-def test_a_new_group_begins_with_what_comes(orders):
+def test_a_new_group_starts_with_new_messages(orders):
     with running(orders, "--group", "g", "--count", "1") as command:
         command.wait_for_error_line("Ctrl-C ends")
         orders.send("orders", b"new")
@@ -169,20 +169,20 @@ def groups_asked(cluster):
     return commits | {f"heartbeat {number}" for number, _ in enumerate(broker.requests(RequestCode.HEART_BEAT))}
 
 
-def test_who_looks_sees_what_there_is_and_changes_nothing(many, consume):
+def test_without_a_group_all_messages_are_printed_and_nothing_changes(many, consume):
     printed, stderr = consume()
     assert [line.rpartition(" ")[2] for line in printed] == [f"m{number}" for number in range(MANY)]
     assert stderr == ""
     assert groups_asked(many) == set()
 
 
-def test_who_looks_may_begin_at_an_offset_of_one_queue(many, consume):
+def test_without_a_group_it_may_start_at_an_offset_of_one_queue(many, consume):
     printed, _ = consume("--queue", "broker-a/1", "--offset", "497")
     assert [line.partition("  ")[0] for line in printed] == [f"orders/broker-a/1@{n}" for n in (497, 498, 499)]
     assert consume("--queue", "broker-a/1", "--offset", "500") == ([], "")
 
 
-def test_who_looks_may_begin_at_a_time(orders, consume):
+def test_without_a_group_it_may_start_at_a_time(orders, consume):
     later = datetime.fromtimestamp(orders.messages("orders")[-1].stored_at_ms / 1000 + 0.001, UTC)
     time.sleep(0.01)
     orders.send("orders", b"later", tags="paid")
@@ -191,11 +191,11 @@ def test_who_looks_may_begin_at_a_time(orders, consume):
     assert len(consume("--from", "earliest")[0]) == 6
 
 
-def test_who_looks_ends_after_so_many(orders, consume):
+def test_without_a_group_it_ends_after_count_messages(orders, consume):
     assert len(consume("--count", "2", "--follow")[0]) == 2
 
 
-def test_who_looks_selects(orders, consume):
+def test_without_a_group_selectors_apply(orders, consume):
     orders.send("orders", b"other", tags="open")
     assert consume("--selector", "open || lost")[0] == ["orders/broker-a/0@5  open  other"]
     assert consume("--selector", "lost") == ([], "")
@@ -203,7 +203,7 @@ def test_who_looks_selects(orders, consume):
 
 @pytest.mark.live
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda each: each.name)
-def test_who_follows_sees_what_comes_until_a_signal(orders, number):
+def test_follow_prints_new_messages_until_a_signal(orders, number):
     with running(orders, "--from", "last") as command:
         command.wait_for_error_line("Ctrl-C ends")
         orders.send("orders", b"new")
@@ -225,7 +225,7 @@ def test_a_background_job_of_a_shell_ignores_ctrl_c(orders):
 
 
 @pytest.mark.live
-def test_who_follows_ends_when_its_reader_leaves(orders):
+def test_follow_ends_when_its_reader_leaves(orders):
     with running(orders, "--follow") as command:
         assert command.read(5)[4].endswith("m4")
         command.leave()
@@ -234,7 +234,7 @@ def test_who_follows_ends_when_its_reader_leaves(orders):
 
 @pytest.mark.slow("waits for a broker in trouble")
 @pytest.mark.live
-def test_who_follows_tries_a_broker_in_trouble_again(orders):
+def test_follow_retries_a_failing_broker(orders):
     orders.broker("broker-a").on(RequestCode.PULL_MESSAGE, answer(1, "not well"), times=2)
     with running(orders, "--from", "last") as command:
         command.wait_for_error_line("not well; trying again")
@@ -242,7 +242,7 @@ def test_who_follows_tries_a_broker_in_trouble_again(orders):
         assert command.read(1) == ["orders/broker-a/0@5  -  new"]
 
 
-def test_messages_that_are_deleted_meanwhile_are_told(orders, consume):
+def test_messages_deleted_meanwhile_are_reported(orders, consume):
     broker = orders.broker("broker-a")
     broker.on(RequestCode.GET_MIN_OFFSET, answer(0, fields={"offset": "0"}))  # what it was a moment ago
     broker.delete_before("orders", 0, 3)
@@ -261,19 +261,19 @@ def test_messages_that_are_deleted_meanwhile_are_told(orders, consume):
         (["--sql", " "], "the SQL92 expression is empty"),
     ],
 )
-def test_what_is_not_there_is_told(orders, pyrocket, arguments, reason):
+def test_missing_topics_and_queues_are_named(orders, pyrocket, arguments, reason):
     code, _, stderr = pyrocket("consume", "orders", "-n", orders.name_server, *arguments)
     assert (code, reason in stderr) == (2, True), stderr
 
 
-def test_who_may_not_look_is_told_what_it_takes(orders, pyrocket):
+def test_a_denied_read_names_the_required_right(orders, pyrocket):
     orders.broker("broker-a").on(RequestCode.PULL_MESSAGE, answer(16, "no permission"), times=None)
     code, _, stderr = pyrocket("consume", "orders", "-n", orders.name_server)
     assert (code, "the right to subscribe with group TOOLS_CONSUMER" in stderr) == (1, True), stderr
 
 
 @pytest.mark.parametrize("as_member", [[], [*MEMBER, "--count", "10"]], ids=["looking", "member"])
-def test_damaged_bodies_are_told_in_their_place(orders, consume, as_member):
+def test_damaged_bodies_are_reported_in_their_place(orders, consume, as_member):
     """One that holds more than is unpacked, an inner batch of a hundred thousand messages, and a damaged one."""
     send(orders, "orders", zlib.compress(bytes(65 << 20)), sys_flag=ZLIB)
     send(orders, "orders", struct.pack(">IIIiIH", 22, 0, 0, 0, 0, 0) * 100_000, sys_flag=0xC0)

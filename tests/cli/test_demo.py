@@ -44,7 +44,7 @@ def test_after_a_kill_the_ledger_is_equal_to_what_was_sent():
 @pytest.mark.live
 @pytest.mark.slow("members are killed while 600 messages are consumed")
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_without_sqlalchemy_the_ledger_is_left_out(output):
+def test_without_sqlalchemy_there_is_no_ledger(output):
     done = demo("-o", output, before=WITHOUT)
     assert (done.returncode, "ledger" in done.stderr) == (0, False), done.stderr
     if output == "json":
@@ -64,7 +64,7 @@ def test_without_sqlalchemy_the_ledger_is_left_out(output):
     ],
     ids=["one missing", "one twice", "one missing and one twice", "one that was not sent"],
 )
-def test_a_ledger_that_is_not_equal_is_told(tmp_path, capsys, booked, row):
+def test_a_ledger_that_differs_is_reported(tmp_path, capsys, booked, row):
     ledger = Ledger(tmp_path / "ledger.db")
     with closing(sqlite3.connect(tmp_path / "ledger.db")) as connection, connection:
         connection.executemany("INSERT INTO ledger(body) VALUES (?)", [(body,) for body in booked])

@@ -51,7 +51,7 @@ def following(client, new_queues):
 
 
 @pytest.mark.parametrize("new_queues", [True, False])
-def test_queues_that_a_topic_gets_are_followed(orders, client, new_queues):
+def test_new_queues_of_a_topic_are_followed(orders, client, new_queues):
     tailer = following(client, new_queues)
     orders.create_topic("orders", queues=1, brokers=["broker-b"])
     orders.send("orders", count=4)
@@ -63,7 +63,7 @@ def test_queues_that_a_topic_gets_are_followed(orders, client, new_queues):
     ("code", "step"),
     [(ResponseCode.PULL_NOT_FOUND, 0), (ResponseCode.PULL_OFFSET_MOVED, 1), (ResponseCode.PULL_RETRY_IMMEDIATELY, 1)],
 )
-def test_a_broker_that_has_nothing_is_asked_slower_and_slower(orders, client, code, step):
+def test_pulls_from_a_broker_without_messages_become_slower(orders, client, code, step):
     def nothing(exchange):
         further = str(int(exchange.request.fields["queueOffset"]) + step)
         fields = {"nextBeginOffset": further, "minOffset": "0", "maxOffset": "100", "suggestWhichBrokerId": "0"}
@@ -77,7 +77,7 @@ def test_a_broker_that_has_nothing_is_asked_slower_and_slower(orders, client, co
     assert time.monotonic() - began > 0.02 + 0.04 + 0.08 + 0.16 + 0.32
 
 
-def test_messages_of_several_queues_come_as_they_were_stored(orders, client):
+def test_messages_of_several_queues_are_in_the_order_of_store_times(orders, client):
     orders.create_topic("orders", queues=3)
     orders.send("orders", lambda number: b"%d" % number, count=300)
 

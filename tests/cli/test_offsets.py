@@ -69,7 +69,7 @@ def test_lag_of_a_group_and_its_threshold(embedded, consumed_before, offsets):
     assert offsets("lag", "G", "--max", "5")[0] == 3
 
 
-def test_a_broadcasting_member_that_does_not_tell_is_named(embedded, offsets, stores):
+def test_a_broadcasting_member_that_reports_no_offsets_is_named(embedded, offsets, stores):
     with (
         consuming(embedded, "T", "G", **stores) as (consumer, seen),
         ForeignMember(embedded, "G", "T", {}, silent=True) as silent,
@@ -147,7 +147,7 @@ def test_wait_bounds_the_whole_reset(pyrocket):
     assert (code, f"{frozen.client_id}: some of its offsets are unknown" in printed) == (3, True)
 
 
-def test_exit_code_3_when_somebody_has_not_moved(embedded, offsets, stores):
+def test_exit_code_3_if_a_member_has_not_moved(embedded, offsets, stores):
     with consuming(embedded, "T", "G", **stores) as (_, seen), ForeignMember(embedded, "G", "T", {}) as java:
         wait_until_seen(seen, 1, 20)
         code, text, _ = offsets("reset", "G", "T", "--to", "earliest", "--execute")
@@ -171,7 +171,7 @@ def test_exact_offsets_and_single_queues(embedded, consumed_before, offsets):
     assert [each["target"] for each in json.loads(text)["plan"]["targets"]] == [10, 10]
 
 
-def test_what_is_recorded_can_be_removed(embedded, offsets, stores):
+def test_recorded_resets_can_be_removed(embedded, offsets, stores):
     with consuming(embedded, "T", "G", **stores) as (_, seen):
         wait_until_seen(seen, 1, 20)
         assert offsets("reset", "G", "T", "--to", "earliest", "--execute")[0] == 0
@@ -194,7 +194,7 @@ def test_every_command_has_help_with_examples(pyrocket, command):
     assert (code, "Examples:\n  pyrocket offsets " in printed) == (0, True), printed
 
 
-def test_without_a_command_it_shows_what_there_is(pyrocket):
+def test_without_a_command_it_lists_the_commands(pyrocket):
     assert pyrocket("offsets", "-n", "127.0.0.1:1")[0] == 2
     assert pyrocket("offsets")[0] == 2
 
@@ -226,7 +226,7 @@ def test_the_command_an_orphaned_store_s_event_names_adopts_it(embedded, tmp_pat
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_a_reset_that_is_interrupted_tells_what_that_means(embedded, number, output):
+def test_an_interrupted_reset_prints_its_state(embedded, number, output):
     broker = embedded.broker("broker-a")
     broker.create_group("G")
     broker.commit("G", "T", {0: 5})

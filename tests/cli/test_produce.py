@@ -68,13 +68,13 @@ LINES = [
 
 
 @for_each("given, expected", LINES)
-def test_a_body_is_a_line_and_an_empty_line_is_none(cluster, pyrocket, given, expected):
+def test_each_nonempty_line_is_a_body(cluster, pyrocket, given, expected):
     before = len(bodies(cluster))
     assert pyrocket(*command(cluster, "-"), given=given) == (0, f"{counted(len(expected))} sent to orders\n", "")
     assert bodies(cluster)[before:] == expected
 
 
-def test_json_ends_with_how_many_were_sent(cluster, pyrocket):
+def test_json_ends_with_the_number_of_sent_messages(cluster, pyrocket):
     code, printed, stderr = pyrocket(*command(cluster, "first", "-", "-o", "json"), given=b"\na\n\nb\n")
     *stored, summary = map(json.loads, printed.splitlines())
     assert (code, stderr, [each["offset"] for each in stored]) == (0, "", [0, 1, 2])
@@ -111,7 +111,7 @@ def test_a_broker_that_refuses_in_the_middle(cluster, pyrocket, output):
 
 @pytest.mark.slow("waits until the broker is given up")
 @pytest.mark.live
-def test_a_broker_that_goes_away(cluster):
+def test_a_broker_that_stops(cluster):
     with Reading(cluster) as reading:
         reading.give(b"a\nb\n", 2)
         cluster.broker("broker-a").stop()
@@ -132,7 +132,7 @@ def test_a_signal_while_it_waits_for_input(cluster, number):
 
 @not_on_windows
 @pytest.mark.live
-def test_a_message_on_its_way_at_a_signal_is_counted(cluster):
+def test_a_message_in_flight_at_a_signal_is_counted(cluster):
     held = []
     on_sends(cluster, lambda exchange: exchange.handle(lambda reply: held.append((exchange, reply))))
     with Reading(cluster) as reading:
@@ -156,7 +156,7 @@ def test_a_reader_that_leaves(cluster):
 
 @pytest.mark.live
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_a_count_that_cannot_be_written_is_told(cluster, output):
+def test_a_count_that_cannot_be_written_is_printed_on_stderr(cluster, output):
     with open("/dev/full", "wb") as full:
         done = run(*command(cluster, "-o", output, "a"), stdout=full)
     full = "pyrocket: standard output or input: No space left on device\n"
@@ -181,7 +181,7 @@ def test_a_line_that_is_too_long_is_named_and_not_kept_whole(cluster):
 
 
 @pytest.mark.live
-def test_input_that_is_no_file_of_lines(cluster, tmp_path):
+def test_input_that_cannot_be_read_as_lines(cluster, tmp_path):
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         assert run(*command(cluster, "a", "-"), stdin=folder).returncode == 1
@@ -191,7 +191,7 @@ def test_input_that_is_no_file_of_lines(cluster, tmp_path):
 
 @not_on_windows
 @pytest.mark.live
-def test_who_types_is_told_how_to_end(cluster):
+def test_a_terminal_user_learns_how_to_end(cluster):
     ours, theirs = pty.openpty()
     with Running(*command(cluster, "-"), stdin=theirs) as typing:
         os.close(theirs)

@@ -67,13 +67,13 @@ def test_a_secured_cluster_is_used_from_the_shell(secured):
     ],
     ids=["unknown authority", "no file", "no certificates", "no secret", "no access key", "wrong secret"],
 )
-def test_what_is_missing_is_said_in_one_sentence(secured, options, account, reason):
+def test_a_missing_part_of_an_account_is_one_sentence(secured, options, account, reason):
     code, _, stderr = secured("offsets", "show", "some-group", "orders", *options, account=account)
     assert code not in (0, 3)
     assert reason in stderr, stderr
 
 
-def test_help_says_where_an_account_comes_from(secured):
+def test_help_names_the_variables_of_an_account(secured):
     for command in (("consume",), ("produce",), ("offsets", "reset")):
         assert "PYROCKET_ACCESS_KEY" in secured(*command, "--help")[1]
 

@@ -67,14 +67,14 @@ def test_help_is_written_in_characters_that_every_console_has(command):
 
 @for_each("encoding", ["ascii", "cp437"])
 @for_each("command", [[], ["consume"], ["offsets", "reset"]], ids=" ".join)
-def test_help_comes_out_on_a_poor_console(console, command, encoding):
+def test_help_can_be_printed_on_an_ascii_console(console, command, encoding):
     code, printed, stderr = console(encoding, *command, "--help")
     assert (code, stderr) == (0, b"")
     assert printed.startswith(b"usage: pyrocket")
 
 
 @for_each("encoding", ["ascii", "cp437"])
-def test_what_a_console_lacks_is_written_as_an_escape(cluster, console, encoding):
+def test_characters_that_a_console_lacks_are_escaped(cluster, console, encoding):
     cluster.create_topic(encoding, queues=1)
     cluster.send(encoding, "日本".encode())
     lacking = rb"/broker-a/0@0  -  \u65e5\u672c" + b"\n"
@@ -149,7 +149,7 @@ def test_an_input_that_is_closed_is_one_sentence(orders):
 
 @has_a_shell
 @pytest.mark.live
-def test_what_belongs_to_errors_does_not_go_to_the_output(orders):
+def test_errors_do_not_go_to_stdout(orders):
     done = redirected(orders, ["offsets", "show", "nobody", "T"], "2>&-")
     assert (done.returncode, done.stdout) == (2, b"")
 

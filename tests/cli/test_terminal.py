@@ -70,7 +70,7 @@ def test_a_message_moves_no_cursor_and_makes_no_line_of_its_own(cluster):
     assert lines[2].endswith("naïve 订单"), "what harms nobody stays as it is"
 
 
-def test_a_program_gets_bodies_as_they_are_and_so_does_who_asks(cluster):
+def test_bodies_are_unchanged_for_programs_and_with_raw(cluster):
     for body in (FORGED, NAUGHTY):
         cluster.send("orders", body.encode(), tags="\x1b[31m")
     shown, _ = through_a_pipe(cluster, "consume", "orders")
@@ -89,7 +89,7 @@ def test_json_has_escapes_for_all_a_terminal_obeys(cluster):
     assert (found["body"], found["tag"], found["keys"]) == (NAUGHTY, NAUGHTY, ["key\x1b[2J\x9b2J\x7f"])
 
 
-def test_names_of_members_are_shown_and_not_obeyed(cluster, tmp_path):
+def test_escapes_in_names_of_members_are_shown(cluster, tmp_path):
     cluster.send("orders", b"one")
     member = SaidToBePrintable("[red]" + NAUGHTY + "\n")
     options = {"message_model": "broadcasting", "client_ip": "a", "instance_name": member, "offset_store_dir": tmp_path}
@@ -102,7 +102,7 @@ def test_names_of_members_are_shown_and_not_obeyed(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("output", ["table", "json"])
-def test_what_a_server_says_is_one_line_on_standard_error(cluster, output):
+def test_an_error_of_a_server_is_one_line_on_stderr(cluster, output):
     cluster.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, answer(13, NAUGHTY + "\n" + "x" * 10_000), times=None)
     lines = on_a_terminal(cluster, "produce", "orders", "one", "-o", output, code=1)
     assert_harmless(lines)

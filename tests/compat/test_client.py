@@ -125,7 +125,7 @@ def message(topic, body=b"body"):
     return made
 
 
-def test_a_message_goes_round_whole(cluster, topic, producer, got):
+def test_a_message_keeps_all_its_parts(cluster, topic, producer, got):
     with consuming(cluster, topic, got.put):
         sent = Message(topic.encode())
         sent.set_keys("k1 k2")
@@ -155,7 +155,7 @@ def test_text_is_utf_8_both_ways(cluster, topic, producer, got):
     assert (received.tags, received.keys) == (b"", b"")
 
 
-def test_a_callback_may_note_something_on_the_message(cluster, topic, producer, got):
+def test_a_callback_may_set_attributes_of_the_message(cluster, topic, producer, got):
     def note(received):
         received.order = received.body.decode()
         got.put(received)
@@ -196,7 +196,7 @@ def test_a_callback_gets_the_message_again(cluster, topic, answer, orderly, got)
         assert [got.get(timeout=WAIT_S) for _ in range(2)] == [0, 1]
 
 
-def test_what_a_callback_returned_that_is_no_status_is_told(cluster, topic, caplog):
+def test_a_wrong_result_of_a_callback_is_logged(cluster, topic, caplog):
     with consuming(cluster, topic, lambda msg: "fine"):
         cluster.send(topic, b"one")
         until(lambda: EventKind.LISTENER_RESULT_UNKNOWN.value in caplog.text or "'fine'" in caplog.text, "a log line")
@@ -276,7 +276,7 @@ def test_broadcasting_gives_each_message_to_every_member(cluster, topic, tmp_pat
         pytest.param(b"after", marks=pytest.mark.cluster(version="5.5.0")),
     ],
 )
-def test_a_new_group_begins_with_new_messages_if_it_can(cluster, topic, got, first):
+def test_a_new_group_starts_with_new_messages_if_it_can(cluster, topic, got, first):
     cluster.send(topic, b"before")
     with consuming(cluster, topic, got.put):
         cluster.send(topic, b"after")
@@ -319,7 +319,7 @@ def test_a_callback_may_shut_its_consumer_down(cluster, topic):
         until(lambda: consumed(cluster, topic) == 1, "the offset")
 
 
-def test_who_shuts_down_after_a_callback_did_waits_for_the_end(cluster, topic):
+def test_a_shutdown_after_one_in_a_callback_waits_for_the_close(cluster, topic):
     callback = ShutsDown(topic)
     with client(callback.consumer, cluster):
         cluster.send(topic, b"x")
@@ -328,7 +328,7 @@ def test_who_shuts_down_after_a_callback_did_waits_for_the_end(cluster, topic):
     assert consumed(cluster, topic) == 1
 
 
-def test_a_start_begins_anew_while_a_shutdown_waits(cluster, topic, got):
+def test_a_start_during_a_waiting_shutdown_makes_a_new_consumer(cluster, topic, got):
     may_end = threading.Event()
 
     def callback(msg):
@@ -353,7 +353,7 @@ def test_a_start_begins_anew_while_a_shutdown_waits(cluster, topic, got):
 
 
 @two_brokers_4_9
-def test_a_callback_may_shut_down_what_is_starting_still(cluster, topic):
+def test_a_callback_may_shut_down_a_starting_consumer(cluster, topic):
     callback = ShutsDown(topic)
     with held_start(cluster, topic), client(callback.consumer, cluster):
         assert callback.has_shut_down.is_set()
@@ -451,7 +451,7 @@ def test_a_transaction_is_committed_with_what_its_function_sees(cluster, topic, 
 
 @pytest.mark.cluster(settings={"transactionTimeOut": 100, "transactionCheckInterval": 100})
 @pytest.mark.parametrize("outcome", [KeyError("bug"), None, True, False, "commit", TransactionStatus.UNKNOWN], ids=repr)
-def test_what_is_no_decision_is_left_to_the_checker(cluster, topic, got, outcome):
+def test_an_undecided_transaction_is_left_to_the_checker(cluster, topic, got, outcome):
     def decide(*arguments):
         if isinstance(outcome, Exception):
             raise outcome
@@ -500,7 +500,7 @@ def web_server(answer: bytes, status: int = 200):
 
 @pytest.mark.live
 @pytest.mark.parametrize("prefix", ["", "http://"])
-def test_a_domain_tells_where_the_name_servers_are(cluster, topic, prefix):
+def test_a_domain_returns_the_name_servers(cluster, topic, prefix):
     with web_server(f"{NOBODY};{cluster.name_server}\r\n".encode()) as url:
         producer = Producer("p")
         producer.set_name_server_domain(prefix + url)
@@ -513,7 +513,7 @@ def test_a_domain_tells_where_the_name_servers_are(cluster, topic, prefix):
     "answer, status, text",
     [(b"", 200, "names no name servers"), (b"host", 200, "host:port"), (b"", 404, "404"), (b"\xff", 200, "utf-8")],
 )
-def test_a_domain_that_does_not_tell_is_an_error_of_the_start(answer, status, text):
+def test_a_domain_without_name_servers_fails_the_start(answer, status, text):
     with web_server(answer, status) as url:
         producer = Producer("p")
         producer.set_name_server_domain(url)
@@ -556,7 +556,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
     ],
     ids=["nothing", "head-by-bytes", "body-by-bytes", "no-http", "elsewhere", "html"],
 )
-def test_whatever_a_domain_says_the_start_fails_in_time(parts, each_s, text):
+def test_a_wrong_response_of_a_domain_fails_the_start_in_time(parts, each_s, text):
     with speaking(parts, each_s) as url:
         producer = Producer("p")
         producer.set_name_server_domain(url)
@@ -615,7 +615,7 @@ def test_a_topic_of_an_instance_is_received_as_it_is_named(cluster, topic, got):
 # --- what is refused
 
 
-def test_a_too_large_body_is_told_in_words_of_the_old_package(cluster, topic):
+def test_a_too_large_body_is_an_error_of_the_old_package(cluster, topic):
     large = message(topic, b"x" * 2001)
     producer, in_transaction = Producer("p"), TransactionMQProducer("p", lambda each: TransactionStatus.COMMIT)
     for each in (producer, in_transaction):
@@ -635,7 +635,7 @@ def test_a_too_large_body_is_told_in_words_of_the_old_package(cluster, topic):
         assert producer.send_sync(large).status == SendStatus.OK
 
 
-def test_clients_that_nobody_answers_do_not_start():
+def test_clients_without_a_response_do_not_start():
     consumer, producer = PushConsumer("g"), Producer("p")
     consumer.subscribe("t", print)
     for each, error in ((consumer, PushConsumerStartFailed), (producer, ProducerStartFailed)):
@@ -663,7 +663,7 @@ def test_without_a_name_server_the_error_names_the_call(kind, monkeypatch):
         made.start()
 
 
-def test_the_environment_tells_the_name_servers(cluster, topic, monkeypatch):
+def test_the_environment_names_the_name_servers(cluster, topic, monkeypatch):
     monkeypatch.setenv("NAMESRV_ADDR", cluster.name_server)
     with Producer("p") as producer:
         assert producer.send_sync(message(topic)).status == SendStatus.OK
@@ -720,7 +720,7 @@ def test_a_topic_that_cannot_be_sent_to_is_not_sent_to(producer, topic):
 
 
 @for_each("name", ["FLUSH_DISK_TIMEOUT", "FLUSH_SLAVE_TIMEOUT", "SLAVE_NOT_AVAILABLE"])
-def test_what_is_stored_less_safely_is_stored_once(cluster, topic, producer, name):
+def test_a_message_stored_less_safely_is_stored_once(cluster, topic, producer, name):
     fault, before = rewrite(lambda answer: replace(answer, code=ResponseCode[name])), len(cluster.messages(topic))
     cluster.broker("broker-a").on(RequestCode.SEND_MESSAGE_V2, fault, times=2)
     assert producer.send_sync(message(topic)).status is SendStatus[name]
@@ -728,7 +728,7 @@ def test_what_is_stored_less_safely_is_stored_once(cluster, topic, producer, nam
     assert len(cluster.messages(topic)) == before + 2
 
 
-def test_one_way_is_told_of_a_broker_that_is_away(cluster, topic):
+def test_a_oneway_send_fails_if_the_broker_is_unreachable(cluster, topic):
     with client(Producer("p", timeout=300), cluster) as producer:
         producer.send_sync(message(topic))
         cluster.broker("broker-a").stop()
@@ -819,7 +819,7 @@ def test_functions_are_checked_before_anything_is_sent(cluster, topic):
 # --- what has no meaning any more
 
 
-def test_what_has_no_meaning_is_said_once(caplog):
+def test_options_without_effect_are_logged_once(caplog):
     for _ in range(3):
         producer, consumer = Producer("p", compress_level=9), PushConsumer("g")
         consumer.set_message_batch_max_size(32)
@@ -831,14 +831,14 @@ def test_what_has_no_meaning_is_said_once(caplog):
     assert len(lines) == len(set(lines)) <= 4
 
 
-def test_a_batch_of_one_and_no_instance_name_are_no_news(caplog):
+def test_a_batch_of_one_and_an_empty_instance_name_are_not_logged(caplog):
     consumer = PushConsumer("g")
     consumer.set_message_batch_max_size(1)
     consumer.set_instance_name("")
     assert caplog.records == []
 
 
-def test_private_names_that_others_took_are_there():
+def test_private_names_that_applications_use_exist():
     assert (client_module._to_bytes("ü"), client_module._to_bytes(b"x"), client_module._to_bytes(5)) == (
         "ü".encode(),
         b"x",
@@ -955,7 +955,7 @@ def test_the_end_of_the_process_during_a_start_stores_offsets(cluster, topic):
 
 
 @pytest.mark.live
-def test_what_is_set_after_the_start_counts_from_the_next_one(cluster, topic):
+def test_options_set_after_the_start_apply_to_the_next_one(cluster, topic):
     script = """
     consumer = consumer_with(print)
     with consumer:
@@ -973,7 +973,7 @@ def test_what_is_set_after_the_start_counts_from_the_next_one(cluster, topic):
 
 @pytest.mark.slow("starts processes")
 @pytest.mark.live
-def test_a_child_that_is_forked_sends_and_consumes_by_itself(cluster, topic):
+def test_a_forked_child_sends_and_consumes_by_itself(cluster, topic):
     script = """
     warnings.simplefilter("ignore")
     producer = Producer("p")
@@ -1023,7 +1023,7 @@ def test_rocketmq_is_importable_after_install_only(cluster, topic):
 
 
 @pytest.mark.live
-def test_install_does_not_replace_what_is_imported_already(cluster, topic, tmp_path):
+def test_install_does_not_replace_an_imported_package(cluster, topic, tmp_path):
     (tmp_path / "rocketmq").mkdir()
     (tmp_path / "rocketmq" / "__init__.py").write_text("")
     script = """

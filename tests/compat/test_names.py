@@ -55,7 +55,7 @@ def test_the_facade_has_every_name_of_the_old_package(old, ours):
 
 
 @for_each("name", sorted(LEFT_OUT | ADDED))
-def test_what_is_listed_does_differ(old, ours, name):
+def test_listed_names_do_differ(old, ours, name):
     (difference,) = differences(old, ours, left_out=LEFT_OUT - {name}, added=ADDED - {name})
     assert difference.startswith(f"{name}: ")
 
@@ -153,7 +153,7 @@ def facade_of(sources: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[
     return modules
 
 
-def test_what_stands_in_may_be_written_in_its_own_way(monkeypatch):
+def test_the_facade_may_be_written_differently(monkeypatch):
     assert differences(OLD, facade_of(OURS, monkeypatch)) == []
 
 
@@ -195,20 +195,20 @@ def test_what_stands_in_may_be_written_in_its_own_way(monkeypatch):
         ("exceptions", "line: int)", "line: int = 0)", "exceptions.StartFailed.__init__: is (self, text, line=0)"),
     ],
 )
-def test_what_differs_is_told(monkeypatch, module, text, instead, difference):
+def test_a_difference_is_reported(monkeypatch, module, text, instead, difference):
     assert text in OURS[module]
     tampered = OURS | {module: OURS[module].replace(text, instead, 1)}
     found = differences(OLD, facade_of(tampered, monkeypatch))
     assert any(line.startswith(difference) for line in found), found
 
 
-def test_a_module_that_is_missing_is_told(monkeypatch):
+def test_a_missing_module_is_reported(monkeypatch):
     ours = facade_of(OURS, monkeypatch)
     del ours["ffi"]
     assert "ffi: there is no such module" in differences(OLD, ours)
 
 
-def test_what_is_listed_may_differ(monkeypatch):
+def test_listed_names_may_differ(monkeypatch):
     more = OURS["client"].replace("PY2 = False", "")
     more = more.replace("def start(self)", "def stop(self): pass\n    def start(self, wait=False)")
     ours = facade_of(OURS | {"client": more}, monkeypatch)
@@ -217,7 +217,7 @@ def test_what_is_listed_may_differ(monkeypatch):
     assert len(differences(OLD, ours, left_out=left_out)) == 3
 
 
-def test_what_was_added_must_be_optional(monkeypatch):
+def test_added_parameters_must_be_optional(monkeypatch):
     more = OURS["client"].replace("def start(self)", "def start(self, wait)")
     ours = facade_of(OURS | {"client": more}, monkeypatch)
     (difference,) = differences(OLD, ours, added={"client.Base.start.wait"})

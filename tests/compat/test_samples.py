@@ -109,7 +109,7 @@ def test_the_sample_sends(cluster_at_port, run):
         assert message.property("property") == "test"
 
 
-def test_the_sample_sends_what_has_one_key_to_one_queue(cluster_at_port, run):
+def test_the_sample_sends_messages_of_one_key_to_one_queue(cluster_at_port, run):
     with run(sample("producer.py"), "send_orderly_with_sharding_key") as child:
         ids = sent_by(child)
     assert len(set(ids)) == 10 and child.lines[-1] == "send sync order message done"

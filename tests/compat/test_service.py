@@ -140,7 +140,7 @@ def trouble(*workers: Child) -> list[str]:
 
 @pytest.mark.slow("a whole service works through its orders")
 @pytest.mark.cluster(settings=QUICK)
-def test_a_service_is_deployed_anew_while_it_works(shop):
+def test_a_service_is_redeployed_while_it_works(shop):
     """One worker after the other is replaced, and no order is lost, doubled, or out of order."""
     workers = shop.process("worker"), shop.process("worker")
     with workers[0] as first, workers[1] as second, shop.process("shop", "1", "60") as seller:
@@ -158,7 +158,7 @@ def test_a_service_is_deployed_anew_while_it_works(shop):
     assert found == [(f"worker-{third.process.pid}",)]
 
 
-def test_a_service_that_finds_no_name_server_says_so(tmp_path):
+def test_a_service_without_a_name_server_fails_with_an_error(tmp_path):
     with running(SERVICE, "worker", "127.0.0.1:1", "nowhere", str(tmp_path / "shop.db")) as child:
         assert child.ended() == 1
     assert child.errors[-1].startswith("no start: PushConsumerStartFailed: ") and "127.0.0.1:1" in child.errors[-1]

@@ -22,7 +22,7 @@ Row = tuple[MessageQueue, int]
 """A message that was read: its queue and offset."""
 
 
-def everywhere(cluster: EmbeddedCluster, code: int | None, fault: Fault, **how: Any) -> None:
+def set_fault_on_all_brokers(cluster: EmbeddedCluster, code: int | None, fault: Fault, **how: Any) -> None:
     """Have every broker answer so."""
     for broker in cluster.brokers:
         broker.on(code, fault, **how)
@@ -41,7 +41,7 @@ def stored_at(
         yield cluster
 
 
-def through(builder: Any, cluster: Any, **options: object) -> Any:
+def with_options(builder: Any, cluster: Any, **options: object) -> Any:
     """Set up a reader or writer of Spark's as a user does; None leaves an option out."""
     given = {"nameServer": cluster.name_server, **options}
     return builder.format("rocketmq").options(**{name: value for name, value in given.items() if value is not None})
@@ -67,12 +67,12 @@ def rows(reader: Any, partitions: Any) -> list[Row]:
         copy = pickle.loads(pickle.dumps(type(reader)(reader._options, reader._schema)))
         for batch in copy.read(partition):
             columns = (batch.column(name).to_pylist() for name in ("topic", "brokerName", "queueId", "queueOffset"))
-            found += [(MessageQueue(*place), offset) for *place, offset in zip(*columns, strict=True)]
+            found += [(MessageQueue(*queue), offset) for *queue, offset in zip(*columns, strict=True)]
     return found
 
 
 @contextmanager
-def planning(cluster: EmbeddedCluster, **options: object) -> Iterator[Any]:
+def planning_reader(cluster: EmbeddedCluster, **options: object) -> Iterator[Any]:
     """The reader of a stream, to be asked for offsets only."""
     reader = data_source(cluster, **options).streamReader(project_schema(None))
     try:
@@ -81,10 +81,10 @@ def planning(cluster: EmbeddedCluster, **options: object) -> Iterator[Any]:
         reader.stop()
 
 
-def begin(cluster: EmbeddedCluster, **options: object) -> dict[str, int]:
+def start_offsets(cluster: EmbeddedCluster, **options: object) -> dict[str, int]:
     """Return where a new query would begin, by `topic/broker/queue id`."""
-    with planning(cluster, **options) as reader:
-        return flat(reader.initialOffset())
+    with planning_reader(cluster, **options) as reader:
+        return flatten(reader.initialOffset())
 
 
 def read_batch(cluster: EmbeddedCluster, **options: object) -> list[Row]:
@@ -162,18 +162,18 @@ class Run:
         self._restarted = False
         return found
 
-    def place(self, name: str = "queues") -> dict[str, int]:
+    def planned_ends(self, name: str = "queues") -> dict[str, int]:
         """Return the last planned end of each queue, by its name."""
-        return flat(json.loads(self.checkpoint.ends[-1]), name)
+        return flatten(json.loads(self.checkpoint.ends[-1]), name)
 
 
-def flat(offset: dict[str, Any], name: str = "queues") -> dict[str, int]:
+def flatten(offset: dict[str, Any], name: str = "queues") -> dict[str, int]:
     """Return the offsets of an offset as it is written down, by `topic/broker/queue id`."""
     return {
-        f"{topic}/{broker}/{queue_id}": place
+        f"{topic}/{broker}/{queue_id}": offset
         for topic, brokers in offset.get(name, {}).items()
         for broker, queues in brokers.items()
-        for queue_id, place in queues.items()
+        for queue_id, offset in queues.items()
     }
 
 
@@ -186,11 +186,11 @@ def running(
     **options: object,
 ) -> Iterator[Run]:
     """A run of a query over its own reader, ended at the end."""
-    with planning(cluster, **options) as reader:
+    with planning_reader(cluster, **options) as reader:
         yield Run(reader, Checkpoint() if checkpoint is None else checkpoint, release, trigger)
 
 
-def once(cluster: EmbeddedCluster, **options: object) -> Checkpoint:
+def first_checkpoint(cluster: EmbeddedCluster, **options: object) -> Checkpoint:
     """Return the checkpoint of a query that has run its first batch, and was stopped."""
     with running(cluster, **options) as run:
         run.batch()

@@ -31,21 +31,21 @@ class _Recorded:
 
 
 class RecordedStreamReader(_Recorded, StreamReader):
-    _asking_itself = False
+    _calls_itself = False
 
     def prepareForTriggerAvailableNow(self) -> None:
         self._record("prepareForTriggerAvailableNow")
         super().prepareForTriggerAvailableNow()
 
     def initialOffset(self) -> Any:
-        if not self._asking_itself:
+        if not self._calls_itself:
             self._record("initialOffset")
         return super().initialOffset()
 
     def latestOffset(self, start: Any = None, limit: Any = None) -> Any:
-        self._asking_itself = True  # where it is told no start
+        self._calls_itself = True  # where it is told no start
         end = super().latestOffset(start, limit)
-        self._asking_itself = False
+        self._calls_itself = False
         self._record("latestOffset" if end != start else "latestOffset: nothing new")
         return end
 

@@ -10,49 +10,49 @@ from pyrocket_consumer.errors import ConfigError, RouteNotFound
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.spark.source import RefusedStreamReader
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
-from tests.spark.asking import begin, data_source, read_batch, running, stored_at
+from tests.spark.asking import data_source, read_batch, running, start_offsets, stored_at
 
 CLUSTER = {"brokers": 2}
 ORDERS = {"queues": 2, "count": 20}
 SOON = {"requestTimeoutMs": 300, "retries": None}
 
 
-def test_where_the_group_is(embedded):
+def test_a_stream_starts_at_the_offsets_of_a_group(embedded):
     embedded.broker("broker-a").commit("app", "orders", {0: 3, 1: 0})
     embedded.broker("broker-b").commit("app", "orders", {1: 5})
-    places = begin(embedded, startingOffsets="group", consumerGroup="app")
+    places = start_offsets(embedded, startingOffsets="group", consumerGroup="app")
     assert list(places.values()) == [3, 0, 0, 5]  # where the group has none, at the oldest message
 
 
-def test_at_given_offsets(embedded):
+def test_a_stream_starts_at_given_offsets(embedded):
     text = '{"orders": {"broker-a": {"0": 2, "1": -1}, "broker-b": -2}}'
-    assert list(begin(embedded, startingOffsets=text).values()) == [2, 5, 0, 0]
+    assert list(start_offsets(embedded, startingOffsets=text).values()) == [2, 5, 0, 0]
 
 
 def test_given_offsets_must_cover_every_queue(embedded):
     lacks = "startingOffsets covers all queues .* lacks orders/broker-b/0, orders/broker-b/1"
     for given, reason in (("", lacks), (', "broker-b": -2, "broker-c": -2', "startingOffsets names orders/broker-c")):
         with pytest.raises(ConfigError, match=reason):
-            begin(embedded, startingOffsets=f'{{"orders": {{"broker-a": -2{given}}}}}')
+            start_offsets(embedded, startingOffsets=f'{{"orders": {{"broker-a": -2{given}}}}}')
 
 
 @pytest.mark.parametrize("version", ["5.5.0", "4.9.7"])
-def test_at_a_time(version):
+def test_a_stream_starts_at_a_time(version):
     """Brokers before 5.1.1 answer the nearest message, so messages are looked at."""
     with stored_at((1000, 2000, 2000, 5000), version=version) as cluster:
         places = {0: 0, 1000: 0, 1001: 1, 2001: 3, 4999: 3, 5001: 4}
-        assert {at: begin(cluster, startingTimestamp=at)["orders/broker-a/0"] for at in places} == places
+        assert {at: start_offsets(cluster, startingTimestamp=at)["orders/broker-a/0"] for at in places} == places
 
 
-def test_at_a_time_of_each_topic():
+def test_a_stream_starts_at_a_time_of_each_topic():
     with stored_at((1000, 2000, 3000), ("orders", "payments")) as cluster:
         times = '{"orders": 2000, "payments": "1970-01-01T00:00:09Z", "later": 5}'
-        found = begin(cluster, subscribe="orders,payments,later", startingTimestamp=times, **SOON)
+        found = start_offsets(cluster, subscribe="orders,payments,later", startingTimestamp=times, **SOON)
         assert found == {"orders/broker-a/0": 1, "payments/broker-a/0": 3}
 
 
 @pytest.mark.live
-def test_assigned_queues_alone_are_read(embedded):
+def test_only_assigned_queues_are_read(embedded):
     with running(embedded, assign='{"orders": {"broker-b": [1]}}', startingOffsets="earliest") as run:
         found = [(str(queue), offset) for queue, offset in run.batch()]
     assert found == [("orders/broker-b/1", offset) for offset in range(5)]
@@ -61,20 +61,20 @@ def test_assigned_queues_alone_are_read(embedded):
 def test_an_assigned_queue_must_exist(embedded):
     there = "assign names orders/broker-b/2; there are orders/broker-a/0, .*orders/broker-b/1"
     with pytest.raises(ConfigError, match=there):
-        begin(embedded, assign='{"orders": {"broker-b": [1, 2]}}')
+        start_offsets(embedded, assign='{"orders": {"broker-b": [1, 2]}}')
 
 
 def test_a_topic_must_exist(embedded):
     """A broker that starts may have none for a moment; after that, nobody waits for a name that is mistyped."""
     no_route = pytest.raises(RouteNotFound, match="no route for topic 'nowhere'")
     with EmbeddedCluster(auto_create_topics=False) as cluster, no_route:
-        begin(cluster, subscribe="nowhere", **SOON)
+        start_offsets(cluster, subscribe="nowhere", **SOON)
     with pytest.raises(RouteNotFound, match="no route for topic 'nowhere'"):
         read_batch(embedded, subscribe="nowhere")  # a batch, wherever topics are made on demand, too
 
 
 @pytest.mark.live
-def test_a_topic_that_is_made_on_demand_may_come_later(embedded, caplog):
+def test_a_topic_created_on_demand_is_read_later(embedded, caplog):
     with running(embedded, subscribe="orders,later", **SOON) as run:
         assert run.batch() == []
         assert "topic=later does not exist yet" in caplog.text
@@ -83,7 +83,7 @@ def test_a_topic_that_is_made_on_demand_may_come_later(embedded, caplog):
         assert {(queue.topic, offset) for queue, offset in run.batch()} == {("later", 0)}
 
 
-def test_a_topic_is_waited_for_while_no_broker_is_there():
+def test_a_stream_waits_for_a_topic_while_no_broker_is_up():
     """Also when its broker comes between the two questions for the topic and for the brokers."""
     gate = Gate()
     with EmbeddedCluster(auto_create_topics=False) as cluster, ThreadPoolExecutor(1) as pool:
@@ -91,7 +91,7 @@ def test_a_topic_is_waited_for_while_no_broker_is_there():
         cluster.create_topic("orders", queues=1)
         cluster.broker("broker-a").stop()
         try:
-            first = pool.submit(begin, cluster, **SOON)
+            first = pool.submit(start_offsets, cluster, **SOON)
             names.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC, count=8)
             assert not first.done()
             names.on(RequestCode.GET_BROKER_CLUSTER_INFO, gate)
@@ -106,7 +106,7 @@ def test_a_topic_is_waited_for_while_no_broker_is_there():
 def test_a_pattern_matches_whole_names_and_no_system_topics(embedded):
     for name in ("orders-2", "more-orders", "%RETRY%orders", "%DLQ%orders"):
         embedded.create_topic(name, queues=1)
-    found = begin(embedded, subscribePattern="orders.*|.*RETRY.*|.*DLQ.*|RMQ.*|rmq.*|SCHEDULE.*")
+    found = start_offsets(embedded, subscribePattern="orders.*|.*RETRY.*|.*DLQ.*|RMQ.*|rmq.*|SCHEDULE.*")
     assert {name.split("/")[0] for name in found} == {"orders", "orders-2"}
 
 
@@ -114,7 +114,7 @@ def test_a_pattern_matches_whole_names_and_no_system_topics(embedded):
 @pytest.mark.parametrize(
     "chosen", [{"subscribe": "mine"}, {"subscribePattern": "mi.."}, {"assign": '{"mine": {"broker-a": [0]}}'}]
 )
-def test_a_namespace_is_in_front_of_names_at_brokers_only(embedded, chosen):
+def test_a_namespace_prefixes_names_at_brokers_only(embedded, chosen):
     for name in ("mine", "ns%mine", "other%mine"):
         embedded.create_topic(name, queues=1, brokers=["broker-a"])
     embedded.send("ns%mine", count=3, broker_name="broker-a")
@@ -122,18 +122,18 @@ def test_a_namespace_is_in_front_of_names_at_brokers_only(embedded, chosen):
     with running(embedded, **options) as run:
         found = run.batch()
         assert run.batch() is None
-        assert run.place() == {"ns%mine/broker-a/0": 3}
+        assert run.planned_ends() == {"ns%mine/broker-a/0": 3}
         embedded.wait_until(lambda: embedded.committed("ns%app", "ns%mine") == {0: 3}, 30)
     assert [(queue.topic, offset) for queue, offset in found] == [("mine", 0), ("mine", 1), ("mine", 2)]
 
 
-def test_a_filter_in_sql_is_shown_to_the_broker_first(embedded):
+def test_the_broker_checks_an_sql_filter_first(embedded):
     refused = r"sqlFilter='a > 1' is refused by broker broker-\w: .*filter message by SQL92"
     with pytest.raises(ConfigError, match=refused):
-        begin(embedded, sqlFilter="a > 1")
+        start_offsets(embedded, sqlFilter="a > 1")
 
 
-def test_wrong_options_are_told_at_the_first_call(embedded):
+def test_wrong_options_are_raised_at_the_first_call(embedded):
     """An error of `streamReader()` itself comes with a second one, of Spark's."""
     for wrong, value in {"endingOffsets": "latest", "pushFilters": True}.items():
         reader = data_source(embedded, subscribe="orders", **{wrong: value}).streamReader(None)

@@ -81,7 +81,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.live
-def test_the_module_spark_looks_into_imports_nothing_by_itself(folder):
+def test_the_module_that_spark_searches_imports_nothing(folder):
     code = """
         import sys
         before = set(sys.modules)
@@ -94,7 +94,7 @@ def test_the_module_spark_looks_into_imports_nothing_by_itself(folder):
 
 @pytest.mark.live
 @pytest.mark.parametrize("missing", ["pyarrow", "pyrocket_consumer", "orjson"])
-def test_an_incomplete_installation_hides_no_other_source(folder, missing):
+def test_an_incomplete_installation_does_not_hide_other_sources(folder, missing):
     """Spark asks every module with hasattr, which lets errors through that are no AttributeError."""
     code = """
         import pyspark_rocketmq
@@ -113,7 +113,7 @@ def test_an_incomplete_installation_hides_no_other_source(folder, missing):
     ("missing", "call"),
     [("pyarrow", "register(None)"), ("pyspark", "register(None, ship=True)"), ("pyspark", "LagListener")],
 )
-def test_what_is_not_installed_is_told_with_how_to_install_it(folder, missing, call):
+def test_a_missing_package_is_named_with_its_install_command(folder, missing, call):
     code = f"""
         import pyrocket_consumer.spark
         try:
@@ -126,7 +126,7 @@ def test_what_is_not_installed_is_told_with_how_to_install_it(folder, missing, c
 
 
 @pytest.mark.timeout(280)
-def test_it_can_be_registered_where_another_source_is_broken(folder, spark_environment):
+def test_it_can_be_registered_although_another_source_is_broken(folder, spark_environment):
     """Spark registers no source at all when one module fails. Here, too: tasks that crash give each message once."""
     (folder / "pyspark_broken.py").write_text("import not_installed")
     code = """
@@ -157,7 +157,7 @@ spark.stop()
 
 
 @pytest.mark.timeout(280)
-def test_it_can_be_taken_along_to_where_it_is_not_installed(folder, spark_environment):
+def test_it_can_be_shipped_to_processes_without_it(folder, spark_environment):
     """A batch read, a write, and a stream, whose source runs in a process that sees no --py-files."""
     code = """
 os.environ["TEST_BLOCKED"] = "pyrocket_consumer pyspark_rocketmq"  # in all processes that Spark starts

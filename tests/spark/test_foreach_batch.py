@@ -16,7 +16,7 @@ import pytest
 from pyspark.errors import StreamingQueryException
 
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.spark.asking import FROM_FIRST, through
+from tests.spark.asking import FROM_FIRST, with_options
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MESSAGES = 300
@@ -67,7 +67,7 @@ class Crashing:
 def run(spark: Any, cluster: EmbeddedCluster, directory: Path, write: Any) -> int:
     """Run a query until everything is read, starting it again after each crash; returns how many there were."""
     for crashes in range(10):
-        stream = through(spark.readStream, cluster, **FROM_FIRST, maxOffsetsPerTrigger="100").load().writeStream
+        stream = with_options(spark.readStream, cluster, **FROM_FIRST, maxOffsetsPerTrigger="100").load().writeStream
         query = stream.foreachBatch(write).option("checkpointLocation", str(directory / "checkpoint")).start()
         try:
             query.processAllAvailable()

@@ -56,8 +56,8 @@ def wait_until(cluster: EmbeddedCluster, offsets: dict[int, int]) -> None:
 
 
 @pytest.mark.parametrize("release", ["4.0", "4.3"])
-def test_the_group_follows_after_each_batch_and_when_idle(embedded, begun, release):
-    run = begun(release=release, consumerGroup="app")
+def test_the_group_follows_after_each_batch_and_when_idle(embedded, started_run, release):
+    run = started_run(release=release, consumerGroup="app")
     assert run.batch() is None  # idle: only now is the batch before known to be finished
     wait_until(embedded, {0: 5, 1: 5})
     embedded.send("orders", count=4)
@@ -66,7 +66,7 @@ def test_the_group_follows_after_each_batch_and_when_idle(embedded, begun, relea
     wait_until(embedded, {0: 7, 1: 7})
 
 
-def test_the_group_stays_behind_what_is_not_finished(embedded):
+def test_the_group_stays_behind_unfinished_batches(embedded):
     with running(embedded, **FROM_FIRST, consumerGroup="app") as run:
         run.reader.latestOffset(run.reader.initialOffset(), None)
         run.reader._progress.flush(30)
@@ -74,47 +74,47 @@ def test_the_group_stays_behind_what_is_not_finished(embedded):
         assert embedded.broker("broker-a").requests(RequestCode.QUERY_CONSUMER_OFFSET)
 
 
-def test_a_run_to_the_end_has_told_it_all_when_it_ends(embedded, begun):
-    run = begun(trigger="available", consumerGroup="app")
+def test_a_run_to_the_end_publishes_all_progress(embedded, started_run):
+    run = started_run(trigger="available", consumerGroup="app")
     assert run.batch() is None
     assert embedded.committed("app", "orders") == {0: 5, 1: 5}
 
 
-def test_a_finished_batch_is_told_at_a_restart(embedded, begun):
+def test_a_finished_batch_is_published_at_a_restart(embedded, started_run):
     checkpoint = Checkpoint()
-    begun(checkpoint, trigger="once", consumerGroup="app").reader.stop()
-    begun(checkpoint, trigger="once", consumerGroup="app")
+    started_run(checkpoint, trigger="once", consumerGroup="app").reader.stop()
+    started_run(checkpoint, trigger="once", consumerGroup="app")
     wait_until(embedded, {0: 5, 1: 5})
 
 
-def test_a_group_goes_only_forward(embedded):
+def test_a_group_only_moves_forward(embedded):
     embedded.broker("broker-a").commit("app", "orders", {0: 4})
     with progress_of(embedded) as publish:
         publish({Q0: 3, Q1: 2})
     assert embedded.committed("app", "orders") == {0: 4, 1: 2}
 
 
-def test_without_a_group_nothing_is_told(embedded, begun):
+def test_without_a_group_nothing_is_published(embedded, started_run):
     for options in ({}, {"consumerGroup": "app", "commitOffsets": False}):
-        run = begun(**options)
+        run = started_run(**options)
         run.batch()
         run.reader.commit({"version": 1, "queues": {}})
         run.reader.stop()  # by then it has told what it tells
     assert embedded.broker("broker-a").requests(RequestCode.UPDATE_CONSUMER_OFFSET) == []
 
 
-def test_telling_holds_up_nobody(embedded, begun):
+def test_publishing_delays_no_batch(embedded, started_run):
     gate = Gate()
     embedded.broker("broker-a").on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None)
-    run = begun(consumerGroup="app")
+    run = started_run(consumerGroup="app")
     gate.wait_held(timeout_s=30)
     embedded.send("orders", count=4)
     assert len(run.batch()) == 4
     gate.open()
 
 
-def test_a_reset_of_the_group_is_reported_once_and_not_obeyed(embedded, begun, caplog):
-    run = begun(consumerGroup="app")
+def test_a_reset_of_the_group_is_logged_once_and_ignored(embedded, started_run, caplog):
+    run = started_run(consumerGroup="app")
     run.batch()
     wait_until(embedded, {0: 5, 1: 5})
     reset(embedded)
@@ -138,7 +138,7 @@ def test_a_reset_while_the_query_is_idle_is_noticed(embedded, caplog):
     assert embedded.committed("app", "orders")[0] == 5
 
 
-def test_a_reset_that_waits_at_the_broker_is_reported(caplog):
+def test_a_pending_reset_at_the_broker_is_logged(caplog):
     """From 5.1 on a broker can keep a reset for the next pull of the group, and takes no commits meanwhile."""
     with stored_at(range(5), server_side_reset=True) as cluster, progress_of(cluster) as publish:
         cluster.broker("broker-a").create_group("app")

@@ -127,14 +127,14 @@ def test_a_killed_query_delivers_every_message_exactly_once(spark_environment: d
             before = planned(tmp_path)
             life = Life(cluster.name_server, tmp_path, most_per_batch, environment)
 
-            def begun(life: Life = life, before: int = before) -> bool:
+            def started_run(life: Life = life, before: int = before) -> bool:
                 life.check()
                 return planned(tmp_path) > before
 
             if number % 5 == 4:  # while it starts
                 time.sleep(rng.uniform(0, 5))
             else:
-                until(begun, f"a batch begun in life {number + 1}; {life.log} tells why", LIFE_S)
+                until(started_run, f"a batch begun in life {number + 1}; {life.log} tells why", LIFE_S)
                 time.sleep(rng.uniform(0, 1.5))
             life.kill()
             print(

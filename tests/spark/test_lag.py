@@ -29,7 +29,7 @@ def source(end, latest):
 
 
 @for_each("written", [json.dumps, lambda found: json.dumps(found, indent=2), str, lambda found: found])
-def test_the_distance_of_each_queue_counts(written):
+def test_the_lag_of_each_queue_counts(written):
     found = lag(progress(source(written(END), written(LATEST))))
     assert found is not None
     assert (found.max, found.avg, found.min, found.total) == (6, 3.0, 0, 9)
@@ -53,7 +53,7 @@ def test_the_queues_of_all_sources_count():
         progress(source("not an offset {", "")),
     ],
 )
-def test_without_offsets_of_ours_there_is_no_lag(found):
+def test_a_progress_of_other_sources_has_no_lag(found):
     assert lag(found) is None
 
 
@@ -61,7 +61,7 @@ def event(found):
     return SimpleNamespace(progress=found)
 
 
-def test_a_listener_is_told_after_each_batch():
+def test_a_listener_is_called_after_each_batch():
     reported = []
     listener = LagListener(lambda name, found: reported.append((name, found)))
     listener.onQueryStarted(event({}))
@@ -79,7 +79,7 @@ def test_a_report_that_raises_is_logged(caplog):
     assert "could not be reported" in caplog.text
 
 
-def test_the_lag_is_logged_unless_told_otherwise(caplog):
+def test_the_lag_is_logged_by_default(caplog):
     with caplog.at_level(logging.INFO, logger="pyrocket_consumer.spark"):
         LagListener().onQueryProgress(event(progress(source(END, LATEST))))
     assert "query=copy lag: 9 offsets behind" in caplog.text

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.spark.asking import through
+from tests.spark.asking import with_options
 
 LARGEST = 4 * 1024 * 1024
 
@@ -21,8 +21,8 @@ def test_bodies_of_4_mib_are_written_and_read_back(spark, cluster, names):
     compressible = (noise.randbytes(LARGEST // 4) * 4)[:-1]
     bodies = [noise.randbytes(LARGEST), compressible, bytes(LARGEST), b"small"]
     rows = spark.createDataFrame([(bytearray(body),) for body in bodies], "body binary")
-    through(rows.write, cluster, topic=topic, sendTimeoutMs="30000").mode("append").save()
-    frame = through(spark.read, cluster, subscribe=topic).load()
+    with_options(rows.write, cluster, topic=topic, sendTimeoutMs="30000").mode("append").save()
+    frame = with_options(spark.read, cluster, subscribe=topic).load()
     found = frame.selectExpr("length(body) AS size", "sha2(body, 256) AS hash").collect()
     wanted = sorted((len(body), hashlib.sha256(body).hexdigest()) for body in bodies)
     assert sorted((row["size"], row["hash"]) for row in found) == wanted

@@ -21,7 +21,7 @@ PLACES = st.dictionaries(QUEUES, st.integers(0, 2**63 - 1))
 OFFSETS = st.builds(SourceOffset, PLACES, PLACES, st.booleans())
 
 
-def test_how_it_is_written():
+def test_the_form_of_an_encoded_offset():
     offset = SourceOffset({MessageQueue("T", "a", 10): 5, A1: 98, B0: 7, A0: 120}, {A0: 100})
     assert json.dumps(encode_offset(offset)) == (
         '{"version": 1, "queues": {"T": {"a": {"0": 120, "1": 98, "10": 5}, "b": {"0": 7}}}, '
@@ -33,7 +33,7 @@ def test_how_it_is_written():
 
 @settings(deadline=None)
 @given(OFFSETS)
-def test_what_is_written_can_be_read(offset):
+def test_an_encoded_offset_can_be_decoded(offset):
     text = json.dumps(encode_offset(offset))
     again = decode_offset(json.loads(text))
     assert again == offset
@@ -42,7 +42,7 @@ def test_what_is_written_can_be_read(offset):
     assert json.dumps(encode_offset(reversed_places)) == json.dumps(encode_offset(SourceOffset(offset.queues)))
 
 
-def test_when_brokers_were_asked_is_written_by_topic_and_broker():
+def test_request_times_are_encoded_by_topic_and_broker():
     offset = SourceOffset({A0: 9, B0: 2}, seen_ms={("T", "b"): 7, ("T", "a"): 5})
     encoded = encode_offset(offset)
     assert encoded["seen"] == {"T": {"a": 5, "b": 7}}
@@ -50,7 +50,7 @@ def test_when_brokers_were_asked_is_written_by_topic_and_broker():
 
 
 @for_each("version, expected", [(2, "2, .*newer release.* up to 1"), (10**4000, "")], ids=["2", "thousands of digits"])
-def test_a_newer_version_is_refused_with_a_sentence(version, expected):
+def test_a_newer_version_is_refused(version, expected):
     newer = f"offsets of version {expected}"
     with pytest.raises(ConfigError, match=newer) as refused:
         decode_offset({"version": version, "queues": {}})
@@ -58,7 +58,7 @@ def test_a_newer_version_is_refused_with_a_sentence(version, expected):
 
 
 @for_each("encoded", [{}, {"version": "1"}, {"version": 0}, [], None, {"partition": 3}])
-def test_what_is_no_offset_is_refused(encoded):
+def test_a_foreign_offset_is_refused(encoded):
     with pytest.raises(ConfigError, match="is not an offset of this source; use another checkpoint"):
         decode_offset(encoded)
 
@@ -77,7 +77,7 @@ NO_QUEUES = ["-1", str(2**31), "x" * 100_000, "9" * 5000]
         *[("seen", {"T": {"a": at}}) for at in NO_OFFSETS],
     ],
 )
-def test_what_is_damaged_is_refused_in_a_line(name, topics):
+def test_a_damaged_offset_is_refused_in_one_line(name, topics):
     with pytest.raises(ConfigError, match=f"'{name}' of an offset in the checkpoint cannot be read") as refused:
         decode_offset({"version": 1, name: topics})
     assert len(str(refused.value)) < 1000
@@ -98,7 +98,7 @@ OF_FIRST = [QueueRange(A0, 5, 9), QueueRange(A1, 7, 8)]
         (SourceOffset({A0: 10}), SourceOffset({A0: 9}), []),
     ],
 )
-def test_what_a_batch_reads(start, end, ranges):
+def test_the_ranges_of_a_batch(start, end, ranges):
     assert ranges_between(start, end) == ranges
 
 

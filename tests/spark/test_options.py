@@ -80,7 +80,7 @@ DURATIONS = {"500ms": 0.5, "90": 0.09, "30s": 30, "15m": 900, "2 hours": 7200, "
         ({"namespace": "ns"}, "topics", ("ns%orders",)),
     ],
 )
-def test_what_options_of_a_read_mean(options, names, values):
+def test_options_of_a_read(options, names, values):
     chosen = {"topic", "subscribePattern"} & options.keys()
     streaming = not {"endingOffsets", "endingTimestamp"} & options.keys()
     found = parse_source(given(SERVER if chosen else ORDERS, **options), streaming)
@@ -93,7 +93,7 @@ def test_defaults_of_a_write():
     assert (options.accept_degraded, options.dedup_properties) == (False, True)
 
 
-def test_names_are_taken_in_any_case():
+def test_names_match_in_any_case():
     options = parse_source({"NAMESERVER": "h:1", "Subscribe": "orders", "minPartitions": "3"}, None)
     assert options.tasks.min_partitions == 3
 
@@ -105,7 +105,7 @@ def test_names_are_taken_in_any_case():
         ("allowedAddresses", "10.0.0.0/8, broker-a:10911", ("10.0.0.0/8", "broker-a:10911")),
     ],
 )
-def test_there_may_be_several(name, text, parts):
+def test_an_option_may_have_several_values(name, text, parts):
     config = parse_source(given(**{name: text}), None).client.config()
     assert parts == (config.name_servers if name == "nameServer" else config.allowed_addresses)
 
@@ -136,12 +136,12 @@ def test_starting_offsets_for_queues_brokers_and_topics():
         ({"subscribePattern": "pay.*", "startingTimestamp": '{"orders": 5}'}, "names orders, which no option chooses"),
     ],
 )
-def test_times_by_topic_are_of_the_topics_to_read(options, expected):
+def test_times_by_topic_must_cover_the_topics_to_read(options, expected):
     with pytest.raises(ConfigError, match=f"startingTimestamp .*{expected}"):
         parse_source(given(SERVER, **options), None)
 
 
-def test_offsets_that_are_given():
+def test_given_offsets():
     end = parse_source(given(endingOffsets='{"orders": {"b": {"0": 7, "1": -1}}}'), False).end
     assert isinstance(end, GivenOffsets)
     assert end.offset(MessageQueue("orders", "b", 1)) == LATEST
@@ -234,7 +234,7 @@ WRONG = [
 
 
 @for_each("name, value, text, others", WRONG, ids=lambda each: str(each)[:40])
-def test_a_wrong_value_is_refused_whatever_the_source_is_for(name, value, text, others):
+def test_a_wrong_value_is_refused_for_reads_and_writes(name, value, text, others):
     with pytest.raises(ConfigError) as refused:
         check_options(given(**{**others, name: value}))
     assert name in str(refused.value)
@@ -257,7 +257,7 @@ def test_a_wrong_value_is_refused_whatever_the_source_is_for(name, value, text, 
     ],
     ids=lambda each: str(each)[:40],
 )
-def test_what_cannot_be_read_is_refused(options, expected):
+def test_a_selection_that_cannot_be_read_is_refused(options, expected):
     with pytest.raises(ConfigError, match=f"(?s){expected}"):
         check_options({name: text for name, text in given(SERVER, **options).items() if text is not None})
 
@@ -281,7 +281,7 @@ def test_a_read_needs_something_to_read():
         (False, {"startingTimestamp": "6", "endingTimestamp": '{"orders": 5}'}, "before startingTimestamp for orders"),
     ],
 )
-def test_what_a_stream_or_a_batch_cannot_have(streaming, options, text):
+def test_options_that_a_stream_or_a_batch_cannot_have(streaming, options, text):
     parse_source(given(**options), streaming=None)
     with pytest.raises(ConfigError, match=text):
         parse_source(given(**options), streaming=streaming)
@@ -297,7 +297,7 @@ def test_what_a_stream_or_a_batch_cannot_have(streaming, options, text):
         ("zzz", "there are nameServer, subscribe"),
     ],
 )
-def test_an_unknown_option_is_named_with_the_nearest(name, expected):
+def test_an_unknown_option_is_named_with_the_nearest_one(name, expected):
     with pytest.raises(ConfigError, match=f"option '{name}' is unknown; {expected}"):
         check_options({**ORDERS, name: "x"})
 
@@ -317,7 +317,7 @@ def test_no_text_shows_a_secret():
         assert "HUSH" not in str(refused.value)
 
 
-def test_options_travel():
+def test_options_can_be_pickled():
     text = json.dumps({"orders": {"b": {"0": 3}}})
     options = parse_source(given(tls="true", startingOffsets=text), streaming=True)
     assert pickle.loads(pickle.dumps(options)) == options

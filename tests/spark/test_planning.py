@@ -47,7 +47,7 @@ def test_a_cap_is_spread(waiting, cap, shares):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 10**12), max_size=40), st.integers(1, 10**12))
-def test_a_spread_keeps_its_promises(waiting, cap):
+def test_a_spread_is_fair(waiting, cap):
     wanted = {number: each for number, each in backlogs(*waiting).items() if each}
     shares = spread(backlogs(*waiting), cap)
     assert shares.keys() == wanted.keys()

@@ -23,7 +23,7 @@ from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.schema import project_schema
 from pyrocket_consumer.testing import EmbeddedCluster, answer, rewrite
 from tests.for_each import for_each
-from tests.spark.asking import data_source, rows, stored_at, through
+from tests.spark.asking import data_source, rows, stored_at, with_options
 
 if not PUSHES_FILTERS:
     pytest.skip("this release of PySpark pushes no filters", allow_module_level=True)
@@ -166,12 +166,12 @@ def test_tags(filters, given, expression):
     assert not found.match_nothing
 
 
-def test_what_cannot_be_leaves_nothing():
+def test_contradicting_filters_match_nothing():
     assert pushed(where("EqualTo", "storeTimestamp", at(7, 500))).match_nothing
     assert pushed(where("EqualTo", "tags", "paid"), tags="open || lost").match_nothing
 
 
-def test_with_sql_brokers_are_asked_for_no_tags():
+def test_with_sql_no_tags_are_requested():
     given = Subscription("", "a > 1", frozenset(), "SQL92")
     found, selector = push_filters([where("EqualTo", "tags", "paid")], given)
     assert (found, selector) == (PushedFilters(), given)
@@ -224,7 +224,7 @@ def test_only_the_offsets_asked_for_are_read(cluster):
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.3.2"])
-def test_store_times_become_offsets_with_room_for_clocks(version):
+def test_store_times_become_offsets_with_a_margin_for_clocks(version):
     skew = CLOCK_SKEW_MS // 1000
     with stored_at([FIRST_MS + number * 1000 for number in range(200)], version=version) as cluster:
         low = stored("GreaterThanOrEqual", 150_000)
@@ -237,7 +237,7 @@ def test_store_times_become_offsets_with_room_for_clocks(version):
 
 
 @pytest.mark.live
-def test_tags_are_asked_of_the_broker(cluster):
+def test_tags_are_requested_from_the_broker(cluster):
     broker = cluster.broker("broker-a")
     assert read(cluster, where("EqualTo", "tags", "paid")) == sorted(
         (number % 2, number // 2) for number in range(200) if number % 3 == 0
@@ -256,7 +256,7 @@ def test_tags_are_asked_of_the_broker(cluster):
         [where("GreaterThan", "queueOffset", 2**63 - 1)],
     ],
 )
-def test_what_contradicts_itself_reads_nothing(cluster, filters):
+def test_contradicting_filters_read_nothing(cluster, filters):
     reader = reader_of(cluster, *filters)
     partitions = reader.partitions()
     assert len(partitions) == 1  # or Spark would put one of its own in its place
@@ -264,7 +264,7 @@ def test_what_contradicts_itself_reads_nothing(cluster, filters):
 
 
 @pytest.mark.live
-def test_a_queue_that_is_not_asked_for_need_not_answer(cluster):
+def test_an_excluded_queue_may_be_unreachable(cluster):
     only_queue_1 = {"when": lambda command: command.fields.get("queueId") == "1", "times": None}
     for code in (RequestCode.GET_MIN_OFFSET, RequestCode.GET_MAX_OFFSET, RequestCode.PULL_MESSAGE):
         cluster.broker("broker-a").on(code, answer(ResponseCode.NO_PERMISSION), **only_queue_1)
@@ -273,7 +273,7 @@ def test_a_queue_that_is_not_asked_for_need_not_answer(cluster):
     assert len(read(cluster, where("EqualTo", "queueId", 0))) == 100
 
 
-def test_what_is_pushed_is_logged(cluster, caplog):
+def test_pushed_filters_are_logged(cluster, caplog):
     caplog.set_level(logging.INFO)
     ranges(cluster, where("GreaterThanOrEqual", "queueOffset", 90), where("EqualTo", "tags", "paid"))
     assert "filters=queueOffset=90.. tags=paid leave offsets=20 of=200" in caplog.text
@@ -294,18 +294,18 @@ def test_filters_only_narrow_what_the_options_choose(cluster):
     assert ranges(cluster, late, **options) == {("orders", 0): (50, 60), ("orders", 1): (50, 55)}
 
 
-def test_offsets_of_queues_that_are_left_out_must_be_given(cluster):
+def test_excluded_queues_need_given_offsets_too(cluster):
     offsets = '{"orders": {"broker-a": {"0": 20}}}'
     with pytest.raises(ConfigError, match="it lacks .*orders"):
         ranges(cluster, where("EqualTo", "queueId", 0), startingOffsets=offsets)
 
 
-def test_the_tasks_are_planned_for_what_is_left(cluster):
+def test_tasks_are_planned_for_the_remaining_offsets(cluster):
     reader = reader_of(cluster, where("LessThan", "queueOffset", 20), minPartitions=4, minRecordsPerPartition=0)
     assert [len(each) for task in reader.partitions() for each in task.ranges] == [10, 10, 10, 10]
 
 
-def test_lost_messages_that_nobody_asks_for_are_no_loss(cluster):
+def test_lost_messages_that_filters_exclude_are_not_data_loss(cluster):
     cluster.broker("broker-a").delete_before("orders", 0, 50)
     options = {"startingOffsets": '{"orders": {"broker-a": {"0": 0, "1": 0}}}'}
     low, late = where("GreaterThanOrEqual", "queueOffset", 50), stored("GreaterThan", 150_000)
@@ -317,7 +317,7 @@ def test_lost_messages_that_nobody_asks_for_are_no_loss(cluster):
             ranges(cluster, *bounds, **options)
 
 
-def test_an_end_beyond_all_matters_to_who_asks_for_it(cluster):
+def test_an_end_above_the_last_message_matters_only_if_it_is_read(cluster):
     options = {"endingOffsets": '{"orders": {"broker-a": {"0": 150, "1": -1}}}', "requestTimeoutMs": "100"}
     with pytest.raises(DataLoss):
         ranges(cluster, where("GreaterThan", "queueOffset", 10), **options)
@@ -347,7 +347,7 @@ BOTH = {("orders", 0): (0, 100), ("orders", 1): (0, 100)}
 
 
 @pytest.mark.parametrize("lie", [0, 10**6, -1])
-def test_a_place_is_believed_if_messages_show_it(cluster, lie):
+def test_a_found_offset_counts_only_if_messages_confirm_it(cluster, lie):
     cluster.broker("broker-a").on(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, at_offset(lie), times=None)
     for kind in ("GreaterThan", "LessThan"):
         assert ranges(cluster, stored(kind, 50_000)) == BOTH
@@ -355,17 +355,17 @@ def test_a_place_is_believed_if_messages_show_it(cluster, lie):
 
 @pytest.mark.parametrize("code", [RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, RequestCode.PULL_MESSAGE])
 @pytest.mark.parametrize("refusal", [answer(ResponseCode.NO_PERMISSION), answer(ResponseCode.SUCCESS)])
-def test_a_broker_that_does_not_tell_a_time_is_read_whole(cluster, code, refusal):
+def test_a_broker_that_cannot_search_by_time_is_read_completely(cluster, code, refusal):
     cluster.broker("broker-a").on(code, refusal, times=None)
     assert ranges(cluster, stored("GreaterThan", 90_000)) == BOTH
 
 
-def test_a_broker_that_is_busy_is_asked_again(cluster):
+def test_a_search_is_retried_at_a_busy_broker(cluster):
     cluster.broker("broker-a").on(RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, answer(ResponseCode.SYSTEM_BUSY))
     assert ranges(cluster, stored("GreaterThan", 90_000))["orders", 0] == (40, 100)
 
 
-def test_busy_answers_to_every_other_call_cost_one_more_try_each(cluster):
+def test_each_busy_response_costs_one_more_request(cluster):
     busy, turns = answer(ResponseCode.SYSTEM_BUSY), cycle((True, False))
     for code in (RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, RequestCode.PULL_MESSAGE):
         cluster.broker("broker-a").on(
@@ -392,7 +392,7 @@ def search_of_java(times_ms, wanted_ms):
 
 @pytest.mark.live
 @pytest.mark.parametrize("kind", ["EqualTo", "GreaterThanOrEqual"])
-def test_clocks_may_differ_by_just_what_there_is_room_for(kind):
+def test_clocks_may_differ_by_the_whole_margin(kind):
     wanted_ms = FIRST_MS + 100_000
     after_ms = (-60_000, 0, -1, -CLOCK_SKEW_MS, -CLOCK_SKEW_MS // 2, 60_000, 61_000)
     times_ms = [wanted_ms + each for each in after_ms]
@@ -412,7 +412,7 @@ def test_clocks_may_differ_by_just_what_there_is_room_for(kind):
     ("odd_by_s", "kind", "limit_s"),
     [(3600, "LessThan", 1000), (3600, "LessThan", 60), (-86_400, "GreaterThan", -3600), (-86_400, "GreaterThan", 40)],
 )
-def test_one_message_of_a_wrong_clock_hides_no_others(version, odd_by_s, kind, limit_s):
+def test_one_message_with_a_wrong_clock_hides_no_others(version, odd_by_s, kind, limit_s):
     times_s = [number + (odd_by_s if number == 50 else 0) for number in range(101)]
     with stored_at([FIRST_MS + each * 1000 for each in times_s], version=version) as cluster:
         found = {offset for _, offset in read(cluster, stored(kind, limit_s * 1000))}
@@ -423,7 +423,7 @@ def test_one_message_of_a_wrong_clock_hides_no_others(version, odd_by_s, kind, l
 @pytest.mark.live
 @pytest.mark.parametrize("version", ["4.9.7", "5.3.2"])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_row_is_missed_whatever_is_asked(version, seed):
+def test_filters_miss_no_row(version, seed):
     chance = random.Random(seed)
     with EmbeddedCluster(version=version) as cluster:
         cluster.create_topic("orders", queues=2)
@@ -464,7 +464,7 @@ def switched_on(spark):
 
 
 def orders(spark, cluster, **options):
-    return through(spark.read, cluster, subscribe="orders", **options).load()
+    return with_options(spark.read, cluster, subscribe="orders", **options).load()
 
 
 @pytest.mark.spark_versions
@@ -495,11 +495,11 @@ def test_spark_reads_the_same_rows_with_fewer_messages(switched_on, cluster):
 
 
 @pytest.mark.spark_versions
-def test_without_the_option_spark_is_as_it_was(spark, cluster):
+def test_without_the_option_spark_pushes_no_filters(spark, cluster):
     assert orders(spark, cluster).filter("queueOffset > 89 and queueId = 1").count() == 10
     with pytest.raises(Exception, match="filterPushdown.enabled"):  # where Spark has it switched off
         orders(spark, cluster, pushFilters="true").filter("queueOffset > 89").count()
 
 
-def test_queue_ranges_are_cut():
+def test_queue_ranges_are_narrowed():
     assert pushed(where("LessThan", "queueOffset", 5)).narrow(QueueRange(QUEUE, 0, 9)) == QueueRange(QUEUE, 0, 5)

@@ -41,7 +41,7 @@ def test_the_time_begins_with_the_first_failure(clock):
     assert retry_policy.failed() is None
 
 
-def test_tries_may_be_fewer_and_are_counted_anew(clock):
+def test_reset_makes_all_retries_available_again(clock):
     retry_policy = RetryPolicy(100, 3, clock)
     assert len(pauses(retry_policy, clock)) == 3
     retry_policy.reset()

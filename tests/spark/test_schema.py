@@ -12,7 +12,7 @@ from pyrocket_consumer.spark.schema import READ_SCHEMA, arrow_schema, project_sc
 from tests.for_each import for_each
 
 
-def test_the_schema_is_what_the_documentation_says():
+def test_the_schema_is_as_documented():
     assert READ_SCHEMA.simpleString() == (
         "struct<topic:string,brokerName:string,queueId:int,queueOffset:bigint,msgId:string,tags:string,keys:string,"
         "body:binary,properties:map<string,string>,flag:int,sysFlag:int,reconsumeTimes:int,"
@@ -24,13 +24,13 @@ def test_the_schema_is_what_the_documentation_says():
     )
 
 
-def test_columns_asked_for_are_read_in_the_order_asked_for():
+def test_columns_are_read_in_the_order_of_the_schema():
     schema = StructType([READ_SCHEMA["body"], READ_SCHEMA["queueOffset"]])
     assert project_schema(schema) == schema
     assert arrow_schema(schema) == pa.schema([("body", pa.binary()), ("queueOffset", pa.int64())])
 
 
-def test_what_is_never_null_may_be_declared_so():
+def test_a_column_without_nulls_may_be_declared_not_null():
     schema = StructType([StructField("topic", StringType(), False)])
     assert arrow_schema(project_schema(schema)) == pa.schema([pa.field("topic", pa.string(), nullable=False)])
     values = StructType([StructField("properties", MapType(StringType(), StringType(), False), False)])

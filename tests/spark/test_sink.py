@@ -27,7 +27,7 @@ from pyrocket_consumer.spark.sink import (
 )
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, close_connection, delay, handle_and_close, rewrite
 from tests.for_each import for_each
-from tests.spark.asking import everywhere
+from tests.spark.asking import set_fault_on_all_brokers
 from tests.spark.writing import batches, columns
 
 SEND = RequestCode.SEND_MESSAGE_V2
@@ -57,7 +57,7 @@ KINDS = [batch_writer, StreamRowWriter, *([StreamArrowWriter] if DataSourceStrea
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_becomes_a_message_with_all_it_says(embedded, sink, kind):
+def test_a_row_becomes_a_message_with_all_its_columns(embedded, sink, kind):
     row = ("orders", b"\x00body", "paid", "o-1  o-2", 0, None, {"region": "eu", "empty": "", "WAIT": "x"}, 7)
     assert sink(topic=None).write(EVERYTHING, row, kind=kind) == 1
     (message,) = embedded.messages("orders")
@@ -87,7 +87,7 @@ QUEUES = [(f"broker-{'ab'[n % 2]}", n // 2 % 2) for n in range(8)]
     ],
 )
 @for_each("binary", [False, True])
-def test_what_columns_make_of_a_message(embedded, names, sink, kind, more, rows, read_field, seen, binary):
+def test_the_effect_of_each_column(embedded, names, sink, kind, more, rows, read_field, seen, binary):
     topic, schema = names.topic(), f"body {'binary' if binary else 'string'}{', ' * bool(more)}{more}"
     embedded.create_topic(topic, queues=2)
     given = [(row[0].encode() if binary else row[0], *row[1:]) for row in rows]
@@ -124,7 +124,7 @@ def test_rows_with_one_sharding_key_are_in_one_queue_in_order(embedded, sink):
         assert len({m.queue for m in found}) == 1
 
 
-def test_a_row_may_wait_at_the_broker(embedded, sink):
+def test_a_row_may_be_delayed(embedded, sink):
     at = datetime.fromtimestamp(time.time() + 0.3, UTC)
     sink().write("body string, delayLevel int, deliverAt timestamp", ("a", 1, None), ("b", None, at))
     assert embedded.wait_until(lambda: len(embedded.messages("orders")) == 2, 30)
@@ -132,7 +132,7 @@ def test_a_row_may_wait_at_the_broker(embedded, sink):
     assert abs(timed.stored_at_ms - at.timestamp() * 1000) < 10_000
 
 
-def test_the_time_of_a_row_is_local_where_spark_hands_it_over_so(embedded, sink):
+def test_a_time_without_a_zone_is_local(embedded, sink):
     """PySpark makes rows with local times without a zone."""
     at = datetime.fromtimestamp(time.time() + 0.3)
     sink().write("body string, deliverAt timestamp", ("b", at), kind=StreamRowWriter)
@@ -169,7 +169,7 @@ def test_a_frame_that_was_read_can_be_written(embedded, sink):
     assert written.message_id != read.message_id
 
 
-def test_what_is_left_out_is_told_once(embedded, sink, caplog):
+def test_skipped_properties_are_logged_once(embedded, sink, caplog):
     given = {"__RMQ.TRANSIENT.a": "1", "__RMQ.TRANSIENT.b": "1", "POP_CK": "2", "own": "3"}
     made = sink()
     for _ in range(3):
@@ -180,7 +180,7 @@ def test_what_is_left_out_is_told_once(embedded, sink, caplog):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_sharding_key_is_none(embedded, sink, kind):
+def test_an_empty_sharding_key_counts_as_missing(embedded, sink, kind):
     sink().write("body string, shardingKey string", *[("x", "")] * 8, ("y", None), kind=kind)
     found = embedded.messages("orders")
     assert len({message.queue for message in found if message.body == b"x"}) == 4
@@ -190,7 +190,7 @@ def test_an_empty_sharding_key_is_none(embedded, sink, kind):
 # --- marks of duplicates
 
 
-def test_every_message_tells_which_row_it_was(embedded, sink):
+def test_every_message_names_its_row(embedded, sink):
     sink().write("body string", *[(f"{n}",) for n in range(3000)])
     found = embedded.messages("orders")
     assert {m.properties["spark_row"]: m.body.decode() for m in found} == {str(n): str(n) for n in range(3000)}
@@ -253,7 +253,7 @@ def test_no_more_than_max_in_flight_are_unacknowledged(embedded, sink, gates):
 
 
 def test_no_row_in_order_passes_one_that_failed(embedded, sink):
-    everywhere(embedded, SEND, answer(13, "no such message"), when=lambda command: command.body == b"3")
+    set_fault_on_all_brokers(embedded, SEND, answer(13, "no such message"), when=lambda command: command.body == b"3")
     with pytest.raises(RocketError, match=r"row 3 of partition 0.*no such message"):
         sink().write("body string, shardingKey string", *[(str(n), "k") for n in range(10)])
     assert [m.body for m in embedded.messages("orders")] == [b"0", b"1", b"2"]
@@ -261,7 +261,7 @@ def test_no_row_in_order_passes_one_that_failed(embedded, sink):
 
 def test_each_row_in_order_has_the_whole_timeout(embedded, sink):
     """Together they take longer than the timeout of one."""
-    everywhere(embedded, SEND, delay(0.25), times=None)
+    set_fault_on_all_brokers(embedded, SEND, delay(0.25), times=None)
     rows = [(str(n), "k") for n in range(10)]
     assert sink(sendTimeoutMs=2000).write("body string, shardingKey string", *rows) == 10
 
@@ -277,7 +277,7 @@ def test_another_broker_takes_what_one_refuses(embedded, sink):
 
 def test_after_all_retries_the_task_fails_naming_the_row(embedded, sink):
     """Each time the row may have been stored, so time is not all that counts."""
-    everywhere(embedded, SEND, close_connection, times=None)
+    set_fault_on_all_brokers(embedded, SEND, close_connection, times=None)
     with pytest.raises(RocketError, match="row 0 of partition 0.*orders.*lost"):
         sink(sendRetries=1).write("body string", ("x",))
     assert sum(len(broker.requests(SEND)) for broker in embedded.brokers) == 2
@@ -301,16 +301,18 @@ def test_rows_in_order_are_tried_again_on_their_queue(embedded, sink, schema, re
 
 
 @IN_ORDER
-def test_what_may_be_stored_is_tried_as_often_as_may_be(embedded, sink, schema, rest):
-    everywhere(embedded, SEND, answer(1, "odd"), times=None)
+def test_a_send_without_a_response_is_retried_as_configured(embedded, sink, schema, rest):
+    set_fault_on_all_brokers(embedded, SEND, answer(1, "odd"), times=None)
     with pytest.raises(RocketError, match=r"row 0 of partition 0.*odd \(3 times\)"):
         sink(sendRetries=2).write(f"body string, {schema}", ("x", *rest))
     assert sorted(len(broker.requests(SEND)) for broker in embedded.brokers) == [0, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_may_be_there_twice_is_told(embedded, sink, caplog, kind):
-    everywhere(embedded, SEND, handle_and_close, when=lambda command: command.body in (b"3", b"8"), times=1)
+def test_possible_duplicates_are_logged(embedded, sink, caplog, kind):
+    set_fault_on_all_brokers(
+        embedded, SEND, handle_and_close, when=lambda command: command.body in (b"3", b"8"), times=1
+    )
     rows = [(str(number), "k") for number in range(10)]
     assert sink().write("body string, shardingKey string", *rows, kind=kind) == 10
     bodies = [message.body for message in embedded.messages("orders")]
@@ -326,8 +328,8 @@ def degraded(command):
     return command
 
 
-def test_degraded_answers_count_only_where_they_are_accepted(embedded, sink):
-    everywhere(embedded, SEND, rewrite(degraded), times=None)
+def test_degraded_responses_count_only_with_accept_degraded(embedded, sink):
+    set_fault_on_all_brokers(embedded, SEND, rewrite(degraded), times=None)
     with pytest.raises(RocketError, match=r"row 0 of partition 0.*FLUSH_SLAVE_TIMEOUT"):
         sink(sendRetries=1).write("body string", ("x",))
     assert len(embedded.messages("orders")) == 2
@@ -335,9 +337,9 @@ def test_degraded_answers_count_only_where_they_are_accepted(embedded, sink):
     assert len(embedded.messages("orders")) == 3
 
 
-def test_after_a_failed_task_the_next_one_starts_afresh(embedded, sink):
+def test_after_a_failed_task_the_next_one_connects_again(embedded, sink):
     made = sink(sendRetries=1)
-    everywhere(embedded, SEND, close_connection, times=None)
+    set_fault_on_all_brokers(embedded, SEND, close_connection, times=None)
     with pytest.raises(RocketError):
         made.write("body string", ("x",))
     for broker in embedded.brokers:
@@ -364,7 +366,7 @@ def test_only_rows_need_a_name_server(sink):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_topic_is_made_on_demand_where_that_is_wanted(sink, kind):
+def test_a_topic_is_created_on_demand_with_the_option(sink, kind):
     with EmbeddedCluster(auto_create_topics=True) as cluster:
         made = sink(nameServer=cluster.name_server, topic=None, autoCreateTopic=True)
         schema = "body string, topic string, shardingKey string"
@@ -372,7 +374,7 @@ def test_a_topic_is_made_on_demand_where_that_is_wanted(sink, kind):
         assert [message.body for message in cluster.messages("new")] == [b"x", b"y"]
 
 
-def test_a_body_may_be_larger_where_that_is_wanted(embedded, sink):
+def test_a_body_may_be_larger_with_the_option(embedded, sink):
     with pytest.raises(ConfigError, match="row 0 of partition 0: body of 5000000 bytes is more than maxMessageBytes"):
         sink().write("body binary", (bytes(5_000_000),))
     assert sink(maxMessageBytes=6_000_000).write("body binary", (bytes(5_000_000),)) == 1
@@ -426,7 +428,7 @@ PROPERTIES = pa.MapArray.from_arrays([0, 0, 1], text(b"name"), text(NOT_TEXT))
         ("deliverAt timestamp", pa.array([0, -(2**58)], pa.timestamp("us", "UTC")), "column 'deliverAt' is not a time"),
     ],
 )
-def test_a_value_that_python_cannot_hold_is_named(sink, schema, column, reason):
+def test_a_value_that_python_cannot_represent_is_named(sink, schema, column, reason):
     writer = batch_writer(columns(f"body string, {schema}"), sink().options)
     names = ["body", schema.split()[0]]
     parts = column.slice(0, 1), column
@@ -435,7 +437,7 @@ def test_a_value_that_python_cannot_hold_is_named(sink, schema, column, reason):
         writer.write(iter(handed))
 
 
-def test_a_topic_column_that_is_not_used_may_hold_anything(embedded, sink):
+def test_an_unused_topic_column_may_hold_any_value(embedded, sink):
     batch = pa.RecordBatch.from_arrays([text(NOT_TEXT), text(NOT_TEXT)], names=["body", "topic"])
     assert batch_writer(columns("body string, topic string"), sink().options).write(iter([batch])).rows == 1
     assert [message.body for message in embedded.messages("orders")] == [NOT_TEXT]
@@ -478,7 +480,7 @@ def test_commit_and_abort_never_raise(sink):
         ("body string", None, "option topic"),
     ],
 )
-def test_a_wrong_schema_is_told(sink, schema, topic, reason):
+def test_a_wrong_schema_is_refused(sink, schema, topic, reason):
     for check in (check_schema, batch_writer, stream_writer):
         with pytest.raises(ConfigError, match=reason):
             check(columns(schema), sink(topic=topic).options)

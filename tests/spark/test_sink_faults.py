@@ -24,7 +24,7 @@ from pyrocket_consumer.testing import (
     handle_and_close,
     reset_connection,
 )
-from tests.spark.asking import everywhere
+from tests.spark.asking import set_fault_on_all_brokers
 from tests.spark.writing import Sink
 
 CLUSTER = {"auto_create_topics": False}
@@ -53,7 +53,7 @@ def reached(cluster: EmbeddedCluster, row: int = ROWS // 2) -> threading.Event:
         came.set()
         exchange.handle(exchange.answer)
 
-    everywhere(cluster, SEND, pass_on, times=None, when=lambda command: command.body == str(row).encode())
+    set_fault_on_all_brokers(cluster, SEND, pass_on, times=None, when=lambda command: command.body == str(row).encode())
     return came
 
 
@@ -95,7 +95,7 @@ SILENT: dict[str, Callable[[Any], None]] = {"be silent": lambda broker: broker.o
 
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("go_away", AWAY)
-def test_a_task_outlives_a_broker_that_is_away_for_a_while(embedded, sink, go_away, lanes):
+def test_a_task_survives_a_broker_that_is_down_for_a_while(embedded, sink, go_away, lanes):
     task, broker = halfway(embedded, sink(), lanes), embedded.broker("broker-a")
     AWAY[go_away](broker)
     time.sleep(AWAY_S)
@@ -107,7 +107,7 @@ def test_a_task_outlives_a_broker_that_is_away_for_a_while(embedded, sink, go_aw
 
 
 @pytest.mark.parametrize("lanes", LANES)
-def test_a_task_outlives_a_broker_that_stands_still_for_a_while(embedded, sink, lanes):
+def test_a_task_survives_a_broker_that_hangs_for_a_while(embedded, sink, lanes):
     """It has got everything, and goes on where it stood."""
     task = halfway(embedded, sink(), lanes)
     embedded.broker("broker-a").on(None, gate := Gate(), times=None)
@@ -118,7 +118,7 @@ def test_a_task_outlives_a_broker_that_stands_still_for_a_while(embedded, sink, 
 
 
 @pytest.mark.parametrize("lanes", LANES)
-def test_a_task_outlives_a_broker_that_is_silent(embedded, sink, lanes, caplog):
+def test_a_task_survives_a_broker_that_does_not_respond(embedded, sink, lanes, caplog):
     """What it got meanwhile is lost: it is sent again, on a new connection."""
     task = halfway(embedded, sink(sendTimeoutMs="60000", requestTimeoutMs="1500"), lanes)
     embedded.broker("broker-a").on(None, drop, times=None)
@@ -130,7 +130,7 @@ def test_a_task_outlives_a_broker_that_is_silent(embedded, sink, lanes, caplog):
 
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("away", ["broker", "broker, unnoticed", "name server", "everything"])
-def test_a_task_may_begin_while_servers_are_away(embedded, sink, away, lanes):
+def test_a_task_may_start_while_servers_are_down(embedded, sink, away, lanes):
     broker = embedded.broker("broker-a")
     if away != "name server":
         broker.stop(keep_route=away == "broker, unnoticed")
@@ -147,7 +147,7 @@ def test_a_task_may_begin_while_servers_are_away(embedded, sink, away, lanes):
     check(embedded, lanes, most_copies=0, rows=20)
 
 
-def test_a_task_may_begin_while_the_broker_of_its_queue_is_away():
+def test_a_task_may_start_while_the_broker_of_its_queue_is_down():
     rows = [(str(number), f"broker-{'ab'[number % 2]}", 1) for number in range(300)]
     with EmbeddedCluster(brokers=2) as cluster, ThreadPoolExecutor() as pool:
         cluster.create_topic("orders", queues=2)
@@ -162,7 +162,7 @@ def test_a_task_may_begin_while_the_broker_of_its_queue_is_away():
         assert found == {"broker-a": [*range(0, 300, 2)], "broker-b": [*range(1, 300, 2)]}
 
 
-def test_a_queue_that_is_not_there_is_told_soon(embedded, sink):
+def test_a_missing_queue_fails_the_task_soon(embedded, sink):
     began = time.monotonic()
     schema = "body string, brokerName string, queueId int"
     rows = [("x", "broker-a", 0)] * 200 + [("x", "broker-z", 0)] * 20 + [("x", "broker-a", 0)] * 200
@@ -172,7 +172,7 @@ def test_a_queue_that_is_not_there_is_told_soon(embedded, sink):
 
 
 @pytest.mark.parametrize("fault", [drop, answer(2, "busy")])
-def test_a_task_may_begin_while_the_name_server_is_in_trouble(embedded, sink, fault):
+def test_a_task_may_start_while_the_name_server_fails(embedded, sink, fault):
     (name_server,) = embedded.name_server_nodes
     name_server.on(None, fault, times=None)
     task = task_of(sink(requestTimeoutMs="1500"), "sharding key", rows=20)
@@ -184,7 +184,7 @@ def test_a_task_may_begin_while_the_name_server_is_in_trouble(embedded, sink, fa
 
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("fault", [reset_connection, close_connection, handle_and_close, answer(2, "busy")])
-def test_one_row_in_trouble_costs_no_other_a_copy(embedded, sink, fault, lanes):
+def test_one_failing_row_duplicates_no_other(embedded, sink, fault, lanes):
     embedded.broker("broker-a").on(SEND, fault, times=2, when=lambda command: command.body == b"500")
     assert task_of(sink(), lanes).result(100) == ROWS
     check(embedded, lanes, most_copies=256)
@@ -217,7 +217,7 @@ def test_a_task_ends_when_the_time_is_over(embedded, sink, go_away, lanes):
     assert time.monotonic() - began < 20
 
 
-def test_a_topic_that_is_not_there_is_told_soon(embedded, sink, caplog):
+def test_a_missing_topic_fails_the_task_soon(embedded, sink, caplog):
     began = time.monotonic()
     with pytest.raises(RocketError, match="row 0 of partition 0: .*unknown.*autoCreateTopic=true"):
         sink(topic="unknown", requestTimeoutMs="2000").write("body string", *[("x",)] * 300)
@@ -226,7 +226,7 @@ def test_a_topic_that_is_not_there_is_told_soon(embedded, sink, caplog):
     assert "'unknown'" in logged
 
 
-def test_a_topic_may_come_late(embedded, sink, caplog):
+def test_a_topic_may_be_created_late(embedded, sink, caplog):
     task = task_of(sink(topic="late"), "sharding key", rows=300)
     assert embedded.wait_until(lambda: "the write waits" in caplog.text, 60)
     embedded.create_topic("late", queues=1)

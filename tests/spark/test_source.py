@@ -19,7 +19,7 @@ from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import until
 from tests.for_each import for_each
 from tests.spark import recorded
-from tests.spark.asking import flat, through
+from tests.spark.asking import flatten, with_options
 
 CLUSTER = {"brokers": 2}
 ORDERS = {"queues": 2, "count": 40}
@@ -28,7 +28,7 @@ RELEASE = tuple(map(int, pyspark.__version__.split(".")[:2]))
 
 def reading(reader: Any, cluster: EmbeddedCluster, *, format: str = "rocketmq", **options: object) -> Any:  # noqa: A002
     """Return a DataFrameReader or DataStreamReader for the topic, set up as a user does."""
-    return through(reader, cluster, **{"subscribe": "orders", "planningIntervalMs": 10, **options}).format(format)
+    return with_options(reader, cluster, **{"subscribe": "orders", "planningIntervalMs": 10, **options}).format(format)
 
 
 class Query:
@@ -94,7 +94,7 @@ def test_a_crash_in_any_batch_is_repeated_exactly(spark, embedded, tmp_path):
     embedded.send("orders", count=8)
     query.catch_up(startingOffsets="latest")  # what the options say is for new queries
     assert query.rows() == each_once(12)
-    assert flat(query.planned()[0]) == dict.fromkeys(flat(query.planned()[0]), 10)
+    assert flatten(query.planned()[0]) == dict.fromkeys(flatten(query.planned()[0]), 10)
 
     embedded.send("orders", count=4)
     batches = len(query.planned())
@@ -102,7 +102,7 @@ def test_a_crash_in_any_batch_is_repeated_exactly(spark, embedded, tmp_path):
     embedded.send("orders", count=4)
     query.catch_up()
     assert query.rows() == each_once(14)
-    assert flat(query.planned()[batches]) == dict.fromkeys(flat(query.planned()[0]), 13)
+    assert flatten(query.planned()[batches]) == dict.fromkeys(flatten(query.planned()[0]), 13)
 
     batches = len(query.planned())
     assert query.run().exception() is None
@@ -110,7 +110,7 @@ def test_a_crash_in_any_batch_is_repeated_exactly(spark, embedded, tmp_path):
 
 
 @pytest.mark.spark_versions
-def test_a_topic_that_was_made_anew_is_read_whole(spark, embedded, tmp_path):
+def test_a_recreated_topic_is_read_completely(spark, embedded, tmp_path):
     query = Query(spark, tmp_path, embedded, failOnDataLoss="false", requestTimeoutMs=500)
     query.catch_up()
     assert query.rows() == each_once(10)
@@ -165,7 +165,7 @@ def test_a_run_to_the_end_ends_while_messages_arrive(spark, embedded, tmp_path):
     ended = task.result()
     assert ended.exception() is None
     assert len(query.planned()) >= 3
-    high = flat(query.planned()[-1])
+    high = flatten(query.planned()[-1])
     rows = query.rows()
     assert len(rows) == len(set(rows)) == sum(high.values())
     assert all(offset < high[f"orders/{broker}/{queue_id}"] for broker, queue_id, offset in rows)
@@ -192,7 +192,7 @@ def test_a_query_follows_new_messages_and_its_group_follows_it(spark, embedded, 
     assert source["endOffset"] is not None
 
 
-def test_a_projection_reads_only_what_is_named(spark, embedded):
+def test_a_projection_reads_only_named_columns(spark, embedded):
     frame = reading(spark.read, embedded).schema("queueOffset long, body binary").load()
     assert frame.columns == ["queueOffset", "body"]
     assert sorted(int(bytes(row.body)) for row in frame.collect()) == list(range(40))
@@ -225,13 +225,13 @@ def test_a_view_can_be_queried(spark, embedded):
         ({"commitOffsets": True}, "commitOffsets=true needs a group"),
     ],
 )
-def test_wrong_options_are_told_by_load(spark, embedded, options, text):
+def test_wrong_options_are_raised_by_load(spark, embedded, options, text):
     with pytest.raises(Exception, match="PYTHON_DATA_SOURCE_ERROR") as refused:
         reading(spark.readStream, embedded, **options).load()
     assert text in str(refused.value)
 
 
-def test_what_a_stream_cannot_have_is_told_once(spark, embedded, tmp_path):
+def test_options_that_a_stream_cannot_have_are_raised_once(spark, embedded, tmp_path):
     ended = None
     with contextlib.suppress(Exception):  # awaitTermination raises it, too
         query = Query(spark, tmp_path, embedded, endingOffsets="latest")

@@ -28,13 +28,13 @@ from tests.spark.asking import (
     Row,
     Run,
     all_batches,
-    begin,
     data_source,
-    everywhere,
-    flat,
-    once,
+    first_checkpoint,
+    flatten,
     read_batch,
     running,
+    set_fault_on_all_brokers,
+    start_offsets,
     stored_at,
 )
 
@@ -49,7 +49,7 @@ SHRUNK = {"requestTimeoutMs": 1000, "failOnDataLoss": False}
 
 
 def places(checkpoint: Checkpoint) -> list[int]:
-    return list(flat(json.loads(checkpoint.ends[-1])).values())
+    return list(flatten(json.loads(checkpoint.ends[-1])).values())
 
 
 def offsets_of(batch: list[Row]) -> list[int]:
@@ -68,8 +68,8 @@ def until_a_batch(run: Run, count: int) -> list[Row]:
     return found
 
 
-def test_a_broker_that_is_away_keeps_its_queues(embedded, begun, caplog):
-    run = begun()
+def test_the_queues_of_an_unreachable_broker_are_kept(embedded, started_run, caplog):
+    run = started_run()
     embedded.send("orders", count=3, broker_name="broker-b")
     embedded.broker("broker-b").stop()
     embedded.send("orders", count=4, broker_name="broker-a")
@@ -82,8 +82,8 @@ def test_a_broker_that_is_away_keeps_its_queues(embedded, begun, caplog):
     assert places(run.checkpoint) == [14, 13]
 
 
-def test_a_restart_while_a_broker_is_away_keeps_its_queues(embedded):
-    checkpoint = once(embedded, **FROM_FIRST)
+def test_a_restart_keeps_the_queues_of_an_unreachable_broker(embedded):
+    checkpoint = first_checkpoint(embedded, **FROM_FIRST)
     embedded.broker("broker-b").stop()
     embedded.send("orders", count=4, broker_name="broker-a")
     with running(embedded, checkpoint, **FROM_FIRST) as run:
@@ -95,8 +95,8 @@ def test_a_restart_while_a_broker_is_away_keeps_its_queues(embedded):
         assert len(until_a_batch(run, 2)) == 2
 
 
-def test_a_broker_that_is_silent_does_not_hold_up_every_batch(embedded, begun):
-    run = begun(requestTimeoutMs=300)
+def test_a_silent_broker_does_not_delay_every_batch(embedded, started_run):
+    run = started_run(requestTimeoutMs=300)
     embedded.broker("broker-b").on(MAX, drop, times=None)
     for _ in range(8):
         run.batch()
@@ -113,15 +113,15 @@ def reads_on(embedded: EmbeddedCluster, run: Run, until: Callable[[], bool]) -> 
         assert time.monotonic() < ends_at, "planning was held up"
 
 
-def test_a_broker_that_falls_silent_does_not_hold_up_the_others(embedded, begun):
-    run, broker, batches = begun(**BY_DEFAULT), embedded.broker("broker-b"), iter(range(20))
+def test_a_broker_that_becomes_silent_does_not_delay_the_others(embedded, started_run):
+    run, broker, batches = started_run(**BY_DEFAULT), embedded.broker("broker-b"), iter(range(20))
     broker.on(None, drop, times=None)
     reads_on(embedded, run, until=lambda: next(batches) == 10)
     assert broker.requests(MAX)
 
 
-def test_a_broker_that_comes_back_silent_holds_up_nobody(embedded, begun):
-    run, broker, batches = begun(**BY_DEFAULT), embedded.broker("broker-b"), iter(range(20))
+def test_a_broker_that_restarts_silent_delays_no_batch(embedded, started_run):
+    run, broker, batches = started_run(**BY_DEFAULT), embedded.broker("broker-b"), iter(range(20))
     broker.forget_requests()
     broker.on(MAX, close_connection, times=2)
     broker.on(None, drop, times=None)
@@ -129,8 +129,8 @@ def test_a_broker_that_comes_back_silent_holds_up_nobody(embedded, begun):
     reads_on(embedded, run, until=lambda: next(batches) == 3)
 
 
-def test_progress_is_published_where_brokers_answer(embedded, begun):
-    run = begun(consumerGroup="app", **BY_DEFAULT)
+def test_progress_is_published_at_brokers_that_respond(embedded, started_run):
+    run = started_run(consumerGroup="app", **BY_DEFAULT)
     embedded.broker("broker-b").on(None, drop, times=None)
     for number in (1, 2, 3):
         embedded.send("orders", count=1, broker_name="broker-a")
@@ -139,7 +139,7 @@ def test_progress_is_published_where_brokers_answer(embedded, begun):
         embedded.wait_until(lambda: embedded.committed("app", "orders") == {0: 10 + number}, 9)  # noqa: B023
 
 
-def test_silent_name_servers_hold_up_nobody(embedded):
+def test_silent_name_servers_delay_no_batch(embedded):
     (name_server,) = embedded.name_server_nodes
     options = parse_source({"nameServer": embedded.name_server, "subscribe": "orders"}, streaming=True)
     with closing(BrokerOffsets(options, discovery_interval_s=0)) as broker_offsets:
@@ -154,8 +154,8 @@ def test_silent_name_servers_hold_up_nobody(embedded):
         assert time.monotonic() < ends_at
 
 
-def test_no_name_server_leaves_what_is_known(embedded, begun):
-    run = begun()
+def test_without_a_name_server_the_known_queues_are_kept(embedded, started_run):
+    run = started_run()
     embedded.stop_name_server()
     run.reader._offsets.expire_discovery()
     embedded.send("orders", count=4)
@@ -163,23 +163,23 @@ def test_no_name_server_leaves_what_is_known(embedded, begun):
     embedded.start_name_server()
 
 
-def test_connections_that_end_are_no_trouble(embedded, begun):
-    run = begun()
+def test_closed_connections_are_reopened(embedded, started_run):
+    run = started_run()
     for broker in embedded.brokers:
         broker.close_connections()
-    everywhere(embedded, MAX, close_connection)
+    set_fault_on_all_brokers(embedded, MAX, close_connection)
     embedded.send("orders", count=4)
     assert len(until_a_batch(run, 4)) == 4
 
 
-def test_a_busy_broker_is_asked_again_for_where_to_begin(embedded):
+def test_start_offsets_are_requested_again_from_a_busy_broker(embedded):
     embedded.broker("broker-a").on(MIN, BUSY, times=1)
     embedded.broker("broker-b").on(MIN, close_connection, times=1)
-    assert begin(embedded, **FROM_FIRST) == {"orders/broker-a/0": 0, "orders/broker-b/0": 0}
+    assert start_offsets(embedded, **FROM_FIRST) == {"orders/broker-a/0": 0, "orders/broker-b/0": 0}
 
 
-def test_nothing_goes_back_while_a_broker_that_starts_answers_0(embedded, begun):
-    run = begun()
+def test_a_query_does_not_go_back_while_a_starting_broker_reports_0(embedded, started_run):
+    run = started_run()
     embedded.broker("broker-a").on(MAX, answer(0, fields={"offset": "0"}), times=2)
     embedded.send("orders", count=2)
     assert len(run.batch()) == 2
@@ -190,7 +190,7 @@ def truncate(cluster: EmbeddedCluster) -> None:
     cluster.broker("broker-a").truncate("orders", 0, 4)
 
 
-def make_anew(cluster: EmbeddedCluster, count: int = 2) -> None:
+def recreate(cluster: EmbeddedCluster, count: int = 2) -> None:
     cluster.delete_topic("orders")
     cluster.create_topic("orders", queues=1)
     cluster.send("orders", lambda number: b"new %d" % number, count=count)
@@ -201,20 +201,20 @@ def make_anew(cluster: EmbeddedCluster, count: int = 2) -> None:
     [
         (truncate, None, "orders/broker-a/0: wanted offsets from 10 on, available up to 4; .*failOnDataLoss"),
         (lambda c: c.delete_topic("orders"), 4, "orders/broker-a/0: wanted offsets from 2 up to 10, available nothing"),
-        (make_anew, None, "recreated"),
+        (recreate, None, "recreated"),
     ],
     ids=["it lost its tail", "it was deleted unread", "it was made anew"],
 )
-def test_a_queue_that_ends_too_early_is_data_loss(embedded, begun, lose, cap, expected):
-    run = begun(requestTimeoutMs=1000, maxOffsetsPerTrigger=cap)
+def test_a_queue_that_ends_too_early_is_data_loss(embedded, started_run, lose, cap, expected):
+    run = started_run(requestTimeoutMs=1000, maxOffsetsPerTrigger=cap)
     lose(embedded)
     run.reader._offsets.expire_discovery()
     with pytest.raises(DataLoss, match=expected):
         run.batch()
 
 
-def test_a_queue_that_lost_its_tail_may_go_on_at_its_new_end(embedded, begun, caplog):
-    run = begun(**SHRUNK)
+def test_a_queue_that_lost_its_tail_may_continue_at_its_new_end(embedded, started_run, caplog):
+    run = started_run(**SHRUNK)
     truncate(embedded)
     assert run.batch() == []  # so that the checkpoint knows
     assert places(run.checkpoint) == [4, 10]
@@ -227,8 +227,8 @@ def test_a_queue_that_lost_its_tail_may_go_on_at_its_new_end(embedded, begun, ca
     assert "continues at offset 4" in caplog.text
 
 
-def test_what_came_behind_a_lost_tail_is_read(embedded, begun):
-    run = begun(**SHRUNK)
+def test_messages_after_a_lost_tail_are_read(embedded, started_run):
+    run = started_run(**SHRUNK)
     truncate(embedded)
     embedded.send("orders", count=3, broker_name="broker-a")
     assert offsets_of(run.batch()) == [4, 5, 6]
@@ -236,11 +236,11 @@ def test_what_came_behind_a_lost_tail_is_read(embedded, begun):
 
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("release", ["4.0", "4.3"])
-def test_a_topic_made_anew_may_be_read_from_its_begin(embedded, begun, caplog, release, restarts):
-    run = begun(release=release, **SHRUNK)
+def test_a_recreated_topic_may_be_read_from_its_first_message(embedded, started_run, caplog, release, restarts):
+    run = started_run(release=release, **SHRUNK)
     if restarts:
         run.reader.stop()
-    make_anew(embedded, 12)
+    recreate(embedded, 12)
     with running(embedded, run.checkpoint, release, **FROM_FIRST, **SHRUNK) as again:
         run = again if restarts else run
         run.reader._offsets.expire_discovery()
@@ -251,8 +251,8 @@ def test_a_topic_made_anew_may_be_read_from_its_begin(embedded, begun, caplog, r
     assert caplog.text.count("continues at offset 0") == 2
 
 
-def test_a_group_follows_a_query_back_whose_messages_were_lost(embedded, begun):
-    run = begun(consumerGroup="app", **SHRUNK)
+def test_a_group_follows_a_query_back_whose_messages_were_lost(embedded, started_run):
+    run = started_run(consumerGroup="app", **SHRUNK)
     assert run.batch() is None
     embedded.wait_until(lambda: embedded.committed("app", "orders") == {0: 10}, 30)
     for broker in embedded.brokers:
@@ -267,7 +267,7 @@ def test_a_crash_after_a_loss_repeats_the_same_batch(embedded):
     checkpoint = Checkpoint()
     with running(embedded, checkpoint, **FROM_FIRST, **SHRUNK) as run:
         run.batch()
-        make_anew(embedded, 8)
+        recreate(embedded, 8)
         run.reader._offsets.expire_discovery()
         with pytest.raises(CrashError):
             run.batch(crash=True)
@@ -277,8 +277,8 @@ def test_a_crash_after_a_loss_repeats_the_same_batch(embedded):
 
 
 @pytest.mark.slow("waits for a broker in trouble")
-def test_a_queue_made_anew_while_its_broker_was_away_is_read(embedded, begun):
-    run, broker = begun(**SHRUNK), embedded.broker("broker-a")
+def test_a_queue_recreated_while_its_broker_was_down_is_read(embedded, started_run):
+    run, broker = started_run(**SHRUNK), embedded.broker("broker-a")
     broker.stop(keep_route=True)
     embedded.send("orders", count=2, broker_name="broker-b")
     assert len(run.batch()) == 2
@@ -291,20 +291,20 @@ def test_a_queue_made_anew_while_its_broker_was_away_is_read(embedded, begun):
     assert offsets_of(until_a_batch(run, 5)) == list(range(5))
 
 
-def test_a_checkpoint_without_a_time_goes_on_at_the_begin(embedded):
+def test_a_checkpoint_without_a_time_continues_at_the_first_message(embedded):
     """Of an older release: what was read and what is new cannot be told apart, and nothing is to be lost."""
-    checkpoint = once(embedded, **FROM_FIRST, **SHRUNK)
+    checkpoint = first_checkpoint(embedded, **FROM_FIRST, **SHRUNK)
     end = json.loads(checkpoint.ends[-1])
     assert end.pop("seen")
     checkpoint.ends[-1] = json.dumps(end)
-    make_anew(embedded, 8)
+    recreate(embedded, 8)
     with running(embedded, checkpoint, **FROM_FIRST, **SHRUNK) as run:
         assert offsets_of(run.batch()) == [*range(4)] * 2
 
 
-def test_a_queue_made_anew_may_grow_beyond_the_old_place(embedded, begun):
-    run, broker = begun(**SHRUNK | {"requestTimeoutMs": 20_000}), embedded.broker("broker-a")
-    make_anew(embedded, 8)
+def test_a_recreated_queue_may_grow_beyond_the_old_offset(embedded, started_run):
+    run, broker = started_run(**SHRUNK | {"requestTimeoutMs": 20_000}), embedded.broker("broker-a")
+    recreate(embedded, 8)
     run.reader._offsets.expire_discovery()
     broker.forget_requests()
     with ThreadPoolExecutor() as pool:
@@ -315,9 +315,9 @@ def test_a_queue_made_anew_may_grow_beyond_the_old_place(embedded, begun):
     assert sorted(offset for queue, offset in found if queue.broker_name == "broker-a") == list(range(14))
 
 
-def test_a_topic_deleted_after_it_was_read_keeps_its_place(embedded, begun, caplog):
+def test_a_topic_deleted_after_it_was_read_keeps_its_offsets(embedded, started_run, caplog):
     embedded.create_topic("others", queues=1)
-    run = begun(subscribe="orders,others")
+    run = started_run(subscribe="orders,others")
     embedded.delete_topic("others")
     embedded.delete_topic("orders")
     run.reader._offsets.expire_discovery()
@@ -328,13 +328,13 @@ def test_a_topic_deleted_after_it_was_read_keeps_its_place(embedded, begun, capl
 
 
 @pytest.mark.parametrize(("word", "read"), [("skip", [0, *range(2, 10)]), ("raw", [*range(10)])])
-def test_a_damaged_body_ends_no_query_that_bears_it(embedded, word, read):
+def test_a_damaged_body_does_not_end_a_query_that_accepts_it(embedded, word, read):
     checkpoint = Checkpoint()
     for number in range(3):
         flag = SysFlag.COMPRESSED if number == 1 else 0
         record = encode_message(StoredMessage("orders", b"no zlib", queue_offset=number, sys_flag=flag))
         fields = {"nextBeginOffset": str(number + 1), "minOffset": "0", "maxOffset": "10"}
-        everywhere(
+        set_fault_on_all_brokers(
             embedded,
             RequestCode.PULL_MESSAGE,
             answer(0, "FOUND", fields, record),
@@ -348,17 +348,17 @@ def test_a_damaged_body_ends_no_query_that_bears_it(embedded, word, read):
         assert sorted(offsets_of(run.batch())) == sorted(read * 2)
 
 
-def test_a_broker_that_refuses_to_say_ends_the_query(embedded, begun):
-    run = begun()
+def test_a_broker_that_refuses_a_request_ends_the_query(embedded, started_run):
+    run = started_run()
     embedded.broker("broker-a").on(MAX, answer(ResponseCode.NO_PERMISSION, "not you"), times=None)
     with pytest.raises(PermissionDenied, match="not you"):
         run.batch()
 
 
-def test_commit_is_never_an_error(embedded, begun):
-    run = begun(consumerGroup="app")
-    everywhere(embedded, RequestCode.UPDATE_CONSUMER_OFFSET, close_connection, times=None)
-    everywhere(embedded, RequestCode.QUERY_CONSUMER_OFFSET, answer(ResponseCode.SYSTEM_ERROR), times=None)
+def test_commit_is_never_an_error(embedded, started_run):
+    run = started_run(consumerGroup="app")
+    set_fault_on_all_brokers(embedded, RequestCode.UPDATE_CONSUMER_OFFSET, close_connection, times=None)
+    set_fault_on_all_brokers(embedded, RequestCode.QUERY_CONSUMER_OFFSET, answer(ResponseCode.SYSTEM_ERROR), times=None)
     run.reader.commit({"version": 1, "queues": {"orders": {"broker-a": {"0": 10}}}})
     run.reader.commit({"nonsense": True})
     embedded.send("orders", count=2)
@@ -371,7 +371,7 @@ def test_commit_is_never_an_error(embedded, begun):
 @pytest.fixture
 def read_once(embedded) -> Checkpoint:
     """A query that has read what there is, and 4 more messages at each broker."""
-    checkpoint = once(embedded, **FROM_FIRST)
+    checkpoint = first_checkpoint(embedded, **FROM_FIRST)
     embedded.send("orders", count=8)
     return checkpoint
 
@@ -396,7 +396,7 @@ def test_a_run_to_the_end_needs_all_brokers_by_default(embedded, read_once, keep
     assert [len(to_the_end(embedded, each)) for each in (read_once, bears_it)] == [left, 4]
 
 
-def test_a_run_to_the_end_does_not_end_well_without_any_broker(embedded, read_once):
+def test_a_run_to_the_end_fails_without_any_broker(embedded, read_once):
     for broker in embedded.brokers:
         broker.stop()
     with pytest.raises(NotReached, match="orders/broker-a/0 .*, orders/broker-b/0 .*no route names it"):
@@ -417,8 +417,8 @@ def test_a_run_to_the_end_waits_for_a_broker_that_restarts(embedded, read_once):
 
 
 @pytest.mark.slow("waits for a broker in trouble")
-def test_a_run_to_the_end_fails_when_a_broker_goes_away(embedded, begun, read_once):
-    run = begun(read_once, trigger="available", maxOffsetsPerTrigger=2, readTimeoutMs=600)
+def test_a_run_to_the_end_fails_if_a_broker_stops(embedded, started_run, read_once):
+    run = started_run(read_once, trigger="available", maxOffsetsPerTrigger=2, readTimeoutMs=600)
     embedded.broker("broker-b").stop(keep_route=True)
     with pytest.raises(NotReached, match="orders/broker-b/0"):
         all_batches(run)
@@ -428,7 +428,7 @@ def test_a_run_to_the_end_fails_when_a_broker_goes_away(embedded, begun, read_on
 def test_a_run_to_the_end_needs_no_topic_that_was_deleted(embedded):
     embedded.create_topic("others", queues=1)
     both = {"subscribePattern": "orders|others", "startingOffsets": "earliest"}
-    checkpoint = once(embedded, **both)
+    checkpoint = first_checkpoint(embedded, **both)
     embedded.delete_topic("others")
     embedded.send("orders", count=2)
     with running(embedded, checkpoint, trigger="available", **both) as run:
@@ -444,7 +444,7 @@ def test_a_new_query_needs_every_server_that_is_named(embedded, end):
     """Else it could not tell, of the queues that come later, what was sent before it began."""
     end(embedded)
     with pytest.raises(ConnectError, match="cannot connect"):
-        begin(embedded)
+        start_offsets(embedded)
 
 
 # --- batches
@@ -460,7 +460,7 @@ def offsets(a: int, b: int) -> str:
     return f'{{"orders": {{"broker-a": {{"0": {a}}}, "broker-b": {{"0": {b}}}}}}}'
 
 
-def test_a_batch_reads_what_there_is(embedded, caplog):
+def test_a_batch_reads_all_messages(embedded, caplog):
     assert len(batch_of(embedded, maxOffsetsPerTrigger=3)) == 20
     assert "maxOffsetsPerTrigger and minOffsetsPerTrigger are for streams" in caplog.text
     ends = '{"orders": {"broker-a": {"0": 5}, "broker-b": -1}}'
@@ -513,7 +513,7 @@ def test_a_batch_beyond_the_end_is_data_loss(embedded, edge, left):
     assert len(batch_of(embedded, failOnDataLoss=False, **options)) == left
 
 
-def test_a_batch_of_nothing_has_one_empty_task(embedded, caplog):
+def test_an_empty_batch_has_one_empty_task(embedded, caplog):
     embedded.create_topic("empty", queues=2)
     reader = data_source(embedded, subscribe="empty").reader(None)
     assert [partition.ranges for partition in reader.partitions()] == [()]
@@ -523,7 +523,7 @@ def test_a_batch_of_nothing_has_one_empty_task(embedded, caplog):
 
 
 @pytest.mark.parametrize("leave", ["stop", "kill"])
-def test_a_broker_that_left_is_missed_where_its_queues_are_named(embedded, leave, caplog):
+def test_a_removed_broker_is_an_error_only_for_named_queues(embedded, leave, caplog):
     caplog.set_level(logging.INFO)
     assert len(batch_of(embedded)) == 20
     assert "found queues=2 of brokers=broker-a, broker-b" in caplog.text
@@ -537,7 +537,7 @@ def test_a_broker_that_left_is_missed_where_its_queues_are_named(embedded, leave
         batch_of(embedded, startingOffsets='{"orders": {"broker-a": -2, "broker-b": -2}}')
 
 
-def test_a_batch_from_where_a_group_is(embedded):
+def test_a_batch_starts_at_the_offsets_of_a_group(embedded):
     embedded.broker("broker-a").commit("app", "orders", {0: 7})
     assert len(batch_of(embedded, startingOffsets="group", consumerGroup="app")) == 13
     assert embedded.committed("app", "orders") == {0: 7}  # a batch has no progress
@@ -549,12 +549,12 @@ def test_a_batch_waits_for_a_broker_that_answers_0(embedded):
 
 
 @pytest.mark.slow("the pauses between tries grow")
-def test_planning_outlives_a_busy_broker(embedded):
-    everywhere(embedded, MAX, BUSY, times=7)
+def test_planning_survives_a_busy_broker(embedded):
+    set_fault_on_all_brokers(embedded, MAX, BUSY, times=7)
     assert len(batch_of(embedded, **BY_DEFAULT)) == 20
 
 
-def test_trouble_beyond_the_patience_of_planning_is_an_error(embedded, caplog):
+def test_failures_beyond_the_read_timeout_are_an_error(embedded, caplog):
     embedded.broker("broker-b").on(MAX, answer(ResponseCode.SYSTEM_BUSY, "no time"), times=None)
     with pytest.raises(FlowControl, match="no time"):
         batch_of(embedded, readTimeoutMs=800, retries=None)
@@ -567,14 +567,14 @@ def test_a_stream_waits_for_a_broker_that_restarts():
         broker, (name_server,) = cluster.broker("broker-a"), cluster.name_server_nodes
         broker.stop()
         with ThreadPoolExecutor() as pool:
-            begins = pool.submit(begin, cluster, **FROM_FIRST, **BY_DEFAULT)
+            begins = pool.submit(start_offsets, cluster, **FROM_FIRST, **BY_DEFAULT)
             route_request = RequestCode.GET_ROUTEINFO_BY_TOPIC
             cluster.wait_until(lambda: len(name_server.requests(route_request)) >= 7 or begins.done(), 30)
             broker.start()
             assert list(begins.result(30).values()) == [0]
 
 
-def test_only_queues_that_were_refused_are_asked_again(embedded):
+def test_only_refused_queues_are_requested_again(embedded):
     embedded.create_topic("many", queues=100)
     embedded.send("many", count=200)
     broker = embedded.broker("broker-a")
@@ -583,7 +583,7 @@ def test_only_queues_that_were_refused_are_asked_again(embedded):
     assert (len(broker.requests(MIN)), len(broker.requests(MAX))) == (103, 100)
 
 
-def test_a_silent_broker_is_not_asked_for_all_of_its_queues(embedded):
+def test_a_silent_broker_gets_no_request_for_all_its_queues(embedded):
     embedded.create_topic("many", queues=300)
     broker = embedded.broker("broker-a")
     broker.on(MIN, drop, times=None)

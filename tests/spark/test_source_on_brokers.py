@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer.errors import ConfigError
-from tests.spark.asking import Checkpoint, all_batches, begin, flat, read_batch, running
+from tests.spark.asking import Checkpoint, all_batches, flatten, read_batch, running, start_offsets
 
 pytestmark = [pytest.mark.live, pytest.mark.versions("5.5.0", "4.9.7")]
 
@@ -43,10 +43,10 @@ def test_batches_restarts_and_the_group(cluster, names):
 
 
 def ends_of(checkpoint: Checkpoint) -> dict[int, int]:
-    return {int(name.split("/")[2]): offset for name, offset in flat(json.loads(checkpoint.ends[-1])).items()}
+    return {int(name.split("/")[2]): offset for name, offset in flatten(json.loads(checkpoint.ends[-1])).items()}
 
 
-def test_where_a_query_begins_by_time(cluster, names):
+def test_a_query_starts_at_a_time(cluster, names):
     topic = names.topic()
     cluster.create_topic(topic, queues=2)
     for _ in range(3):
@@ -62,7 +62,7 @@ def test_where_a_query_begins_by_time(cluster, names):
             for queue_id in (0, 1)
             if (of_queue := [m for m in messages if m.queue.queue_id == queue_id])
         }
-        assert begin(cluster, subscribe=topic, startingTimestamp=at_ms) == expected, f"at {at_ms} of {times}"
+        assert start_offsets(cluster, subscribe=topic, startingTimestamp=at_ms) == expected, f"at {at_ms} of {times}"
 
 
 def test_tags_leave_gaps_and_nothing_is_missed(cluster, names):
@@ -76,8 +76,8 @@ def test_tags_leave_gaps_and_nothing_is_missed(cluster, names):
         assert [offset for _, offset in all_batches(run)] == list(range(2, 24, 4))
 
 
-def test_a_filter_in_sql_that_is_wrong_is_refused(cluster, names):
+def test_a_wrong_sql_filter_is_refused(cluster, names):
     topic = names.topic()
     cluster.create_topic(topic, queues=1)
     with pytest.raises(ConfigError, match="sqlFilter=.* is refused by broker broker-a"):
-        begin(cluster, subscribe=topic, sqlFilter="colour = = 'red'")
+        start_offsets(cluster, subscribe=topic, sqlFilter="colour = = 'red'")

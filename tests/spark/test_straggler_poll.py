@@ -18,12 +18,12 @@ class Server:
 
     def __init__(self) -> None:
         self.requested = 0
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
+        self.may_respond = asyncio.Event()
+        self.may_respond.set()
 
-    async def ask(self) -> int:
+    async def respond(self) -> int:
         self.requested += 1
-        await self.may_answer.wait()
+        await self.may_respond.wait()
         return self.requested
 
 
@@ -37,40 +37,40 @@ async def polling() -> AsyncIterator[tuple[StragglerPoll[int], Server, Server]]:
         await poll.stop()
 
 
-async def test_all_are_waited_for_the_first_time():
+async def test_the_first_poll_waits_for_all_servers():
     async with polling() as (poll, quick, slow):
-        slow.may_answer.clear()
-        asyncio.get_running_loop().call_later(3 * GRACE_S, slow.may_answer.set)
-        assert await poll.poll({"quick": quick.ask, "slow": slow.ask}) == {"quick": 1, "slow": 1}
+        slow.may_respond.clear()
+        asyncio.get_running_loop().call_later(3 * GRACE_S, slow.may_respond.set)
+        assert await poll.poll({"quick": quick.respond, "slow": slow.respond}) == {"quick": 1, "slow": 1}
 
 
-async def test_one_that_is_late_is_asked_once():
+async def test_a_late_server_gets_one_request():
     async with polling() as (poll, quick, silent):
-        both = {"quick": quick.ask, "silent": silent.ask}
+        both = {"quick": quick.respond, "silent": silent.respond}
         await poll.poll(both)
-        silent.may_answer.clear()
+        silent.may_respond.clear()
         for number in range(2, 50):
             assert await poll.poll(both) == {"quick": number}
         assert silent.requested == 2  # one question is under way
-        assert await poll.poll({"silent": silent.ask}) == {}, "nobody else is a reason to wait for long"
-        silent.may_answer.set()
+        assert await poll.poll({"silent": silent.respond}) == {}, "nobody else is a reason to wait for long"
+        silent.may_respond.set()
         while "silent" not in (found := await poll.poll(both)):
             pass
         assert found["silent"] == 2
 
 
-async def test_one_that_is_new_and_silent_has_no_answer():
+async def test_a_new_server_without_a_response_is_skipped():
     async with polling() as (poll, quick, silent):
-        await poll.poll({"quick": quick.ask})
-        silent.may_answer.clear()
-        assert await poll.poll({"quick": quick.ask, "silent": silent.ask}) == {"quick": 2}
+        await poll.poll({"quick": quick.respond})
+        silent.may_respond.clear()
+        assert await poll.poll({"quick": quick.respond, "silent": silent.respond}) == {"quick": 2}
 
 
-async def test_an_error_is_raised_where_the_answer_would_be():
+async def test_the_error_of_a_request_is_raised():
     async def fail() -> int:
         raise ValueError("no")
 
     async with polling() as (poll, quick, _):
         with pytest.raises(ValueError, match="no"):
-            await poll.poll({"quick": quick.ask, "bad": fail})
-        assert await poll.poll({"quick": quick.ask}) == {"quick": 2}
+            await poll.poll({"quick": quick.respond, "bad": fail})
+        assert await poll.poll({"quick": quick.respond}) == {"quick": 2}

@@ -12,7 +12,7 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.spark.data_loss import DataLoss
-from tests.spark.asking import FROM_FIRST, Checkpoint, CrashError, all_batches, flat, planning, rows, running
+from tests.spark.asking import FROM_FIRST, Checkpoint, CrashError, all_batches, flatten, planning_reader, rows, running
 
 pytestmark = pytest.mark.live
 
@@ -36,7 +36,7 @@ def test_batches_follow_each_other_without_gap_or_overlap(embedded, release):
         assert run.batch() is None
 
 
-def test_a_stream_begins_at_the_end_by_itself(embedded):
+def test_a_stream_starts_at_the_end_by_default(embedded):
     with running(embedded, subscribe="orders") as run:
         assert run.batch() == []  # Spark runs the first batch, even if there is nothing
         assert run.batch() is None
@@ -44,13 +44,13 @@ def test_a_stream_begins_at_the_end_by_itself(embedded):
         assert all_of(run.batch(), 5, 6)
 
 
-def test_what_is_asked_twice_is_answered_alike(embedded):
-    with planning(embedded) as reader:
+def test_equal_calls_return_equal_offsets(embedded):
+    with planning_reader(embedded) as reader:
         first = json.dumps(reader.initialOffset())
         embedded.send("orders", count=4)
         latest = reader.latestOffset(json.loads(first), reader.getDefaultReadLimit())
         assert json.dumps(reader.initialOffset()) == first
-        assert flat(latest, "from") == flat(json.loads(first))
+        assert flatten(latest, "from") == flatten(json.loads(first))
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -95,7 +95,7 @@ def test_a_restart_with_nothing_new_makes_no_batch(embedded, release):
 
 def test_a_checkpoint_of_a_newer_release_is_refused(embedded):
     newer = {"version": 2, "queues": {}}
-    with planning(embedded) as reader:
+    with planning_reader(embedded) as reader:
         for ask in (lambda: reader.latestOffset(newer, None), lambda: reader.partitions(newer, newer)):
             with pytest.raises(ConfigError, match="written by a newer release of pyrocket-consumer"):
                 ask()
@@ -114,21 +114,21 @@ def test_a_new_queue_is_read_from_its_first_message(embedded):
         run.reader._offsets.expire_discovery()  # which comes every few seconds
         with pytest.raises(CrashError):
             run.batch(crash=True)
-        begins = run.place("from")
+        begins = run.planned_ends("from")
         assert (begins["orders-2/broker-a/0"], begins["orders-2/broker-b/0"]) == (0, 0)
     with running(embedded, checkpoint, subscribePattern="orders.*") as run:
         assert len(run.batch()) == 7
         assert run.batch() is None
 
 
-def test_a_new_queue_without_messages_makes_no_batch(embedded, begun):
-    run = begun(subscribe=None, subscribePattern="orders.*")
+def test_a_new_queue_without_messages_makes_no_batch(embedded, started_run):
+    run = started_run(subscribe=None, subscribePattern="orders.*")
     embedded.create_topic("orders-2", queues=1)
     run.reader._offsets.expire_discovery()
     assert run.batch() is None
 
 
-def test_a_topic_that_is_no_longer_chosen_keeps_its_place(embedded, caplog):
+def test_a_topic_that_is_no_longer_chosen_keeps_its_offsets(embedded, caplog):
     embedded.create_topic("others", queues=1)
     embedded.send("others", count=4)
     checkpoint = Checkpoint()
@@ -138,7 +138,7 @@ def test_a_topic_that_is_no_longer_chosen_keeps_its_place(embedded, caplog):
     embedded.send("orders", count=4)
     with running(embedded, checkpoint, subscribe="orders") as run:
         assert {queue.topic for queue, _ in run.batch()} == {"orders"}
-        assert sum(place for name, place in run.place().items() if name.startswith("others")) == 4
+        assert sum(offset for name, offset in run.planned_ends().items() if name.startswith("others")) == 4
     assert "the options no longer choose it" in caplog.text
 
 
@@ -171,16 +171,16 @@ def test_once_and_to_the_end_wait_for_no_minimum(embedded, trigger, least, most)
         assert run.batch() is None
 
 
-def test_a_batch_waits_for_enough(embedded, begun):
-    run = begun(minOffsetsPerTrigger=6, maxTriggerDelay="1h")
+def test_a_batch_waits_for_enough(embedded, started_run):
+    run = started_run(minOffsetsPerTrigger=6, maxTriggerDelay="1h")
     embedded.send("orders", count=4)
     assert run.batch() is None
     embedded.send("orders", count=4)
     assert all_of(run.batch(), 5, 7)
 
 
-def test_a_batch_waits_no_longer_than_it_is_told(embedded, begun):
-    run = begun(startingOffsets="latest", minOffsetsPerTrigger=1000, maxTriggerDelay="200ms")
+def test_a_batch_waits_for_the_maximum_delay_at_most(embedded, started_run):
+    run = started_run(startingOffsets="latest", minOffsetsPerTrigger=1000, maxTriggerDelay="200ms")
     embedded.send("orders", count=4)
     batches = iter(run.batch, object())
     assert all_of(next(found for found in batches if found is not None), 5, 6)
@@ -248,7 +248,7 @@ def test_tags_leave_gaps_and_nothing_is_missed(embedded):
 
 
 def test_ranges_are_planned_as_the_options_say(embedded):
-    with planning(embedded, startingOffsets="earliest", minPartitions=8) as reader:
+    with planning_reader(embedded, startingOffsets="earliest", minPartitions=8) as reader:
         start = reader.initialOffset()
         end = reader.latestOffset(start, reader.getDefaultReadLimit())
         partitions = reader.partitions(start, end)
@@ -257,14 +257,14 @@ def test_ranges_are_planned_as_the_options_say(embedded):
     assert all_of(rows(reader, partitions), 0, 5)  # whether the planner is there or not
 
 
-def test_what_is_reported_as_latest_is_beyond_the_cap(begun):
-    run = begun(maxOffsetsPerTrigger=4)
-    assert list(flat(run.reader.reportLatestOffset()).values()) == [5, 5, 5, 5]
-    assert list(run.place().values()) == [1, 1, 1, 1]
+def test_the_reported_latest_offset_ignores_the_cap(started_run):
+    run = started_run(maxOffsetsPerTrigger=4)
+    assert list(flatten(run.reader.reportLatestOffset()).values()) == [5, 5, 5, 5]
+    assert list(run.planned_ends().values()) == [1, 1, 1, 1]
 
 
-def test_brokers_are_asked_no_more_often_than_told(embedded, begun):
-    run, broker = begun(planningIntervalMs=400), embedded.broker("broker-a")
+def test_requests_keep_the_planning_interval(embedded, started_run):
+    run, broker = started_run(planningIntervalMs=400), embedded.broker("broker-a")
     broker.forget_requests()
     assert run.batch() is None
     assert run.batch() is None

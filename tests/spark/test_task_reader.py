@@ -102,7 +102,7 @@ def answered(broker, *stored, end=None):
 # ---- what is read
 
 
-def test_every_column_is_what_the_message_says(embedded, broker):
+def test_every_column_has_its_part_of_the_message(embedded, broker):
     embedded.send("orders", lambda n: b"body-%d" % n, count=40, tags="A", keys=["k1", "k2"], properties={"p": "ä"})
     found = rows(embedded, *(wanted(0, 10, queue_id) for queue_id in range(4)), columns=READ_SCHEMA.names)
     by_place = {(row["queueId"], row["queueOffset"]): row for row in found}
@@ -129,7 +129,7 @@ def test_every_column_is_what_the_message_says(embedded, broker):
         }
 
 
-def test_a_range_is_read_from_its_begin_to_before_its_end(embedded, broker):
+def test_a_range_is_read_without_its_end(embedded, broker):
     embedded.send("orders", count=200, queue_id=0)
     assert offsets(embedded, wanted(37, 150)) == list(range(37, 150))
     broker.forget_requests()
@@ -137,7 +137,7 @@ def test_a_range_is_read_from_its_begin_to_before_its_end(embedded, broker):
     assert pulls(broker) == [(0, 10, 32), (0, 42, 8)], "no more is asked for than the range has"
 
 
-def test_nothing_is_asked_for_empty_ranges(embedded, broker):
+def test_empty_ranges_send_no_request(embedded, broker):
     assert rows(embedded, wanted(5, 5), wanted(9, 3, 1)) == []
     assert rows(embedded) == []
     assert broker.requests() == []
@@ -188,7 +188,7 @@ def test_messages_of_an_inner_batch_count_only_within_the_range(embedded, broker
 # ---- pulls ahead
 
 
-def test_several_pulls_of_each_queue_are_under_way(embedded, broker):
+def test_several_pulls_of_each_queue_are_in_flight(embedded, broker):
     embedded.send("orders", count=1600)
     gate = Gate()
     broker.on(PULL, gate, times=None)
@@ -202,14 +202,14 @@ def test_several_pulls_of_each_queue_are_under_way(embedded, broker):
         assert task.result(WAIT_S) == 1600
 
 
-def test_one_pull_at_a_time_if_the_user_wants_that(embedded, broker):
+def test_pulls_in_flight_limits_the_pulls(embedded, broker):
     embedded.send("orders", count=200, queue_id=0)
     assert offsets(embedded, wanted(0, 200), pulls_in_flight=1, pull_batch_size=50) == list(range(200))
     pulled_offsets = [offset for _, offset, _ in pulls(broker)]
     assert pulled_offsets == sorted(pulled_offsets)
 
 
-def test_answers_of_any_length_leave_no_holes(embedded, broker):
+def test_responses_of_any_length_leave_no_gaps(embedded, broker):
     embedded.send("orders", lambda n: b"z" * (60_000 if n % 50 < 20 else 10), count=400, queue_id=0)
     assert offsets(embedded, wanted(0, 400)) == list(range(400))
     embedded.send("orders", count=500, queue_id=1)
@@ -217,7 +217,7 @@ def test_answers_of_any_length_leave_no_holes(embedded, broker):
     assert offsets(embedded, wanted(3, 490, 1)) == list(range(3, 490)), "they are shorter than expected"
 
 
-def test_late_answers_are_put_in_order(embedded, broker):
+def test_late_responses_are_put_in_order(embedded, broker):
     embedded.send("orders", count=320, queue_id=0)
     broker.on(PULL, delay(0.2), times=1)
     broker.on(PULL, delay(0.1), times=1)
@@ -258,7 +258,7 @@ def test_tags_and_ranges_on_every_broker(cluster, names):
 
 
 @pytest.mark.versions("5.5.0", "4.9.7")
-def test_sql_is_the_brokers_business(real_cluster, names):
+def test_the_broker_applies_an_sql_filter(real_cluster, names):
     topic = names.topic()
     real_cluster.create_topic(topic, queues=1)
     for number in range(20):
@@ -288,7 +288,7 @@ def test_expired_messages_are_an_error_or_skipped(embedded, broker, caplog):
 
 
 @pytest.mark.slow("the pauses between gaps are 3 s together")
-def test_a_broker_that_leads_from_gap_to_gap_is_followed_slower(embedded, broker, caplog):
+def test_pulls_from_gap_to_gap_become_slower(embedded, broker, caplog):
     """Each gap is a line of the log, and a pull."""
     embedded.send("orders", b"x", count=10, queue_id=0)
 
@@ -311,7 +311,7 @@ def test_a_broker_that_leads_from_gap_to_gap_is_followed_slower(embedded, broker
     ],
     ids=["they have expired", "they are just being deleted"],
 )
-def test_messages_that_go_while_the_range_is_read_are_lost(embedded, broker, fault, place, expected):
+def test_messages_deleted_during_a_read_are_lost(embedded, broker, fault, place, expected):
     embedded.send("orders", count=100, queue_id=0)
     broker.on(PULL, fault, times=None, when=lambda command: command.fields["queueOffset"] == str(place))
     with pytest.raises(DataLoss, match=f"from 0 up to 100, .*{expected} are gone"):
@@ -321,7 +321,7 @@ def test_messages_that_go_while_the_range_is_read_are_lost(embedded, broker, fau
 SOON = {"request_timeout_s": 0.3, "retries": 20}
 
 
-def test_messages_behind_the_end_are_lost_after_asking_again(embedded, broker):
+def test_messages_after_the_end_are_lost_after_retries(embedded, broker):
     embedded.send("orders", count=50, queue_id=0)
     with pytest.raises(DataLoss, match="from 10 up to 80, available 0 up to 50; offsets 50 up to 80 are gone"):
         offsets(embedded, wanted(10, 80), request_timeout_s=1.0, retries=20)  # time for several questions
@@ -331,7 +331,7 @@ def test_messages_behind_the_end_are_lost_after_asking_again(embedded, broker):
         offsets(embedded, wanted(70, 80), **SOON)
 
 
-def test_a_broker_that_knows_its_queues_late_loses_nothing(embedded, broker):
+def test_a_broker_that_loads_its_queues_late_loses_nothing(embedded, broker):
     embedded.send("orders", count=50, queue_id=0)
     broker.on(PULL, answer(21, "NO_MESSAGE_IN_QUEUE", place(0, 0, 0)), times=2)
     assert offsets(embedded, wanted(10, 40), retries=3) == list(range(10, 40))
@@ -346,7 +346,7 @@ def test_a_deleted_topic_is_lost(embedded, broker, caplog):
 
 
 @pytest.mark.versions("5.5.0", "4.9.7")
-def test_a_queue_that_there_is_not_is_lost_on_every_broker(cluster, names):
+def test_a_missing_queue_is_lost_on_every_broker(cluster, names):
     topic = names.topic()
     cluster.create_topic(topic, queues=1)
     with pytest.raises(DataLoss, match="the queue is gone"):
@@ -375,14 +375,14 @@ def test_a_reset_of_the_group_moves_no_query(embedded, broker, caplog):
     ],
     ids=["closed", "cut", "busy", "error", "not got", "not answered"],
 )
-def test_what_fails_once_is_read_all_the_same(embedded, broker, fault, options):
+def test_a_pull_that_fails_once_is_retried(embedded, broker, fault, options):
     embedded.send("orders", count=400, queue_id=0)
     broker.on(PULL, fault, times=1, when=lambda command: command.fields["queueOffset"] == "64")
     assert offsets(embedded, wanted(0, 400), **options) == list(range(400))
 
 
 @pytest.mark.slow("the pauses between tries grow")
-def test_a_task_outlives_the_restart_of_a_broker(embedded, broker):
+def test_a_task_survives_the_restart_of_a_broker(embedded, broker):
     embedded.send("orders", count=6000, queue_id=0)
     found = batches(embedded, wanted(0, 6000), retries=None, pulls_in_flight=1)
     first = next(found).num_rows
@@ -412,7 +412,7 @@ def damage(answer):
     ],
     ids=["beyond all patience", "a refusal that will not change", "a damaged record"],
 )
-def test_trouble_that_does_not_end_fails_the_task(embedded, broker, fault, options, expected, least):
+def test_lasting_failures_fail_the_task(embedded, broker, fault, options, expected, least):
     embedded.send("orders", count=40, queue_id=0)
     broker.on(PULL, fault, times=None)
     with pytest.raises(ReadFailed, match=expected):
@@ -420,7 +420,7 @@ def test_trouble_that_does_not_end_fails_the_task(embedded, broker, fault, optio
     assert len(pulls(broker)) >= least
 
 
-def test_a_broker_that_never_answers_fails_the_task(embedded, broker):
+def test_a_broker_that_never_responds_fails_the_task(embedded, broker):
     embedded.send("orders", count=40, queue_id=0)
     broker.on(PULL, drop, times=None)
     with pytest.raises(ReadFailed) as raised:
@@ -432,7 +432,7 @@ def test_a_broker_that_never_answers_fails_the_task(embedded, broker):
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
-def test_a_broker_that_is_away_fails_the_task(embedded, broker):
+def test_an_unreachable_broker_fails_the_task(embedded, broker):
     embedded.send("orders", count=40, queue_id=0)
     broker.stop(keep_route=True)
     with pytest.raises(ReadFailed, match="cannot connect to"):
@@ -444,7 +444,7 @@ def test_a_broker_that_is_away_fails_the_task(embedded, broker):
     assert offsets(embedded, wanted(0, 40)) == list(range(40))
 
 
-def test_name_servers_that_are_away_fail_the_task():
+def test_unreachable_name_servers_fail_the_task():
     with EmbeddedCluster() as other:
         other.stop_name_server()
         with pytest.raises(ReadFailed, match=r"reading from 127.0.0.1:\d+ failed after 2 tries: cannot connect"):
@@ -459,7 +459,7 @@ def replicated():
         yield cluster
 
 
-def test_a_master_that_is_away_is_replaced_by_its_replica(replicated):
+def test_a_replica_replaces_an_unreachable_master(replicated):
     master, slave = replicated.nodes
     found = batches(replicated, wanted(0, 200), pulls_in_flight=1)
     master.on(PULL, close_connection, times=None, when=lambda command: int(command.fields["queueOffset"]) >= 96)
@@ -486,7 +486,7 @@ def damaged(broker, count, *places):
 
 
 @pytest.mark.parametrize("count", [8, 100])  # row by row, and column by column
-def test_a_damaged_body_is_an_error_left_out_or_as_stored(embedded, broker, count, caplog):
+def test_a_damaged_body_fails_is_skipped_or_returned_as_stored(embedded, broker, count, caplog):
     damaged(broker, count, 5, 7)
     text = r"reading orders/broker-a/0 at offset 5 failed .*its body cannot be unpacked: .*damagedBodies=skip"
     with pytest.raises(ReadFailed, match=text):
@@ -572,7 +572,7 @@ def test_large_inner_batches_come_in_several_batches_of_rows(embedded, broker):
     assert max(found) <= 8192
 
 
-def test_an_answer_with_too_many_records_fails_the_task(embedded, broker):
+def test_a_response_with_too_many_records_fails_the_task(embedded, broker):
     answered(broker, *[StoredMessage("orders", b"")] * 50_000, end=32)
     with pytest.raises(ReadFailed, match="more than 1024 records"):
         rows(embedded, wanted(0, 32))
@@ -581,7 +581,7 @@ def test_an_answer_with_too_many_records_fails_the_task(embedded, broker):
 # ---- how it is read
 
 
-def test_no_more_is_asked_for_than_the_system_can_hold(embedded, broker):
+def test_pulls_ahead_are_limited_by_bytes(embedded, broker):
     embedded.send("orders", b"x" * 1_000_000, count=100, queue_id=0)
     found = batches(embedded, wanted(0, 100), columns=("queueOffset", "body"), pulls_in_flight=200)
     taken = [offset for batch in islice(found, 5) for offset in batch["queueOffset"].to_pylist()]
@@ -617,7 +617,7 @@ def test_tasks_of_a_worker_share_their_connection(embedded, broker):
     assert len(offsets(embedded, wanted(0, 10))) == 10, "it is made anew"
 
 
-def test_the_namespace_is_put_before_names_on_the_wire_only(embedded, broker):
+def test_the_namespace_prefixes_names_on_the_wire_only(embedded, broker):
     embedded.create_topic("space%mine", queues=1)
     embedded.send("space%mine", count=3, queue_id=0)
     found = rows(embedded, wanted(0, 3, topic="mine"), namespace="space", group="app", columns=("topic", "queueOffset"))
@@ -636,7 +636,7 @@ def test_requests_are_signed():
             offsets(cluster, wanted(0, 100), account=("key", "another"))
 
 
-def test_wrong_settings_are_told_at_once(embedded):
+def test_wrong_settings_are_raised_at_once(embedded):
     wrong = ReadOptions(client=ClientOptions(name_server="nowhere", retries=9))
     with pytest.raises(ConfigError, match="'nowhere' is not host:port"):
         list(read_ranges([wanted(0, 1)], ALL, wrong))

@@ -11,7 +11,7 @@ from pyspark.errors import PySparkException
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.spark.asking import FROM_FIRST, begin, read_batch, running, through
+from tests.spark.asking import FROM_FIRST, read_batch, running, start_offsets, with_options
 
 CERTIFICATE = Path(__file__).parent / "loopback.pem"  # of 127.0.0.1, signed by itself; of no worth: its key is with it
 TRUSTING = {"tls": True, "tlsCaFile": CERTIFICATE}
@@ -40,8 +40,8 @@ def test_a_batch_and_a_stream(secured):
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("ask", [begin, read_batch])
-def test_a_certificate_nobody_vouches_for_is_refused(secured, ask):
+@pytest.mark.parametrize("ask", [start_offsets, read_batch])
+def test_an_untrusted_certificate_is_refused(secured, ask):
     """Spark's driver asks first, and is told why: no query begins that reads nothing."""
     with pytest.raises(RocketError, match="(?i)certificate verify failed"):
         ask(secured, **FROM_FIRST, tls=True, retries=1)
@@ -66,13 +66,13 @@ def test_without_tls_nothing_is_read(secured):
 def test_written_and_read_by_spark(spark, secured, tmp_path):
     """Driver and tasks, each in a process of its own, take the certificate from the options."""
     secured.create_topic("copies", queues=2)
-    orders = through(spark.readStream, secured, **FROM_FIRST, **TRUSTING).load().select("body")
+    orders = with_options(spark.readStream, secured, **FROM_FIRST, **TRUSTING).load().select("body")
     to = {**TRUSTING, "topic": "copies"}
-    copying = through(orders.writeStream, secured, **to, checkpointLocation=tmp_path).trigger(availableNow=True)
+    copying = with_options(orders.writeStream, secured, **to, checkpointLocation=tmp_path).trigger(availableNow=True)
     copying.start().awaitTermination()
     more = spark.createDataFrame([("more",)], "body string")
-    through(more.write.mode("append"), secured, **to).save()
-    read = through(spark.read, secured, **TRUSTING, subscribe="copies").load()
+    with_options(more.write.mode("append"), secured, **to).save()
+    read = with_options(spark.read, secured, **TRUSTING, subscribe="copies").load()
     assert {bytes(row["body"]) for row in read.collect()} == {b"m%d" % number for number in range(40)} | {b"more"}
     with pytest.raises(PySparkException, match="tlsCaFile='/nowhere.pem' cannot be used: No such file"):
-        through(more.write.mode("append"), secured, **{**to, "tlsCaFile": "/nowhere.pem"}).save()
+        with_options(more.write.mode("append"), secured, **{**to, "tlsCaFile": "/nowhere.pem"}).save()

@@ -20,12 +20,12 @@ from pyrocket_consumer import Message
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster, Exchange, delay, handle_and_close
 from tests.consuming import until
-from tests.spark.asking import through
+from tests.spark.asking import with_options
 from tests.trials import trials
 
 SEND = RequestCode.SEND_MESSAGE_V2
 
-TROUBLES = int(os.environ.get("PYROCKET_SPARK_TROUBLES", "3"))
+FAILURES = int(os.environ.get("PYROCKET_SPARK_TROUBLES", "3"))
 MESSAGES = int(os.environ.get("PYROCKET_SPARK_MESSAGES", max(1500, trials(3000))))
 SEED = int(os.environ.get("PYROCKET_SPARK_SEED", "0")) or random.randrange(1, 1 << 32)
 CONTINUES_WITHIN_S = 120.0  # in which a query goes on after a trouble, on a slow machine
@@ -59,11 +59,11 @@ def slow(broker: EmbeddedBroker, rng: random.Random) -> None:
     broker.clear_faults()
 
 
-@pytest.mark.timeout(300 + 60 * TROUBLES + MESSAGES // 100)
+@pytest.mark.timeout(300 + 60 * FAILURES + MESSAGES // 100)
 def test_nothing_is_lost_on_the_way_from_a_topic_to_a_topic(spark: Any, tmp_path: Path) -> None:
     rng, began = random.Random(SEED), time.monotonic()
-    most_per_batch = max(50, MESSAGES // (4 * TROUBLES + 4))
-    print(f"seed {SEED}: {MESSAGES} messages, {TROUBLES} troubles, at most {most_per_batch} offsets per batch")
+    most_per_batch = max(50, MESSAGES // (4 * FAILURES + 4))
+    print(f"seed {SEED}: {MESSAGES} messages, {FAILURES} troubles, at most {most_per_batch} offsets per batch")
     with EmbeddedCluster(brokers=2, record_limit=0) as cluster:
         for topic in ("first", "second"):
             cluster.create_topic(topic, queues=2)
@@ -75,21 +75,21 @@ def test_nothing_is_lost_on_the_way_from_a_topic_to_a_topic(spark: Any, tmp_path
 
         query = start(spark, cluster, tmp_path, most_per_batch)
 
-        def beyond(count: int) -> None:
-            def goes_on() -> bool:
+        def wait_until_above(count: int) -> None:
+            def continues() -> bool:
                 assert query.isActive, f"the query ended by itself: {query.exception()}"
                 return stored() > count
 
-            until(goes_on, f"more than {count} messages written", CONTINUES_WITHIN_S)
+            until(continues, f"more than {count} messages written", CONTINUES_WITHIN_S)
 
         try:
-            for number in range(TROUBLES):
-                beyond(stored())
+            for number in range(FAILURES):
+                wait_until_above(stored())
                 before, trouble, broker = stored(), [killed, restarted, slow][number % 3], rng.choice(cluster.brokers)
                 trouble(broker, rng)
                 print(f"{time.monotonic() - began:6.1f} s  {before} written, then {broker.name} was {trouble.__name__}")
             assert stored() < MESSAGES, "all was written before the last trouble; the test has shown too little"
-            beyond(MESSAGES - 1)
+            wait_until_above(MESSAGES - 1)
             query.processAllAvailable()
         finally:
             query.stop()
@@ -98,13 +98,13 @@ def test_nothing_is_lost_on_the_way_from_a_topic_to_a_topic(spark: Any, tmp_path
 
 def start(spark: Any, cluster: EmbeddedCluster, directory: Path, most_per_batch: int) -> Any:
     """Start a query that writes each message of `first` to `second`; those of one queue stay in order."""
-    orders = through(
+    orders = with_options(
         spark.readStream, cluster, subscribe="first", startingOffsets="earliest", maxOffsetsPerTrigger=most_per_batch
     ).load()
     whence = "concat(brokerName, '-', queueId)"
     rows = orders.selectExpr(f"concat({whence}, ' ', queueOffset) AS body", f"{whence} AS shardingKey")
     checkpoint = str(directory / "checkpoint")
-    return through(rows.writeStream, cluster, topic="second", checkpointLocation=checkpoint).start()
+    return with_options(rows.writeStream, cluster, topic="second", checkpointLocation=checkpoint).start()
 
 
 def check(written: list[Message], began: float) -> None:
@@ -119,8 +119,8 @@ def check(written: list[Message], began: float) -> None:
     places: dict[str, dict[int, int]] = {}
     for message in written:
         queue, offset = message.body.decode().split()
-        of_queue = places.setdefault(queue, {})
-        of_queue[int(offset)] = min(message.stored_at_ms, of_queue.get(int(offset), message.stored_at_ms))
-    for of_queue in places.values():
-        times = [of_queue[offset] for offset in sorted(of_queue)]
+        offsets = places.setdefault(queue, {})
+        offsets[int(offset)] = min(message.stored_at_ms, offsets.get(int(offset), message.stored_at_ms))
+    for offsets in places.values():
+        times = [offsets[offset] for offset in sorted(offsets)]
         assert times == sorted(times), "a later one was stored first"

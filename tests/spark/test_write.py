@@ -14,23 +14,23 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import numbered
 from tests.for_each import for_each
-from tests.spark.asking import through
+from tests.spark.asking import with_options
 
 SEND = RequestCode.SEND_MESSAGE_V2
 MARKS = ("spark_query_id", "spark_batch_id", "spark_partition", "spark_row")
 
 
 def stream(spark: Any, cluster: Any, topic: str, **options: Any) -> Any:
-    return through(spark.readStream, cluster, subscribe=topic, startingOffsets="earliest", **options).load()
+    return with_options(spark.readStream, cluster, subscribe=topic, startingOffsets="earliest", **options).load()
 
 
 def read(spark: Any, cluster: Any, topic: str) -> Any:
-    return through(spark.read, cluster, subscribe=topic).load()
+    return with_options(spark.read, cluster, subscribe=topic).load()
 
 
 def copy(frame: Any, cluster: Any, topic: str, checkpoint: Path) -> Any:
     """Write all that `frame` has now to a topic; returns the query, which has ended."""
-    writer = through(frame.writeStream, cluster, topic=topic, checkpointLocation=str(checkpoint))
+    writer = with_options(frame.writeStream, cluster, topic=topic, checkpointLocation=str(checkpoint))
     query = writer.trigger(availableNow=True).start()
     query.awaitTermination()
     return query
@@ -69,18 +69,18 @@ def test_a_batch_that_runs_again_marks_its_duplicates(spark, embedded, tmp_path)
     embedded.send("first", lambda number: b"m%d" % number, count=30)
     orders = stream(spark, embedded, "first").select("body")
     copy(orders, embedded, "second", tmp_path)
-    once = {marks(message): message.body for message in embedded.messages("second")}
-    assert sorted(once.values()) == sorted(numbered(30))
+    first_checkpoint = {marks(message): message.body for message in embedded.messages("second")}
+    assert sorted(first_checkpoint.values()) == sorted(numbered(30))
     for name in ("0", ".0.crc"):
         (tmp_path / "commits" / name).unlink()  # as if the driver had died before it knew
     copy(orders, embedded, "second", tmp_path)
     again = embedded.messages("second")
     assert len(again) == 60
-    assert {marks(message): message.body for message in again} == once
+    assert {marks(message): message.body for message in again} == first_checkpoint
 
 
 def batch(spark: Any, cluster: EmbeddedCluster, sql: str, mode: str = "append", **options: Any) -> None:
-    through(spark.sql(sql).write, cluster, **options).mode(mode).save()
+    with_options(spark.sql(sql).write, cluster, **options).mode(mode).save()
 
 
 @for_each(
@@ -96,7 +96,7 @@ def batch(spark: Any, cluster: EmbeddedCluster, sql: str, mode: str = "append", 
         ("SELECT 'x' AS body, 'a\\u0001' AS shardingKey", {"topic": "orders"}, "row 0 of partition 0: shardingKey"),
     ],
 )
-def test_what_is_wrong_is_told(spark, embedded, sql, options, text):
+def test_wrong_writes_are_refused(spark, embedded, sql, options, text):
     embedded.create_topic("orders")
     with pytest.raises(PySparkException) as raised:
         batch(spark, embedded, sql, **options)
@@ -112,13 +112,13 @@ def test_a_batch_that_was_read_is_written_and_read_again(spark, embedded):
 
     changed = "map_concat(properties, map('none', cast(null AS string), '__RMQ.TRANSIENT.a', 'b')) AS properties"
     frame = read(spark, embedded, "first").selectExpr("* except (topic, properties)", changed, "'' AS shardingKey")
-    through(frame.write, embedded, topic="second").mode("append").save()
+    with_options(frame.write, embedded, topic="second").mode("append").save()
     rows = read(spark, embedded, "second").select("tags", "keys", "queueId", "body", "properties").collect()
     assert [(*row[:3], bytes(row["body"])) for row in rows] == [("t", "k1 k2", 1, b"x")] * 4
     assert [(row["properties"].get("region"), row["properties"].get("none")) for row in rows] == [("eu", None)] * 4
 
 
-def test_a_query_ends_with_the_sentence_of_the_row(spark, embedded, tmp_path):
+def test_a_query_ends_with_an_error_that_names_the_row(spark, embedded, tmp_path):
     embedded.create_topic("first")
     embedded.send("first", b"x")
     with pytest.raises(PySparkException) as raised:
@@ -145,7 +145,7 @@ def test_a_thread_can_write_once_the_session_is_active_there(spark, embedded):
     def write(prepare: Callable[[], object]) -> None:
         prepare()
         try:
-            outcomes.append(through(numbers.write, embedded, topic="orders").mode("append").save())
+            outcomes.append(with_options(numbers.write, embedded, topic="orders").mode("append").save())
         except Exception as error:  # Spark's, from Java
             outcomes.append("DATA_SOURCE_NOT_FOUND" in str(error))
 
