@@ -20,7 +20,7 @@ from pyrocket_consumer.offsets.local.recovery import recover
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import Exchange, Fault, Gate, answer
-from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, ours_and
+from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, ours_and, request_matcher
 from tests.consuming import WAIT_S, RecordingListener, numbered, until
 from tests.hazards.members import (
     HeldRequests,
@@ -30,7 +30,6 @@ from tests.hazards.members import (
     full_disk,
     ours,
     pulled_offsets,
-    request_matcher,
     settle,
 )
 from tests.hazards.naive import NaiveMember, Window

@@ -15,7 +15,7 @@ from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedBroker, Exchange, Gate
 from tests.consumer.orders import GROUP, QUEUE, TOPIC, Orders, ours_and, request_matcher
 from tests.consuming import RecordingListener, numbered, until
-from tests.hazards.members import faulty, give_time_to, ours, request_matcher, settle
+from tests.hazards.members import faulty, give_time_to, ours, settle
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
 from tests.resets import queue

@@ -17,7 +17,7 @@ from pyrocket_consumer.protocol.frame import RemotingCommand, encode_command
 from pyrocket_consumer.testing import answer, drop, drop_answer, duplicate, faults, garbage, rewrite
 from tests.consumer.orders import GROUP, TOPIC, Orders, ours_and, request_matcher
 from tests.consuming import WAIT_S, RecordingListener, numbered, until
-from tests.hazards.members import faulty, ours, request_matcher
+from tests.hazards.members import faulty, ours
 from tests.hazards.naive import NaiveMember, Window
 from tests.resets import queue
 

@@ -1,4 +1,4 @@
-"""What a member does with the words of admins, and with what they have recorded."""
+"""How a member handles the requests of admins, and the resets that they have recorded."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from pyrocket_consumer.protocol.reset_format import (
 )
 from pyrocket_consumer.testing import answer
 from tests.consuming import Events, consuming, until
+from tests.hazards.members import request_matcher
 from tests.offsets.local.disks import Failing, MemoryDisk, WatchedDisk
 from tests.resets import (
     caught_up,
@@ -43,14 +44,14 @@ RETRY = "%RETRY%G"
 
 
 def reset_at_broker(broker, **fields: object) -> RemotingCommand:
-    """Have the broker reset the group, as the dashboard does."""
+    """Reset the group at the broker, as the dashboard does."""
     whole = {"topic": "T", "group": "G", "timestamp": 0, "isForce": True, **fields}
     with RawClient(broker.address) as client:
         return client.call(RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, whole)
 
 
-def order(broker, consumer, body: bytes = b"", operation: str = "reset", **fields: object) -> RemotingCommand:
-    """Pass a word to a member, as an admin does."""
+def relay(broker, consumer, body: bytes = b"", operation: str = "reset", **fields: object) -> RemotingCommand:
+    """Relay a request to a member, as an admin does."""
     whole = {
         "consumerGroup": "G",
         "clientId": consumer.client_id,
@@ -66,7 +67,7 @@ def order(broker, consumer, body: bytes = b"", operation: str = "reset", **field
 
 
 def status(broker, consumer) -> RemotingCommand:
-    return order(broker, consumer, b'{"topic":"T"}', "status")
+    return relay(broker, consumer, b'{"topic":"T"}', "status")
 
 
 def state(answered: RemotingCommand) -> str:
@@ -74,18 +75,18 @@ def state(answered: RemotingCommand) -> str:
 
 
 def send_plan(broker, consumer, targets, epoch: int = 5000, topic: str = "T", **fields: object) -> RemotingCommand:
-    return order(broker, consumer, encode_plan(PlanBody(topic, epoch, targets)), **fields)
+    return relay(broker, consumer, encode_plan(PlanBody(topic, epoch, targets)), **fields)
 
 
-def soon() -> int:
-    """An epoch above those of all resets before."""
+def later_epoch() -> int:
+    """An epoch above those of all earlier resets."""
     return time.time_ns() // 1_000_000 + 3_600_000
 
 
 TARGETS = {queue("T", 0): 2, queue("T", 1): 7}
 
 
-def test_an_ordinary_question_is_answered_as_ever(embedded, broker, stores):
+def test_an_ordinary_request_for_running_info_is_answered(embedded, broker, stores):
     with consuming(embedded, "T", "G", **stores) as (consumer, _), RawClient(broker.address) as client:
         fields = {"consumerGroup": "G", "clientId": consumer.client_id, "jstackEnable": "false"}
         answered = client.call(RequestCode.GET_CONSUMER_RUNNING_INFO, fields)
@@ -109,7 +110,7 @@ def test_the_same_plan_twice_is_followed_once(embedded, broker, stores):
 
 
 GOOD = encode_plan(PlanBody("T", 5000, {queue("T", 0): 0}))
-BAD_ORDERS = {
+BAD_REQUESTS = {
     "damaged": (b"{", {}, "reset"),
     "not a plan": (b"[1]", {}, "reset"),
     "no body": (b"", {}, "reset"),
@@ -123,19 +124,19 @@ BAD_ORDERS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_ORDERS)
-def test_an_order_that_is_none_is_refused_and_nothing_moves(embedded, broker, stores, case):
-    body, fields, operation = BAD_ORDERS[case]
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_an_invalid_request_is_refused_and_moves_nothing(embedded, broker, stores, case):
+    body, fields, operation = BAD_REQUESTS[case]
     with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
-        refused = order(broker, consumer, body, operation, **fields)
+        refused = relay(broker, consumer, body, operation, **fields)
         assert (refused.code, state(refused)) == (0, "refused")
         assert refused.fields["pyrocketReason"]
-        assert all(refused.fields.values()), "the binary header knows no empty texts"
+        assert all(refused.fields.values()), "the binary header has no empty texts"
         fill(embedded, "T", 2, start=10)
         wait_until_seen(seen, 1, 12)
 
 
-def test_a_target_for_a_queue_added_just_now_is_kept_for_it(embedded, broker, stores):
+def test_a_target_for_a_new_queue_is_kept_for_it(embedded, broker, stores):
     fill(embedded, "T", 2)
     options = {"rebalance_interval_s": 3600, "route_refresh_interval_s": 3600, **stores}
     with consuming(embedded, "T", "G", **options) as (consumer, seen):
@@ -144,7 +145,7 @@ def test_a_target_for_a_queue_added_just_now_is_kept_for_it(embedded, broker, st
         assert state(send_plan(broker, consumer, {queue("T", 2): 3})) == "applied"
         for number in range(5):
             embedded.send("T", b"new%d" % number, queue_id=2)
-        with consuming(embedded, "T", "G", instance_name="another", **stores):  # a change of members: rebalance
+        with consuming(embedded, "T", "G", instance_name="another", **stores):  # the new member causes a rebalance
             seen.wait(lambda seen: {b"new3", b"new4"} <= set(seen.bodies))
         assert consumer.progress()[queue("T", 2)].start_offset == 3
         assert b"new0" not in seen.bodies
@@ -160,19 +161,19 @@ def test_a_target_for_a_queue_added_just_now_is_kept_for_it(embedded, broker, st
         (PlanBody("T", (time.time_ns() // 1_000_000) + 25 * 3_600_000, {queue("T", 0): 3}), "more than a day ahead"),
     ],
 )
-def test_a_plan_that_cannot_be_for_us_is_refused(embedded, broker, admin, stores, plan, reason):
+def test_a_plan_that_cannot_be_for_this_member_is_refused(embedded, broker, admin, stores, plan, reason):
     events = Events()
     with caught_up(embedded, "T", "G", 20, on_event=events, **stores) as (consumer, seen):
-        refused = order(broker, consumer, encode_plan(plan))
+        refused = relay(broker, consumer, encode_plan(plan))
         assert state(refused) == "refused"
         assert reason in refused.fields["pyrocketReason"] and reason in events.wait_for("offset-reset").text
-        assert reset(admin, "G", "T", "earliest").verified  # later ones count
+        assert reset(admin, "G", "T", "earliest").verified  # later resets still work
         wait_until_seen(seen, 2, 20)
     files = b"".join(path.read_bytes() for path in stores["offset_store_dir"].rglob("offsets.*") if path.is_file())
     assert not any(text in files for text in (b'"U"', b"broker-x", b'"2":'))
 
 
-def test_a_plan_for_unknown_queues_is_refused_all_the_same(embedded, broker, stores):
+def test_a_plan_for_unknown_queues_is_refused_without_a_route(embedded, broker, stores):
     with caught_up(embedded, "T", "G", 2, **stores) as (consumer, seen):
         refusal = answer(ResponseCode.SYSTEM_ERROR, "not now")
         embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, refusal, times=None)
@@ -181,8 +182,8 @@ def test_a_plan_for_unknown_queues_is_refused_all_the_same(embedded, broker, sto
         assert "no queue T/broker-a/9" in refused.fields["pyrocketReason"]
 
 
-def test_a_stranger_who_is_always_newer_keeps_no_admin_for_ever(embedded, broker, admin, stores):
-    area, newer = next(record_areas("T")), itertools.count(soon(), 1000)
+def test_a_client_that_is_always_newer_blocks_no_admin_forever(embedded, broker, admin, stores):
+    area, newer = next(record_areas("T")), itertools.count(later_epoch(), 1000)
     with caught_up(embedded, "T", "G", 20, **stores):
 
         def write_a_newer_head(exchange):
@@ -197,8 +198,8 @@ def test_a_stranger_who_is_always_newer_keeps_no_admin_for_ever(embedded, broker
 
 @pytest.mark.parametrize("online", [True, False])
 @pytest.mark.parametrize("absurd", [2**63 - 1, 2**62, 2**50, 1 << 42])
-def test_a_record_that_makes_no_sense_is_told_and_written_over(embedded, broker, admin, stores, absurd, online):
-    """Whoever may commit offsets for the group can write it, with four plain commits."""
+def test_an_invalid_record_is_reported_and_overwritten(embedded, broker, admin, stores, absurd, online):
+    """Any client that may commit offsets of the group can write such a record, with four commits."""
     events = Events()
     options = {**stores, "on_event": events, "reset_record_interval_s": 0.2}
     with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
@@ -238,7 +239,7 @@ def test_any_number_in_a_record_stops_no_reset(embedded, broker, admin, stores):
         seen.wait(lambda seen: b"m20" in seen.bodies)
 
 
-def test_places_that_somebody_has_filled_are_taken(embedded, broker, admin, stores):
+def test_record_slots_that_another_client_has_filled_are_taken(embedded, broker, admin, stores):
     with caught_up(embedded, "T", "G", 20, **stores) as (consumer, seen):
         wait_until_stored(consumer, "T", 20)
     broker.commit("G", RETRY, {area.name: 4711 for area in record_areas("T")})
@@ -249,7 +250,7 @@ def test_places_that_somebody_has_filled_are_taken(embedded, broker, admin, stor
         again.wait_for(20)
 
 
-def test_an_epoch_stored_before_that_makes_no_sense_pins_nothing(embedded, admin, stores):
+def test_an_invalid_stored_epoch_blocks_no_reset(embedded, admin, stores):
     events = Events()
     options = {**stores, "on_event": events}
     with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
@@ -263,18 +264,18 @@ def test_an_epoch_stored_before_that_makes_no_sense_pins_nothing(embedded, admin
         assert "so it is ignored" in events.wait_for("record-ignored").text
 
 
-def test_a_brokers_word_for_what_was_just_done_is_not_obeyed(embedded, broker, stores):
+def test_a_broker_s_repetition_of_a_reset_is_ignored(embedded, broker, stores):
     with caught_up(embedded, "T", "G", 20, **stores) as (consumer, seen):
         send_plan(broker, consumer, TARGETS)
         seen.wait(lambda seen: len(seen.messages) == 31)
         send_reset_to_members(broker, "G", "T", encode_offset_table(TARGETS))
-        send_reset_to_members(broker, "G", "T", encode_offset_table({queue("T", 0): 9}))  # and this is another
+        send_reset_to_members(broker, "G", "T", encode_offset_table({queue("T", 0): 9}))  # this one is another reset
         seen.wait(lambda seen: len(seen.messages) >= 32)
         wait_until_stored(consumer, "T", 20)
         assert len(seen.messages) == 32
 
 
-def test_a_queue_moves_once_per_order_in_clustering(embedded, broker):
+def test_a_queue_moves_once_per_plan_in_clustering(embedded, broker):
     with caught_up(embedded, "T", "G", 20) as (consumer, seen):
         targets = {**TARGETS, MessageQueue("T", "broker-z", 0): 5}
         for _ in range(2):
@@ -286,14 +287,14 @@ def test_a_queue_moves_once_per_order_in_clustering(embedded, broker):
 
 
 class PlainStore(MemoryOffsetStore):
-    """A store of a user's own: it outlives consumers, and knows nothing of epochs."""
+    """A store of the user that outlives consumers, and stores no epochs."""
 
     def close(self) -> None:
         for each in list(self.clone_offset_table()):
             self.remove_offset(each)
 
 
-def test_a_store_without_epochs_works_and_says_what_it_cannot(embedded, broker, admin):
+def test_a_store_without_epochs_works_and_reports_its_limits(embedded, broker, admin):
     events = Events()
     options = {"message_model": "broadcasting", "offset_store": PlainStore(), "on_event": events}
     with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):
@@ -305,12 +306,12 @@ def test_a_store_without_epochs_works_and_says_what_it_cannot(embedded, broker, 
     with consuming(embedded, "T", "G", reset_record_interval_s=0.1, **options) as (consumer, again):
         fill(embedded, "T", 2, start=20)
         again.wait_for(2)
-        assert len(again.messages) == 2, "the reset of its former life is not followed again"
-        record(broker, soon(), {0: 8})
+        assert len(again.messages) == 2, "a reset from before the restart is not followed again"
+        record(broker, later_epoch(), {0: 8})
         again.wait(lambda seen: len(seen.messages) >= 5)
 
 
-def test_a_full_disk_moves_in_memory_and_is_confirmed_later(embedded, broker):
+def test_a_full_disk_moves_queues_in_memory_and_confirms_later(embedded, broker):
     disk, failing, events = MemoryDisk(), Failing(), Events()
     store = LocalFileOffsetStore("/s", disk=WatchedDisk(disk, failing))
     options = {"message_model": "broadcasting", "offset_store": store, "on_event": events}
@@ -340,16 +341,16 @@ class SlowStore(LocalFileOffsetStore):
         super().persist_resets(resets)
 
 
-def test_a_slow_store_is_answered_pending_in_time_and_done_later(embedded, broker, tmp_path):
+def test_a_slow_store_leads_to_a_pending_reply_and_finishes_later(embedded, broker, tmp_path):
     store = SlowStore(tmp_path)
     with caught_up(embedded, "T", "G", 20, message_model="broadcasting", offset_store=store) as (consumer, seen):
         assert state(send_plan(broker, consumer, TARGETS)) == "pending"
-        assert len(seen.messages) == 20, "nothing is pulled before the target is durable"
+        assert len(seen.messages) == 20, "no message is pulled before the target is durable"
         store.let.set()
         seen.wait(lambda seen: len(seen.messages) == 31)
 
 
-def test_a_record_that_may_not_be_read_is_told(embedded, broker, stores):
+def test_a_record_without_permission_is_reported(embedded, broker, stores):
     broker.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(16, "no permission"), times=None, when=request_matcher(RETRY))
     events = Events()
     with caught_up(embedded, "T", "G", 10, on_event=events, **stores):
@@ -366,8 +367,8 @@ def test_a_record_not_read_at_the_start_is_followed_soon(embedded, broker, store
 
 
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
-def test_one_who_refuses_stays_where_it_is(embedded, broker, tmp_path, model):
-    """And reads nothing: no plan and no table has to make sense."""
+def test_a_member_that_refuses_keeps_its_offsets(embedded, broker, tmp_path, model):
+    """It does not read the plan or the table, so they may be invalid."""
     events = Events()
     options = {"message_model": model, "offset_store_dir": tmp_path, "on_event": events, "remote_reset": "refuse"}
     with caught_up(embedded, "T", "G", 20, pull_hold_s=0.2, **options) as (consumer, seen):
@@ -376,7 +377,7 @@ def test_one_who_refuses_stays_where_it_is(embedded, broker, tmp_path, model):
             send_reset_to_members(broker, "G", "T", table)
             events.wait_for("offset-reset", number)
         for plan in (encode_plan(PlanBody("T", 5000, TARGETS)), b"neither is this a plan"):
-            response = order(broker, consumer, plan)
+            response = relay(broker, consumer, plan)
             assert state(response) == "refused"
             assert response.fields["pyrocketReason"] == "this consumer has remote_reset='refuse'"
         assert reset_at_broker(broker).code == 0
@@ -384,7 +385,7 @@ def test_one_who_refuses_stays_where_it_is(embedded, broker, tmp_path, model):
         assert all("refused" in event.text for event in events.of("offset-reset"))
         fill(embedded, "T", 2, start=20)
         wait_until_seen(seen, 1, 22)
-        assert state(order(broker, consumer, b"", "status")) == "refused"
+        assert state(relay(broker, consumer, b"", "status")) == "refused"
 
 
 @pytest.mark.parametrize(
@@ -394,6 +395,6 @@ def test_one_who_refuses_stays_where_it_is(embedded, broker, tmp_path, model):
         ({"reset_record_interval_s": 0}, "reset_record_interval_s=0 is not allowed"),
     ],
 )
-def test_wrong_options_are_told(option, reason):
+def test_wrong_options_are_errors(option, reason):
     with pytest.raises(ConfigError, match=reason):
         PushConsumer("G", name_server="127.0.0.1:1", **option)
