@@ -1,4 +1,4 @@
-"""Clients of an embedded cluster that are closed at the end, and what they told."""
+"""Clients of an embedded cluster, which are closed at the end, and hooks that record their calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.consuming import PATIENT_S, WAIT_S
 
 
 class RecordedCalls:
-    """A hook that remembers what it was told, in order."""
+    """A hook that records its calls, in order."""
 
     def __init__(self) -> None:
         self._facts: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
@@ -29,12 +29,12 @@ class RecordedCalls:
         self._facts.put(facts)
 
     def next(self, timeout_s: float = WAIT_S) -> tuple[Any, ...]:
-        """Return the next facts; fails if there are none within the time."""
+        """Return the arguments of the next call; fail without one within the time."""
         return self._facts.get(timeout=timeout_s)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was told that was not asked for yet."""
+        """Whether all calls were read."""
         return self._facts.empty()
 
 
@@ -43,7 +43,7 @@ Connect = Callable[..., Cluster]
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """`connect(embedded, **options)` starts a client; a failure of its background tasks fails the test."""
+    """`connect(embedded, **options)` starts a client. A failure of its background tasks fails the test."""
     clients: list[Cluster] = []
     failures: list[BaseException] = []
 
@@ -73,7 +73,7 @@ def connect() -> Iterator[Connect]:
 
 @pytest.fixture
 def cluster_of() -> Iterator[Callable[..., EmbeddedCluster]]:
-    """`cluster_of(**options)` starts a cluster with a topic `orders` of four queues. Name it before `connect`."""
+    """`cluster_of(**options)` starts a cluster with a topic `orders` of four queues. Request it before `connect`."""
     with ExitStack() as clusters:
 
         def start(**options: Any) -> EmbeddedCluster:
@@ -101,7 +101,7 @@ def client(embedded: EmbeddedCluster, connect: Connect) -> Cluster:
 
 
 def join(client: Cluster, *, consumer: str = "", producer: str = "", topic: str = "orders") -> int:
-    """Make `client` a member, with the route known; returns how many brokers took its heartbeat."""
+    """Make `client` a member that knows the route. Return the number of brokers that accepted its heartbeat."""
 
     async def work() -> int:
         if consumer:
@@ -119,5 +119,5 @@ def find_route(client: Cluster, topic: str = "orders", *, refresh: bool = False)
 
 
 def consumer_of(group: str, topic: str = "orders") -> Callable[[], ConsumerData]:
-    """What a member of `group` tells in its heartbeats."""
+    """Return the data of a member of `group` for its heartbeats."""
     return lambda: ConsumerData(group, subscriptions=(parse_subscription(topic, "*", 1),))

@@ -107,7 +107,7 @@ def test_an_offset_outside_the_queue_is_corrected(embedded, broker, do):
 def test_an_unanswered_pull_ends_after_hold_tick_and_timeout(cluster_of, connect):
     cluster = cluster_of(idle_timeout_s=3600)
     client = connect(cluster, call_timeout_s=300)
-    cluster.broker("broker-a").on(PULL, drop)  # there is no answer, ever
+    cluster.broker("broker-a").on(PULL, drop)  # never respond
     began = time.monotonic()
     with pytest.raises(RequestTimeout, match="PULL_MESSAGE"):
         client.run(client.broker("broker-a").pull(QUEUE, 0, group="app", subscription=ALL, hold_s=20), 1000)
@@ -219,7 +219,7 @@ def test_only_no_offset_is_taken_for_none(embedded, broker, do):
             do("query_offset", "app", QUEUE)
     broker.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(0, None, {"offset": "-1"}))
     assert do("query_offset", "app", QUEUE) is None
-    embedded.send("orders", b"x", queue_id=0)  # to a queue that is young
+    embedded.send("orders", b"x", queue_id=0)  # to a new queue
     assert do("query_offset", "app", QUEUE) == 0
     assert do("query_offset", "app", QUEUE, set_zero_if_not_found=False) is None
 
@@ -266,7 +266,7 @@ def test_a_connection_that_answers_no_call_of_several_is_closed(embedded, broker
     def came() -> list[bool]:
         return [isinstance(answer, int) for answer in doing(client)("max_offsets", [QUEUE, SECOND]).values()]
 
-    for _ in range(2):  # what is answered in between counts
+    for _ in range(2):  # responses in between reset the count
         broker.on(RequestCode.GET_MAX_OFFSET, drop, times=1)
         assert came() == [False, True]
     connection = client.run(client.connection(broker.address), 30)
@@ -399,7 +399,7 @@ def test_to_lock_nothing_asks_nobody(broker, do):
     assert broker.requests() == []
 
 
-# --- who we are
+# --- the client id and signatures
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])

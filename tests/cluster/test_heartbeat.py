@@ -32,7 +32,7 @@ def two_brokers(cluster_of):
 
 
 def watch(client, *hooks):
-    """Return what is told by hooks from now on."""
+    """Record the calls of hooks from now on."""
     calls = [RecordedCalls() for _ in hooks]
 
     async def work():
@@ -99,7 +99,7 @@ def test_a_heartbeat_to_one_broker_raises_its_error(embedded, broker, connect):
         with pytest.raises(error):
             beat(client, broker)
     broker.stop()
-    with pytest.raises((ConnectionLost, ConnectError)):  # the first if we have not noticed yet
+    with pytest.raises((ConnectionLost, ConnectError)):  # ConnectionLost if the client has not noticed yet
         beat(client, broker)
 
 
@@ -135,7 +135,7 @@ def test_a_new_broker_gets_a_heartbeat_as_soon_as_a_route_names_it(two_brokers, 
 
 
 def leave_routes(cluster, client):
-    """Unregister a broker that runs on; returns it."""
+    """Unregister a broker that keeps running, and return it."""
     gone = cluster.broker("broker-b")
     cluster.call(lambda: cluster.unregister(gone))
     find_route(client, refresh=True)
@@ -169,7 +169,7 @@ def test_a_broker_that_left_the_routes_is_kept_while_in_use(two_brokers, connect
 
 
 def test_a_lost_connection_has_the_routes_asked_for_at_once(two_brokers, connect):
-    client = connect(two_brokers)  # routes are refreshed every 30 s, else
+    client = connect(two_brokers)  # the default route refresh is every 30 s
     (changed,) = watch(client, "on_route_changed")
     join(client, consumer="app")
     changed.next()
@@ -202,7 +202,9 @@ def test_a_broker_that_ends_each_connection_is_called_rarely(broker, client, cap
     broker.on(RequestCode.HEART_BEAT, answer_and_close, times=None)
     began = time.monotonic()
     find_route(client)
-    broker.wait_for(RequestCode.HEART_BEAT, 8, timeout_s=600)  # one that ends while it is answered waits for the next
+    broker.wait_for(
+        RequestCode.HEART_BEAT, 8, timeout_s=600
+    )  # a connection that ends during a response waits for the next
     assert time.monotonic() - began > 2
     assert len([each for each in caplog.records if "connection lost" in each.getMessage()]) < 8
     broker.clear_faults()
@@ -224,7 +226,7 @@ def test_calls_fail_when_the_broker_dies_and_later_ones_work(embedded, broker, c
     def works():
         try:
             return client.run(client.broker("broker-a").max_offset(queue), 30) == 0
-        except ConnectError:  # of an attempt that began before the broker was back, and is shared
+        except ConnectError:  # of a shared attempt that began before the broker was back
             return False
 
     until(works, "a call that works")

@@ -1,4 +1,4 @@
-"""A client's life: start, blocking calls, close, fork, and failures in the background."""
+"""The life cycle of a client: start, blocking calls, close, fork, and background failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def unstarted(name_server, **options):
 
 @pytest.fixture
 def nobody():
-    """An address where nobody listens: the port is taken, so that nobody will."""
+    """An address without a listener. The port is in use, so that no server can listen there."""
     with EmbeddedCluster() as cluster:
         cluster.stop_name_server()
         yield cluster.name_server
@@ -42,7 +42,7 @@ def nobody():
 
 def test_a_wrong_name_server_address_leaves_nothing_running(nobody):
     before = io_threads()
-    unstarted(nobody).close()  # without a word
+    unstarted(nobody).close()  # silently
     client = unstarted(nobody)
     with pytest.raises(ConnectError, match=nobody) as raised:
         client.start()

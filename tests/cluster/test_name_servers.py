@@ -1,4 +1,4 @@
-"""Several name servers, some of them away."""
+"""Several name servers, some of them unreachable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def three(cluster_of):
 
 
 def requested_nodes(cluster, client, topic="orders"):
-    """Which name servers were asked for the route now."""
+    """Return the name servers that a route request reaches now."""
     for node in cluster.name_server_nodes:
         node.forget_requests()
     find_route(client, topic, refresh=True)
@@ -36,7 +36,7 @@ def test_one_is_asked_while_it_answers_and_the_next_one_stays(three, connect):
     client = connect(three)
     (first,) = requested_nodes(three, client)
     assert [requested_nodes(three, client) for _ in range(5)] == [[first]] * 5
-    with pytest.raises(RouteNotFound, match="'nowhere'"):  # a no is an answer
+    with pytest.raises(RouteNotFound, match="'nowhere'"):  # a refusal is a response
         requested_nodes(three, client, "nowhere")
     assert sum(len(node.requests(ROUTE)) for node in three.name_server_nodes) == 1
     first.stop()
@@ -75,7 +75,7 @@ def test_a_silent_connection_is_given_up_after_two_calls(embedded, connect):
 
 
 def test_bytes_that_are_no_frame_do_not_end_the_client(embedded, client):
-    embedded.name_server_node.on(ROUTE, close_connection, times=1)  # it is opened again
+    embedded.name_server_node.on(ROUTE, close_connection, times=1)  # the connection is opened again
     assert find_route(client).topic == "orders"
     embedded.name_server_node.on(ROUTE, garbage(b"HTTP/1.1 400 Bad Request\r\n\r\n"), times=1)
     with pytest.raises(Exception, match="frame"):
@@ -147,7 +147,7 @@ def test_routes_in_use_stay_fresh_and_outlive_name_servers(embedded, connect):
 
 
 def padded(body: bytes) -> bytes:
-    """A body with a field more, that only the slow reader takes, and that it takes long for."""
+    """A body with an extra field that only the slow reader accepts, and that takes it long."""
     return b"{pad:[" + b"0," * 900_000 + b"0]," + body[1:]
 
 
@@ -157,7 +157,7 @@ def test_a_large_answer_does_not_stop_the_io_thread(embedded, client):
     embedded.name_server_node.on(ROUTE, rewrite(lambda answer: replace(answer, body=padded(answer.body))), times=None)
 
     async def longest_piece() -> float:
-        """Return the most CPU time that the I/O thread needs in one piece while it gets a route."""
+        """Return the longest CPU time of one step of the I/O thread while it fetches a route."""
         longest, last = 0.0, time.thread_time()
         requested_nodes = asyncio.ensure_future(client.route("orders", refresh=True))
         while not requested_nodes.done():

@@ -1,4 +1,4 @@
-"""Where "to" leads: what is taken for a place, and what brokers say of it."""
+"""The values of `to` arguments, and their offsets at brokers."""
 
 from __future__ import annotations
 

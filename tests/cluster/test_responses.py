@@ -1,4 +1,4 @@
-"""What is read from an answer."""
+"""Decoding of responses."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Routes and broker addresses, from what a name server is made to say."""
+"""Routes and broker addresses, from scripted responses of a name server."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ def route_of(topic, **brokers):
 
 
 class NameServer:
-    """Answers with the routes it was told, and counts; an exception is raised."""
+    """Returns scripted routes, or raises scripted errors, and counts requests."""
 
     def __init__(self, **routes):
         self.routes = routes
@@ -38,7 +38,7 @@ class NameServer:
 
 
 class Watched(Routes):
-    """Routes that remember what they told of changes."""
+    """Routes that record reported changes."""
 
     def __init__(self, name_server):
         self.changes = []
@@ -75,7 +75,7 @@ async def test_callers_at_once_share_one_request_and_its_failure():
     name_server.gate.clear()
     callers = [asyncio.create_task(routes.get(topic)) for topic in ["T", "T", "T", "none", "none"]]
     await asyncio.sleep(0)
-    callers[0].cancel()  # the others still get it
+    callers[0].cancel()  # the other callers still get the route
     name_server.gate.set()
     outcomes = await asyncio.gather(*callers, return_exceptions=True)
     assert isinstance(outcomes[0], asyncio.CancelledError)
@@ -94,7 +94,7 @@ async def test_callers_that_want_a_newer_route_share_questions():
         assert (await routes.get("T", after=before)).brokers[0].addresses == {0: "a:2"}
     assert len(name_server.requested) == 2
     began = now()
-    for _ in range(3):  # each saw the route fail after the last question
+    for _ in range(3):  # each saw the route fail after the last request
         await routes.get("T", after=now())
     assert now() - began > 0.1
     assert len(name_server.requested) == 5

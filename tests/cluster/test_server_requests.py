@@ -1,4 +1,4 @@
-"""What servers ask of a client."""
+"""Requests that servers send to a client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUNNING_INFO = RequestCode.GET_CONSUMER_RUNNING_INFO
 
 
 def ask(embedded, connect, member):
-    """Have the broker ask `member` for its running info, as an admin does, and return the answer."""
+    """Request the running info of `member` through the broker, as an admin does, and return the response."""
     admin = connect(embedded)
     header = GetConsumerRunningInfoHeader("app", member.client_id)
     return admin.run(admin.call(embedded.broker("broker-a").address, header, timeout_s=5), 6)
@@ -108,7 +108,7 @@ def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, broker, connec
 
 
 def test_only_brokers_in_routes_or_in_use_may_ask(connect):
-    """Name servers may lose sight of a broker that is up; what it asks is heard while there is something of it."""
+    """A name server may lose a broker that is up. Its requests are accepted while its queues are in use."""
     with EmbeddedCluster(brokers=2) as embedded:
         embedded.create_topic("orders", queues=2)
         client, calls, held = connect(embedded, route_refresh_interval_s=0.1), RecordedCalls(), True

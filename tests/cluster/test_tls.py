@@ -1,4 +1,4 @@
-"""TLS to name servers and brokers, with the kind of certificate brokers make for themselves: unsigned, no host name."""
+"""TLS to name servers and brokers, with a certificate as brokers create it: self-signed, without a host name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.live
 
 @pytest.fixture
 def secured():
-    """A cluster that takes TLS only."""
+    """A cluster that accepts only TLS."""
     with EmbeddedCluster(tls=server_tls()) as cluster:
         cluster.create_topic("orders")
         yield cluster
@@ -33,7 +33,7 @@ def test_the_users_context_is_used_for_all_servers(secured, connect):
 
 
 def refused(name_server, **options):
-    """Return why a client cannot start."""
+    """Return the error of a client that cannot start."""
     with pytest.raises(ConnectError) as raised:
         Cluster(ClientConfig(name_server=name_server, **options), "me").start()
     return str(raised.value)
@@ -47,7 +47,7 @@ def test_a_certificate_nobody_vouches_for_and_no_tls_are_refused(secured):
 
 @contextmanager
 def answering(answer):
-    """A server without TLS; returns its address. It says `answer` to whatever comes and goes away, or says nothing."""
+    """Start a server without TLS, and yield its address. It sends `answer`, if not empty, and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as taken:
 
         def serve():

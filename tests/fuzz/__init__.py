@@ -1,1 +1,1 @@
-"""Bytes made to hurt, for everything that reads bytes: `python -m tests.fuzz`, see `--help`."""
+"""A fuzzer of every decoder: `python -m tests.fuzz`, see `--help`."""

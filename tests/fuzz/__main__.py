@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`: inputs made to hurt, for everything that reads bytes of others."""
+"""`python -m tests.fuzz`: fuzz everything that reads bytes of other programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main() -> int:
         "--engine",
         choices=["auto", "atheris", "mutation"],
         default="auto",
-        help="atheris is guided by the lines that run; mutation is several times as quick",
+        help="atheris uses the covered lines; mutation is several times as fast",
     )
     parser.add_argument("--input", type=Path, metavar="FILE", help="read this file, with the target named, alone")
     options = parser.parse_args()

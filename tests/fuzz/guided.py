@@ -1,4 +1,4 @@
-"""One target under atheris, in a process that it ends itself: `tests.fuzz.running` starts it."""
+"""Runs one target with atheris, which ends its process; so `tests.fuzz.running` starts this in a new process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def main() -> None:
             raise AssertionError(finding)
 
     def change(data: bytes, max_size: int, seed: int) -> bytes:
-        """Half of the changes are of the fuzzer's own, half are ours, which know what the bytes mean."""
-        if len(data) < 2:  # the beginning: nothing is known yet
+        """Mutate `data`: half of the changes are atheris's own, half are `Mutator`'s, which knows the format."""
+        if len(data) < 2:  # the first inputs
             return random.Random(seed).choice(originals)[:max_size]
         if seed & 1:
             return bytes(atheris.Mutate(data, max_size))

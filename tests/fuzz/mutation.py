@@ -1,4 +1,4 @@
-"""Inputs by chance: real ones with bytes changed, joined, repeated, and numbers and words put where others were."""
+"""Random inputs: real ones with bytes changed, joined or repeated, and with other numbers and words."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ WORDS = (
 
 
 class Mutator:
-    """Makes inputs out of `originals`. The same seed makes the same ones, in the same order."""
+    """Makes inputs from `originals`. The same seed makes the same inputs in the same order."""
 
     def __init__(self, originals: Sequence[bytes], seed: int) -> None:
         self._originals = list(originals) or [b""]
@@ -105,7 +105,7 @@ class Mutator:
         return bytes(data[:MAX_BYTES])
 
     def changed(self, data: bytes, most_bytes: int) -> bytes:
-        """Return `data` with one thing changed, at most so long."""
+        """Return `data` with one change, at most `most_bytes` long."""
         result = bytearray(data)
         self._change(result)
         return bytes(result[:most_bytes])
@@ -130,11 +130,11 @@ class Mutator:
                 width = (1, 2, 4, 8)[int(chance() * 4)]
                 number = NUMBERS[int(chance() * len(NUMBERS))] & ((1 << 8 * width) - 1)
                 data[at : at + width] = number.to_bytes(width, "little" if chance() < 0.2 else "big")
-            case 6:  # a part of another one
+            case 6:  # insert a part of another input
                 other = self._originals[int(chance() * len(self._originals))]
                 begin = int(chance() * (len(other) + 1))
                 data[at : at + int(chance() * 40)] = other[begin : begin + int(chance() * 200)]
-            case 7:  # a part of itself, again and again
+            case 7:  # repeat a part
                 piece = bytes(data[at : at + 1 + int(chance() * 32)])
                 data[at:at] = piece * int(1 + chance() * chance() * 100)
             case _:

@@ -1,4 +1,4 @@
-"""Runs targets, each for a number of executions or a time, and keeps what they could not bear."""
+"""Runs targets, each for a number of executions or a time, and stores the inputs that failed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.fuzz.targets import TARGETS, Target
 FINDINGS = Path(__file__).parent / "findings"
 
 LONGEST_S = 1.0
-"""CPU time that one input, of up to 64 KiB, may take."""
+"""The most CPU time for one input of up to 64 KiB."""
 
 MOST_GROWTH_BYTES = 1 << 30
-"""Memory that reading may add to the process."""
+"""The most memory by which reading may grow the process."""
 
 _LOOK_EVERY = 1000
 _DONE = re.compile(r"(?:Done (\d+) runs|#(\d+)\s)")
@@ -31,7 +31,7 @@ _DONE = re.compile(r"(?:Done (\d+) runs|#(\d+)\s)")
 
 @dataclass(frozen=True)
 class Finding:
-    """An input that a target could not bear, in a file, and what happened."""
+    """An input on which a target failed, in a file, and the failure."""
 
     target: str
     path: Path
@@ -39,13 +39,13 @@ class Finding:
 
     @property
     def again(self) -> str:
-        """The command that shows it again."""
+        """The command that reproduces it."""
         return f"python -m tests.fuzz {self.target} --input {self.path}"
 
 
 @dataclass
 class Run:
-    """What came of running one target."""
+    """The result of one target."""
 
     target: str
     engine: str
@@ -56,7 +56,7 @@ class Run:
 
 
 def keep(target: Target, data: bytes, text: str) -> Finding:
-    """Write an input to a file of its own."""
+    """Write an input to a new file."""
     FINDINGS.mkdir(exist_ok=True)
     path = FINDINGS / f"{target.name}-{hashlib.sha256(data).hexdigest()[:12]}"
     path.write_bytes(data)
@@ -64,7 +64,7 @@ def keep(target: Target, data: bytes, text: str) -> Finding:
 
 
 def _describe(error: Exception) -> str:
-    """Where it happened, and what: the rest of either is of no use."""
+    """Return the location and the text of an error, without the rest of its traceback."""
     lines = traceback.format_exception(error, limit=-4)
     return "".join(f"{line:.600}\n" if len(line) > 600 else line for line in lines)
 
@@ -74,7 +74,7 @@ def _too_slow(data: bytes, spent: float) -> str:
 
 
 def try_input(target: Target, data: bytes) -> str:
-    """Return what is wrong with how `target` reads `data`, "" if nothing is."""
+    """Return the failure of `target` on `data`, "" without one."""
     begin = time.thread_time()
     try:
         target.read(data)
@@ -84,7 +84,7 @@ def try_input(target: Target, data: bytes) -> str:
 
 
 def mutate(target: Target, executions: int, seconds: float, seed: int) -> Run:
-    """Run a target on inputs by chance, until one is not borne."""
+    """Run a target on random inputs until one fails."""
     run = Run(target.name, "mutation")
     mutator, read, clock = Mutator(target.originals(), seed), target.read, time.thread_time
     begin, memory, before = time.monotonic(), _peak_bytes(), clock()
@@ -116,12 +116,12 @@ def _peak_bytes() -> int:
 
 
 def has_atheris() -> bool:
-    """Tell whether the fuzzer that looks at which lines run is installed."""
+    """Return whether atheris, the coverage-guided fuzzer, is installed."""
     return find_spec("atheris") is not None
 
 
 def guide(target: Target, executions: int, seconds: float, seed: int) -> Run:
-    """Run a target with atheris, which prefers inputs that reach new lines: in a process of its own, which it ends."""
+    """Run a target with atheris, which prefers inputs that reach new lines. It runs in a new process, which it ends."""
     begin = time.monotonic()
     FINDINGS.mkdir(exist_ok=True)
     command = [
@@ -152,7 +152,7 @@ def guide(target: Target, executions: int, seconds: float, seed: int) -> Run:
 
 
 def each(names: list[str], engine: str, executions: int, seconds: float, seed: int) -> Iterator[Run]:
-    """Run targets one after the other, each its share of `executions` and `seconds`."""
+    """Run targets one after the other, each with its share of `executions` and `seconds`."""
     run_one = guide if engine == "atheris" else mutate
     deadline = time.monotonic() + seconds
     left = executions

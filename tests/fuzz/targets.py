@@ -1,7 +1,7 @@
-"""What reads bytes of others: one target for each decoder, and some that compare two ways of reading the same.
+"""The targets of the fuzzer: one for each decoder, and some that compare two decoders of the same format.
 
-A target takes any bytes. It returns when they were borne: a value, or an error that the decoder documents. Anything
-else it raises is a finding.
+A target accepts any bytes. It returns if the decoder returns a value or raises a documented error. Any other error is a
+finding.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from tests.protocol.test_frame import feed
 from tests.protocol.test_fuzz_message import COMPRESSED_RECORDS, SMALL_BODIES, touch
 
 READ_BYTES = 1 << 20
-"""How much unpacked data a target asks for: bombs are for the decoders' own bound."""
+"""The most decompressed bytes that a target allows. Other tests cover the default limit of the decoders."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something that reads bytes, and real ones to begin with."""
+    """A function that reads bytes, and real inputs to start with."""
 
     name: str
     read: Callable[[bytes], object]
@@ -72,7 +72,7 @@ class Target:
 
 
 def bearing(read: Callable[[bytes], object], *errors: type[Exception]) -> Callable[[bytes], None]:
-    """Return a target's function: `read`, which may raise ProtocolError, and `errors`; their texts must be short."""
+    """Return a target's function: `read`, which may raise ProtocolError and `errors` with short texts."""
 
     def bear(data: bytes) -> None:
         try:
@@ -85,7 +85,7 @@ def bearing(read: Callable[[bytes], object], *errors: type[Exception]) -> Callab
     return bear
 
 
-# --- where to begin
+# --- initial inputs
 
 
 @cache
@@ -123,13 +123,13 @@ def properties() -> list[bytes]:
 
 @cache
 def packed_bodies() -> list[bytes]:
-    """A byte that says how it is packed, and what is packed."""
+    """A byte that selects the compression, and the compressed bytes."""
     return [bytes([kind]) + body for kind in range(8) for body in (*batches(), b"abc" * 100)]
 
 
 @cache
 def compressed() -> list[bytes]:
-    """Flags, and what is packed as they say."""
+    """Flags, and the bytes compressed as they specify."""
     return [flags.to_bytes(2) + body for body, flags in (compress(b"abc" * 100, kind) for kind in Compression)]
 
 
@@ -178,11 +178,11 @@ def stores() -> list[bytes]:
     ]
 
 
-# --- one for each decoder
+# --- one target for each decoder
 
 
 def streamed(data: bytes) -> None:
-    """Cut a stream into pieces, by what its first byte says; both readers find the same commands, or fail alike."""
+    """Split a stream into pieces, whose size is its first byte. Both readers find the same commands, or both fail."""
     step, stream = 1 + data[0] * 7 if data else 1, data[1:]
 
     def fed(buffer: FrameBuffer | ZeroCopyFrames) -> list[Any] | None:
@@ -208,7 +208,7 @@ def read_header(data: bytes) -> None:
 
 
 def read_answer(data: bytes) -> None:
-    """The header of a pull's answer; its fields are lines of name=value."""
+    """The header of a pull response; its fields are lines of name=value."""
     fields = dict(line.partition("=")[::2] for line in data.decode("utf-8", "replace").split("\n"))
     answer = read_pull_response(RemotingCommand(0, fields), 42)
     assert 0 <= answer.next_offset < 2**63
@@ -226,7 +226,7 @@ def read_message(data: bytes) -> None:
 
 
 def read_packed(data: bytes) -> None:
-    """The inside of a body that is packed, intact outside."""
+    """A damaged inner batch in an intact compressed body."""
     how, plain = data[0] if data else 0, data[1:]
     flags = 0
     if how & 3:
@@ -239,7 +239,7 @@ def read_packed(data: bytes) -> None:
 
 
 def repaired(data: bytes) -> bytes:
-    """Return a record whose size, magic and length of body are right; else most changes end at its first bytes."""
+    """Return a record with the right size, magic and body length. Otherwise most changes fail at its first bytes."""
     record = bytearray(data.ljust(91, b"\0"))
     record[:8] = struct.pack(">II", len(record), 0xDAA320AB if record[4] & 1 else 0xDAA320A7)
     sys_flag = struct.unpack_from(">i", record, 36)[0]
@@ -264,7 +264,7 @@ def read_batch(data: bytes) -> None:
     assert sum(len(item.body) for item in decode_batch(data)) <= len(data)
 
 
-# --- two ways of reading the same
+# --- targets that compare two decoders
 
 
 def columns_as_messages(data: bytes) -> None:
@@ -281,23 +281,23 @@ def columns_as_messages(data: bytes) -> None:
 
 
 def compiled_as_python(data: bytes) -> None:
-    """What the compiled part reads, or refuses, is what the Python code does."""
+    """The compiled part and the Python code read the same, or both refuse it."""
     compiled, in_python = both.copy(pure=False), both.copy(pure=True)
     assert both.core_of(compiled, data, MAX_RECORDS) == both.core_of(in_python, data, MAX_RECORDS)
 
 
 def compiled_properties_as_python(data: bytes) -> None:
-    """The same with a record that is right, whose properties are these bytes."""
+    """The same for an intact record with these bytes as properties."""
     text = data[:32_767]
     record = encode_message(StoredMessage("T", b""))[:-2] + len(text).to_bytes(2) + text
     compiled_as_python(len(record).to_bytes(4) + record[4:])
 
 
 def compiled_columns_as_python(data: bytes) -> None:
-    """The compiled part fills columns with what numpy does, or leaves them to others as that does."""
+    """The compiled part and the numpy code return the same columns, or both find the records irregular."""
     damaged = repaired(data) if data[-1:] > b"\x7f" else data
     tags = frozenset({"A"}) if len(data) % 4 == 0 else frozenset[str]()
-    end = 42 if len(data) % 8 == 1 else EVERY[1]  # where the first answer's records are; without them numpy reads none
+    end = 42 if len(data) % 8 == 1 else EVERY[1]  # of the first response; numpy reads only many records
     answers = [pulled(WORKED_RECORD * ROW_BY_ROW_RECORDS, end=end), pulled(damaged)]
 
     def read(pure: bool) -> list[dict[str, Any]]:
@@ -311,7 +311,7 @@ def compiled_columns_as_python(data: bytes) -> None:
 
 
 def messages_as_records(data: bytes) -> None:
-    """Records that are read by a plain reader are read, with the same values, as messages."""
+    """All records that a plain reader accepts become messages with the same values."""
     try:
         plain = read_records(data)
     except (AssertionError, UnicodeDecodeError):
@@ -337,7 +337,7 @@ def properties_as_read(data: bytes) -> None:
 
 
 def json_as_read(data: bytes) -> None:
-    """What is JSON has the value that the standard library gives it."""
+    """Standard JSON has the same value as in the standard library."""
     try:
         wanted = json.loads(data, parse_constant=lambda word: [][0])
     except (ValueError, RecursionError, IndexError):
@@ -349,7 +349,7 @@ def json_as_read(data: bytes) -> None:
 
 
 def _is_plain(value: object, depth: int = 0) -> bool:
-    """Tell whether a value is read alike everywhere: no half of a character, no number beyond 64 bits, not deep."""
+    """Return whether all readers agree on a value: no half of a character, no number above 64 bits, not deep."""
     if depth > 50:
         return False
     if isinstance(value, dict):
@@ -362,7 +362,7 @@ def _is_plain(value: object, depth: int = 0) -> bool:
 
 
 def plain_checkpoint(text: bytes) -> dict[MessageQueue, int] | None:
-    """Read offsets.json as it is usually written, None if it is in any other form."""
+    """Read offsets.json in its usual format, None if it has another format."""
     entry = rb'\{\s*"brokerName":"([^"\\]*)",\s*"queueId":(\d{1,9}),\s*"topic":"([^"\\]*)"\s*\}:(\d{1,18})'
     one = re.sub(rb"\((?!\?)", b"(?:", entry)
     whole = rb'\{\s*"offsetTable":\{(?:\s*' + one + rb"(?:\s*,\s*" + one + rb")*)?\s*\}\s*\}"
@@ -375,7 +375,7 @@ def plain_checkpoint(text: bytes) -> dict[MessageQueue, int] | None:
 
 
 def plain_journal(data: bytes) -> tuple[tuple[int, int], tuple[int, int], dict[MessageQueue, int]] | None:
-    """Read a journal frame by frame: the checkpoint and the backup it names, and its offsets. None if it is damaged."""
+    """Read a journal frame by frame: its checkpoint, its backup, and its offsets. None if it is damaged."""
     magic, version, _, crc, generation, _, *files, last = struct.unpack("<8sHHIQIIIIII", data[:48].ljust(48, b"\0"))
     if magic != b"PyRktOff" or version != 1 or crc != crc32(data[:12]) or last != crc32(data[:44]) or len(data) < 512:
         return None
@@ -403,7 +403,7 @@ def plain_journal(data: bytes) -> tuple[tuple[int, int], tuple[int, int], dict[M
 
 
 def store_as_read(data: bytes) -> None:
-    """What a store recovers from its files is what a plain reader does, where that understands them all."""
+    """A store recovers the same from its files as a plain reader, if that accepts all of them."""
     main, backup, journal_ = apart(data)
     tables, frames_ = [plain_checkpoint(main), plain_checkpoint(backup)], plain_journal(journal_)
     try:
@@ -417,7 +417,7 @@ def store_as_read(data: bytes) -> None:
         assert found == tables[0]
     elif frames_[0] == main_id:
         assert found == tables[0] | frames_[2]
-    elif frames_[1] == backup_id != frames_[0]:  # nobody has replaced it, so it is not what was written
+    elif frames_[1] == backup_id != frames_[0]:  # it was not replaced, so it is damaged
         assert found == tables[1] | frames_[2]
     else:
         assert found == tables[0]
@@ -450,7 +450,7 @@ def read_journal(data: bytes) -> None:
 
 
 def read_spark_offset(data: bytes) -> None:
-    """What Spark reads from its checkpoint for us; what is no JSON does not come so far."""
+    """Offsets in a checkpoint, which Spark has already parsed as JSON."""
     try:
         encoded = json.loads(data)
     except (ValueError, RecursionError):
@@ -459,7 +459,7 @@ def read_spark_offset(data: bytes) -> None:
 
 
 class OwnerFile(LocalDisk):
-    """A disk whose files all hold the same."""
+    """A disk whose files all have the same content."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

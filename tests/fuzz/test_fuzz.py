@@ -1,4 +1,4 @@
-"""A little of what `python -m tests.fuzz` does for long; and that it finds what is planted."""
+"""Short runs of `python -m tests.fuzz`, and tests that it finds planted defects."""
 
 from __future__ import annotations
 

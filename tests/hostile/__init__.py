@@ -1,1 +1,1 @@
-"""A server that means harm, beside one that does not: what a consumer of both must bear. `python -m tests.hostile`."""
+"""Attacks that a consumer between a malicious and an honest server must withstand: `python -m tests.hostile`."""

@@ -1,4 +1,4 @@
-"""`python -m tests.hostile`: a consumer beside a server that means harm, for as long as is asked."""
+"""`python -m tests.hostile`: run a consumer against a malicious server, for as long as you choose."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def main() -> int:
                 break
             if not todo and time.monotonic() - begin < arguments.seconds:
                 todo = chance.sample(names, len(names))
-        unmet = sum(not report.is_met for report in reports)  # the consumer did not come back to the server
+        unmet = sum(not report.is_met for report in reports)  # the consumer did not reconnect to the server
         consumed, sent = made.samples[-1]["consumed"], made.sent
         print(
             f"{time.monotonic() - begin:.0f} s, {len(reports)} attacks, {unmet} not met; honest messages {consumed} of "

@@ -1,4 +1,4 @@
-"""What a server may do to hurt, one class for each way, by name in `ATTACKS`."""
+"""Attacks of a malicious server, one class each, by name in `ATTACKS`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def record(offset: int, body: bytes, flags: int = 0, topic: str = TOPIC, queue_i
 
 
 class DeepHeader(Attack):
-    """JSON nested a thousand times in every answer's header."""
+    """JSON nested a thousand times in the header of every response."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         return raw_answer(command, b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}")
@@ -55,14 +55,14 @@ class DeeperHeader(Attack):
 
 
 class DeepBody(Attack):
-    """Deep JSON in the body of every answer that has one."""
+    """Deeply nested JSON in every response body."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         return command.make_response(body=b'{"consumerIdList":' * 300 + b"[" * 900)
 
 
 class SlowJson(Attack):
-    """6 MB of a dialect that only the slow reader reads, as an answer and as a request."""
+    """6 MB of a JSON dialect that only the slow reader accepts, as a response and as a request."""
 
     BODY = b"{" + b'{"brokerName":"b","queueId":1,"topic":"T"}:1,' * 130_000 + b"0:1}"
 
@@ -78,14 +78,14 @@ class SlowJson(Attack):
 
 
 class Garbage(Attack):
-    """Bytes that are no frame."""
+    """Bytes that are not a frame."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         return b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10
 
 
 class LongClaim(Attack):
-    """A frame that says it has 16 MiB, of which a little comes now and then."""
+    """A frame with a length of 16 MiB, sent in small parts with long pauses."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         return None
@@ -98,7 +98,7 @@ class LongClaim(Attack):
 
 
 class LongRemarks(Attack):
-    """Errors of 200 KB that look like lines of a log, in colours."""
+    """Errors of 200 KB that look like coloured log lines."""
 
     REMARK = "no\r\n2026-01-01 ERROR pyrocket_consumer forged line \x1b[2J\x9b31m" * 3500
 
@@ -107,14 +107,14 @@ class LongRemarks(Attack):
 
 
 class Silence(Attack):
-    """No answer, ever."""
+    """No response to any request."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         return None
 
 
 class Twice(Attack):
-    """Every answer three times, and answers that nobody asked for."""
+    """Every response three times, and responses without a request."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         if command.code == RequestCode.PULL_MESSAGE:
@@ -125,11 +125,11 @@ class Twice(Attack):
         return [one, one, one, *map(encode_command, unasked)]
 
 
-# --- answers to pulls
+# --- responses to pulls
 
 
 class NextOffset(Attack):
-    """A next offset that no queue can have."""
+    """A next offset outside the range of queues."""
 
     VALUES = (2**63, 2**64, -1, -(2**63), 2**63 - 1, 10**30, 100_000)
     CODES = (ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_OFFSET_MOVED, ResponseCode.PULL_RETRY_IMMEDIATELY)
@@ -141,7 +141,7 @@ class NextOffset(Attack):
 
 
 class AbsurdOffsets(Attack):
-    """Committed, first and last offsets that no queue can have."""
+    """Committed, first and last offsets outside the range of queues."""
 
     codes = (RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET)
 
@@ -150,7 +150,7 @@ class AbsurdOffsets(Attack):
 
 
 class Moved(Attack):
-    """Every pull is told that its offset has moved, on and on."""
+    """Every pull response moves the offset further."""
 
     codes = PULLS
 
@@ -160,7 +160,7 @@ class Moved(Attack):
 
 
 class ResetEndlessly(Attack):
-    """Every pull is told of a reset."""
+    """Every pull response reports a reset."""
 
     codes = PULLS
 
@@ -170,7 +170,7 @@ class ResetEndlessly(Attack):
 
 
 class NothingAtOnce(Attack):
-    """Pulls are never held."""
+    """Pulls return at once without messages."""
 
     codes = PULLS
 
@@ -179,7 +179,7 @@ class NothingAtOnce(Attack):
 
 
 class FoundNothing(Attack):
-    """Messages were found, says the header; there is none, and the place is the same."""
+    """The header reports found messages, but the body is empty and the next offset unchanged."""
 
     codes = PULLS
 
@@ -188,7 +188,7 @@ class FoundNothing(Attack):
 
 
 class Found(Attack):
-    """Answers pulls with records."""
+    """Responds to pulls with records."""
 
     codes = PULLS
 
@@ -208,7 +208,7 @@ def bomb(mebibytes: int) -> tuple[bytes, int]:
 
 
 class Bombs(Found):
-    """32 messages of a few KB, each 60 MiB when unpacked."""
+    """32 messages of a few KB, each 60 MiB when decompressed."""
 
     unpacked = 60
 
@@ -218,7 +218,7 @@ class Bombs(Found):
 
 
 class LargerBombs(Bombs):
-    """The same, each of 200 MiB, which is more than any body may have."""
+    """The same, each of 200 MiB, which is above the limit of a body."""
 
     unpacked = 200
 
@@ -231,7 +231,7 @@ def inner(items: int) -> tuple[bytes, int]:
 
 
 class InnerBatches(Found):
-    """3 KB that hold 610 000 messages, in each of 8 records."""
+    """8 records of 3 KB that contain 610 000 messages each."""
 
     def records(self, offset: int, queue_id: int) -> bytes:
         body, flags = inner(610_000)
@@ -260,7 +260,7 @@ class StrangeRecords(Found):
 
 
 class DamagedRecords(Found):
-    """Records whose lengths lie."""
+    """Records with wrong lengths."""
 
     def records(self, offset: int, queue_id: int) -> bytes:
         good = bytearray(record(offset, b"x" * 100, queue_id=queue_id))
@@ -276,7 +276,7 @@ def reset_fields(topic: str = TOPIC) -> dict[str, str]:
 
 
 class Flood(Attack):
-    """Requests of every kind that servers may make, without end."""
+    """An endless stream of all kinds of requests that servers may send."""
 
     async def besides(self, peer: Peer) -> None:
         number = 0
@@ -306,7 +306,7 @@ class LongRequests(Attack):
 
 
 class Plans(Attack):
-    """Plans of resets that pin: absurd epochs, foreign topics, queues that are not there."""
+    """Reset plans with absurd epochs, foreign topics, and queues that do not exist."""
 
     async def besides(self, peer: Peer) -> None:
         turn = 0
@@ -330,7 +330,7 @@ class Plans(Attack):
 
 
 class Resets(Attack):
-    """Resets of queues that are not there, to places that are not."""
+    """Resets of queues that do not exist, to impossible offsets."""
 
     async def besides(self, peer: Peer) -> None:
         while True:
@@ -348,7 +348,7 @@ class Resets(Attack):
 
 
 class Routes(Attack):
-    """Routes with queues without number, and addresses that are none."""
+    """Routes with very many queues, and with invalid addresses."""
 
     at_name_server = True
     codes = (RequestCode.GET_ROUTEINFO_BY_TOPIC,)
@@ -361,7 +361,7 @@ class Routes(Attack):
 
 
 class Members(Attack):
-    """A hundred thousand members, none of whom is there."""
+    """A list of a hundred thousand members that do not exist."""
 
     BODY = json.dumps({"consumerIdList": [f"10.0.0.{number}@{'x' * 50}" for number in range(100_000)]}).encode()
     codes = (RequestCode.GET_CONSUMER_LIST_BY_GROUP,)
@@ -371,7 +371,7 @@ class Members(Attack):
 
 
 class MembersThatChange(Attack):
-    """Other members at every question: the member alone, twice, with others, not at all."""
+    """A different member list in every response: the member alone, twice, with others, missing."""
 
     codes = (RequestCode.GET_CONSUMER_LIST_BY_GROUP,)
 
@@ -388,7 +388,7 @@ class MembersThatChange(Attack):
 
 
 class RoutesThatChange(Attack):
-    """Another route at every question: queues come and go, brokers change their addresses, two have one name."""
+    """A different route in every response: queues and addresses of brokers change, and two brokers have one name."""
 
     at_name_server = True
     codes = (RequestCode.GET_ROUTEINFO_BY_TOPIC,)
@@ -405,7 +405,7 @@ class RoutesThatChange(Attack):
 
 
 class OneAnswer(Attack):
-    """Each connection gets one answer, and is ended."""
+    """Each connection is closed after one response."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         asyncio.get_running_loop().call_later(PAUSE_S, peer.writer.close)
@@ -413,7 +413,7 @@ class OneAnswer(Attack):
 
 
 class Drops(Attack):
-    """An answer comes a byte at a time."""
+    """Responses are sent one byte at a time."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         whole = encode_command(found_nothing(command))
@@ -428,7 +428,7 @@ class Drops(Attack):
 
 
 class LongNames(Attack):
-    """Control characters in all fields of all answers, and long texts of them in bodies."""
+    """Control characters in all fields of all responses, and long texts of them in bodies."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
         text = "\n\r\x1b[2J\0\u202e\u2028" * 8192
@@ -438,7 +438,7 @@ class LongNames(Attack):
 
 
 class StrangeCommits(Attack):
-    """Offsets that jump at every question."""
+    """Offsets that jump in every response."""
 
     codes = (RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_MAX_OFFSET)
 
@@ -448,7 +448,7 @@ class StrangeCommits(Attack):
 
 
 class FarTimes(Found):
-    """Records stored and born at the ends of time, with properties that point elsewhere."""
+    """Records with extreme store and born times, and with properties that name other queues."""
 
     def records(self, offset: int, queue_id: int) -> bytes:
         far = (2**63 - 1, -(2**63), 0, 253402300800_000)
@@ -488,7 +488,7 @@ OF_NAME_SERVERS = [
     type(f"{kind.__name__}OfNameServer", (kind,), {"at_name_server": True})
     for kind in (DeepBody, DeepHeader, SlowJson, LongRemarks, Flood, Silence)
 ]
-"""What brokers do above, done by name servers."""
+"""The attacks of brokers above, by name servers."""
 
 ATTACKS: dict[str, type[Attack]] = {kind.__name__: kind for kind in [*KINDS, *OF_NAME_SERVERS]}
-del ATTACKS["Attack"], ATTACKS["Found"]  # which others are made of
+del ATTACKS["Attack"], ATTACKS["Found"]  # base classes

@@ -1,6 +1,6 @@
-"""A consumer with default options, in a process of its own: tells how it is, a line of JSON five times a second.
+"""A consumer with default options, in a process of its own. It prints its state as a line of JSON five times a second.
 
-`python -m tests.hostile.member NAME_SERVER GROUP TOPIC DIRECTORY [OPTIONS]`; ends at the end of its input.
+`python -m tests.hostile.member NAME_SERVER GROUP TOPIC DIRECTORY [OPTIONS]`; it ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyrocket_consumer import PushConsumer
 
 
 class Pauses(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
-    """How long a loop does not look what has come: its longest stretch of work between two looks, and of CPU time."""
+    """The longest time, and the most CPU time, between two polls of an event loop."""
 
     longest_s = longest_cpu_s = 0.0
     _left = _left_cpu = 0.0
@@ -42,7 +42,7 @@ class Policy(asyncio.DefaultEventLoopPolicy):
 
 
 class Lines(logging.Handler):
-    """Counts what is logged."""
+    """Counts log records."""
 
     lines = characters = longest = forged = 0
 

@@ -1,4 +1,4 @@
-"""A consumer between an honest broker and a hostile server: attacks one after the other, and how it was meanwhile."""
+"""Runs one attack after the other on a consumer between an honest and a hostile server, and measures the consumer."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.hostile.attacks import ATTACKS, GROUP, TOPIC
 from tests.hostile.server import Attack, HostileServer
 
 SETTLE_S = 120.0
-"""So long a consumer may leave a server alone that has sent it what is no frame."""
+"""How long a consumer may wait before it reconnects to a server that has sent other data than frames."""
 
 
 @dataclass
 class Report:
-    """How the member was during one attack: the worst of what it told."""
+    """The state of the member during one attack: the worst of its reports."""
 
     attack: str
     is_met: bool = True
-    """Whether the consumer pulled from the server before."""
+    """Whether the consumer pulled from the server before the attack."""
     seconds: float = 0.0
     rss: int = 0
     pause_s: float = 0.0
@@ -41,7 +41,7 @@ class Report:
     consumed: int = 0
     sent: int = 0
     latest_s: float = 0.0
-    """How long after the attack's end the last honest message of its time was consumed."""
+    """How long after the end of the attack the last honest message sent during it was consumed."""
     state: str = ""
     events: dict[str, int] = field(default_factory=dict)
 
@@ -90,7 +90,7 @@ class World:
             self.sent += 1
 
     def wait_until(self, reached: Any, timeout_s: float) -> bool:
-        """Wait until what the member told last satisfies `reached`."""
+        """Wait until the last report of the member satisfies `reached`."""
         with self._heard:
             return self._heard.wait_for(
                 lambda: self.process.poll() is not None or (bool(self.samples) and reached(self.samples[-1])), timeout_s
@@ -150,7 +150,7 @@ class World:
 
 @contextmanager
 def world(directory: Path, **options: Any) -> Iterator[World]:
-    """A world, its member started and known to consume."""
+    """A world whose member has started and consumed messages."""
     with EmbeddedCluster() as cluster:
         cluster.create_topic(TOPIC, queues=4)
         broker = cluster.brokers[0]

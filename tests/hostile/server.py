@@ -1,4 +1,4 @@
-"""Name server and broker of bytes alone: it answers as a real one would, until an attack answers in its place."""
+"""A name server and a broker that work on bytes. They respond as real ones do, until an attack replaces responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOLD_S = 2.0
 MAX_OFFSET = 10
 
 Answer = RemotingCommand | bytes | list[bytes] | None
-"""A command, a frame of any bytes, several, or nothing at all."""
+"""A command, a frame of any bytes, several of them, or None for no response."""
 
 
 @dataclass(eq=False)
@@ -32,38 +32,38 @@ class Peer:
     opaque: int = 0
 
     def send(self, data: bytes) -> None:
-        """Write, unless the client has not read much of what there was before."""
+        """Write, unless many earlier bytes are unread."""
         if not self.writer.is_closing() and self.writer.transport.get_write_buffer_size() < 64 << 20:
             self.writer.write(data)
 
     def ask(self, code: int, fields: dict[str, str], body: bytes = b"", flag: int = 0) -> None:
-        """Send a request of ours."""
+        """Send a request to the client."""
         self.opaque += 1
         self.send(encode_command(RemotingCommand(code, fields, body, self.opaque, flag)))
 
 
 class Attack:
-    """Does nothing. Each kind of attack does something else in one of these places."""
+    """The base of attacks, which does nothing. Each attack overrides some methods."""
 
     at_name_server = False
-    """Whether the name server is the one that means harm, and not the broker."""
+    """Whether the name server attacks, and not the broker."""
     codes: tuple[int, ...] = ()
-    """The requests that it answers; all if there is none."""
+    """The codes of the requests that it responds to; if it is empty, all."""
     turn = 0
-    """How many it has answered."""
+    """The number of responses so far."""
 
     def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
-        """Return what is answered instead; NotImplemented for what an honest server says."""
+        """Return the response of the attack; NotImplemented for that of an honest server."""
         return NotImplemented
 
     async def besides(self, peer: Peer) -> None:
-        """Do something to a connection that is open, for as long as the attack lasts."""
+        """Act on an open connection for as long as the attack lasts."""
 
 
 class HostileServer:
-    """Both servers, on a thread of their own. `honest` is the address of the broker that keeps to the rules.
+    """Both servers, on a thread of their own. `honest` is the address of the honest broker.
 
-    The route that the name server tells has the queues of both. `attack` may be changed at any time.
+    Routes contain the queues of both brokers. `attack` may be changed at any time.
     """
 
     def __init__(self, topic: str, honest: tuple[str, str], honest_queues: int = QUEUES) -> None:
@@ -113,7 +113,7 @@ class HostileServer:
         await asyncio.sleep(0.01)
 
     def do(self, attack: Attack) -> None:
-        """Attack in this way from now on, on connections to come: what there is of the former one ends with its own."""
+        """Start this attack on new connections. The former attack continues on its connections until they end."""
 
         def change() -> None:
             self._attack = attack
@@ -168,7 +168,7 @@ class HostileServer:
             if frame is not None and not command.is_oneway:
                 peer.send(frame)
 
-    # --- what an honest one does
+    # --- the honest responses
 
     def _answer_honestly(self, peer: Peer, command: RemotingCommand) -> None:
         if command.code == RequestCode.PULL_MESSAGE:
@@ -183,7 +183,7 @@ class HostileServer:
         self._send(peer, command, found_nothing(command))
 
     def honest_answer(self, peer: Peer, command: RemotingCommand) -> RemotingCommand:
-        """Return what a broker or name server with few messages would answer."""
+        """Return the response of a broker or name server with few messages."""
         fields = command.fields
         queue = (fields.get("topic", ""), int(fields.get("queueId", 0) or 0))
         match command.code:
@@ -215,7 +215,7 @@ class HostileServer:
                 return command.make_response()
 
     def route(self, topic: str) -> bytes:
-        """Return the route of a topic: of the one, both brokers; of any other, the honest one."""
+        """Return the route of a topic: both brokers for the topic of the test, the honest one for all others."""
         name, address = self.honest
         queues = [queue_data(name, self.honest_queues if topic == self.topic else 1)]
         brokers = [broker_data(name, address)]
@@ -239,14 +239,14 @@ def broker_data(name: str, address: str) -> dict[str, Any]:
 
 
 def found_nothing(command: RemotingCommand, **changed: object) -> RemotingCommand:
-    """Return the answer to a pull for which there is no message yet."""
+    """Return the response to a pull without messages."""
     return pulled(command, ResponseCode.PULL_NOT_FOUND, **changed)
 
 
 def pulled(
     command: RemotingCommand, code: int, body: bytes = b"", remark: str | None = None, **changed: object
 ) -> RemotingCommand:
-    """Return an answer to a pull; `changed` are fields of its header, by their names."""
+    """Return a response to a pull; `changed` are fields of its header by name."""
     here = command.fields.get("queueOffset", "0")
     fields = {"nextBeginOffset": here, "minOffset": "0", "maxOffset": str(max(int(here), MAX_OFFSET))}
     fields |= {"suggestWhichBrokerId": "0", **{name: str(value) for name, value in changed.items()}}

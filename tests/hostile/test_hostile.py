@@ -1,6 +1,6 @@
 """A consumer with default options, in a process of its own, between an honest broker and each attack for a moment.
 
-`python -m tests.hostile` does it for longer, and tells exact figures; here the bounds leave room for a busy machine.
+`python -m tests.hostile` runs longer, and prints exact figures. The bounds here allow for a busy machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_LINE = 4100
 
 @pytest.fixture
 def between(tmp_path):
-    """`between()` returns a world; a new one where the attack before has the consumer leave the server alone.
+    """`between()` returns a world; a new one if the consumer still pauses because of the previous attack.
 
     In `make proof` the consumer must come back to the server itself.
     """

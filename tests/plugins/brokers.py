@@ -1,4 +1,4 @@
-"""Fixtures of real brokers and Java clients, and the releases that a run is about."""
+"""Fixtures of real brokers and Java clients, and the choice of releases for a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_VERSION = "none"
 OLDEST_AND_NEWEST = (OLDEST, NEWEST)
 
 WORKER_BYTES = 2 << 30
-"""The memory of a worker with the brokers it runs."""
+"""The memory of a worker with its brokers."""
 
 _ON_A_RELEASE = re.compile(rf"[\[-]real-({'|'.join(map(re.escape, VERSIONS))})[-\]]")
 _WITHOUT_THE_SESSION = re.compile(r"tests/spark/test_(discovery|kill|read|sink_faults|source_faults)\.py")
@@ -66,7 +66,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that takes `cluster` on each kind of cluster, one that takes `real_cluster` on each release."""
+    """Run a test with the fixture `cluster` on each kind of cluster, and one with `real_cluster` on each release."""
     only = metafunc.definition.get_closest_marker("versions")
     versions = metafunc.config.stash[_versions]
     chosen = [_release(version) for version in versions if only is None or version in only.args]
@@ -77,13 +77,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _release(version: str) -> Any:
-    """Return a parameter whose id says what it runs on; other tests have versions, too."""
+    """Return a parameter with a distinct id, because other tests have versions, too."""
     return pytest.param(version, id=f"real-{version}", marks=pytest.mark.real)
 
 
-@pytest.hookimpl(trylast=True)  # what -k and -m leave out needs no broker
+@pytest.hookimpl(trylast=True)  # tests that -k and -m deselect need no broker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what cannot run, and put the rest in an order in which each release is started once."""
+    """Deselect tests that cannot run, and sort the others so that each release is started once."""
     wanted = {_version(item) for item in items}
     if not config.getoption("collectonly") and wanted & set(VERSIONS):
         _prepare(config, filter(wanted.__contains__, VERSIONS))
@@ -96,9 +96,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _prepare(config: pytest.Config, versions: Iterable[str]) -> None:
-    """Get jars and programs ready; no test's time limit has room for a download.
+    """Prepare jars and programs, because a download would exceed the time limits of tests.
 
-    Where real brokers cannot run, go on without them, unless they were asked for.
+    If real brokers cannot run, continue without them, unless the options request them.
     """
     from tests.real_brokers import check_machine
     from tests.real_brokers.jars import classes
@@ -125,16 +125,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _version(item: pytest.Item) -> str | None:
-    """Return the real release an item runs on, None when it runs on none."""
+    """Return the real release for an item, None without real brokers."""
     parameters: dict[str, str] = item.callspec.params if hasattr(item, "callspec") else {}
     version = parameters.get("real_version") or parameters.get("cluster_kind")
     return None if version == EMBEDDED else version
 
 
 def _place(item: pytest.Item, released_first: bool) -> tuple[int, str]:
-    """Return what items are ordered by: release by release, like clusters together.
+    """Return the sort key of an item: by release, then by the settings of the cluster.
 
-    Workers begin with the releases, because these are the longest.
+    Workers begin with the releases, because their tests take longest.
     """
     version = _version(item)
     if version is None:
@@ -144,7 +144,7 @@ def _place(item: pytest.Item, released_first: bool) -> tuple[int, str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """With `-n auto`: one for each core; with real brokers three more, as two releases and Spark have tests wait."""
+    """Return the workers of `-n auto`: one per core, and three more with real brokers, whose tests wait a lot."""
     cores, memory = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if config.getoption("--real") == NO_VERSION:
         return cores
@@ -153,10 +153,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`: each release is one worker's work, Spark's session another's; other tests go to whoever is free."""
+    """With `-n`, run each release on one worker and Spark's session on another; other tests on any free worker."""
     from xdist.scheduler import LoadScopeScheduling, WorkStealingScheduling
 
-    if not config.stash[_versions]:  # this one asks workers less often
+    if not config.stash[_versions]:  # this one communicates less often with workers
         return WorkStealingScheduling(config, log)
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
@@ -182,18 +182,18 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def _cluster_options(item: pytest.Item) -> dict[str, Any]:
-    marks = reversed([*item.iter_markers("cluster")])  # a test's own count more than its module's
+    marks = reversed([*item.iter_markers("cluster")])  # marks of a test override those of its module
     return {name: value for mark in marks for name, value in mark.kwargs.items()}
 
 
 class RealClusters:
-    """The real cluster that runs now, if any: one at a time, kept while tests want the same release."""
+    """The running real cluster, if any. There is one at a time, kept while tests need the same release."""
 
     def __init__(self) -> None:
         self._cluster: RealCluster | None = None
 
     def get(self, version: str, **options: Any) -> RealCluster:
-        """Return the cluster asked for, started; of another with the same release only what differs is replaced."""
+        """Return the requested cluster, started. Reuse a running one of the same release, with changed settings."""
         from tests.real_brokers import RealCluster
         from tests.real_brokers.cluster import PortTaken
 
@@ -227,13 +227,13 @@ def real_clusters() -> Iterator[RealClusters]:
 
 @pytest.fixture
 def real_cluster(real_version: str, real_clusters: RealClusters, request: pytest.FixtureRequest) -> RealCluster:
-    """A real cluster, of each release in turn. It is shared: use fresh names, and set settings back."""
+    """A real cluster of each release in turn. Tests share it, so use new names, and restore settings."""
     return real_clusters.get(real_version, **_cluster_options(request.node))
 
 
 @pytest.fixture
 def cluster(cluster_kind: str, real_clusters: RealClusters, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A cluster of each kind in turn: embedded, and real ones. Tests use what both have."""
+    """A cluster of each kind in turn: embedded and real. Tests use their common methods."""
     options = _cluster_options(request.node)
     if cluster_kind != EMBEDDED:
         yield real_clusters.get(cluster_kind, **options)
@@ -255,7 +255,7 @@ def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
 
 @pytest.fixture(scope="session")
 def java_machines() -> Iterator[dict[str, JavaMachine]]:
-    """The machine with Java clients that runs now, by its release: one at a time, kept while tests want this one."""
+    """The running Java clients, by their release. There is one at a time, kept while tests need the same release."""
     machines: dict[str, JavaMachine] = {}
     yield machines
     for machine in machines.values():
@@ -264,7 +264,7 @@ def java_machines() -> Iterator[dict[str, JavaMachine]]:
 
 @pytest.fixture
 def java(real_version: str, java_machines: dict[str, JavaMachine]) -> JavaMachine:
-    """Java clients of the release under test. It is shared: close what you start."""
+    """Java clients of the release under test. Tests share them, so close the clients that you start."""
     from tests.real_brokers import JavaMachine
 
     if real_version not in java_machines or not java_machines[real_version].running:

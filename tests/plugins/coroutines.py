@@ -1,4 +1,4 @@
-"""Tests that are coroutines: each runs on a loop whose clock jumps, or as `RUN` of its module says."""
+"""Coroutine tests: each runs on a loop whose clock jumps, or in the `RUN` of its module."""
 
 from __future__ import annotations
 

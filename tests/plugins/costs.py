@@ -1,4 +1,4 @@
-"""What a test costs: the marks `unit`, `live`, `real`, `search` and `slow`, virtual time, and limits.
+"""The costs of tests: the marks `unit`, `live`, `real`, `search` and `slow`, virtual time, and limits.
 
 A test without a mark is a unit test: it runs in virtual time, and anything that leaves it (a socket, a process) fails.
 """
@@ -26,10 +26,10 @@ COSTS = {
     "search": "looks for mistakes at random; PYROCKET_TRIALS says how long",
 }
 LIMIT_S = float(os.environ.get("PYROCKET_LIMIT_S", "2"))
-"""What a test may take without `slow`: CPU time, and time that it waited while the machine was free."""
+"""The most time of a test without `slow`: CPU time plus waiting time while the machine was idle."""
 
 FEWEST = 25
-"""How many examples a test with hypothesis has at least."""
+"""The fewest examples of a test with hypothesis."""
 
 _PRESSURE = Path("/proc/pressure/cpu")
 _taken = pytest.StashKey[float]()
@@ -63,7 +63,7 @@ def _seed() -> int:
 
 
 def cost_of(item: pytest.Item) -> str:
-    """Return the cost of a test: what it is marked with, the dearest of several."""
+    """Return the cost mark of a test, the most expensive one of several."""
     return next((cost for cost in ("search", "real", "live") if item.get_closest_marker(cost)), "unit")
 
 
@@ -72,7 +72,7 @@ def is_virtual(item: pytest.Item) -> bool:
     return cost_of(item) == "unit" and not item.config.getoption("--real-time")
 
 
-@pytest.hookimpl(tryfirst=True)  # -m looks at what is added here
+@pytest.hookimpl(tryfirst=True)  # -m uses the marks that are added here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         cost = cost_of(item)
@@ -104,7 +104,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Run a unit test, its fixtures included, in a world of its own, whose seed is the test's name."""
+    """Run a unit test with its fixtures in a world of its own, whose seed is the name of the test."""
     if not is_virtual(item):
         return (yield)
     seed = _seed() ^ zlib.crc32(item.nodeid.encode())
@@ -112,9 +112,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)  # inside of what captures output and log
+@pytest.hookimpl(wrapper=True, trylast=True)  # inside the capture of output and log
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """End a test's own fixtures in its world, and those that others share outside: they began there."""
+    """End a test's own fixtures in its world, and shared fixtures outside, where they began."""
     if (world := item.stash.get(_world, None)) is not None:
         try:
             item.session._setupstate.teardown_exact(item.parent)
@@ -124,7 +124,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 
 def _stalled_s() -> float:
-    """Return for how long something has waited for a processor since the machine started."""
+    """Return how long processes have waited for a processor since the machine started."""
     try:
         return int(_PRESSURE.read_text().split("total=", 1)[1].split()[0]) / 1e6
     except (OSError, IndexError):

@@ -21,7 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that takes `database` on each kind that this machine has; in CI on all."""
+    """Run a test with the fixture `database` on each kind of this machine; in CI on all kinds."""
     if "database_kind" not in metafunc.fixturenames:
         return
     from tests.databases import KINDS, why_missing
@@ -30,12 +30,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     kinds = [kind for kind in KINDS if only is None or kind in only.args]
     chosen = [kind for kind in kinds if os.environ.get("CI") == "true" or not why_missing(kind)]
     costs = {kind: () if kind == SQLITE else pytest.mark.real for kind in chosen}
-    # with none it is skipped, and says so
+    # without any kind it is skipped with a reason
     metafunc.parametrize("database_kind", [pytest.param(kind, marks=costs[kind]) for kind in chosen])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Tell after a run of many tests which databases this machine lacks: their tests are left out without a word."""
+    """Print after a run of many tests which databases this machine lacks, because their tests are silently skipped."""
     if not config.getoption("numprocesses", None) or config.option.markexpr == "unit":
         return
     from tests.databases import KINDS, why_missing
@@ -63,7 +63,7 @@ def database_servers() -> Iterator[dict[str, Server]]:
 
 @pytest.fixture
 def database(database_kind: str, database_servers: dict[str, Server], tmp_path: Path) -> Database:
-    """Return an empty database of the kind; marked `databases("postgresql")` a test gets that kind alone."""
+    """Return an empty database of each kind; with the mark `databases("postgresql")` only of that kind."""
     from sqlalchemy import make_url
 
     from tests.databases import Database

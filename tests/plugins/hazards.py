@@ -1,4 +1,4 @@
-"""The mark `hazard`, from which docs/hazards.md is made."""
+"""The mark `hazard`, which is the source of docs/hazards.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave faulty members out on real brokers, where the embedded one has met them already."""
+    """Skip faulty members on real brokers, because the tests on the embedded broker cover them."""
     left_out = [item for item in items if item.get_closest_marker("hazard") and _is_faulty_on_a_release(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -1,4 +1,4 @@
-"""What the suite does with marks, limits and tests that leave virtual time."""
+"""The effect of marks and limits, and of tests that leave virtual time."""
 
 from __future__ import annotations
 

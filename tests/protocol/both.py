@@ -20,14 +20,14 @@ PACKAGE = "pyrocket_consumer"
 _COMPILED = f"{PACKAGE}.protocol._accelerator"
 
 library: Path | None = None
-"""A build of the compiled part in place of the installed one, for whoever asks for the first copy."""
+"""A build of the compiled part that the first copy uses in place of the installed one."""
 
 
 class Copy:
     """The modules of one copy, by their names within the package."""
 
     def __init__(self, pure: bool, library: Path | None = None) -> None:
-        """Take the compiled part from `library`, where it is given."""
+        """Load the compiled part from `library`, if it is not None."""
         self.pure = pure
         self.library = library
         self._modules: dict[str, ModuleType] = {}
@@ -50,7 +50,7 @@ class Copy:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Have this copy stand where the package is imported from."""
+        """Make imports of the package return this copy."""
         others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == PACKAGE}
         setting = os.environ.pop("PYROCKET_PURE", None)
         os.environ["PYROCKET_PURE"] = "1" if self.pure else "0"
@@ -67,9 +67,9 @@ class Copy:
 
 @cache
 def copy(*, pure: bool) -> Copy:
-    """Return the copy that runs in Python alone, or the one with the compiled part.
+    """Return the pure Python copy, or the one with the compiled part.
 
-    Skips the test where that was not built, but for CI, where it must have been.
+    Skip the test if the compiled part was not built; in CI it must have been.
     """
     made = Copy(pure, None if pure else library)
     accelerator = made.module("protocol.accelerator")
@@ -110,7 +110,7 @@ NAMES = ("TAGS", "UNIQ_KEY", "RETRY_TOPIC", "nothing", "", "\ufffd", "a\x01", "\
 
 
 def outcome(call: Callable[[], object]) -> object:
-    """Return what `call` returns, or the name and text of what it raises."""
+    """Return the result of `call`, or the name and text of its error."""
     try:
         return call()
     except Exception as error:
@@ -118,7 +118,7 @@ def outcome(call: Callable[[], object]) -> object:
 
 
 def all_of(message: Any, names: Iterable[str] = ()) -> list[object]:
-    """Return everything a message says of itself, the errors of what it cannot say included."""
+    """Return all attributes of a message, with the errors of those that cannot be read."""
     every = (*NAMES, *names)
     outcomes = [
         outcome(partial(message.property, name)) for name in every
@@ -136,7 +136,7 @@ def _plain(value: object) -> object:
 
 
 def grown_kib(work: Callable[[], object], before: int, times: int) -> int:
-    """Return by how much memory grows when something is done again and again, after the first times."""
+    """Return how much memory grows when `work` is repeated, after the first calls."""
     resource = pytest.importorskip("resource")
 
     def peak_after(times: int) -> int:
@@ -148,7 +148,7 @@ def grown_kib(work: Callable[[], object], before: int, times: int) -> int:
 
 
 def messages_of(which: Copy, data: bytes, most: int | None = None) -> object:
-    """Return what `which` copy reads in the body of a pull's answer, or why it refuses it."""
+    """Return the messages that `which` copy reads in the body of a pull response, or its error."""
     message, model = which.module("protocol.message"), which.module("model")
     queue = model.MessageQueue("orders", "broker-a", 3)
     read = outcome(lambda: message.decode_messages(data, queue, max_records=most))
@@ -173,7 +173,7 @@ _CORE = (methodcaller("property", "TAGS"), _each_property_of, attrgetter("body")
 
 
 def core_of(which: Copy, data: bytes, most: int) -> object:
-    """Return what the compiled part itself reads of messages: less than `messages_of`, and ten times as quick."""
+    """Return the parts of messages that the compiled part itself reads. This is ten times as fast as `messages_of`."""
     message = which.module("protocol.message")
     try:
         messages = message.decode_messages(data, None, max_records=most)

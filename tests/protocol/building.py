@@ -18,11 +18,11 @@ ROOT = Path(pyrocket_consumer.__file__).parent.parent
 SOURCE = ROOT / "pyrocket_consumer" / "protocol" / "_accelerator.c"
 SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 SANITIZERS_STATUS = 99
-"""How AddressSanitizer ends a process."""
+"""The exit status that AddressSanitizer sets."""
 
 
 def compiler() -> str:
-    """Return a C compiler. Skips the test without one, but for CI, where there must be one."""
+    """Return a C compiler. Skip the test without one; in CI there must be one."""
     found = shutil.which("gcc") or shutil.which("cc")
     if found is None or not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         assert os.environ.get("CI") != "true", "no C compiler, or no headers of Python"
@@ -31,7 +31,7 @@ def compiler() -> str:
 
 
 def copied(folder: Path) -> Path:
-    """Copy the package without its compiled part into `folder`; return where that would be."""
+    """Copy the package without its compiled part into `folder`. Return the directory for the compiled part."""
     shutil.copytree(
         ROOT / "pyrocket_consumer",
         folder / "pyrocket_consumer",
@@ -73,17 +73,17 @@ def build(folder: Path, source: str, *flags: str) -> None:
 
 
 def sanitizing() -> dict[str, str]:
-    """Return the environment of a Python that runs what sanitizers were built into."""
+    """Return the environment of a Python that loads a build with sanitizers."""
     find = [compiler(), "-print-file-name=libasan.so"]
     return dict(os.environ) | {
         "LD_PRELOAD": subprocess.run(find, capture_output=True, text=True, timeout=30, check=True).stdout.strip(),
         "ASAN_OPTIONS": f"detect_leaks=0:allocator_may_return_null=1:exitcode={SANITIZERS_STATUS}",
-        "PYTHONMALLOC": "malloc",  # each object in memory of its own, so that what is beside it is nobody's
+        "PYTHONMALLOC": "malloc",  # each object has its own memory block, so that sanitizers see each overrun
     }
 
 
 def run(folder: Path, *command: str, sanitized: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run Python with the package of `folder`, and the tests of this tree."""
+    """Run Python with the package in `folder` and the tests of this tree."""
     environment = sanitizing() if sanitized else dict(os.environ)
     environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "CI": "true"}
     environment.pop("PYROCKET_PURE", None)

@@ -1,4 +1,4 @@
-"""Mistakes planted in the compiled part, and the inputs that find them, which are kept in `mistakes.json`.
+"""Mistakes planted in the compiled part, and the inputs that find them, which `mistakes.json` stores.
 
 python -m tests.protocol.mistakes            replays all inputs
 python -m tests.protocol.mistakes --store    searches new ones where an input finds its mistake no longer
@@ -31,7 +31,7 @@ KEPT = Path(__file__).with_name("mistakes.json")
 STORE = "python -m tests.protocol.mistakes --store"
 SEED = 14
 RIGHT = "nothing"
-"""The name of a build without a mistake: it must bear every input."""
+"""The name of a build without a mistake, which must accept every input."""
 
 TARGETS = ("compiled-as-python", "compiled-record-as-python", "compiled-properties-as-python")
 COLUMNS = "compiled-columns-as-python"
@@ -39,7 +39,7 @@ COLUMNS = "compiled-columns-as-python"
 
 @dataclass(frozen=True)
 class Mistake:
-    """What somebody might write: the text that stands there, and what is put in its place."""
+    """A mistake that a developer might make: the right source text, and the wrong text that replaces it."""
 
     right: str
     wrong: str
@@ -62,50 +62,50 @@ MISTAKES = {
     "an empty name counts": Mistake("name_end > start &&", "name_end >= start &&"),
     "the last item needs an end": Mistake("stop = end; /*", "return 0; /*"),
     "the first value of a name counts": Mistake("            found = item;\n", "            found = item; break;\n"),
-    "a record may be longer than what is there": Mistake("total <= size - start &&", "total <= size &&"),
+    "a record may be longer than its data": Mistake("total <= size - start &&", "total <= size &&"),
     "a body may be longer than its record": Mistake("body_length <= total - MIN_RECORD_BYTES", "body_length <= total"),
-    "offsets are of 32 bits": Mistake(
+    "offsets have 32 bits": Mistake(
         "i64_at(head + QUEUE_OFFSET), sys_flag", "u32_at(head + QUEUE_OFFSET + 4), sys_flag"
     ),
-    "names are told apart by length alone": Mistake(
+    "names are distinguished only by length": Mistake(
         "kept->length == length && memcmp(kept->bytes, bytes, (size_t)length) == 0", "kept->length == length"
     ),
-    "both hosts are of IPv4": Mistake("start += (flag & BORN_HOST_V6 ? 12 : 0)", "start += (flag & 0 ? 12 : 0)"),
-    "a host of IPv6 is as long as one of IPv4": _of_columns(
+    "both hosts are IPv4": Mistake("start += (flag & BORN_HOST_V6 ? 12 : 0)", "start += (flag & 0 ? 12 : 0)"),
+    "an IPv6 host is as long as an IPv4 host": _of_columns(
         "uint32_t shift = born_v6(&row) + store_v6(&row);", "uint32_t shift = 0;"
     ),
     "a batch's own record is a row": _of_columns("(row.sys_flag & UNPACK) == UNPACK ||", ""),
-    "any magic will do": _of_columns("(magic != MAGIC_V1 && magic != MAGIC_V2)", "0"),
-    "the end of the range belongs to it": _of_columns(
+    "any magic is accepted": _of_columns("(magic != MAGIC_V1 && magic != MAGIC_V2)", "0"),
+    "the end of the range is included": _of_columns(
         "first <= offset && offset < end", "first <= offset && offset <= end"
     ),
-    "bytes too few for a record are passed over": _of_columns("return left ? IRREGULAR : REGULAR;", "return REGULAR;"),
-    "what is no UTF-8 is text": _of_columns("if (!is_utf8((const", "if (0 && !is_utf8((const"),
+    "bytes too few for a record are skipped": _of_columns("return left ? IRREGULAR : REGULAR;", "return REGULAR;"),
+    "bytes that are not UTF-8 are text": _of_columns("if (!is_utf8((const", "if (0 && !is_utf8((const"),
     "the first value is as long as the last": _of_columns(
         "        span->value_length = (uint16_t)item.value_length;\n    }\n",
         "        if (!span->value_length) {span->value_length = (uint16_t)item.value_length;}\n    }\n",
     ),
-    "a time that is no date is one": _of_columns("number < MIN_MS || number > MAX_MS", "number < MIN_MS"),
+    "a time outside the range of dates is a date": _of_columns("number < MIN_MS || number > MAX_MS", "number < MIN_MS"),
     "texts overlap": _of_columns(
         "            at += texts[each].length;\n", "            at += texts[each].length - 1;\n"
     ),
     "rows with any tag are kept": _of_columns(
         "if (has_one_of(tags_of(self, &self->rows[each], NULL), tags, count))", "if (1)"
     ),
-    "an id is of the producer's host": _of_columns(
+    "an id contains the producer's host": _of_columns(
         "Text host = store_host_of(self, row, NULL);", "Text host = born_host_of(self, row, NULL);"
     ),
 }
-"""The name of each says what the compiled part then does."""
+"""Each name describes the behaviour of the compiled part with this mistake."""
 
 OF_SANITIZERS = {
-    "a length is believed": Mistake(  # what it leads to may lie behind the answer
+    "a length is not checked": Mistake(  # it may point behind the response
         "if (start > record->end || start + (data[start - 2] << 8 | data[start - 1]) != record->end) {",
         "if (start + (data[start - 2] << 8 | data[start - 1]) != record->end) {",
         flags=SANITIZED,
     )
 }
-"""What AddressSanitizer finds."""
+"""The mistakes that only AddressSanitizer finds."""
 
 TARGETS_BY_NAME = {target.name: target for target in of_the_compiled_part()}
 
@@ -126,13 +126,13 @@ def build(folder: Path, mistakes: dict[str, Mistake]) -> dict[str, Path]:
 
 
 def ask(what: str, mistakes: dict[str, Mistake]) -> dict[str, Any]:
-    """Build `mistakes` and have a process `replay`, `search` or `store`; it forks for each of them.
+    """Build `mistakes`, and run `replay`, `search` or `store` in a process, which forks for each of them.
 
     Returns by name what was found, and under `RIGHT`, when replaying, what is wrong without any mistake.
     """
     (flags,) = {mistake.flags for mistake in mistakes.values()}
     nothing = {RIGHT: Mistake("", "", flags=flags)} if what == "replay" else {}
-    fresh = {"PYTHONMALLOC": "debug", "MALLOC_PERTURB_": "165"}  # memory that nobody has filled is never zero
+    fresh = {"PYTHONMALLOC": "debug", "MALLOC_PERTURB_": "165"}  # uninitialized memory is never zero
     environment = sanitizing() if flags is SANITIZED else dict(os.environ) | fresh
     with tempfile.TemporaryDirectory() as folder:
         libraries = {name: str(path) for name, path in build(Path(folder), nothing | mistakes).items()}
@@ -154,28 +154,28 @@ def ask(what: str, mistakes: dict[str, Mistake]) -> dict[str, Any]:
 
 
 def replay(name: str) -> str:
-    """Return what is wrong with how the build reads the input that is kept for it; the right one reads all."""
+    """Return the failure of a build on its stored input; the right build reads all inputs."""
     kept = planted_mistakes.read(KEPT)
     inputs = kept.values() if name == RIGHT else [kept[name]] if name in kept else []
     return "".join(_read_after_others(target, bytes.fromhex(data)) for target, data in inputs)
 
 
 def search(name: str) -> list[str]:
-    """Return a target and an input in hex that the build reads wrongly; nothing if none is found."""
+    """Return a target and an input in hex that the build reads wrongly, or nothing."""
     mistake, shared = ALL[name], mmap(-1, 16 + MAX_BYTES)
     for target in mistake.targets:
         number, most = 0, mistake.executions // len(mistake.targets)
         while planted_mistakes.in_fork(partial(_mutate, target, range(number, most), shared)):
             number, size = (int.from_bytes(shared[at : at + 8]) for at in (0, 8))
             data = shared[16 : 16 + size]
-            if _finds(target, data):  # else what was read before is needed, too
+            if _finds(target, data):  # else the failure also needs earlier inputs
                 return [target, data.hex()]
             number += 1
     return []
 
 
 def search_smallest(name: str) -> list[str]:
-    """Return the same, with an input as small as can be."""
+    """Return the same, with the smallest input."""
     found = search(name)
     if not found:
         return []
@@ -186,7 +186,7 @@ def search_smallest(name: str) -> list[str]:
 
 
 def _mutate(target: str, numbers: range, shared: mmap) -> str:
-    """Return what is wrong with the first input that is; it is in `shared`, also when this process dies."""
+    """Return the failure of the first input that fails. `shared` contains it even if this process dies."""
     mutator = Mutator(TARGETS_BY_NAME[target].originals(), SEED)
     for number in range(numbers.stop):
         data = mutator.next()
@@ -198,7 +198,7 @@ def _mutate(target: str, numbers: range, shared: mmap) -> str:
 
 
 def _read_after_others(target: str, data: bytes) -> str:
-    """Return what is wrong with how `data` is read after what is usual: the compiled part keeps names."""
+    """Return the failure on `data` after usual inputs, because the compiled part caches names."""
     for original in TARGETS_BY_NAME[target].originals():
         _read(target, original)
     return _read(target, data)
@@ -214,13 +214,13 @@ def _finds(target: str, data: bytes) -> bool:
 
 
 def _smallest_in_hex(target: str, data: bytes) -> str:
-    """Return the smallest input that is found in this process, which has read others."""
+    """Return the smallest input that fails in this process, which has read others before."""
     _read_after_others(target, data)
     return _smallest(data, lambda shorter: bool(_read(target, shorter))).hex()
 
 
 def _smallest(data: bytes, finds: Callable[[bytes], bool]) -> bytes:
-    """Leave out what is not needed, and make zeros of the rest."""
+    """Remove bytes that are not needed, and set the others to zero."""
     size = len(data) // 2
     while size:
         for at in reversed(range(0, len(data), size)):
@@ -237,7 +237,7 @@ PROCESSES: dict[str, Callable[[str], Any]] = {"replay": replay, "search": search
 
 
 def _process(what: str) -> None:
-    """Read libraries by name, answer what each of them does."""
+    """Read libraries by name from stdin, and print the result of each."""
     both.copy(pure=True).module("protocol.columns")
     work = PROCESSES[what]
     found = {}

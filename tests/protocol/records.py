@@ -1,4 +1,4 @@
-"""An eager reader of records, written apart from the product to compare it with; and records to read."""
+"""An eager reader of records, independent of the product, for comparisons; and records to read."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ Record = namedtuple(
     "data magic body_crc queue_id flag queue_offset commit_log_offset sys_flag born_at_ms born_host stored_at_ms"
     " store_host reconsume_times prepared_transaction_offset stored_body topic properties_text",
 )
-"""The parts of a record as they stand in it."""
+"""The parts of a record in their order."""
 
 
 class _Reader:
@@ -88,7 +88,7 @@ class _Reader:
 
 
 def read_records(data: bytes) -> list[Record]:
-    """Return every record in `data`, all fields read."""
+    """Return every record in `data` with all its fields."""
     records, start = [], 0
     while start < len(data):
         reader = _Reader(data, start)
@@ -154,7 +154,7 @@ topics = st.text("ABCxyz019_-%|", min_size=1, max_size=300)
 
 
 def stored_messages() -> st.SearchStrategy[StoredMessage]:
-    """Return messages with any value a record can hold, not compressed."""
+    """Return messages with any value that a record can have, not compressed."""
     return st.builds(
         StoredMessage,
         topic=topics,

@@ -1,4 +1,4 @@
-"""The compiled part and the Python code are the same to whoever uses them."""
+"""The compiled part and the Python code behave the same."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def which(request):
 
 
 def read_by_both(data: bytes, most: int | None = None) -> object:
-    """Return what both copies read in `data`."""
+    """Return the messages that both copies read in `data`."""
     in_python = both.messages_of(both.copy(pure=True), data, most)
     assert both.messages_of(both.copy(pure=False), data, most) == in_python
     return in_python
@@ -64,7 +64,7 @@ def two_records() -> bytes:
 
 
 def inputs() -> Iterator[bytes]:
-    """Answers of real brokers, unusual records, odd properties, more names than are kept, and what ends too early."""
+    """Responses of real brokers, unusual records, odd properties, more names than the cache, and truncated data."""
     yield from SMALL_BODIES + COMPRESSED_RECORDS
     for message in (
         StoredMessage("T" * 128, b"a long topic", {"A": "1"}),
@@ -98,7 +98,7 @@ def test_as_many_records_as_a_pull_asks_for_are_read_the_same(most):
 
 @pytest.mark.search
 def test_what_is_damaged_anywhere_reads_the_same():
-    """Every byte of a record is changed, to values that hurt."""
+    """Each byte of a record is changed to the most harmful values."""
     whole = records(StoredMessage("T", b"x" * 20, {"AB": "1", "C": "2"}), StoredMessage("T", b"y"))
     for place in range(len(whole)):
         for value in (0, 1, 2, 0x7F, 0x80, 0xFF):
@@ -135,7 +135,7 @@ def test_a_message_is_what_users_know(which):
     for name in ("body", "properties", "topic", "queue", "anything"):
         with pytest.raises(AttributeError):
             setattr(message, name, b"other")
-    empty = kind()  # which nobody decoded
+    empty = kind()  # without a record
     for name in ("body", "properties", "topic", "born_at"):
         with pytest.raises(AttributeError):
             getattr(empty, name)
@@ -173,7 +173,7 @@ def test_a_message_can_be_derived_from(which):
 
 
 class Sign:
-    """Something that shows whether it was collected, or whether what holds it was."""
+    """An object that shows whether it, or the object that refers to it, was garbage-collected."""
 
 
 def in_properties(message, sign):
@@ -198,7 +198,7 @@ def test_a_message_in_a_circle_is_collected(which, bind):
 @pytest.mark.live
 @pytest.mark.slow("the memory of the process tells only of much that was read")
 def test_nothing_is_left_of_what_was_read(which):
-    """Reading for long takes no memory: neither what is right nor what is refused."""
+    """Repeated reads leak no memory, for valid and for refused data."""
     decode = which.module("protocol.message").decode_messages
     good = records(*(StoredMessage("T", b"x" * 1000, {f"name-{each}": "v" * 50, "é": "ü"}) for each in range(32)))
     inputs = [good, good[:-5], with_properties(b"\xff\x01\xfe\x02" * 50), *COMPRESSED_RECORDS]
@@ -212,7 +212,7 @@ def test_nothing_is_left_of_what_was_read(which):
     assert both.grown_kib(read, 30, 300) < 4 * 1024
 
 
-NAMES_FOR_EVER = """
+ENDLESS_NAMES = """
 import resource
 from pyrocket_consumer.protocol.message import StoredMessage, decode_messages, encode_message
 
@@ -231,16 +231,16 @@ print(read(range(2_000, 12_000)) - before)
 @pytest.mark.slow("each Python reads 12 000 messages")
 @for_each("version", pythons)
 def test_names_that_senders_choose_are_not_kept(version):
-    """Some Pythons never free what is interned. Reading messages needs no package but this one."""
+    """Some versions of Python never free interned strings. To read messages, only this package is needed."""
     both.copy(pure=False)
-    answer = python("-c", NAMES_FOR_EVER, executable=pythons()[version], PYTHONPATH=str(ROOT))
+    answer = python("-c", ENDLESS_NAMES, executable=pythons()[version], PYTHONPATH=str(ROOT))
     assert answer.returncode == 0, answer.stderr
     assert int(answer.stdout) < 4 * 1024
 
 
 @pytest.mark.live
 def test_threads_read_the_same_message(which):
-    """Of one that many read at once each gets the same, whole."""
+    """If many threads read one message at once, each gets the same complete values."""
     start = threading.Barrier(4)
 
     def read(message):
@@ -287,7 +287,7 @@ def test_the_compiled_part_makes_no_record_outside_of_the_bytes(places):
 
 @for_each("kind", [object, Message, int, "Message", None])
 def test_the_compiled_part_makes_nothing_else_than_its_records(kind):
-    which = both.copy(pure=False)  # whose Message is another one
+    which = both.copy(pure=False)  # it has another Message class
     accelerator = which.module("protocol.accelerator")
     with pytest.raises(TypeError, match="not a type of Record"):
         accelerator.make_record(kind, bytes(91), 0, 88, 91, 0, 0, None, None)
@@ -306,7 +306,7 @@ def test_a_wrong_end_of_a_record_is_refused_by_the_compiled_part():
 
 # --- which of the two is used
 
-TELLS = """
+PRINT_STATE = """
 import logging
 logging.basicConfig(format="%(levelname)s %(message)s")
 import pyrocket_consumer
@@ -317,7 +317,7 @@ print(pyrocket_consumer.ACCELERATED, accelerator.REASON, message(topic="T", body
 
 
 def python(*command: str, executable: str = sys.executable, cwd: Path = ROOT, **variables: str) -> Any:
-    """Run Python as somebody does who has set no variable of ours but these."""
+    """Run Python with only these variables of the package."""
     ours = {name: value for name, value in os.environ.items() if name not in ("PYROCKET_PURE", "PYTHONPATH")}
     return subprocess.run(
         [executable, "-P", *command],
@@ -331,8 +331,8 @@ def python(*command: str, executable: str = sys.executable, cwd: Path = ROOT, **
 
 
 def run_import(folder: Path, **variables: str) -> tuple[str, str]:
-    """Return what a fresh process says of its compiled part, and what it logs."""
-    answer = python("-c", TELLS, cwd=folder, PYTHONPATH=str(folder), **variables)
+    """Return the output of a new process about its compiled part, and its log."""
+    answer = python("-c", PRINT_STATE, cwd=folder, PYTHONPATH=str(folder), **variables)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout.strip(), answer.stderr.strip()
 
@@ -340,7 +340,7 @@ def run_import(folder: Path, **variables: str) -> tuple[str, str]:
 @pytest.mark.live
 @for_each("value, pure", [("1", True), ("yes", True), ("0", False), ("", False)])
 def test_a_variable_switches_it_off(value, pure):
-    both.copy(pure=False)  # else there is nothing to switch off
+    both.copy(pure=False)  # skip if there is no compiled part to switch off
     printed, logged = run_import(ROOT, PYROCKET_PURE=value)
     assert printed.startswith(f"{not pure} ") and printed.endswith(" b'x'") and not logged
     assert ("PYROCKET_PURE is set" in printed) is pure
@@ -393,7 +393,7 @@ def test_an_unusable_build_is_logged_once(tmp_path, suffix, content, reason):
         assert not logged
 
 
-READS = """
+READ_MESSAGES = """
 import os
 os.environ["PYROCKET_PURE"] = "0"
 from pyrocket_consumer.protocol import accelerator
@@ -422,19 +422,19 @@ sys.stdout.flush()
 def test_another_interpreter_of_the_process_may_use_it(version):
     """One other: before 3.13.1 Python's own `datetime` breaks where more import it. From 3.12 on it has its own GIL."""
     both.copy(pure=False)
-    command = ("-W", "ignore", "-c", IN_ANOTHER_INTERPRETER, READS)
+    command = ("-W", "ignore", "-c", IN_ANOTHER_INTERPRETER, READ_MESSAGES)
     answer = python(*command, executable=pythons()[version], PYTHONPATH=str(ROOT))
     assert answer.stdout == "well\n", answer.stderr
 
 
 def test_the_source_is_the_one_that_the_python_code_names():
-    """Whoever changes the C file writes its digest into accelerator.py: then builds of before are not used."""
+    """A change of the C file needs its new digest in accelerator.py, so that older builds are not used."""
     digest = hashlib.sha256((ROOT / "pyrocket_consumer" / "protocol" / "_accelerator.c").read_bytes()).hexdigest()[:16]
     assert digest == accelerator.SOURCE
 
 
 def test_tools_that_look_for_imports_find_it():
-    """Those that make one program of many modules leave out what they do not see."""
+    """Programs that bundle modules skip imports that they do not see."""
     tree = ast.parse((ROOT / "pyrocket_consumer" / "protocol" / "accelerator.py").read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert "pyrocket_consumer.protocol._accelerator" in imported

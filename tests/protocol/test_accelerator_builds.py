@@ -1,4 +1,4 @@
-"""The compiled part under sanitizers, and with mistakes planted: whoever compares it with Python must find them."""
+"""The compiled part under sanitizers, and with planted mistakes, which a comparison with Python must find."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_sanitizers_find_nothing_in_the_tests(sanitized):
 
 @pytest.mark.live
 def test_what_a_free_threaded_python_compiles_is_right():
-    """With the headers of an ordinary one, told that it is free-threaded: 3.13 is the first that can be."""
+    """Uses the headers of an ordinary Python with the macro of a free-threaded one, which exists from 3.13 on."""
     if "3.13" not in pythons():
         pytest.skip("there is no Python 3.13")
     ask_headers = "import sysconfig; print(sysconfig.get_path('include'))"

@@ -33,7 +33,7 @@ ROUTE = TopicRoute(
 
 
 def recorded(name: str, *, response: bool) -> list[tuple[str, bytes]]:
-    """Return version and body of every recorded frame of that name that has a body: some of each version."""
+    """Return the version and body of each recorded frame with that name and a body. Each version must have some."""
     end = f"{name}-{'response' if response else 'request'}.bin"
     entries = [entry for entry in golden.index() if entry.name.split("-", 1)[1] == end and entry.body_bytes]
     missing = set(golden.VERSIONS) - {entry.version for entry in entries}
@@ -218,7 +218,7 @@ def test_recorded_locks():
 
 
 def decode_lock(version: str, client_id: str) -> frozenset[MessageQueue]:
-    """Return what the broker granted to `client_id`, the last to ask."""
+    """Return the queues that the broker locked for `client_id`, the last client to request them."""
     answers = {}
     for request, answer in zip(golden.index(), golden.index()[1:], strict=False):
         if request.version == version and request.code == RequestCode.LOCK_BATCH_MQ and not request.is_response:

@@ -57,7 +57,7 @@ def pulled(records, queue=QUEUE, begin=EVERY[0], end=EVERY[1]):
 
 
 OTHERS = [both.copy(pure=True)] if accelerator.ACCELERATED else []
-"""The other way to read by columns: with numpy, where the compiled part is what the package uses here."""
+"""The copy that reads columns with numpy, if the package here uses the compiled part."""
 
 
 def read_by(which, answers, wanted, tags=frozenset()):
@@ -67,7 +67,7 @@ def read_by(which, answers, wanted, tags=frozenset()):
 
 
 def table(answers, wanted=ALL, tags=frozenset()):
-    """Return what is read. However that is done, it is the same, or refused with the same words."""
+    """Return the rows. All ways to read return the same rows or raise the same error."""
 
     def read():
         batches = list(record_batches(answers, wanted, tags))
@@ -84,7 +84,7 @@ def table(answers, wanted=ALL, tags=frozenset()):
 
 
 def row(message):
-    """Return what `decode_messages` says of a message, as a row."""
+    """Return a message of `decode_messages` as a row."""
 
     def time_of(name):
         try:
@@ -134,7 +134,7 @@ def rows(found):
 
 
 def assert_same(answers, tags=frozenset()):
-    """What is read is what messages say: of bytes of their own, and of one buffer that the next answers overwrite."""
+    """The rows equal the messages, from separate bytes and from one buffer that later responses overwrite."""
     wanted = both.outcome(lambda: expected(answers, tags))
     refused = not isinstance(wanted, list)
     assert not refused or wanted[0] == "ProtocolError"
@@ -149,7 +149,7 @@ def assert_same(answers, tags=frozenset()):
 
 
 def in_place(answers, step):
-    """Return a buffer that holds the answers, forwards or backwards with other bytes between; and the answers in it."""
+    """Return a buffer with the responses, forwards or backwards with gaps between them, and the responses in it."""
     buffer, received = bytearray(b"\xff" * 7), []
     for answer in answers[::step]:
         start = len(buffer)
@@ -175,7 +175,7 @@ plain_flags = st.sampled_from([0, 2, 4, 8, 12, 64, 128, 0x300])
 
 
 def record(body, kind, **fields):
-    """Return a record with a plain, a compressed or a batch's body."""
+    """Return a record with a plain or compressed body, or an inner batch."""
     flags = fields.pop("flags")
     if kind == "batch":
         body, flags = encode_batch([BatchItem(body, {"KEYS": "k", "TAGS": "B"}, 7), BatchItem(b"")]), flags | 0xC0
@@ -425,7 +425,7 @@ def test_the_compiled_part_refuses_invalid_columns_and_tags(find_rows):
 
 
 def test_bytes_that_change_while_they_are_read_hurt_nothing(find_rows):
-    """Whoever writes there gets values that mean nothing, and no more."""
+    """If another thread changes the bytes, the values are wrong, but nothing crashes."""
     data = bytearray(simple(properties={"TAGS": "A", "KEYS": "k"}) * 50)
     found = find_rows(((data, 0, len(data), *EVERY),), 1024)
     assert len(found.column("properties")) == 3

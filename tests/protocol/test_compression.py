@@ -31,7 +31,7 @@ JAVA_ZSTD_50X = bytes.fromhex("28b52ffd0058440000107878010045000b010000")
         (zlib.compress(b"hi", 5), ZLIB, b"hi"),
         (zlib.compress(b"hi", 5), SysFlag.COMPRESSED, b"hi"),  # written before 4.9.4
         (b"hi", 0, b"hi"),
-        (b"hi", SysFlag.COMPRESSION_LZ4, b"hi"),  # the kind alone means nothing
+        (b"hi", SysFlag.COMPRESSION_LZ4, b"hi"),  # the type without COMPRESSED has no effect
     ],
 )
 def test_bodies_of_java_producers_are_read(body, sys_flag, plain):

@@ -155,7 +155,7 @@ def test_the_depth_is_looked_for_in_every_branch():
     loads(wide)
     with pytest.raises(ProtocolError, match="deeper than 64"):
         loads(wide[:-1] + "," + deep(70, "[|]") + "]")
-    loads("{0:" + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1) + "}")  # as deep as anybody needs
+    loads("{0:" + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1) + "}")  # the largest depth
     for piece in ("[", "{0:", "{", '{"a":{0:', "{{0:"):
         with pytest.raises(ProtocolError):
             loads(piece * 200_000)
@@ -242,6 +242,6 @@ STANDARD = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries
 @settings(max_examples=trials(300), deadline=None)
 def test_standard_json_reads_as_any_reader_reads_it(value, ascii_only):
     text = json.dumps({"x": value}, ensure_ascii=ascii_only)
-    slow = "{0:" + text + "}"  # the key that is no standard JSON sends it through our own reader
+    slow = "{0:" + text + "}"  # the non-standard key requires the slow reader
     assert loads(text) == json.loads(text)
     assert loads(slow) == {0: json.loads(text)}

@@ -66,7 +66,7 @@ def test_the_worked_examples_are_read_and_requests_written(frame, command):
 
 
 def feed(buffer: FrameBuffer | ZeroCopyFrames, data: bytes, *pieces: int) -> list[Any]:
-    """Return what comes of bytes in pieces of these sizes, in turn: commands, or commands with where bodies are."""
+    """Feed bytes in pieces of these sizes, in turn. Return the commands, perhaps with slices of their bodies."""
     found, at, sizes = [], 0, cycle(pieces or [len(data)])
     while at < len(data):
         space = buffer.space()
@@ -142,7 +142,7 @@ def test_frames_read_the_same_in_any_pieces_and_rewritten(version):
     for command in commands:
         assert decode_command(encode_command(command)) == replace(command, header_type=JSON_HEADER)
         filled = {name: value for name, value in command.fields.items() if value}
-        # A binary header has no way to tell "empty" from "absent".
+        # A binary header cannot distinguish "empty" from "absent".
         expected = replace(command, header_type=BINARY_HEADER, fields=filled, remark=command.remark or None)
         assert decode_command(encode_command(command, BINARY_HEADER)) == expected
 
@@ -156,7 +156,7 @@ def test_bodies_stay_in_place_until_nobody_wants_them(version, piece_bytes):
     commands, wanted = {}, []
     for start in range(0, len(stream), piece_bytes):
         wanted += enumerate(feed(buffer, stream[start : start + piece_bytes]), len(commands) + len(wanted))
-        if chance.random() < 0.3:  # some are read and given back, others wait for their turn
+        if chance.random() < 0.3:  # some are read and released, others wait
             chance.shuffle(wanted)
             done = [wanted.pop() for _ in range(chance.randrange(len(wanted) + 1))]
             commands |= {number: replace(command, body=bytes(extent)) for number, (command, extent) in done}
@@ -173,7 +173,7 @@ def test_a_zero_copy_buffer_grows_and_shrinks_again():
     assert len(buffer.data) > MAX_FRAME_BYTES
     buffer.release_except(())
     assert len(buffer.data) == ZeroCopyFrames.INITIAL_BYTES
-    for _ in range(3):  # its last byte is never received into
+    for _ in range(3):  # no bytes are received into its last byte
         space = buffer.space()
         buffer.data[-1] = 7
         space[:] = bytes(len(space))
@@ -247,7 +247,7 @@ def test_a_header_has_the_keys_of_json():
 
 
 def traced(work: Callable[[], object]) -> tuple[int, int]:
-    """Return how much memory is left of what `work` took, and the most it took."""
+    """Return the memory that `work` still uses afterwards, and the most that it used."""
     tracemalloc.start()
     try:
         work()
@@ -412,7 +412,7 @@ def test_a_header_has_at_most_1_mib():
     for decode in READERS:
         with pytest.raises(ProtocolError, match="header of 1048577 bytes; at most 1048576"):
             decode(sized_header(MAX_HEADER_BYTES + 1))
-    with pytest.raises(ProtocolError, match="at most 1048576"):  # before anything of it has come
+    with pytest.raises(ProtocolError, match="at most 1048576"):  # before any of its bytes arrive
         feed(FrameBuffer(), struct.pack(">II", 10_000_000, MAX_HEADER_BYTES + 1))
     for header_type in (0, BINARY_HEADER):
         with pytest.raises(ProtocolError, match="at most 1048576 are sent"):
@@ -453,7 +453,7 @@ JAVA = {"surrogate": "\\ud83d", "control": "\x01", "plain": ""}
 
 @pytest.fixture
 def quiet():
-    """What else this process holds costs a collection's time."""
+    """Exclude the other objects of this process from garbage collections, which would take longer."""
     gc.collect()
     gc.freeze()
     yield

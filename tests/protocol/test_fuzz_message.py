@@ -31,7 +31,7 @@ COMPRESSED_RECORDS = [
 
 
 def touch(message):
-    """Read everything there is; only ProtocolError may come."""
+    """Read all attributes; they may raise only ProtocolError."""
     for name in (*ATTRIBUTES, "queue", "queue_offset", "sys_flag"):
         try:
             getattr(message, name)

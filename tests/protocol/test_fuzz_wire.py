@@ -1,4 +1,4 @@
-"""Any bytes give a value or ProtocolError: no other error, no hang, no memory that only a claimed length asks for.
+"""Any bytes return a value or raise ProtocolError: no other error, no hang, no memory for a merely claimed length.
 
 `tests/fuzz` changes real bytes. These are made up: right where most changes would end the reading, or hostile.
 """
@@ -179,7 +179,7 @@ FIELDS = [
 def test_any_value_in_any_field_of_a_body(value):
     try:
         body = fastjson.dumps(value)
-    except TypeError:  # a whole number of more than 64 bits, which nobody can write
+    except TypeError:  # orjson cannot write whole numbers of more than 64 bits
         return
     for decode in BODY_DECODERS.values():
         bearing(decode)(body)

@@ -227,7 +227,7 @@ def test_the_worked_record_is_written():
 
 
 def assert_is(message, stored):
-    """Compare every attribute of a message with what was stored."""
+    """Compare every attribute of a message with the stored value."""
     assert (message.body, message.properties) == (stored.body, stored.properties)
     assert message.tags == stored.properties.get("TAGS")
     assert {name: message.property(name) for name in stored.properties} == stored.properties

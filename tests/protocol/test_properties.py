@@ -79,7 +79,7 @@ def test_only_whole_names_are_found():
     text = b"X_TAGS\x01value\x02TAGSX\x01TAGS\x02TAGS\x01TagA\x02"
     for name, value in {"TAGS": b"TagA", "AGS": None, "TAG": None, "X_TAGS": b"value", "value": None}.items():
         assert find_property(text, 0, len(text), name) == value
-    data = b"\x00\x02TAGS\x01TagA\x02"  # what stands before the text belongs to nobody
+    data = b"\x00\x02TAGS\x01TagA\x02"  # the bytes before the text do not belong to it
     assert find_property(data, 3, len(data), "TAGS") is None
     assert find_property(data, 2, len(data), "TAGS") == b"TagA"
     assert decode_properties(b"a\x01\xff\xfe\x02TAGS\x01TagA\x02") == {"a": "\ufffd\ufffd", "TAGS": "TagA"}
@@ -119,7 +119,7 @@ def test_empty_values_among_others_are_skipped(count):
 
 @for_each("text", [b"a\x01b\x02" * 8000 + b"TAGS\x01\x02", b"TAGS\x01\x02" * 5000], ids=["others", "empty"])
 def test_an_empty_value_in_a_long_text_is_cheap(text):
-    """Tags are looked for on the I/O thread, in 16 MiB of such texts at once."""
+    """The I/O thread searches for tags in 16 MiB of such texts at once."""
 
     def find():
         return find_property(text, 0, len(text), "TAGS")

@@ -1,4 +1,4 @@
-"""Where the record of a reset is among a broker's offsets, and the frames that tell members of it."""
+"""The location of a reset's record among a broker's offsets, and the requests that inform members."""
 
 from __future__ import annotations
 

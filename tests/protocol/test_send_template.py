@@ -1,4 +1,4 @@
-"""The prepared send request: its frames are those of the command it stands for."""
+"""The prepared send request has the same frames as the equivalent command."""
 
 from __future__ import annotations
 

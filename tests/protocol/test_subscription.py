@@ -17,7 +17,7 @@ from tests.for_each import for_each
         ("\tTagA\n||\x1fTagA ", {"TagA"}),
         ("\u3000TagA", {"\u3000TagA"}),  # Java trims ASCII blanks only
         ("*||TagA", {"*", "TagA"}),
-        ("Tag|A ||", {"Tag|A"}),  # what looks like a mistake is taken for what it says when the list is ended
+        ("Tag|A ||", {"Tag|A"}),  # the final "||" confirms a tag that looks like a mistake
         ("price > 5||", {"price > 5"}),
         ("a,b", {"a,b"}),
         ("a=1", {"a=1"}),

@@ -1,4 +1,4 @@
-"""Coroutines as tests, each on a loop of its own, and a connection with its other side."""
+"""Coroutine tests, each on a loop of its own, and a connection with its peer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def runner() -> Iterator[asyncio.Runner]:
-    """A loop; what it could not hand to anybody fails the test."""
+    """A loop. Exceptions that nothing else handles fail the test."""
     unhandled: list[dict[str, Any]] = []
     with asyncio.Runner() as running:
         running.get_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
@@ -44,7 +44,7 @@ def peer(linked: tuple[Connection, Peer]) -> Peer:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine on the loop of its fixtures."""
+    """Run a coroutine test on the loop of its fixtures."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
 

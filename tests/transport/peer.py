@@ -1,4 +1,4 @@
-"""The other side of a connection, scripted byte by byte: what no well-behaved server would do included."""
+"""The peer of a connection, scripted byte by byte, so that it can also violate the protocol."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyrocket_consumer.protocol.frame import RemotingCommand, decode_command, en
 from pyrocket_consumer.transport.connection import Connection
 from pyrocket_consumer.transport.connections import Connections
 
-CERTIFICATE = Path(__file__).parents[1] / "cluster" / "localhost.pem"  # of no worth: its key is in the same file
+CERTIFICATE = Path(__file__).parents[1] / "cluster" / "localhost.pem"  # not secret: its key is in the same file
 
 
 def server_tls() -> ssl.SSLContext:
@@ -24,7 +24,7 @@ def server_tls() -> ssl.SSLContext:
 
 
 def trusting() -> ssl.SSLContext:
-    """What takes the certificates that brokers make for themselves: unsigned, without a host name."""
+    """Return a context that accepts self-signed certificates without a host name, as brokers create them."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -32,19 +32,19 @@ def trusting() -> ssl.SSLContext:
 
 
 class Peer:
-    """One connection as the server has it."""
+    """The server's end of one connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
 
     async def next(self) -> RemotingCommand:
-        """Return the next command the client sent."""
+        """Return the next command from the client."""
         prefix = await self._reader.readexactly(4)
         return decode_command(prefix + await self._reader.readexactly(int.from_bytes(prefix)))
 
     async def rest(self) -> bytes:
-        """Return what the client still sends, up to the end of the connection; b"" also when it was reset."""
+        """Return all further bytes from the client until the connection ends; b"" if it was reset."""
         try:
             return await self._reader.read()
         except ConnectionResetError:
@@ -66,14 +66,14 @@ class Peer:
         self._writer.close()
 
     def reset(self) -> None:
-        """End the connection with RST."""
+        """Reset the connection (RST)."""
         sock = self._writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         self._writer.transport.abort()
 
 
 class Server:
-    """Listens on a port of the loopback, and hands out connections as they are accepted."""
+    """Listens on a loopback port, and returns accepted connections in order."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.accepted = 0
@@ -95,11 +95,11 @@ class Server:
         self._peers.put_nowait(peer)
 
     async def peer(self) -> Peer:
-        """Return the next connection that was accepted."""
+        """Return the next accepted connection."""
         return await self._peers.get()
 
     async def stop(self) -> None:
-        """Refuse connections from now on, and end those there are."""
+        """Refuse new connections, and close existing ones."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -110,12 +110,12 @@ class Server:
 
 
 async def nothing(command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
-    """Answer no request."""
+    """Ignore a request."""
     return None
 
 
 class Lost:
-    """What was told of connections that ended."""
+    """The reported ends of connections."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -147,14 +147,14 @@ async def serving(tls: ssl.SSLContext | None = None) -> AsyncIterator[Server]:
 
 @asynccontextmanager
 async def connected(**options: Any) -> AsyncIterator[tuple[Connection, Peer]]:
-    """A connection and its other side."""
+    """A connection and its peer."""
     async with serving() as server, client(**options) as connections:
         connection = await connections.get(server.address)
         yield connection, await server.peer()
 
 
 async def until(reached: Callable[[], object]) -> None:
-    """Let the loop work until `reached()`; the scenario's deadline ends a wait in vain."""
+    """Run the loop until `reached()` is true. The deadline of the scenario ends a wait without success."""
     while not reached():
         await asyncio.sleep(0.001)
 
@@ -164,7 +164,7 @@ def command(code: int = 11, **fields: str) -> RemotingCommand:
 
 
 async def answered(connection: Connection, peer: Peer, code: int = 0, body: bytes = b"") -> None:
-    """Call; what `peer` answers must be what comes."""
+    """Make a call, and check that it returns the response of `peer`."""
     call = connection.call(command(), 30)
     peer.answer(await peer.next(), code, body)
     answer = await call

@@ -1,4 +1,4 @@
-"""Routes lead a client only where it may go, and an address that is none ends nothing."""
+"""A client connects only to allowed addresses of routes, and an invalid address stops nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cluster():
 
 @pytest.fixture
 def elsewhere():
-    """An address where somebody waits for what routes lead there; `accept` raises while nobody has come."""
+    """A listener at an address that routes name; `accept` raises if there is no connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
         yield listening
@@ -48,11 +48,11 @@ def assert_nobody_came(listening: socket.socket) -> None:
 
 @contextmanager
 def leading(cluster, broker_name: str, address: str):
-    """Have the name server say that a broker is at `address`."""
+    """Have the name server put a broker at `address` into routes."""
 
     def moving(decode, encode, brokers_of):
         def changed(answer):
-            if answer.body:  # there is such a topic
+            if answer.body:  # the topic exists
                 found = decode(answer.body)
                 for broker in brokers_of(found):
                     if broker.broker_name == broker_name:
@@ -129,7 +129,7 @@ ABSURD = {
     "a name that cannot be": "a..b:10911",
 }
 
-REAL = {"[::1]:1", "a..b:10911"}  # addresses, at which nobody is
+REAL = {"[::1]:1", "a..b:10911"}  # valid addresses without a server
 
 
 @pytest.mark.parametrize("address", ABSURD.values(), ids=ABSURD)

@@ -1,4 +1,4 @@
-"""A connection that its user waits on: answers find their requests, and each request ends once."""
+"""A blocking connection matches responses to requests, and each request ends exactly once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMEOUT_S = 5.0
 
 
 class Server:
-    """The other end of a direct connection."""
+    """The server's end of a blocking connection."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
@@ -59,7 +59,7 @@ def connected() -> Iterator[tuple[BlockingConnection, Server]]:
 
 
 class SentRequest:
-    """A request, and what became of it."""
+    """A request, and its result."""
 
     def __init__(self, connection: BlockingConnection, *, now: float = 0.0, timeout_s: float = TIMEOUT_S) -> None:
         self.answers: list[RemotingCommand | Exception] = []
@@ -77,13 +77,13 @@ class SentRequest:
 
 
 def receive(connection: BlockingConnection) -> None:
-    """Wait until something comes, and take it."""
+    """Wait for bytes, and read them."""
     assert select.select([connection.socket], [], [], WAIT_S)[0]
     assert connection.receive()
 
 
 def receive_all(connection: BlockingConnection) -> None:
-    """Take what comes until no request waits."""
+    """Read responses until no request is pending."""
     while connection.waiting:
         receive(connection)
 
@@ -113,7 +113,7 @@ def test_answers_find_their_requests_in_any_order(connection, server):
     server.answer(two, b"two")
     receive(connection)
     assert (first.bodies, second.bodies) == ([], [b"two"])
-    # What nobody asked for is left alone: a request of the broker's, and an answer to none of ours.
+    # Ignored: a request of the broker, and a response without a request.
     server.end.sendall(encode_command(RemotingCommand(40, {}, opaque=one.opaque)))
     server.answer(RemotingCommand(11, {}, opaque=999), b"late")
     server.answer(one, b"one", code=21)
@@ -144,7 +144,7 @@ def test_a_lost_connection_ends_every_request_once(how, connection, server):
     assert not connection.receive()
     connection.flush()
     assert connection.next_deadline is None
-    connection.expire(1e9)  # nothing waits
+    connection.expire(1e9)  # no request is pending
     sent = [SentRequest(connection) for _ in range(3)]
     connection.flush()
     if how == "by us":
@@ -155,7 +155,7 @@ def test_a_lost_connection_ends_every_request_once(how, connection, server):
     else:
         if how == "reset":
             server.next_request()
-        server.end.close()  # with requests unread, it is a reset
+        server.end.close()  # unread requests make this a reset
         while not connection.closed:
             receive(connection)
     error = ProtocolError if how == "no frame" else ConnectionLost
@@ -194,7 +194,7 @@ def test_bodies_stay_until_their_memory_is_released(connection, server):
             ]
 
 
-# --- opening, and putting aside
+# --- opening, and idle connections
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One connection: answers find their calls, and whatever the server does, every call ends once and soon."""
+"""A connection matches responses to calls, and every call ends once and in time, whatever the server does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_many_calls_at_once_are_answered_in_any_order(connection, peer):
     together = connection.call_many([command(n=str(number)) for number in range(2000)], 30)
     received = [await peer.next() for _ in range(2000)]
     peer.send(b"".join(encode_command(each.make_response(body=each.fields["n"].encode())) for each in received))
-    peer.close()  # what came before the end reaches its calls
+    peer.close()  # responses received before the end still reach their calls
     assert [each.body for each in await together] == [b"%d" % number for number in range(2000)]
 
 
@@ -132,7 +132,7 @@ async def test_without_answers_each_call_ends_at_its_own_deadline(connection):
     assert not connection.closed, "whether that means anything is for others to judge"
     began, ended = loop.time(), []
 
-    def again(answer) -> None:  # it delays no other deadline
+    def again(answer) -> None:  # this delays no other deadline
         send(connection, lambda answer: None, 20)
 
     send(connection, again, 0.05)
@@ -197,7 +197,7 @@ async def test_answers_may_come_byte_by_byte(connection, peer):
     received = [await peer.next() for _ in calls]
     for byte in b"".join(encode_command(each.make_response(body=b"x" * 40)) for each in received):
         peer.send(bytes([byte]))
-        await asyncio.sleep(0)  # so that each arrives alone
+        await asyncio.sleep(0)  # so that each byte arrives alone
     assert [(await call).body for call in calls] == [b"x" * 40] * 3
 
 
@@ -244,7 +244,7 @@ async def test_a_forgotten_call_is_never_notified(connection, peer):
     assert results == []
 
 
-# --- the quick form
+# --- send(), the fast variant
 
 
 @pytest.mark.parametrize("end", ["answer", "timeout", "lost", "closed", "garbage", "closed before"])
@@ -273,7 +273,7 @@ async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, conn
 
 @pytest.mark.live
 async def test_what_callbacks_return_runs_after_their_requests(connection, peer):
-    """Of answers that come together."""
+    """These responses arrive together."""
     order: list[str] = []
 
     def calling(name: str):
@@ -327,7 +327,7 @@ async def test_requests_of_the_server_are_answered_while_a_call_waits():
     async with connected(on_request=on_request) as (connection, peer):
         call = connection.call(command(), 30)
         ours = await peer.next()
-        peer.send(encode_command(RemotingCommand(40, flag=2, opaque=1)))  # one-way: it gets no answer
+        peer.send(encode_command(RemotingCommand(40, flag=2, opaque=1)))  # one-way: no response
         peer.send(encode_command(RemotingCommand(65000, opaque=ours.opaque)))
         answer = await peer.next()
         assert (answer.code, answer.opaque, answer.is_response) == (3, ours.opaque, True)
@@ -367,7 +367,7 @@ async def test_a_request_that_fails_is_answered_with_the_reason(answer, remark):
 
 @pytest.mark.live
 async def test_a_flood_of_requests_leaves_others_their_turn():
-    """However many come together, only some are taken in a row."""
+    """Even if many commands arrive together, only some are handled before other tasks run."""
     handled = []
     async with connected(on_request=lambda received, connection: handled.append(received)) as (connection, peer):
         call = connection.call(command(), 30)

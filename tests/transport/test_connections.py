@@ -1,4 +1,4 @@
-"""Connections by address: shared, opened again, refused, secured."""
+"""Connections by address: shared, reopened, refused, with TLS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.transport.peer import Lost, Server, answered, client, server_tls, ser
 
 @pytest.fixture
 def away(runner):
-    """A server that is not there, but has an address."""
+    """An address without a server."""
     server = Server()
     runner.run(server.listen())
     runner.run(server.stop())
@@ -129,13 +129,13 @@ async def test_an_invalid_address_is_an_error_that_names_it(address, error):
 
 
 async def test_an_address_dropped_while_connecting_fails_who_waits(away):
-    """They were not cancelled themselves: a CancelledError would end their loops without a word."""
+    """The callers were not cancelled, so a CancelledError would silently end their loops."""
     async with client() as connections:
         for _ in range(4):
             with pytest.raises(ConnectError):
                 await connections.get(away.address)
         waiting = [asyncio.ensure_future(connections.get(away.address)) for _ in range(3)]
-        await asyncio.sleep(0.01)  # it pauses before the next attempt
+        await asyncio.sleep(0.01)  # the client pauses before the next attempt
         connections.drop(away.address, "no route names it")
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [ConnectError] * 3
@@ -216,7 +216,7 @@ async def test_a_server_that_shakes_no_hands_or_hangs_up_is_given_up():
 
 @pytest.mark.live
 async def test_a_silent_server_does_not_keep_a_tls_connection_open(recwarn):
-    """TLS says goodbye before it closes; nobody may be there to answer."""
+    """TLS sends an alert before it closes, but the peer may be gone."""
     async with serving(server_tls()) as server:
         async with client(tls=trusting()) as connections:
             connection = await connections.get(server.address)

@@ -1,4 +1,4 @@
-"""Sockets and forks: a child gives its copies up, and nobody else notices."""
+"""Sockets and forks: a child closes its copies, and the peer does not notice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pair():
 
 
 def in_a_child(work) -> int:
-    """Run `work` in a forked child; returns its exit code: 0 if it returns true."""
+    """Run `work` in a forked child, and return the exit code: 0 if it returns true."""
     child = os.fork()
     if child == 0:
         code = 2

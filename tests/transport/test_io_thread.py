@@ -1,4 +1,4 @@
-"""The I/O thread: work goes there and comes back, and nothing of it stays behind."""
+"""The I/O thread runs coroutines for other threads, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_thread_calls_on_end_last():
 
 
 def test_a_helper_that_hangs_keeps_it_from_no_end(io):
-    """As a name's resolution may: it runs on a thread of the loop's executor."""
+    """A name resolution may hang, because it runs on a thread of the loop's executor."""
     goes_on = threading.Event()
 
     async def begin():
@@ -155,7 +155,7 @@ def test_threads_started_and_stopped_leave_nothing_behind():
 
 @pytest.mark.parametrize("way", ["run", "submit"])
 def test_work_that_comes_while_it_ends_is_refused(io, way):
-    """Without a deadline, too: it is handed over in the last moment, when work under way is being cancelled."""
+    """A call submitted at the last moment, while running tasks are being cancelled, also ends without a timeout."""
     begun, ending, handed_over, reported = (threading.Event() for _ in range(4))
 
     async def hold():
@@ -178,7 +178,7 @@ def test_work_that_comes_while_it_ends_is_refused(io, way):
     for thread in threads:
         thread.start()
     ending.wait(30)
-    time.sleep(0.2)  # it is handed over, or else it comes a moment later and is refused as well
+    time.sleep(0.2)  # by now it was submitted; if it is later, it is refused, too
     handed_over.set()
     assert reported.wait(30)
     for thread in threads:

@@ -2,11 +2,12 @@
 
 Inside `virtual_time()` one thread runs at a time. A thread that waits lets another one run; when all wait, the clock
 jumps to the earliest deadline. So nothing sleeps, nothing depends on the speed of the machine, and a seed repeats the
-order of threads. Connections are in memory: each direction in order, delayed by up to 2 ms, cut into odd pieces.
+order of threads. Connections are in memory. Each direction is ordered, delayed by up to 2 ms, and split into random
+pieces.
 
-The product is not changed for it. `install()` replaces what the standard library offers for waiting (`time`,
-`threading`, `queue`, `asyncio.new_event_loop`) by versions that are virtual for threads of such a world and the usual
-ones for all others. What it cannot simulate (processes, real sockets, signals, TLS) raises `NotVirtual`.
+The product needs no changes. `install()` replaces the waiting functions of the standard library: `time`, `threading`,
+`queue` and `asyncio.new_event_loop`. The replacements are virtual for threads of such a world, and the original ones
+for all others. Processes, real sockets, signals and TLS cannot be simulated; they raise `NotVirtual`.
 """
 
 from tests.virtual.scheduler import NotVirtual, Stuck

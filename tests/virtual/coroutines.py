@@ -1,4 +1,4 @@
-"""An event loop whose clock stands still while there is work and jumps to the next timer when there is none."""
+"""An event loop whose clock stops while there is work, and jumps to the next timer otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Waits for nothing: what would have been waited is added to the clock."""
+    """Never waits; adds the timeout to the clock instead."""
 
     now = 0.0
 
@@ -26,7 +26,7 @@ class _Jumping(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """For tests without sockets and threads: an hour passes at once."""
+    """A loop for tests without sockets and threads, on which an hour passes at once."""
 
     def __init__(self) -> None:
         self._jumping = _Jumping()
@@ -40,7 +40,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run(scenario: Coroutine[Any, Any, T]) -> T:
-    """Run a scenario in virtual time; what the loop could not hand to anybody fails the test."""
+    """Run a scenario in virtual time. Exceptions that nothing else handles fail the test."""
     unhandled: list[dict[str, Any]] = []
     loop = VirtualTimeLoop()
     loop.set_exception_handler(lambda loop, context: unhandled.append(context))

@@ -14,13 +14,13 @@ from tests.virtual import transport
 from tests.virtual.scheduler import STEP_S, NotVirtual, Scheduler
 
 SLOWEST_S = 0.002
-"""How long bytes travel at most."""
+"""The longest delay of bytes in a connection."""
 PAUSES = 0.25
-"""How often a loop that has more to do lets another thread run first."""
+"""How often a loop with further work lets another thread run first."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Runs on a simulated thread. Loops of one world reach each other's servers."""
+    """An event loop on a simulated thread. Loops of one world can connect to each other's servers."""
 
     def __init__(self, world: Scheduler) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._world.now
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Wait as a selector does: for a call from another thread, or the next timer."""
+        """Wait as a selector does, for a call from another thread or the next timer."""
         world = self._world
         world.now += STEP_S
         if self._is_called or timeout == 0:
@@ -81,30 +81,30 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.network.listen(self, protocol_factory, sock.getsockname() if sock else (host, port), sock)
 
     def remove_reader(self, listening: Any) -> bool:
-        """Accept no more on a listening socket: who connects from now on waits."""
+        """Accept no more connections on a listening socket; new ones wait."""
         return self.network.accept_no_more(listening)
 
 
 def resolved(host: str) -> str:
-    """Return the address of a host that a world knows: an address, or `localhost`."""
+    """Return the address of a host in a world: an address, or `localhost`."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
         if host == "localhost":
             return "127.0.0.1"
-        host.encode("idna")  # as the real one does first: a UnicodeError for what cannot be a name
+        host.encode("idna")  # like the real function, raise UnicodeError for an invalid name
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
 
 
 def network_of(world: Scheduler) -> Network:
-    """Return the network of a world; it is made when it is first asked for."""
+    """Return the network of a world; the first call creates it."""
     if not hasattr(world, "network"):
         world.network = Network(world)  # type: ignore[attr-defined]
     return world.network  # type: ignore[attr-defined, no-any-return]
 
 
 class Address:
-    """Stands for a listening socket: it knows where it listens."""
+    """A listening socket, which only knows its address."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
@@ -117,7 +117,7 @@ class Address:
 
 
 class Listener(asyncio.AbstractServer):
-    """What `create_server` returns."""
+    """The server that `create_server` returns."""
 
     def __init__(self, network: Network, loop: VirtualLoop, factory: Any, address: tuple[str, int], sock: Any) -> None:
         self.loop, self.factory = loop, factory
@@ -152,7 +152,7 @@ class Listener(asyncio.AbstractServer):
 
 
 class Network:
-    """The listeners of a world, and how long bytes travel."""
+    """The listeners of a world, and the delay of bytes."""
 
     def __init__(self, world: Scheduler) -> None:
         self.world = world
@@ -184,7 +184,7 @@ class Network:
         return near, near.protocol
 
     def join(self, near: Transport, address: tuple[str, int]) -> None:
-        """Connect one end with whoever listens; where nobody accepts, it waits."""
+        """Connect one end with the listener; without an accepting listener, it waits."""
         listener = self.listeners.get(address)
         if listener is None:
             raise ConnectionRefusedError(111, "Connection refused")
@@ -233,7 +233,7 @@ class Transport(transport.Transport):
             loop._write_to_self()
 
     def run(self, what: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """Do what was to be done at this end; what arrives while it does not read waits."""
+        """Run a call at this end. Bytes that arrive while reading is paused wait."""
         if self._is_paused or self._held:
             self._held.append((what, arguments))
         elif not self.gone:
@@ -250,7 +250,7 @@ class Transport(transport.Transport):
         raise NotVirtual("half of a connection cannot be closed in virtual time; mark this test live")
 
     def abort(self) -> None:
-        """End both ends at once."""
+        """Close both ends at once."""
         self._closing = True
         for end in (self, self.peer):
             end._is_paused = False
@@ -266,7 +266,7 @@ class Transport(transport.Transport):
         self._loop.call_soon(self._read_on, context=self.context)
 
     def _read_on(self) -> None:
-        """Take what waits, in its order: what arrives meanwhile comes after it."""
+        """Deliver waiting bytes in order; bytes that arrive during this follow them."""
         while self._held and not self._is_paused and not self.gone:
             what, arguments = self._held.pop(0)
             what(*arguments)

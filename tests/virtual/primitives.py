@@ -1,4 +1,4 @@
-"""Locks and queues whose waiting is virtual."""
+"""Locks and queues that wait in virtual time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _real_lock = _thread.allocate_lock
 
 
 class Lock:
-    """What `threading.Lock()` gives inside a world. Whoever waited longest gets it next.
+    """The lock that `threading.Lock()` returns inside a world. The thread that waited longest gets it next.
 
     A module that is imported in a world keeps its locks: later they serve other worlds, and real threads.
     """
@@ -50,7 +50,7 @@ class Lock:
             if world.wait(None if timeout < 0 else world.now + timeout):
                 return True
         except BaseException:
-            if me.was_woken:  # it is ours already
+            if me.was_woken:  # this thread holds it already
                 self.release()
             raise
         finally:
@@ -62,14 +62,14 @@ class Lock:
         if self._world.is_over and self._outside.locked() and current() is None:
             return self._outside.release()
         if not self._is_locked:
-            if self._world.is_ending:  # a condition could not take it back
+            if self._world.is_ending:  # a condition could not acquire it again
                 return None
             raise RuntimeError("release unlocked lock")
         while self._waiting:
             thread = self._waiting.popleft()
             if thread.is_waiting:
                 self._world.wake(thread)
-                return  # it stays locked: it is theirs
+                return  # it stays locked, because that thread holds it now
         self._is_locked = False
 
     def locked(self) -> bool:

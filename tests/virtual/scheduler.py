@@ -1,4 +1,4 @@
-"""Threads that run one at a time, and the clock that moves when all of them wait."""
+"""Threads that run one at a time, and a clock that moves when all of them wait."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 
 START_S = 1_000_000.0
 LONGEST_S = 6 * 3600.0
-"""What a test may take. Timers of a client go on for ever, also while the test waits for what does not come."""
+"""The longest test. Timers of a client never end, even while the test waits for an event that does not occur."""
 STEP_S = 1e-6
-"""Reading the clock or taking a lock takes this long, so that a loop which does nothing else ends."""
+"""The virtual time to read the clock or take a lock, so that a loop that only does this ends."""
 PAUSES = 0.02
-"""How often another thread runs then."""
+"""How often another thread runs at such a step."""
 TURN_S = 0.005
-"""A thread that looks at the clock, a lock or a thread for so long lets another one run, as the interpreter does."""
+"""A thread that polls the clock, a lock or a thread for this long lets another one run, as the interpreter does."""
 
 LEAVING_S = 5.0
-"""How long a thread that is left may take to end, in real time."""
+"""How long a remaining thread may take to end, in real time."""
 
 _real_time = time.time
 _real_lock = _thread.allocate_lock
@@ -34,15 +34,15 @@ _get_ident = _thread.get_ident
 
 
 class NotVirtual(Exception):
-    """Something that virtual time cannot simulate. The test needs the mark `live`."""
+    """The test does something that virtual time cannot simulate. It needs the mark `live`."""
 
 
 class Stuck(AssertionError):
-    """Every thread waits without a deadline, or the test waits for what does not come."""
+    """Every thread waits without a deadline, or the test waits for an event that does not occur."""
 
 
 class Ended(BaseException):
-    """Raised in the threads that are left when a world ends."""
+    """Raised in the remaining threads when a world ends."""
 
 
 class SimulatedThread:
@@ -66,7 +66,7 @@ ACTIVE: dict[int, tuple[Scheduler, SimulatedThread]] = {}
 
 
 _collecting: list[None] = []
-"""Not empty while the garbage collector runs: no other thread may run in the middle of what it interrupted."""
+"""Not empty while the garbage collector runs, because no other thread may run in the middle of an interrupted step."""
 
 
 def _note_collection(phase: str, info: dict[str, int]) -> None:
@@ -80,13 +80,13 @@ gc.callbacks.append(_note_collection)
 
 
 def current() -> Scheduler | None:
-    """Return the world that the calling thread belongs to."""
+    """Return the world of the calling thread, None outside of worlds."""
     found = ACTIVE.get(_get_ident())
     return None if found is None else found[0]
 
 
 class Scheduler:
-    """One world: its threads, its clock, and whose turn it is. Only the thread whose turn it is touches it."""
+    """One world: its threads, its clock, and the thread that runs. Only that thread accesses it."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -121,14 +121,14 @@ class Scheduler:
             raise ValueError("sleep length must be non-negative")
         if seconds > LONGEST_S and self.me() is self._main:
             self._limit += seconds
-        if seconds < STEP_S:  # a loop of these ends, too
+        if seconds < STEP_S:  # a loop of short sleeps must end, too
             self.now += STEP_S
         self.wait(self.now + seconds)
 
     # --- threads
 
     def wait(self, deadline: float | None = None) -> bool:
-        """Let others run until somebody wakes the calling thread (True) or the deadline passes (False)."""
+        """Let others run until a thread wakes the calling one (True) or the deadline passes (False)."""
         me = self.me()
         me.waits += 1
         me.is_waiting, me.was_woken = True, False
@@ -138,19 +138,19 @@ class Scheduler:
         return me.was_woken
 
     def pause(self) -> None:
-        """Let a thread run that could; the caller goes on later, at the same time."""
+        """Let another runnable thread run; the caller continues later, at the same virtual time."""
         me = self.me()
         self._ready.append(me)
         self._switch(me)
 
     def step(self) -> None:
-        """Take a moment, in which another thread may run: a thread that never waits does not keep others from it."""
+        """Advance the clock a little, and perhaps run another thread, because a thread may never wait."""
         self.now += STEP_S
         if self.random.random() < PAUSES and not _collecting and self._others_could_run():
             self.pause()
 
     def check_clock(self) -> None:
-        """Take a moment; a thread that only looks, again and again, lets others run."""
+        """Advance the clock a little; a thread that polls repeatedly lets others run."""
         self.now += STEP_S
         if self.now - self._turn_began > TURN_S and not _collecting and self._others_could_run():
             self.pause()
@@ -159,7 +159,7 @@ class Scheduler:
         return bool(self._ready) or (bool(self._timers) and self._timers[0][0] <= self.now)
 
     def wake(self, thread: SimulatedThread) -> None:
-        """Let `thread` go on, if it waits."""
+        """Wake `thread` if it waits."""
         if thread.is_waiting:
             thread.is_waiting, thread.was_woken = False, True
             self._ready.append(thread)
@@ -175,7 +175,7 @@ class Scheduler:
         return me
 
     def start(self, function: Callable[..., Any], arguments: tuple[Any, ...], begin: Callable[..., Any]) -> Any:
-        """Have `function` run on a simulated thread; `begin` starts the real one."""
+        """Run `function` on a simulated thread; `begin` starts the real one."""
         thread = SimulatedThread(f"thread-{len(self._threads)}")
         owner = getattr(function, "__self__", None)
         if is_usual := isinstance(owner, threading.Thread):
@@ -190,7 +190,7 @@ class Scheduler:
                 if not self.is_ending:
                     function(*arguments)
             except BaseException:
-                if not self.is_ending:  # then it ended before it began
+                if not self.is_ending:  # else the world ended before the thread started
                     raise
             finally:
                 if is_usual and self.is_ending:
@@ -211,7 +211,7 @@ class Scheduler:
         self._give_turn(self._main if self.is_ending else self._next())
 
     def join(self, thread: SimulatedThread, timeout_s: float | None) -> bool:
-        """Wait for the end of `thread`; returns whether it has ended."""
+        """Wait for the end of `thread`. Return whether it has ended."""
         self.check_clock()
         deadline = None if timeout_s is None else self.now + timeout_s
         while not thread.is_done and (deadline is None or self.now < deadline):
@@ -234,7 +234,7 @@ class Scheduler:
                 self._ready.append(thread)
         if self._ready and self.now < self._limit:
             return self._ready.pop(self.random.randrange(len(self._ready)))
-        self._limit = self.now + LONGEST_S  # for the fixtures that end now
+        self._limit = self.now + LONGEST_S  # for fixtures that end now
         self._wait_no_more(self._main)
         self._main.error = Stuck(f"{self.now - START_S:.0f} s have passed and nothing can end this:\n{self.stacks()}")
         return self._main
@@ -250,7 +250,7 @@ class Scheduler:
             self._give_turn(chosen)
             try:
                 me.gate.acquire()
-            except BaseException:  # a signal, while it is another's turn
+            except BaseException:  # a signal arrived while another thread runs
                 self._take_turn(me)
                 raise
         self._turn_began = self.now
@@ -259,7 +259,7 @@ class Scheduler:
             raise error
 
     def _take_turn(self, me: SimulatedThread) -> None:
-        """Have the turn as soon as the thread that has it waits. If it does not, the world is broken."""
+        """Run as soon as the running thread waits. If it does not wait, the world is broken."""
         self.is_broken = self._is_interrupted = True
         self.is_broken = not me.gate.acquire(timeout=0.1 if self._turn is me else LEAVING_S) and self._turn is not me
         self._is_interrupted = False
@@ -270,7 +270,7 @@ class Scheduler:
         thread.gate.release()
 
     def stacks(self) -> str:
-        """Return where each thread is, without what makes its time virtual."""
+        """Return the stack of each thread, without the frames of virtual time."""
         frames, here = sys._current_frames(), os.path.dirname(__file__)
         dumps = []
         for thread in self._threads:
@@ -279,7 +279,7 @@ class Scheduler:
                 dumps.append(f"--- {thread.name}\n{''.join(traceback.format_list(lines[-6:]))}")
         return "\n".join(dumps)
 
-    # --- its life
+    # --- start and end
 
     def enter(self) -> None:
         """Make the calling thread the first of this world."""
@@ -288,7 +288,7 @@ class Scheduler:
         ACTIVE[self._main.ident] = (self, self._main)
 
     def leave(self) -> None:
-        """End every thread that is left: what it waits for raises."""
+        """End every remaining thread: its wait raises."""
         self.is_ending = True
         hook = threading.excepthook
         threading.excepthook = lambda args: None if args.exc_type is Ended else hook(args)
@@ -302,7 +302,7 @@ class Scheduler:
                     thread.is_waiting = False
                     self._give_turn(thread)
                     if not self._main.gate.acquire(timeout=LEAVING_S):
-                        return  # it waits for something real
+                        return  # it waits in real time
         finally:
             threading.excepthook = hook
             self.is_over = True

@@ -13,12 +13,12 @@ from tests.virtual.scheduler import Scheduler, SimulatedThread
 
 
 def connect(world: Scheduler, address: tuple[str, int], timeout_s: float | None) -> VirtualSocket:
-    """Return a socket that is connected to a server of this world."""
+    """Return a socket connected to a server of this world."""
     return VirtualSocket(world, (resolved(address[0]), address[1]), timeout_s)
 
 
 class VirtualSocket(Transport):
-    """What `socket.create_connection()` gives inside a world. What arrives is looked at when somebody reads."""
+    """The socket that `socket.create_connection()` returns inside a world. It handles received bytes at each read."""
 
     def __init__(self, world: Scheduler, address: tuple[str, int], timeout_s: float | None) -> None:
         network = network_of(world)
@@ -33,7 +33,7 @@ class VirtualSocket(Transport):
         world.sleep(network.delay())
         network.join(self, address)
 
-    # --- what the other end does
+    # --- called for the other end
 
     def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
         self._due.append((when, what, arguments))
@@ -56,7 +56,7 @@ class VirtualSocket(Transport):
         for thread in self._reading:
             self._world.wake(thread)
 
-    # --- what its user does
+    # --- called by the user
 
     def settimeout(self, seconds: float | None) -> None:
         self._timeout_s = seconds

@@ -32,12 +32,12 @@ FORBIDDEN = (
     "os.posix_spawn",
     "os.system",
 )
-"""What leaves the world: it would wait for something that does not run on its clock."""
+"""Calls that leave the world, because they would wait for something that does not run on its clock."""
 
 
 @contextmanager
 def virtual_time(seed: int = 0) -> Iterator[Scheduler]:
-    """Run the block, and every thread it starts, on a clock that moves only when all of them wait."""
+    """Run the block, and every thread that it starts, on a clock that moves only when all of them wait."""
     install()
     world = Scheduler(seed)
     world.enter()
@@ -48,7 +48,7 @@ def virtual_time(seed: int = 0) -> Iterator[Scheduler]:
 
 
 def install() -> None:
-    """Replace the standard library's ways to wait, once, before the modules are imported that use them."""
+    """Replace the standard library's ways to wait. Call this once, before modules that use them are imported."""
     if hasattr(time, "_is_virtual"):
         return
     time._is_virtual = True  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def _refuse(what: str) -> None:
 
 
 def _is_local(event: str, arguments: Any) -> bool:
-    """Whether it only asks for an address of this machine, and nobody answers later."""
+    """Return whether an audited call only finds an address of this machine, so that no response follows."""
     if event == "socket.connect":
         return bool(arguments[0].type == socket.SOCK_DGRAM)
     return event == "socket.getaddrinfo" and arguments[0] == socket.gethostname()
@@ -155,7 +155,7 @@ def _install_threads() -> None:
 
 
 class _OutsideLock:
-    """A lock for what no two threads of a world do at once: it locks outside of worlds only.
+    """A lock for steps that two threads of a world never execute at once. It locks only outside of worlds.
 
     A thread that held a real one while others of its world run would stop them all.
     """
@@ -202,7 +202,7 @@ def _install_joins() -> None:
         if world is not None and simulated is not None and self is not threading.current_thread():
             if not world.join(simulated, timeout):
                 return
-            timeout = None  # its last steps are real
+            timeout = None  # the last steps of a thread take real time
         real_join(self, timeout)
 
     @wraps(real_is_alive)

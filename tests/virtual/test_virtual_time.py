@@ -1,4 +1,4 @@
-"""Virtual time: threads in turn, one clock, connections in memory, and what cannot be simulated."""
+"""Virtual time: threads in turn, one clock, connections in memory, and errors for all that it cannot simulate."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_server_serves_until_its_task_is_cancelled():
 
 
 class Received(asyncio.Protocol):
-    """Keeps what it gets, and does something then."""
+    """Keeps received bytes, and then runs a function."""
 
     def __init__(self, then):
         self.data, self.is_lost, self._then = b"", False, then
@@ -209,7 +209,7 @@ def test_nothing_arrives_after_close(then):
         _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         for part in (b"a", b"b", b"c"):
             writer.write(part)
-        time.sleep(1)  # noqa: ASYNC251  # all have arrived when the loop looks
+        time.sleep(1)  # noqa: ASYNC251  # all have arrived when the loop polls
         await asyncio.sleep(1)
         writer.close()
         server.close()
@@ -261,7 +261,7 @@ def test_an_endless_wait_is_found():
 
     with virtual_time(), pytest.raises(Stuck, match="--- MainThread"):
         threading.Event().wait()
-    with virtual_time():  # and while timers go on
+    with virtual_time():  # also while timers run
         threading.Thread(target=tick, daemon=True).start()
         with pytest.raises(Stuck, match="nothing can end this"):
             threading.Event().wait()
@@ -280,7 +280,7 @@ def test_threads_that_are_left_end_with_the_world():
 
 @pytest.fixture
 def raised(monkeypatch):
-    """What no thread caught."""
+    """The exceptions that no thread caught."""
     errors = []
     monkeypatch.setattr(threading, "excepthook", lambda arguments: errors.append(arguments.exc_value))
     return errors
@@ -330,7 +330,7 @@ def test_a_signal_interrupts_the_waiting_thread(raised, never_waits):
     try:
         with pytest.raises(InterruptedError), virtual_time():
             threads = [threading.Thread(target=target) for target in (threading.Event().wait, work)]
-            signal.setitimer(signal.ITIMER_REAL, 0.2)  # one that never waits may not let us go on
+            signal.setitimer(signal.ITIMER_REAL, 0.2)  # a thread that never waits may block this one
             for thread in threads:
                 thread.start()
             threading.Event().wait()

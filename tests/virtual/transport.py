@@ -1,4 +1,4 @@
-"""Connections in memory: each direction in order, delayed, cut into odd pieces."""
+"""Connections in memory: each direction is ordered, delayed, and split into random pieces."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 WHOLE = 0.9
-"""How often what is written arrives as a whole."""
+"""How often written bytes arrive in one piece."""
 
 
 class Transport(asyncio.Transport):
-    """One end of a connection. Whoever connects sets `peer` on both ends.
+    """One end of a connection. The connecting code sets `peer` on both ends.
 
-    Its network has a source of `random` numbers, a clock `time()`, the `delay()` of the next bytes, and `held_until()`:
-    when those of a transport may leave, which is now unless the network is parted.
+    Its network has a source of `random` numbers, a clock `time()`, and the `delay()` of the next bytes. `held_until()`
+    is the time when a transport's bytes may leave: now, unless the network is partitioned.
     """
 
     peer: Any
@@ -28,7 +28,7 @@ class Transport(asyncio.Transport):
         self._arrives = 0.0
 
     def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
-        """Have something done at this end, at a time."""
+        """Call a function at this end, at a time."""
         raise NotImplementedError
 
     def is_closing(self) -> bool:
@@ -50,7 +50,7 @@ class Transport(asyncio.Transport):
         self.peer.at(self._arrives, what, *arguments)
 
     def deliver(self, data: bytes) -> None:
-        """Give bytes that have arrived to the protocol."""
+        """Pass received bytes to the protocol."""
         protocol = self.protocol
         if self.gone:
             return
@@ -71,11 +71,11 @@ class Transport(asyncio.Transport):
             self.soon(self.lose, None)
 
     def soon(self, what: Callable[..., None], *arguments: Any) -> None:
-        """Have something done at this end in the next round of its loop."""
+        """Call a function at this end in the next iteration of its loop."""
         raise NotImplementedError
 
     def lose(self, error: Exception | None) -> None:
-        """End this end of the connection."""
+        """Close this end of the connection."""
         if not self.gone:
             self.gone = True
             self.protocol.connection_lost(error)
