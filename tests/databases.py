@@ -22,7 +22,7 @@ SERVERS = ("postgresql", "mariadb")
 KINDS = ("sqlite", *SERVERS)
 START_TIMEOUT_S = 60.0
 
-_PLACES = {
+_PATHS = {
     "postgresql": ("/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/opt/homebrew/opt/postgresql*/bin"),
     "mariadb": ("/usr/sbin", "/usr/libexec", "/opt/homebrew/opt/mariadb/bin"),
 }
@@ -35,8 +35,8 @@ class CannotRun(Exception):
 def program(kind: str, name: str) -> str:
     """Return the path of a server's program; raise CannotRun if it is not installed."""
     found = shutil.which(name)
-    for place in reversed([] if found else [each for glob in _PLACES[kind] for each in Path("/").glob(glob[1:])]):
-        found = found or shutil.which(name, path=str(place))
+    for candidate in reversed([] if found else [each for glob in _PATHS[kind] for each in Path("/").glob(glob[1:])]):
+        found = found or shutil.which(name, path=str(candidate))
     if found is None:
         raise CannotRun(f"{name} of {kind} was not found; 'make system-packages' installs it")
     return found
@@ -70,7 +70,7 @@ class Database:
         return create_engine(self.url, **options)
 
 
-def _ends_with_us() -> list[str]:
+def _ends_with_parent() -> list[str]:
     """Return a command prefix that ends the command with the test process, if the system has one."""
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []
@@ -158,7 +158,7 @@ class Server:
         while True:
             with (self._directory / "log").open("ab") as output:
                 self._process = subprocess.Popen(
-                    [*_ends_with_us(), *map(str, self._command)],
+                    [*_ends_with_parent(), *map(str, self._command)],
                     stdout=output,
                     stderr=output,
                     cwd=self._directory,

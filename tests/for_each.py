@@ -44,26 +44,26 @@ def for_each(
                     yield dict(zip(keys, values, strict=True)) | arguments, (*captions, *more)
 
         @contextmanager
-        def noting(subtests: pytest.Subtests, captions: Iterable[Callable[[], object]]) -> Iterator[None]:
+        def recording(subtests: pytest.Subtests, captions: Iterable[Callable[[], object]]) -> Iterator[None]:
             """Report a failing case as a subtest. A passing case reports no subtest, because that costs as an item."""
             try:
                 yield
             except BaseException:
-                with subtests.test(", ".join(str(say())[:100] for say in captions)):
+                with subtests.test(", ".join(str(caption())[:100] for caption in captions)):
                     raise
 
         @functools.wraps(test)
         def loop(subtests: pytest.Subtests, **fixtures: Any) -> None:
             __tracebackhide__ = True
             for arguments, captions in combined():
-                with noting(subtests, captions):
+                with recording(subtests, captions):
                     body(**fixtures, **arguments)
 
         @functools.wraps(test)
         async def loop_of_coroutines(subtests: pytest.Subtests, **fixtures: Any) -> None:
             __tracebackhide__ = True
             for arguments, captions in combined():
-                with noting(subtests, captions):
+                with recording(subtests, captions):
                     await body(**fixtures, **arguments)
 
         made: Test = loop_of_coroutines if inspect.iscoroutinefunction(body) else loop

@@ -24,15 +24,15 @@ def pythons() -> dict[str, str]:
     found = {}
     for minor in MINORS:
         name = f"python3.{minor}"
-        places = [
+        paths = [
             *sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/{name}")),
             shutil.which(name),
             *UNPACKED.glob(f"3.{minor}/usr/bin/{name}"),
         ]
-        for place in filter(None, map(str, filter(None, places))):
-            done = subprocess.run([place, "-c", "import venv, ensurepip"], capture_output=True, check=False)
+        for python in filter(None, map(str, filter(None, paths))):
+            done = subprocess.run([python, "-c", "import venv, ensurepip"], capture_output=True, check=False)
             if done.returncode == 0:
-                found[f"3.{minor}"] = place
+                found[f"3.{minor}"] = python
                 break
     return found
 

@@ -41,6 +41,6 @@ def fixtures(node: Test) -> frozenset[str]:
     return frozenset(argument.arg for argument in node.args.args)
 
 
-def place(path: Path) -> str:
+def page_path(path: Path) -> str:
     """Return the path of a file for pages."""
     return path.relative_to(TESTS.parent).as_posix()

@@ -54,7 +54,7 @@ class KeyedListener(RecordingListener):
         offsets = defaultdict(list)
         for message in list(self.messages):
             offsets[message.queue, self._key(message)].append(message.queue_offset)
-        for key, came in offsets.items():
-            place = {offset: number for number, offset in enumerate(sorted(set(came)))}
-            assert place[came[0]] == 0, (key, came)
-            assert all(place[after] <= place[before] + 1 for before, after in pairwise(came)), (key, came)
+        for key, delivered in offsets.items():
+            rank = {offset: number for number, offset in enumerate(sorted(set(delivered)))}
+            assert rank[delivered[0]] == 0, (key, delivered)
+            assert all(rank[after] <= rank[before] + 1 for before, after in pairwise(delivered)), (key, delivered)

@@ -139,14 +139,14 @@ def test_a_token_without_an_account_is_refused():
 
 @for_each("word", ["no", "false", "", 0, 1, None])
 def test_a_text_is_not_a_boolean(word, tmp_path):
-    places = {
+    options = {
         partial(ProducerConfig, **NAME_SERVER): ("auto_create_topic", "accept_degraded"),
         partial(ConsumerConfig, group="g", **NAME_SERVER): ("orderly", "auto_commit", "server_messages"),
         EmbeddedCluster: ("auto_create_topics", "auto_create_groups"),
         partial(ClientConfig, **NAME_SERVER): ("tls",),
         partial(adopt_store, tmp_path / "a", tmp_path / "b"): ("replace",),
     }
-    for taker, names in places.items():
+    for taker, names in options.items():
         for name in names:
             with pytest.raises(ConfigError, match=name):
                 taker(**{name: word})

@@ -135,8 +135,8 @@ def test_no_import_is_circular(folder):
 def test_imports_inside_consumer_point_one_way():
     imports = imports_within(ROOT / "consumer")
     assert set(imports) == {*INSIDE_CONSUMER, "__init__"}
-    for place, child in enumerate(INSIDE_CONSUMER):
-        assert imports[child] <= set(INSIDE_CONSUMER[:place]), child
+    for level, child in enumerate(INSIDE_CONSUMER):
+        assert imports[child] <= set(INSIDE_CONSUMER[:level]), child
 
 
 def test_every_folder_is_a_package():

@@ -171,9 +171,9 @@ def test_mypy_finds_exactly_the_mistakes(tmp_path):
     for line in done.stdout.splitlines():
         found = SAID.match(line)
         assert found, line
-        place = found[1], int(found[2])
+        position = found[1], int(found[2])
         if found[3] == "error":
-            revealed.setdefault(place, set()).add(found[5])
+            revealed.setdefault(position, set()).add(found[5])
         elif found[4].startswith("Revealed"):
-            revealed.setdefault(place, set()).add(re.sub(r"(\w+\.)+(\w+)", r"\2", found[4]))
+            revealed.setdefault(position, set()).add(re.sub(r"(\w+\.)+(\w+)", r"\2", found[4]))
     assert revealed == wanted, done.stdout

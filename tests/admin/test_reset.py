@@ -96,8 +96,8 @@ def test_a_recorded_reset_is_followed_without_a_notification(embedded, stores):
         embedded.broker("broker-a").forget_requests()
         embedded.broker("broker-a").wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 4)
         queries = embedded.broker("broker-a").requests(RequestCode.QUERY_CONSUMER_OFFSET)
-        places = {each.command.fields["queueId"] for each in queries}
-        assert places == {str(area().head)}, "one small request while there is nothing new"
+        queue_ids = {each.command.fields["queueId"] for each in queries}
+        assert queue_ids == {str(area().head)}, "one small request while there is nothing new"
 
 
 def test_a_record_is_read_after_the_broker_returns(embedded, stores):
@@ -372,7 +372,7 @@ def test_responding_members_move_despite_a_frozen_one(version, all_queues):
             }
             assert "zzz@frozen: it did not answer" in result.unmoved[0].text
         seen.wait(lambda seen: len(seen.messages) == 40 + 3 * len(chosen))  # it has left its queues to us
-        assert {place[1] for place, times in seen.counts.items() if times > 1} == {7, 8, 9}
+        assert {position[1] for position, times in seen.counts.items() if times > 1} == {7, 8, 9}
 
 
 def test_a_model_that_online_members_contradict_is_refused(embedded, admin):

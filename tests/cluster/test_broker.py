@@ -263,18 +263,18 @@ def test_a_connection_that_answers_no_call_of_several_is_closed(embedded, broker
     client = connect(embedded, call_timeout_s=0.2)
     find_route(client)
 
-    def came() -> list[bool]:
+    def arrived() -> list[bool]:
         return [isinstance(answer, int) for answer in doing(client)("max_offsets", [QUEUE, SECOND]).values()]
 
     for _ in range(2):  # responses in between reset the count
         broker.on(RequestCode.GET_MAX_OFFSET, drop, times=1)
-        assert came() == [False, True]
+        assert arrived() == [False, True]
     connection = client.run(client.connection(broker.address), 30)
     assert not connection.closed
     broker.on(RequestCode.GET_MAX_OFFSET, drop, times=2)
-    assert came() == [False, False]
+    assert arrived() == [False, False]
     assert connection.closed
-    assert came() == [True, True]
+    assert arrived() == [True, True]
 
 
 def test_signed_requests_sent_together_are_let_in(cluster_of, connect):

@@ -136,18 +136,18 @@ def test_a_new_broker_gets_a_heartbeat_as_soon_as_a_route_names_it(two_brokers, 
 
 def leave_routes(cluster, client):
     """Unregister a broker that keeps running, and return it."""
-    gone = cluster.broker("broker-b")
-    cluster.call(lambda: cluster.unregister(gone))
+    removed = cluster.broker("broker-b")
+    cluster.call(lambda: cluster.unregister(removed))
     find_route(client, refresh=True)
-    return gone
+    return removed
 
 
 def test_a_broker_that_no_route_names_is_disconnected(two_brokers, connect):
     client = connect(two_brokers)
     (lost,) = watch(client, "on_broker_lost")
     assert join(client, consumer="app") == 2
-    gone = leave_routes(two_brokers, client)
-    two_brokers.wait_until(lambda: not gone.connections)
+    removed = leave_routes(two_brokers, client)
+    two_brokers.wait_until(lambda: not removed.connections)
     assert set(client.broker_addresses()) == {"broker-a"}
     assert client.address("broker-b") is None
     assert lost.is_empty
@@ -159,12 +159,12 @@ def test_a_broker_that_left_the_routes_is_kept_while_in_use(two_brokers, connect
     client.keep_reachable(in_use.__contains__)
     assert join(client, consumer="app") == 2
     address = client.address("broker-b")
-    gone = leave_routes(two_brokers, client)
+    removed = leave_routes(two_brokers, client)
     assert client.address("broker-b") == address
     assert client.run(client.heartbeat(), 30) == 2
-    assert gone.connections
+    assert removed.connections
     in_use.clear()
-    two_brokers.wait_until(lambda: not gone.connections)
+    two_brokers.wait_until(lambda: not removed.connections)
     assert client.address("broker-b") is None
 
 

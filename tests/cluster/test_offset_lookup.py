@@ -32,8 +32,8 @@ def two_brokers():
 QUEUES = [MessageQueue("T", broker, number) for broker in ("broker-a", "broker-b") for number in (0, 1)]
 
 
-def ask(client, place, queues=QUEUES):
-    return client.run(fetch_offsets_at(client, place, queues, groups=(TOOLS_GROUP,)), 30)
+def look_up(client, offset_name, queues=QUEUES):
+    return client.run(fetch_offsets_at(client, offset_name, queues, groups=(TOOLS_GROUP,)), 30)
 
 
 @for_each(
@@ -79,26 +79,26 @@ def test_an_invalid_target_raises_an_error_with_the_remedy(to, reason):
 def test_every_broker_returns_the_first_and_last_offsets(two_brokers, connect):
     client = connect(two_brokers)
     find_route(client, "T")
-    assert list(ask(client, "first").values()) == [1, 0, 0, 0]
-    assert list(ask(client, "last").values()) == [2, 2, 2, 2]
-    assert list(ask(client, AT).values()) == [1, 0, 0, 0]
-    assert list(ask(client, datetime.fromtimestamp(time.time() + 3600, UTC)).values()) == [2, 2, 2, 2]
+    assert list(look_up(client, "first").values()) == [1, 0, 0, 0]
+    assert list(look_up(client, "last").values()) == [2, 2, 2, 2]
+    assert list(look_up(client, AT).values()) == [1, 0, 0, 0]
+    assert list(look_up(client, datetime.fromtimestamp(time.time() + 3600, UTC)).values()) == [2, 2, 2, 2]
     found = client.run(fetch_first_and_last(client, QUEUES), 30)
     assert [found[queue] for queue in QUEUES] == [(1, 2), (0, 2), (0, 2), (0, 2)]
-    assert ask(client, "last", []) == {}
+    assert look_up(client, "last", []) == {}
 
 
 def test_a_broker_that_does_not_respond_is_named(two_brokers, connect):
     client = connect(two_brokers)
     find_route(client, "T")
-    for place, code in (
+    for offset_name, code in (
         ("first", RequestCode.GET_MIN_OFFSET),
         ("last", RequestCode.GET_MAX_OFFSET),
         (AT, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP),
     ):
         two_brokers.broker("broker-b").on(code, answer(1, "not well"), times=None)
         with pytest.raises(RocketError, match=r"not known of 1 of 2 brokers: broker-b: .*not well") as raised:
-            ask(client, place)
+            look_up(client, offset_name)
         assert "broker-a" not in str(raised.value)
 
 
@@ -116,4 +116,4 @@ def test_old_brokers_are_searched_with_the_first_group_that_may(cluster_of, conn
     queue = MessageQueue("orders", "broker-a", 0)
     assert client.run(fetch_offsets_at(client, AT, [queue], groups=(TOOLS_GROUP, "G")), 30) == {queue: 0}
     with pytest.raises(RocketError, match="no permission"):
-        ask(client, AT, [queue])
+        look_up(client, AT, [queue])

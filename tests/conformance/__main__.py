@@ -10,7 +10,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from tests.marks import TESTS, arguments, fixtures, marked_with, place
+from tests.marks import TESTS, arguments, fixtures, marked_with, page_path
 from tests.releases import VERSIONS
 
 FOLDER = Path(__file__).parent
@@ -102,15 +102,17 @@ def document() -> str:
     """Return the text of docs/fidelity.md."""
     parts = [HEAD.format(releases=", ".join(VERSIONS))]
     for key, (real, embedded) in DIFFERENCES.items():
-        shown = ", ".join(f"`{node.name}` ({place(path)})" for path, node, differs in marked_tests() if key in differs)
+        shown = ", ".join(
+            f"`{node.name}` ({page_path(path)})" for path, node, differs in marked_tests() if key in differs
+        )
         parts.append(f"| {real} | {embedded} | {shown} |\n")
     parts.append(ALIKE)
     here = [(path, node) for path, node, _ in marked_tests() if path.parent == FOLDER]
     for path in dict.fromkeys(path for path, node in here if "cluster" in fixtures(node)):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        parts.append(f"* {place(path)}: {text.splitlines()[0]}\n")
+        parts.append(f"* {page_path(path)}: {text.splitlines()[0]}\n")
     parts.append(ONLY_REAL)
-    parts += [f"* `{node.name}` ({place(path)})\n" for path, node in here if "real_cluster" in fixtures(node)]
+    parts += [f"* `{node.name}` ({page_path(path)})\n" for path, node in here if "real_cluster" in fixtures(node)]
     return "".join(parts)
 
 

@@ -92,7 +92,7 @@ def dead(ledger: Ledger) -> Iterator[None]:
     ledger.engine.dispose()
 
 
-def goes_on_after(
+def continues_after(
     trouble: Callable[[], AbstractContextManager[None]],
     cluster: Any,
     ledger: Ledger,

@@ -154,8 +154,8 @@ def run(
     finally:
         members.close()
         engine.dispose()
-    places, bodies = Counter((queue, offset) for _, queue, offset in rows), {body for body, _, _ in rows}
-    twice = [place for place, count in places.items() if count > 1]
+    positions, bodies = Counter((queue, offset) for _, queue, offset in rows), {body for body, _, _ in rows}
+    twice = [position for position, count in positions.items() if count > 1]
     missing = [f"m{number}" for number in range(messages) if f"m{number}" not in bodies]
     report(
         f"{messages} messages, {members.killed} kills, {members.frozen} freezes in {time.monotonic() - began:.0f} s: "
@@ -181,8 +181,8 @@ class Ledger:
 
     def repeats(self) -> int:
         """Return how many a message has too many; if there are any, there is nothing more to find."""
-        places = "SELECT COUNT(*) FROM (SELECT DISTINCT queue_id, queue_offset FROM ledger) places"
-        return self._count(f"SELECT COUNT(*) - ({places}) FROM ledger")
+        positions = "SELECT COUNT(*) FROM (SELECT DISTINCT queue_id, queue_offset FROM ledger) places"
+        return self._count(f"SELECT COUNT(*) - ({positions}) FROM ledger")
 
     def _count(self, statement: str) -> int:
         try:

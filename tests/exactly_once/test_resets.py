@@ -110,12 +110,12 @@ def test_a_reset_of_the_broker_reaches_the_owner_of_the_queue(embedded, ledger, 
 
 def test_a_reset_of_a_queue_another_has_claimed_does_nothing(embedded, ledger, events):
     """It is asked for while the member is just looking whether the queue is its own still."""
-    idle, checking, goes_on = threading.Event(), threading.Event(), threading.Event()
+    idle, checking, may_continue = threading.Event(), threading.Event(), threading.Event()
 
     def intercept(statement):
         if statement.startswith("SELECT") and idle.is_set() and not checking.is_set():
             checking.set()
-            assert goes_on.wait(WAIT_S)
+            assert may_continue.wait(WAIT_S)
 
     send(embedded, queues=1)
     with (
@@ -129,7 +129,7 @@ def test_a_reset_of_a_queue_another_has_claimed_does_nothing(embedded, ledger, e
         ledger.execute("UPDATE pyrocket_offsets SET epoch = epoch + 1, next_offset = 90 WHERE topic = :t", t=TOPIC)
         resetting = pool.submit(consumer.reset_offsets, TOPIC, {queue(TOPIC, 0): 10})
         time.sleep(0.1)
-        goes_on.set()
+        may_continue.set()
         assert resetting.result(WAIT_S) == {}
         embedded.wait_until(lambda: len(ledger.rows()) >= 110)
     assert [each.queue.topic for each in events.of("queue-fenced")] == [TOPIC]
@@ -249,8 +249,8 @@ def test_the_retry_topic_is_reset_with_its_topic_and_reported(moving, ledger, ca
     assert f"{RETRIES}/broker-a/0 will be set to 5, the offset at the brokers" in capsys.readouterr().out
     assert main([*here, "--execute", "-o", "json"]) == 0
     output = json.loads(capsys.readouterr().out)
-    place = {"topic": RETRIES, "broker": "broker-a", "queue": 0}
-    assert output["plan"]["retries"] == [{**place, "committed": 5, "target": 5}]
+    retry_queue = {"topic": RETRIES, "broker": "broker-a", "queue": 0}
+    assert output["plan"]["retries"] == [{**retry_queue, "committed": 5, "target": 5}]
     outcome = {"who": f"{RETRIES}/broker-a/0", "state": "moved", "text": "in the database, the offset at the brokers"}
     assert output["result"]["outcomes"][-1] == outcome
     assert ledger.offset(GROUP, 0, RETRIES) == 5

@@ -18,7 +18,7 @@ from pyrocket_consumer.errors import DatabaseError
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import Gate, RequestCode
 from tests.consuming import consuming
-from tests.exactly_once.booking import billing, booked_once, consumed, dead, goes_on_after, refused, send, until_all
+from tests.exactly_once.booking import billing, booked_once, consumed, continues_after, dead, refused, send, until_all
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, every_database, once
 
 SOME, MORE = BODIES[:10], BODIES[10:20]
@@ -28,8 +28,8 @@ servers = pytest.mark.databases("postgresql", "mariadb")
 @contextmanager
 def locked(ledger, *queues):
     """Another session has the rows of these queues locked."""
-    places = "consumer_group = :g AND topic = :t AND broker_name = 'broker-a' AND queue_id = :q"
-    statement = text(f"SELECT * FROM pyrocket_offsets WHERE {places} FOR UPDATE")
+    where = "consumer_group = :g AND topic = :t AND broker_name = 'broker-a' AND queue_id = :q"
+    statement = text(f"SELECT * FROM pyrocket_offsets WHERE {where} FOR UPDATE")
     with ledger.engine.connect() as connection, connection.begin():
         for queue in queues:
             connection.execute(statement, {"g": GROUP, "t": TOPIC, "q": queue}).all()
@@ -53,19 +53,19 @@ def renamed(ledger, table="pyrocket_offsets"):
 def test_a_row_that_is_locked_for_long_is_no_failure(embedded, ledger, events):
     patience = {"init_command": "SET SESSION innodb_lock_wait_timeout = 1"}
     offsets = DatabaseOffsets(engine := create_engine(ledger.database.url, connect_args=patience))
-    goes_on_after(lambda: locked(ledger, 0), embedded, ledger, events, offsets=offsets)
+    continues_after(lambda: locked(ledger, 0), embedded, ledger, events, offsets=offsets)
     engine.dispose()
 
 
 @every_database
 def test_a_table_that_is_missing_for_a_while_fails_nothing(embedded, ledger, events):
-    event = goes_on_after(lambda: renamed(ledger), embedded, ledger, events)
+    event = continues_after(lambda: renamed(ledger), embedded, ledger, events)
     assert "pyrocket_offsets" in event.text
 
 
 @servers
 def test_a_database_that_dies_is_no_failure(embedded, ledger, events):
-    goes_on_after(lambda: dead(ledger), embedded, ledger, events)
+    continues_after(lambda: dead(ledger), embedded, ledger, events)
 
 
 @servers
@@ -107,7 +107,7 @@ def test_an_account_that_is_refused_for_a_while_is_no_failure(embedded, ledger, 
 
     try:
         offsets = DatabaseOffsets(create_engine(url, poolclass=NullPool))
-        goes_on_after(refused, embedded, ledger, events, offsets=offsets)
+        continues_after(refused, embedded, ledger, events, offsets=offsets)
     finally:
         ledger.execute(f"DROP USER {account}")
 

@@ -156,7 +156,7 @@ def stored(main: bytes, backup: bytes, journal_: bytes) -> bytes:
     return struct.pack(">HH", len(main), len(backup)) + main + backup + journal_
 
 
-def apart(data: bytes) -> tuple[bytes, bytes, bytes]:
+def separate(data: bytes) -> tuple[bytes, bytes, bytes]:
     main_size, backup_size = struct.unpack(">HH", data[:4].ljust(4, b"\0"))
     main, rest = data[4 : 4 + main_size], data[4 + main_size :]
     return main, rest[:backup_size], rest[backup_size:]
@@ -243,10 +243,10 @@ def repaired(data: bytes) -> bytes:
     record = bytearray(data.ljust(91, b"\0"))
     record[:8] = struct.pack(">II", len(record), 0xDAA320AB if record[4] & 1 else 0xDAA320A7)
     sys_flag = struct.unpack_from(">i", record, 36)[0]
-    place = 84 + (12 if sys_flag & 16 else 0) + (12 if sys_flag & 32 else 0)
-    if place + 4 <= len(record):
-        length = struct.unpack_from(">I", record, place)[0] % (len(record) - place)
-        struct.pack_into(">I", record, place, length)
+    length_at = 84 + (12 if sys_flag & 16 else 0) + (12 if sys_flag & 32 else 0)
+    if length_at + 4 <= len(record):
+        length = struct.unpack_from(">I", record, length_at)[0] % (len(record) - length_at)
+        struct.pack_into(">I", record, length_at, length)
     return bytes(record)
 
 
@@ -404,7 +404,7 @@ def plain_journal(data: bytes) -> tuple[tuple[int, int], tuple[int, int], dict[M
 
 def store_as_read(data: bytes) -> None:
     """A store recovers the same from its files as a plain reader, if that accepts all of them."""
-    main, backup, journal_ = apart(data)
+    main, backup, journal_ = separate(data)
     tables, frames_ = [plain_checkpoint(main), plain_checkpoint(backup)], plain_journal(journal_)
     try:
         found: dict[MessageQueue, int] | None = recover(main, backup, journal_ or None).offsets
@@ -508,10 +508,10 @@ def _made() -> list[Target]:
         Target("message-id", bearing(lambda data: parse_offset_message_id(data.decode("latin1"))), lambda: MESSAGE_IDS),
         Target("tags", bearing(read_tags, ConfigError), lambda: [b"a || b", b"*"]),
         Target("checkpoint", bearing(decode_checkpoint), lambda: [checkpoint(1, 2, 3), JAVA_CHECKPOINT]),
-        Target("journal", bearing(read_journal, OffsetStoreError), lambda: [apart(store)[2] for store in stores()]),
+        Target("journal", bearing(read_journal, OffsetStoreError), lambda: [separate(store)[2] for store in stores()]),
         Target("owner", bearing(read_owner_file), lambda: OWNERS),
         Target("spark-offset", bearing(read_spark_offset, ConfigError), lambda: SPARK_OFFSETS),
-        Target("recovery", bearing(lambda data: recover(*apart(data)), OffsetStoreError), stores),
+        Target("recovery", bearing(lambda data: recover(*separate(data)), OffsetStoreError), stores),
         Target("columns-as-messages", bearing(columns_as_messages), records),
         *(of_the_compiled_part() if find_spec("pyrocket_consumer.protocol._accelerator") else ()),
         Target("messages-as-records", bearing(messages_as_records), records),

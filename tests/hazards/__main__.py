@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from tests.marks import TESTS, Test, arguments, fixtures, marked_with, place
+from tests.marks import TESTS, Test, arguments, fixtures, marked_with, page_path
 from tests.releases import VERSIONS
 
 DOCUMENT = TESTS.parent / "docs" / "hazards.md"
@@ -116,10 +116,10 @@ def _read_tests() -> Iterator[HazardTest]:
     for path, node in marked_with("hazard"):
         names = arguments(node, "hazard")
         if unknown := [name for name in names if name not in NAMES]:
-            sys.exit(f"{place(path)}: {node.name}: hazard({unknown[0]!r}) is not one of {NAMES[0]} to {NAMES[-1]}")
+            sys.exit(f"{page_path(path)}: {node.name}: hazard({unknown[0]!r}) is not one of {NAMES[0]} to {NAMES[-1]}")
         numbers = tuple(NAMES.index(name) + 1 for name in names)
         if numbers and "the_naive_member_is_right" not in node.name:
-            yield HazardTest(node.name, place(path), numbers, *_docstring(node), _brokers(node))
+            yield HazardTest(node.name, page_path(path), numbers, *_docstring(node), _brokers(node))
 
 
 def _docstring(node: Test) -> tuple[str, str]:

@@ -44,8 +44,8 @@ def test_java_members_and_ours_see_every_message(either_cluster, java, topic, gr
         first.wait_for(40)
         second.wait_for(40)
         third.wait_for_messages(40)
-    javas_seen = [message.body for message in third.messages]
-    assert Counter(first.bodies) == Counter(second.bodies) == Counter(javas_seen) == Counter(numbered(40))
+    java_bodies = [message.body for message in third.messages]
+    assert Counter(first.bodies) == Counter(second.bodies) == Counter(java_bodies) == Counter(numbered(40))
 
 
 def test_each_kind_continues_where_the_other_ended(real_cluster, java, topic, group, offsets_directory):

@@ -17,7 +17,7 @@ COMPRESSION = {"zlib": 0x300, "lz4": 0x100, "zstd": 0x200}
 """sysFlag: that a body is compressed, and how."""
 
 
-def place(message: Message) -> int:
+def number_of(message: Message) -> int:
     """Return the queue and offset of a message, to sort by. Several threads get messages in any order."""
     return message.queue_offset
 
@@ -34,7 +34,7 @@ def test_the_properties_of_a_java_message(real_cluster, java, topic, group, one_
         (sent,) = producer.send(topic, LARGE[:3000], tags="paid", keys=["k1", "ключ"], properties=properties)
         producer.send(topic, TEXT.encode())
         seen.wait_for(2)
-    full, plain = sorted(seen.messages, key=place)
+    full, plain = sorted(seen.messages, key=number_of)
     assert (full.topic, full.queue, full.queue_offset) == (topic, one_queue, 0)
     assert (full.body, full.tags, full.keys) == (LARGE[:3000], "paid", ("k1", "ключ"))
     assert properties.items() <= full.properties.items()
@@ -62,7 +62,7 @@ def test_a_java_batch(real_cluster, java, topic, group, one_queue):
     with consuming(real_cluster, topic, group) as (_, seen), java.producer(real_cluster.name_server) as producer:
         (sent,) = producer.send(topic, b"one of a batch", count=5, batch=True, tags="paid", properties={"a": TEXT})
         seen.wait(lambda seen: len(seen.messages) == 5)
-    messages = sorted(seen.messages, key=place)
+    messages = sorted(seen.messages, key=number_of)
     assert [message.queue_offset for message in messages] == list(range(5))
     assert {(message.body, message.tags, message.property("a")) for message in messages} == {
         (b"one of a batch", "paid", TEXT)
@@ -105,9 +105,9 @@ def test_delayed_messages(real_cluster, java, topic, group, names, one_queue):
             producer.send(topic, b"ours, at a time", deliver_at=datetime.now(UTC) + timedelta(seconds=2), tags="paid")
             expected |= {b"java, at a time", b"ours, at a time"}
         seen.wait_for(len(expected))
-        javas_seen = java_member.wait_for_messages(len(expected))
-    assert set(seen.bodies) == {message.body for message in javas_seen} == expected
-    assert {(message.queue, message.tags) for message in [*seen.messages, *javas_seen]} == {(one_queue, "paid")}
+        java_messages = java_member.wait_for_messages(len(expected))
+    assert set(seen.bodies) == {message.body for message in java_messages} == expected
+    assert {(message.queue, message.tags) for message in [*seen.messages, *java_messages]} == {(one_queue, "paid")}
     assert min(message.stored_at - message.born_at for message in seen.messages) > timedelta(seconds=0.4)
 
 

@@ -60,7 +60,7 @@ def test_one_queue_replays_from_an_offset(real_cluster, mqadmin, topic, group):
         events.wait_for("offset-reset")
         seen.wait(lambda seen: len(seen.messages) >= 47)
         wait_for_commits(real_cluster, group, topic, 11)
-    twice = {place for place, times in seen.counts.items() if times == 2}
+    twice = {position for position, times in seen.counts.items() if times == 2}
     assert {queue.queue_id for queue, _ in twice} == {1}
     assert {7, 8, 9} <= {offset for _, offset in twice} <= {7, 8, 9, 10}
 
@@ -286,5 +286,5 @@ def test_a_clustering_group_with_a_java_member_replays_all(real_cluster, java, a
 
 def replayed(messages, low, high):
     """Return how many messages with an offset in [low, high) were seen more than once."""
-    places = [(message.queue, message.queue_offset) for message in list(messages)]
-    return len({place for place in places if places.count(place) > 1 and low <= place[1] < high})
+    positions = [(message.queue, message.queue_offset) for message in list(messages)]
+    return len({position for position in positions if positions.count(position) > 1 and low <= position[1] < high})

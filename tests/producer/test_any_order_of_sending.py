@@ -421,9 +421,9 @@ class AnyOrderOfSending(World):
         self.cluster.create_topic(TOPIC, queues=QUEUES)
         for program in self.programs:
             program.close(None)
-        self._look()
+        self._observe()
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         for number, _, future in self.given:
             assert future.done(), f"message {number} has no result after close()"
             error = future.exception(0)

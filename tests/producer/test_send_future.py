@@ -84,9 +84,9 @@ def test_the_standard_wait_accepts_the_futures(producer, gate, until):
 def test_as_completed_yields_each_future_once(producer):
     futures = [producer.send_async("orders", b"%d" % number) for number in range(3000)]
     random.shuffle(futures)
-    came = list(concurrent.futures.as_completed(futures, timeout=30))
-    assert len(came) == 3000
-    assert set(came) == set(futures)
+    completed = list(concurrent.futures.as_completed(futures, timeout=30))
+    assert len(completed) == 3000
+    assert set(completed) == set(futures)
 
 
 async def test_a_coroutine_waits_for_the_futures(producer):
@@ -178,7 +178,7 @@ def test_a_future_is_resolved_once(callbacks):
 def test_no_waiter_misses_a_result_however_threads_interleave(callbacks):
     """A future is resolved while other threads start to wait for it, in every way."""
     count, called = 400, threading.Semaphore(0)
-    for turn in range(5):
+    for attempt in range(5):
         futures = [SendFuture(callbacks) for _ in range(count)]
         meeting = threading.Barrier(6)
         seen: dict[str, object] = {}
@@ -206,7 +206,7 @@ def test_no_waiter_misses_a_result_however_threads_interleave(callbacks):
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert set(seen) == set(works), f"round {turn}"
+        assert set(seen) == set(works), f"round {attempt}"
         assert seen["result"] == sum(range(count))
         assert seen["wait"] == seen["as_completed"] == count
         assert all(called.acquire(timeout=30) for _ in range(count))
@@ -345,7 +345,7 @@ STEPS = {
 @pytest.mark.parametrize("act", STEPS.values(), ids=STEPS)
 def test_a_signal_handler_may_wait_at_any_step(act):
     """The signal arrives at each step in turn, and another thread then resolves this future and others."""
-    step, came, late = 0, True, []
+    step, completed, late = 0, True, []
 
     def at_step(frame, event, argument):
         nonlocal left
@@ -361,8 +361,8 @@ def test_a_signal_handler_may_wait_at_any_step(act):
         return at_step
 
     def handle(number, frame):
-        nonlocal came
-        came = True
+        nonlocal completed
+        completed = True
         resolver.start()
         try:
             results = [future.result(3) for future in (other, interrupted)]
@@ -383,8 +383,8 @@ def test_a_signal_handler_may_wait_at_any_step(act):
             act(SendFuture(CallbackThread()))
         finally:
             sys.settrace(trace)
-        while came and len(late) < 3:
-            step, came = step + 1, False
+        while completed and len(late) < 3:
+            step, completed = step + 1, False
             thread = CallbackThread()
             interrupted, other, called = SendFuture(thread), SendFuture(thread), []
             interrupted.add_done_callback(called.append)
@@ -395,7 +395,7 @@ def test_a_signal_handler_may_wait_at_any_step(act):
                 act(interrupted)
             finally:
                 sys.settrace(trace)
-            if came:
+            if completed:
                 resolver.join(10)
                 thread.stop(10)
                 assert called == [interrupted]

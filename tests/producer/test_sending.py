@@ -16,11 +16,11 @@ from tests.producer.programs import in_threads
 from tests.real_brokers import wait_until
 
 
-def place(message):
+def position(message):
     return message.queue, message.queue_offset, message.message_id, message.offset_message_id
 
 
-def result_place(result):
+def result_position(result):
     return result.queue, result.queue_offset, result.message_id, result.offset_message_id
 
 
@@ -35,7 +35,7 @@ def test_a_message_is_stored_as_it_was_given(cluster, topic, producing):
     assert {name: found.property(name) for name in properties} == properties
     assert before_ms <= found.born_at_ms <= before_ms + 60_000
     assert found.reconsume_times == 0
-    assert result_place(sent) == place(found)
+    assert result_position(sent) == position(found)
     assert sent.status is SendStatus.OK
 
 
@@ -44,7 +44,7 @@ def test_messages_use_the_queues_round_robin(cluster, topic, producing):
     producer = producing(cluster)
     sent = [producer.send(topic, b"x") for _ in range(12)]
     assert Counter(each.queue.queue_id for each in sent) == dict.fromkeys(range(4), 3)
-    assert sorted(map(result_place, sent)) == sorted(map(place, cluster.messages(topic)))
+    assert sorted(map(result_position, sent)) == sorted(map(position, cluster.messages(topic)))
 
 
 def test_a_selected_queue_gets_the_message(cluster, topic, producing):
@@ -103,7 +103,7 @@ def test_messages_of_a_batch_are_ordinary_messages(cluster, topic, producing):
     full = OutgoingMessage(b"full", tags="paid", keys=["k1", "k2"], properties={"région": "é"}, flag=7)
     results = producer.send_batch(topic, [b"plain", full, bytearray(b"third")])
     stored = cluster.messages(topic)[1:]
-    assert [result_place(each) for each in results] == [place(each) for each in stored]
+    assert [result_position(each) for each in results] == [position(each) for each in stored]
     assert [each.queue_offset for each in results] == [1, 2, 3]
     assert len({each.message_id for each in stored}) == 3
     plain, full, _ = stored
@@ -116,8 +116,8 @@ def test_a_batch_too_large_for_one_request_uses_several(cluster, topic, producin
     cluster.create_topic(topic, queues=4)
     producer = producing(cluster, max_message_bytes=2000)
     results = producer.send_batch(topic, [f"{number:0400}".encode() for number in range(20)])
-    stored = {place(message): message.body for message in cluster.messages(topic)}
-    assert [int(stored[result_place(each)]) for each in results] == list(range(20))
+    stored = {position(message): message.body for message in cluster.messages(topic)}
+    assert [int(stored[result_position(each)]) for each in results] == list(range(20))
     assert len({each.queue for each in results}) == 4
 
 
@@ -153,10 +153,10 @@ def test_concurrent_messages_each_have_a_position(cluster, topic, producing):
     producer = producing(cluster, send_timeout_s=60)
     futures = [producer.send_async(topic, b"%d" % number) for number in range(3000)]
     wait(futures, timeout=60)
-    places = [result_place(future.result(0)) for future in futures]
-    assert len(set(places)) == 3000
-    stored = {place(message): message.body for message in cluster.messages(topic)}
-    assert [stored[each] for each in places] == [b"%d" % number for number in range(3000)]
+    positions = [result_position(future.result(0)) for future in futures]
+    assert len(set(positions)) == 3000
+    stored = {position(message): message.body for message in cluster.messages(topic)}
+    assert [stored[each] for each in positions] == [b"%d" % number for number in range(3000)]
 
 
 def test_threads_share_a_producer(cluster, topic, producing):
@@ -170,7 +170,7 @@ def test_threads_share_a_producer(cluster, topic, producing):
 
     with in_threads(send_some, 8):
         pass
-    assert len({result_place(each) for each in results}) == 400
+    assert len({result_position(each) for each in results}) == 400
     assert len({each.message_id for each in results}) == 400
 
 

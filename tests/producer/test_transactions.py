@@ -239,8 +239,8 @@ def test_a_dropped_producer_runs_no_checks(quick):
 
 
 def test_another_producer_checks_for_a_closed_one(quick, transacting):
-    with TransactionProducer("payments", check=never, name_server=quick.name_server) as gone:
-        half = undecided(gone)
+    with TransactionProducer("payments", check=never, name_server=quick.name_server) as closed:
+        half = undecided(closed)
     check = Check(TransactionState.COMMIT)
     transacting(check, topics=["orders"])
     assert check.wait_for(1).message_id == half.sent.message_id

@@ -125,7 +125,7 @@ def build(folder: Path, mistakes: dict[str, Mistake]) -> dict[str, Path]:
     return libraries
 
 
-def ask(what: str, mistakes: dict[str, Mistake]) -> dict[str, Any]:
+def run_checks(what: str, mistakes: dict[str, Mistake]) -> dict[str, Any]:
     """Build `mistakes`, and run `replay`, `search` or `store` in a process, which forks for each of them.
 
     Returns by name what was found, and under `RIGHT`, when replaying, what is wrong without any mistake.
@@ -257,11 +257,11 @@ def main() -> int:
         return 0
     kept = planted_mistakes.read(KEPT)
     for mistakes in (MISTAKES, OF_SANITIZERS):
-        finding = ask("replay", mistakes)
+        finding = run_checks("replay", mistakes)
         lost = {name: mistake for name, mistake in mistakes.items() if finding[RIGHT] or not finding[name]}
         print(f"{len(mistakes) - len(lost)} of {len(mistakes)} are found")
         if options.store and lost:
-            kept |= {name: found for name, found in ask("store", lost).items() if found}
+            kept |= {name: found for name, found in run_checks("store", lost).items() if found}
             planted_mistakes.write(KEPT, {name: kept[name] for name in ALL if name in kept})
     missing = [name for name in ALL if name not in kept]
     print(f"nothing finds: {', '.join(missing)}" if missing else "an input is kept for each")

@@ -72,12 +72,12 @@ Record = namedtuple(
 
 class _Reader:
     def __init__(self, data: bytes, start: int) -> None:
-        self.data, self.place = data, start
+        self.data, self.position = data, start
 
     def bytes(self, length: int) -> bytes:
-        self.place += length
-        assert self.place <= len(self.data)
-        return self.data[self.place - length : self.place]
+        self.position += length
+        assert self.position <= len(self.data)
+        return self.data[self.position - length : self.position]
 
     def number(self, length: int, signed: bool = True) -> int:
         return int.from_bytes(self.bytes(length), "big", signed=signed)
@@ -99,10 +99,10 @@ def read_records(data: bytes) -> list[Record]:
         reconsume_times, prepared, body = reader.number(4), reader.number(8), reader.bytes(reader.number(4))
         topic = reader.bytes(reader.number(1 if magic == 0xDAA320A7 else 2)).decode()
         properties = reader.bytes(reader.number(2)).decode()
-        assert reader.place == start + size
+        assert reader.position == start + size
         records.append(
             Record(
-                data[start : reader.place],
+                data[start : reader.position],
                 magic,
                 crc,
                 queue_id,
@@ -121,7 +121,7 @@ def read_records(data: bytes) -> list[Record]:
                 properties,
             )
         )
-        start = reader.place
+        start = reader.position
     return records
 
 

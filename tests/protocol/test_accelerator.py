@@ -100,9 +100,9 @@ def test_as_many_records_as_a_pull_asks_for_are_read_the_same(most):
 def test_what_is_damaged_anywhere_reads_the_same():
     """Each byte of a record is changed to the most harmful values."""
     whole = records(StoredMessage("T", b"x" * 20, {"AB": "1", "C": "2"}), StoredMessage("T", b"y"))
-    for place in range(len(whole)):
+    for index in range(len(whole)):
         for value in (0, 1, 2, 0x7F, 0x80, 0xFF):
-            read_by_both(whole[:place] + bytes([value]) + whole[place + 1 :])
+            read_by_both(whole[:index] + bytes([value]) + whole[index + 1 :])
 
 
 @pytest.mark.search
@@ -275,10 +275,10 @@ def test_rising_offsets_are_recognized(which, offsets, rises):
     assert which.module("protocol.accelerator").are_offsets_rising(messages) is rises
 
 
-@for_each("places", [(-1, 88, 91), (0, 88, 92), (0, -1, 91), (0, 89, 91), (1, 89, 91), (0, 0, 0), (0, 2**40, 2**41)])
-def test_the_compiled_part_makes_no_record_outside_of_the_bytes(places):
+@for_each("indexes", [(-1, 88, 91), (0, 88, 92), (0, -1, 91), (0, 89, 91), (1, 89, 91), (0, 0, 0), (0, 2**40, 2**41)])
+def test_the_compiled_part_makes_no_record_outside_of_the_bytes(indexes):
     which = both.copy(pure=False)
-    start, body_end, end = places
+    start, body_end, end = indexes
     with pytest.raises(ValueError, match="no record"):
         which.module("protocol.accelerator").make_record(
             which.module("protocol.message").Message, bytes(91), start, body_end, end, 0, 0, None, None

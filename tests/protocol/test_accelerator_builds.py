@@ -9,7 +9,7 @@ import pytest
 from tests.interpreters import pythons
 from tests.planted_mistakes import DIED
 from tests.protocol.building import SANITIZED, SANITIZERS_STATUS, SOURCE, build, compiler, run
-from tests.protocol.mistakes import ALL, COLUMNS, MISTAKES, OF_SANITIZERS, RIGHT, SEED, STORE, TARGETS, ask
+from tests.protocol.mistakes import ALL, COLUMNS, MISTAKES, OF_SANITIZERS, RIGHT, SEED, STORE, TARGETS, run_checks
 from tests.trials import trials
 
 ANEW = f"the kept input finds it no longer: {STORE}"
@@ -20,7 +20,7 @@ ANEW = f"the kept input finds it no longer: {STORE}"
 @pytest.mark.parametrize("mistakes", [MISTAKES, OF_SANITIZERS], ids=["compared", "sanitized"])
 def test_kept_inputs_find_each_mistake(mistakes, subtests):
     compiler()
-    found = ask("replay", mistakes)
+    found = run_checks("replay", mistakes)
     assert found.pop(RIGHT) == ""
     for mistake, wrong in found.items():
         with subtests.test(mistake):
@@ -31,7 +31,7 @@ def test_kept_inputs_find_each_mistake(mistakes, subtests):
 @pytest.mark.parametrize("mistake", [*ALL][: trials(len(ALL))])
 def test_a_search_finds_a_mistake(mistake):
     compiler()
-    assert ask("search", {mistake: ALL[mistake]})[mistake]
+    assert run_checks("search", {mistake: ALL[mistake]})[mistake]
 
 
 @pytest.fixture(scope="module")

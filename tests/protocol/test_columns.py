@@ -251,8 +251,8 @@ def test_records_of_any_kind_are_what_messages_are(times, kinds, examples):
 @settings(max_examples=trials(100), deadline=None)
 def test_damaged_records_are_what_messages_say_or_refused(parts, changes):
     damaged = bytearray(b"".join(parts))
-    for place, value in changes:
-        damaged[place % len(damaged)] = value
+    for index, value in changes:
+        damaged[index % len(damaged)] = value
     assert_same([pulled(b"".join(parts) * ROW_BY_ROW_RECORDS), pulled(bytes(damaged))])
 
 
@@ -329,9 +329,9 @@ def test_properties_of_any_form_are_what_messages_say(text):
 @pytest.mark.search
 def test_records_damaged_in_each_byte_are_what_messages_say():
     whole = simple(properties={"TAGS": "A", "KEYS": "k"}) + simple(born_host="[::1]:1", properties={"TAGS": "é"})
-    for place in range(len(whole)):
+    for index in range(len(whole)):
         for value in (b"\0", b"\xff"):
-            answers = [pulled(simple() * ROW_BY_ROW_RECORDS), pulled(whole[:place] + value + whole[place + 1 :])]
+            answers = [pulled(simple() * ROW_BY_ROW_RECORDS), pulled(whole[:index] + value + whole[index + 1 :])]
             wanted = both.outcome(lambda answers=answers: expected(answers))
             if isinstance(wanted, list):
                 assert rows(table(answers)) == wanted

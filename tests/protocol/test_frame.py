@@ -267,9 +267,9 @@ def test_the_body_of_a_too_large_request_is_skipped(piece_bytes):
 
     class Watched(FrameBuffer):
         def space(self):
-            room = super().space()
-            rooms.add(len(room))
-            return room
+            space_left = super().space()
+            rooms.add(len(space_left))
+            return space_left
 
     small, large = RemotingCommand(40, flag=2), RemotingCommand(307, {"a": "b"}, bytes(10 << 20), opaque=5)
     data = b"".join(map(encode_command, (small, large, small, large, small)))

@@ -64,7 +64,7 @@ def test_every_attribute_is_touched():
 @pytest.mark.parametrize("record", [WORKED_RECORD, *COMPRESSED_RECORDS, SMALL_BODIES[-1][:600]], ids=len)
 def test_a_record_cut_or_changed_anywhere_is_read_or_refused(record):
     chance = random.Random(len(record))
-    for place in range(len(record)):
-        decode_and_touch(record[:place])
-        for value in (0, 0xFF, record[place] ^ 1 << chance.randrange(8)):
-            decode_and_touch(record[:place] + bytes([value]) + record[place + 1 :])
+    for index in range(len(record)):
+        decode_and_touch(record[:index])
+        for value in (0, 0xFF, record[index] ^ 1 << chance.randrange(8)):
+            decode_and_touch(record[:index] + bytes([value]) + record[index + 1 :])

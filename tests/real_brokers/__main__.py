@@ -25,13 +25,13 @@ def main() -> int:
         check_machine()
         versions = VERSIONS if options.version == "all" else [options.version]
         for version in versions:
-            say(f"RocketMQ {version}: getting its jars ready")
+            print_status(f"RocketMQ {version}: getting its jars ready")
             classes(version)
         if options.resolve:
             return 0
         return max(run(version, options.brokers, options.command) for version in versions)
     except CannotRun as error:
-        say(str(error))
+        print_status(str(error))
         return 1
     except KeyboardInterrupt:
         return 130
@@ -39,18 +39,18 @@ def main() -> int:
 
 def run(version: str, brokers: int, command: list[str]) -> int:
     """Start a cluster, run the command, and return its exit code."""
-    say(f"RocketMQ {version}: starting a name server and {brokers} broker(s)")
+    print_status(f"RocketMQ {version}: starting a name server and {brokers} broker(s)")
     began = time.monotonic()
     with RealCluster(version, brokers) as cluster:
         took = time.monotonic() - began
-        say(f"RocketMQ {version}: ready after {took:.1f} s, NAMESRV_ADDR={cluster.name_server}")
+        print_status(f"RocketMQ {version}: ready after {took:.1f} s, NAMESRV_ADDR={cluster.name_server}")
         if not command:
             signal.pause()
         environment = {**os.environ, "NAMESRV_ADDR": cluster.name_server}
         return subprocess.run(command, env=environment, check=False).returncode
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

@@ -369,7 +369,7 @@ class RealCluster:
         self.version = version
         self._options: dict[str, Any] = {"brokers": brokers, **options}
         self._brokers: dict[str, RealBroker] = {}
-        self._turns: dict[str, itertools.count[int]] = {}
+        self._round_robin: dict[str, itertools.count[int]] = {}
 
     def __enter__(self) -> Self:
         self.start()
@@ -501,10 +501,10 @@ class RealCluster:
             for broker in ([self.broker(broker_name)] if broker_name else self.brokers)
             for each in ([queue_id] if queue_id is not None else range(route[broker.name][1] if route else 4))
         ]
-        turn = self._turns.setdefault(topic, itertools.count())
+        round_robin = self._round_robin.setdefault(topic, itertools.count())
         sent = []
         for number in range(count):
-            broker, target = targets[next(turn) % len(targets)]
+            broker, target = targets[next(round_robin) % len(targets)]
             own_body = body(number) if callable(body) else body
             carried["UNIQ_KEY"] = f"{random.getrandbits(128):032X}"
             sent.append(broker.send(topic, own_body or b"-", carried, target))

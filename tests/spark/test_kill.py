@@ -35,7 +35,7 @@ SEED = int(os.environ.get("PYROCKET_SPARK_SEED", "0")) or random.randrange(1, 1 
 LIFE_S = 240.0  # in which a life plans its first batch, on a slow machine
 
 
-class Life:
+class Run:
     """The program, from its start to its end: a process group of its own."""
 
     def __init__(self, name_server: str, directory: Path, most_per_batch: int, environment: dict[str, str]) -> None:
@@ -125,9 +125,9 @@ def test_a_killed_query_delivers_every_message_exactly_once(spark_environment: d
         cluster.send("orders", lambda number: b"%d" % number, count=MESSAGES)
         for number in range(KILLS):
             before = planned(tmp_path)
-            life = Life(cluster.name_server, tmp_path, most_per_batch, environment)
+            life = Run(cluster.name_server, tmp_path, most_per_batch, environment)
 
-            def started_run(life: Life = life, before: int = before) -> bool:
+            def started_run(life: Run = life, before: int = before) -> bool:
                 life.check()
                 return planned(tmp_path) > before
 
@@ -142,7 +142,7 @@ def test_a_killed_query_delivers_every_message_exactly_once(spark_environment: d
                 f"{delivered(tmp_path)} messages in files"
             )
         killed_at = delivered(tmp_path)
-        life = Life(cluster.name_server, tmp_path, most_per_batch, environment)
+        life = Run(cluster.name_server, tmp_path, most_per_batch, environment)
         try:
 
             def complete() -> bool:

@@ -47,21 +47,21 @@ def task_of(sink: Sink, lanes: str, rows: int = ROWS) -> Future[int]:
 
 def reached(cluster: EmbeddedCluster, row: int = ROWS // 2) -> threading.Event:
     """Return an event that comes when a row is about to be stored; it is stored."""
-    came = threading.Event()
+    arrived = threading.Event()
 
     def pass_on(exchange: Exchange) -> None:
-        came.set()
+        arrived.set()
         exchange.handle(exchange.answer)
 
     set_fault_on_all_brokers(cluster, SEND, pass_on, times=None, when=lambda command: command.body == str(row).encode())
-    return came
+    return arrived
 
 
 def halfway(cluster: EmbeddedCluster, sink: Sink, lanes: str) -> Future[int]:
     """Return a task that has written the first half of its rows."""
-    came = reached(cluster)
+    arrived = reached(cluster)
     task = task_of(sink, lanes)
-    assert came.wait(60)
+    assert arrived.wait(60)
     return task
 
 
@@ -201,15 +201,15 @@ def test_a_slow_broker_takes_all(embedded, sink, lanes):
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("go_away", {**AWAY, **SILENT})
 def test_a_task_ends_when_the_time_is_over(embedded, sink, go_away, lanes):
-    came = reached(embedded)
+    arrived = reached(embedded)
     for _ in range(5):  # a busy machine may stand still for the second that a row has
         task = task_of(
             sink(sendTimeoutMs="1000", requestTimeoutMs="500"), lanes, rows=20_000
         )  # more than it has time for
-        embedded.wait_until(lambda task=task: came.is_set() or task.done(), 60)
-        if came.is_set():
+        embedded.wait_until(lambda task=task: arrived.is_set() or task.done(), 60)
+        if arrived.is_set():
             break
-    assert came.is_set()
+    assert arrived.is_set()
     {**AWAY, **SILENT}[go_away](embedded.broker("broker-a"))
     began = time.monotonic()
     with pytest.raises(RocketError, match=r"row \d+ of partition 0: .*orders"):

@@ -132,7 +132,7 @@ def without_addresses(value: Any) -> Any:
 
 @pytest.mark.parametrize("version", golden.VERSIONS)
 def test_answers_are_those_of_a_real_broker(version: str) -> None:
-    places = Translation()
+    translation = Translation()
     differences = []
     with EmbeddedCluster(version=version, delay_scale=0.01, long_poll_tick_s=0.1) as cluster:
         cluster.create_topic(TOPIC, queues=2)
@@ -152,7 +152,7 @@ def test_answers_are_those_of_a_real_broker(version: str) -> None:
                     cluster.wait_until(lambda topic=topic: broker.max_offset(topic, 0) == 1)
                 elif request.fields.get("queueOffset") == "3" and "committed transactional" in request_entry.what:
                     cluster.wait_until(lambda: broker.max_offset(TOPIC, 0) == 4)
-                places.here(request)
+                translation.here(request)
                 client = to_name_server if request.code in TO_NAME_SERVER else to_broker
                 client.send(request, request.header_type)
                 if answer_entry is None:
@@ -162,7 +162,7 @@ def test_answers_are_those_of_a_real_broker(version: str) -> None:
                 recorded = decode_command(answer_entry.frame())
                 is_half = request.fields.get("f") == "4"
                 if ours.code == recorded.code:
-                    places.learn(recorded, ours, is_half)
+                    translation.learn(recorded, ours, is_half)
                 expected, got = comparable(recorded, is_half), comparable(ours, is_half)
                 differences += [
                     f"{request_entry.name}: {part}\n    real {expected[part]}\n    here {got[part]}"

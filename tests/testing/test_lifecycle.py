@@ -367,9 +367,9 @@ ENDS = {
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("attempt", range(3))
 @pytest.mark.parametrize("end", ENDS)
-def test_connecting_during_a_close_leaks_no_socket(end, turn):
+def test_connecting_during_a_close_leaks_no_socket(end, attempt):
     connected, closed = threading.Semaphore(0), threading.Event()
 
     def knock(address: str) -> None:

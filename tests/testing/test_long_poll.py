@@ -115,8 +115,8 @@ def test_without_long_polling_a_pull_waits_a_second_at_most(broker, client, othe
 
 def test_a_deleted_topic_and_a_closed_connection_end_the_wait(broker, client):
     opaque = held(broker, client, suspendTimeoutMillis=0)
-    with RawClient(broker.address) as gone:
-        held(broker, gone)
+    with RawClient(broker.address) as leaving:
+        held(broker, leaving)
     broker.cluster.wait_until(lambda: broker.held_pulls() == 1)
     client.call(RequestCode.DELETE_TOPIC_IN_BROKER, {"topic": "T"})
     broker.tick()

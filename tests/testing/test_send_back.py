@@ -83,8 +83,8 @@ def test_a_message_that_the_broker_does_not_find_is_refused(broker, client):
         client.produce("T")
     first, second, third = broker.messages("T")
     broker.delete_before("T", 0, 2)
-    gone = send_back(client, second)
-    assert (gone.code, gone.remark) == (1, f"look message by offset failed, {second.commit_log_offset}")
+    lost = send_back(client, second)
+    assert (lost.code, lost.remark) == (1, f"look message by offset failed, {second.commit_log_offset}")
     for offset in (-1, 10**12, third.commit_log_offset + 1):
         fields = {"offset": offset, "group": "G", "delayLevel": 1}
         assert client.call(RequestCode.CONSUMER_SEND_MSG_BACK, fields).code == 1

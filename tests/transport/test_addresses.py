@@ -37,7 +37,7 @@ def elsewhere():
         yield listening
 
 
-def place(listening: socket.socket) -> str:
+def address_of(listening: socket.socket) -> str:
     return f"127.0.0.1:{listening.getsockname()[1]}"
 
 
@@ -92,13 +92,13 @@ def test_a_consumer_connects_only_to_allowed_addresses_and_reports_others_once(c
     send_20(cluster)
     events = Events()
     with (
-        leading(cluster, "broker-a", place(elsewhere)),
+        leading(cluster, "broker-a", address_of(elsewhere)),
         consuming(cluster, "orders", "g", allowed_addresses=addresses_of(cluster), on_event=events) as (consumer, seen),
     ):
         refused = events.wait_for("address-refused")
         wait_for_broker_b(cluster, seen)
-        assert place(elsewhere) in refused.text and "allowed_addresses" in refused.text
-        assert refused.facts == {"address": place(elsewhere)}
+        assert address_of(elsewhere) in refused.text and "allowed_addresses" in refused.text
+        assert refused.facts == {"address": address_of(elsewhere)}
         events.wait_for("broker-unreachable")  # several attempts later
         assert len(events.of("address-refused")) == 1
         assert_nobody_came(elsewhere)
@@ -111,7 +111,7 @@ def test_a_consumer_continues_when_the_route_is_right_again(cluster, elsewhere):
     events = Events()
     options = {"allowed_addresses": addresses_of(cluster), "on_event": events, "start_wait_s": 0.1}
     with ExitStack() as running:
-        with leading(cluster, "broker-a", place(elsewhere)):
+        with leading(cluster, "broker-a", address_of(elsewhere)):
             consumer = consuming(cluster, "orders", "g", route_refresh_interval_s=0.2, **options)
             _, seen = running.enter_context(consumer)
             events.wait_for("address-refused")
@@ -164,7 +164,7 @@ def test_producer_and_admin_name_address_option_and_remedy(cluster, elsewhere):
     with pytest.raises(SendError, match="allowed_addresses"):
         asyncio.run(send())
     with (
-        leading(cluster, "broker-a", place(elsewhere)),
+        leading(cluster, "broker-a", address_of(elsewhere)),
         Admin(name_server=cluster.name_server, allowed_addresses=addresses_of(cluster)) as admin,
         pytest.raises(RocketError, match="allowed_addresses"),
     ):

@@ -26,7 +26,7 @@ WAIT_S = 30.0
 TIMEOUT_S = 5.0
 
 
-class Server:
+class BlockingPeer:
     """The server's end of a blocking connection."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -48,13 +48,13 @@ class Server:
 
 
 @contextmanager
-def connected() -> Iterator[tuple[BlockingConnection, Server]]:
+def connected() -> Iterator[tuple[BlockingConnection, BlockingPeer]]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.settimeout(WAIT_S)
     connection = BlockingConnection(ours, "broker:1")
     with theirs:
-        yield connection, Server(theirs)
+        yield connection, BlockingPeer(theirs)
         connection.close("the test is over")
 
 
@@ -89,18 +89,18 @@ def receive_all(connection: BlockingConnection) -> None:
 
 
 @pytest.fixture
-def link() -> Iterator[tuple[BlockingConnection, Server]]:
+def link() -> Iterator[tuple[BlockingConnection, BlockingPeer]]:
     with connected() as both:
         yield both
 
 
 @pytest.fixture
-def connection(link: tuple[BlockingConnection, Server]) -> BlockingConnection:
+def connection(link: tuple[BlockingConnection, BlockingPeer]) -> BlockingConnection:
     return link[0]
 
 
 @pytest.fixture
-def server(link: tuple[BlockingConnection, Server]) -> Server:
+def server(link: tuple[BlockingConnection, BlockingPeer]) -> BlockingPeer:
     return link[1]
 
 

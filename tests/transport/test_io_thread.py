@@ -126,17 +126,17 @@ def test_the_thread_calls_on_end_last():
 
 def test_a_helper_that_hangs_keeps_it_from_no_end(io):
     """A name resolution may hang, because it runs on a thread of the loop's executor."""
-    goes_on = threading.Event()
+    may_continue = threading.Event()
 
     async def begin():
-        io.loop.run_in_executor(None, goes_on.wait, 60)
+        io.loop.run_in_executor(None, may_continue.wait, 60)
 
     io.run(begin(), 30)
     began = time.monotonic()
     io.stop(30)
     assert time.monotonic() - began < 20
     assert io.loop.is_closed()
-    goes_on.set()
+    may_continue.set()
 
 
 @pytest.mark.live

@@ -147,7 +147,7 @@ def test_loops_of_two_threads_talk_over_streams():
         await asyncio.sleep(10)
         server.close()
 
-    async def ask():
+    async def call():
         reader, writer = await asyncio.open_connection(*address.get(timeout=5))
         writer.write(b"hello")
         assert await reader.read() == b"hello"
@@ -155,7 +155,7 @@ def test_loops_of_two_threads_talk_over_streams():
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    asyncio.run(ask())
+    asyncio.run(call())
     thread.join()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", 40_000))

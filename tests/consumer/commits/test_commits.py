@@ -382,7 +382,7 @@ def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool)
     cluster.create_topic(topic, queues=1)
     broker, ended = cluster.broker("broker-a"), threading.Event()
 
-    def ask(peer: Peer, client_id: str) -> None:
+    def query(peer: Peer, client_id: str) -> None:
         status = {"topic": topic, "group": group, "clientAddr": client_id}
         running = {"consumerGroup": group, "clientId": client_id, "jstackEnable": False}
         peer.call(RequestCode.GET_CONSUMER_RUNNING_INFO, running, accept=range(300))
@@ -391,7 +391,7 @@ def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool)
     def keep_querying(client_id: str) -> None:
         with closing(Peer(broker.address)) as peer:
             while not ended.wait(0.005):
-                ask(peer, client_id)
+                query(peer, client_id)
 
     options = {"commit_interval_s": NEVER_S, "rebalance_interval_s": 0.1}
     if member is not ours:
@@ -408,7 +408,7 @@ def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool)
                 if not questions or member is not AnswersReadTheStore:
                     until(lambda stage=stage: consumer.held().get(queue(topic, 0)) == 5 * (stage + 1), "consumed")
                 if questions:
-                    ask(peer, consumer.client_id)
+                    query(peer, consumer.client_id)
                 other.take_queue()
                 other.give_queue_back()
         finally:

@@ -32,10 +32,10 @@ def test_an_exception_reaches_its_caller_and_the_next_call_runs():
 
 
 def test_a_cancelled_call_is_skipped():
-    thread, goes_on, done = SerialExecutor("pyrocket-store"), threading.Event(), []
-    running, unwanted = thread.submit(goes_on.wait, 30), thread.submit(done.append, 1)
+    thread, may_continue, done = SerialExecutor("pyrocket-store"), threading.Event(), []
+    running, unwanted = thread.submit(may_continue.wait, 30), thread.submit(done.append, 1)
     assert unwanted.cancel()
-    goes_on.set()
+    may_continue.set()
     assert running.result(30)
     assert thread.submit(int, "7").result(30) == 7
     assert done == []
@@ -50,10 +50,10 @@ def test_an_idle_executor_keeps_no_object_of_a_call():
     thread, store = SerialExecutor("pyrocket-store"), Store()
     thread.submit(store.persist).result(30)
     thread.submit(int).result(30)
-    gone = weakref.ref(store)
+    collected = weakref.ref(store)
     del store
     gc.collect()
-    assert gone() is None
+    assert collected() is None
     thread.shutdown()
 
 

@@ -235,14 +235,14 @@ def test_a_logging_that_raises_costs_no_message(either):
 def test_tasks_of_async_listeners_end_with_their_loop(coroutines):
     ended = []
 
-    async def goes_on():
+    async def continues():
         try:
             await asyncio.sleep(3600)
         finally:
             ended.append(True)
 
     async def handle(message):
-        asyncio.get_running_loop().create_task(goes_on())
+        asyncio.get_running_loop().create_task(continues())
         await asyncio.sleep(0)
 
     window = coroutines.consume(handle, 3)

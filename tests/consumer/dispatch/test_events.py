@@ -17,12 +17,12 @@ from tests.consuming import WAIT_S, RecordingListener, until
 
 def test_events_that_wait_for_a_slow_on_event_are_bounded():
     passed: list[ConsumerEvent] = []
-    begun, goes_on, notified = threading.Event(), threading.Event(), threading.Event()
+    begun, may_continue, notified = threading.Event(), threading.Event(), threading.Event()
 
     def on_event(event: ConsumerEvent) -> None:
         passed.append(event)
         begun.set()
-        goes_on.wait(WAIT_S)
+        may_continue.wait(WAIT_S)
         if event.kind is EventKind.EVENTS_LEFT_OUT:
             notified.set()
 
@@ -31,7 +31,7 @@ def test_events_that_wait_for_a_slow_on_event_are_bounded():
     assert begun.wait(WAIT_S)
     for number in range(1, MAX_WAITING + 501):
         events.emit(ConsumerEvent(EventKind.LISTENER_FAILED, str(number)))
-    goes_on.set()
+    may_continue.set()
     assert notified.wait(WAIT_S)
     events.close()
     failed = [event.text for event in passed if event.kind is EventKind.LISTENER_FAILED]

@@ -183,8 +183,8 @@ class AnyOrder(World):
             return None
 
     def consumed(self, who: str, message: Message, begun: float) -> None:
-        place = (message.queue, message.queue_offset)
-        self.history.consumed.append(Consumed(time.monotonic(), begun, who, message.body, place, True))
+        position = (message.queue, message.queue_offset)
+        self.history.consumed.append(Consumed(time.monotonic(), begun, who, message.body, position, True))
 
     def running(self) -> list[Program]:
         return [program for program in self.programs if program.is_running]
@@ -238,7 +238,7 @@ class AnyOrder(World):
         self._drain()
         for program in self.programs:
             program.close(None)
-        self._look()
+        self._observe()
 
     def _drain(self) -> None:
         """In peace, whoever runs consumes everything; if nobody does, a member that comes."""
@@ -264,7 +264,7 @@ class AnyOrder(World):
         held = [each for program in self.running() for each in (program.call(program.consumer.progress) or {}).items()]
         return {queue.queue_id: progress.committed for queue, progress in held if queue.topic == TOPIC}
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         if not self.passes_over:
             self.history.check_no_message_is_skipped()
         self.history.check_group_is_empty()

@@ -42,13 +42,13 @@ class Held:
 
     def __init__(self, body: bytes) -> None:
         self.body, self.bodies = body, []
-        self.begun, self.goes_on = threading.Event(), threading.Event()
+        self.begun, self.may_continue = threading.Event(), threading.Event()
 
     def __call__(self, message):
         self.bodies.append(message.body)
         if message.body == self.body:
             self.begun.set()
-            self.goes_on.wait(WAIT_S)
+            self.may_continue.wait(WAIT_S)
 
     async def close_is_cancelled(self, consumer):
         """Close while that call runs, and stop waiting."""
@@ -148,7 +148,7 @@ async def test_a_cancelled_close_has_stored_what_is_consumed(orders):
         await asyncio.sleep(0.01)
     await held.close_is_cancelled(consumer)
     assert orders.committed == {0: 9, 1: 10}, "stored, and the call still runs"
-    held.goes_on.set()
+    held.may_continue.set()
     await consumer.close()
     assert consumer.state is ConsumerState.CLOSED
     assert orders.committed == {0: 10, 1: 10}
@@ -180,7 +180,7 @@ async def test_a_cancelled_close_gives_the_offset_store_back(orders, tmp_path):
     orders.send(b"m0")
     orders.send(b"slow")
     await held.close_is_cancelled(first)
-    held.goes_on.set()
+    held.may_continue.set()
     orders.send(b"meanwhile")
     await first.close()
     async with await orders.begun(held, **options):
@@ -223,7 +223,7 @@ async def test_a_close_does_not_need_the_executor_of_the_users_loop(orders):
         await asyncio.wait_for(consumer.close(0.2), WAIT_S / 2)
         assert consumer.state is ConsumerState.CLOSED
     finally:
-        held.goes_on.set()
+        held.may_continue.set()
 
 
 def test_a_second_close_may_shorten_the_first(orders):
@@ -237,16 +237,16 @@ def test_a_second_close_may_shorten_the_first(orders):
     first.join(WAIT_S)
     assert not first.is_alive()
     assert time.monotonic() - began < WAIT_S
-    held.goes_on.set()
+    held.may_continue.set()
 
 
 def test_a_close_ends_in_time_when_brokers_and_listeners_do_not(orders):
     orders.make(queues=4)
-    hold, goes_on = threading.Event(), threading.Event()
+    hold, may_continue = threading.Event(), threading.Event()
 
     def listen(message):
         if hold.is_set():
-            goes_on.wait(WAIT_S)
+            may_continue.wait(WAIT_S)
 
     consumer = orders.consumer(listen).start()
     orders.fill(8)
@@ -258,7 +258,7 @@ def test_a_close_ends_in_time_when_brokers_and_listeners_do_not(orders):
     began = time.monotonic()
     consumer.close(1)
     assert time.monotonic() - began < 1 + 3 + 6
-    goes_on.set()
+    may_continue.set()
     assert consumer.state is ConsumerState.CLOSED
     assert len(orders.events.of("commit-failed")) >= 4, "it says what it could not store"
 

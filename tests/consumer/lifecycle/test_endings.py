@@ -322,9 +322,9 @@ def test_no_commit_follows_the_unlock(embedded, names, member):
         release.set()
         until(lambda: list(consumer.held()) == [queue(topic, 0)], "given up")
         requests = [each.command for each in broker.requests()]
-        unlocked = next(place for place, each in enumerate(requests) if each.code == UNLOCK)
+        unlocked = next(index for index, each in enumerate(requests) if each.code == UNLOCK)
         is_ours = request_matcher(topic, queueId=1)
-        commits = [place for place, each in enumerate(requests) if each.code == COMMIT and is_ours(each)]
+        commits = [index for index, each in enumerate(requests) if each.code == COMMIT and is_ours(each)]
         assert max(commits, default=-1) < unlocked, "committed after it was unlocked: over the next owner's offset"
         assert member is not ours or embedded.committed(group, topic).get(1) == 1, "the listener had time to finish"
 

@@ -214,21 +214,21 @@ def test_a_strategy_that_raises_at_the_start_is_tried_again(orders):
 
 def test_a_strategy_that_hangs_is_reported_and_asked_again(orders):
     orders.make(queues=2)
-    goes_on = threading.Event()
+    may_continue = threading.Event()
 
     def strategy(group, client_id, queues, members):
-        goes_on.wait(WAIT_S)
+        may_continue.wait(WAIT_S)
         return queues
 
     try:
         with orders.consuming(allocation=strategy, **OPTIONS) as (consumer, seen):
             assert "has not returned" in orders.events.wait_for("broker-unreachable").text
             assert consumer.state is ConsumerState.RUNNING
-            goes_on.set()
+            may_continue.set()
             orders.fill(4)
             seen.wait_for(4)
     finally:
-        goes_on.set()
+        may_continue.set()
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, *WANTS_TO_END])
@@ -357,7 +357,7 @@ def test_a_result_that_cannot_be_inspected_fails_nothing(orders, orderly):
 def test_a_damaged_record_with_a_slow_listener_fails_nothing(orders, orderly):
     """Its id cannot be told; a call that takes too long and the progress are told all the same."""
     orders.fill(1)
-    goes_on, held = threading.Event(), threading.Event()
+    may_continue, held = threading.Event(), threading.Event()
 
     def damaged(answer):
         if not answer.body:
@@ -371,14 +371,14 @@ def test_a_damaged_record_with_a_slow_listener_fails_nothing(orders, orderly):
         held.set()
         with pytest.raises(ProtocolError):
             message.message_id  # noqa: B018 - it is damaged
-        goes_on.wait(WAIT_S)
+        may_continue.wait(WAIT_S)
 
     with orders.consuming(listen, orderly=orderly, consume_timeout_s=0.1, **OPTIONS) as (consumer, _):
         assert held.wait(WAIT_S)
         assert "damaged" in of(consumer)[0].oldest_unfinished
         if not orderly:
             assert "damaged" in str(orders.events.wait_for("message-stuck").facts["message_id"])
-        goes_on.set()
+        may_continue.set()
         until(lambda: [each.committed for each in of(consumer)] == [1], "consumed")
         assert consumer.state is ConsumerState.RUNNING
 
@@ -406,13 +406,13 @@ def test_a_consumer_whose_loop_has_ended_fails_and_leaves(orders):
         others.wait_for(2)
         assert set(others.bodies) == set(numbered(2, 1)), "what it has consumed is stored, and the rest is another's"
 
-    async def ask():
+    async def invoke():
         for call in (consumer.join, consumer.join, consumer.close):
             with pytest.raises(RocketError, match="the loop that async def listeners run on has ended"):
                 await call(WAIT_S)
         await consumer.close()
 
-    asyncio.run(ask())
+    asyncio.run(invoke())
     assert consumer.state is ConsumerState.FAILED
 
 

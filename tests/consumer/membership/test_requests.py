@@ -55,7 +55,7 @@ def stored_consumer(embedded, count, queues=1, **options):
         yield seen, events
 
 
-def goes_on(embedded, seen, count):
+def check_still_consuming(embedded, seen, count):
     """Another message, after so many, is consumed, and none again."""
     fill(embedded, "T", 1, start=count)
     seen.wait_for(count + 1)
@@ -74,7 +74,7 @@ def test_a_name_server_may_ask_nothing(embedded, code):
         refused = events.wait_for(REFUSED)
         assert refused.facts == {"code": code, "address": embedded.name_server}
         assert embedded.name_server in refused.text
-        goes_on(embedded, seen, 5)
+        check_still_consuming(embedded, seen, 5)
         assert embedded.committed("G", "T") in ({0: 5}, {0: 6})
         assert events.of("offset-reset") == []
 
@@ -83,14 +83,14 @@ def test_a_name_server_gets_no_answer_to_what_wants_none(embedded):
     with stored_consumer(embedded, 5) as (seen, events):
         RequestSender(embedded.name_server_node).oneway(RESET, FIELDS[RESET], offsets(0))
         events.wait_for(REFUSED)
-        goes_on(embedded, seen, 5)
+        check_still_consuming(embedded, seen, 5)
 
 
 def test_what_is_asked_in_vain_is_told_with_how_often(embedded):
     with stored_consumer(embedded, 1) as (seen, events):
         name_server = RequestSender(embedded.name_server_node)
         name_server.oneway(NOTICE, FIELDS[NOTICE], times=2000)
-        goes_on(embedded, seen, 1)
+        check_still_consuming(embedded, seen, 1)
 
         def how_often() -> int:
             name_server.oneway(NOTICE, FIELDS[NOTICE])
@@ -143,7 +143,7 @@ def test_without_server_messages_nothing_passed_on_is_consumed(embedded):
         answer = directed(embedded)
         assert (answer.code, answer.remark) == (1, "this consumer has server_messages=False")
         assert "this consumer has server_messages=False" in events.wait_for(REFUSED).text
-        goes_on(embedded, seen, 1)
+        check_still_consuming(embedded, seen, 1)
 
 
 def test_what_its_listener_would_never_get_is_not_consumed(embedded, broker):
@@ -218,7 +218,7 @@ def test_a_request_too_large_is_refused_and_the_connection_kept(embedded, broker
         answer = sender.call(INFO, FIELDS[INFO], bytes(10 << 20))
         assert (answer.code, answer.remark) == (1, f"GET_CONSUMER_RUNNING_INFO is not obeyed: {too_many}")
         assert too_many in events.wait_for(REFUSED).text
-        goes_on(embedded, seen, 1)
+        check_still_consuming(embedded, seen, 1)
         assert broker.connections == connections
 
 

@@ -134,17 +134,17 @@ def test_every_wrong_offset_is_corrected_once(embedded, broker, tmp_path, member
     Faulty: Java before 5.2 pulls at the old offset without end, because it never writes the new one.
     """
     orders = Orders(embedded, queues=2, messages=60)
-    places = [queue(TOPIC, 0), queue(TOPIC, 1)]
-    for each in places:
+    held_queues = [queue(TOPIC, 0), queue(TOPIC, 1)]
+    for each in held_queues:
         broker.delete_before(TOPIC, each.queue_id, 30)
     directory = store_directory(tmp_path, "127.0.0.1@DEFAULT", GROUP)
     directory.mkdir(parents=True)
-    (directory / "offsets.json").write_bytes(encode_offsets(dict.fromkeys(places, 5)))
+    (directory / "offsets.json").write_bytes(encode_offsets(dict.fromkeys(held_queues, 5)))
 
     def wrong_pulls() -> list[tuple[int, int]]:
         return sorted(each for each in pulled_offsets(broker, TOPIC) if each[1] < 30)
 
-    expected = dict.fromkeys(places, 30)
+    expected = dict.fromkeys(held_queues, 30)
     options = broadcasting(tmp_path, commit_interval_s=3600, rebalance_interval_s=0.2)
     with member(embedded, TOPIC, GROUP, **options) as consumer:
         until(lambda: consumer.stored() == expected or len(wrong_pulls()) > 2, "the correction is stored")

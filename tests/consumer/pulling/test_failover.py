@@ -122,8 +122,8 @@ class BelievesItself(NaiveMember):
     """Continues at its own last offset of the queue, whatever the broker has now."""
 
     def start_offset(self, queue: MessageQueue) -> int:
-        places = [message.queue_offset for message in self.seen.messages if message.queue == queue]
-        return max(places) + 1 if places else super().start_offset(queue)
+        consumed_offsets = [message.queue_offset for message in self.seen.messages if message.queue == queue]
+        return max(consumed_offsets) + 1 if consumed_offsets else super().start_offset(queue)
 
 
 def drop_connections(broker: EmbeddedBroker) -> None:

@@ -73,8 +73,8 @@ def test_an_offset_that_no_queue_has_is_not_followed(to, code, model, tmp_path):
 
 class OutOfOrder(Found):
     def records(self, offset, queue_id):
-        places = (offset, offset + 7, offset + 3)
-        return b"".join(record(place, b"x", topic=TOPIC, queue_id=queue_id) for place in places)
+        record_offsets = (offset, offset + 7, offset + 3)
+        return b"".join(record(field, b"x", topic=TOPIC, queue_id=queue_id) for field in record_offsets)
 
 
 def test_messages_out_of_order_are_pulled_again(tmp_path):
@@ -99,7 +99,7 @@ def nested(depth: int, kind: str) -> bytes:
     return b"[" * depth + b"]" * depth if kind == "lists" else b'{"a":' * depth + b"1" + b"}" * depth
 
 
-def deep_header(depth: int, kind: str, place: str):
+def deep_header(depth: int, kind: str, field: str):
     """Return a fault: a response whose header has one field of this depth."""
 
     def apply(exchange: Exchange) -> None:
@@ -109,7 +109,7 @@ def deep_header(depth: int, kind: str, place: str):
             "code": b'{"code":%b,"flag":1,"opaque":%d}' % (deep, opaque),
             "remark": b'{"code":0,"flag":1,"opaque":%d,"remark":%b}' % (opaque, deep),
         }
-        header = texts[place]
+        header = texts[field]
         exchange.connection.write(struct.pack(">II", 4 + len(header), len(header)) + header)
 
     return apply
@@ -123,9 +123,9 @@ def deep_body(depth: int, kind: str):
 
 
 FAULTS = {
-    f"{place} of {depth} {kind}": deep_header(depth, kind, place)
+    f"{field} of {depth} {kind}": deep_header(depth, kind, field)
     for depth, kind in ((300, "lists"), (1000, "lists"), (1000, "objects"), (100_000, "lists"))
-    for place in ("extFields", "code", "remark")
+    for field in ("extFields", "code", "remark")
 } | {f"body of {depth} lists": deep_body(depth, "lists") for depth in (300, 1000, 100_000)}
 
 

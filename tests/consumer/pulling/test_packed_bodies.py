@@ -90,16 +90,16 @@ def test_a_body_is_not_kept_once_its_listener_has_returned(orders):
     """The first message is unfinished, so all others stay in the window although they are done."""
     send(orders.cluster, TOPIC, b"first")
     send(orders.cluster, TOPIC, *[zlib.compress(bytes(MIB))] * 30, sys_flag=ZLIB)
-    measure, goes_on = Measure(), threading.Event()
+    measure, may_continue = Measure(), threading.Event()
 
     def listener(message):
         if message.body == b"first":
-            goes_on.wait(WAIT_S)
+            may_continue.wait(WAIT_S)
         measure(message)
 
     with traced() as peak, orders.consuming(listener):
         measure.wait(30)
-        goes_on.set()
+        may_continue.set()
         measure.wait(31)
     assert peak[0] < 15 * MIB
 
@@ -162,33 +162,33 @@ def test_a_call_that_holds_a_large_body_stops_no_other(orders):
     send(orders.cluster, TOPIC, zlib.compress(bytes(8 * MIB)), sys_flag=ZLIB)
     send(orders.cluster, TOPIC, b"plain")
     send(orders.cluster, TOPIC, zlib.compress(b"small"), sys_flag=ZLIB)
-    goes_on, holds = threading.Event(), threading.Event()
+    may_continue, holds = threading.Event(), threading.Event()
     bodies = []
 
     def listener(message):
         if len(message.body) > MIB:
             holds.set()
-            goes_on.wait(WAIT_S)
+            may_continue.wait(WAIT_S)
         else:
             holds.wait(WAIT_S)
             bodies.append(message.body)
 
     with orders.consuming(listener, max_cached_bytes=25 * MIB):
         until(lambda: sorted(bodies) == [b"plain", b"small"], "consumed")
-        goes_on.set()
+        may_continue.set()
 
 
-def waiting(is_async, goes_on, began=lambda message: None, ended=lambda message: None):
+def waiting(is_async, may_continue, began=lambda message: None, ended=lambda message: None):
     """Return a listener whose calls wait until the test releases them."""
 
     def listener(message):
         began(message)
-        goes_on.wait(WAIT_S)
+        may_continue.wait(WAIT_S)
         ended(message)
 
     async def awaited(message):
         began(message)
-        while not goes_on.is_set():
+        while not may_continue.is_set():
             await asyncio.sleep(0.01)
         ended(message)
 
@@ -196,14 +196,14 @@ def waiting(is_async, goes_on, began=lambda message: None, ended=lambda message:
 
 
 def test_small_bodies_do_not_overtake_a_large_one_forever(orders):
-    large, began, goes_on = zlib.compress(bytes(8 * MIB)), [], threading.Event()
+    large, began, may_continue = zlib.compress(bytes(8 * MIB)), [], threading.Event()
     send(orders.cluster, TOPIC, large, large, sys_flag=ZLIB)
-    with orders.consuming(waiting(False, goes_on, began.append), max_cached_bytes=10 * MIB):
+    with orders.consuming(waiting(False, may_continue, began.append), max_cached_bytes=10 * MIB):
         time.sleep(0.7)
         send(orders.cluster, TOPIC, zlib.compress(b"small"), sys_flag=ZLIB)
         time.sleep(0.3)
         assert len(began) == 1
-        goes_on.set()
+        may_continue.set()
         orders.wait_committed(3)
     assert [message.queue_offset for message in began] == [0, 1, 2]
 
@@ -211,11 +211,11 @@ def test_small_bodies_do_not_overtake_a_large_one_forever(orders):
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_consumer_closes_while_calls_wait_for_memory(orders, is_async):
     send(orders.cluster, TOPIC, *[zlib.compress(bytes(MIB))] * 4, sys_flag=ZLIB)
-    began, goes_on = threading.Event(), threading.Event()
-    listener = waiting(is_async, goes_on, lambda message: began.set())
+    began, may_continue = threading.Event(), threading.Event()
+    listener = waiting(is_async, may_continue, lambda message: began.set())
     with orders.consuming(listener, max_cached_bytes=MIB // 8, consume_threads=3):
         assert began.wait(WAIT_S)
-        threading.Timer(0.3, goes_on.set).start()
+        threading.Timer(0.3, may_continue.set).start()
     assert orders.committed == {0: 1}, "the others had not begun"
 
 
@@ -226,15 +226,15 @@ def test_calls_wait_for_memory_behind_calls_that_are_not_wanted(orders, is_async
     packed = zlib.compress(bytes(MIB))
     for queue_id in range(12):
         send(orders.cluster, TOPIC, *[packed] * 5, sys_flag=ZLIB, queue_id=queue_id)
-    goes_on, seen = threading.Event(), []
+    may_continue, seen = threading.Event(), []
     ended = lambda message: seen.append((message.queue.queue_id, len(message.body)))  # noqa: E731
-    listener = waiting(is_async, goes_on, ended=ended)
+    listener = waiting(is_async, may_continue, ended=ended)
     with orders.consuming(listener, max_cached_bytes=MIB // 8, consume_threads=3) as (consumer, _):
         until(lambda: sum(each.unfinished for each in consumer.progress().values()) == 60, "waiting")
         unwanted = [queue for queue in consumer.progress() if queue.topic == TOPIC and queue.queue_id != 11]
         with Admin(name_server=orders.cluster.name_server) as admin:
             admin.plan_reset(GROUP, TOPIC, "last", unwanted).execute()
-        goes_on.set()
+        may_continue.set()
         until(lambda: len([each for each in seen if each[0] == 11]) == 5, "consumed")
 
 
@@ -354,15 +354,15 @@ def test_large_batches_and_messages_pulled_ahead_keep_their_order(orders):
 @pytest.mark.parametrize("deed", ["reset", "subscription"])
 def test_a_large_batch_may_be_skipped_while_it_waits(orders, deed):
     """The batch waits for memory. Then a reset skips it, or a new subscription wants none of its tags."""
-    goes_on = threading.Event()
-    seen = RecordingListener(lambda message: goes_on.wait(WAIT_S) and None)
+    may_continue = threading.Event()
+    seen = RecordingListener(lambda message: may_continue.wait(WAIT_S) and None)
     send(orders.cluster, TOPIC, bytes(MIB // 8))
     send(orders.cluster, TOPIC, *[zlib.compress(BATCH_BODY)] * 2, sys_flag=BATCH | ZLIB)
     with orders.consuming(seen, max_cached_bytes=MIB // 8) as (consumer, _):
         seen.wait(lambda seen: seen.messages)
         time.sleep(1)
         consumer.reset_offsets(TOPIC, "latest") if deed == "reset" else consumer.subscribe(TOPIC, seen, "wanted")
-        goes_on.set()
+        may_continue.set()
         orders.send(b"new", tags="wanted")
         orders.wait_committed(4)
     assert [message.queue_offset for message in seen.messages] == [0, 3]

@@ -115,7 +115,7 @@ def test_a_queue_that_is_paused_for_minutes_is_kept(scenario):
 
     Faulty: Java gives up a queue that was not pulled for 120 s and begins it again, so its messages are redelivered.
     """
-    places = Counter(each.position for each in scenario().run().consumed)
-    assert len(places) >= 40
-    again = [place for place, times in places.items() if times > 1]
+    counts = Counter(each.position for each in scenario().run().consumed)
+    assert len(counts) >= 40
+    again = [position for position, times in counts.items() if times > 1]
     assert not again, f"{len(again)} messages were consumed again"

@@ -169,15 +169,15 @@ def test_messages_that_the_client_filters_out_are_committed_past(cluster, topic,
 
     Faulty: Java moves only the offset of the next pull, so after a restart the broker scans the same messages again.
     """
-    place = queue(topic, 0)
+    position = queue(topic, 0)
     cluster.create_topic(topic, queues=1)
     cluster.send(topic, tags=UNWANTED, count=100)
     with member(cluster, topic, group, selector=WANTED, pull_hold_s=WAIT_S) as consumer:
-        until(lambda: consumer.stored() == {place: 100}, "unwanted messages are committed past")
+        until(lambda: consumer.stored() == {position: 100}, "unwanted messages are committed past")
         cluster.send(topic, b"wanted", tags=WANTED)
         consumer.seen.wait_for(1)
         assert consumer.seen.bodies == [b"wanted"]
-        until(lambda: consumer.stored() == {place: 101}, "committed")
+        until(lambda: consumer.stored() == {position: 101}, "committed")
 
 
 # --- invalid and missing responses
@@ -306,5 +306,5 @@ def test_every_message_is_seen_once(orders, seed):
         seen.wait(lambda seen: len(seen.messages) >= count, 2 * WAIT_S)
         orders.wait_committed(*[count // queues] * queues)
         assert consumer.state is ConsumerState.RUNNING
-    assert len(seen.messages) == count, [place for place, times in seen.counts.items() if times > 1]
+    assert len(seen.messages) == count, [position for position, times in seen.counts.items() if times > 1]
     assert set(seen.counts.values()) == {1}

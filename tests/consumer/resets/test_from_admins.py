@@ -70,8 +70,8 @@ def status(broker, consumer) -> RemotingCommand:
     return relay(broker, consumer, b'{"topic":"T"}', "status")
 
 
-def state(answered: RemotingCommand) -> str:
-    return answered.fields["pyrocketState"]
+def state(reply: RemotingCommand) -> str:
+    return reply.fields["pyrocketState"]
 
 
 def send_plan(broker, consumer, targets, epoch: int = 5000, topic: str = "T", **fields: object) -> RemotingCommand:
@@ -89,9 +89,9 @@ TARGETS = {queue("T", 0): 2, queue("T", 1): 7}
 def test_an_ordinary_request_for_running_info_is_answered(embedded, broker, stores):
     with consuming(embedded, "T", "G", **stores) as (consumer, _), RawClient(broker.address) as client:
         fields = {"consumerGroup": "G", "clientId": consumer.client_id, "jstackEnable": "false"}
-        answered = client.call(RequestCode.GET_CONSUMER_RUNNING_INFO, fields)
-        assert (answered.code, answered.fields) == (0, {})
-        assert b"mqTable" in answered.body
+        reply = client.call(RequestCode.GET_CONSUMER_RUNNING_INFO, fields)
+        assert (reply.code, reply.fields) == (0, {})
+        assert b"mqTable" in reply.body
 
 
 def test_the_same_plan_twice_is_followed_once(embedded, broker, stores):
@@ -225,14 +225,14 @@ def test_any_number_in_a_record_stops_no_reset(embedded, broker, admin, stores):
     fill(embedded, "T", 20)
     chance = random.Random(7)
     area = next(record_areas("T"))
-    places = [area.head, *(place(each) for each in (0, 1) for place in (area.target, area.epoch))]
+    keys = [area.head, *(key_of(each) for each in (0, 1) for key_of in (area.target, area.epoch))]
     now = time.time_ns() // 1_000_000
     numbers = (0, 1, -1, -(2**63), 2**63 - 1, 2**62, now, now + 3_600_000, now + 90_000_000)
     with consuming(embedded, "T", "G", reset_record_interval_s=0.05, **stores) as (consumer, seen):
         wait_until_seen(seen, 1, 20)
         for _ in range(20):
             broker.commit("G", RETRY, {area.name: topic_digest("T")})
-            broker.commit("G", RETRY, {place: chance.choice(numbers) for place in places})
+            broker.commit("G", RETRY, {key_of: chance.choice(numbers) for key_of in keys})
             assert reset(admin, "G", "T", "latest").verified
         assert consumer.state is ConsumerState.RUNNING
         fill(embedded, "T", 1, start=20)

@@ -57,13 +57,13 @@ class WaitsBeforeItResets(NaiveMember):
         self._both_have_come = threading.Barrier(2, timeout=WAIT_S)
 
     def on_reset(self, targets: Queues) -> None:
-        for place in targets:
-            self.windows[place].dropped = True
+        for held_queue in targets:
+            self.windows[held_queue].dropped = True
         self._both_have_come.wait()
-        for place, target in targets.items():
-            self.offsets[place] = target
-            self.persist(place)
-            self.pull_at(place, target)
+        for held_queue, target in targets.items():
+            self.offsets[held_queue] = target
+            self.persist(held_queue)
+            self.pull_at(held_queue, target)
 
 
 def reset_by_call(consumer: Any, broker: Any, target: int) -> None:

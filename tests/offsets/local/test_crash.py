@@ -23,15 +23,15 @@ class SpokenHistory(History):
 
     def __init__(self, report):
         super().__init__()
-        self._tell = report
+        self._report = report
 
     def writing(self, queues):
         super().writing(queues)
-        self._tell(("writing", self._known(queues)))
+        self._report(("writing", self._known(queues)))
 
     def acknowledged(self, queues):
         super().acknowledged(queues)
-        self._tell(("acknowledged", self._known(queues)))
+        self._report(("acknowledged", self._known(queues)))
 
     def _known(self, queues):
         return {queue: self.memory[queue] for queue in queues if queue in self.memory}
@@ -81,12 +81,12 @@ def test_a_process_killed_before_any_file_operation(tmp_path, durability, seed):
     start = {queue: values[-1] for queue, values in history_of(reports, {}).possible.items() if values[-1] is not None}
     killed_before = set()
     for number in count(1):
-        place = tmp_path / str(number)
-        shutil.copytree(tmp_path / "0", place)
-        reports, code = in_a_fork(partial(live, place, durability, seed, number))
+        store_directory = tmp_path / str(number)
+        shutil.copytree(tmp_path / "0", store_directory)
+        reports, code = in_a_fork(partial(live, store_directory, durability, seed, number))
         assert code in (0, -signal.SIGKILL)
         crash_points["kills of a process"] += 1
-        with LocalFileOffsetStore(place) as store:  # the lock is free again
+        with LocalFileOffsetStore(store_directory) as store:  # the lock is free again
             assert history_of(reports, start).violations(store.clone_offset_table()) == [], reports[-1]
             assert store.found.source == "file"
         if code == 0:

@@ -119,7 +119,7 @@ def ours_that_checkpoints(disk: Disk, **options: Any) -> LocalFileOffsetStore:
 OURS = [ours, ours_that_checkpoints]
 
 
-class Life:
+class Session:
     """Uses a store until the process, or the machine, ends before file operation number `last`."""
 
     def __init__(self, make: MakeStore, disk: MemoryDisk, start: int, last: int) -> None:
@@ -148,13 +148,13 @@ class Life:
         return self.ended_at != "its end"
 
 
-def check_found(make: MakeStore, disk: MemoryDisk, life: Life, how: str) -> int:
+def check_found(make: MakeStore, disk: MemoryDisk, session: Session, how: str) -> int:
     """Return the offsets that the next process finds: those acknowledged, or those being written."""
     store = make(disk)
     store.load()
     found = store.read_offset(QUEUE, ReadOffsetType.MEMORY_FIRST_THEN_STORE)
-    assert found in (life.acknowledged or None, life.written), (
-        f"{how} before {life.ended_at}: found {found}, acknowledged {life.acknowledged}"
+    assert found in (session.acknowledged or None, session.written), (
+        f"{how} before {session.ended_at}: found {found}, acknowledged {session.acknowledged}"
     )
     return found or 0
 
@@ -179,15 +179,15 @@ def test_acknowledged_offsets_are_found_after_a_kill(make):
     # Kill the process before each of its file operations, and the next process again.
     for first in itertools.count(1):
         disk = MemoryDisk()
-        life = Life(make, disk, 0, first)
-        found = check_found(make, disk.after_kill(), life, "killed")
+        session = Session(make, disk, 0, first)
+        found = check_found(make, disk.after_kill(), session, "killed")
         for second in itertools.count(1):
             disk_again = disk.after_kill()
-            next_life = Life(make, disk_again, found, second)
-            check_found(make, disk_again.after_kill(), next_life, "killed again")
-            if not next_life.was_cut:
+            next_session = Session(make, disk_again, found, second)
+            check_found(make, disk_again.after_kill(), next_session, "killed again")
+            if not next_session.was_cut:
                 break
-        if not life.was_cut:
+        if not session.was_cut:
             return
 
 
@@ -203,9 +203,9 @@ def test_power_may_fail_at_any_moment(make):
     for last in itertools.count(1):
         for seed in range(5):
             disk = MemoryDisk()
-            life = Life(make, disk, 0, last)
-            check_found(make, disk.after_power_loss(random.Random(seed)), life, "power failed")
-        if not life.was_cut:
+            session = Session(make, disk, 0, last)
+            check_found(make, disk.after_power_loss(random.Random(seed)), session, "power failed")
+        if not session.was_cut:
             return
 
 

@@ -58,14 +58,14 @@ def test_offsets_are_in_the_configured_directory(embedded, names, member, tmp_pa
 def test_a_start_reports_whether_it_found_offsets(embedded, names, tmp_path, caplog):
     """The log line of the start names the directory and the offsets found. `progress()` reports where a queue began."""
     topic, group = filled(embedded, names, queues=1, messages=3)
-    place = queue(topic, 0)
+    held_queue = queue(topic, 0)
     caplog.set_level("INFO", "pyrocket_consumer")
     origins, lines = [], []
     for _ in range(2):
         caplog.clear()
         with ours(embedded, topic, group, **broadcasting(tmp_path)) as consumer:
-            until(lambda consumer=consumer: consumer.stored() == {place: 3}, "consumed")
-            origins.append(consumer.consumer.progress()[place].origin)
+            until(lambda consumer=consumer: consumer.stored() == {held_queue: 3}, "consumed")
+            origins.append(consumer.consumer.progress()[held_queue].origin)
             lines += [record.getMessage() for record in caplog.records if "offset store loaded" in record.getMessage()]
     assert origins == ["first start from the first message", "stored"]
     assert len(lines) == 2 and all(str(tmp_path) in line for line in lines), lines
@@ -126,21 +126,21 @@ def test_two_processes_of_a_host_have_a_store_each(embedded, names, member, tmp_
     """
     # Restart two consumers of one group on one host, at different offsets of a queue.
     topic, group = filled(embedded, names, queues=1, messages=0)
-    place, options = queue(topic, 0), broadcasting(tmp_path)
+    held_queue, options = queue(topic, 0), broadcasting(tmp_path)
     with member(embedded, topic, group, **options) as first, member(embedded, topic, group, **options) as second:
         fill(embedded, topic, 10)
         for each in (first, second):
-            until(lambda each=each: each.stored() == {place: 10}, "consumed")
+            until(lambda each=each: each.stored() == {held_queue: 10}, "consumed")
             each.pause()
-        first.reset(topic, {place: 3})
-        second.reset(topic, {place: 7})
-        stored = [each.stored()[place] for each in (first, second)]
+        first.reset(topic, {held_queue: 3})
+        second.reset(topic, {held_queue: 7})
+        stored = [each.stored()[held_queue] for each in (first, second)]
         assert stored == [3, 7], f"two processes write one file: {stored}"
         assert first.client_id != second.client_id
     with member(embedded, topic, group, **options) as first, member(embedded, topic, group, **options) as second:
         for each, count in ((first, 7), (second, 3)):
             each.seen.wait(lambda seen, count=count: len(seen.messages) == count)
-            until(lambda each=each: each.stored() == {place: 10}, "consumed")
+            until(lambda each=each: each.stored() == {held_queue: 10}, "consumed")
 
 
 @pytest.mark.hazard("H12")
@@ -154,26 +154,26 @@ def test_a_store_whose_lock_was_removed_has_one_owner(embedded, names, member, t
     """
     # A cleanup job removes files of a running member, and another process of the host starts.
     topic, group = filled(embedded, names, queues=1, messages=0)
-    place, options = queue(topic, 0), broadcasting(tmp_path, client_ip="127.0.0.1")
+    held_queue, options = queue(topic, 0), broadcasting(tmp_path, client_ip="127.0.0.1")
     with member(embedded, topic, group, **options) as first:
         fill(embedded, topic, 5)
-        until(lambda: first.stored() == {place: 5}, "consumed")
+        until(lambda: first.stored() == {held_queue: 5}, "consumed")
         for lock in tmp_path.rglob("offsets.lock"):
             lock.unlink()
         with member(embedded, topic, group, **options) as second:
             assert second.client_id == first.client_id, "its store was free"
             second.pause()
-            second.reset(topic, {place: 2})
+            second.reset(topic, {held_queue: 2})
             fill(embedded, topic, 5, start=5)
-            until(lambda: bool(first.events.of("store-taken")) or second.stored() != {place: 2}, "told")
-            assert second.stored() == {place: 2}, "two members write one store"
+            until(lambda: bool(first.events.of("store-taken")) or second.stored() != {held_queue: 2}, "told")
+            assert second.stored() == {held_queue: 2}, "two members write one store"
             fill(embedded, topic, 1, start=10)
             first.seen.wait_for(11)
             first.events.wait_for("commit-failed")
-            assert first.held() == {place: 11}, "it goes on, from memory"
+            assert first.held() == {held_queue: 11}, "it goes on, from memory"
             with pytest.raises(OffsetStoreLocked, match="taken by this process .*offsets.lock"):
                 first.close()
-            assert second.stored() == {place: 2}
+            assert second.stored() == {held_queue: 2}
     assert len(first.events.of("store-taken")) == 1
 
 
@@ -256,17 +256,17 @@ def test_a_queue_that_returns_continues_at_its_offset(two_brokers, names, member
     """
     # A broker's route is missing for a while, and the timer that persists has not run.
     topic, group = names.topic(), names.group()
-    place, broker = queue(topic, 0, "broker-b"), two_brokers.broker("broker-b")
+    held_queue, broker = queue(topic, 0, "broker-b"), two_brokers.broker("broker-b")
     two_brokers.create_topic(topic, queues=1)
     two_brokers.send(topic, b"early", count=20, broker_name="broker-b")
     with member(two_brokers, topic, group, **broadcasting(tmp_path, commit_interval_s=3600)) as consumer:
         consumer.seen.wait(lambda seen: len(seen.messages) == 20)
-        until(lambda: consumer.held().get(place) == 20, "all consumed")
+        until(lambda: consumer.held().get(held_queue) == 20, "all consumed")
         with full_disk() if is_full else nullcontext():
             two_brokers.call(lambda: two_brokers.unregister(broker))
-            until(lambda: place not in consumer.held(), "the queue is gone")
+            until(lambda: held_queue not in consumer.held(), "the queue is gone")
             two_brokers.call(lambda: two_brokers.register(broker))
-            until(lambda: place in consumer.held(), "the queue is back")
+            until(lambda: held_queue in consumer.held(), "the queue is back")
             two_brokers.send(topic, b"late", count=5, broker_name="broker-b")
             consumer.seen.wait(lambda seen: seen.bodies.count(b"late") == 5)
             give_time_to(lambda: consumer.seen.bodies.count(b"early") > 20, member)

@@ -97,17 +97,17 @@ class Trial:
         ("checkpoint", 0.6, 250, 6),
     ],
 )
-def test_a_crash_loses_nothing_that_was_acknowledged(durability, kills, count, lives):
+def test_a_crash_loses_nothing_that_was_acknowledged(durability, kills, count, runs):
     """The power fails, or the process is killed, or the power fails after some kills.
 
     A restart finds unsynced writes of a killed process. They count as durable only after the next persist.
     """
     for seed in range(trials(count)):
         trial = Trial(seed, durability=durability)
-        for life in range(lives):
+        for run in range(runs):
             trial.live()
             kill = kills == 1 or (kills > 0 and trial.rng.random() < kills)
-            assert trial.restart(MemoryDisk.recovered, kill=kill) == [], f"seed {seed}, life {life}, kill {kill}"
+            assert trial.restart(MemoryDisk.recovered, kill=kill) == [], f"seed {seed}, life {run}, kill {kill}"
 
 
 @pytest.mark.search
