@@ -32,12 +32,12 @@ NOT_CLEAN_YET: set[str] = {
     "docs/from-rocketmq-client-python.md", "docs/hazards.md",
     "docs/spark.md", "pyrocket_consumer",
     "pyrocket_consumer/cli", "pyrocket_consumer/cluster", "pyrocket_consumer/compat",
-    "pyrocket_consumer/consumer", "pyrocket_consumer/offsets",
+    "pyrocket_consumer/consumer",
     "pyrocket_consumer/protocol", "pyrocket_consumer/spark",
     "pyrocket_consumer/transport", "pyspark_rocketmq", "setup.py", "tests", "tests/cli",
     "tests/cluster", "tests/compat", "tests/consumer", "tests/exactly_once", "tests/fuzz",
-    "tests/hazards", "tests/hostile", "tests/interop", "tests/migration", "tests/offsets", "tests/plugins",
-    "tests/protocol", "tests/real_brokers", "tests/simulation", "tests/spark",
+    "tests/hostile", "tests/plugins",
+    "tests/protocol", "tests/real_brokers", "tests/spark",
     "tests/transport", "tests/virtual",
 }  # fmt: skip
 GROUPS = (*FOLDERS, "")
