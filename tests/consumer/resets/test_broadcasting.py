@@ -120,8 +120,8 @@ def test_a_reset_made_at_the_broker_reaches_every_member(cluster, names, stores,
 
     Faulty: all others, because the member that gets the reset does not forward it.
     """
-    # The broker sends the reset to one of three members, the first that pulls. A fourth member is down meanwhile, except
-    # with a real broker, which may send the reset in response to a pull that this member has left behind.
+    # The broker sends the reset to one of three members, the first that pulls. A fourth member is down meanwhile. With
+    # a real broker only three run, because the reset could be sent to a pull that the fourth has left behind.
     topic, group = filled(cluster, names, queues=2, messages=10)
     is_embedded = isinstance(cluster, EmbeddedCluster)
     if is_embedded:

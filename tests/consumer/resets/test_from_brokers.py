@@ -56,7 +56,7 @@ class CommitsWithThePull(PullsCarryCommits):
 
 @pytest.mark.hazard("H29")
 @pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(CommitsWithThePull, "a kill now would undo the reset, because .* 10} is stored")]
+    "member", [ours, NaiveMember, faulty(CommitsWithThePull, "a kill would undo the reset, because .* 10} is stored")]
 )
 def test_a_reset_is_stored_before_the_first_pull_from_there(embedded, broker, member):
     """The consumer commits the target of a reset, and waits for the acknowledgement, before it pulls there. No pull
@@ -80,13 +80,13 @@ def test_a_reset_is_stored_before_the_first_pull_from_there(embedded, broker, me
         consumer.resume()
         at_target = held.wait()  # where would the group continue if the process were killed now?
         kept = consumer.stored()
-        assert kept == {SINGLE: 0}, f"a kill now would undo the reset, because {kept} is stored"
+        assert kept == {SINGLE: 0}, f"a kill would undo the reset, because {kept} is stored"
         assert not any(offset for _, offset in committed_values(broker, "S")), "the old offset was committed"
         at_target.later(0, lambda: at_target.handle(at_target.answer))
         consumer.seen.wait(lambda seen: len(seen.bodies) == 20)
         until(lambda: consumer.stored() == {SINGLE: 10}, "committed again")
         assert Counter(consumer.seen.bodies) == Counter(numbered(10) * 2)
-        assert committed_values(broker, "S") == sorted(committed_values(broker, "S")), "no lower offset was committed later"
+        assert committed_values(broker, "S") == sorted(committed_values(broker, "S")), "no lower one was committed"
 
 
 class StaysAtTheSlave(NaiveMember):
@@ -193,7 +193,7 @@ def both_members_replay(cluster: Any, names: Any, member: Kind) -> None:
         with member(cluster, topic, group, seen, instance_name="second", **options) as second:
             until(lambda: len(first.held()) == len(second.held()) == 2, "two queues each")
             if isinstance(cluster, EmbeddedCluster):  # else they may not be held yet
-                until(lambda: cluster.broker("broker-a").held_pulls(topic) == 6, "also the old pulls of the first member")
+                until(lambda: cluster.broker("broker-a").held_pulls(topic) == 6, "also the first member's old pulls")
             reset_at_broker(cluster, group, topic)
             fill(cluster, topic, 4, start=40)  # ends the held pulls
 
@@ -214,8 +214,8 @@ def both_members_replay(cluster: Any, names: Any, member: Kind) -> None:
 @pytest.mark.hazard("H29")
 @pytest.mark.parametrize("member", [ours, faulty(DropsLateAnswers, "[23]0 of 40 messages were consumed again")])
 def test_a_member_that_has_just_taken_queues_over_is_reset_too(embedded, names, member):
-    """If the response to a held pull of the queue's last owner has a reset, that member forwards it to the present
-    owner, which replays although it has consumed no message of the queue yet.
+    """If the response to a held pull of a queue's last owner has a reset, that member forwards it to the present owner.
+    The present owner replays, although it has consumed no message of the queue yet.
 
     Faulty: clients that drop the response, so queues with a new owner are not reset. Java 5.5.0 members behave like
     this, too, whatever the cause.
@@ -256,9 +256,7 @@ class Resumes(NaiveMember):
 
 
 @pytest.mark.hazard("H30")
-@pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(PausesEverything, "a reset of one topic delays another")]
-)
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(PausesEverything, "a reset of one topic delays another")])
 def test_a_reset_of_one_topic_does_not_delay_another(embedded, broker, member):
     """A reset fences the queues that it names, and no other queue waits for it.
 
@@ -317,7 +315,7 @@ class LeavesAGhost(NaiveMember):
 
 @pytest.mark.hazard("H30")
 @pytest.mark.parametrize(
-    "member", [ours, NaiveMember, faulty(LeavesAGhost, "messages were consumed twice, because two pull loops are running")]
+    "member", [ours, NaiveMember, faulty(LeavesAGhost, "messages were consumed twice by two pull loops")]
 )
 def test_one_pull_loop_is_left_for_each_queue(embedded, broker, member):
     """Rebalance and resets change a queue one after the other. A queue's new window begins only when the old one has
@@ -345,7 +343,7 @@ def test_one_pull_loop_is_left_for_each_queue(embedded, broker, member):
             return [body for body, times in Counter(consumer.seen.bodies).items() if times > 1 and b"after" in body]
 
         give_time_to(twice, member)
-        assert not twice(), f"{len(twice())} messages were consumed twice, because two pull loops are running"
+        assert not twice(), f"{len(twice())} messages were consumed twice by two pull loops"
         until(lambda: broker.held_pulls("S") == 2, "one pull for each queue")
 
 
@@ -420,7 +418,7 @@ def test_a_reset_that_cannot_be_read_moves_nothing(embedded, broker, member):
         consumer.seen.wait_for(5)
 
         def has_read(number: int) -> bool:
-            has_ended = member is EndsAtWhatItCannotRead and consumer.closed.is_set()
+            has_ended = member is CrashesAtAnUnreadableReset and consumer.closed.is_set()
             return has_ended or len(consumer.events.of("offset-reset")) == number
 
         for number, body in enumerate((b"{", b'{"offsetTable":7}', b'{"offsetTable":[[1]]}', b"\xff\xfe"), 1):

@@ -1,4 +1,4 @@
-"""What `reset_offsets` does not take, it says, and nothing moves; what lies outside of a queue is corrected."""
+"""`reset_offsets` refuses invalid arguments without moving a queue, and corrects offsets outside of a queue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cluster():
         ({"to": "earliest", "topic": "others"}, "no queue of topic 'others' is held by this member"),
     ],
 )
-def test_a_wrong_argument_is_told_and_nothing_moves(cluster, names, arguments, reason):
+def test_a_wrong_argument_is_an_error_and_moves_nothing(cluster, names, arguments, reason):
     events = Events()
     with consuming(cluster, "orders", names.group(), on_event=events) as (consumer, seen):
         seen.wait_for(5)
@@ -58,13 +58,13 @@ def test_a_wrong_argument_is_told_and_nothing_moves(cluster, names, arguments, r
     ("to", "offset"),
     [("first", 0), ("earliest", 0), ("last", 5), ("latest", 5), (LONG_AGO, 0), ("2020-01-01T00:00:00Z", 0)],
 )
-def test_a_place_has_the_same_names_everywhere(cluster, names, to, offset):
+def test_a_target_has_the_same_names_everywhere(cluster, names, to, offset):
     with consuming(cluster, "orders", names.group()) as (consumer, seen):
         seen.wait_for(5)
         assert consumer.reset_offsets("orders", to) == {HELD: offset}
 
 
-def test_a_broker_that_does_not_say_where_it_is_is_named(cluster, names):
+def test_the_error_names_a_broker_whose_offsets_are_unknown(cluster, names):
     with consuming(cluster, "orders", names.group()) as (consumer, seen):
         seen.wait_for(5)
         cluster.broker("broker-a").on(RequestCode.GET_MIN_OFFSET, answer(1, "not well"))
@@ -73,7 +73,7 @@ def test_a_broker_that_does_not_say_where_it_is_is_named(cluster, names):
         assert consumer.progress()[HELD].next_to_pull == 5
 
 
-def test_an_offset_outside_of_the_queue_becomes_the_nearest(cluster, names):
+def test_an_offset_outside_of_the_queue_moves_to_the_nearest(cluster, names):
     events, group = Events(), names.group()
     cluster.broker("broker-a").delete_before("orders", 0, 2)
     with consuming(cluster, "orders", group, on_event=events) as (consumer, seen):
