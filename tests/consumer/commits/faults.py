@@ -8,7 +8,7 @@ from tests.hazards.naive import NaiveMember, Window
 
 
 class PullsCarryCommits(NaiveMember):
-    """Has each pull store the commit offset, too, as the protocol allows."""
+    """Makes each pull store the commit offset, too, as the protocol allows."""
 
     def pull(self, window: Window) -> RemotingCommand:
         hold_s, queue = self.options["pull_hold_s"], window.queue

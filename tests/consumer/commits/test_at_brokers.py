@@ -1,4 +1,4 @@
-"""How offsets reach their store: what is noted, what is stored, and what is tried again."""
+"""How offsets reach brokers: recorded in memory, stored, and retried."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ONE, TWO, FAR = MessageQueue("orders", "a", 0), MessageQueue("orders", "a", 1), 
 
 
 class Brokers:
-    """Stands for the cluster: stores commits after `call_s`, or gives the answers it was told first."""
+    """A fake cluster: it stores commits after `call_s`, or gives the prepared answers first."""
 
     def __init__(self) -> None:
         self.stored: dict[MessageQueue, int] = {}
-        self.answers: list[Any] = []  # an exception, or False: a reset waits there
+        self.answers: list[Any] = []  # an exception, or False if a reset is pending at the broker
         self.commits: list[tuple[MessageQueue, int]] = []
         self.call_s = 0.01
         self.most_at_once, self._at_once = Counter[MessageQueue](), Counter[MessageQueue]()
@@ -113,13 +113,13 @@ async def test_offsets_that_could_not_be_stored_are_stored_next_time(commits, br
 
 
 async def test_after_a_commit_without_an_answer_the_next_is_made_twice(commits, brokers):
-    """The broker may execute the one that was not answered last, and the older offset would stay."""
+    """The broker may execute the unanswered commit last, and then the older offset would stay."""
     commits.update(ONE, 5)
     brokers.answers = [UNANSWERED]
     await commits.persist([ONE])
     commits.update(ONE, 8)
     await commits.persist([ONE])
-    brokers.stored[ONE] = 5  # now the first one is executed
+    brokers.stored[ONE] = 5  # now the broker executes the first one
     await commits.persist([ONE])
     assert brokers.stored[ONE] == 8
     made = len(brokers.commits)
@@ -186,7 +186,7 @@ async def test_a_released_queue_is_stored_and_forgotten(commits, brokers):
     commits.update(ONE, 5)
     await commits.release(ONE)
     assert (brokers.stored, commits.current(ONE), commits.persisted(ONE)) == ({ONE: 5}, None, None)
-    commits.update(ONE, 2)  # the queue came back and starts lower: nothing of the time before holds it up
+    commits.update(ONE, 2)  # the queue returned and starts lower; nothing from the earlier period delays it
     await commits.persist([ONE])
     assert brokers.stored == {ONE: 2}
     commits.update(ONE, 3)
@@ -208,7 +208,7 @@ async def test_the_last_known_offset_of_a_queue_is_remembered(commits, brokers):
     assert commits.last_known(ONE) == 7
     commits.update(ONE, 9)
     brokers.answers = [BrokerError(1, "no", "a:1"), False]
-    for known in (7, 7, 9):  # refused; ignored, because a reset waits there; taken
+    for known in (7, 7, 9):  # refused; ignored because of a pending reset; accepted
         await commits.persist([ONE])
         assert commits.last_known(ONE) == known
     await commits.release(ONE)
@@ -264,7 +264,7 @@ async def test_the_first_commit_goes_alone_and_the_others_together(commits, brok
 
 @pytest.mark.parametrize(("stored", "took_s"), [(1, 0.05), (0, 0.1)])
 async def test_a_read_offset_above_0_proves_that_a_table_exists(commits, brokers, stored, took_s):
-    """Brokers of 4.9 answer 0 for a young queue for which they have nothing."""
+    """Brokers of 4.9 return 0 for a new queue without an offset."""
     brokers.stored[ONE] = stored
     await commits.start_offset(ONE)
     brokers.call_s = 0.05
@@ -307,7 +307,7 @@ async def test_an_unacknowledged_commit_continues(commits, brokers):
 
 
 class Member:
-    """Stands for the member and its commits: one place may hang until it is let go."""
+    """A fake member with its commits. The commits to some stores hang until they are released."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()

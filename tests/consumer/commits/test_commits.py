@@ -1,4 +1,4 @@
-"""What a commit may overwrite, what becomes of it, and when it is made: H09, H31-H33, H38, H40, H44, H45."""
+"""Which offsets a commit may overwrite, its result, and its time: H09, H31-H33, H38, H40, H44, H45."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tests.real_brokers.remoting import Peer
 from tests.resets import fill, queue
 
 CLUSTER = {"flush_offsets_s": 3600.0}
-"""What is committed is on the broker's disk when a test says so."""
+"""A broker that writes committed offsets to its disk when the test wants it."""
 
 NEVER_S = 3600.0
 COMMIT, PULL = RequestCode.UPDATE_CONSUMER_OFFSET, RequestCode.PULL_MESSAGE
 
 
 class StoresWhatNoNewMessageSays(NaiveMember):
-    """Stores the next offset of "no new message" although messages are with the listener."""
+    """Stores the next offset of "no new message" although a listener has messages."""
 
     def on_nothing_found(self, window: Window, next_offset: int) -> None:
         super().on_nothing_found(window, next_offset)
@@ -59,10 +59,10 @@ class StoresWhatNoNewMessageSays(NaiveMember):
     "member", [ours, NaiveMember, faulty(StoresWhatNoNewMessageSays, "was committed while the listener has all")]
 )
 def test_nothing_is_committed_past_messages_at_the_listener(embedded, broker, code, options, member):
-    """The commit offset is the lower edge of what is unfinished; "no new message" moves it in an empty window only.
-    The same holds for orderly consumers, and what their listener has not committed counts as unfinished.
+    """The commit offset is the lowest unfinished offset. "No new message" moves it only in an empty window.
+    The same applies to orderly consumers. Messages that their listener has not committed are unfinished.
 
-    Faulty: Go stored the next offset of such an answer at once; C++ had to fix that again for orderly consumers.
+    Faulty: Go stored the next offset of such a response at once; C++ had to fix that again for orderly consumers.
     """
     embedded.create_topic("T", queues=1)
     fill(embedded, "T", 10)
@@ -97,7 +97,7 @@ def test_nothing_is_committed_past_messages_at_the_listener(embedded, broker, co
 
 
 class CommitsWhatHasNotChanged(NaiveMember):
-    """Commits what memory holds at every tick."""
+    """Commits all offsets in memory at every tick."""
 
     def persist(self, mq: MessageQueue) -> None:
         self.committed.pop(mq, None)
@@ -112,7 +112,7 @@ OVERWRITING = (CommitsWhatHasNotChanged, PullsCarryCommits)
     "member", [ours, NaiveMember, *(faulty(each, "an idle consumer has committed over it") for each in OVERWRITING)]
 )
 def test_an_idle_consumer_commits_nothing_over_an_admin(cluster, names, member):
-    """Only offsets that have changed are committed; all of them once a minute, since brokers may have forgotten some.
+    """Only changed offsets are committed, and all of them once a minute, because brokers may have lost some.
 
     Faulty: Java, Go and C++ commit every held queue every 5 s, Java and Go with every pull, too.
     """
@@ -130,11 +130,11 @@ def test_an_idle_consumer_commits_nothing_over_an_admin(cluster, names, member):
 @pytest.mark.hazard("H32")
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(PullsCarryCommits, "has committed over the new owner")])
 def test_a_pull_that_is_late_commits_nothing_over_the_next_owner(embedded, names, member):
-    """Pulls carry no commits: after a queue is given up, nothing of its old owner stores anything.
+    """Pulls carry no commits. After a queue ends, no request of its former owner stores an offset.
 
     Faulty: Java and Go let pulls carry the commit offset.
     """
-    # A pull is on its way to the broker while the queue is given up, and its next owner goes on.
+    # A pull is in flight while the queue ends and its next owner continues.
     topic, group = filled(embedded, names, queues=1, messages=10)
     broker, late = embedded.broker("broker-a"), Gate()
     with member(embedded, topic, group, pull_hold_s=0.1) as consumer:
@@ -149,7 +149,7 @@ def test_a_pull_that_is_late_commits_nothing_over_the_next_owner(embedded, names
 
 
 class CommitsOneWay(NaiveMember):
-    """Commits without waiting for an answer, and takes what was sent for stored."""
+    """Commits without waiting for a response, and takes each sent offset for stored."""
 
     def commit(self, mq: MessageQueue, offset: int) -> None:
         fields = {"consumerGroup": self.group, "topic": mq.topic, "queueId": mq.queue_id, "commitOffset": offset}
@@ -159,9 +159,9 @@ class CommitsOneWay(NaiveMember):
 @pytest.mark.hazard("H32")
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsOneWay, "the broker has the last one")])
 def test_a_slow_commit_is_not_overtaken_by_the_next(embedded, broker, member):
-    """Commits of a queue go out one at a time, each after the answer to the one before: the broker never steps back.
+    """A queue has one commit at a time, which waits for the response to the one before, so the offset never goes back.
 
-    Faulty: all the others send commits one-way.
+    Faulty: all other clients send commits one-way.
     """
     # The broker is slow with one commit, as its thread pools can be.
     embedded.create_topic("T", queues=1)
@@ -183,7 +183,7 @@ def test_a_slow_commit_is_not_overtaken_by_the_next(embedded, broker, member):
 
 
 class NeverCommitsZero(NaiveMember):
-    """Takes an offset of 0 for none."""
+    """Takes an offset of 0 for a missing one."""
 
     def commit(self, queue: MessageQueue, offset: int) -> None:
         if offset > 0:
@@ -193,9 +193,9 @@ class NeverCommitsZero(NaiveMember):
 @pytest.mark.hazard("H32")
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(NeverCommitsZero, "0 is stored")])
 def test_an_offset_of_0_is_stored_as_any_other(cluster, names, member):
-    """After a reset to 0 the broker has 0: who goes on from there after a crash begins at the first message.
+    """After a reset to 0 the broker has 0. A member that continues after a crash begins at the first message.
 
-    Faulty: Java's and Go's pulls commit only what is above 0, and an older value stays.
+    Faulty: Java's and Go's pulls commit only offsets above 0, and an older value stays.
     """
     topic, group = filled(cluster, names, queues=1, messages=10)
     stop, release = threading.Event(), threading.Event()
@@ -218,7 +218,7 @@ def test_an_offset_of_0_is_stored_as_any_other(cluster, names, member):
 @pytest.mark.hazard("H33")
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsOneWay, "what was lost is committed again")])
 def test_a_commit_that_is_lost_is_made_again(embedded, broker, member):
-    """An offset counts as stored when the broker has acknowledged it; until then it is committed again.
+    """An offset counts as stored when the broker has acknowledged it. Until then the member commits it again.
 
     Faulty: a dirty flag that is cleared when a one-way commit is sent.
     """
@@ -234,9 +234,9 @@ def test_a_commit_that_is_lost_is_made_again(embedded, broker, member):
 @pytest.mark.hazard("H33")
 @pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "what the broker forgot is committed again")])
 def test_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names, member):
-    """After a broker was away all offsets are committed there again, although nothing new was consumed.
+    """After a broker was down, the member commits all offsets there again, even without new messages.
 
-    Faulty: a member that commits only what has changed.
+    Faulty: a member that commits only changed offsets.
     """
     # The broker crashes before it has written the offsets to its disk.
     topic, group = filled(cluster, names, queues=1, messages=10)
@@ -256,7 +256,7 @@ def test_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names, mem
 @pytest.mark.hazard("H33")
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsOneWay, "first commits of a group at once")])
 def test_the_first_commit_of_a_group_goes_alone(embedded, broker, member):
-    """A group's first commit of a topic is acknowledged before others follow, for a broker that gets two keeps one.
+    """A group's first commit of a topic is acknowledged before others follow, because a broker that gets two keeps one.
 
     Faulty: one-way commits of all queues at once.
     """
@@ -279,7 +279,7 @@ def test_the_first_commit_of_a_group_goes_alone(embedded, broker, member):
 @pytest.mark.parametrize("kind", ["clustering", "orderly", "broadcasting"])
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(DropsWithoutStoring, "progress was forgotten")])
 def test_unsubscribing_stores_what_was_consumed_and_unlocks(embedded, broker, tmp_path, kind, member):
-    """A topic that is unsubscribed has its offsets stored first, and its queues unlocked after that.
+    """When a topic is unsubscribed, its offsets are stored first, and its queues are unlocked after that.
 
     Faulty: Java drops such queues without persisting and unlocking.
     """
@@ -315,7 +315,7 @@ class OneTimerForAll(NaiveMember):
 @pytest.mark.hazard("H40")
 @pytest.mark.parametrize("member", [ours, faulty(OneTimerForAll, "commits go on while a name server is silent")])
 def test_commits_continue_while_the_name_server_is_silent(embedded, member):
-    """Commits, routes, heartbeats and locks wait for nothing but their own answers.
+    """Commits, routes, heartbeats and locks wait only for their own responses.
 
     Faulty: Java's five periodic jobs share a thread, which a silent name server stops.
     """
@@ -338,13 +338,13 @@ def test_commits_continue_while_the_name_server_is_silent(embedded, member):
 
 
 class CommitsInTurn(NaiveMember):
-    """Commits all queues one after the other."""
+    """Commits the queues one after the other."""
 
 
 @pytest.mark.hazard("H40")
 @pytest.mark.parametrize("member", [ours, faulty(CommitsInTurn, "commits go on at one broker while another is silent")])
 def test_commits_continue_while_another_broker_is_silent(member):
-    """A broker that does not answer a commit delays no commit of queues at others.
+    """A broker that does not answer a commit delays no commit at other brokers.
 
     Faulty: commits that wait for each other in one thread.
     """
@@ -366,7 +366,7 @@ def test_commits_continue_while_another_broker_is_silent(member):
 
 
 class AnswersReadTheStore(NaiveMember):
-    """Asked where it stands it reads the store, as the protocol's MEMORY_FIRST_THEN_STORE may, into its memory."""
+    """Reads the store into its memory when a tool requests its offsets, as MEMORY_FIRST_THEN_STORE allows."""
 
     def on_request(self, wire: Wire, request: RemotingCommand) -> None:
         if request.code in (RequestCode.GET_CONSUMER_RUNNING_INFO, RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT):
@@ -377,7 +377,7 @@ class AnswersReadTheStore(NaiveMember):
 
 
 def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool) -> list[tuple[int, int]]:
-    """Consume twice 5 messages, giving the queue up and taking it back in between; return what was committed."""
+    """Consume 5 messages twice, with a hand-over in between, and return the committed offsets."""
     topic, group = names.topic(), names.group()
     cluster.create_topic(topic, queues=1)
     broker, ended = cluster.broker("broker-a"), threading.Event()
@@ -416,15 +416,17 @@ def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool)
             if questions:
                 querying.join()
         assert sorted(consumer.seen.bodies) == numbered(10), "diagnostics made messages come again"
-    return [(queue_id, offset) for queue_id, offset in committed_values(broker, topic) if offset]  # 0 is where it began
+    return [
+        (queue_id, offset) for queue_id, offset in committed_values(broker, topic) if offset
+    ]  # the queue began at 0
 
 
 @pytest.mark.hazard("H44")
 @pytest.mark.parametrize("member", [ours, NaiveMember, faulty(AnswersReadTheStore, "diagnostics made")])
 def test_diagnostics_change_no_offset(embedded, names, member):
-    """Questions where a consumer stands are answered from memory and change nothing, also during rebalances.
+    """A member answers requests for its offsets from memory. They change nothing, even during rebalances.
 
-    Faulty: Java reads the store for an answer, and what it reads goes over what memory has.
+    Faulty: Java reads the store for the response, and overwrites the offsets in memory.
     """
     alone = commits_of_a_run(embedded, names, member, questions=False)
     assert alone == [(0, 5), (0, 10)]
@@ -433,14 +435,14 @@ def test_diagnostics_change_no_offset(embedded, names, member):
 
 
 @pytest.mark.hazard("H45")
-@pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # before, brokers say 0 where they have no offset
+@pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # older brokers return 0 for a missing offset
 @pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "2 messages were passed over")])
 def test_an_offset_deleted_at_the_broker_is_no_new_group(cluster, names, member):
-    """Where the broker has lost the offset of a queue, the consumer goes on from what it last knew, and says so.
+    """If the broker has lost the offset of a queue, the consumer continues at the last known one, and emits an event.
 
-    Faulty: all others start such a queue by consume_from, which skips what came meanwhile, or repeats everything.
+    Faulty: all other clients start such a queue by consume_from, which skips new messages or repeats all.
     """
-    # The group is deleted at the broker while its second member, which is stuck, has one of the first one's queues.
+    # The group is deleted at the broker while its second member, which is stuck, holds a queue of the first one.
     topic, group = names.topic(), names.group()
     cluster.create_topic(topic, queues=2)
     release = threading.Event()

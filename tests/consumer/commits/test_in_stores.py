@@ -1,4 +1,4 @@
-"""How offsets reach a store of one's own, which may block: a file, or what the user has written."""
+"""How offsets reach an `OffsetStore`, which may block: a file, or a store written by the user."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MANY = [MessageQueue("orders", "a", number) for number in range(100)]
 
 
 class Store(MemoryOffsetStore):
-    """Remembers which thread called, and may be slow or fail."""
+    """A store that records the calling threads, and may be slow or fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ async def test_a_store_that_cannot_write_is_asked_again(commits, store):
     assert await commits.persist([ONE, TWO]) == {ONE: store.error, TWO: store.error}
     with pytest.raises(OffsetStoreError):
         await commits.overwrite(ONE, 1)
-    store.error = ZeroDivisionError("of the store")  # whatever it raises is an error of that call only
+    store.error = ZeroDivisionError("of the store")  # any exception fails only that call
     failed = (await commits.persist([ONE]))[ONE]
     assert isinstance(failed, OffsetStoreError)
     assert "ZeroDivisionError: of the store" in str(failed)

@@ -1,4 +1,4 @@
-"""Commits and send-backs that brokers refuse or never answer: tried again, told once in a while, never dropped."""
+"""Commits and send-backs that brokers refuse or never answer are retried and reported, and none is dropped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_commits_are_retried_and_reported_at_intervals(embedded, broker, topic, 
     events = Events()
 
     def is_ours(command):
-        """Tell commits of what was consumed; that where queues begin is stored comes before."""
+        """Return whether a request commits consumed messages, as opposed to a start offset."""
         return command.fields["consumerGroup"] == group and command.fields["commitOffset"] != "0"
 
     broker.on(RequestCode.UPDATE_CONSUMER_OFFSET, trouble, times=None, when=is_ours)
@@ -52,7 +52,7 @@ def test_commits_are_retried_and_reported_at_intervals(embedded, broker, topic, 
         until(lambda: embedded.committed(group, topic) == {0: 10, 1: 10}, "committed")
         assert consumer.state is ConsumerState.RUNNING
     assert set(seen.bodies) == set(numbered(20))
-    if len(seen.bodies) > 20:  # a round found us not listed while our connection was closed
+    if len(seen.bodies) > 20:  # a rebalance found this member missing while its connection was closed
         assert trouble is close_connection
         assert any("messages will be redelivered" in event.text for event in events.of("commit-failed"))
 
@@ -78,7 +78,7 @@ def test_a_busy_broker_is_asked_again_to_take_a_message_back(embedded, broker, t
 
 
 @pytest.mark.parametrize("trouble", [answer(1, "no"), answer(999)], ids=["refused", "unknown"])
-def test_a_message_that_no_broker_takes_back_goes_to_the_retry_topic(embedded, broker, topic, group, trouble):
+def test_a_refused_send_back_goes_to_the_retry_topic(embedded, broker, topic, group, trouble):
     embedded.create_topic(topic, queues=1)
     embedded.send(topic, b"m0", tags="t", keys=["k"], properties={"own": "ä"})
     broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, trouble, times=3)
@@ -94,7 +94,7 @@ def test_a_message_that_no_broker_takes_back_goes_to_the_retry_topic(embedded, b
 
 @pytest.mark.parametrize("trouble", [drop, close_connection], ids=["lost", "closed"])
 def test_a_message_with_an_unanswered_send_back_is_repeated_here(embedded, broker, topic, group, trouble):
-    """The broker may have it: to send it in another way would make copies of it."""
+    """The broker may have the message, so sending it in another way would create copies."""
     embedded.create_topic(topic, queues=1)
     embedded.send(topic, b"m0")
     broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, trouble, times=1)

@@ -1,4 +1,4 @@
-"""Workers and their chunks: whatever a listener does, its messages end up consumed or failed, and work goes on."""
+"""Workers and their chunks: any action of a listener leaves its messages consumed or failed, and work continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ until = partial(consuming.until, what="reached")
 
 
 class Reports:
-    """What workers reported."""
+    """Records the reports of workers."""
 
     def __init__(self) -> None:
         self.failures: list[tuple[int, int]] = []  # offset, delay level
@@ -56,13 +56,13 @@ class Reports:
 
 
 class Working:
-    """Workers, what they told, and a way to hand them work."""
+    """Workers of one kind, with their reports and methods to give them work."""
 
     def __init__(self, workers: Workers, reports: Reports, io: IoThread) -> None:
         self.workers, self.reports, self.loop, self._io = workers, reports, io.loop, io
 
     def consume(self, function: Any, count: int, *, batch_size: int = 1, on_edge=lambda queue, offset: None):
-        """Hand over `count` messages as one chunk; returns their window."""
+        """Put `count` messages as one chunk, and return their window."""
         window, messages = window_of(count, on_edge=on_edge)
         units: list[Any] = messages
         if batch_size > 1:
@@ -167,7 +167,7 @@ def test_known_results_of_a_batch(either, result, again):
 
 @pytest.mark.parametrize("named", [lambda message: message, lambda message: message.detach()], ids=["it", "a copy"])
 def test_one_bad_message_of_a_batch_is_redelivered_alone(either, named):
-    """A listener may keep detached copies; one it asks for again must not count as consumed."""
+    """A listener may return detached copies in `Retry`. Their messages must not count as consumed."""
     window = either.consume(either.as_kind(lambda messages: Retry([named(messages[1])])), 6, batch_size=3)
     until(lambda: either.idle)
     assert either.reports.failures == [(1, 0), (4, 0)]
@@ -175,7 +175,7 @@ def test_one_bad_message_of_a_batch_is_redelivered_alone(either, named):
 
 
 def test_an_ended_loop_is_not_kept_waiting_by_its_workers(io):
-    """Whoever runs asyncio cancels every task at the end, and waits until it is gone."""
+    """`asyncio.run` cancels every task at the end, and waits until it has ended."""
     reports, began = Reports(), threading.Event()
     window, messages = window_of(1)
 
@@ -215,7 +215,7 @@ def test_workers_recognize_their_calls_and_tasks_started_there(either):
 
 
 def test_a_logging_that_raises_costs_no_message(either):
-    """What tells of a listener's error is the user's, too."""
+    """Code that reports a listener's error may be the user's, too, for example a log handler."""
 
     def raises(*what):
         raise OSError("the log is full")
@@ -253,7 +253,7 @@ def test_tasks_of_async_listeners_end_with_their_loop(coroutines):
 
 
 def test_a_store_that_raises_inside_an_ack_ends_no_worker(either):
-    """The offset store is called under the window's lock, and may be the user's."""
+    """The window calls the offset store under its lock, and the store may be written by the user."""
 
     def on_edge(queue, offset):
         raise OSError("no space left")
@@ -279,7 +279,7 @@ def test_running_calls_of_a_dropped_queue_count_and_none_begins(either):
 
 
 def blocking(working: Working) -> tuple[Any, threading.Semaphore, threading.Event]:
-    """Return a listener whose calls wait, what counts those that have begun, and what lets them go."""
+    """Return a listener whose calls wait, a counter of its calls, and an event that releases them."""
     begun, release = threading.Semaphore(0), threading.Event()
 
     def handle(message):
@@ -307,7 +307,7 @@ def test_stopped_workers_finish_running_calls_and_begin_none(either):
 
 
 class Emptied(deque):
-    """Units that are taken back between a worker's look and its grasp."""
+    """Units that are withdrawn after a worker has checked for them and before it takes one."""
 
     def popleft(self):
         raise IndexError("pop from an empty deque")
@@ -321,7 +321,7 @@ def test_a_worker_survives_the_withdrawal_of_its_units(either):
 
 
 class LaneBatch:
-    """What an orderly queue has to say."""
+    """A fake `LaneBatch`."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -340,7 +340,7 @@ class LaneBatch:
 
 
 def test_a_batch_that_no_worker_has_begun_ends_at_a_stop(either):
-    """Or its queue would count as running, and closing would wait for it in vain."""
+    """Otherwise its queue would count as running, and a close would wait for it until its timeout."""
     function, begun, release = blocking(either)
     window, messages = window_of(5)
     chunks = [Chunk(window, Listener.of(function), deque([message])) for message in messages]
@@ -354,11 +354,11 @@ def test_a_batch_that_no_worker_has_begun_ends_at_a_stop(either):
     assert all(chunk.lane_batch.ended.wait(WAIT_S) for chunk in chunks)
 
 
-# --- how work is cut and taken back
+# --- chunks and their withdrawal
 
 
 class Desk:
-    """Stands for workers: the test plays them."""
+    """Fake workers, which the test controls."""
 
     def __init__(self, count: int) -> None:
         self.slots = [Slot() for _ in range(count)]
@@ -379,7 +379,7 @@ class Desk:
         return len(self.chunks)
 
     def begin(self, worker: int, now: float) -> Chunk:
-        """Have a worker take the next chunk and begin its first unit."""
+        """Let a worker take the next chunk and begin its first unit."""
         chunk = self.slots[worker].chunk = self.chunks.popleft()
         chunk.begun_at, chunk.current = now, chunk.todo.popleft()
         return chunk
@@ -395,7 +395,7 @@ def handle(message):
 
 
 def dispatched(count: int, time_s: float = 1e-6) -> tuple[ConcurrentService, Desk, ProcessQueue, list[Message]]:
-    """Hand out so many messages of a listener that takes this long, as one chunk if it is quick."""
+    """Dispatch `count` messages to a listener that takes this long; as one chunk if it is quick."""
     (service, desk), (window, messages) = serving(), window_of(count)
     window.listener_time_s = time_s
     service.dispatch(window, Listener.of(handle), messages)
@@ -431,7 +431,7 @@ async def test_unstarted_units_of_a_stuck_worker_go_to_others():
 
 
 async def test_finished_messages_do_not_wait_for_the_end_of_their_chunk():
-    """There is nothing left then that could be given to others."""
+    """Then no unit remains that others could take."""
     service, desk, window, messages = dispatched(2)
     chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
     chunk.failed.append((chunk.current, 0))
@@ -452,7 +452,7 @@ async def test_a_stop_hands_over_what_stuck_workers_have_finished():
 
 
 async def test_the_check_for_stuck_workers_stops_when_nothing_waits():
-    """A listener that never returns must not keep the I/O thread awake for ever."""
+    """A listener that never returns must not wake the I/O thread forever."""
     service, desk, window, messages = dispatched(4)
     desk.begin(0, asyncio.get_running_loop().time() + 0.001)
     await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""A broker has the listener called with one message, because somebody at an admin tool wants to see what happens."""
+"""A broker lets a member call its listener with one message, for a user of an admin tool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.real_brokers.remoting import Peer
 
 
 def consume_directly(orders, consumer):
-    """Ask the broker to have a member consume the last message; returns what it said of it."""
+    """Ask the broker to let a member consume the last message, and return its response."""
     fields = {
         "consumerGroup": GROUP,
         "clientId": consumer.client_id,
@@ -33,7 +33,7 @@ def consume_directly(orders, consumer):
 
 @pytest.mark.parametrize("orderly", [False, True])
 def test_an_async_listener_runs_on_its_own_loop(orders, orderly):
-    """What it shares with its other calls (connections, locks) belongs to that loop."""
+    """Objects that it shares with its other calls, such as connections and locks, belong to that loop."""
     loops, seen = [], RecordingListener()
 
     async def listen(message):

@@ -1,4 +1,4 @@
-"""Events reach `on_event` in order, whatever it does and however slow it is, and do not fill the memory meanwhile."""
+"""Events reach `on_event` in order, even if it raises or is slow, and do not fill the memory meanwhile."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_each_failure_is_an_event_and_few_a_traceback_in_the_log(orders, tmp_pat
         assert 20 <= len(logged) < 40
 
 
-# --- what `on_event` does
+# --- `on_event`
 
 
 def test_an_on_event_that_raises_is_called_again(orders):
@@ -123,7 +123,7 @@ def test_on_event_may_close_the_consumer(orders):
     consumer = orders.consumer(seen, consume_from="first", on_event=on_event)
     with consumer:
         seen.wait_for(1)
-        with contextlib.suppress(RocketError):  # the end may cut the call short
+        with contextlib.suppress(RocketError):  # the close may interrupt the call
             consumer.reset_offsets(TOPIC, "earliest")
         assert closed.wait(WAIT_S)
         consumer.join(WAIT_S)

@@ -1,4 +1,4 @@
-"""H34, H35, H37, H43: messages that fail come again, at the right time, and none is committed past or forgotten."""
+"""H34, H35, H37, H43: failed messages are redelivered in time, and the offset never passes one of them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SENDS = (RequestCode.SEND_MESSAGE, RequestCode.SEND_MESSAGE_V2)
 
 
 def take_nothing(broker: Any, trouble: Any = answer(1, "no")) -> None:  # noqa: B008
-    """Have the broker take no message: neither back nor as a new one."""
+    """Let the broker accept no message, neither a send-back nor a new one."""
     broker.on(SEND_BACK, trouble, times=None)
     for code in SENDS:
         broker.on(code, answer(1, "no"), times=None)
 
 
 def fails_at_first(body: bytes, error: Callable[[], BaseException] = ValueError) -> RecordingListener:
-    """Return a listener that raises for one message, the first time."""
+    """Return a listener that raises once, for one message."""
 
     def judge(message: Message) -> None:
         if message.body == body and seen.bodies.count(body) == 1:
@@ -41,15 +41,15 @@ def fails_at_first(body: bytes, error: Callable[[], BaseException] = ValueError)
 
 
 def attempts(cluster: Any) -> Counter[int]:
-    """How many messages the retry topic has of each attempt."""
+    """Return the number of messages of each attempt in the retry topic."""
     return Counter(message.reconsume_times for message in cluster.messages(RETRY))
 
 
-# --- what cannot be sent back
+# --- messages that cannot be sent back
 
 
 class SendsBackBlindly(NaiveMember):
-    """Has failed messages sent back without looking at the answer."""
+    """Sends failed messages back without checking the response."""
 
     def failed(self, window: Window, message: Message, error: Exception) -> None:
         super().failed(window, message, error)
@@ -60,9 +60,9 @@ class SendsBackBlindly(NaiveMember):
 @pytest.mark.parametrize("trouble", [answer(1, "no"), drop, close_connection], ids=["refused", "lost", "disconnected"])
 @ours_and(NaiveMember, faulty(SendsBackBlindly, "committed past a message that failed"))
 def test_a_message_that_cannot_be_sent_back_holds_the_offset(embedded, broker, trouble, member):
-    """A failed message stays unfinished until the broker has acknowledged that it takes it; the next member gets it.
+    """A failed message stays unfinished until the broker has accepted it. If the member dies, the next one gets it.
 
-    Faulty: Go up to 2.1.2 and old C++ clients count it as consumed whatever the broker says.
+    Faulty: Go up to 2.1.2 and old C++ clients count it as consumed even if the broker refuses it.
     """
     orders = Orders(embedded, messages=20)
 
@@ -85,7 +85,7 @@ def test_a_message_that_cannot_be_sent_back_holds_the_offset(embedded, broker, t
 
 
 class ForgetsWhatItCouldNotSendBack(NaiveMember):
-    """Leaves a message that could not be sent back unfinished, and never tries it again."""
+    """Leaves a message that could not be sent back unfinished, and never retries it."""
 
     def failed(self, window: Window, message: Message, error: Exception) -> None:
         if message.body != b"m1":
@@ -95,9 +95,9 @@ class ForgetsWhatItCouldNotSendBack(NaiveMember):
 @pytest.mark.hazard("H34")
 @ours_and(NaiveMember, faulty(ForgetsWhatItCouldNotSendBack, "tried again where it is"))
 def test_a_message_that_cannot_be_sent_back_is_repeated_here(embedded, broker, member):
-    """After 5 s it is given to the listener again, as its second attempt, until it succeeds or can be sent back.
+    """After 5 s the listener gets it again, as its second attempt, until it succeeds or can be sent back.
 
-    Faulty: a client whose local retry is lost, so that the message holds the offset for ever.
+    Faulty: a client whose local retry is lost, so that the message holds the offset forever.
     """
     Orders(embedded, messages=3)
     take_nothing(broker)
@@ -116,7 +116,7 @@ def test_a_message_that_cannot_be_sent_back_is_repeated_here(embedded, broker, m
 
 @pytest.mark.parametrize("trouble", [answer(1, "no"), drop], ids=["refused", "lost"])
 def test_a_message_that_fails_again_at_once_is_sent_back_again(orders, broker, trouble):
-    """No broker takes it, and its second attempt fails as soon as it begins."""
+    """No broker accepts it, and its second attempt fails as soon as it begins."""
     orders.fill(100)
     take_nothing(broker, trouble)
     seen = RecordingListener(lambda message: ConsumeResult.RETRY if message.reconsume_times < 2 else None)
@@ -178,7 +178,7 @@ class CleansUpTwice(CleansUpWhatTakesTooLong):
 @pytest.mark.hazard("H35")
 @ours_and(CleansUpWhatTakesTooLong, faulty(CleansUpTwice, "sent back 2 times"))
 def test_a_message_that_is_slow_and_then_fails_is_sent_back_once(embedded, broker, member):
-    """After consume_timeout_s a message is sent back and told as stuck; what its listener returns later counts no more.
+    """After consume_timeout_s a message is sent back and reported as stuck. A later result of its listener is ignored.
 
     Faulty: Java before 5.1 and Go send it back again when the listener fails.
     """
@@ -196,7 +196,7 @@ def test_a_message_that_is_slow_and_then_fails_is_sent_back_once(embedded, broke
     ) as consumer:
         answers.wait_held(1, WAIT_S)
         release.set()
-        settle()  # the listener fails while the broker's answer is on its way
+        settle()  # the listener fails while the broker's response is in flight
         answers.open()
         consumer.seen.wait(lambda seen: seen.bodies.count(b"m1") >= 2)
         settle()
@@ -207,7 +207,7 @@ def test_a_message_that_is_slow_and_then_fails_is_sent_back_once(embedded, broke
 
 
 def test_a_broker_that_answers_late_makes_one_copy_an_attempt(orders, broker):
-    """The answer comes after the deadline, and says that it was done."""
+    """The response arrives after the deadline, and confirms the send-back."""
     orders.fill(3)
     broker.on(SEND_BACK, delay(1.0), times=None)
     seen = RecordingListener(lambda message: ConsumeResult.RETRY)
@@ -233,7 +233,7 @@ def test_each_unanswered_send_back_may_make_one_copy(orders, broker, fault):
 
 
 def test_messages_stored_less_safely_are_not_sent_again(orders, broker):
-    """Brokers say this of a send-back as if it had failed."""
+    """Brokers report such a send-back as if it had failed."""
 
     def late_disk(exchange):
         exchange.handle(lambda stored: exchange.answer(exchange.request.make_response(1, "FLUSH_DISK_TIMEOUT")))
@@ -248,12 +248,12 @@ def test_messages_stored_less_safely_are_not_sent_again(orders, broker):
     assert attempts(orders.cluster) == {1: 1}
 
 
-# --- beside calls that hang
+# --- other calls while one hangs
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["messages", "lists"])
 def test_a_failed_message_is_redelivered_while_a_later_call_hangs(orders, size):
-    """Quick listeners get many messages at once; one that hangs must keep nothing but its own."""
+    """Quick listeners get many messages at once. A hanging call must keep only its own message."""
     release, hanging, seen = threading.Event(), set(), RecordingListener()
 
     def handle(unit):
@@ -279,7 +279,7 @@ def test_a_failed_message_is_redelivered_while_a_later_call_hangs(orders, size):
 
 
 class LosesTheWorkersMessage(NaiveMember):
-    """When a worker ends, what it was doing is neither finished nor tried again."""
+    """When a worker ends, its current message is neither finished nor retried."""
 
     def consume(self, window: Window, message: Message) -> None:
         try:
@@ -298,9 +298,9 @@ class LosesTheWorkersMessage(NaiveMember):
     ],
 )
 def test_a_listener_that_ends_its_thread_costs_no_message(embedded, member, error):
-    """Whatever a listener raises, SystemExit and KeyboardInterrupt too, its message comes again and the rest goes on.
+    """After any exception of a listener, even SystemExit, its message is redelivered and other messages continue.
 
-    Faulty: a worker that dies with its message, which then holds the offset for ever.
+    Faulty: a worker that dies with its message, which then holds the offset forever.
     """
     Orders(embedded, messages=5)
     with member(embedded, TOPIC, GROUP, fails_at_first(b"m1", error)) as consumer:
@@ -339,7 +339,7 @@ def test_a_message_that_the_listener_gives_up_is_reported_so(orders, broker, ref
 
 
 def test_retries_of_a_topic_nobody_reads_go_to_no_other(orders):
-    """They are sent back again until they have had their attempts: nothing is lost, nothing waits for them."""
+    """They are sent back until their attempts are used up. None is lost, and no message waits for them."""
     other = orders.make(1, "other")
     orders.fill(20, 100, topic=other)
     with consuming(orders.cluster, other, GROUP, RecordingListener(lambda message: Retry(delay_level=3))) as (_, seen):
@@ -362,7 +362,7 @@ def test_retries_of_a_topic_nobody_reads_go_to_no_other(orders):
 
 
 class KeepsFailedMessages(NaiveMember):
-    """Broadcasting: takes only messages that succeeded out of the window."""
+    """Broadcasting: removes only successful messages from the window."""
 
     def failed(self, window: Window, message: Message, error: Exception) -> None:
         pass
@@ -371,9 +371,9 @@ class KeepsFailedMessages(NaiveMember):
 @pytest.mark.hazard("H43")
 @ours_and(NaiveMember, faulty(KeepsFailedMessages, "the failed message does not hold the offset"))
 def test_a_failure_in_a_broadcasting_group_is_reported_and_passed(embedded, tmp_path, member):
-    """A broadcasting group has no retry: a failed message is told as given up, and the offset goes on.
+    """A broadcasting group has no retry. A failed message is reported as given up, and the offset passes it.
 
-    Faulty: Go keeps it in its window for ever, which pins the offset and, in the end, stops the queue.
+    Faulty: Go keeps it in its window forever, which holds the offset and later stops the queue.
     """
     orders = Orders(embedded, messages=10)
     with member(embedded, TOPIC, GROUP, fails_at_first(b"m5"), **broadcasting(tmp_path)) as consumer:

@@ -1,4 +1,4 @@
-"""What listeners may be, return and do: a consumer goes on, tells of it, and can be closed."""
+"""The kinds, results and actions of listeners: the consumer continues, reports errors, and can be closed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_wrong_delay_level_is_refused(level):
         Retry(delay_level=level)
 
 
-# --- what whole consumers make of it
+# --- whole consumers
 
 
 class Unspeakable(Exception):
@@ -133,7 +133,7 @@ def test_a_message_whose_listener_raised_is_redelivered(orders, kind):
 @KINDS
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: type(result).__name__)
 def test_an_unknown_result_is_reported_once(orders, kind, result, caplog):
-    """Listeners that return True, or how many rows they wrote, do so each time."""
+    """Listeners that return True, or a number of rows, do so each time."""
     orders.make(queues=2)
     orders.fill(50)
     seen = RecordingListener(lambda message: result if message.reconsume_times == 0 else None)
@@ -187,7 +187,7 @@ def test_a_listener_that_never_returns_holds_up_nothing(orders, kind):
     until(lambda: orders.cluster.members(GROUP) == [], "it has left the group")
     with orders.consuming() as (_, again):
         again.wait_for(21)
-    release.set()  # now it raises, with nobody there to hear it; the thread ends quietly all the same
+    release.set()  # now it raises after the close, and the thread still ends without an error
     assert Counter(again.bodies) == Counter(numbered(21))
 
 
@@ -276,7 +276,7 @@ ORDERS = [{}, {"orderly": True}, {"orderly": True, "order_by": "sharding_key"}]
 @KINDS
 @pytest.mark.parametrize("options", ORDERS, ids=["any", "queue", "key"])
 def test_a_list_is_its_listener_s_own(orders, options, kind, change):
-    """What a listener does to it changes nothing of what was consumed."""
+    """Changes that a listener makes to its list have no effect on the consumed messages."""
     orders.fill(20)
     seen = []
 
@@ -319,7 +319,7 @@ def test_an_expression_that_is_refused_changes_no_subscription(orders, broker):
         orders.fill(3)
         seen.wait_for(3)
         orders.send(b"not for us", topic=new)
-        consumer.subscribe(other, RecordingListener())  # after which the group is looked at
+        consumer.subscribe(other, RecordingListener())  # after that the group is checked
         until(lambda: other in broker.subscriptions(GROUP), "the brokers know of the last one")
         subscriptions = broker.subscriptions(GROUP)
         assert subscriptions[TOPIC].expression_type == "TAG"
@@ -330,7 +330,7 @@ def test_an_expression_that_is_refused_changes_no_subscription(orders, broker):
 @pytest.mark.parametrize("orderly", [False, True], ids=["any order", "orderly"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["thread", "asyncio"])
 def test_a_listener_that_unsubscribes_waits_for_nothing(orders, orderly, is_async):
-    """It would wait for itself; its message counts when it returns."""
+    """A call that waited would wait for itself. Its message counts when it returns."""
     orders.send(b"m")
     took_s = []
     options = {"consume_from": "first", "orderly": orderly}

@@ -1,4 +1,4 @@
-"""Order by key: what users see of `order_by`, and the examples of docs/order.md."""
+"""Order by key: the behaviour of `order_by` for users, and the examples of docs/order.md."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def by_key(orders, listener, **options):
 
 
 def holds(*keys, offsets=()):
-    """Return a listener whose calls of these keys, or places, wait until the event that is returned, too, is set."""
+    """Return a listener whose calls of these keys or offsets wait, and the event that releases them."""
     freed = threading.Event()
 
     def judge(message):
@@ -66,7 +66,7 @@ def holds(*keys, offsets=()):
 
 
 def fails_once(result, *, every):
-    """Return a listener to which this comes of each such message the first time, and the places that have failed."""
+    """Return a listener that gives this result once for each such message, and the set of failed messages."""
     failed = set()
 
     def judge(message):
@@ -78,7 +78,7 @@ def fails_once(result, *, every):
 
 
 def by_function(orders, seen, wrong, **options):
-    """Consume by a function that does this for the key "bad"; gives how often each message was asked about."""
+    """Consume with an `order_by` that does this for the key "bad". Return the number of its calls for each message."""
     key_calls = Counter()
 
     def order_by(message):
@@ -90,7 +90,7 @@ def by_function(orders, seen, wrong, **options):
 
 @contextmanager
 def dead_letter(orders):
-    """Give what has come to the dead letters in the end."""
+    """Yield the messages in the dead-letter queue at the end."""
     with consuming(orders.cluster, DEAD, "dead") as (_, dead):
         dead.wait_for(1)
         yield dead.bodies
@@ -247,7 +247,7 @@ def test_a_key_that_fills_the_cache_is_reported(orders, deed):
 
 @pytest.mark.parametrize("result", [Suspend(for_s=0.01), ConsumeResult.RETRY])
 def test_temporary_failures_are_not_reported_as_stuck(orders, result):
-    """Not those of a backlog either, for which there is never room at once."""
+    """Nor those of a backlog, which never fits into the cache at once."""
     seen, _ = fails_once(result, every=100)
     send(orders, *"abcd" * 100)
     with by_key(orders, seen, max_span=50):
@@ -268,7 +268,7 @@ def test_an_oldest_message_without_a_key_is_reported_once(orders):
 
 
 def test_a_slow_call_holds_up_no_other_key_of_its_chunk(orders):
-    """Chunks of a quick listener hold many keys; when one call hangs, all others go on, also those before it."""
+    """Chunks of a quick listener hold many keys. When one call hangs, all others continue, including earlier ones."""
     seen, freed = holds("slow")
     keys = [f"k{number}" for number in range(40)]
     with by_key(orders, seen):
@@ -316,7 +316,7 @@ def leaving(message):
 
 
 class Grudging:
-    """A key that can be hashed, and not be compared."""
+    """A key that is hashable, but whose comparison raises."""
 
     def __hash__(self):
         return 1
@@ -330,7 +330,7 @@ async def awaited(message):
 
 
 class Odd:
-    """A key that shows itself as a test says, and notes where it was asked to."""
+    """A key whose repr calls a function of the test, and which records the threads that call it."""
 
     def __init__(self, key, show, threads):
         self._key, self._show, self._threads = key, show, threads
@@ -347,7 +347,7 @@ class Odd:
 
 
 def reported_keys(orders, show):
-    """Return what is told of a key that fails, and on which threads it was asked how it is shown."""
+    """Return the reported texts of a key that fails. Its repr runs on worker threads only."""
     threads = []
 
     def judge(message):
@@ -466,7 +466,7 @@ def test_keys_without_messages_are_forgotten_in_time(orders):
 
 
 def test_a_key_that_is_no_longer_hashable_stops_no_other(orders):
-    """Of those that are known, keys without messages are forgotten now and then: they are hashed once more."""
+    """Lanes without messages are removed from time to time, and their keys are hashed again for that."""
     has_changed = threading.Event()
 
     class Changing(Odd):
@@ -543,7 +543,7 @@ def test_a_message_whose_key_is_found_late_is_put_in_order(orders):
     seen = KeyedListener(judge)
     with by_key(orders, seen, order_by=order_by):
         until(lambda: key_calls[1] == 2, "it is asked again")
-        send(orders, "b", first=4)  # whose key is asked after it
+        send(orders, "b", first=4)  # its key is read after the first one's
         seen.wait_for(5)
     assert seen.of("a") == [0, 1, 2, 3]
     assert not seen.overlaps
@@ -578,7 +578,7 @@ def own(consumer):
 
 @BOTH
 def test_a_queue_is_handed_over_when_its_calls_have_returned(orders, order_by):
-    """The next owner begins nothing of a key while the former one's call of it runs."""
+    """The next owner begins no call of a key while one of the former owner runs."""
     seen, freed = holds(offsets=[0])
     send_pairs(orders, 3)
     with by_key(orders, seen, order_by=order_by) as (first, _):
@@ -687,7 +687,7 @@ def customers(orders):
 
 
 def numbers_of(printed, customer):
-    """Return the orders of a customer as they were printed: lines of several threads may be entangled."""
+    """Return the printed orders of a customer. Lines of several threads may be interleaved."""
     return [int(number) for number in re.findall(rf'"customer": {customer}, "number": (\d+)', printed)]
 
 

@@ -1,4 +1,4 @@
-"""Orderly queues: what waits, what comes again first, who gets it, and that one call runs at a time."""
+"""Orderly queues: the waiting messages, the order of repeated ones, their listeners, and one call at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.resets import fill
 
 
 class Desk:
-    """Stands for workers: the test plays them."""
+    """Fake workers, which the test controls."""
 
     def __init__(self) -> None:
         self.slots = [Slot()]
@@ -31,7 +31,7 @@ class Desk:
         self.stop = self.abandon = lambda: None
 
     def begin(self):
-        """Have a worker take the next chunk; returns its units."""
+        """Let a worker take the next chunk, and return its units."""
         (chunk,) = self.chunks
         self.slots[0].chunk = chunk
         return [
@@ -39,7 +39,7 @@ class Desk:
         ]
 
     async def finish(self, *results):
-        """Have the worker get these results, one of each unit."""
+        """Give the worker these results, one for each unit."""
         chunk = self.chunks.popleft()
         for result in results:
             unit = chunk.todo.popleft()
@@ -55,7 +55,7 @@ class Desk:
 
 
 class Serving:
-    """The service of a window that holds so many messages, and what becomes of them."""
+    """The service of a window with `count` messages, and the results of these."""
 
     def __init__(self, count, *, auto_commit=True, max_attempts=None, pauses=()):
         self.desk, self.given_up, self.held_up = Desk(), [], []
@@ -73,12 +73,12 @@ class Serving:
         self.begins(count)
 
     def begins(self, count, epoch=1):
-        """Begin a period of the queue, which has so many messages."""
+        """Begin a period of the queue with `count` messages."""
         self.window, self.messages = window_of(count, epoch=epoch)
         self.window.listener_time_s = 1e-6
 
     def ends(self):
-        """Have the period end, whatever runs."""
+        """End the period, even if calls run."""
         self.window.drop()
         self.window.fence()
         self.service.forget(self.window)
@@ -88,7 +88,7 @@ class Serving:
 
     @property
     def turn(self):
-        """The listener of the turn that is to begin, and its units."""
+        """The listener and the units of the next batch."""
         units = self.desk.begin()
         return self.desk.chunks[0].listener, units
 
@@ -305,7 +305,7 @@ def test_a_slow_call_is_reported_and_continues(orders, held, model):
 
 
 def test_a_queue_whose_call_outlives_the_close_stays_locked(orders, broker, held):
-    """The next member gets it when the lock expires: it must not begin beside the call."""
+    """The next member gets it when the lock expires, because it must not begin while the call runs."""
     orders.make(queues=2)
     orders.fill(1, queue_id=0)
     with orders.consuming(held, orderly=True) as (consumer, _):
@@ -321,7 +321,7 @@ def test_a_queue_whose_call_outlives_the_close_stays_locked(orders, broker, held
 
 
 def test_a_queue_whose_last_commit_is_unanswered_stays_locked(orders, broker):
-    """The broker may execute it yet: over what the next owner has committed, if there were one by then."""
+    """The broker may still execute it, and would overwrite a commit of the next owner."""
     orders.fill(3)
     with orders.consuming(orderly=True, call_timeout_s=1.0, commit_interval_s=60) as (_, seen):
         seen.wait_for(3)
@@ -331,7 +331,7 @@ def test_a_queue_whose_last_commit_is_unanswered_stays_locked(orders, broker):
 
 
 def test_a_lock_is_given_back_when_the_queue_cannot_begin(orders, broker):
-    """Or its next member would wait for a minute."""
+    """Otherwise its next owner would wait for a minute."""
     orders.fill(1)
     orders.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(1, "no"), times=None)
     with orders.consuming(orderly=True) as (consumer, seen):
@@ -343,7 +343,7 @@ def test_a_lock_is_given_back_when_the_queue_cannot_begin(orders, broker):
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_retried_messages_of_several_topics_go_each_to_its_own(orders, batch):
-    """They share the queues of the retry topic; orderly consumers get them from members that are not."""
+    """They share the queues of the retry topic. Orderly consumers get them from members that are not orderly."""
     topics = [orders.make(1, f"orders-{number}") for number in range(3)]
     orders.make(1, RETRY)
     for number in range(60):
@@ -386,7 +386,7 @@ def test_dead_letters_of_an_orderly_queue_have_growing_pauses(orders, broker):
 
 
 def test_a_listener_that_commits_too_late_is_reported(orders):
-    """With `auto_commit=False` and as many messages as there is room for, nothing more can come until COMMIT."""
+    """With `auto_commit=False` and a full cache, no message can arrive until COMMIT."""
     orders.fill(300)
     commits = threading.Event()
 
@@ -410,7 +410,7 @@ def test_a_listener_that_commits_too_late_is_reported(orders):
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_lists_are_full_for_pulls_of_any_size(cluster, topic, group, kind):
-    """Brokers answer a pull with 32 messages unless told otherwise."""
+    """By default, brokers answer a pull with at most 32 messages."""
     fill(cluster, topic, 200, queues=1)
     sizes, begun, released, seen = [], threading.Event(), threading.Event(), []
 

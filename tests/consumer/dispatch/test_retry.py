@@ -1,4 +1,4 @@
-"""Failed messages on their way back: until a broker has one again it stays unfinished here, whatever goes wrong."""
+"""Failed messages that are sent back: each stays unfinished until a broker has it, after any error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def route(perm: int = 6, masters: bool = True) -> TopicRoute:
 
 
 class Member:
-    """Stands for the member and its brokers: gives the answers it was told, the last one for ever."""
+    """A fake member with its brokers. It gives the prepared answers, and repeats the last one."""
 
     def __init__(self, *send_backs: Exception | None, sends: Any = ()) -> None:
         self.config = SimpleNamespace(broadcasting=False, most_attempts=16, orderly=False)
@@ -47,7 +47,7 @@ class Member:
         self.calls: list[tuple[float, str, str]] = []
         self.sent, self.delivered = [], []
         self.fails_at_once = lambda window, message: None
-        self.late: list[Any] = []  # what is called when an answer comes too late
+        self.late: list[Any] = []  # called when a response arrives too late
         self.emitted, self.surprises = [], []
         self.under_way = self.most_under_way = 0
         self.call_s = 0.0
@@ -65,7 +65,7 @@ class Member:
         return SimpleNamespace(send_back=send_back, send=send)
 
     async def fail(self, window: ProcessQueue, *messages: Message, level: int = 0) -> None:
-        """Have messages fail, and wait until their way back has ended."""
+        """Let messages fail, and wait until their send-backs have ended."""
         self.retries.add(window, [(message, level) for message in messages])
         await self.settled()
 
@@ -74,7 +74,7 @@ class Member:
             await asyncio.sleep(0.01)
 
     def fails_again(self) -> None:
-        """From now on messages fail as soon as they are delivered."""
+        """From now on, let messages fail as soon as they are delivered."""
         self.fails_at_once = lambda window, message: self.retries.add(window, [(message, 0)])
 
     async def _call(self, what: str, name: str) -> None:
@@ -122,7 +122,7 @@ def filled(count: int = 1, queue: MessageQueue = QUEUE) -> tuple[ProcessQueue, l
 
 
 async def sent_back(member: Member, delay_level: int = 0) -> tuple[ProcessQueue, list[Message]]:
-    """Have a message fail, and wait until its way back has ended; returns its window and it."""
+    """Let a message fail, and wait until its send-back has ended. Return its window and the message."""
     window, messages = filled()
     await member.fail(window, messages[0], level=delay_level)
     return window, messages
@@ -222,7 +222,7 @@ async def test_a_late_answer_counts():
 
 
 def copies_of(message: Message, count: int = 1) -> tuple[ProcessQueue, list[Message]]:
-    """A window of the retry topic with copies that send-backs have made of a message."""
+    """A window of the retry topic with copies of a message that send-backs have created."""
     properties = {**message.properties, "RETRY_TOPIC": "orders", "ORIGIN_MESSAGE_ID": message.offset_message_id}
 
     def copy(offset: int) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def copies_of(message: Message, count: int = 1) -> tuple[ProcessQueue, list[Mess
 
 
 async def test_one_of_several_copies_of_a_message_is_sent_back():
-    """They show that the send-backs nobody answered were executed: else each would make copies of its own."""
+    """They prove that the unanswered send-backs were executed. Otherwise each copy would create more copies."""
     member, (window, messages) = Member(SILENT), filled(2)
     await member.fail(window, messages[0])
     other, copies = copies_of(messages[0], 3)
@@ -261,7 +261,7 @@ async def test_a_copy_waits_no_longer_than_for_the_response():
 
 @pytest.mark.parametrize("given_up", [False, True])
 async def test_an_older_copy_is_replaced_by_a_newer_one(given_up):
-    """If the queue of that one was given up, it stands for nothing."""
+    """If the queue of that copy has ended, it represents no others."""
     member, (window, messages) = Member(SILENT), filled()
     other, copies = copies_of(messages[0])
     await member.fail(other, copies[0])
@@ -273,7 +273,7 @@ async def test_an_older_copy_is_replaced_by_a_newer_one(given_up):
 
 
 async def test_messages_that_only_look_alike_are_sent_back_each():
-    """The items of an inner batch have one place in the commit log, and no checksum of their own."""
+    """The items of an inner batch share one commit log offset, and have no checksums."""
     member, alike = Member(SILENT), {"body": b"", "commit_log_offset": 7, "born_at_ms": 1}
     window, messages = window_of(3, record=lambda offset: alike)
     await member.fail(window, *messages)
@@ -287,7 +287,7 @@ async def test_a_message_is_not_delivered_again_while_its_call_runs():
     await asyncio.sleep(3 * LOCAL_RETRY_S)
     assert member.kinds_of_calls.count("send_back") == 3
     assert member.delivered == []
-    member.retries.add(window, [(messages[0], 0)])  # it has failed at last
+    member.retries.add(window, [(messages[0], 0)])  # it has failed finally
     await asyncio.sleep(LOCAL_RETRY_S)
     assert member.delivered == messages
 
@@ -373,7 +373,7 @@ async def test_concurrent_send_backs_are_limited():
 
 
 async def test_a_broker_that_does_not_answer_delays_no_other():
-    """What is cancelled stays unfinished."""
+    """A cancelled message stays unfinished."""
     member, (window, messages) = Member(), filled(2 * SEND_BACK_LIMIT)
     member.call_s = 3600.0
     member.retries.add(window, [(message, 0) for message in messages])
