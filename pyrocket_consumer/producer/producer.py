@@ -456,9 +456,11 @@ class Producer:
         """Queue a message, and return a future with the result or the error of `send`.
 
         If `max_in_flight_messages` or `max_in_flight_bytes` are in flight, the call waits for capacity, within
-        `timeout_s`. A message that waits for others of its queue or key expires if it is older than `timeout_s` and
-        their last response is, too. So a burst may take longer than `timeout_s`. Callbacks of the future run on a
-        thread of the producer, one at a time, and may send. Only the producer resolves the future.
+        `timeout_s`. A message may then wait for others of its queue or key. It expires `timeout_s` after the call or
+        after the last response to one of them, whichever is later. So a burst may take longer than `timeout_s`.
+
+        Callbacks of the future run on a thread of the producer, one at a time, and may send. Only the producer resolves
+        the future.
 
         Raises:
             ConfigError, ConnectError, ClientClosed: as for `send`.

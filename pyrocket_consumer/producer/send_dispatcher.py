@@ -71,8 +71,8 @@ class SendDispatcher:
     stored up to `send_attempts` times. After a failure that suggests a stale route, it fetches the route first.
 
     Messages for one queue, or with one sharding key, form a lane. One message of a lane is in flight at a time. Brokers
-    handle the requests of a connection concurrently, so two requests could swap their order. For the same reason the
-    lane waits while the broker may still store a request: until its response, or the end of its connection.
+    handle the requests of a connection concurrently, so two requests could swap their order. A broker may still
+    store a request after its timeout. So the lane waits for the response, or for the end of the connection.
     """
 
     def __init__(

@@ -203,8 +203,8 @@ class TransactionProducer(Producer):
     `message.message_id`. It runs on a thread of its own, one message at a time; if it raises, the broker asks again.
     Repeated requests for a waiting message count once. `close()` waits for the running check only.
 
-    Brokers ask producers that are connected to them. A producer connects to the brokers of the topics that it sends to,
-    and at its start to those of `topics`.
+    Brokers ask only connected producers. A producer connects to the brokers of the topics that it sends to, and at its
+    start to those of `topics`.
     """
 
     def __init__(

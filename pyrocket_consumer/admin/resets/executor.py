@@ -575,7 +575,7 @@ def _store_outcome(
         return ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, "another client reset it at the same time")
     if awaited and queue not in claimed:
         text = "is set, but no online member has claimed it; check that they use this database and table"
-        if queue in had:  # members check a queue whose log had changed once a minute
+        if queue in had:  # once a minute, members check queues whose log had changed
             text = f"is set, but its owner {had[queue]} has not claimed it again yet; check it in a minute"
         return ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, text)
     text = f"claimed again by {claimed[queue]}" if queue in claimed else "in the database"

@@ -196,8 +196,8 @@ async def _retry_route(
 async def _plan_retry_starts(cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue]) -> list[RetryStart]:
     """Return the start of each queue of the retry topic that has no row in the database.
 
-    Without a row such a queue would start with its first message. The offset of the brokers avoids that messages are
-    consumed again, and loses none.
+    Without a row such a queue would start with its first message. With the offset of the brokers, no message is
+    consumed again, and none is lost.
     """
     committed = await fetch_committed_offsets(cluster, wire_group, queues)
     ends = await fetch_first_and_last(cluster, queues)
