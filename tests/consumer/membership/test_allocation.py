@@ -1,4 +1,4 @@
-"""The strategies give what the Java client gives. Expected values: worked examples of the Java classes."""
+"""The strategies allocate as the Java client does. The expected values are worked examples of the Java classes."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def test_a_member_that_is_not_listed_gets_nothing():
     assert allocate(average, "g", "stranger", queues(4), ["a", "b"]) == []
 
 
-def test_a_strategy_of_the_users_own_is_checked():
+def test_a_user_s_strategy_is_checked():
     greedy = MessageQueue("other", "broker-a", 0)
     with pytest.raises(ConfigError, match="other/broker-a/0"):
         allocate(lambda *given: [greedy], "g", "a", queues(2), ["a"])
 
 
 @for_each("name", ["machine-room", "nonsense"])
-def test_a_name_that_is_not_enough_says_what_to_do(name):
+def test_the_error_for_an_incomplete_name_has_the_remedy(name):
     with pytest.raises(ConfigError, match="in_machine_rooms|choose one of"):
         allocation.strategy_of(name)

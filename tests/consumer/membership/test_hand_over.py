@@ -1,4 +1,4 @@
-"""What a queue's next owner begins with is what the last one has finished, however the queue is given up."""
+"""A queue's next owner begins behind the messages that the last owner has finished, however the queue ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNT = 100
 
 
 def without(**parts: tuple[()]):
-    """A fault: routes lack what is named."""
+    """A fault: routes lack these parts."""
 
     def change(answer):
         if answer.body:
@@ -32,7 +32,7 @@ def without(**parts: tuple[()]):
 @pytest.mark.parametrize("then", ["it is there again", "the consumer closes"])
 @pytest.mark.parametrize("trouble", ["one broker is missing", "no broker is named", "no queue is left"])
 def test_a_route_without_brokers_for_a_moment_repeats_nothing(embedded, trouble, then):
-    """They are up, only the name server has lost sight of them: the last offsets are stored there all the same."""
+    """The brokers are up, but the name server has lost them. The consumer stores its last offsets there anyway."""
     name_server, route = embedded.name_server_node, RequestCode.GET_ROUTEINFO_BY_TOPIC
     orders, seen = Orders(embedded, 2), RecordingListener()
     orders.fill(COUNT)
@@ -67,7 +67,7 @@ def test_a_route_without_brokers_for_a_moment_repeats_nothing(embedded, trouble,
 
 
 @pytest.mark.parametrize("then", ["moves", "closes"])
-def test_what_is_finished_beside_a_long_call_is_not_repeated(embedded, then):
+def test_messages_finished_during_a_long_call_are_not_repeated(embedded, then):
     orders, go_on = Orders(embedded, 2, brokers=["broker-a"]), threading.Event()
     first, second = (
         RecordingListener(lambda message: None if message.body == b"m" else go_on.wait(60) and None),

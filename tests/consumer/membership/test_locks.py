@@ -1,4 +1,4 @@
-"""The broker's locks of orderly queues, and how long we believe in them."""
+"""The broker's locks of orderly queues, and how long they count as held."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.real_brokers.remoting import Peer
 
 
 def test_a_machine_that_has_slept_does_not_trust_its_locks(orders):
-    """Its monotonic clock stood still meanwhile. The broker's did not, and the queue may be another member's by now."""
+    """Its monotonic clock stopped meanwhile. The broker's did not, so another member may have the queue by now."""
     slept_s, seen = 0.0, RecordingListener()
     options = {"name_server": orders.cluster.name_server, "orderly": True, "consume_from": "first"}
     config = ConsumerConfig(group=GROUP, **options)
@@ -48,7 +48,7 @@ def test_a_machine_that_has_slept_does_not_trust_its_locks(orders):
         seen.wait_for(1)
         slept_s = LOCK_VALID_S + 1
         orders.send(b"after")
-        time.sleep(0.5)  # for what must not come
+        time.sleep(0.5)  # no message may arrive in this time
         assert seen.bodies == [b"before"]
         slept_s = 0.0  # the lock is confirmed again
         orders.send(b"later")
@@ -61,7 +61,7 @@ def test_a_machine_that_has_slept_does_not_trust_its_locks(orders):
 
 @pytest.fixture
 def other(broker):
-    """Another member: `other(code)` asks for the lock of the queue, or gives it back."""
+    """Another member: `other(code)` requests the lock of the queue, or releases it."""
     body = encode_lock_request(LockRequest(GROUP, "other", frozenset([QUEUE])))
     with closing(Peer(broker.address)) as peer:
         yield lambda code: peer.call(code, body=body)
@@ -69,7 +69,7 @@ def other(broker):
 
 @pytest.mark.virtual
 def test_a_queue_whose_lock_another_member_has_is_given_up(orders, broker, other):
-    """What its call has in hand is not committed, and comes again once the lock is free."""
+    """The messages of its running call are not committed, and are redelivered once the lock is free."""
     orders.fill(1)
     seen = RecordingListener(lambda message: time.sleep(25 * (message.body == b"m1")))
     with orders.consuming(seen, orderly=True) as (consumer, _):
@@ -89,8 +89,8 @@ def test_a_queue_whose_lock_another_member_has_is_given_up(orders, broker, other
 
 
 @pytest.mark.virtual
-def test_a_lock_that_is_lost_during_a_reset_is_missed_soon(orders, broker, other):
-    """At the next renewal: what this one says is of the period that the reset has ended."""
+def test_a_lock_that_is_lost_during_a_reset_is_noticed_soon(orders, broker, other):
+    """The next renewal finds it. This one concerns the window that the reset has ended."""
     orders.fill(1)
     with orders.consuming(orderly=True) as (consumer, _), ThreadPoolExecutor() as pool:
         orders.wait_committed(1)
@@ -100,15 +100,15 @@ def test_a_lock_that_is_lost_during_a_reset_is_missed_soon(orders, broker, other
         gate.wait_held()
         broker.expire_locks()
         other(RequestCode.LOCK_BATCH_MQ)
-        time.sleep(8)  # its own is refused meanwhile
+        time.sleep(8)  # the broker refuses its lock meanwhile
         gate.open()
         assert resetting.result(WAIT_S) == {QUEUE: 0}
         assert not orders.events.of("lock-lost")
         assert "may be redelivered" in orders.events.wait_for("lock-lost").text
 
 
-def test_the_clock_of_locks_never_lags_behind_the_other():
+def test_the_clock_of_locks_never_lags_behind_the_monotonic_one():
     boot, monotonic = since_boot(), time.monotonic()
     time.sleep(0.01)
-    monotonic_later, boot_later = time.monotonic(), since_boot()  # in this order: a pause between two calls shows none
+    monotonic_later, boot_later = time.monotonic(), since_boot()  # in this order: a pause adds no lag
     assert boot_later - boot >= monotonic_later - monotonic - 0.005

@@ -1,4 +1,4 @@
-"""Rounds of rebalance against a group and routes that do what the test wants."""
+"""Rebalance rounds with a group and routes that the test controls."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def route(count: int = 4, topic: str = "orders", brokers: str = "a") -> TopicRou
         ([0], [1, 1], [0], [1]),
     ],
 )
-def test_a_plan_turns_what_is_held_into_what_is_wanted(held, wanted, drop, add):
+def test_a_plan_has_the_changes_from_held_to_wanted_queues(held, wanted, drop, add):
     made = plan(queues(*held), queues(*wanted))
     assert made == Plan(tuple(queues(*drop)), tuple(queues(*add)))
     assert bool(made) == bool(drop or add)
 
 
 class Group:
-    """Stands for the group, its cluster and its queues: who is in it, what is held, what happened in which order."""
+    """A fake group, cluster and queues: the members, the held queues, and what happened in which order."""
 
     def __init__(self, allocation: Any = "average", broadcasting: bool = False) -> None:
         options = {"rebalance_interval_s": INTERVAL_S, "group": "app"}
@@ -122,13 +122,13 @@ class Group:
             raise found
         return list(found)
 
-    # what tests do
+    # calls of tests
 
     def rebalance(self) -> Rebalance:
-        return Rebalance(self, Queues(self), Unasked(), Unasked())  # type: ignore[arg-type]
+        return Rebalance(self, Queues(self), DoesNothing(), DoesNothing())  # type: ignore[arg-type]
 
     async def changes(self, wait_s: float = MIN_ROUND_INTERVAL_S, **state: Any) -> None:
-        """Change something, ask for a round, and let some time pass."""
+        """Change the state, request a round, and let some time pass."""
         vars(self).update(state)
         self.rebalance_wanted.set()
         await asyncio.sleep(wait_s)
@@ -140,7 +140,7 @@ class Group:
 
 
 class Queues:
-    """Stands for the assignments."""
+    """Fake assignments."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -169,8 +169,8 @@ class Queues:
         return True
 
 
-class Unasked:
-    """Stands for resets and expressions: they have nothing to say."""
+class DoesNothing:
+    """Fake resets and expressions that do nothing."""
 
     async def check_queue(self, queue):
         pass
@@ -183,7 +183,7 @@ class Unasked:
 async def rebalancing(
     allocation: Any = "average", *, broadcasting: bool = False, wait_s: float = 0.1, **state: Any
 ) -> AsyncIterator[Group]:
-    """Hold rounds as a member does, of a group in this state; the first has some time before."""
+    """Run rounds as a member does, with a group in this state. The first round has `wait_s` to finish."""
     group = Group(allocation, broadcasting)
     vars(group).update(state)
     group.rounds = group.rebalance()
@@ -195,7 +195,7 @@ async def rebalancing(
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_what_is_not_ours_ends_and_what_is_ours_begins():
+async def test_queues_of_others_end_and_own_queues_begin():
     async with rebalancing(mine=set(queues(3, 7))) as group:
         assert group.happened.index(("version", "orders")) < group.happened.index("heartbeat")
         assert ("end", 7) in group.happened[:3]
@@ -203,7 +203,7 @@ async def test_what_is_not_ours_ends_and_what_is_ours_begins():
         assert group.mine == ALL
         group.happened.clear()
         await asyncio.sleep(3 * INTERVAL_S)
-        assert group.happened == [], "nothing to change: no new version, no heartbeat"
+        assert group.happened == [], "without a change there is no new version and no heartbeat"
 
 
 async def test_old_owners_have_time_to_store():
@@ -213,16 +213,16 @@ async def test_old_owners_have_time_to_store():
         assert group.happened == [("version", "orders"), "heartbeat", ("begin", 0)]
 
 
-async def test_what_is_anothers_is_given_up_while_queues_are_awaited():
-    """Else its new owner, which waits as long as we do, begins before our last offset of it is stored."""
+async def test_queues_of_others_are_given_up_while_new_ones_wait():
+    """Otherwise the new owner, which waits equally long, begins before the last offset is stored."""
     async with rebalancing(wait_s=MIN_ROUND_INTERVAL_S) as group:
         assert group.mine == ALL
         await group.changes(ids=["me", "you"])
         assert group.mine == FIRST
-        # the first is to come back, and waits for its owner
+        # the first queue is assigned again, and waits for its owner
         await group.changes(MIN_ROUND_INTERVAL_S + 0.01, mine=set(queues(1)), happened=[])
         await group.changes(MIN_ROUND_INTERVAL_S / 2, ids=["me", "you", "zoe", "zora"])
-        assert ("end", 1) in group.happened, "not only when the wait is over"
+        assert ("end", 1) in group.happened, "it must not wait for the other queue"
         assert group.begun == []
         await asyncio.sleep(HANDOVER_S)
         assert group.begun == [0]
@@ -237,8 +237,8 @@ async def test_each_queue_waits_for_its_own_second_only():
         assert len(group.mine) == 3
 
 
-async def test_a_queue_given_up_between_rounds_is_waited_for_again():
-    """After unsubscribing: somebody else may have it until we subscribe again."""
+async def test_a_queue_given_up_between_rounds_waits_again():
+    """After an unsubscribe, another member may have it until this one subscribes again."""
     async with rebalancing(ids=["me", "you"], wait_s=HANDOVER_S + MIN_ROUND_INTERVAL_S) as group:
         assert group.mine == FIRST
         await group.changes(HANDOVER_S - 0.1, mine=set(), happened=[])
@@ -264,25 +264,25 @@ async def test_a_queue_that_is_lost_during_the_wait_does_not_begin():
         assert group.begun == [0]
 
 
-async def test_a_queue_that_is_lost_while_it_begins_is_not_taken_on():
+async def test_a_queue_that_is_lost_while_it_begins_does_not_start():
     async with rebalancing(begin_s=dict.fromkeys(queues(2, 3), 5.0), wait_s=MIN_ROUND_INTERVAL_S) as group:
         await group.changes(10, ids=["me", "you"])
         assert group.mine == FIRST
-        assert ("end", 2) not in group.happened, "it was never ours"
+        assert ("end", 2) not in group.happened, "this member never held it"
 
 
 async def test_a_queue_that_begins_as_it_is_lost_is_given_up():
-    """The round that finds it gone comes between its begin and the notice of that."""
+    """The round that loses it runs between its begin and the callback of that."""
     (late,) = queues(3)
     async with rebalancing(begin_s={late: 5.0}, wait_s=MIN_ROUND_INTERVAL_S) as group:
-        group.mine.add(late)  # it has begun; nobody has heard of it
+        group.mine.add(late)  # it has begun, and the callback has not run
         group.ids = ["me", "you"]
         await group.rounds.round()
         await asyncio.sleep(0.01)
         assert group.mine == FIRST
 
 
-async def test_a_queue_that_takes_long_to_begin_holds_up_no_other():
+async def test_a_queue_that_takes_long_to_begin_delays_no_other():
     async with rebalancing(begin_s={queues(2)[0]: 60.0}) as group:
         assert group.mine == set(queues(0, 1, 3))
         await group.changes(RETRY_ROUND_S, routes={"orders": route(5)})
@@ -292,12 +292,12 @@ async def test_a_queue_that_takes_long_to_begin_holds_up_no_other():
         assert group.begun.count(2) == 1
 
 
-async def test_a_heartbeat_without_an_answer_holds_a_round_up_for_1_s():
+async def test_a_heartbeat_without_a_response_delays_a_round_by_1_s():
     async with rebalancing(heartbeat_s=60.0, wait_s=rebalance.HEARTBEAT_WAIT_S + 0.1) as group:
         assert group.mine == ALL
 
 
-async def test_a_broadcasting_member_takes_all_and_asks_nobody():
+async def test_a_broadcasting_member_takes_all_queues_without_a_request():
     async with rebalancing(broadcasting=True, ids=AssertionError("asked")) as group:
         assert group.mine == ALL
 
@@ -310,7 +310,7 @@ async def test_a_start_waits_for_the_queues_of_the_first_round(ids, waits_s):
         assert len(group.mine) == 4 / len(ids)
 
 
-async def test_a_start_waits_for_no_broker_for_ever():
+async def test_a_start_waits_for_no_broker_forever():
     async with rebalancing(begin_s={queues(2)[0]: 60.0}, wait_s=0) as group:
         assert await group.rounds.wait_until_begun(5.0) == ["orders/a/2"]
         assert group.loop.time() == pytest.approx(5.0, abs=0.01)
@@ -325,7 +325,7 @@ TROUBLE = [
 
 
 @pytest.mark.parametrize("error", TROUBLE, ids=str)
-async def test_what_is_held_is_kept_while_the_members_are_not_known(error):
+async def test_held_queues_are_kept_while_the_members_are_unknown(error):
     group = Group()
     group.mine, group.ids = set(FIRST), error
     assert await group.rebalance().round() == RETRY_ROUND_S
@@ -342,7 +342,7 @@ async def test_another_broker_of_the_topic_is_asked_when_one_fails(error):
 
 
 @pytest.mark.parametrize("error", [RouteNotFound("orders", "ns:1"), ConnectError("ns:1", "refused")], ids=str)
-async def test_trouble_with_one_topic_does_not_stop_the_others(error):
+async def test_an_error_of_one_topic_does_not_stop_the_others(error):
     routes = {"orders": error, "payments": route(2, "payments")}
     async with rebalancing(routes=routes, mine=set(FIRST), wait_s=1.5 * RETRY_ROUND_S) as group:
         assert group.mine == FIRST | set(queues(0, 1, topic="payments"))
@@ -355,14 +355,14 @@ async def test_a_member_that_is_not_listed_sends_a_heartbeat():
         assert group.mine == FIRST
 
 
-async def test_a_broker_that_forgot_us_costs_no_queues_of_others():
+async def test_a_broker_that_forgot_this_member_costs_no_other_queues():
     mine, ids = FIRST | set(queues(0, 1, broker="b")), {"a": ["you"], "b": ["me", "you"]}
     async with rebalancing(routes={"orders": route(2, brokers="ab")}, mine=mine, ids=ids) as group:
         assert len(group.mine) == 2
 
 
-async def test_a_member_that_is_still_not_listed_looks_again_soon():
-    """Its queues are being taken by those who are listed; the next round must not wait for the timer."""
+async def test_a_member_that_is_still_not_listed_tries_again_soon():
+    """The listed members take its queues, so the next round must not wait for the timer."""
     async with rebalancing(mine=set(FIRST), ids=["you"]) as group:
         assert group.mine == set()
         requested = len(group.requested)
@@ -370,7 +370,7 @@ async def test_a_member_that_is_still_not_listed_looks_again_soon():
         assert len(group.requested) > requested
 
 
-# --- strategies of the user's
+# --- strategies of the user
 
 
 def refusing(*arguments):
@@ -399,8 +399,8 @@ def test_a_strategy_that_fails_keeps_the_assignment(strategy, words):
     asyncio.run(scenario())
 
 
-def test_a_strategy_runs_where_it_may_take_its_time():
-    """Each topic has its time: that others are first is not its fault."""
+def test_a_strategy_runs_on_its_own_thread():
+    """Each topic has the whole time, also if others run first."""
     topics, threads = ["orders", "payments", "returns"], set()
 
     def slow(group, client_id, queues, members):
@@ -437,7 +437,7 @@ async def test_when_rounds_are_held():
 
     async with rebalancing(_ids=ids) as group:
         assert rounds == [0.0]
-        await asyncio.sleep(RETRY_ROUND_S)  # its queues had not begun when the first one ended
+        await asyncio.sleep(RETRY_ROUND_S)  # its queues had not begun when the first round ended
         rounds.clear()
         await asyncio.sleep(INTERVAL_S)
         assert len(rounds) == 1
@@ -445,7 +445,7 @@ async def test_when_rounds_are_held():
         for _ in range(10):
             await group.changes(0.01)
         await asyncio.sleep(3 * MIN_ROUND_INTERVAL_S)
-        assert len(rounds) <= 2, "the first at once, the other requests together after a pause"
+        assert len(rounds) <= 2, "the first at once, all other requests together after a pause"
         rounds.clear()
         await group.changes(10, refuses=set(queues(0)), mine=set())
         assert len(rounds) >= 10 / (RETRY_ROUND_S + MIN_ROUND_INTERVAL_S) - 1
@@ -456,10 +456,10 @@ async def test_when_rounds_are_held():
         assert rounds == []
 
 
-async def test_a_queue_that_was_not_there_at_first_is_new():
+async def test_a_queue_that_did_not_exist_at_first_is_new():
     group = Group()
     rebalance = group.rebalance()
-    assert not rebalance.is_new(queues(0)[0]), "nothing is known of its topic"
+    assert not rebalance.is_new(queues(0)[0]), "its topic is not known yet"
     await rebalance.round()
     group.routes["orders"] = route(6)
     await rebalance.round()

@@ -1,4 +1,4 @@
-"""What servers ask a consumer: who may, and what comes of it."""
+"""Requests of servers to a consumer: which servers may send them, and their effects."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def offsets(offset, *queue_ids):
 
 @contextmanager
 def stored_consumer(embedded, count, queues=1, **options):
-    """Run a consumer that has consumed so many messages, and stored that; gives its listener and its events."""
+    """Run a consumer that has consumed and committed `count` messages; yield its listener and its events."""
     events = Events()
     with caught_up(embedded, "T", "G", count, queues=queues, on_event=events, **options) as (consumer, seen):
         wait_until_stored(consumer, "T", count)
@@ -56,17 +56,17 @@ def stored_consumer(embedded, count, queues=1, **options):
 
 
 def check_still_consuming(embedded, seen, count):
-    """Another message, after so many, is consumed, and none again."""
+    """Send one more message after `count`; check that it is consumed, and none is consumed again."""
     fill(embedded, "T", 1, start=count)
     seen.wait_for(count + 1)
     assert len(seen.messages) == count + 1
 
 
-# --- who may ask
+# --- permitted servers
 
 
 @pytest.mark.parametrize("code", FIELDS)
-def test_a_name_server_may_ask_nothing(embedded, code):
+def test_a_name_server_may_send_no_request(embedded, code):
     with stored_consumer(embedded, 5) as (seen, events):
         answer = RequestSender(embedded.name_server_node).call(code, FIELDS[code], body_of(code, embedded))
         assert answer.code == 1
@@ -79,14 +79,14 @@ def test_a_name_server_may_ask_nothing(embedded, code):
         assert events.of("offset-reset") == []
 
 
-def test_a_name_server_gets_no_answer_to_what_wants_none(embedded):
+def test_a_name_server_gets_no_response_to_a_oneway_request(embedded):
     with stored_consumer(embedded, 5) as (seen, events):
         RequestSender(embedded.name_server_node).oneway(RESET, FIELDS[RESET], offsets(0))
         events.wait_for(REFUSED)
         check_still_consuming(embedded, seen, 5)
 
 
-def test_what_is_asked_in_vain_is_told_with_how_often(embedded):
+def test_refused_requests_are_reported_with_their_number(embedded):
     with stored_consumer(embedded, 1) as (seen, events):
         name_server = RequestSender(embedded.name_server_node)
         name_server.oneway(NOTICE, FIELDS[NOTICE], times=2000)
@@ -96,15 +96,15 @@ def test_what_is_asked_in_vain_is_told_with_how_often(embedded):
             name_server.oneway(NOTICE, FIELDS[NOTICE])
             return sum(1 + event.facts.get("left_out", 0) for event in events.of(REFUSED))
 
-        until(lambda: how_often() > 2000, "all that came together are told of")
+        until(lambda: how_often() > 2000, "the event counts all of them")
         assert len(events.of(REFUSED)) < 50
 
 
-# --- consume this message
+# --- requests to consume a message
 
 
 def directed(embedded, body=None, **fields):
-    """Have the broker ask for a message to be consumed; the last of T, if no record is given."""
+    """Have the broker request that a message is consumed, the last of T unless there is a record."""
     broker = embedded.broker("broker-a")
     return RequestSender(broker).call(CONSUME, directly("G", **fields), stored(broker, "T") if body is None else body)
 
@@ -113,7 +113,7 @@ def outcome(answer):
     return fastjson.loads(answer.body)["consumeResult"]
 
 
-def test_a_message_that_a_broker_passes_on_is_consumed(embedded):
+def test_a_message_in_a_broker_s_request_is_consumed(embedded):
     fill(embedded, "T", 1, queues=1)
     seen, contexts = RecordingListener(), []
 
@@ -128,17 +128,17 @@ def test_a_message_that_a_broker_passes_on_is_consumed(embedded):
 
 
 def retried(group, topic):
-    """Return the record of a message that comes again."""
+    """Return the record of a redelivered message."""
     return encode_message(StoredMessage(f"%RETRY%{group}", b"again", {"TAGS": "A", "RETRY_TOPIC": topic}))
 
 
-def test_a_message_that_comes_again_goes_to_its_topics_listener(embedded):
+def test_a_redelivered_message_goes_to_its_topic_s_listener(embedded):
     with stored_consumer(embedded, 1) as (seen, _):
         assert outcome(directed(embedded, retried("G", "T"))) == "CR_SUCCESS"
         assert [(message.topic, message.queue.topic) for message in seen.messages[1:]] == [("T", "%RETRY%G")]
 
 
-def test_without_server_messages_nothing_passed_on_is_consumed(embedded):
+def test_without_server_messages_no_message_of_a_request_is_consumed(embedded):
     with stored_consumer(embedded, 1, server_messages=False) as (seen, events):
         answer = directed(embedded)
         assert (answer.code, answer.remark) == (1, "this consumer has server_messages=False")
@@ -146,7 +146,7 @@ def test_without_server_messages_nothing_passed_on_is_consumed(embedded):
         check_still_consuming(embedded, seen, 1)
 
 
-def test_what_its_listener_would_never_get_is_not_consumed(embedded, broker):
+def test_a_message_that_no_listener_would_get_is_not_consumed(embedded, broker):
     embedded.create_topic("T", queues=1)
     embedded.create_topic("U", queues=1)
     embedded.send("T", b"first", tags="A")
@@ -175,7 +175,7 @@ def test_what_its_listener_would_never_get_is_not_consumed(embedded, broker):
         assert seen.bodies == [b"first", b"last"]
 
 
-def test_a_consumer_that_closes_consumes_nothing_passed_on(embedded):
+def test_a_closing_consumer_consumes_no_message_of_a_request(embedded):
     fill(embedded, "T", 1, queues=1)
     began, go_on = threading.Event(), threading.Event()
 
@@ -193,7 +193,7 @@ def test_a_consumer_that_closes_consumes_nothing_passed_on(embedded):
         closing.join(60)
 
 
-def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded, broker, sender):
+def test_hanging_calls_for_messages_of_brokers_do_not_accumulate(embedded, broker, sender):
     fill(embedded, "T", 1, queues=1)
     events, go_on = Events(), threading.Event()
     judge = RecordingListener(lambda message: None if len(judge.messages) == 1 else go_on.wait(60) and None)
@@ -208,7 +208,7 @@ def test_calls_for_messages_of_brokers_that_hang_do_not_pile_up(embedded, broker
         until(lambda: directed(embedded).code == 0, "the calls have ended, and another may begin")
 
 
-# --- how much
+# --- large requests
 
 
 def test_a_request_too_large_is_refused_and_the_connection_kept(embedded, broker, sender):
@@ -222,16 +222,16 @@ def test_a_request_too_large_is_refused_and_the_connection_kept(embedded, broker
         assert broker.connections == connections
 
 
-def test_a_reset_of_a_thousand_queues_and_4_mib_are_obeyed(embedded, sender):
+def test_a_reset_of_a_thousand_queues_and_4_mib_are_followed(embedded, sender):
     with stored_consumer(embedded, 4, queues=2) as (seen, events):
-        sender.oneway(RESET, FIELDS[RESET], offsets(1, 0, 1) + b" " * 214_000)  # as many as queues with long names take
+        sender.oneway(RESET, FIELDS[RESET], offsets(1, 0, 1) + b" " * 214_000)  # the size of long queue names
         seen.wait(lambda _: len(seen.messages) == 6)
         assert outcome(directed(embedded, encode_message(StoredMessage("T", bytes(4 << 20))))) == "CR_SUCCESS"
         assert events.of(REFUSED) == []
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("by", ["the broker", "an admin of ours"])
+@pytest.mark.parametrize("by", ["the broker", "an admin"])
 def test_messages_do_not_wait_while_long_resets_are_read(embedded, sender, by):
     embedded.create_topic("T", queues=1)
     code, more = RESET, {}
@@ -246,10 +246,10 @@ def test_messages_do_not_wait_while_long_resets_are_read(embedded, sender, by):
         assert "cannot be read, nothing moved" in events.wait_for("offset-reset").text
 
 
-# --- how it is
+# --- status and running info
 
 
-def test_of_many_queues_each_is_told(embedded, sender):
+def test_running_info_has_each_of_many_queues(embedded, sender):
     embedded.create_topic("T", queues=120)
     with consuming(embedded, "T", "G") as (consumer, _):
         until(lambda: len(held(consumer, "T")) == 120, "all queues are held")
@@ -259,12 +259,12 @@ def test_of_many_queues_each_is_told(embedded, sender):
 
 
 @pytest.mark.live
-def test_stacks_tell_where_threads_are_and_no_more(embedded, sender):
+def test_stacks_show_where_threads_are_and_no_values(embedded, sender):
     fill(embedded, "T", 1, queues=1)
     deep, go_on = threading.Event(), threading.Event()
 
     def handle(message, depth=300):
-        secret = "of the program"  # a line that is nobody else's business
+        secret = "of the program"  # the stack must not show this line
         if depth:
             return handle(message, depth - 1)
         deep.set()
@@ -290,8 +290,8 @@ def test_stacks_tell_where_threads_are_and_no_more(embedded, sender):
     [(INFO, {}), (INFO, {"pyrocketOp": "status", "pyrocketV": "1", "pyrocketId": "1"}), (STATUS, {})],
     ids=["info", "our status", "status"],
 )
-def test_questions_in_their_thousands_are_answered_busy(embedded, sender, code, more):
-    """And messages are consumed, and offsets stored, meanwhile."""
+def test_thousands_of_requests_are_answered_busy(embedded, sender, code, more):
+    """Meanwhile the consumer consumes messages, and stores offsets."""
     question = {**FIELDS[code], **more}
     embedded.create_topic("T", queues=4)
     with consuming(embedded, "T", "G", on_event=(events := Events())) as (consumer, seen):
@@ -309,7 +309,7 @@ def test_questions_in_their_thousands_are_answered_busy(embedded, sender, code, 
 
 
 @pytest.mark.parametrize("code", [NOTICE, RESET])
-def test_notices_in_their_thousands_hold_up_nothing(embedded, broker, sender, code):
+def test_thousands_of_notices_delay_nothing(embedded, broker, sender, code):
     with stored_consumer(embedded, 1) as (seen, _):
         sender.oneway(code, FIELDS[code], offsets(0, 77), times=20_000)
         broker.forget_requests()
@@ -318,8 +318,8 @@ def test_notices_in_their_thousands_hold_up_nothing(embedded, broker, sender, co
         assert len(broker.requests(RequestCode.GET_CONSUMER_LIST_BY_GROUP)) < 100
 
 
-def test_a_flood_of_notices_moves_queues_now_and_then_only(embedded, broker, sender):
-    """Each has the member ask who is there; a broker that always tells others would have queues move without end."""
+def test_a_flood_of_notices_moves_queues_only_now_and_then(embedded, broker, sender):
+    """Each makes the member fetch the members, and a broker that always names others would move queues without end."""
     with stored_consumer(embedded, 1, rebalance_interval_s=3600):
         broker.forget_requests()
         for _ in range(60):

@@ -1,4 +1,4 @@
-"""Heartbeats, member lists, routes and name servers that fail: consuming goes on as far as it can, and recovers."""
+"""Heartbeats, member lists, routes and name servers that fail: consuming continues if possible, and recovers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def orders(embedded):
 
 
 @pytest.mark.parametrize("trouble", [drop, close_connection], ids=["lost", "closed"])
-def test_heartbeats_that_fail_for_a_while_cost_nothing_but_time(orders, broker, trouble):
+def test_heartbeats_that_fail_for_a_while_cost_only_time(orders, broker, trouble):
     with orders.consuming(**IMPATIENT) as (consumer, seen):
         orders.fill(10)
         seen.wait_for(10)
@@ -45,7 +45,7 @@ def test_heartbeats_that_fail_for_a_while_cost_nothing_but_time(orders, broker, 
         orders.fill(10, 10)
         seen.wait_for(20)
         broker.wait_for(BEAT, 8)
-        until(lambda: orders.cluster.members(GROUP), "it is known again")
+        until(lambda: orders.cluster.members(GROUP), "it is registered again")
         until(lambda: sum(orders.committed.values()) == 20, "everything is committed")
         assert consumer.state is ConsumerState.RUNNING
     assert Counter(seen.bodies) == Counter(numbered(20))
@@ -63,7 +63,7 @@ def test_a_consumer_starts_although_no_heartbeat_is_answered(orders, broker):
 
 
 @pytest.mark.parametrize("trouble", [answer(1, "boom"), answer(2, "busy"), drop, close_connection])
-def test_an_assignment_is_kept_while_members_cannot_be_learned(orders, broker, trouble):
+def test_an_assignment_is_kept_while_members_are_unknown(orders, broker, trouble):
     with orders.consuming(**IMPATIENT) as (consumer, seen):
         until(lambda: len(held(consumer, TOPIC)) == 2, "both queues")
         ours = sorted(held(consumer, TOPIC))
@@ -83,11 +83,11 @@ def test_a_member_not_listed_gives_queues_up_and_gets_them_back(orders, broker):
         seen.wait_for(10)
         ours = set(held(consumer, TOPIC))
         broker.on(MEMBERS, members_of("10.0.0.1@1#1", "10.0.0.2@2#2"), times=None)
-        broker.close_connections()  # which makes the member look at its group again
+        broker.close_connections()  # so that the member fetches the members of its group again
         until(lambda: ours <= {event.queue for event in orders.events.of("queue-revoked")}, "both queues are given up")
         broker.clear_faults()
         assert sum(orders.committed.values()) == 10, "their offsets were stored first"
-        until(lambda: len(held(consumer, TOPIC)) == 2, "they are taken back without waiting for the next round")
+        until(lambda: len(held(consumer, TOPIC)) == 2, "they are assigned again before the next regular round")
         orders.fill(10, 10)
         seen.wait_for(20)
     assert Counter(seen.bodies) == Counter(numbered(20))
@@ -96,7 +96,7 @@ def test_a_member_not_listed_gives_queues_up_and_gets_them_back(orders, broker):
 # --- routes and name servers
 
 
-def test_consuming_goes_on_while_the_name_server_is_away(orders, broker):
+def test_consuming_continues_while_the_name_server_is_down(orders, broker):
     with orders.consuming(**QUICK) as (consumer, seen):
         orders.fill(1)
         seen.wait_for(1)
@@ -147,7 +147,7 @@ def test_bad_routes_change_nothing_for_long(orders):
     assert Counter(seen.bodies) == Counter(numbered(20))
 
 
-def test_a_route_that_is_not_known_at_the_start_is_looked_for(orders):
+def test_a_route_that_is_unknown_at_the_start_is_fetched_later(orders):
     orders.cluster.name_server_node.on(ROUTE, answer(1, "busy"), times=2, when=request_matcher())
     orders.fill(1)
     with orders.consuming(**QUICK) as (_, seen):
@@ -155,8 +155,8 @@ def test_a_route_that_is_not_known_at_the_start_is_looked_for(orders):
         seen.wait_for(1)
 
 
-def test_no_route_is_asked_for_of_a_topic_that_is_left(orders):
-    """Not even if it is left while the routes are being refreshed, one after the other."""
+def test_no_route_is_requested_for_an_unsubscribed_topic(orders):
+    """Not even if the consumer unsubscribes during the refresh of the routes."""
     node, gate = orders.cluster.name_server_node, Gate()
     orders.make(2, "other", **ONE_BROKER)
     with orders.consuming(**QUICK) as (consumer, seen):
@@ -173,7 +173,7 @@ def test_no_route_is_asked_for_of_a_topic_that_is_left(orders):
 
 
 def test_a_broker_leaves_the_route_and_comes_back(orders, embedded, broker):
-    """Its address is forgotten while heartbeats and pulls are trying to reach it: they must survive that."""
+    """Its address is forgotten while heartbeats and pulls try to connect to it, and they must survive that."""
     other, slave, node = embedded.broker("broker-b"), embedded.broker("broker-b-1"), embedded.name_server_node
     orders.make(2)
     with orders.consuming(**QUICK) as (consumer, seen):
@@ -181,18 +181,18 @@ def test_a_broker_leaves_the_route_and_comes_back(orders, embedded, broker):
         node.on(ROUTE, answer(1, "not yet"), times=None)
         other.kill()
         slave.kill()
-        # attempts to connect grow rarer, so that one of them is waiting when the address is dropped
+        # the pauses between attempts to connect grow, so one attempt is waiting when the address is dropped
         broker.forget_requests()
         broker.wait_for(BEAT, 3)
         node.clear_faults()
         until(lambda: len(held(consumer, TOPIC)) == 2, "the queues of the broker that is gone are given up")
         broker.forget_requests()
-        broker.wait_for(BEAT, 3)  # they go on
+        broker.wait_for(BEAT, 3)  # they continue
         orders.fill(10, broker_name="broker-a")
         seen.wait_for(10)
         other.start()
         slave.start()
-        until(lambda: len(held(consumer, TOPIC)) == 4, "and taken back when it returns")
+        until(lambda: len(held(consumer, TOPIC)) == 4, "and assigned again when it returns")
         orders.fill(10, 10, broker_name="broker-b")
         seen.wait_for(20)
         assert consumer.state is ConsumerState.RUNNING
@@ -207,7 +207,7 @@ def slave(embedded):
     return embedded.broker("broker-a-1")
 
 
-def test_a_slave_is_read_while_it_is_suggested(embedded, broker, slave):
+def test_a_slave_serves_pulls_while_it_is_suggested(embedded, broker, slave):
     orders = Orders(embedded, **ONE_BROKER)
     with orders.consuming(**QUICK) as (_, seen):
         broker.suggest_broker(1)
@@ -223,7 +223,7 @@ def test_a_slave_is_read_while_it_is_suggested(embedded, broker, slave):
     assert Counter(seen.bodies) == Counter(numbered(80))
 
 
-def test_a_slave_that_is_behind_is_asked_now_and_then(embedded, broker, slave):
+def test_a_slave_that_is_behind_is_pulled_now_and_then(embedded, broker, slave):
     orders = Orders(embedded, **ONE_BROKER)
     with orders.consuming(**QUICK) as (_, seen):
         slave.pause_replication()
@@ -234,7 +234,7 @@ def test_a_slave_that_is_behind_is_asked_now_and_then(embedded, broker, slave):
             slave.forget_requests()
             slave.wait_for(PULL, 3, when=request_matcher())
             mark = len(slave.requests(PULL))
-            until(lambda: len(slave.requests(PULL)) > mark + 5, "it is asked again now and then")
+            until(lambda: len(slave.requests(PULL)) > mark + 5, "it is pulled again now and then")
             pulls = [each.at_s for each in slave.requests(PULL) if request_matcher()(each.command)]
             assert len(pulls) < 30 + 15 * (pulls[-1] - pulls[0]), "a few times a second, not thousands"
             assert orders.events.of("offset-corrected") == []
@@ -246,8 +246,8 @@ def test_a_slave_that_is_behind_is_asked_now_and_then(embedded, broker, slave):
     assert Counter(seen.bodies) == Counter(numbered(40))
 
 
-def test_a_topic_that_is_unsubscribed_is_asked_about_no_more(orders):
-    """Nor when its route is just being asked for."""
+def test_the_route_of_an_unsubscribed_topic_is_not_refreshed(orders):
+    """Also not if a request for its route is in flight."""
     others = [orders.make(1, f"others-{number}") for number in range(3)]
     name_server, gate = orders.cluster.name_server_node, Gate()
     with orders.consuming(route_refresh_interval_s=0.1) as (consumer, _):
@@ -258,16 +258,16 @@ def test_a_topic_that_is_unsubscribed_is_asked_about_no_more(orders):
                 gate.wait_held(1)
             consumer.unsubscribe(other)
         gate.open()
-        time.sleep(1)  # what was being asked is answered
+        time.sleep(1)  # the request in flight gets its response
         name_server.forget_requests()
         name_server.wait_for(ROUTE, 4, when=request_matcher())
         assert {each.command.fields["topic"] for each in name_server.requests(ROUTE)} & set(others) == set()
 
 
-# --- members that subscribe to different things: brokers refuse their pulls in turn
+# --- members with different subscriptions, whose pulls brokers refuse in turn
 
 
-def test_they_tell_once_who_differs_in_what(orders, embedded, broker):
+def test_an_event_names_the_members_that_differ_and_how(orders, embedded, broker):
     one, other = orders.make(8, "one"), orders.make(8, "other")
     events, others = Events(), Events()
     with (
@@ -275,16 +275,16 @@ def test_they_tell_once_who_differs_in_what(orders, embedded, broker):
         consuming(embedded, other, GROUP, instance_name="other", on_event=others),
     ):
 
-        def both_have_told() -> bool:
-            for each in (one, other):  # pulls that a broker holds are not refused: let them be answered
+        def both_have_emitted() -> bool:
+            for each in (one, other):  # brokers do not refuse held pulls, so end them with messages
                 orders.send(b"x", count=8, topic=each)
             return all(each.of("subscription-differs") for each in (events, others))
 
-        until(both_have_told, "both tell")
+        until(both_have_emitted, "both emit the event")
         broker.forget_requests()
         ends = time.monotonic() + 3
-        until(lambda: both_have_told() and time.monotonic() > ends, "a while")
-        assert len(broker.requests(BEAT)) <= 12, "each of the two less than every half second"
+        until(lambda: both_have_emitted() and time.monotonic() > ends, "a while")
+        assert len(broker.requests(BEAT)) <= 12, "each of the two sends fewer than one per half second"
     for recorded, ours, theirs in ((events, one, other), (others, other, one)):
         (event,) = recorded.of("subscription-differs")
         assert ours in event.facts["ours"]
@@ -294,7 +294,7 @@ def test_they_tell_once_who_differs_in_what(orders, embedded, broker):
         assert f"{client_id} to" in event.text
 
 
-def test_a_broker_that_forgot_us_for_a_moment_is_told_at_once(orders, broker):
+def test_a_broker_that_forgot_this_member_gets_a_heartbeat_at_once(orders, broker):
     orders.make(4)
     broker.on(PULL, answer(24, "the consumer's subscription not exist"), times=6, when=request_matcher())
     with orders.consuming(pull_retry_delay_s=1.0, rebalance_interval_s=20.0) as (_, seen):  # as by default

@@ -1,4 +1,4 @@
-"""H08: the version of a subscription is new when the queues are, and only then."""
+"""H08: a subscription has a new version only when the queues change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLUSTER = {"auto_create_topics": False}
 
 
 class NewVersionEachRound(NaiveMember):
-    """Java from 5.0 on, while a topic has no route: every round makes a version."""
+    """Java from 5.0 on makes a new version in every round while a topic has no route."""
 
     def rebalance(self) -> None:
         super().rebalance()
@@ -30,7 +30,7 @@ class NewVersionEachRound(NaiveMember):
 
 
 class CountsNanoseconds(NaiveMember):
-    """Go: a version in nanoseconds, which no member in another language ever exceeds."""
+    """Go has a version in nanoseconds, which no member in another language ever exceeds."""
 
     def queues_changed(self) -> None:
         super().queues_changed()
@@ -38,7 +38,7 @@ class CountsNanoseconds(NaiveMember):
 
 
 class BeatsAfterwards(NaiveMember):
-    """The queues are pulled with a version that the broker hears of at the next heartbeat."""
+    """Pulls with a version that the broker gets only with the next heartbeat."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -58,7 +58,7 @@ class BeatsAfterwards(NaiveMember):
 
 
 def versions(broker: Any) -> list[tuple[float, int]]:
-    """Return when each heartbeat came and which version of the subscription to T it had."""
+    """Return the time of each heartbeat, and its version of the subscription to T."""
     beats = [(each.at_s, decode_heartbeat(each.command.body)) for each in broker.requests(RequestCode.HEART_BEAT)]
     consumers = [(at_s, consumer) for at_s, beat in beats for consumer in beat.consumers]
     return [(at_s, one.version) for at_s, each in consumers for one in each.subscriptions if one.topic == "T"]
@@ -72,18 +72,18 @@ def versions(broker: Any) -> list[tuple[float, int]]:
     faulty(BeatsAfterwards, "before the heartbeat"),
 )
 def test_the_subscription_has_a_new_version_with_its_queues_only(embedded, broker, member):
-    """The version, in milliseconds, is new when the queues held change, and brokers hear of it before any pull has it.
+    """The version, in milliseconds, changes with the held queues, and brokers get it before any pull has it.
 
-    Rounds that change nothing, paused consumers and topics without a route leave it as it is.
+    Rounds without a change, paused consumers and topics without a route do not change it.
 
-    Faulty: Java 5 makes one each round for a topic without a route; Go counts nanoseconds, so that Java's never win.
+    Faulty: Java 5 makes one per round for a topic without a route. Go counts nanoseconds, so Java's never win.
     """
-    # Many rounds: with a topic that has no route, and paused; then the topic gets another queue.
+    # Many rounds run, with a topic that has no route, and paused. Then the topic gets another queue.
     fill(embedded, "T", 4, queues=2)
     options = dict.fromkeys(["rebalance_interval_s", "heartbeat_interval_s", "route_refresh_interval_s"], 0.05)
 
     def rounds(count: int) -> None:
-        """Wait for as many looks at who is in the group, and heartbeats."""
+        """Wait for `count` requests for the group's members, and for three heartbeats in all."""
         broker.forget_requests()
         broker.wait_for(RequestCode.GET_CONSUMER_LIST_BY_GROUP, count, 30)
         embedded.wait_until(lambda: len(versions(broker)) >= 3, 30)
@@ -91,7 +91,7 @@ def test_the_subscription_has_a_new_version_with_its_queues_only(embedded, broke
     with member(embedded, "T", "G", **options) as consumer:
         consumer.seen.wait_for(4)
         consumer.subscribe("nowhere", RecordingListener())
-        rounds(2)  # so that what a new subscription changes is over
+        rounds(2)  # so that the changes of a new subscription are complete
         consumer.pause()
         rounds(7)
         consumer.resume()
