@@ -13,8 +13,8 @@ from tests.for_each import for_each
 
 
 def test_an_accepted_code_is_no_error():
-    answer = RemotingCommand(22)
-    assert check_response(answer, "10.0.0.1:10911", accept=(0, 22)) is answer
+    response = RemotingCommand(22)
+    assert check_response(response, "10.0.0.1:10911", accept=(0, 22)) is response
 
 
 @for_each("size", [0, 1, LARGE_BODY_BYTES, LARGE_BODY_BYTES + 1])

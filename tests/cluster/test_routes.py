@@ -31,10 +31,10 @@ class NameServer:
     async def ask(self, topic):
         self.requested.append(topic)
         await self.gate.wait()
-        answer = self.routes.get(topic, RouteNotFound(topic, "ns:9876"))
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        response = self.routes.get(topic, RouteNotFound(topic, "ns:9876"))
+        if isinstance(response, Exception):
+            raise response
+        return response
 
 
 class Watched(Routes):

@@ -52,11 +52,11 @@ def test_a_handler_gets_request_and_address_and_answers(embedded, broker, connec
     assert raised.value.code == 3
     calls = RecordedCalls()
 
-    async def answer(command, address):
+    async def response(command, address):
         calls(command.fields["consumerGroup"], address)
         return command.make_response(body=b'{"properties":{}}')
 
-    handle(member, RUNNING_INFO, answer)
+    handle(member, RUNNING_INFO, response)
     assert ask(embedded, connect, member).body == b'{"properties":{}}'
     assert calls.next() == ("app", broker.address)
 
@@ -113,20 +113,20 @@ def test_only_brokers_in_routes_or_in_use_may_ask(connect):
         embedded.create_topic("orders", queues=2)
         client, calls, held = connect(embedded, route_refresh_interval_s=0.1), RecordedCalls(), True
 
-        async def answer(command, address):
+        async def response(command, address):
             return command.make_response(body=b"{}")
 
         client.on_request_refused(calls)
         client.keep_reachable(lambda broker_name: held)
         join(client, consumer="app")
-        handle(client, RUNNING_INFO, answer)
+        handle(client, RUNNING_INFO, response)
         other, fields = embedded.broker("broker-b"), {"consumerGroup": "app", "clientId": client.client_id}
         embedded.call(lambda: embedded.unregister(other))
         embedded.wait_until(lambda: find_route(client).brokers[-1].broker_name == "broker-a")
         assert RequestSender(other).call(RUNNING_INFO, fields).body == b"{}"
         assert calls.is_empty
-        answer = RequestSender(embedded.name_server_node).call(RUNNING_INFO, fields)
-        assert (answer.code, answer.remark) == (
+        response = RequestSender(embedded.name_server_node).call(RUNNING_INFO, fields)
+        assert (response.code, response.remark) == (
             1,
             "GET_CONSUMER_RUNNING_INFO is not obeyed: only brokers of the topics in use may ask",
         )
@@ -158,16 +158,16 @@ def test_the_number_of_requests_in_flight_is_limited(broker, member):
 
     member.run(register(), 30)
     sender = RequestSender(broker)
-    answers = sender.call_each(RUNNING_INFO, [{"n": str(number)} for number in range(70)])
-    busy = [next(answers) for _ in range(6)]
-    assert {(answer.code, answer.remark) for answer in busy} == {
+    responses = sender.call_each(RUNNING_INFO, [{"n": str(number)} for number in range(70)])
+    busy = [next(responses) for _ in range(6)]
+    assert {(response.code, response.remark) for response in busy} == {
         (2, "GET_CONSUMER_RUNNING_INFO is not obeyed: 64 of them are in flight")
     }
     assert [handled.next() for _ in range(64)] == [(str(number),) for number in range(64)]
     assert [calls.next()[0] for _ in range(6)] == 6 * [307]
     assert sender.call(65_000, {}).code == 3, "others are answered meanwhile"
     set_event(member, go_on)
-    assert [next(answers).body for _ in range(64)] == 64 * [b"{}"]
+    assert [next(responses).body for _ in range(64)] == 64 * [b"{}"]
     assert sender.call(RUNNING_INFO, {"n": "70"}).body == b"{}"
     assert calls.is_empty
 
@@ -181,9 +181,9 @@ def test_the_bytes_of_requests_in_flight_are_limited(broker, member):
 
     handle(member, RequestCode.CONSUME_MESSAGE_DIRECTLY, slow)
     sender, large = RequestSender(broker), bytes(9 << 20)
-    answers = sender.call_each(RequestCode.CONSUME_MESSAGE_DIRECTLY, [{}, {}], large)
-    assert (busy := next(answers)).code == 2
+    responses = sender.call_each(RequestCode.CONSUME_MESSAGE_DIRECTLY, [{}, {}], large)
+    assert (busy := next(responses)).code == 2
     assert busy.remark == f"CONSUME_MESSAGE_DIRECTLY is not obeyed: requests in flight hold {len(large)} bytes"
     set_event(member, go_on)
-    assert next(answers).body == b"%d" % len(large)
+    assert next(responses).body == b"%d" % len(large)
     assert sender.call(RequestCode.CONSUME_MESSAGE_DIRECTLY, {}, large).body == b"%d" % len(large)

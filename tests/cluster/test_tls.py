@@ -46,8 +46,8 @@ def test_a_certificate_nobody_vouches_for_and_no_tls_are_refused(secured):
 
 
 @contextmanager
-def answering(answer):
-    """Start a server without TLS, and yield its address. It sends `answer`, if not empty, and closes the connection."""
+def answering(response):
+    """Start a server without TLS, and yield its address. It sends `response`, if not empty, and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as taken:
 
         def serve():
@@ -55,8 +55,8 @@ def answering(answer):
                 try:
                     connected = taken.enter_context(listening.accept()[0])
                     connected.recv(1000)
-                    if answer is not None:
-                        connected.sendall(answer)
+                    if response is not None:
+                        connected.sendall(response)
                         connected.close()
                 except OSError:
                     return
@@ -68,9 +68,9 @@ def answering(answer):
         server.join(30)
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad\r\n\r\n", None], ids=["nothing", "words", "silence"])
-def test_a_server_that_speaks_without_tls(answer):
-    with answering(answer) as address:
+@pytest.mark.parametrize("response", [b"", b"HTTP/1.1 400 Bad\r\n\r\n", None], ids=["nothing", "words", "silence"])
+def test_a_server_that_speaks_without_tls(response):
+    with answering(response) as address:
         assert "leave tls out" in refused(address, tls=True, connect_timeout_s=1, call_timeout_s=1)
 
 

@@ -207,11 +207,11 @@ def read_header(data: bytes) -> None:
     assert again.fields == command.fields
 
 
-def read_answer(data: bytes) -> None:
+def read_pull_header(data: bytes) -> None:
     """The header of a pull response; its fields are lines of name=value."""
     fields = dict(line.partition("=")[::2] for line in data.decode("utf-8", "replace").split("\n"))
-    answer = read_pull_response(RemotingCommand(0, fields), 42)
-    assert 0 <= answer.next_offset < 2**63
+    response = read_pull_response(RemotingCommand(0, fields), 42)
+    assert 0 <= response.next_offset < 2**63
 
 
 def read_route(data: bytes) -> None:
@@ -298,10 +298,10 @@ def compiled_columns_as_python(data: bytes) -> None:
     damaged = repaired(data) if data[-1:] > b"\x7f" else data
     tags = frozenset({"A"}) if len(data) % 4 == 0 else frozenset[str]()
     end = 42 if len(data) % 8 == 1 else EVERY[1]  # of the first response; numpy reads only many records
-    answers = [pulled(WORKED_RECORD * ROW_BY_ROW_RECORDS, end=end), pulled(damaged)]
+    responses = [pulled(WORKED_RECORD * ROW_BY_ROW_RECORDS, end=end), pulled(damaged)]
 
     def read(pure: bool) -> list[dict[str, Any]]:
-        batches = both.copy(pure=pure).module("protocol.columns").record_batches(answers, ALL, tags)
+        batches = both.copy(pure=pure).module("protocol.columns").record_batches(responses, ALL, tags)
         found: list[dict[str, Any]] = rows(
             pa.Table.from_batches(list(batches), ALL).slice(0 if tags else ROW_BY_ROW_RECORDS)
         )
@@ -494,7 +494,7 @@ def _made() -> list[Target]:
         Target("frame", bearing(decode_command), frames),
         Target("stream", bearing(streamed), lambda: [bytes([n]) + each for n in (0, 3, 255) for each in frames()]),
         Target("header", bearing(read_header), frames),
-        Target("pull-answer", bearing(read_answer), lambda: PULL_ANSWERS),
+        Target("pull-answer", bearing(read_pull_header), lambda: PULL_ANSWERS),
         Target("json", bearing(fastjson.loads), json_bodies),
         *(Target(f"body-{name}", bearing(decoder), json_bodies) for name, decoder in sorted(BODY_DECODERS.items())),
         Target("reset-plan", bearing(reset_format.decode_plan), lambda: plans),

@@ -11,7 +11,7 @@ from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, SysFlag
 from pyrocket_consumer.protocol.compression import Compression, compress
 from pyrocket_consumer.protocol.frame import RESPONSE_FLAG, RemotingCommand, encode_command
 from pyrocket_consumer.protocol.message import BatchItem, StoredMessage, encode_batch, encode_message
-from tests.hostile.server import Answer, Attack, Peer, found_nothing, now_ms, pulled, queue_data, route
+from tests.hostile.server import Attack, Peer, Response, found_nothing, now_ms, pulled, queue_data, route
 
 PAUSE_S = 0.02
 PULLS = (RequestCode.PULL_MESSAGE,)
@@ -43,21 +43,21 @@ def record(offset: int, body: bytes, flags: int = 0, topic: str = TOPIC, queue_i
 class DeepHeader(Attack):
     """JSON nested a thousand times in the header of every response."""
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         return raw_answer(command, b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}")
 
 
 class DeeperHeader(Attack):
     """The same, never closed, and longer."""
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         return frame(b'{"code":0,"extFields":{"a":' + b"[" * 200_000)
 
 
 class DeepBody(Attack):
     """Deeply nested JSON in every response body."""
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         return command.make_response(body=b'{"consumerIdList":' * 300 + b"[" * 900)
 
 
@@ -66,7 +66,7 @@ class SlowJson(Attack):
 
     BODY = b"{" + b'{"brokerName":"b","queueId":1,"topic":"T"}:1,' * 130_000 + b"0:1}"
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         honest = command.code in (RequestCode.PULL_MESSAGE, RequestCode.HEART_BEAT)
         return NotImplemented if honest else command.make_response(body=self.BODY)
 
@@ -80,14 +80,14 @@ class SlowJson(Attack):
 class Garbage(Attack):
     """Bytes that are not a frame."""
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         return b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10
 
 
 class LongClaim(Attack):
     """A frame with a length of 16 MiB, sent in small parts with long pauses."""
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         return None
 
     async def besides(self, peer: Peer) -> None:
@@ -102,21 +102,21 @@ class LongRemarks(Attack):
 
     REMARK = "no\r\n2026-01-01 ERROR pyrocket_consumer forged line \x1b[2J\x9b31m" * 3500
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         return command.make_response(ResponseCode.SYSTEM_ERROR, self.REMARK)
 
 
 class Silence(Attack):
     """No response to any request."""
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         return None
 
 
 class Twice(Attack):
     """Every response three times, and responses without a request."""
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         if command.code == RequestCode.PULL_MESSAGE:
             one = encode_command(found_nothing(command))
         else:
@@ -135,7 +135,7 @@ class NextOffset(Attack):
     CODES = (ResponseCode.PULL_NOT_FOUND, ResponseCode.PULL_OFFSET_MOVED, ResponseCode.PULL_RETRY_IMMEDIATELY)
     codes = PULLS
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         value = self.VALUES[self.turn % len(self.VALUES)]
         return pulled(command, self.CODES[self.turn % 3], nextBeginOffset=value)
 
@@ -145,7 +145,7 @@ class AbsurdOffsets(Attack):
 
     codes = (RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET)
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         return command.make_response(fields={"offset": str((2**63, -5, 10**25)[command.opaque % 3])})
 
 
@@ -154,7 +154,7 @@ class Moved(Attack):
 
     codes = PULLS
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         here = int(command.fields["queueOffset"])
         return pulled(command, ResponseCode.PULL_OFFSET_MOVED, nextBeginOffset=here + 1, maxOffset=here + 1000)
 
@@ -164,7 +164,7 @@ class ResetEndlessly(Attack):
 
     codes = PULLS
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         moved = ResponseCode.PULL_OFFSET_MOVED
         return pulled(command, moved, remark="OFFSET_RESET", nextBeginOffset=command.opaque % 10)
 
@@ -174,7 +174,7 @@ class NothingAtOnce(Attack):
 
     codes = PULLS
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         return found_nothing(command)
 
 
@@ -183,7 +183,7 @@ class FoundNothing(Attack):
 
     codes = PULLS
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         return pulled(command, 0)
 
 
@@ -195,7 +195,7 @@ class Found(Attack):
     def records(self, offset: int, queue_id: int) -> bytes:
         raise NotImplementedError
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         here = int(command.fields["queueOffset"])
         body = self.records(here, int(command.fields["queueId"]))
         return pulled(command, 0, body, nextBeginOffset=here + 32, maxOffset=here + 1_000_000)
@@ -252,8 +252,8 @@ class StrangeRecords(Found):
 
     def records(self, offset: int, queue_id: int) -> bytes:
         return b"".join(
-            record(place, b"x", topic=topic, queue_id=queue)
-            for place in (2**63 - 1, -(2**63), offset, offset, 0, 2**62)
+            record(index, b"x", topic=topic, queue_id=queue)
+            for index in (2**63 - 1, -(2**63), offset, offset, 0, 2**62)
             for topic in (TOPIC, "other")
             for queue in (queue_id, -1, 2**31 - 1)
         )
@@ -353,7 +353,7 @@ class Routes(Attack):
     at_name_server = True
     codes = (RequestCode.GET_ROUTEINFO_BY_TOPIC,)
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         strange = "file:///etc/passwd", "127.0.0.1:99999999", "\x1b[2J:1", "x" * MiB + ":1", "169.254.169.254:80", ""
         address = strange[self.turn % len(strange)]
         brokers = [{"cluster": "c", "brokerName": "b", "brokerAddrs": {"0": address}}] * 1000
@@ -366,7 +366,7 @@ class Members(Attack):
     BODY = json.dumps({"consumerIdList": [f"10.0.0.{number}@{'x' * 50}" for number in range(100_000)]}).encode()
     codes = (RequestCode.GET_CONSUMER_LIST_BY_GROUP,)
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         return command.make_response(body=self.BODY)
 
 
@@ -380,7 +380,7 @@ class MembersThatChange(Attack):
             peer.ask(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, {"consumerGroup": GROUP}, flag=2)
             await asyncio.sleep(PAUSE_S)
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         me, other = peer.client_id, "0" if self.turn & 1 else "\U0010ffff"
         strange = [me, None, 5, [], {}]
         lists: tuple[object, ...] = ([me], [me, me, other], [other], [], strange, None, [other, me, "\n\0"])
@@ -393,7 +393,7 @@ class RoutesThatChange(Attack):
     at_name_server = True
     codes = (RequestCode.GET_ROUTEINFO_BY_TOPIC,)
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         names = ("\n\x1b[2J", "b" * 65_536, "..", "/etc/passwd", "\0", "\u202e", "a@b%DLQ%")
         name = names[self.turn % len(names)]
         datas = [queue_data(name, queues) for queues in (4, self.turn % 9)]
@@ -407,7 +407,7 @@ class RoutesThatChange(Attack):
 class OneAnswer(Attack):
     """Each connection is closed after one response."""
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         asyncio.get_running_loop().call_later(PAUSE_S, peer.writer.close)
         return NotImplemented
 
@@ -415,12 +415,12 @@ class OneAnswer(Attack):
 class Drops(Attack):
     """Responses are sent one byte at a time."""
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         whole = encode_command(found_nothing(command))
 
         async def drop() -> None:
-            for place in range(len(whole)):
-                peer.send(whole[place : place + 1])
+            for index in range(len(whole)):
+                peer.send(whole[index : index + 1])
                 await asyncio.sleep(0)
 
         self.task = asyncio.get_running_loop().create_task(drop())
@@ -430,7 +430,7 @@ class Drops(Attack):
 class LongNames(Attack):
     """Control characters in all fields of all responses, and long texts of them in bodies."""
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         text = "\n\r\x1b[2J\0\u202e\u2028" * 8192
         names = ("offset", "nextBeginOffset", "minOffset", "maxOffset", "suggestWhichBrokerId", "msgId", text[:2000])
         body = json.dumps({text: text, "consumerIdList": [text]}).encode()
@@ -442,7 +442,7 @@ class StrangeCommits(Attack):
 
     codes = (RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_MAX_OFFSET)
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         offsets = ("0", "9", "5", str(2**62), "-1", "1e5", " 7 ", "\u0667")
         return command.make_response(fields={"offset": offsets[self.turn % len(offsets)]})
 

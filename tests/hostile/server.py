@@ -18,7 +18,7 @@ QUEUES = 4
 HOLD_S = 2.0
 MAX_OFFSET = 10
 
-Answer = RemotingCommand | bytes | list[bytes] | None
+Response = RemotingCommand | bytes | list[bytes] | None
 """A command, a frame of any bytes, several of them, or None for no response."""
 
 
@@ -52,7 +52,7 @@ class Attack:
     turn = 0
     """The number of responses so far."""
 
-    def answer(self, peer: Peer, command: RemotingCommand) -> Answer:
+    def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         """Return the response of the attack; NotImplemented for that of an honest server."""
         return NotImplemented
 
@@ -146,25 +146,25 @@ class HostileServer:
                     continue
                 if is_broker:
                     self.requests[command.code] += 1
-                answer: Answer = NotImplemented
+                response: Response = NotImplemented
                 attack = self._attack
                 if attack.at_name_server != is_broker and command.code in (attack.codes or [command.code]):
                     attack.turn += 1
-                    answer = attack.answer(peer, command)
-                if answer is NotImplemented:
+                    response = attack.respond(peer, command)
+                if response is NotImplemented:
                     self._answer_honestly(peer, command)
                 else:
-                    self._send(peer, command, answer)
+                    self._send(peer, command, response)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
             self._peers.pop(peer).cancel()
             writer.close()
 
-    def _send(self, peer: Peer, command: RemotingCommand, answer: Answer) -> None:
-        if isinstance(answer, RemotingCommand):
-            answer = encode_command(answer)
-        for frame in answer if isinstance(answer, list) else [answer]:
+    def _send(self, peer: Peer, command: RemotingCommand, response: Response) -> None:
+        if isinstance(response, RemotingCommand):
+            response = encode_command(response)
+        for frame in response if isinstance(response, list) else [response]:
             if frame is not None and not command.is_oneway:
                 peer.send(frame)
 

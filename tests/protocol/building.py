@@ -63,8 +63,8 @@ def compile_c(source: str, library: Path, *flags: str) -> None:
         "-o",
         str(library),
     ]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert answer.returncode == 0, answer.stderr
+    response = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert response.returncode == 0, response.stderr
 
 
 def build(folder: Path, source: str, *flags: str) -> None:

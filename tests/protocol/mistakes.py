@@ -136,7 +136,7 @@ def run_checks(what: str, mistakes: dict[str, Mistake]) -> dict[str, Any]:
     environment = sanitizing() if flags is SANITIZED else dict(os.environ) | fresh
     with tempfile.TemporaryDirectory() as folder:
         libraries = {name: str(path) for name, path in build(Path(folder), nothing | mistakes).items()}
-        answer = subprocess.run(
+        response = subprocess.run(
             [sys.executable, "-m", "tests.protocol.mistakes", "--process", what],
             cwd=ROOT,
             env=environment | {"CI": "true"},
@@ -145,8 +145,8 @@ def run_checks(what: str, mistakes: dict[str, Mistake]) -> dict[str, Any]:
             text=True,
             check=False,
         )
-    assert answer.returncode == 0, answer.stderr
-    found: dict[str, Any] = json.loads(answer.stdout)
+    assert response.returncode == 0, response.stderr
+    found: dict[str, Any] = json.loads(response.stdout)
     return found
 
 

@@ -233,9 +233,9 @@ print(read(range(2_000, 12_000)) - before)
 def test_names_that_senders_choose_are_not_kept(version):
     """Some versions of Python never free interned strings. To read messages, only this package is needed."""
     both.copy(pure=False)
-    answer = python("-c", ENDLESS_NAMES, executable=pythons()[version], PYTHONPATH=str(ROOT))
-    assert answer.returncode == 0, answer.stderr
-    assert int(answer.stdout) < 4 * 1024
+    response = python("-c", ENDLESS_NAMES, executable=pythons()[version], PYTHONPATH=str(ROOT))
+    assert response.returncode == 0, response.stderr
+    assert int(response.stdout) < 4 * 1024
 
 
 @pytest.mark.live
@@ -332,9 +332,9 @@ def python(*command: str, executable: str = sys.executable, cwd: Path = ROOT, **
 
 def run_import(folder: Path, **variables: str) -> tuple[str, str]:
     """Return the output of a new process about its compiled part, and its log."""
-    answer = python("-c", PRINT_STATE, cwd=folder, PYTHONPATH=str(folder), **variables)
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout.strip(), answer.stderr.strip()
+    response = python("-c", PRINT_STATE, cwd=folder, PYTHONPATH=str(folder), **variables)
+    assert response.returncode == 0, response.stderr
+    return response.stdout.strip(), response.stderr.strip()
 
 
 @pytest.mark.live
@@ -356,9 +356,11 @@ def test_the_command_line_shows_in_one_line_which_is_used(tmp_path):
         (tmp_path, "0", "in Python alone: there is no build of it here"),
     ):
         command = ("-m", "pyrocket_consumer.cli", "--version")
-        answer = python(*command, cwd=folder, PYTHONPATH=str(folder), COLUMNS="40", PYROCKET_PURE=value)
-        assert answer.stdout.startswith(f"pyrocket-consumer {pyrocket_consumer.__version__}, {expected}"), answer.stderr
-        assert answer.stdout.count("\n") == 1
+        response = python(*command, cwd=folder, PYTHONPATH=str(folder), COLUMNS="40", PYROCKET_PURE=value)
+        assert response.stdout.startswith(f"pyrocket-consumer {pyrocket_consumer.__version__}, {expected}"), (
+            response.stderr
+        )
+        assert response.stdout.count("\n") == 1
 
 
 LIBRARY = ".abi3.so" if not sysconfig.get_config_var("Py_GIL_DISABLED") else sysconfig.get_config_var("EXT_SUFFIX")
@@ -423,8 +425,8 @@ def test_another_interpreter_of_the_process_may_use_it(version):
     """One other: before 3.13.1 Python's own `datetime` breaks where more import it. From 3.12 on it has its own GIL."""
     both.copy(pure=False)
     command = ("-W", "ignore", "-c", IN_ANOTHER_INTERPRETER, READ_MESSAGES)
-    answer = python(*command, executable=pythons()[version], PYTHONPATH=str(ROOT))
-    assert answer.stdout == "well\n", answer.stderr
+    response = python(*command, executable=pythons()[version], PYTHONPATH=str(ROOT))
+    assert response.stdout == "well\n", response.stderr
 
 
 def test_the_source_is_the_one_that_the_python_code_names():

@@ -44,8 +44,8 @@ def sanitized(tmp_path_factory):
 @pytest.mark.search
 def test_sanitizers_find_nothing_in_what_is_read(sanitized):
     fuzz = ("-m", "tests.fuzz", *TARGETS, COLUMNS, "--engine", "mutation", "--seed", str(SEED))
-    answer = run(sanitized, *fuzz, "--seconds", str(trials(20)), sanitized=True)
-    assert answer.returncode == 0 and " 0 findings" in answer.stdout, answer.stdout + answer.stderr
+    response = run(sanitized, *fuzz, "--seconds", str(trials(20)), sanitized=True)
+    assert response.returncode == 0 and " 0 findings" in response.stdout, response.stdout + response.stderr
 
 
 @pytest.mark.slow("runs the tests of the wire format under sanitizers", proof=True)
@@ -55,8 +55,8 @@ def test_sanitizers_find_nothing_in_the_tests(sanitized):
     tests = SOURCE.parents[2] / "tests" / "protocol"
     chosen = [str(tests / name) for name in ("test_accelerator.py", "test_message.py")]
     unsuited = "not memory and not variable and not build and not nothing_is_left"  # processes of their own; memory
-    answer = run(sanitized, *command, *chosen, "-k", unsuited, sanitized=True)
-    assert answer.returncode == 0 and " passed" in answer.stdout, answer.stdout + answer.stderr
+    response = run(sanitized, *command, *chosen, "-k", unsuited, sanitized=True)
+    assert response.returncode == 0 and " passed" in response.stdout, response.stdout + response.stderr
 
 
 @pytest.mark.live
@@ -69,5 +69,5 @@ def test_what_a_free_threaded_python_compiles_is_right():
     headers = done.stdout.strip()
     flags = ("-fsyntax-only", "-Wall", "-Werror", "-DPy_GIL_DISABLED=1", '-DSOURCE=""', "-I", headers)
     command = [compiler(), *flags, str(SOURCE)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert answer.returncode == 0, answer.stderr
+    response = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert response.returncode == 0, response.stderr

@@ -41,7 +41,7 @@ def recorded(name: str, *, response: bool) -> list[tuple[str, bytes]]:
     return [(entry.version, decode_command(entry.frame()).body) for entry in entries]
 
 
-def answers(name: str) -> list[tuple[str, bytes]]:
+def responses(name: str) -> list[tuple[str, bytes]]:
     return recorded(name, response=True)
 
 
@@ -79,7 +79,7 @@ def test_a_route_is_read_and_written_in_both_forms(body, standard):
 
 
 def test_recorded_routes():
-    for version, body in answers("route"):
+    for version, body in responses("route"):
         route = bodies.decode_route("A_j2", body)
         (broker,) = route.brokers
         assert (broker.cluster, broker.broker_name, set(broker.addresses)) == ("DefaultCluster", "broker-a", {0})
@@ -108,7 +108,7 @@ def test_cluster_info():
     )
     assert bodies.decode_cluster_info(text.encode()) == info
     assert bodies.encode_cluster_info(info, acting_master=False) == text.encode()
-    for version, body in answers("cluster-info"):
+    for version, body in responses("cluster-info"):
         known = bodies.decode_cluster_info(body)
         assert known.clusters == {"DefaultCluster": ("broker-a",)}
         assert bodies.encode_cluster_info(known, None if version == "4.9.7" else False) == body
@@ -167,7 +167,7 @@ def test_the_smallest_heartbeat_a_broker_takes():
 
 def test_consumer_lists():
     assert bodies.encode_consumer_list(["c1", "c2"]) == b'{"consumerIdList":["c1","c2"]}'
-    for _, body in answers("consumer-list"):
+    for _, body in responses("consumer-list"):
         assert bodies.decode_consumer_list(body) == ["192.0.2.2@javaprobe"]
         assert bodies.encode_consumer_list(bodies.decode_consumer_list(body)) == body
 
@@ -180,7 +180,7 @@ def test_client_config_checks():
 
 
 def test_recorded_consumer_connections():
-    for version, body in answers("consumer-connections"):
+    for version, body in responses("consumer-connections"):
         value = bodies.decode_consumer_connection(body)
         (connection,) = value.connections
         assert (connection.client_id, connection.language) == ("192.0.2.2@javaprobe", "JAVA")
@@ -211,7 +211,7 @@ def test_recorded_locks():
         theirs = plain(body, "onlyThisBroker")
         theirs["mqSet"].sort(key=lambda queue: queue["queueId"])
         assert loads(bodies.encode_lock_request(bodies.decode_lock_request(body))) == theirs
-    for _, body in answers("lock"):
+    for _, body in responses("lock"):
         assert bodies.encode_lock_response(bodies.decode_lock_response(body)) == body
     for version in golden.VERSIONS:
         assert decode_lock(version, "c2") == {MessageQueue("A_gold", "broker-a", 1)}
@@ -219,12 +219,12 @@ def test_recorded_locks():
 
 def decode_lock(version: str, client_id: str) -> frozenset[MessageQueue]:
     """Return the queues that the broker locked for `client_id`, the last client to request them."""
-    answers = {}
-    for request, answer in zip(golden.index(), golden.index()[1:], strict=False):
+    responses = {}
+    for request, response in zip(golden.index(), golden.index()[1:], strict=False):
         if request.version == version and request.code == RequestCode.LOCK_BATCH_MQ and not request.is_response:
             lock_request = bodies.decode_lock_request(decode_command(request.frame()).body)
-            answers[lock_request.client_id] = bodies.decode_lock_response(decode_command(answer.frame()).body)
-    return frozenset(answers[client_id])
+            responses[lock_request.client_id] = bodies.decode_lock_response(decode_command(response.frame()).body)
+    return frozenset(responses[client_id])
 
 
 def test_assignments():
@@ -232,9 +232,9 @@ def test_assignments():
     text = b'{"clientId":"c","consumerGroup":"g","messageModel":"CLUSTERING","strategyName":"AVG","topic":"TopicA"}'
     assert bodies.decode_assignment_request(text) == request
     queue = b'{"messageQueue":{"brokerName":"broker-a","queueId":0,"topic":"TopicA"},"mode":"PULL"}'
-    answer = b'{"messageQueueAssignments":[' + queue + b"]}"
-    assert bodies.encode_assignments([bodies.MessageQueueAssignment(QUEUE)]) == answer
-    for _, body in answers("query-assignment"):
+    response = b'{"messageQueueAssignments":[' + queue + b"]}"
+    assert bodies.encode_assignments([bodies.MessageQueueAssignment(QUEUE)]) == response
+    for _, body in responses("query-assignment"):
         assert bodies.encode_assignments(None) == body
     for body in questions("query-assignment"):
         assert bodies.decode_assignment_request(body).strategy_name == "AVG"
@@ -340,11 +340,11 @@ FIRST, SECOND = MessageQueue("A_j2", "broker-a", 0), MessageQueue("A_j2", "broke
 
 def test_recorded_consumer_status():
     expected = {"4.9.7": {FIRST: 15, SECOND: 0}, "5.1.4": {FIRST: 16}, "5.3.3": {FIRST: 0}, "5.5.0": {FIRST: 16}}
-    of_members = answers("status-from-client")
+    of_members = responses("status-from-client")
     assert all(bodies.decode_consumer_status(body) == expected[version] for version, body in of_members)
     for body in (*(body for _, body in of_members), *reset_bodies("221ans_")):
         assert bodies.encode_consumer_status(bodies.decode_consumer_status(body)) == body
-    of_groups = [body for _, body in answers("consumer-status")]
+    of_groups = [body for _, body in responses("consumer-status")]
     assert all(list(bodies.decode_consumer_status_table(body)) == ["192.0.2.2@javaprobe"] for body in of_groups)
     for body in (*of_groups, *reset_bodies("223resp_")):
         members = bodies.decode_consumer_status_table(body)
@@ -362,7 +362,7 @@ def test_recorded_consume_stats():
         "5.3.3": {FIRST: of_queue(16, 0, 0, 0), SECOND: of_queue(0, 0, 0, 0)},
         "5.5.0": {FIRST: of_queue(16, 16, 1795215264569, 16), SECOND: of_queue(0, 0, 0, 0)},
     }
-    for version, body in answers("consume-stats"):
+    for version, body in responses("consume-stats"):
         stats = bodies.decode_consume_stats(body)
         assert stats.queues == expected[version]
         assert loads(bodies.encode_consume_stats(stats)) == loads(body)
@@ -379,7 +379,7 @@ def test_consume_stats_of_a_4_9_broker_have_no_pull_offset():
 
 
 def test_recorded_topic_stats():
-    for version, body in answers("topic-stats"):
+    for version, body in responses("topic-stats"):
         stats = bodies.decode_topic_stats(body)
         assert stats.queues[SECOND] == bodies.QueueStats(0, 0, 0)
         assert stats.queues[FIRST].max_offset > 0
@@ -391,7 +391,7 @@ def test_recorded_topic_stats():
 
 
 def test_recorded_running_info():
-    for body in (*(body for _, body in answers("running-info")), *reset_bodies("307ans_")):
+    for body in (*(body for _, body in responses("running-info")), *reset_bodies("307ans_")):
         info = bodies.decode_running_info(body)
         assert info.properties["PROP_CONSUME_TYPE"] == "CONSUME_PASSIVELY"
         assert info.subscriptions
@@ -420,7 +420,7 @@ def test_direct_consumption():
         "remark": "ValueError: é",
         "spentTimeMills": 5,
     }
-    for _, body in answers("consume-directly"):
+    for _, body in responses("consume-directly"):
         assert loads(body).keys() == loads(text).keys()
         assert loads(body)["consumeResult"] == "CR_SUCCESS"
 
@@ -439,11 +439,11 @@ def test_subscription_groups():
 
 
 def test_lists_and_tables():
-    for version, body in answers("topic-consume-by-who"):
+    for version, body in responses("topic-consume-by-who"):
         groups = loads(body)["groupList"]
         assert groups == ["A_jg2"] or version == "5.3.3"  # which names the topic as a group
         assert bodies.encode_group_list(groups) == body
-    for _, body in answers("kv-list"):
+    for _, body in responses("kv-list"):
         assert bodies.encode_kv_table({"k1": "v1"}) == body
     assert bodies.decode_topic_list(bodies.encode_topic_list(["t1", "t2"])) == ["t1", "t2"]
     assert bodies.decode_topic_list(b'{"brokerAddr":"x"}') == []

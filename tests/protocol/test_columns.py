@@ -60,17 +60,17 @@ OTHERS = [both.copy(pure=True)] if accelerator.ACCELERATED else []
 """The copy that reads columns with numpy, if the package here uses the compiled part."""
 
 
-def read_by(which, answers, wanted, tags=frozenset()):
+def read_by(which, responses, wanted, tags=frozenset()):
     """Return the rows that a copy of the package reads, or the name and text of its error."""
     read = which.module("protocol.columns").record_batches
-    return both.outcome(lambda: rows(pa.Table.from_batches(list(read(answers, wanted, tags)), wanted)))
+    return both.outcome(lambda: rows(pa.Table.from_batches(list(read(responses, wanted, tags)), wanted)))
 
 
-def table(answers, wanted=ALL, tags=frozenset()):
+def table(responses, wanted=ALL, tags=frozenset()):
     """Return the rows. All ways to read return the same rows or raise the same error."""
 
     def read():
-        batches = list(record_batches(answers, wanted, tags))
+        batches = list(record_batches(responses, wanted, tags))
         for batch in batches:
             batch.validate(full=True)
             assert batch.schema.equals(wanted)
@@ -79,7 +79,7 @@ def table(answers, wanted=ALL, tags=frozenset()):
 
     found = both.outcome(read)
     for other in OTHERS:
-        assert read_by(other, answers, wanted, tags) == (rows(found) if isinstance(found, pa.Table) else found)
+        assert read_by(other, responses, wanted, tags) == (rows(found) if isinstance(found, pa.Table) else found)
     return found if isinstance(found, pa.Table) else read()
 
 
@@ -112,12 +112,12 @@ def row(message):
     }
 
 
-def expected(answers, tags=frozenset()):
+def expected(responses, tags=frozenset()):
     return [
         row(message)
-        for answer in answers
-        for message in decode_messages(bytes(answer.records), answer.queue)
-        if answer.begin <= message.queue_offset < answer.end and (not tags or message.tags in tags)
+        for response in responses
+        for message in decode_messages(bytes(response.records), response.queue)
+        if response.begin <= message.queue_offset < response.end and (not tags or message.tags in tags)
     ]
 
 
@@ -133,12 +133,12 @@ def rows(found):
     )
 
 
-def assert_same(answers, tags=frozenset()):
+def assert_same(responses, tags=frozenset()):
     """The rows equal the messages, from separate bytes and from one buffer that later responses overwrite."""
-    wanted = both.outcome(lambda: expected(answers, tags))
+    wanted = both.outcome(lambda: expected(responses, tags))
     refused = not isinstance(wanted, list)
     assert not refused or wanted[0] == "ProtocolError"
-    for buffer, received in (bytearray(), answers), in_place(answers, 1), in_place(answers, -1):
+    for buffer, received in (bytearray(), responses), in_place(responses, 1), in_place(responses, -1):
         if refused:
             with pytest.raises(ProtocolError):
                 table(received, ALL, tags)
@@ -148,13 +148,13 @@ def assert_same(answers, tags=frozenset()):
             assert rows(found) == wanted
 
 
-def in_place(answers, step):
+def in_place(responses, step):
     """Return a buffer with the responses, forwards or backwards with gaps between them, and the responses in it."""
     buffer, received = bytearray(b"\xff" * 7), []
-    for answer in answers[::step]:
+    for response in responses[::step]:
         start = len(buffer)
-        buffer += bytes(answer.records) + b"\xff" * 9
-        received.append(replace(answer, records=BufferSlice(buffer, start, len(buffer) - 9)))
+        buffer += bytes(response.records) + b"\xff" * 9
+        received.append(replace(response, records=BufferSlice(buffer, start, len(buffer) - 9)))
     return buffer, received[::step]
 
 
@@ -211,15 +211,15 @@ queues = st.builds(
 )
 
 
-def answers(*kinds):
-    answer = st.builds(
+def responses(*kinds):
+    response = st.builds(
         PulledRecords,
         queue=queues,
         records=st.lists(records(*kinds), max_size=4).map(b"".join).map(BufferSlice.whole),
         begin=st.one_of(st.just(EVERY[0]), i64),
         end=st.just(EVERY[1]),
     )
-    return st.lists(answer, min_size=1, max_size=4)
+    return st.lists(response, min_size=1, max_size=4)
 
 
 tag_sets = st.sampled_from([frozenset(), frozenset({"A", "B"})])
@@ -235,10 +235,10 @@ tag_sets = st.sampled_from([frozenset(), frozenset({"A", "B"})])
     ],
 )
 def test_records_of_any_kind_are_what_messages_are(times, kinds, examples):
-    @given(answers(*kinds.split()), tag_sets)
+    @given(responses(*kinds.split()), tag_sets)
     @settings(max_examples=trials(examples), deadline=None)
-    def are_same(answers, tags):
-        assert_same(answers * times, tags)
+    def are_same(responses, tags):
+        assert_same(responses * times, tags)
 
     are_same()
 
@@ -294,8 +294,12 @@ def numbered(count):
 def test_only_offsets_of_the_range_become_rows():
     found = table([pulled(numbered(MANY), begin=5, end=40), pulled(numbered(MANY), begin=0, end=3)])
     assert found["queueOffset"].to_pylist() == [*range(5, 40), *range(3)]
-    for answer, tags in ((pulled(numbered(MANY), begin=MANY), ()), (pulled(b""), ()), (pulled(numbered(MANY)), {"A"})):
-        assert list(record_batches([answer], ALL, frozenset(tags))) == []
+    for response, tags in (
+        (pulled(numbered(MANY), begin=MANY), ()),
+        (pulled(b""), ()),
+        (pulled(numbered(MANY)), {"A"}),
+    ):
+        assert list(record_batches([response], ALL, frozenset(tags))) == []
 
 
 @for_each("count", [1, 7, 8, 9, ROW_BY_ROW_RECORDS, 1023, 1024])
@@ -331,14 +335,14 @@ def test_records_damaged_in_each_byte_are_what_messages_say():
     whole = simple(properties={"TAGS": "A", "KEYS": "k"}) + simple(born_host="[::1]:1", properties={"TAGS": "é"})
     for index in range(len(whole)):
         for value in (b"\0", b"\xff"):
-            answers = [pulled(simple() * ROW_BY_ROW_RECORDS), pulled(whole[:index] + value + whole[index + 1 :])]
-            wanted = both.outcome(lambda answers=answers: expected(answers))
+            responses = [pulled(simple() * ROW_BY_ROW_RECORDS), pulled(whole[:index] + value + whole[index + 1 :])]
+            wanted = both.outcome(lambda responses=responses: expected(responses))
             if isinstance(wanted, list):
-                assert rows(table(answers)) == wanted
+                assert rows(table(responses)) == wanted
             else:
                 assert wanted[0] == "ProtocolError"
                 with pytest.raises(ProtocolError):
-                    table(answers)
+                    table(responses)
 
 
 def test_tags_with_equal_hashes_are_distinguished():
@@ -406,9 +410,9 @@ def test_the_compiled_part_reads_nothing_outside_the_bytes(find_rows):
     for start, stop in [(-1, 91), (0, 92), (50, 20), (0, 2**62), (-(2**62), 0)]:
         with pytest.raises(ValueError, match="no records from"):
             find_rows(((bytes(91), start, stop, *EVERY),), 1024)
-    for answers in [[], None, (b"x",), ((),), (("text", 0, 0, 0, 0),), ((b"", 0, 0, 0),), ((b"", 0, 0, 2**63, 0),)]:
+    for responses in [[], None, (b"x",), ((),), (("text", 0, 0, 0, 0),), ((b"", 0, 0, 0),), ((b"", 0, 0, 2**63, 0),)]:
         with pytest.raises((TypeError, OverflowError)):
-            find_rows(answers, 1024)
+            find_rows(responses, 1024)
 
 
 def test_the_compiled_part_refuses_invalid_columns_and_tags(find_rows):

@@ -338,8 +338,8 @@ def test_fields_are_text_with_any_characters(header, fields):
 def test_optional_fields_have_defaults():
     assert decode_command(json_frame(code=3)) == RemotingCommand(3, {}, b"", 0, 0, None, "OTHER", 0)
     assert decode_command(json_frame(code=1, remark="cut \ud83d")).remark == "cut �"
-    answer = RemotingCommand(221, opaque=99, flag=0).make_response(body=b"{}")
-    assert (answer.code, answer.opaque, answer.is_response, answer.is_oneway) == (0, 99, True, False)
+    response = RemotingCommand(221, opaque=99, flag=0).make_response(body=b"{}")
+    assert (response.code, response.opaque, response.is_response, response.is_oneway) == (0, 99, True, False)
     assert RemotingCommand(40, flag=2).is_oneway
 
 

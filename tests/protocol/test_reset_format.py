@@ -65,10 +65,10 @@ def test_what_the_scheme_s_first_program_sent_is_read():
     assert (header.operation, header.relay_version, header.client_id) == ("reset", 1, "10.0.0.3@DEFAULT")
     plan = reset_format.decode_plan(request.body)
     assert plan == reset_format.PlanBody("B_pr_16489", 1795216524784, {MessageQueue("B_pr_16489", "broker-a", 1): 33})
-    answer = decode_command(golden.frame("reset", "307reset_admin_answer.bin"))
-    assert reset_format.is_relay_response(answer.fields)
-    assert reset_format.RelayResponseHeader.from_fields(answer.fields).state == "applied"
-    report = reset_format.decode_report(answer.body)
+    response = decode_command(golden.frame("reset", "307reset_admin_answer.bin"))
+    assert reset_format.is_relay_response(response.fields)
+    assert reset_format.RelayResponseHeader.from_fields(response.fields).state == "applied"
+    report = reset_format.decode_report(response.body)
     assert {queue.queue_id: offset for queue, offset in report.offsets.items()} == {0: 25, 1: 30}
     assert {queue.queue_id for queue in report.epochs} == {0}
 

@@ -50,7 +50,7 @@ class Peer:
         except ConnectionResetError:
             return b""
 
-    def answer(self, command: RemotingCommand, code: int = 0, body: bytes = b"") -> None:
+    def respond(self, command: RemotingCommand, code: int = 0, body: bytes = b"") -> None:
         self.send(encode_command(command.make_response(code, body=body)))
 
     def send(self, data: bytes) -> None:
@@ -166,6 +166,6 @@ def command(code: int = 11, **fields: str) -> RemotingCommand:
 async def answered(connection: Connection, peer: Peer, code: int = 0, body: bytes = b"") -> None:
     """Make a call, and check that it returns the response of `peer`."""
     call = connection.call(command(), 30)
-    peer.answer(await peer.next(), code, body)
-    answer = await call
-    assert (answer.code, answer.body) == (code, body)
+    peer.respond(await peer.next(), code, body)
+    response = await call
+    assert (response.code, response.body) == (code, body)

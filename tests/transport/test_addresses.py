@@ -51,14 +51,14 @@ def leading(cluster, broker_name: str, address: str):
     """Have the name server put a broker at `address` into routes."""
 
     def moving(decode, encode, brokers_of):
-        def changed(answer):
-            if answer.body:  # the topic exists
-                found = decode(answer.body)
+        def changed(response):
+            if response.body:  # the topic exists
+                found = decode(response.body)
                 for broker in brokers_of(found):
                     if broker.broker_name == broker_name:
                         broker.addresses[0] = address
-                answer = replace(answer, body=encode(found))
-            return answer
+                response = replace(response, body=encode(found))
+            return response
 
         return rewrite(changed)
 

@@ -43,7 +43,7 @@ class BlockingPeer:
         frame, self._received = self._received[:size], self._received[size:]
         return decode_command(frame)
 
-    def answer(self, request: RemotingCommand, body: bytes = b"", code: int = 0) -> None:
+    def respond(self, request: RemotingCommand, body: bytes = b"", code: int = 0) -> None:
         self.end.sendall(encode_command(request.make_response(code, body=body)))
 
 
@@ -62,13 +62,13 @@ class SentRequest:
     """A request, and its result."""
 
     def __init__(self, connection: BlockingConnection, *, now: float = 0.0, timeout_s: float = TIMEOUT_S) -> None:
-        self.answers: list[RemotingCommand | Exception] = []
+        self.responses: list[RemotingCommand | Exception] = []
         self.extents = []
         command = RemotingCommand(11, {"n": "1"})
         connection.send(lambda opaque: connection.encode(command, opaque), self._answered, now, timeout_s)
 
-    def _answered(self, answer, body):
-        self.answers.append(answer)
+    def _answered(self, response, body):
+        self.responses.append(response)
         self.extents.append(body)
 
     @property
@@ -110,15 +110,15 @@ def test_answers_find_their_requests_in_any_order(connection, server):
     connection.flush()
     assert not connection.has_unsent
     one, two = server.next_request(), server.next_request()
-    server.answer(two, b"two")
+    server.respond(two, b"two")
     receive(connection)
     assert (first.bodies, second.bodies) == ([], [b"two"])
     # Ignored: a request of the broker, and a response without a request.
     server.end.sendall(encode_command(RemotingCommand(40, {}, opaque=one.opaque)))
-    server.answer(RemotingCommand(11, {}, opaque=999), b"late")
-    server.answer(one, b"one", code=21)
+    server.respond(RemotingCommand(11, {}, opaque=999), b"late")
+    server.respond(one, b"one", code=21)
     receive_all(connection)
-    assert (first.bodies, first.answers[0].code, second.bodies) == ([b"one"], 21, [b"two"])
+    assert (first.bodies, first.responses[0].code, second.bodies) == ([b"one"], 21, [b"two"])
     assert connection.waiting == 0
 
 
@@ -126,17 +126,17 @@ def test_a_request_without_an_answer_ends_at_its_deadline(connection, server):
     soon, later = SentRequest(connection, now=100, timeout_s=1), SentRequest(connection, now=100, timeout_s=9)
     assert connection.next_deadline == 101
     connection.expire(100.9)
-    assert soon.answers == []
+    assert soon.responses == []
     connection.expire(101)
-    assert isinstance(soon.answers[0], RequestTimeout)
-    assert str(soon.answers[0]) == "PULL_MESSAGE was not answered by broker:1 within 1 s"
-    assert later.answers == []
+    assert isinstance(soon.responses[0], RequestTimeout)
+    assert str(soon.responses[0]) == "PULL_MESSAGE was not answered by broker:1 within 1 s"
+    assert later.responses == []
     assert connection.next_deadline == 109
     connection.flush()
-    server.answer(server.next_request(), b"too late")
-    server.answer(server.next_request(), b"in time")
+    server.respond(server.next_request(), b"too late")
+    server.respond(server.next_request(), b"in time")
     receive_all(connection)
-    assert (len(soon.answers), later.bodies) == (1, [b"in time"])
+    assert (len(soon.responses), later.bodies) == (1, [b"in time"])
 
 
 @pytest.mark.parametrize("how", ["closed", "reset", "by us", "no frame"])
@@ -159,7 +159,7 @@ def test_a_lost_connection_ends_every_request_once(how, connection, server):
         while not connection.closed:
             receive(connection)
     error = ProtocolError if how == "no frame" else ConnectionLost
-    assert [[isinstance(answer, error) for answer in each.answers] for each in sent] == [[True]] * 3
+    assert [[isinstance(response, error) for response in each.responses] for each in sent] == [[True]] * 3
     assert connection.closed
     assert not connection.receive()
     connection.flush()
@@ -185,7 +185,7 @@ def test_bodies_stay_until_their_memory_is_released(connection, server):
     for number in range(50):
         sent.append(SentRequest(connection))
         connection.flush()
-        server.answer(server.next_request(), b"%03d" % number * 10_000)
+        server.respond(server.next_request(), b"%03d" % number * 10_000)
         receive_all(connection)
         if number % 10 == 9:
             connection.release_except(extent for each in sent[number - 3 :] for extent in each.extents)
@@ -241,7 +241,7 @@ def test_what_waits_for_answers_or_comes_at_the_end_is_closed():
         sent = SentRequest(busy)
         idle.put(busy)
         assert busy.closed
-        assert isinstance(sent.answers[0], ConnectionLost)
+        assert isinstance(sent.responses[0], ConnectionLost)
         assert idle.take("broker:1") is None
         idle.put(kept)
         idle.close()

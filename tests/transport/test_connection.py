@@ -27,10 +27,10 @@ async def test_a_call_gets_its_answer_whatever_its_code_and_size(connection, pee
 
 
 async def test_many_calls_at_once_are_answered_in_any_order(connection, peer):
-    answers = [connection.call(command(n=str(number)), 5) for number in range(500)]
-    for each in reversed([await peer.next() for _ in answers]):
-        peer.answer(each, body=each.fields["n"].encode())
-    assert [(await answer).body for answer in answers] == [b"%d" % number for number in range(500)]
+    responses = [connection.call(command(n=str(number)), 5) for number in range(500)]
+    for each in reversed([await peer.next() for _ in responses]):
+        peer.respond(each, body=each.fields["n"].encode())
+    assert [(await response).body for response in responses] == [b"%d" % number for number in range(500)]
     assert connection.waiting == 0
     together = connection.call_many([command(n=str(number)) for number in range(2000)], 30)
     received = [await peer.next() for _ in range(2000)]
@@ -41,13 +41,13 @@ async def test_many_calls_at_once_are_answered_in_any_order(connection, peer):
 
 @pytest.mark.live
 async def test_requests_sent_together_get_an_answer_or_error_each(connection, peer):
-    answers = connection.call_many([command(n=str(number)) for number in range(3)], 5)
+    responses = connection.call_many([command(n=str(number)) for number in range(3)], 5)
     received = [await peer.next() for _ in range(3)]
-    peer.answer(received[2], body=b"third")
-    peer.answer(received[0], 21, body=b"first")
+    peer.respond(received[2], body=b"third")
+    peer.respond(received[0], 21, body=b"first")
     await until(lambda: connection.waiting == 1)
     peer.reset()
-    first, second, third = await answers
+    first, second, third = await responses
     assert (first.code, first.body, third.body) == (21, b"first", b"third")
     assert isinstance(second, ConnectionLost) and "reset" in str(second).lower()
     assert all(isinstance(each, ConnectionLost) for each in await connection.call_many([command()] * 2, 5))
@@ -55,15 +55,15 @@ async def test_requests_sent_together_get_an_answer_or_error_each(connection, pe
 
 
 async def test_requests_sent_together_end_at_their_deadline(connection, peer):
-    answers = connection.call_many([command(11), command(12)], 0.05)
-    peer.answer(await peer.next(), body=b"in time")
-    first, second = await answers
+    responses = connection.call_many([command(11), command(12)], 0.05)
+    peer.respond(await peer.next(), body=b"in time")
+    first, second = await responses
     assert (first.body, type(second)) == (b"in time", RequestTimeout)
     given_up = connection.call_many([command(), command()], 5)
     given_up.cancel()
     await peer.next()
     for _ in range(2):
-        peer.answer(await peer.next())
+        peer.respond(await peer.next())
     await until(lambda: connection.waiting == 0)
 
 
@@ -73,7 +73,7 @@ async def test_answers_nobody_waits_for_are_ignored(connection, peer):
     first = connection.call(command(), 30)
     received = await peer.next()
     for body in (b"first", b"again"):
-        peer.answer(received, body=body)
+        peer.respond(received, body=body)
     await answered(connection, peer, body=b"second")
     assert (await first).body == b"first"
 
@@ -81,7 +81,7 @@ async def test_answers_nobody_waits_for_are_ignored(connection, peer):
 async def test_a_late_response_is_ignored_and_the_connection_stays(connection, peer):
     with pytest.raises(RequestTimeout, match="PULL_MESSAGE was not answered by 127.0.0.1:.* within 0.05 s"):
         await connection.call(command(11), 0.05)
-    peer.answer(await peer.next(), body=b"late")
+    peer.respond(await peer.next(), body=b"late")
     await answered(connection, peer, body=b"new")
 
 
@@ -89,8 +89,8 @@ async def test_a_late_response_is_passed_once_to_a_caller_that_wants_it(connecti
     results: list[object] = []
     late: list[bytes] = []
 
-    def on_late(answer) -> None:
-        late.append(answer.body)
+    def on_late(response) -> None:
+        late.append(response.body)
 
     for each in (on_late, None, on_late):
         send(connection, results.append, 0.02, on_late=each)
@@ -98,7 +98,7 @@ async def test_a_late_response_is_passed_once_to_a_caller_that_wants_it(connecti
     await until(lambda: len(results) == 3)
     assert {type(each) for each in results} == {RequestTimeout}
     for each in (received[0], received[0], received[1]):
-        peer.answer(each, body=b"late")
+        peer.respond(each, body=b"late")
     await until(lambda: late)
     await answered(connection, peer, body=b"new")
     assert (late, len(results)) == ([b"late"], 3)
@@ -107,11 +107,11 @@ async def test_a_late_response_is_passed_once_to_a_caller_that_wants_it(connecti
 async def test_answers_that_never_come_are_not_remembered_without_end(connection, peer):
     late: list[bytes] = []
     for _ in range(MAX_OVERDUE + 1):
-        send(connection, lambda answer: None, 0.001, on_late=lambda answer: late.append(answer.body))
+        send(connection, lambda response: None, 0.001, on_late=lambda response: late.append(response.body))
     oldest, after, *_ = [await peer.next() for _ in range(MAX_OVERDUE + 1)]
     await until(lambda: connection.waiting == 0)
-    peer.answer(oldest, body=b"oldest")
-    peer.answer(after, body=b"next")
+    peer.respond(oldest, body=b"oldest")
+    peer.respond(after, body=b"next")
     await until(lambda: late)
     assert late == [b"next"]
 
@@ -132,11 +132,11 @@ async def test_without_answers_each_call_ends_at_its_own_deadline(connection):
     assert not connection.closed, "whether that means anything is for others to judge"
     began, ended = loop.time(), []
 
-    def again(answer) -> None:  # this delays no other deadline
-        send(connection, lambda answer: None, 20)
+    def again(response) -> None:  # this delays no other deadline
+        send(connection, lambda response: None, 20)
 
     send(connection, again, 0.05)
-    send(connection, lambda answer: ended.append(loop.time() - began), 0.5)
+    send(connection, lambda response: ended.append(loop.time() - began), 0.5)
     await until(lambda: ended)
     assert 0.5 <= ended[0] < 10
 
@@ -208,7 +208,7 @@ async def test_a_request_that_is_too_large_is_not_sent(connection, peer):
     call = connection.call(command(77), 30)
     received = await peer.next()
     assert received.code == 77
-    peer.answer(received)
+    peer.respond(received)
     await call
 
 
@@ -239,7 +239,7 @@ async def test_a_forgotten_call_is_never_notified(connection, peer):
     results: list[object] = []
     opaque = send(connection, results.append, 0.05)
     connection.forget(opaque)
-    peer.answer(await peer.next())
+    peer.respond(await peer.next())
     await asyncio.sleep(0.1)
     assert results == []
 
@@ -247,7 +247,7 @@ async def test_a_forgotten_call_is_never_notified(connection, peer):
 # --- send(), the fast variant
 
 
-@pytest.mark.parametrize("end", ["answer", "timeout", "lost", "closed", "garbage", "closed before"])
+@pytest.mark.parametrize("end", ["response", "timeout", "lost", "closed", "garbage", "closed before"])
 async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, connection, peer):
     results: list[RemotingCommand | Exception] = []
     if end == "closed before":
@@ -258,7 +258,7 @@ async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, conn
         send(connection, results.append, 0.05 if end == "timeout" else 30)
         received = await peer.next()
         {
-            "answer": lambda: peer.answer(received),
+            "response": lambda: peer.respond(received),
             "timeout": lambda: None,
             "lost": peer.close,
             "closed": lambda: connection.close("over"),
@@ -267,7 +267,7 @@ async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, conn
     await until(lambda: results)
     connection.close("over")
     await asyncio.sleep(0.1)
-    expected = {"answer": RemotingCommand, "timeout": RequestTimeout, "garbage": ProtocolError}
+    expected = {"response": RemotingCommand, "timeout": RequestTimeout, "garbage": ProtocolError}
     assert [type(each) for each in results] == [expected.get(end, ConnectionLost)]
 
 
@@ -277,7 +277,7 @@ async def test_what_callbacks_return_runs_after_their_requests(connection, peer)
     order: list[str] = []
 
     def calling(name: str):
-        def on_response(answer):
+        def on_response(response):
             order.append(f"{name} answered")
             connection.oneway(command(100))
             return lambda: order.append(f"{name} delivered")
@@ -297,11 +297,11 @@ async def test_a_callback_that_raises_harms_no_other():
     results: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: results.append(context))
 
-    def bad(answer):
+    def bad(response):
         raise ZeroDivisionError("in a callback")
 
     async with connected() as (connection, peer):
-        for on_response in (bad, lambda answer: lambda: bad(answer)):
+        for on_response in (bad, lambda response: lambda: bad(response)):
             send(connection, on_response, 5)
         good = connection.call(command(), 30)
         received = [await peer.next() for _ in range(3)]
@@ -329,11 +329,11 @@ async def test_requests_of_the_server_are_answered_while_a_call_waits():
         ours = await peer.next()
         peer.send(encode_command(RemotingCommand(40, flag=2, opaque=1)))  # one-way: no response
         peer.send(encode_command(RemotingCommand(65000, opaque=ours.opaque)))
-        answer = await peer.next()
-        assert (answer.code, answer.opaque, answer.is_response) == (3, ours.opaque, True)
-        assert answer.remark == " request type 65000 not supported"
+        response = await peer.next()
+        assert (response.code, response.opaque, response.is_response) == (3, ours.opaque, True)
+        assert response.remark == " request type 65000 not supported"
         assert handled == [40, 65000]
-        peer.answer(ours, body=b"mine")
+        peer.respond(ours, body=b"mine")
         assert (await call).body == b"mine", "an equal opaque of the server's own request is no answer"
 
 
@@ -342,7 +342,7 @@ def not_today(received):
 
 
 @for_each(
-    "answer, remark",
+    "response, remark",
     [
         (not_today, "not today"),
         (lambda received: 1 / 0, "ZeroDivisionError: division by zero"),
@@ -350,12 +350,12 @@ def not_today(received):
     ],
     ids=["an error of ours", "a bug", "too large"],
 )
-async def test_a_request_that_fails_is_answered_with_the_reason(answer, remark):
+async def test_a_request_that_fails_is_answered_with_the_reason(response, remark):
     results: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: results.append(context))
 
     async def on_request(received, connection):
-        return answer(received)
+        return response(received)
 
     async with connected(on_request=on_request) as (_, peer):
         peer.send(encode_command(RemotingCommand(307, opaque=2)))
@@ -373,7 +373,7 @@ async def test_a_flood_of_requests_leaves_others_their_turn():
         call = connection.call(command(), 30)
         ours = await peer.next()
         peer.send(20_000 * encode_command(RemotingCommand(40, flag=2)))
-        peer.answer(ours, body=b"behind them")
+        peer.respond(ours, body=b"behind them")
         most = 0
         while not call.done():
             before = len(handled)
@@ -388,7 +388,7 @@ async def test_a_flood_of_answers_that_nobody_waits_for_ends_no_call(connection,
     call = connection.call(command(), 30)
     ours = await peer.next()
     peer.send(20_000 * encode_command(RemotingCommand(0, opaque=ours.opaque + 1, flag=1)))
-    peer.answer(ours, body=b"behind them")
+    peer.respond(ours, body=b"behind them")
     assert (await call).body == b"behind them"
     assert connection.waiting == 0
 
@@ -438,7 +438,7 @@ async def test_requests_are_signed_once_and_last_and_answers_never():
         first, second = await peer.next(), await peer.next()
         assert first.fields == {"a": "1", "Signature": "of ['a']"}
         assert second.fields == {"b": "2", "Signature": "of ['b']"}
-        peer.answer(first)
+        peer.respond(first)
         await call
         peer.send(encode_command(RemotingCommand(307, opaque=9)))
         assert (await peer.next()).fields == {}

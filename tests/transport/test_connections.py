@@ -179,7 +179,7 @@ async def test_calls_over_tls():
         peer = await server.peer()
         calls = [connection.call(RemotingCommand(11), 30) for _ in range(50)]
         for _ in calls:
-            peer.answer(await peer.next(), body=b"z" * 100_000)
+            peer.respond(await peer.next(), body=b"z" * 100_000)
         assert {(await call).body for call in calls} == {b"z" * 100_000}
         peer.close()
         await until(lambda: connection.closed)
@@ -197,7 +197,7 @@ async def test_a_flood_over_tls_is_taken_little_by_little_and_whole():
             call = connection.call(RemotingCommand(11), 30)
             ours = await peer.next()
             peer.send(10_000 * encode_command(RemotingCommand(40, flag=2)))
-            peer.answer(ours, body=b"behind them")
+            peer.respond(ours, body=b"behind them")
             assert (await call).body == b"behind them"
         assert len(handled) == 20_000
 

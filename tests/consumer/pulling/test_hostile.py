@@ -48,7 +48,7 @@ class Leads(Attack):
     def __init__(self, to, code):
         self.to, self.code = to, code
 
-    def answer(self, peer, command):
+    def respond(self, peer, command):
         is_pull = command.code == RequestCode.PULL_MESSAGE
         return pulled(command, self.code, nextBeginOffset=self.to) if is_pull else NotImplemented
 
