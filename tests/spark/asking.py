@@ -1,4 +1,4 @@
-"""Asks readers as Spark asks them, in the order that was recorded of its releases, but without Spark."""
+"""Call readers as Spark calls them, in the recorded order of its releases, but without Spark."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pyrocket_consumer.testing import EmbeddedCluster, Fault
 FROM_FIRST = {"subscribe": "orders", "startingOffsets": "earliest"}
 
 Row = tuple[MessageQueue, int]
-"""A message that was read: its queue and offset."""
+"""A read message: its queue and offset."""
 
 
 def set_fault_on_all_brokers(cluster: EmbeddedCluster, code: int | None, fault: Fault, **how: Any) -> None:
-    """Have every broker answer so."""
+    """Set a fault on every broker."""
     for broker in cluster.brokers:
         broker.on(code, fault, **how)
 
@@ -32,7 +32,7 @@ def set_fault_on_all_brokers(cluster: EmbeddedCluster, code: int | None, fault: 
 def stored_at(
     times_ms: Sequence[int], topics: Sequence[str] = ("orders",), **options: Any
 ) -> Iterator[EmbeddedCluster]:
-    """A broker with one queue of each topic, which has a message of each time."""
+    """Yield a cluster with one queue for each topic, which has a message of each store time."""
     with EmbeddedCluster(**options) as cluster:
         for topic in topics:
             cluster.create_topic(topic, queues=1)
@@ -42,7 +42,7 @@ def stored_at(
 
 
 def with_options(builder: Any, cluster: Any, **options: object) -> Any:
-    """Set up a reader or writer of Spark's as a user does; None leaves an option out."""
+    """Set the options of a reader or writer of Spark as a user does; None removes an option."""
     given = {"nameServer": cluster.name_server, **options}
     return builder.format("rocketmq").options(**{name: value for name, value in given.items() if value is not None})
 
@@ -61,7 +61,7 @@ def data_source(cluster: EmbeddedCluster, **options: object) -> RocketMQDataSour
 
 
 def rows(reader: Any, partitions: Any) -> list[Row]:
-    """Return what tasks read, each with a copy of the reader as it travels to executors."""
+    """Return the messages that tasks read, each with a pickled copy of the reader, as on executors."""
     found = []
     for partition in pickle.loads(pickle.dumps(partitions)):
         copy = pickle.loads(pickle.dumps(type(reader)(reader._options, reader._schema)))
@@ -73,7 +73,7 @@ def rows(reader: Any, partitions: Any) -> list[Row]:
 
 @contextmanager
 def planning_reader(cluster: EmbeddedCluster, **options: object) -> Iterator[Any]:
-    """The reader of a stream, to be asked for offsets only."""
+    """Yield the reader of a stream, for calls that plan."""
     reader = data_source(cluster, **options).streamReader(project_schema(None))
     try:
         yield reader
@@ -82,20 +82,20 @@ def planning_reader(cluster: EmbeddedCluster, **options: object) -> Iterator[Any
 
 
 def start_offsets(cluster: EmbeddedCluster, **options: object) -> dict[str, int]:
-    """Return where a new query would begin, by `topic/broker/queue id`."""
+    """Return the start offsets of a new query, by `topic/broker/queue id`."""
     with planning_reader(cluster, **options) as reader:
         return flatten(reader.initialOffset())
 
 
 def read_batch(cluster: EmbeddedCluster, **options: object) -> list[Row]:
-    """Return what a batch reads."""
+    """Return the messages that a batch reads."""
     reader = data_source(cluster, **options).reader(project_schema(None))
     return rows(reader, reader.partitions())
 
 
 @dataclass
 class Checkpoint:
-    """What Spark keeps of a query: the planned end of each batch as text, and how many batches are finished."""
+    """The state that Spark stores of a query: the planned end of each batch as text, and the count of finished ones."""
 
     ends: list[str] = field(default_factory=list)
     finished: int = 0
@@ -106,7 +106,7 @@ class CrashError(Exception):
 
 
 class Run:
-    """One run of a query, from a checkpoint on: what Spark does between start and stop, batch by batch.
+    """One run of a query from a checkpoint. It makes the calls of Spark between start and stop, batch by batch.
 
     `release` is that of Spark; `trigger` "processing", "available" or "once".
     """
@@ -125,9 +125,9 @@ class Run:
         self._restarted = bool(checkpoint.ends)
 
     def batch(self, *, crash: bool = False) -> list[Row] | None:
-        """Run the next batch and return what it read; None if there is nothing new.
+        """Run the next batch and return its messages; None if there is nothing new.
 
-        With `crash` it ends when it has been planned and written down.
+        With `crash` it ends after the plan of the batch is stored.
         """
         ends, finished = self.checkpoint.ends, self.checkpoint.finished
         if len(ends) > finished:
@@ -168,7 +168,7 @@ class Run:
 
 
 def flatten(offset: dict[str, Any], name: str = "queues") -> dict[str, int]:
-    """Return the offsets of an offset as it is written down, by `topic/broker/queue id`."""
+    """Return the offsets in an encoded offset, by `topic/broker/queue id`."""
     return {
         f"{topic}/{broker}/{queue_id}": offset
         for topic, brokers in offset.get(name, {}).items()
@@ -185,18 +185,18 @@ def running(
     trigger: str = "processing",
     **options: object,
 ) -> Iterator[Run]:
-    """A run of a query over its own reader, ended at the end."""
+    """Yield a run of a query with its own reader, and stop the reader."""
     with planning_reader(cluster, **options) as reader:
         yield Run(reader, Checkpoint() if checkpoint is None else checkpoint, release, trigger)
 
 
 def first_checkpoint(cluster: EmbeddedCluster, **options: object) -> Checkpoint:
-    """Return the checkpoint of a query that has run its first batch, and was stopped."""
+    """Return the checkpoint of a query that ran its first batch and was stopped."""
     with running(cluster, **options) as run:
         run.batch()
         return run.checkpoint
 
 
 def all_batches(run: Run) -> list[Row]:
-    """Return what batches read until there is nothing new."""
+    """Return the messages of all batches until there is nothing new."""
     return [row for batch in iter(run.batch, None) for row in batch]

@@ -1,4 +1,4 @@
-"""One Spark session for all tests of this folder; Spark runs in a Java process, its Python parts in further ones."""
+"""One Spark session for all tests of this folder. Spark runs in a Java process, and in several Python processes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pyrocket_consumer.testing import EmbeddedCluster
 ROOT = Path(__file__).parents[2]
 
 DELTA = "PYROCKET_SPARK_DELTA"
-"""The variable that names Delta's package, as Maven does, for the release of Spark that is installed."""
+"""The variable that names the Maven package of Delta for the installed release of Spark."""
 
 NOT_BEGUN = "Python worker failed to connect back"
-"""What Spark says when a Python process has not begun within 10 s, as on a busy machine. No setting changes it."""
+"""Spark's error when a Python process did not start within 10 s, as on a busy machine. No setting changes the limit."""
 
 _left_out = pytest.StashKey[str]()
 
@@ -43,7 +43,7 @@ SETTINGS = {
     "spark.python.authenticate.socketTimeout": "120s",  # machines may be busy
     "spark.log.level": "ERROR",
 }
-"""What every session of the tests is made with, also in processes of their own."""
+"""The settings of every session of the tests, also in other processes."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,9 +62,9 @@ def _java_runs() -> bool:
         return False
 
 
-@pytest.hookimpl(tryfirst=True)  # -m looks at the marks
+@pytest.hookimpl(tryfirst=True)  # before -m reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs Spark where there is no Java to run it; with CI=true it must run."""
+    """Skip the tests that need Spark if there is no Java. With CI=true they must run."""
     with_spark = {item for item in items if {"spark", "spark_environment"} & set(getattr(item, "fixturenames", ()))}
     if not with_spark:
         return
@@ -101,7 +101,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture
 def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
-    """As the module's CLUSTER says; ORDERS says how many queues the topic `orders` has, and how many messages."""
+    """A cluster with the module's CLUSTER options, and a topic `orders` with the queues and messages of ORDERS."""
     with EmbeddedCluster(**getattr(request.module, "CLUSTER", {})) as cluster:
         if orders := getattr(request.module, "ORDERS", None):
             cluster.create_topic("orders", queues=orders["queues"])
@@ -126,7 +126,7 @@ def started_run(embedded: EmbeddedCluster) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def sink(embedded: EmbeddedCluster) -> Iterator[Callable[..., Any]]:
-    """`sink(**options)` makes a sink of `orders`; None leaves an option out. Its producer is closed at the end."""
+    """`sink(**options)` makes a sink of `orders`; None removes an option. Its producer is closed at the end."""
     from pyrocket_consumer.spark.options import parse_sink
     from tests.spark.writing import Sink
 
@@ -142,7 +142,7 @@ def sink(embedded: EmbeddedCluster) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(autouse=True)
 def connections_end() -> Iterator[None]:
-    """What a worker keeps between tasks is closed, so that no test leaves threads to the next."""
+    """Close the connections that a worker keeps between tasks, so that no thread outlives its test."""
     yield
     if "pyrocket_consumer.spark.executor_cache" in sys.modules:
         sys.modules["pyrocket_consumer.spark.executor_cache"].close_all()
@@ -150,7 +150,7 @@ def connections_end() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """Run a test again, twice at most, for which Spark did not begin a Python process in time."""
+    """Run a test again, at most twice, if Spark did not start a Python process in time."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for attempt in range(3):
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
@@ -165,7 +165,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session")
 def spark_environment() -> Iterator[dict[str, str]]:
-    """The environment in which Spark finds this interpreter and these sources; that of this process, too."""
+    """The environment in which Spark finds this interpreter and these sources. This process uses it, too."""
     ours = {
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
@@ -180,7 +180,7 @@ def spark_environment() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def spark(spark_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A session with two task threads. It finds the data source by itself, as it does where we are installed."""
+    """A session with two task threads. It finds the data source by itself, as in an installation."""
     from pyspark.sql import SparkSession
 
     settings: dict[str, Any] = {**SETTINGS, "spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("warehouse"))}

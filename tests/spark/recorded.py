@@ -1,6 +1,6 @@
-"""The data source, telling a file of every call: for tests of the order in which Spark calls.
+"""A data source that records every call in a file, for tests of the order in which Spark calls.
 
-It is imported by Spark's Python processes, so it is a module of its own. The file is what Spark calls `path`.
+Spark's Python processes import it, so it is a module of its own. The option `path` names the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pyrocket_consumer.spark.source import BatchReader, StreamReader
 
 
 def calls(path: Path) -> list[str]:
-    """Return what was called, in order."""
+    """Return the recorded calls, in order."""
     return path.read_text().splitlines() if path.exists() else []
 
 
@@ -43,7 +43,7 @@ class RecordedStreamReader(_Recorded, StreamReader):
         return super().initialOffset()
 
     def latestOffset(self, start: Any = None, limit: Any = None) -> Any:
-        self._calls_itself = True  # where it is told no start
+        self._calls_itself = True  # older releases pass no start
         end = super().latestOffset(start, limit)
         self._calls_itself = False
         self._record("latestOffset" if end != start else "latestOffset: nothing new")
@@ -63,7 +63,7 @@ class RecordedStreamReader(_Recorded, StreamReader):
 
 
 class FailingReader(_Recorded, BatchReader):
-    """A batch whose tasks give their first message and then fail, until their third attempt."""
+    """A batch whose tasks return their first message and then fail, until their third attempt."""
 
     def read(self, partition: Any) -> Iterator[Any]:
         attempt = TaskContext.get().attemptNumber()

@@ -1,4 +1,4 @@
-"""Where a stream begins, and which queues it reads. On embedded brokers, without Spark."""
+"""The start offsets of a stream, and the queues that it reads. On embedded brokers, without Spark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_stream_starts_at_the_offsets_of_a_group(embedded):
     embedded.broker("broker-a").commit("app", "orders", {0: 3, 1: 0})
     embedded.broker("broker-b").commit("app", "orders", {1: 5})
     places = start_offsets(embedded, startingOffsets="group", consumerGroup="app")
-    assert list(places.values()) == [3, 0, 0, 5]  # where the group has none, at the oldest message
+    assert list(places.values()) == [3, 0, 0, 5]  # a queue without an offset of the group starts at its oldest message
 
 
 def test_a_stream_starts_at_given_offsets(embedded):
@@ -38,7 +38,7 @@ def test_given_offsets_must_cover_every_queue(embedded):
 
 @pytest.mark.parametrize("version", ["5.5.0", "4.9.7"])
 def test_a_stream_starts_at_a_time(version):
-    """Brokers before 5.1.1 answer the nearest message, so messages are looked at."""
+    """Brokers before 5.1.1 return the nearest message, so the client checks store times."""
     with stored_at((1000, 2000, 2000, 5000), version=version) as cluster:
         places = {0: 0, 1000: 0, 1001: 1, 2001: 3, 4999: 3, 5001: 4}
         assert {at: start_offsets(cluster, startingTimestamp=at)["orders/broker-a/0"] for at in places} == places
@@ -65,12 +65,12 @@ def test_an_assigned_queue_must_exist(embedded):
 
 
 def test_a_topic_must_exist(embedded):
-    """A broker that starts may have none for a moment; after that, nobody waits for a name that is mistyped."""
+    """A broker that starts may have no topics for a moment. After that, a mistyped name is an error."""
     no_route = pytest.raises(RouteNotFound, match="no route for topic 'nowhere'")
     with EmbeddedCluster(auto_create_topics=False) as cluster, no_route:
         start_offsets(cluster, subscribe="nowhere", **SOON)
     with pytest.raises(RouteNotFound, match="no route for topic 'nowhere'"):
-        read_batch(embedded, subscribe="nowhere")  # a batch, wherever topics are made on demand, too
+        read_batch(embedded, subscribe="nowhere")  # a batch fails even if brokers create topics on demand
 
 
 @pytest.mark.live
@@ -84,7 +84,7 @@ def test_a_topic_created_on_demand_is_read_later(embedded, caplog):
 
 
 def test_a_stream_waits_for_a_topic_while_no_broker_is_up():
-    """Also when its broker comes between the two questions for the topic and for the brokers."""
+    """Its broker may start between the request for the topic and the one for the brokers."""
     gate = Gate()
     with EmbeddedCluster(auto_create_topics=False) as cluster, ThreadPoolExecutor(1) as pool:
         names = cluster.name_server_nodes[0]
@@ -134,7 +134,7 @@ def test_the_broker_checks_an_sql_filter_first(embedded):
 
 
 def test_wrong_options_are_raised_at_the_first_call(embedded):
-    """An error of `streamReader()` itself comes with a second one, of Spark's."""
+    """Spark adds a second error to an error of `streamReader()` itself."""
     for wrong, value in {"endingOffsets": "latest", "pushFilters": True}.items():
         reader = data_source(embedded, subscribe="orders", **{wrong: value}).streamReader(None)
         assert isinstance(reader, RefusedStreamReader)

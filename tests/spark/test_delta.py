@@ -1,4 +1,4 @@
-"""Into a Delta table, exactly once: the recipe of the page, with batches that are repeated.
+"""Write to a Delta table exactly once, by the recipe of the page, with repeated batches.
 
 Delta is published for releases of Spark one by one, so this runs where others do not: `make spark-versions`.
 """

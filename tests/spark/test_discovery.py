@@ -1,4 +1,4 @@
-"""How Spark finds the data source: installed, registered, or taken along. In processes of their own."""
+"""Spark finds the data source installed, registered, or shipped. Each test runs in its own process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_and_write(spark, cluster):
 """
 
 READ_AND_WRITTEN = "batch: 20\nwritten: 20\nstreamed: 40 None\n"
-"""What a process prints that has read and written with success."""
+"""The output of a process that has read and written successfully."""
 
 BLOCKED = """
 import os, sys
@@ -60,11 +60,11 @@ class Without:
 if "TEST_BLOCKED" in os.environ:
     sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
-"""A sitecustomize with which modules are not installed."""
+"""A sitecustomize that hides modules, as if they were not installed."""
 
 
 def run(code: str, environment: dict[str, str], path: Path, blocked: str = "") -> str:
-    """Run Python in a process of its own that finds modules in `path` first, and those in `blocked` not at all."""
+    """Run Python in a process that finds modules in `path` first, and does not find those in `blocked`."""
     environment = {**environment, "PYTHONPATH": f"{path}:{ROOT}"}
     if blocked:
         environment["TEST_BLOCKED"] = blocked
@@ -95,7 +95,7 @@ def test_the_module_that_spark_searches_imports_nothing(folder):
 @pytest.mark.live
 @pytest.mark.parametrize("missing", ["pyarrow", "pyrocket_consumer", "orjson"])
 def test_an_incomplete_installation_does_not_hide_other_sources(folder, missing):
-    """Spark asks every module with hasattr, which lets errors through that are no AttributeError."""
+    """Spark calls hasattr on every module, which only handles AttributeError."""
     code = """
         import pyspark_rocketmq
         assert not hasattr(pyspark_rocketmq, "DefaultSource")
@@ -127,7 +127,7 @@ def test_a_missing_package_is_named_with_its_install_command(folder, missing, ca
 
 @pytest.mark.timeout(280)
 def test_it_can_be_registered_although_another_source_is_broken(folder, spark_environment):
-    """Spark registers no source at all when one module fails. Here, too: tasks that crash give each message once."""
+    """Spark registers no source if one module fails. This also tests that crashing tasks return each message once."""
     (folder / "pyspark_broken.py").write_text("import not_installed")
     code = """
 spark = session("local[2,3]")
@@ -158,7 +158,7 @@ spark.stop()
 
 @pytest.mark.timeout(280)
 def test_it_can_be_shipped_to_processes_without_it(folder, spark_environment):
-    """A batch read, a write, and a stream, whose source runs in a process that sees no --py-files."""
+    """It reads a batch, writes, and reads a stream, whose source runs in a process without --py-files."""
     code = """
 os.environ["TEST_BLOCKED"] = "pyrocket_consumer pyspark_rocketmq"  # in all processes that Spark starts
 spark = session("local[2]")

@@ -1,4 +1,4 @@
-"""A worker keeps what tasks ask for again, and closes what they have ceased to ask for."""
+"""A worker keeps objects that tasks use again, and closes idle ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example programs for foreachBatch: a crash in the middle of a batch, and everything is there exactly once."""
+"""The example programs for foreachBatch store every message exactly once, although batches crash."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def example(name: str) -> Any:
 
 
 class Crash(Exception):
-    """The end of a process, as far as a query can tell."""
+    """The end of a process, from a query's point of view."""
 
 
 def crash(*ignored: Any) -> None:
@@ -47,7 +47,7 @@ def crash(*ignored: Any) -> None:
 
 
 class Crashing:
-    """Calls a function of foreachBatch; crashes once in place of it, and once after it, in some batches."""
+    """Calls a function of foreachBatch. In some batches it crashes once instead of the call, and once after it."""
 
     def __init__(self, write: Callable[[Any, int], None], instead: dict[int, Any], after: set[int]) -> None:
         self._write, self._instead, self._after = write, instead, after
@@ -65,7 +65,7 @@ class Crashing:
 
 
 def run(spark: Any, cluster: EmbeddedCluster, directory: Path, write: Any) -> int:
-    """Run a query until everything is read, starting it again after each crash; returns how many there were."""
+    """Run a query until all messages are read, and restart it after each crash; return the number of crashes."""
     for crashes in range(10):
         stream = with_options(spark.readStream, cluster, **FROM_FIRST, maxOffsetsPerTrigger="100").load().writeStream
         query = stream.foreachBatch(write).option("checkpointLocation", str(directory / "checkpoint")).start()
@@ -89,7 +89,7 @@ def expected() -> Counter[str]:
 
 
 def test_files_hold_every_message_once(spark, orders, tmp_path):
-    """Also where a process that was killed has left files that it did not rename."""
+    """A killed process may have left files that it did not rename."""
     files = tmp_path / "files"
     half = lambda batch, batch_id: batch.limit(5).write.parquet(str(files / f"_new-{batch_id}"))  # noqa: E731
     crashing = Crashing(example("spark_files").files_in(files), {0: half, 1: crash}, {2})
@@ -100,7 +100,7 @@ def test_files_hold_every_message_once(spark, orders, tmp_path):
 
 @pytest.mark.databases("postgresql")
 def test_postgresql_has_every_message_once(spark, orders, tmp_path, database):
-    """Batches are repeated whole, and one of which some tasks had committed."""
+    """A repeated batch may be new to the database, or some of its tasks may have committed."""
     url = database.url.replace("+psycopg", "")
     write = example("spark_postgres").rows_in(url)
     half = lambda batch, batch_id: write(batch.where("queueId = 1"), batch_id)  # noqa: E731
@@ -113,7 +113,7 @@ def test_postgresql_has_every_message_once(spark, orders, tmp_path, database):
 
 
 def test_a_database_counts_every_message_once(spark, orders, tmp_path, monkeypatch):
-    """A crash inside the transaction leaves nothing; one before or after it changes nothing."""
+    """A crash inside the transaction stores nothing. A crash before or after it has no effect."""
     module, path = example("spark_sqlite"), tmp_path / "sums.db"
     connect, crashed = sqlite3.connect, []
 

@@ -1,4 +1,4 @@
-"""What a query tells the brokers of itself, in the name of a group. On embedded brokers, without Spark."""
+"""The offsets that a query publishes for a group. On embedded brokers, without Spark."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Q0, Q1 = MessageQueue("orders", "broker-a", 0), MessageQueue("orders", "broker-a
 
 @pytest.fixture
 def embedded() -> Iterator[EmbeddedCluster]:
-    """A broker with two queues of 5 messages, and a group that it knows: the first pull makes it known otherwise."""
+    """A broker with two queues of 5 messages, and a known group. Without it, only the first pull would create one."""
     with EmbeddedCluster() as cluster:
         cluster.broker("broker-a").create_group("app")
         cluster.create_topic("orders", queues=2)
@@ -34,7 +34,7 @@ def embedded() -> Iterator[EmbeddedCluster]:
 
 @contextmanager
 def progress_of(cluster: EmbeddedCluster) -> Iterator[Callable[[dict[MessageQueue, int]], None]]:
-    """Yield what publishes positions, and waits until that is done; it looks at the group each time."""
+    """Yield a function that publishes positions and waits for that. It checks the group each time."""
     options = parse_source({"nameServer": cluster.name_server, "subscribe": "orders"}, streaming=True)
     with closing(BrokerOffsets(options)) as positions:
         progress = GroupProgress(positions.cluster, "app", check_interval_s=0)
@@ -58,7 +58,7 @@ def wait_until(cluster: EmbeddedCluster, offsets: dict[int, int]) -> None:
 @pytest.mark.parametrize("release", ["4.0", "4.3"])
 def test_the_group_follows_after_each_batch_and_when_idle(embedded, started_run, release):
     run = started_run(release=release, consumerGroup="app")
-    assert run.batch() is None  # idle: only now is the batch before known to be finished
+    assert run.batch() is None  # idle; the reader learns only now that the batch before is finished
     wait_until(embedded, {0: 5, 1: 5})
     embedded.send("orders", count=4)
     run.batch()
@@ -99,7 +99,7 @@ def test_without_a_group_nothing_is_published(embedded, started_run):
         run = started_run(**options)
         run.batch()
         run.reader.commit({"version": 1, "queues": {}})
-        run.reader.stop()  # by then it has told what it tells
+        run.reader.stop()  # it has published its progress by then
     assert embedded.broker("broker-a").requests(RequestCode.UPDATE_CONSUMER_OFFSET) == []
 
 
@@ -121,7 +121,7 @@ def test_a_reset_of_the_group_is_logged_once_and_ignored(embedded, started_run, 
     deadline = time.monotonic() + 30
     while "is not at the offsets of this query" not in caplog.text and time.monotonic() < deadline:
         embedded.send("orders", count=2)
-        assert len(run.batch()) == 2  # what is new, not what the group was set to
+        assert len(run.batch()) == 2  # new messages only, and not those after the group's offset
         run.reader._progress.flush(30)
     run.reader.stop()
     (warning,) = [each for each in caplog.messages if "group=app is not at the offsets of this query" in each]
@@ -139,7 +139,7 @@ def test_a_reset_while_the_query_is_idle_is_noticed(embedded, caplog):
 
 
 def test_a_pending_reset_at_the_broker_is_logged(caplog):
-    """From 5.1 on a broker can keep a reset for the next pull of the group, and takes no commits meanwhile."""
+    """From 5.1 on, a broker can keep a reset for the next pull of the group. Until then it ignores commits."""
     with stored_at(range(5), server_side_reset=True) as cluster, progress_of(cluster) as publish:
         cluster.broker("broker-a").create_group("app")
         publish({Q0: 3})

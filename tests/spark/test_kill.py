@@ -1,4 +1,4 @@
-"""A streaming query that is killed again and again delivers every message into files exactly once.
+"""A streaming query that is killed repeatedly delivers every message into files exactly once.
 
 Of its two brokers one is restarted, killed, slow and silent meanwhile; the query itself must not end of that. One kill
 and 2 000 messages; `make proof` sends 10 000, and `make spark-soak` kills eight times and sends 80 000.
@@ -32,11 +32,11 @@ PROGRAM = ROOT / "docs" / "examples" / "spark_files.py"
 KILLS = int(os.environ.get("PYROCKET_SPARK_KILLS", "1"))
 MESSAGES = int(os.environ.get("PYROCKET_SPARK_MESSAGES", max(2000, trials(10_000))))
 SEED = int(os.environ.get("PYROCKET_SPARK_SEED", "0")) or random.randrange(1, 1 << 32)
-LIFE_S = 240.0  # in which a life plans its first batch, on a slow machine
+LIFE_S = 240.0  # time for a run to plan its first batch, on a slow machine
 
 
 class Run:
-    """The program, from its start to its end: a process group of its own."""
+    """One run of the program, in its own process group."""
 
     def __init__(self, name_server: str, directory: Path, most_per_batch: int, environment: dict[str, str]) -> None:
         self.log = directory / "log"
@@ -52,17 +52,17 @@ class Run:
             )
 
     def check(self) -> None:
-        """Fail if it has ended by itself."""
+        """Fail if the program has ended by itself."""
         assert self._process.poll() is None, self.log.read_text()[-4000:]
 
     def kill(self) -> None:
-        """Send SIGKILL to all of it at once: the driver's Python, and Java."""
+        """Send SIGKILL to the whole process group at once: the driver's Python, and Java."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def planned(directory: Path) -> int:
-    """Return how many batches were begun, in all lives."""
+    """Return the number of batches that all runs have planned."""
     return sum(1 for path in (directory / "checkpoint" / "offsets").glob("*") if path.name.isdigit())
 
 
@@ -73,7 +73,7 @@ def delivered(directory: Path) -> int:
 
 @contextmanager
 def trouble(broker: EmbeddedBroker, rng: random.Random) -> Iterator[list[str]]:
-    """Let `broker` be away, slow and silent in turns, until the end, when it is well; yield what it went through."""
+    """Make `broker` unreachable, slow and silent in turns; yield the list of faults. At the end it is healthy."""
     ended, past = threading.Event(), list[str]()
 
     def go_on() -> None:
@@ -101,7 +101,7 @@ def trouble(broker: EmbeddedBroker, rng: random.Random) -> Iterator[list[str]]:
 
 
 def settings(environment: dict[str, str], directory: Path) -> dict[str, str]:
-    """Have the program's Spark be a small one: its settings come from a file, as an administrator gives them."""
+    """Make the program's Spark a small one, by a file of settings, as an administrator does."""
     from tests.spark.conftest import SETTINGS
 
     conf = directory / "conf"

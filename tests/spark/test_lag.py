@@ -1,4 +1,4 @@
-"""How far a query is behind, from the progress that each version of Spark reports."""
+"""The lag of a query, from the progress reports of each version of Spark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies as large as brokers take them (maxMessageSize, 4 MiB), written and read by Spark."""
+"""Spark writes and reads the largest bodies that brokers accept (maxMessageSize, 4 MiB)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGEST = 4 * 1024 * 1024
 
 @pytest.mark.versions("5.5.0", "4.9.7")
 def test_bodies_of_4_mib_are_written_and_read_back(spark, cluster, names):
-    """As they are, and compressed on the way: whatever they hold comes back to the byte."""
+    """Uncompressed and compressed bodies return byte for byte."""
     topic = names.topic()
     cluster.create_topic(topic, queues=2)
     noise = random.Random(5)

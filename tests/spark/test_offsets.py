@@ -91,10 +91,12 @@ OF_FIRST = [QueueRange(A0, 5, 9), QueueRange(A1, 7, 8)]
     "start, end, ranges",
     [
         (SourceOffset({A0: 5, A1: 7}), SourceOffset({A0: 9, A1: 7}), [QueueRange(A0, 5, 9)]),
-        *[(SourceOffset({A0: at, A1: at}, initial=True), FIRST, OF_FIRST) for at in (0, 6, 20)],  # where it began
+        *[
+            (SourceOffset({A0: at, A1: at}, initial=True), FIRST, OF_FIRST) for at in (0, 6, 20)
+        ],  # the start of the query
         (SourceOffset({A0: 3}, initial=True), SourceOffset({A0: 9}, initial=True), []),  # the first one stays empty
         (SourceOffset({A0: 5}, {A0: 1}), SourceOffset({A0: 5, B0: 4}, {B0: 2}), [QueueRange(B0, 2, 4)]),  # a new queue
-        (OFFSET, OFFSET, []),  # before 4.2, Spark asks for this after a restart: the begin is not to be read again
+        (OFFSET, OFFSET, []),  # Spark before 4.2 calls this after a restart, and must not read the first batch again
         (SourceOffset({A0: 10}), SourceOffset({A0: 9}), []),
     ],
 )

@@ -1,4 +1,4 @@
-"""The options of the data source: what each means, and what is said when one is wrong. No Spark, no broker."""
+"""The options of the data source: the effect of each, and the error of a wrong one. Without Spark or brokers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ORDERS = {**SERVER, "subscribe": "orders"}
 
 
 def given(base: dict[str, str] = ORDERS, **options: str) -> dict[str, str]:
-    """Return options as Spark hands them over: their names in lower case."""
+    """Return options as Spark passes them, with their names in lower case."""
     return {**base, **{name.lower(): value for name, value in options.items()}}
 
 
@@ -148,11 +148,13 @@ def test_given_offsets():
     start = parse_source(given(namespace="ns", startingOffsets='{"orders": -2}'), True).start
     assert isinstance(start, GivenOffsets)
     assert start.offset(MessageQueue("ns%orders", "b", 0)) == EARLIEST
-    assert parse_sink(given(SERVER, namespace="ns", topic="orders")).topic == "orders"  # the producer does it
+    assert (
+        parse_sink(given(SERVER, namespace="ns", topic="orders")).topic == "orders"
+    )  # the producer adds the namespace
 
 
 WRONG = [
-    # name, value, what the text must say besides the name, other options
+    # name, value, the expected text in addition to the name, other options
     *[(name, "", "empty", {}) for name in ("nameServer", "subscribe", "failOnUnreachable", "dedupProperties")],
     *[(name, "0", "at least 1", {}) for name in ("maxOffsetsPerTrigger", "minOffsetsPerTrigger", "minPartitions")],
     *[(name, "0", "at least 1", {}) for name in ("maxPartitions", "maxRecordsPerPartition")],

@@ -1,4 +1,4 @@
-"""How much of each queue a batch reads, and which task reads what. No Spark, no broker."""
+"""The parts of queues that a batch reads, and the tasks that read them. Without Spark or brokers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_spread_is_fair(waiting, cap):
         ([9000, 1000], {"min_partitions": 10}, [1000] * 10),
         ([80], {"min_partitions": 8}, [10] * 8),  # before minRecordsPerPartition
         ([5000, 4000, 3000, 2000], {"max_partitions": 2}, [7000, 7000]),
-        ([3], {"min_partitions": 10, "min_records": 0}, [1, 1, 1]),  # no more than there are offsets
+        ([3], {"min_partitions": 10, "min_records": 0}, [1, 1, 1]),  # one offset each at least
         ([0, 0], {"min_partitions": 4}, []),
     ],
 )
@@ -112,7 +112,7 @@ def test_tasks_hold_every_offset_once(lengths, task_sizes):
 
 def test_ten_thousand_queues_are_planned_within_a_second():
     lengths = [(number * 7919) % 5000 + 1 for number in range(10_000)]
-    began = time.process_time()  # what else the machine does must not count
+    began = time.process_time()  # other processes of the machine must not count
     spread(backlogs(*lengths), 100_000)
     tasks = plan_tasks(ranges(*lengths), TaskSizes(max_partitions=64, min_partitions=32, max_records=2000))
     assert time.process_time() - began < 1

@@ -1,4 +1,4 @@
-"""Filters that Spark pushes: what they leave out, and that no row is missed because of them."""
+"""Filters that Spark pushes skip messages, and miss no row."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def where(kind, column, *value):
 
 
 def at(ms, us=0):
-    """Return a time as Spark gives it."""
+    """Return a time as Spark passes it."""
     return datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=ms, microseconds=us)
 
 
 def stored(kind, after_ms):
-    """Return a filter for what was stored before or after a time, which counts from the first message on."""
+    """Return a filter for messages stored before or after a time, relative to the first message."""
     return where(kind, "storeTimestamp", at(FIRST_MS + after_ms))
 
 
@@ -195,14 +195,14 @@ def cluster():
 
 
 def reader_of(cluster, *filters, **options):
-    """Return a reader to which filters were pushed; it hands all of them back."""
+    """Return a reader with pushed filters. It returns all of them to Spark."""
     reader = data_source(cluster, pushFilters=True, **options).reader(project_schema(None))
     assert list(reader.pushFilters(iter(filters))) == list(filters)
     return reader
 
 
 def ranges(cluster, *filters, **options):
-    """Return begin and end of what is read of each queue, by broker and queue id."""
+    """Return the start and end of each range, by broker and queue id."""
     found = [each for task in reader_of(cluster, *filters, **options).partitions() for each in task.ranges]
     return {(each.queue.topic, each.queue.queue_id): (each.begin, each.end) for each in found}
 
@@ -259,7 +259,7 @@ def test_tags_are_requested_from_the_broker(cluster):
 def test_contradicting_filters_read_nothing(cluster, filters):
     reader = reader_of(cluster, *filters)
     partitions = reader.partitions()
-    assert len(partitions) == 1  # or Spark would put one of its own in its place
+    assert len(partitions) == 1  # or Spark would add its own
     assert rows(reader, partitions) == []
 
 
@@ -279,7 +279,7 @@ def test_pushed_filters_are_logged(cluster, caplog):
     assert "filters=queueOffset=90.. tags=paid leave offsets=20 of=200" in caplog.text
 
 
-# ---- beside the options
+# ---- with other options
 
 
 def test_filters_only_narrow_what_the_options_choose(cluster):
@@ -313,7 +313,7 @@ def test_lost_messages_that_filters_exclude_are_not_data_loss(cluster):
     assert ranges(cluster, late, **options)["orders", 0] == (70, 100)
     lower = where("GreaterThanOrEqual", "queueOffset", 49)
     for bounds in ([], [lower], [stored("GreaterThan", 90_000)], [stored("LessThan", 1000)]):
-        with pytest.raises(DataLoss):  # who knows what was stored there
+        with pytest.raises(DataLoss):  # the lost messages might match the filters
             ranges(cluster, *bounds, **options)
 
 
@@ -330,11 +330,11 @@ def test_topics_are_named_as_in_rows():
         assert ranges(cluster, where("EqualTo", "topic", "orders"), **options) == {("ns%orders", 0): (0, 5)}
 
 
-# ---- nothing is missed
+# ---- no row is missed
 
 
 def at_offset(offset):
-    """Have a broker answer that a time is there."""
+    """Make a broker return this offset for a time."""
 
     def lying(command):
         command.fields["offset"] = str(offset)
@@ -376,7 +376,7 @@ def test_each_busy_response_costs_one_more_request(cluster):
 
 
 def search_of_java(times_ms, wanted_ms):
-    """Return what a broker's search by time finds: halving, and back from a hit over equal times only."""
+    """Return the offset that a broker's binary search by time finds. From a hit it goes back over equal times only."""
     if times_ms[-1] < wanted_ms:
         return len(times_ms)
     low, high = 0, len(times_ms)
@@ -431,7 +431,7 @@ def test_filters_miss_no_row(version, seed):
         for _ in range(120):
             now_ms += chance.choice((0, 0, 1, 40, 3000, 60_000))
             queue_id, tag = chance.randrange(2), chance.choice(("a", "b", "AaAa", "BBBB", None))
-            stored_ms = now_ms - chance.choice((0, 0, 0, 1, CLOCK_SKEW_MS))  # by a master whose clock is behind
+            stored_ms = now_ms - chance.choice((0, 0, 0, 1, CLOCK_SKEW_MS))  # stored by a master whose clock is slow
             (sent,) = cluster.send("orders", tags=tag, queue_id=queue_id, stored_at_ms=stored_ms)
             messages.append((queue_id, sent.queue_offset, stored_ms, tag))
         kinds = {
@@ -489,7 +489,7 @@ def test_spark_reads_the_same_rows_with_fewer_messages(switched_on, cluster):
     cluster.broker("broker-a").forget_requests()
     assert orders(switched_on, cluster, pushFilters="true").filter(last).count() == 2
     pulls = [each.command.fields for each in cluster.broker("broker-a").requests(RequestCode.PULL_MESSAGE)]
-    reads = [int(each["queueOffset"]) for each in pulls if each["maxMsgNums"] != "1"]  # planning looks at single ones
+    reads = [int(each["queueOffset"]) for each in pulls if each["maxMsgNums"] != "1"]  # planning pulls single messages
     assert reads
     assert min(reads) >= 93
 
@@ -497,7 +497,7 @@ def test_spark_reads_the_same_rows_with_fewer_messages(switched_on, cluster):
 @pytest.mark.spark_versions
 def test_without_the_option_spark_pushes_no_filters(spark, cluster):
     assert orders(spark, cluster).filter("queueOffset > 89 and queueId = 1").count() == 10
-    with pytest.raises(Exception, match="filterPushdown.enabled"):  # where Spark has it switched off
+    with pytest.raises(Exception, match="filterPushdown.enabled"):  # if the setting is off in Spark
         orders(spark, cluster, pushFilters="true").filter("queueOffset > 89").count()
 
 

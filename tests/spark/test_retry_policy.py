@@ -1,4 +1,4 @@
-"""How long what failed is tried again."""
+"""The pauses of retries, and their limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which columns can be read."""
+"""The columns that can be read."""
 
 from __future__ import annotations
 

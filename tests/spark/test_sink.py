@@ -1,4 +1,4 @@
-"""What the sink's writers do with rows, without Spark: they are called as Spark calls them."""
+"""The writers of the sink, called as Spark calls them, without Spark."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EVERYTHING = (
 
 
 def own(message: Any) -> dict[str, str]:
-    """Return the properties that the row gave."""
+    """Return the properties that come from the row."""
     kept = {"UNIQ_KEY", "TAGS", "KEYS", "MSG_REGION", "TRACE_ON", "CLUSTER", "WAIT", "__SHARDINGKEY"} | MARKS
     return {name: value for name, value in message.properties.items() if name not in kept}
 
@@ -215,7 +215,7 @@ def test_a_task_that_runs_again_gives_the_same_marks_if_any(embedded, sink):
 
 @pytest.fixture
 def gates(embedded: EmbeddedCluster) -> Iterator[list[Gate]]:
-    """Hold the sends to each broker; those that come at the same time wait together."""
+    """Hold the sends to each broker, so that concurrent ones wait together."""
     gates = [Gate(answers=True), Gate(answers=True)]
     for broker, gate in zip(embedded.brokers, gates, strict=True):
         broker.on(SEND, gate, times=None)
@@ -244,7 +244,7 @@ def test_no_more_than_max_in_flight_are_unacknowledged(embedded, sink, gates):
         task = pool.submit(made.write, "body string", *[("x",)] * 20)
         for gate in gates:
             gate.wait_held(2, 30)
-        time.sleep(0.2)  # in which a fifth would come
+        time.sleep(0.2)  # time for a fifth send, if there was one
         assert sum(len(gate.wait_held(2)) for gate in gates) == 4
         for gate in gates:
             gate.open()
@@ -260,7 +260,7 @@ def test_no_row_in_order_passes_one_that_failed(embedded, sink):
 
 
 def test_each_row_in_order_has_the_whole_timeout(embedded, sink):
-    """Together they take longer than the timeout of one."""
+    """All rows together take longer than the timeout of one."""
     set_fault_on_all_brokers(embedded, SEND, delay(0.25), times=None)
     rows = [(str(n), "k") for n in range(10)]
     assert sink(sendTimeoutMs=2000).write("body string, shardingKey string", *rows) == 10
@@ -276,7 +276,7 @@ def test_another_broker_takes_what_one_refuses(embedded, sink):
 
 
 def test_after_all_retries_the_task_fails_naming_the_row(embedded, sink):
-    """Each time the row may have been stored, so time is not all that counts."""
+    """Each attempt may have stored the row, so the number of attempts is limited, too."""
     set_fault_on_all_brokers(embedded, SEND, close_connection, times=None)
     with pytest.raises(RocketError, match="row 0 of partition 0.*orders.*lost"):
         sink(sendRetries=1).write("body string", ("x",))

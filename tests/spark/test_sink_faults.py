@@ -1,4 +1,4 @@
-"""What becomes of rows while brokers restart, refuse, hang up or say nothing: by default, all are written."""
+"""By default all rows are written while brokers restart, refuse requests, close connections or do not respond."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLUSTER = {"auto_create_topics": False}
 ORDERS = {"queues": 2, "count": 0}
 SEND = RequestCode.SEND_MESSAGE_V2
 ROWS = 1000
-AWAY_S = 1.0  # longer than any attempts that do not wait for the broker
+AWAY_S = 1.0  # longer than all attempts without a pause
 LANES = {
     "any queue": ("body string", lambda number: ()),
     "sharding key": ("body string, shardingKey string", lambda number: (f"key-{number % 10}",)),
@@ -40,13 +40,13 @@ LANES = {
 
 
 def task_of(sink: Sink, lanes: str, rows: int = ROWS) -> Future[int]:
-    """Return a task of Spark that writes rows, on a thread of its own."""
+    """Return a Spark task that writes rows, on its own thread."""
     schema, more = LANES[lanes]
     return ThreadPoolExecutor(1).submit(sink.write, schema, *[(str(number), *more(number)) for number in range(rows)])
 
 
 def reached(cluster: EmbeddedCluster, row: int = ROWS // 2) -> threading.Event:
-    """Return an event that comes when a row is about to be stored; it is stored."""
+    """Return an event that is set when a row is about to be stored."""
     arrived = threading.Event()
 
     def pass_on(exchange: Exchange) -> None:
@@ -66,8 +66,8 @@ def halfway(cluster: EmbeddedCluster, sink: Sink, lanes: str) -> Future[int]:
 
 
 def check(cluster: EmbeddedCluster, lanes: str, most_copies: int, rows: int = ROWS) -> None:
-    """Check that all rows are there, with few copies, and in order if they have lanes."""
-    by_queue: dict[object, list[int]] = {}  # each where it was stored first
+    """Check that all rows are stored, with few copies, and in order if they have lanes."""
+    by_queue: dict[object, list[int]] = {}  # each at its first copy
     copies = 0
     for message in cluster.messages("orders"):
         queue = by_queue.setdefault(message.queue, [])
@@ -103,12 +103,12 @@ def test_a_task_survives_a_broker_that_is_down_for_a_while(embedded, sink, go_aw
     if not broker.running:
         broker.start()
     assert task.result(100) == ROWS
-    check(embedded, lanes, most_copies=256)  # what was under way when the connection ended
+    check(embedded, lanes, most_copies=256)  # the sends in flight when the connection closed
 
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_task_survives_a_broker_that_hangs_for_a_while(embedded, sink, lanes):
-    """It has got everything, and goes on where it stood."""
+    """It has received all requests, and continues with them."""
     task = halfway(embedded, sink(), lanes)
     embedded.broker("broker-a").on(None, gate := Gate(), times=None)
     time.sleep(AWAY_S)
@@ -119,7 +119,7 @@ def test_a_task_survives_a_broker_that_hangs_for_a_while(embedded, sink, lanes):
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_task_survives_a_broker_that_does_not_respond(embedded, sink, lanes, caplog):
-    """What it got meanwhile is lost: it is sent again, on a new connection."""
+    """It loses the requests meanwhile, and the client sends them again on a new connection."""
     task = halfway(embedded, sink(sendTimeoutMs="60000", requestTimeoutMs="1500"), lanes)
     embedded.broker("broker-a").on(None, drop, times=None)
     assert embedded.wait_until(lambda: "connection lost" in caplog.text, 60)
@@ -192,7 +192,7 @@ def test_one_failing_row_duplicates_no_other(embedded, sink, fault, lanes):
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_slow_broker_takes_all(embedded, sink, lanes):
-    """Rows in order take their turns: together they take longer than one may."""
+    """Rows in order are sent one after the other, and together take longer than the timeout of one."""
     embedded.broker("broker-a").on(SEND, delay(0.05), times=None)
     assert task_of(sink(sendTimeoutMs="4000", requestTimeoutMs="3500"), lanes, rows=200).result(100) == 200
     check(embedded, lanes, most_copies=0, rows=200)
@@ -202,7 +202,7 @@ def test_a_slow_broker_takes_all(embedded, sink, lanes):
 @pytest.mark.parametrize("go_away", {**AWAY, **SILENT})
 def test_a_task_ends_when_the_time_is_over(embedded, sink, go_away, lanes):
     arrived = reached(embedded)
-    for _ in range(5):  # a busy machine may stand still for the second that a row has
+    for _ in range(5):  # a busy machine may stall for the second that a row has
         task = task_of(
             sink(sendTimeoutMs="1000", requestTimeoutMs="500"), lanes, rows=20_000
         )  # more than it has time for

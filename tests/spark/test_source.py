@@ -1,4 +1,4 @@
-"""The source under a real Spark: what only Spark shows."""
+"""The source in a real Spark session, for behaviour that needs Spark."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def reading(reader: Any, cluster: EmbeddedCluster, *, format: str = "rocketmq", 
 
 
 class Query:
-    """A streaming query that writes files, and its checkpoint; it can be started again and again."""
+    """A streaming query that writes files, and its checkpoint. It can be restarted."""
 
     def __init__(self, spark: Any, folder: Path, cluster: EmbeddedCluster, **options: object) -> None:
         self.spark, self.cluster, self.options = spark, cluster, {"startingOffsets": "earliest", **options}
         self.checkpoint, self.output = folder / "checkpoint", folder / "output"
 
     def run(self, change: Callable[[Any], Any] = lambda frame: frame, **options: object) -> Any:
-        """Read what there is, and stop; return the query."""
+        """Read all messages, and stop; return the query."""
         query = self.start(change, {"availableNow": True}, **options)
-        with contextlib.suppress(StreamingQueryException):  # it is the query's, too
+        with contextlib.suppress(StreamingQueryException):  # the query has the same error
             query.awaitTermination(250)
         assert not query.isActive
         return query
 
     def catch_up(self, **options: object) -> None:
-        """Read what there is; before 4.2 a run is a single batch, and one that is repeated counts."""
+        """Read all messages. Before 4.2 a run is a single batch, which may be a repeated one."""
         for _ in range(1 if RELEASE >= (4, 2) else 2):
             assert self.run(**options).exception() is None
 
@@ -78,7 +78,7 @@ def each_once(high: int, low: int = 0) -> list[tuple[str, int, int]]:
 
 
 def fail_in_read(frame: Any) -> Any:
-    """Make every task that has read a message fail."""
+    """Fail every task that has read a message."""
     from pyspark.sql import functions as f
 
     return frame.where(f.raise_error("the task crashed").isNull())
@@ -86,13 +86,13 @@ def fail_in_read(frame: Any) -> Any:
 
 @pytest.mark.spark_versions
 def test_a_crash_in_any_batch_is_repeated_exactly(spark, embedded, tmp_path):
-    """Batch 0 and a later one crash while they read; the place a new query would begin at moves in between."""
+    """Batch 0 and a later one crash while they read. The start of a new query would move meanwhile."""
     query = Query(spark, tmp_path, embedded)
     crashed = query.run(fail_in_read)
     assert "the task crashed" in str(crashed.exception())
     assert (len(query.planned()), query.finished()) == (1, 0)
     embedded.send("orders", count=8)
-    query.catch_up(startingOffsets="latest")  # what the options say is for new queries
+    query.catch_up(startingOffsets="latest")  # the options apply to new queries only
     assert query.rows() == each_once(12)
     assert flatten(query.planned()[0]) == dict.fromkeys(flatten(query.planned()[0]), 10)
 
@@ -125,7 +125,7 @@ def test_a_recreated_topic_is_read_completely(spark, embedded, tmp_path):
 
 @pytest.mark.spark_versions
 def test_the_order_in_which_spark_calls(spark, embedded, tmp_path):
-    """What the reader relies on; tests without Spark imitate it (tests/spark/asking.py)."""
+    """The reader depends on this order, and tests without Spark imitate it (tests/spark/asking.py)."""
     spark.dataSource.register(recorded.RecordedSource)
     file = tmp_path / "calls"
     query = Query(spark, tmp_path, embedded, format="recorded", path=str(file))

@@ -1,4 +1,4 @@
-"""Brokers that fail, lie and come back, under a stream's reader: it never goes back, and the other queues go on."""
+"""Brokers fail, report wrong offsets and restart. A stream never goes back, and its other queues continue."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def brokers_of(batch: list[Row]) -> set[str]:
 
 
 def until_a_batch(run: Run, count: int) -> list[Row]:
-    """Return what batches read until there are `count` messages."""
+    """Return the messages of batches until there are `count` of them."""
     found: list[Row] = []
     while len(found) < count:
         found += run.batch() or []
@@ -100,12 +100,12 @@ def test_a_silent_broker_does_not_delay_every_batch(embedded, started_run):
     embedded.broker("broker-b").on(MAX, drop, times=None)
     for _ in range(8):
         run.batch()
-    # It is tried again after pauses that grow, and not by each of the eight looks.
+    # Attempts pause longer and longer, so not each of the eight snapshots makes one.
     assert len(embedded.broker("broker-b").requests(MAX)) < 8
 
 
 def reads_on(embedded: EmbeddedCluster, run: Run, until: Callable[[], bool]) -> None:
-    """Have the healthy broker's messages read, batch by batch, for as long as one request has time."""
+    """Read the messages of the healthy broker, batch by batch, within the timeout of one request."""
     ends_at = time.monotonic() + 9  # a request has 10 s
     while not until():
         embedded.send("orders", count=1, broker_name="broker-a")
@@ -216,7 +216,7 @@ def test_a_queue_that_ends_too_early_is_data_loss(embedded, started_run, lose, c
 def test_a_queue_that_lost_its_tail_may_continue_at_its_new_end(embedded, started_run, caplog):
     run = started_run(**SHRUNK)
     truncate(embedded)
-    assert run.batch() == []  # so that the checkpoint knows
+    assert run.batch() == []  # an empty batch stores the new offset in the checkpoint
     assert places(run.checkpoint) == [4, 10]
     assert run.batch() is None
     embedded.send("orders", count=3, broker_name="broker-b")
@@ -292,7 +292,7 @@ def test_a_queue_recreated_while_its_broker_was_down_is_read(embedded, started_r
 
 
 def test_a_checkpoint_without_a_time_continues_at_the_first_message(embedded):
-    """Of an older release: what was read and what is new cannot be told apart, and nothing is to be lost."""
+    """An older release stored no time, so read and new messages look alike. All are read, so that none is lost."""
     checkpoint = first_checkpoint(embedded, **FROM_FIRST, **SHRUNK)
     end = json.loads(checkpoint.ends[-1])
     assert end.pop("seen")
@@ -370,7 +370,7 @@ def test_commit_is_never_an_error(embedded, started_run):
 
 @pytest.fixture
 def read_once(embedded) -> Checkpoint:
-    """A query that has read what there is, and 4 more messages at each broker."""
+    """A query that has read all messages, and 4 more messages at each broker."""
     checkpoint = first_checkpoint(embedded, **FROM_FIRST)
     embedded.send("orders", count=8)
     return checkpoint
@@ -388,7 +388,7 @@ def test_a_run_to_the_end_needs_all_brokers_by_default(embedded, read_once, keep
     embedded.broker("broker-b").stop(keep_route=keep_route)
     with pytest.raises(NotReached, match=r"not reached, in 0.6 s .*broker-b.* failOnUnreachable=false"):
         to_the_end(embedded, read_once, readTimeoutMs=600)
-    left = 8 if read_once.finished == 1 else 4  # it may have read what broker-a had
+    left = 8 if read_once.finished == 1 else 4  # it may have read the messages of broker-a
     caplog.clear()
     assert len(to_the_end(embedded, bears_it, failOnUnreachable=False, readTimeoutMs=600)) == 4
     assert caplog.text.count("a run to the end would skip messages there") == 1
@@ -441,7 +441,7 @@ def test_a_run_to_the_end_needs_no_topic_that_was_deleted(embedded):
     ids=["one broker", "the name server"],
 )
 def test_a_new_query_needs_every_server_that_is_named(embedded, end):
-    """Else it could not tell, of the queues that come later, what was sent before it began."""
+    """Without all of them, it could not find the messages of later queues that were sent before it started."""
     end(embedded)
     with pytest.raises(ConnectError, match="cannot connect"):
         start_offsets(embedded)
@@ -451,12 +451,12 @@ def test_a_new_query_needs_every_server_that_is_named(embedded, end):
 
 
 def batch_of(cluster: EmbeddedCluster, **options: object) -> list[Row]:
-    """Return what a batch reads of the topic `orders`."""
+    """Return the messages that a batch reads of the topic `orders`."""
     return read_batch(cluster, subscribe="orders", **options)
 
 
 def offsets(a: int, b: int) -> str:
-    """Return the option that gives the offsets of the queues of both brokers."""
+    """Return an option with the offsets of both brokers' queues."""
     return f'{{"orders": {{"broker-a": {{"0": {a}}}, "broker-b": {{"0": {b}}}}}}}'
 
 
@@ -502,7 +502,7 @@ def test_a_batch_that_begins_with_expired_messages_is_data_loss(embedded, caplog
         batch_of(embedded, startingOffsets=offsets(2, 9))
     assert len(batch_of(embedded, failOnDataLoss=False, startingOffsets=offsets(2, 9))) == 7
     assert "wanted offsets from 2 up to 10" in caplog.text
-    assert len(batch_of(embedded)) == 16  # what has expired was not asked for
+    assert len(batch_of(embedded)) == 16  # no option named the expired messages
 
 
 @pytest.mark.parametrize(("edge", "left"), [("startingOffsets", 1), ("endingOffsets", 19)])
@@ -540,7 +540,7 @@ def test_a_removed_broker_is_an_error_only_for_named_queues(embedded, leave, cap
 def test_a_batch_starts_at_the_offsets_of_a_group(embedded):
     embedded.broker("broker-a").commit("app", "orders", {0: 7})
     assert len(batch_of(embedded, startingOffsets="group", consumerGroup="app")) == 13
-    assert embedded.committed("app", "orders") == {0: 7}  # a batch has no progress
+    assert embedded.committed("app", "orders") == {0: 7}  # a batch publishes no progress
 
 
 def test_a_batch_waits_for_a_broker_that_answers_0(embedded):

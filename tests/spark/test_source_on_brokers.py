@@ -1,4 +1,4 @@
-"""A stream's reader on real brokers, and on embedded ones that must behave alike. Without Spark."""
+"""The reader of a stream on real brokers, and on embedded ones that must behave alike. Without Spark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.live, pytest.mark.versions("5.5.0", "4.9.7")]
 
 
 def send(cluster: Any, topic: str, count: int) -> None:
-    """Send to two queues, and wait until the broker shows it: real ones take a moment."""
+    """Send to two queues, and wait until the broker reports it, because real ones take a moment."""
     broker = cluster.broker("broker-a")
 
     def shown() -> int:

@@ -1,4 +1,4 @@
-"""The page about Spark: its code runs as it stands, and it names every option and column there is."""
+"""The code of the page about Spark runs unchanged, and the page names every option and column."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def orders() -> Iterator[EmbeddedCluster]:
 
 
 class Reader:
-    """Runs blocks of the page as a reader would, in a session, until all is done that there is to do."""
+    """Runs blocks of the page as a reader would, in a session, until queries have processed all messages."""
 
     def __init__(self, spark: Any, cluster: EmbeddedCluster, directory: Path) -> None:
         self._spark, self._cluster, self.directory = spark, cluster, directory
         self.database = ""
 
     def run(self, words: str) -> dict[str, Any]:
-        """Run the one block with these words in it; a query goes on until it is stopped."""
+        """Run the only block with these words. A query runs until it is stopped."""
         (block,) = [block for block in BLOCKS if words in block]
         text = block.replace("127.0.0.1:9876", self._cluster.name_server).replace("/data", str(self.directory))
         text = text.replace("query.awaitTermination()", "query.processAllAvailable()")
@@ -136,7 +136,7 @@ def test_every_block_is_run_here():
     source = Path(__file__).read_text()
     words = re.findall(r"page\.run\((.+?)\)\n|page\.run\((.+?)\)\[", source)
     ran = [ast.literal_eval(one or other) for one, other in words]
-    ran.append("txnAppId")  # in test_delta.py, with a session of its own
+    ran.append("txnAppId")  # run in test_delta.py, with another session
     assert all(any(each in block for each in ran) for block in BLOCKS)
     assert len(ran) == len(BLOCKS)
 

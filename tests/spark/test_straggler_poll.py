@@ -1,4 +1,4 @@
-"""Several are asked at once, and nobody who is late holds up the others."""
+"""Several servers are polled at once, and a late one does not delay the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GRACE_S = 0.05
 
 
 class Server:
-    """Answers with the number of times it was asked, once it may."""
+    """Responds with the number of requests, once it may."""
 
     def __init__(self) -> None:
         self.requested = 0
@@ -51,8 +51,8 @@ async def test_a_late_server_gets_one_request():
         silent.may_respond.clear()
         for number in range(2, 50):
             assert await poll.poll(both) == {"quick": number}
-        assert silent.requested == 2  # one question is under way
-        assert await poll.poll({"silent": silent.respond}) == {}, "nobody else is a reason to wait for long"
+        assert silent.requested == 2  # one request is in progress
+        assert await poll.poll({"silent": silent.respond}) == {}, "a silent server is no reason to wait"
         silent.may_respond.set()
         while "silent" not in (found := await poll.poll(both)):
             pass

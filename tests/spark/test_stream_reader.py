@@ -1,4 +1,4 @@
-"""A stream's reader keeps the rules of Spark's checkpoint. Asked as Spark asks, on embedded brokers, without Spark."""
+"""The reader of a stream keeps the rules of Spark's checkpoint. On embedded brokers, without Spark."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_batches_follow_each_other_without_gap_or_overlap(embedded, release):
 
 def test_a_stream_starts_at_the_end_by_default(embedded):
     with running(embedded, subscribe="orders") as run:
-        assert run.batch() == []  # Spark runs the first batch, even if there is nothing
+        assert run.batch() == []  # Spark runs the first batch, even without messages
         assert run.batch() is None
         embedded.send("orders", count=4)
         assert all_of(run.batch(), 5, 6)
@@ -56,7 +56,7 @@ def test_equal_calls_return_equal_offsets(embedded):
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(("first", "then", "low"), [("earliest", "latest", 0), ("latest", "earliest", 5)])
 def test_a_crash_in_the_first_batch_reads_the_same_range_again(embedded, release, first, then, low):
-    """It may be empty, too. What the options say meanwhile is for new queries."""
+    """The first batch may be empty. Changed options apply to new queries only."""
     checkpoint = Checkpoint()
     with running(embedded, checkpoint, release, startingOffsets=first) as run, pytest.raises(CrashError):
         run.batch(crash=True)
@@ -99,10 +99,10 @@ def test_a_checkpoint_of_a_newer_release_is_refused(embedded):
         for ask in (lambda: reader.latestOffset(newer, None), lambda: reader.partitions(newer, newer)):
             with pytest.raises(ConfigError, match="written by a newer release of pyrocket-consumer"):
                 ask()
-        reader.commit(newer)  # says so in the log only
+        reader.commit(newer)  # it only logs the error
 
 
-# --- queues that come and go
+# --- new and deleted queues
 
 
 def test_a_new_queue_is_read_from_its_first_message(embedded):
@@ -111,7 +111,7 @@ def test_a_new_queue_is_read_from_its_first_message(embedded):
         run.batch()
         embedded.create_topic("orders-2", queues=1)
         embedded.send("orders-2", count=7)
-        run.reader._offsets.expire_discovery()  # which comes every few seconds
+        run.reader._offsets.expire_discovery()  # it expires by itself after a few seconds
         with pytest.raises(CrashError):
             run.batch(crash=True)
         begins = run.planned_ends("from")
@@ -187,7 +187,7 @@ def test_a_batch_waits_for_the_maximum_delay_at_most(embedded, started_run):
 
 
 def test_with_an_old_spark_the_first_batch_waits_for_nothing(embedded):
-    """There, a run of a single batch cannot be told from others."""
+    """There, a run of a single batch looks like any other."""
     with running(embedded, None, "4.0", minOffsetsPerTrigger=1000, maxTriggerDelay="1h", **FROM_FIRST) as run:
         assert all_of(run.batch(), 0, 5)
         embedded.send("orders", count=4)
@@ -238,7 +238,7 @@ def test_a_run_to_the_end_ends_although_a_queue_shrank(embedded):
 
 
 def test_tags_leave_gaps_and_nothing_is_missed(embedded):
-    """Ranges end and begin at messages that the broker leaves out."""
+    """Ranges start and end at messages that the broker skips."""
     embedded.create_topic("tagged", queues=1, brokers=["broker-a"])
     for number in range(40):
         embedded.send("tagged", tags="b" if number % 4 == 2 else "a", broker_name="broker-a")
@@ -254,7 +254,7 @@ def test_ranges_are_planned_as_the_options_say(embedded):
         partitions = reader.partitions(start, end)
         assert reader.partitions(start, start) == [], "nothing between is nothing to do"
     assert len(partitions) == 8
-    assert all_of(rows(reader, partitions), 0, 5)  # whether the planner is there or not
+    assert all_of(rows(reader, partitions), 0, 5)  # a reader needs no state of the planner
 
 
 def test_the_reported_latest_offset_ignores_the_cap(started_run):
@@ -269,7 +269,7 @@ def test_requests_keep_the_planning_interval(embedded, started_run):
     assert run.batch() is None
     assert run.batch() is None
     requested_at = [each.at_s for each in broker.requests(RequestCode.GET_MAX_OFFSET)]
-    assert len(requested_at) == 4  # two looks at two queues
+    assert len(requested_at) == 4  # two snapshots of two queues
     assert requested_at[2] - requested_at[1] >= 0.35
 
 

@@ -1,4 +1,4 @@
-"""What a task reads of its ranges, without Spark."""
+"""The messages that a task reads, without Spark."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def options(cluster, *, tags="*", account=(None, None), retries=1, request_timeo
 
 
 def batches(cluster, *ranges, columns=("queueId", "queueOffset"), **others):
-    """Return an iterator over the record batches of `ranges`, as a task would get them."""
+    """Return an iterator over the record batches of `ranges`, as in a task."""
     return read_ranges(ranges, pa.schema([ALL.field(name) for name in columns]), options(cluster, **others))
 
 
@@ -81,7 +81,7 @@ def offsets(cluster, *ranges, **others):
 
 
 def pulls(broker):
-    """Return queue id, offset and count of each pull the broker has got."""
+    """Return queue id, offset and count of each pull that the broker received."""
     fields = [recorded.command.fields for recorded in broker.requests(PULL)]
     return [(int(each["queueId"]), int(each["queueOffset"]), int(each["maxMsgNums"])) for each in fields]
 
@@ -92,14 +92,14 @@ def place(next_offset, low, high):
 
 
 def answered(broker, *stored, end=None):
-    """Have pulls answered with these messages; returns where they end, which is behind the last one."""
+    """Make pulls return these messages; return the offset after the last one."""
     end = stored[-1].queue_offset + 1 if end is None else end
     records = b"".join(map(encode_message, stored))
     broker.on(PULL, answer(ResponseCode.SUCCESS, "FOUND", place(end, 0, end), records), times=None)
     return end
 
 
-# ---- what is read
+# ---- reads
 
 
 def test_every_column_has_its_part_of_the_message(embedded, broker):
@@ -268,7 +268,7 @@ def test_the_broker_applies_an_sql_filter(real_cluster, names):
     assert offsets(real_cluster, wanted(0, 20, topic=topic), selector=selector) == [3, 17, 18, 19]
 
 
-# ---- data that is lost
+# ---- data loss
 
 
 def test_expired_messages_are_an_error_or_skipped(embedded, broker, caplog):
@@ -289,7 +289,7 @@ def test_expired_messages_are_an_error_or_skipped(embedded, broker, caplog):
 
 @pytest.mark.slow("the pauses between gaps are 3 s together")
 def test_pulls_from_gap_to_gap_become_slower(embedded, broker, caplog):
-    """Each gap is a line of the log, and a pull."""
+    """Each gap causes a log line, and a pull."""
     embedded.send("orders", b"x", count=10, queue_id=0)
 
     def one_further(exchange):
@@ -324,7 +324,7 @@ SOON = {"request_timeout_s": 0.3, "retries": 20}
 def test_messages_after_the_end_are_lost_after_retries(embedded, broker):
     embedded.send("orders", count=50, queue_id=0)
     with pytest.raises(DataLoss, match="from 10 up to 80, available 0 up to 50; offsets 50 up to 80 are gone"):
-        offsets(embedded, wanted(10, 80), request_timeout_s=1.0, retries=20)  # time for several questions
+        offsets(embedded, wanted(10, 80), request_timeout_s=1.0, retries=20)  # time for several requests
     assert [offset for _, offset, _ in pulls(broker)].count(50) >= 3
     assert offsets(embedded, wanted(10, 80), fail_on_data_loss=False, **SOON) == list(range(10, 50))
     with pytest.raises(DataLoss, match="offsets 70 up to 80 are gone"):
@@ -360,7 +360,7 @@ def test_a_reset_of_the_group_moves_no_query(embedded, broker, caplog):
     assert any("was reset" in record.getMessage() for record in caplog.records)
 
 
-# ---- trouble
+# ---- failures
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ def test_a_suggested_replica_is_pulled_from(replicated):
 
 
 def damaged(broker, count, *places):
-    """Have pulls answered with messages of which some have bodies that cannot be unpacked."""
+    """Make pulls return messages, some with bodies that cannot be unpacked."""
     bad, fine = {"body": b"no zlib", "sys_flag": SysFlag.COMPRESSED}, {"body": b"fine"}
     answered(broker, *(StoredMessage("orders", queue_offset=n, **(bad if n in places else fine)) for n in range(count)))
 
@@ -491,7 +491,7 @@ def test_a_damaged_body_fails_is_skipped_or_returned_as_stored(embedded, broker,
     text = r"reading orders/broker-a/0 at offset 5 failed .*its body cannot be unpacked: .*damagedBodies=skip"
     with pytest.raises(ReadFailed, match=text):
         rows(embedded, wanted(0, count), columns=("queueOffset", "body"))
-    assert offsets(embedded, wanted(0, count)) == list(range(count))  # no body is unpacked that nobody wants
+    assert offsets(embedded, wanted(0, count)) == list(range(count))  # a body is unpacked only if its column is read
 
     def read_with(what):
         caplog.clear()
@@ -536,7 +536,7 @@ def test_a_body_larger_than_allowed_is_damaged(embedded, broker, count):
 
 @pytest.mark.slow("unpacks many megabytes")
 def test_packed_bodies_of_few_messages_are_not_held_together(embedded, broker):
-    """Thirty messages are read row by row; each row's body is gone with its batch."""
+    """Thirty messages are read row by row, and each batch frees the bodies of its rows."""
     body, flag = compress(bytes(8 * MIB))
     stored = [StoredMessage("orders", body, queue_offset=each, sys_flag=flag) for each in range(30)]
     end = answered(broker, *stored)
@@ -578,7 +578,7 @@ def test_a_response_with_too_many_records_fails_the_task(embedded, broker):
         rows(embedded, wanted(0, 32))
 
 
-# ---- how it is read
+# ---- connections and limits
 
 
 def test_pulls_ahead_are_limited_by_bytes(embedded, broker):
@@ -587,7 +587,7 @@ def test_pulls_ahead_are_limited_by_bytes(embedded, broker):
     taken = [offset for batch in islice(found, 5) for offset in batch["queueOffset"].to_pylist()]
     most = len(taken) + (task_reader.MAX_AHEAD_BYTES + task_reader.BATCH_BYTES) // 1_000_000 + 4
     broker.wait_for(PULL, len(taken) + 20, WAIT_S)
-    time.sleep(0.3)  # nothing is to happen, so there is nothing to wait for
+    time.sleep(0.3)  # there is no event to wait for, because nothing may happen
     assert len(taken) + 20 <= len(pulls(broker)) <= most
     taken += [offset for batch in found for offset in batch["queueOffset"].to_pylist()]
     assert taken == list(range(100))
@@ -600,7 +600,9 @@ def test_a_reader_that_is_closed_early_pulls_no_more(embedded, broker):
     next(found)
     used = set(broker.connections) - others
     found.close()
-    embedded.wait_until(lambda: not used & set(broker.connections))  # answers were on their way, so it is closed
+    embedded.wait_until(
+        lambda: not used & set(broker.connections)
+    )  # responses were in flight, so the connection is closed
     broker.forget_requests()
     assert offsets(embedded, wanted(20, 30, 3)) == list(range(20, 30))
     assert {queue_id for queue_id, offset, _ in pulls(broker) if offset != 20} <= {3}

@@ -1,4 +1,4 @@
-"""Reading and writing where name servers and brokers take TLS only: the options `tls` and `tlsCaFile`, end to end."""
+"""Read and write with the options `tls` and `tlsCaFile`, where name servers and brokers accept TLS only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.spark.asking import FROM_FIRST, read_batch, running, start_offsets, with_options
 
-CERTIFICATE = Path(__file__).parent / "loopback.pem"  # of 127.0.0.1, signed by itself; of no worth: its key is with it
+CERTIFICATE = Path(__file__).parent / "loopback.pem"  # of 127.0.0.1, self-signed; public, because it contains its key
 TRUSTING = {"tls": True, "tlsCaFile": CERTIFICATE}
 
 
 @pytest.fixture(scope="module")
 def secured():
-    """A cluster that takes TLS only, with 20 orders in each of two queues."""
+    """A cluster that accepts TLS only, with 20 orders in each of two queues."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(CERTIFICATE)
     with EmbeddedCluster(tls=context) as cluster:
@@ -42,7 +42,7 @@ def test_a_batch_and_a_stream(secured):
 @pytest.mark.live
 @pytest.mark.parametrize("ask", [start_offsets, read_batch])
 def test_an_untrusted_certificate_is_refused(secured, ask):
-    """Spark's driver asks first, and is told why: no query begins that reads nothing."""
+    """Spark's driver connects first, and gets the reason. So no query starts that reads nothing."""
     with pytest.raises(RocketError, match="(?i)certificate verify failed"):
         ask(secured, **FROM_FIRST, tls=True, retries=1)
 
@@ -64,7 +64,7 @@ def test_without_tls_nothing_is_read(secured):
 
 
 def test_written_and_read_by_spark(spark, secured, tmp_path):
-    """Driver and tasks, each in a process of its own, take the certificate from the options."""
+    """The driver and the tasks, in separate processes, read the certificate from the options."""
     secured.create_topic("copies", queues=2)
     orders = with_options(spark.readStream, secured, **FROM_FIRST, **TRUSTING).load().select("body")
     to = {**TRUSTING, "topic": "copies"}

@@ -1,7 +1,7 @@
-"""A streaming query from a topic to a topic goes on while brokers are killed, restarted and slow: nothing is lost.
+"""A streaming query from topic to topic loses no message while brokers are killed, restarted and slow.
 
-Three troubles and 1 500 messages; `make proof` sends 3 000, and `make spark-soak` does twelve and 60 000.
-PYROCKET_SPARK_TROUBLES, PYROCKET_SPARK_MESSAGES and PYROCKET_SPARK_SEED say otherwise.
+By default there are three failures and 1 500 messages. `make proof` sends 3 000, and `make spark-soak` has twelve
+failures and 60 000 messages. PYROCKET_SPARK_TROUBLES, PYROCKET_SPARK_MESSAGES and PYROCKET_SPARK_SEED change that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEND = RequestCode.SEND_MESSAGE_V2
 FAILURES = int(os.environ.get("PYROCKET_SPARK_TROUBLES", "3"))
 MESSAGES = int(os.environ.get("PYROCKET_SPARK_MESSAGES", max(1500, trials(3000))))
 SEED = int(os.environ.get("PYROCKET_SPARK_SEED", "0")) or random.randrange(1, 1 << 32)
-CONTINUES_WITHIN_S = 120.0  # in which a query goes on after a trouble, on a slow machine
+CONTINUES_WITHIN_S = 120.0  # after a failure, on a slow machine
 MARKS = ("spark_query_id", "spark_batch_id", "spark_partition", "spark_row")
 
 
@@ -39,7 +39,7 @@ def killed(broker: EmbeddedBroker, rng: random.Random) -> None:
         handle_and_close(exchange)
         stored.set()
 
-    broker.on(SEND, store_and_end)  # its answer never comes: sent again, the message is there twice
+    broker.on(SEND, store_and_end)  # the response is lost, so the client sends again, and the message is stored twice
     stored.wait(5)
     broker.kill()
     broker.clear_faults()
@@ -67,7 +67,7 @@ def test_nothing_is_lost_on_the_way_from_a_topic_to_a_topic(spark: Any, tmp_path
     with EmbeddedCluster(brokers=2, record_limit=0) as cluster:
         for topic in ("first", "second"):
             cluster.create_topic(topic, queues=2)
-        for queue_id in range(2):  # of both brokers in turn
+        for queue_id in range(2):  # of both brokers
             cluster.send("first", lambda number: b"%d" % number, count=MESSAGES // 2, queue_id=queue_id)
 
         def stored() -> int:
@@ -108,14 +108,14 @@ def start(spark: Any, cluster: EmbeddedCluster, directory: Path, most_per_batch:
 
 
 def check(written: list[Message], began: float) -> None:
-    """Check that each message is there, that copies tell that they are, and that the first ones are in order."""
+    """Check that each message is stored, that marks identify copies, and that the first copies are in order."""
     marks = {message.body: tuple(message.properties[name] for name in MARKS) for message in written}
     copies = Counter(message.body for message in written)
     print(f"{time.monotonic() - began:6.1f} s  {len(copies)} different messages, {copies.total()} in all")
     assert len(copies) == MESSAGES
     assert len(set(marks.values())) == MESSAGES
     for message in written:
-        assert tuple(message.properties[name] for name in MARKS) == marks[message.body], "a copy that none can tell"
+        assert tuple(message.properties[name] for name in MARKS) == marks[message.body], "a copy with other marks"
     places: dict[str, dict[int, int]] = {}
     for message in written:
         queue, offset = message.body.decode().split()

@@ -1,4 +1,4 @@
-"""The sink inside Spark: what only a real query shows."""
+"""The sink in a real Spark session, for behaviour that needs Spark."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(spark: Any, cluster: Any, topic: str) -> Any:
 
 
 def copy(frame: Any, cluster: Any, topic: str, checkpoint: Path) -> Any:
-    """Write all that `frame` has now to a topic; returns the query, which has ended."""
+    """Write all current rows of `frame` to a topic; return the ended query."""
     writer = with_options(frame.writeStream, cluster, topic=topic, checkpointLocation=str(checkpoint))
     query = writer.trigger(availableNow=True).start()
     query.awaitTermination()
@@ -72,7 +72,7 @@ def test_a_batch_that_runs_again_marks_its_duplicates(spark, embedded, tmp_path)
     first_checkpoint = {marks(message): message.body for message in embedded.messages("second")}
     assert sorted(first_checkpoint.values()) == sorted(numbered(30))
     for name in ("0", ".0.crc"):
-        (tmp_path / "commits" / name).unlink()  # as if the driver had died before it knew
+        (tmp_path / "commits" / name).unlink()  # as if the driver had died before the commit
     copy(orders, embedded, "second", tmp_path)
     again = embedded.messages("second")
     assert len(again) == 60
@@ -146,7 +146,7 @@ def test_a_thread_can_write_once_the_session_is_active_there(spark, embedded):
         prepare()
         try:
             outcomes.append(with_options(numbers.write, embedded, topic="orders").mode("append").save())
-        except Exception as error:  # Spark's, from Java
+        except Exception as error:  # an error of Spark, from Java
             outcomes.append("DATA_SOURCE_NOT_FOUND" in str(error))
 
     for prepare in (lambda: None, lambda: spark.createDataFrame([], "x int")):

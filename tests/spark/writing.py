@@ -28,13 +28,13 @@ TYPES: dict[str, types.DataType] = {
 
 
 def columns(text: str) -> types.StructType:
-    """Return the schema that `text` describes as Spark's DDL does, which needs a session for it."""
+    """Return the schema for a text in Spark's DDL, without a session."""
     named = (column.split() for column in text.split(", "))
     return types.StructType([types.StructField(name, TYPES[kind]) for name, kind in named])
 
 
 class Sink:
-    """A sink with its options; `write` does what Spark does for a batch of one task."""
+    """A sink with its options; `write` makes the calls of Spark for a batch of one task."""
 
     def __init__(self, options: SinkOptions) -> None:
         self.options = options
