@@ -112,7 +112,7 @@ def embedded(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
 @pytest.fixture
 def started_run(embedded: EmbeddedCluster) -> Iterator[Callable[..., Any]]:
     """`started_run(**options)` starts a query of `orders` at its first message, and runs the first batch of it."""
-    from tests.spark.asking import FROM_FIRST, running
+    from tests.spark.spark_calls import FROM_FIRST, running
 
     with ExitStack() as runs:
 

@@ -16,7 +16,7 @@ import pytest
 from pyspark.errors import StreamingQueryException
 
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.spark.asking import FROM_FIRST, with_options
+from tests.spark.spark_calls import FROM_FIRST, with_options
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MESSAGES = 300

@@ -15,7 +15,7 @@ from pyrocket_consumer.spark.broker_offsets import BrokerOffsets
 from pyrocket_consumer.spark.options import parse_source
 from pyrocket_consumer.spark.progress import GroupProgress
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
-from tests.spark.asking import FROM_FIRST, Checkpoint, running, stored_at
+from tests.spark.spark_calls import FROM_FIRST, Checkpoint, running, stored_at
 
 pytestmark = pytest.mark.live
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.spark.asking import with_options
+from tests.spark.spark_calls import with_options
 
 LARGEST = 4 * 1024 * 1024
 

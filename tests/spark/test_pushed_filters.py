@@ -23,7 +23,7 @@ from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.schema import project_schema
 from pyrocket_consumer.testing import EmbeddedCluster, answer, rewrite
 from tests.for_each import for_each
-from tests.spark.asking import data_source, rows, stored_at, with_options
+from tests.spark.spark_calls import data_source, rows, stored_at, with_options
 
 if not PUSHES_FILTERS:
     pytest.skip("this release of PySpark pushes no filters", allow_module_level=True)

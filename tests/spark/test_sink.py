@@ -27,7 +27,7 @@ from pyrocket_consumer.spark.sink import (
 )
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, close_connection, delay, handle_and_close, rewrite
 from tests.for_each import for_each
-from tests.spark.asking import set_fault_on_all_brokers
+from tests.spark.spark_calls import set_fault_on_all_brokers
 from tests.spark.writing import batches, columns
 
 SEND = RequestCode.SEND_MESSAGE_V2

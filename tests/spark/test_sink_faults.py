@@ -24,7 +24,7 @@ from pyrocket_consumer.testing import (
     handle_and_close,
     reset_connection,
 )
-from tests.spark.asking import set_fault_on_all_brokers
+from tests.spark.spark_calls import set_fault_on_all_brokers
 from tests.spark.writing import Sink
 
 CLUSTER = {"auto_create_topics": False}

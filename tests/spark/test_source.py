@@ -19,7 +19,7 @@ from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import until
 from tests.for_each import for_each
 from tests.spark import recorded
-from tests.spark.asking import flatten, with_options
+from tests.spark.spark_calls import flatten, with_options
 
 CLUSTER = {"brokers": 2}
 ORDERS = {"queues": 2, "count": 40}
@@ -125,7 +125,7 @@ def test_a_recreated_topic_is_read_completely(spark, embedded, tmp_path):
 
 @pytest.mark.spark_versions
 def test_the_order_in_which_spark_calls(spark, embedded, tmp_path):
-    """The reader depends on this order, and tests without Spark imitate it (tests/spark/asking.py)."""
+    """The reader depends on this order, and tests without Spark imitate it (tests/spark/spark_calls.py)."""
     spark.dataSource.register(recorded.RecordedSource)
     file = tmp_path / "calls"
     query = Query(spark, tmp_path, embedded, format="recorded", path=str(file))

@@ -21,7 +21,7 @@ from pyrocket_consumer.spark.options import parse_source
 from pyrocket_consumer.spark.source import NotReached
 from pyrocket_consumer.spark.task_reader import ReadFailed
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop
-from tests.spark.asking import (
+from tests.spark.spark_calls import (
     FROM_FIRST,
     Checkpoint,
     CrashError,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pyrocket_consumer.errors import ConfigError
-from tests.spark.asking import Checkpoint, all_batches, flatten, read_batch, running, start_offsets
+from tests.spark.spark_calls import Checkpoint, all_batches, flatten, read_batch, running, start_offsets
 
 pytestmark = [pytest.mark.live, pytest.mark.versions("5.5.0", "4.9.7")]
 

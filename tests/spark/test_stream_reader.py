@@ -12,7 +12,16 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.spark.data_loss import DataLoss
-from tests.spark.asking import FROM_FIRST, Checkpoint, CrashError, all_batches, flatten, planning_reader, rows, running
+from tests.spark.spark_calls import (
+    FROM_FIRST,
+    Checkpoint,
+    CrashError,
+    all_batches,
+    flatten,
+    planning_reader,
+    rows,
+    running,
+)
 
 pytestmark = pytest.mark.live
 

@@ -11,7 +11,7 @@ from pyspark.errors import PySparkException
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.spark.asking import FROM_FIRST, read_batch, running, start_offsets, with_options
+from tests.spark.spark_calls import FROM_FIRST, read_batch, running, start_offsets, with_options
 
 CERTIFICATE = Path(__file__).parent / "loopback.pem"  # of 127.0.0.1, self-signed; public, because it contains its key
 TRUSTING = {"tls": True, "tlsCaFile": CERTIFICATE}

@@ -20,7 +20,7 @@ from pyrocket_consumer import Message
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster, Exchange, delay, handle_and_close
 from tests.consuming import until
-from tests.spark.asking import with_options
+from tests.spark.spark_calls import with_options
 from tests.trials import trials
 
 SEND = RequestCode.SEND_MESSAGE_V2

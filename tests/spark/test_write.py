@@ -14,7 +14,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import numbered
 from tests.for_each import for_each
-from tests.spark.asking import with_options
+from tests.spark.spark_calls import with_options
 
 SEND = RequestCode.SEND_MESSAGE_V2
 MARKS = ("spark_query_id", "spark_batch_id", "spark_partition", "spark_row")

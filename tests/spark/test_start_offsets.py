@@ -10,7 +10,7 @@ from pyrocket_consumer.errors import ConfigError, RouteNotFound
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.spark.source import RefusedStreamReader
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
-from tests.spark.asking import data_source, read_batch, running, start_offsets, stored_at
+from tests.spark.spark_calls import data_source, read_batch, running, start_offsets, stored_at
 
 CLUSTER = {"brokers": 2}
 ORDERS = {"queues": 2, "count": 20}
