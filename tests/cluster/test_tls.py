@@ -47,7 +47,7 @@ def test_a_certificate_nobody_vouches_for_and_no_tls_are_refused(secured):
 
 @contextmanager
 def answering(response):
-    """Start a server without TLS, and yield its address. It sends `response`, if not empty, and closes the connection."""
+    """Start a server without TLS, and yield its address. It sends `response`, if any, and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as taken:
 
         def serve():
