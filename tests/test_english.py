@@ -31,14 +31,12 @@ NOT_CLEAN_YET: set[str] = {
     "docs/from-java-and-kafka.md",
     "docs/from-rocketmq-client-python.md", "docs/hazards.md",
     "docs/spark.md", "pyrocket_consumer",
-    "pyrocket_consumer/cli", "pyrocket_consumer/cluster", "pyrocket_consumer/compat",
+    "pyrocket_consumer/cli", "pyrocket_consumer/compat",
     "pyrocket_consumer/consumer",
-    "pyrocket_consumer/protocol", "pyrocket_consumer/spark",
-    "pyrocket_consumer/transport", "pyspark_rocketmq", "setup.py", "tests", "tests/cli",
-    "tests/cluster", "tests/compat", "tests/consumer", "tests/exactly_once", "tests/fuzz",
-    "tests/hostile", "tests/plugins",
-    "tests/protocol", "tests/real_brokers", "tests/spark",
-    "tests/transport", "tests/virtual",
+    "pyrocket_consumer/spark",
+    "pyspark_rocketmq", "tests", "tests/cli",
+    "tests/compat", "tests/consumer",
+    "tests/real_brokers", "tests/spark",
 }  # fmt: skip
 GROUPS = (*FOLDERS, "")
 

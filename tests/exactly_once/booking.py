@@ -1,4 +1,4 @@
-"""Sending, and consumers that book what was sent in a ledger; failures and troubles that must not show there."""
+"""Sending, and consumers that book the messages in a ledger; failures that must not show in the ledger."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ def send(cluster: Any, bodies: list[str] = BODIES, queues: int = 4, topic: str =
 
 
 def billing(cluster: Any, ledger: Ledger, listener: Any = None, offsets: Any = None, **options: Any) -> Any:
-    """A consumer whose listener books exactly once: in the ledger's database, or as other `offsets` have it."""
+    """A consumer whose listener books exactly once: in the ledger's database, or with other `offsets`."""
     wrapped = (offsets or ledger.offsets).exactly_once(listener or ledger.book)
     return consuming_own(cluster, ledger, wrapped, offsets, **options)
 
 
 def refused(made: AbstractContextManager[Any], match: str, error: type[Exception] = OffsetStoreError) -> str:
-    """Fails unless a consumer does not start; returns what it says."""
+    """Check that a consumer does not start, and return the error text."""
     with pytest.raises(error, match=match) as raised:
         made.__enter__()
     return str(raised.value)
 
 
 def consuming_own(cluster: Any, ledger: Ledger, listener: Any, offsets: Any = None, **options: Any) -> Any:
-    """A consumer whose listener has transactions of its own, or wraps by itself."""
+    """A consumer whose listener has transactions itself, or uses its own wrapper."""
     given = {**EXACTLY_ONCE, "offset_store": offsets or ledger.offsets, **options}
     return consuming(cluster, TOPIC, GROUP, listener, **given)
 
 
 def until_all(cluster: Any, ledger: Ledger, bodies: list[str] = BODIES) -> None:
-    """Wait until as many bodies are booked."""
+    """Wait until this number of bodies is booked."""
     cluster.wait_until(lambda: len(ledger.bodies()) >= len(set(bodies)))
 
 
 def until_at(cluster: Any, ledger: Ledger, next_offset: int, queues: int = 1) -> None:
-    """Wait until each queue stands there in the database."""
+    """Wait until the database has these offsets."""
     cluster.wait_until(lambda: all(ledger.offset(queue_id=each) == next_offset for each in range(queues)))
 
 
 def consumed(cluster: Any, ledger: Ledger, bodies: list[str] = BODIES, queues: int = 4, **options: Any) -> None:
-    """Send messages, and have a consumer book them, which ends then."""
+    """Send messages, let a consumer book them, and close it."""
     send(cluster, bodies, queues)
     with billing(cluster, ledger, **options):
         until_all(cluster, ledger, bodies)
@@ -69,7 +69,7 @@ def booked_once(
     own: bool = False,
     **options: Any,
 ) -> None:
-    """Send messages to a new topic: a consumer books each once, and stands at the end of each queue."""
+    """Send messages to a new topic, and check that a consumer books each once and stores the end of each queue."""
     send(cluster, bodies, queues)
     consumer = consuming_own if own else billing
     with consumer(cluster, ledger, listener, offsets, **options):
@@ -81,7 +81,7 @@ def booked_once(
 
 @contextmanager
 def dead(ledger: Ledger) -> Iterator[None]:
-    """The server of the database has been killed; it starts again on the same port."""
+    """Kill the server of the database, and start it again on the same port."""
     server = ledger.database.server
     assert server is not None
     server.kill()
@@ -100,7 +100,7 @@ def continues_after(
     listener: Any = None,
     offsets: Any = None,
 ) -> ConsumerEvent:
-    """Consume before, in and after trouble of the database, which is nobody's failure; return what is said of it."""
+    """Consume before, during and after a failure of the database, which fails no message. Return its event."""
     before, after = BODIES[:10], BODIES[10:]
     send(cluster, before)
     with billing(cluster, ledger, listener, offsets, max_reconsume_times=0, on_event=events):

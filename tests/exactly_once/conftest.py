@@ -26,13 +26,13 @@ def ledger(database: Database) -> Iterator[Ledger]:
 
 @pytest.fixture
 def events() -> Events:
-    """Return what a test passes as `on_event`."""
+    """Return a recorder for `on_event`."""
     return Events()
 
 
 @pytest.fixture
 def reset(embedded: EmbeddedCluster, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
-    """`reset("--to", "earliest")` runs a command about the group; returns its code, and what it tells."""
+    """`reset("--to", "earliest")` runs a command for the group, and returns its exit code and output."""
     monkeypatch.setenv("LEDGER_URL", ledger.database.url)
 
     def run(*words: str, what: str = "reset") -> tuple[int, Any]:
@@ -51,7 +51,7 @@ def admin(embedded: EmbeddedCluster) -> Iterator[Admin]:
 
 @pytest.fixture
 def async_engine(ledger: Ledger) -> Iterator[AsyncEngine]:
-    """The ledger's database by an asynchronous driver."""
+    """The ledger's database with an asynchronous driver."""
     engine = create_async_engine(ledger.database.async_url)
     yield engine
     asyncio.run(engine.dispose())

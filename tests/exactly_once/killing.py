@@ -1,8 +1,8 @@
-"""Members that write a ledger are killed with -9, frozen and woken at random; in the end it has each message once.
+"""Members that write a ledger are killed with -9, frozen and woken at random. At the end it has each message once.
 
     python -m tests.exactly_once.killing --messages 200000 --version 5.5.0 --database postgresql
 
-With `--way commit-after`, or `known-elsewhere`, the members do what others do instead: controls, which must fail.
+With `--way commit-after`, or `known-elsewhere`, the members commit like other clients: controls, which must fail.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Report = Callable[[str], object]
 TOPIC, GROUP = "ledger-orders", "ledger-app"
 MEMBERS = 3
 BATCH = 50
-"""How many messages are sent together."""
+"""The number of messages that are sent together."""
 MOST_AHEAD = 2000
-"""How many messages may wait, so that there are some all the time."""
+"""The number of messages that may wait, so that members always have some."""
 SETTLE_S = 240.0
-"""How long the last messages may take: a member that was killed is missed after two minutes, at the latest."""
+"""How long the last messages may take. The broker notices a killed member within two minutes."""
 
 
 class Members:
-    """Processes that come to harm."""
+    """Processes that are killed and frozen."""
 
     def __init__(self, way: str, url: str, name_server: str, topic: str, group: str, seed: int) -> None:
         self.killed = self.frozen = 0
@@ -59,7 +59,7 @@ class Members:
         }
         self._command = [sys.executable, "-m", "tests.exactly_once.member", way, url, topic, json.dumps(options)]
         self._running: list[subprocess.Popen[bytes]] = []
-        self._asleep: list[tuple[float, subprocess.Popen[bytes]]] = []  # until when, and who
+        self._asleep: list[tuple[float, subprocess.Popen[bytes]]] = []  # the end of the freeze, and the process
 
     def start(self) -> None:
         self._running.append(subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
@@ -79,14 +79,14 @@ class Members:
             victim.send_signal(signal.SIGSTOP)
             self._asleep.append((time.monotonic() + self._random.uniform(0.5, 12), victim))
             self.frozen += 1
-            self.start()  # which takes queues from who stands still
+            self.start()  # it takes queues from frozen members
         elif kind == "join" and len(self._running) < 2 * MEMBERS:
             self.start()
         while len(self._running) > 2 * MEMBERS:
             self._end(self._running.pop(0))
 
     def wake(self, everybody: bool = False) -> None:
-        """Have those go on whose time has come."""
+        """Wake the processes whose freeze has ended."""
         now = time.monotonic()
         for until, sleeper in list(self._asleep):
             if everybody or now >= until:
@@ -107,7 +107,7 @@ class Members:
 
 @contextmanager
 def database_of(kind: str) -> Iterator[Database]:
-    """Return an empty database of a kind, which is gone afterwards."""
+    """Yield an empty database of a kind, and remove it afterwards."""
     with ExitStack() as stack:
         if kind in SERVERS:
             yield stack.enter_context(running(kind)).new_database()
@@ -129,7 +129,7 @@ def run(
     group: str = GROUP,
     report: Report = lambda text: None,
 ) -> str:
-    """Send messages, and disturb who consumes them; returns what is wrong in the end, "" if nothing is."""
+    """Send messages, and disturb their consumers. Return the errors found at the end, "" without any."""
     engine = create_engine(database.url)
     ledger = Ledger(engine)
     DatabaseOffsets(engine).create_tables()
@@ -148,7 +148,7 @@ def run(
         deadline = time.monotonic() + SETTLE_S
         while ledger.distinct() < messages and time.monotonic() < deadline and not ledger.repeats():
             time.sleep(0.2)
-        time.sleep(2)  # what should not come comes now
+        time.sleep(2)  # duplicates would arrive now
         with engine.connect() as connection:
             rows = connection.execute(text("SELECT body, queue_id, queue_offset FROM ledger")).all()
     finally:
@@ -165,22 +165,22 @@ def run(
 
 
 class Ledger:
-    """What is in the ledger, as far as it can be looked at: a frozen member may have locked a file of SQLite."""
+    """Reads the ledger, if it can be read: a frozen member may have locked an SQLite file."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._known: dict[str, int] = {}
 
     def booked(self) -> int:
-        """Return how many effects there are."""
+        """Return the number of effects."""
         return self._count("SELECT COUNT(*) FROM ledger")
 
     def distinct(self) -> int:
-        """Return how many messages have one."""
+        """Return the number of messages with an effect."""
         return self._count("SELECT COUNT(DISTINCT body) FROM ledger")
 
     def repeats(self) -> int:
-        """Return how many a message has too many; if there are any, there is nothing more to find."""
+        """Return the number of duplicate effects. If there are any, the run can end."""
         positions = "SELECT COUNT(*) FROM (SELECT DISTINCT queue_id, queue_offset FROM ledger) places"
         return self._count(f"SELECT COUNT(*) - ({positions}) FROM ledger")
 
@@ -204,7 +204,7 @@ def _send_and_disturb(
     ledger: Ledger,
     report: Report,
 ) -> None:
-    sent = done = disturbed = 0  # disturbed: how much was booked when somebody was disturbed last
+    sent = done = disturbed = 0  # disturbed: the number of bookings at the last disturbance
     began = time.monotonic()
     next_at, reported_at, log_checked_at = began + every_s, began, 0.0
     with Producer(name_server=cluster.name_server) as producer:
@@ -230,7 +230,7 @@ def _send_and_disturb(
 
 
 def main() -> int:
-    """Run it once, and say what came of it."""
+    """Run it once, and print the result."""
     parser = argparse.ArgumentParser(prog="python -m tests.exactly_once.killing", description=__doc__)
     parser.add_argument("--messages", type=int, default=5000, help="(%(default)s)")
     parser.add_argument("--version", default=NEWEST, help="of the broker, or embedded (%(default)s)")

@@ -1,4 +1,4 @@
-"""A table of effects, where each is to be once, and the offsets beside it."""
+"""A table of effects, which must have each effect once, and the offsets in the same database."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ BODIES = [str(number) for number in range(100)]
 
 
 class Ledger:
-    """Effects in a database, and the offsets beside them."""
+    """Effects in a database, and the offsets in the same one."""
 
     def __init__(self, database: Database, **options: Any) -> None:
         self.database = database
         self.engine: Engine = database.engine()
-        with self.engine.begin() as connection:  # nothing keeps an effect from being there twice
+        with self.engine.begin() as connection:  # no constraint prevents a duplicate effect
             connection.execute(text("CREATE TABLE ledger(body VARCHAR(64), queue_id INTEGER, queue_offset BIGINT)"))
         self.offsets = DatabaseOffsets(self.engine, **options)
         self.offsets.create_tables()
@@ -45,7 +45,7 @@ class Ledger:
         return [tuple(each) for each in self.query("SELECT * FROM ledger ORDER BY queue_id, queue_offset")]
 
     def bodies(self) -> Counter[str]:
-        """Return how often each body has its effect."""
+        """Return the number of effects of each body."""
         return Counter(body for body, _, _ in self.rows())
 
     def query(self, statement: str, **values: Any) -> list[Any]:
@@ -54,12 +54,12 @@ class Ledger:
             return list(connection.execute(text(statement), values))
 
     def execute(self, statement: str, **values: Any) -> None:
-        """Do something in a transaction of its own."""
+        """Execute a statement in a separate transaction."""
         with self.engine.begin() as connection:
             connection.execute(text(statement), values)
 
     def offset(self, group: str = GROUP, queue_id: int = 0, topic: str = TOPIC) -> int | None:
-        """Return where a queue stands."""
+        """Return the stored offset of a queue."""
         found = [each for each in self.offsets.offsets(group, topic) if each.queue.queue_id == queue_id]
         return found[0].next_offset if found else None
 
@@ -81,7 +81,7 @@ def ledger_in(database: Database, **options: Any) -> Iterator[Ledger]:
 
 @contextmanager
 def offsets_driven(ledger: Ledger, before: Callable[[str], None]) -> Iterator[DatabaseOffsets]:
-    """The offsets of a ledger in SQLite, by a driver that calls `before` with each of their statements."""
+    """The offsets of a ledger in SQLite, with a driver that calls `before` with each of their statements."""
 
     class Driver(sqlite3.Connection):
         def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
@@ -94,5 +94,5 @@ def offsets_driven(ledger: Ledger, before: Callable[[str], None]) -> Iterator[Da
 
 
 def once(bodies: list[str]) -> Counter[str]:
-    """Return what a ledger is to hold."""
+    """Return the expected bodies of a ledger."""
     return Counter(dict.fromkeys(bodies, 1))

@@ -1,4 +1,4 @@
-"""A consumer in a process of its own that writes a ledger, in one of several ways: only one of them is right."""
+"""A consumer in a separate process that writes a ledger in one of several ways. Only one of them is right."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ WAYS = ("exactly-once", "commit-after", "known-elsewhere")
 
 
 def book(messages: list[Message], connection: Connection) -> None:
-    """Have an effect for each message; take a little time before and after it."""
+    """Write an effect for each message, with a short pause before and after it."""
     time.sleep(random.uniform(0, 0.002))
     connection.execute(INSERT, [row(each) for each in messages])
     time.sleep(random.uniform(0, 0.002))
 
 
 def main(way: str, url: str, topic: str, options: dict[str, Any]) -> None:
-    """Consume until somebody kills this process."""
+    """Consume until the process is killed."""
     engine = create_engine(url)
     offsets = DatabaseOffsets(engine)
 
     def commit_after(messages: list[Message]) -> None:
-        """Control: the effect is committed, and the offset by the consumer, later."""
+        """Control: the effect is committed first, and the consumer commits the offset later."""
         with engine.begin() as connection:
             book(messages, connection)
 
     def known_elsewhere(messages: list[Message]) -> None:
-        """Control: what was consumed is noted, but not in the transaction of its effect."""
+        """Control: consumed messages are recorded, but not in the transaction of the effect."""
         with engine.connect() as connection:
             known = set(connection.execute(text("SELECT body FROM processed")).scalars())
         if fresh := [message for message in messages if message.body.decode() not in known]:

@@ -1,4 +1,4 @@
-"""Sessions, asyncio and Django: each has its effects once, in its own way."""
+"""Sessions, asyncio and Django: each has its effects once."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_listener_that_is_cancelled_is_rolled_back(embedded, ledger, async_eng
 
 @pytest.fixture
 def alias(ledger) -> Iterator[str]:
-    """The ledger's database as one of Django's."""
+    """The ledger's database as a database of Django."""
     import django
     from django.conf import settings
     from django.db import connections

@@ -1,4 +1,4 @@
-"""What a store of offsets is made with: addresses with passwords, engines, options. What cannot work is refused."""
+"""How a store of offsets is created: addresses with passwords, engines, options. Those that cannot work are refused."""
 
 import pytest
 from sqlalchemy import create_engine, make_url, text
@@ -66,7 +66,7 @@ def test_secrets_are_not_shown():
     shown = repr(DatabaseOffsets(create_engine("postgresql+psycopg://app:swordfish@db/app")))
     assert "swordfish" not in shown and "***@db/app" in shown
     url = "postgresql+psycopg://app@127.0.0.1:1/app?options=-cx%3Dswordfish&credential=swordfish&sslmode=disable"
-    shown = repr(DatabaseOffsets.at(url))  # what is not known to be no secret is one
+    shown = repr(DatabaseOffsets.at(url))  # any option that may be a secret is hidden
     assert "swordfish" not in shown and "sslmode=disable" in shown
 
 
@@ -142,7 +142,7 @@ def test_the_tables_can_be_made_from_what_is_printed(database, capsys):
     statements = [each for each in capsys.readouterr().out.split(";\n") if each.strip()]
     assert len(statements) == len(ddl(kind, table, with_inbox=True))
     engine = database.engine()
-    for _ in range(2):  # the second time there is nothing to do
+    for _ in range(2):  # the second call has nothing to do
         with engine.begin() as connection:
             for statement in statements:
                 connection.execute(text(statement))
@@ -197,7 +197,7 @@ WRONG = {
     "must be a SQLAlchemy Engine": lambda ledger, url: DatabaseOffsets(url),
     "pip install PyMySQL": lambda ledger, url: DatabaseOffsets.at("mysql://app@db/app"),
     "in memory": lambda ledger, url: DatabaseOffsets(create_engine("sqlite://")),
-    # its threads would commit each other's halves
+    # its threads would commit parts of each other's transactions
     "StaticPool": lambda ledger, url: DatabaseOffsets(create_engine(url, poolclass=StaticPool)),
     "create_async_engine": lambda ledger, url: DatabaseOffsets(create_engine(url.replace(":", "+aiosqlite:", 1))),
     r"sessionmaker\(engine\)": lambda ledger, url: DatabaseOffsets(sessionmaker()),

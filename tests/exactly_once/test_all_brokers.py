@@ -24,7 +24,7 @@ def group(names):
 
 @pytest.fixture
 def billing(cluster, topic, group, ledger):
-    """Makes members of a group that books."""
+    """Creates members of a group that books."""
 
     def make(**options):
         given = {**EXACTLY_ONCE, "offset_store": ledger.offsets, **options}

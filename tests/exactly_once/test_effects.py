@@ -1,4 +1,4 @@
-"""A listener's effect and its offset commit together, whatever happens to either."""
+"""A listener's effect and its offset commit together, or neither does."""
 
 import threading
 
@@ -75,7 +75,7 @@ def test_one_message_at_a_time(embedded, ledger):
 
 
 def test_a_member_that_lost_its_claim_changes_nothing(embedded, ledger, events):
-    """As after a freeze: another member has the queue, and what this one still does is undone."""
+    """As after a freeze: another member has the queue, and late work of this one is rolled back."""
     once_only, taken = threading.Event(), threading.Event()
 
     def book(messages, connection):
@@ -109,7 +109,7 @@ def test_two_members_share_queues_and_hand_them_over(embedded, ledger):
 
 
 def no_start(cluster, offsets, match):
-    """Fails unless no consumer starts with these offsets."""
+    """Check that no consumer starts with these offsets."""
     cluster.create_topic(TOPIC)
     refused(consuming(cluster, TOPIC, GROUP, lambda messages: None, offset_store=offsets, orderly=True), match)
 

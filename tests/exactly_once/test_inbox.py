@@ -1,4 +1,4 @@
-"""Messages that a producer stored twice, and logs that are not the ones that were consumed."""
+"""Messages that a producer stored twice, and logs that differ from the consumed ones."""
 
 import time
 from contextlib import contextmanager
@@ -81,11 +81,11 @@ def test_old_ids_are_forgotten_however_few_new_ones_come(embedded, with_inbox, c
         until_all(embedded, with_inbox, BODIES[:count])
         in_group = "SELECT COUNT(*) FROM pyrocket_inbox WHERE consumer_group = :g"
         embedded.wait_until(lambda: with_inbox.query(in_group, g=GROUP) == [(count,)], 10)
-        assert with_inbox.query(in_group, g="another") == [(3000,)]  # it may have an inbox_days of its own
+        assert with_inbox.query(in_group, g="another") == [(3000,)]  # it may have another inbox_days
 
 
 def test_others_that_share_an_id_are_consumed(embedded, with_inbox):
-    """Items of a batch at some brokers; a message that was sent on to another topic of the group."""
+    """Items of a batch at some brokers; a message that was forwarded to another topic of the group."""
     embedded.create_topic(TOPIC, queues=1)
     embedded.create_topic("enriched", queues=1)
     for body in BODIES[:5]:
@@ -104,7 +104,7 @@ def test_a_reset_consumes_messages_in_the_inbox_again(embedded, with_inbox, how)
     send_twice(embedded, BODIES[:5])
     with billing(embedded, with_inbox) as (consumer, _):
         until_at(embedded, with_inbox, 10)
-        with_inbox.execute("DELETE FROM ledger")  # to be built anew
+        with_inbox.execute("DELETE FROM ledger")  # to be created again
         if how == "member":
             consumer.reset_offsets(TOPIC, "earliest")
         else:
@@ -129,7 +129,7 @@ def test_ids_are_written_in_a_form_that_every_encoding_has(embedded, with_inbox)
 
 
 def remade(cluster, bodies, queues=1):
-    """The topic was deleted, and made anew with other messages."""
+    """The topic was deleted, and created again with other messages."""
     cluster.delete_topic(TOPIC)
     send(cluster, bodies, queues=queues)
 
@@ -145,10 +145,10 @@ def test_a_recreated_topic_is_not_consumed(embedded, ledger, events):
         consumer.subscribe("others", ledger.offsets.exactly_once(ledger.book))
         event = events.wait_for("log-diverged")
         assert event.facts["offset"] == 19 and event.queue == queue(TOPIC, 0)
-        until_all(embedded, ledger, [*BODIES[:20], "other"])  # everything else goes on
+        until_all(embedded, ledger, [*BODIES[:20], "other"])  # everything else continues
         assert ledger.bodies() == once([*BODIES[:20], "other"])
         assert len(events.of("log-diverged")) == 1
-        ledger.offsets.reset(GROUP, {queue(TOPIC, 0): 0}, reset_epoch=1)  # what an operator decides
+        ledger.offsets.reset(GROUP, {queue(TOPIC, 0): 0}, reset_epoch=1)  # the decision of an operator
         until_all(embedded, ledger, [*BODIES[:20], "other", *new])
     assert ledger.bodies() == once([*BODIES[:20], "other", *new])
 
@@ -186,13 +186,13 @@ def test_expired_messages_do_not_make_another_log(embedded, ledger, events):
 def test_the_table_may_have_a_name_of_its_own(embedded, database):
     with ledger_in(database, table="billing_offsets", inbox_days=1) as ledger:
         consumed(embedded, ledger, BODIES[:20])
-        ledger.offsets.create_tables()  # which are there
+        ledger.offsets.create_tables()  # they exist
         assert ledger.query("SELECT COUNT(*) FROM billing_offsets_inbox") == [(20,)]
 
 
 @contextmanager
 def while_it_runs(embedded, ledger, events):
-    """Twenty messages were consumed, and the consumer goes on."""
+    """Twenty messages were consumed, and the consumer continues."""
     send(embedded, BODIES[:20], queues=1)
     with billing(embedded, ledger, on_event=events, call_timeout_s=3.0, rebalance_interval_s=1.0):
         until_all(embedded, ledger, BODIES[:20])
@@ -201,7 +201,7 @@ def while_it_runs(embedded, ledger, events):
 
 @pytest.mark.parametrize("new", [3, 10])
 def test_a_fail_over_during_consumption_skips_nothing(embedded, ledger, events, new):
-    """The new master lacks the last five; others have stored something there before we ask."""
+    """The new master lacks the last five messages. Producers have stored others there before the member asks."""
     broker = embedded.broker("broker-a")
     with while_it_runs(embedded, ledger, events):
         broker.kill()
@@ -235,7 +235,7 @@ def test_a_broker_that_was_down_and_lost_nothing_continues(embedded, ledger, eve
 
 
 def test_a_log_that_only_ends_earlier_is_consumed(embedded, ledger, events):
-    """What was lost had nothing for us: the last message that was consumed is still there."""
+    """The lost messages do not matter, because the last consumed message is still there."""
     broker = embedded.broker("broker-a")
     embedded.create_topic(TOPIC, queues=1)
     for number in range(20):

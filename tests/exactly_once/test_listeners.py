@@ -1,4 +1,4 @@
-"""Whatever a listener does with its transaction and its messages: no effect is lost, and none comes twice."""
+"""A listener may do anything with its transaction and its messages. No effect is lost, and none happens twice."""
 
 import asyncio
 import sqlite3
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.databases("sqlite")
 
 @pytest.mark.parametrize("change", ["pop", "clear", "reverse"])
 def test_a_listener_may_change_its_list(embedded, ledger, change):
-    """What is committed with an effect is where the call ends, and not what is left of the list."""
+    """The offset that commits with an effect is the end of the call, even if the listener changes its list."""
     behind = []
 
     def book(messages, connection):
@@ -33,7 +33,7 @@ def test_a_listener_may_change_its_list(embedded, ledger, change):
         for _ in list(messages) if change == "pop" else [0]:
             getattr(messages, change)()
 
-    booked_once(embedded, ledger, book, queues=1, commit_interval_s=60)  # nothing but the listener's commits
+    booked_once(embedded, ledger, book, queues=1, commit_interval_s=60)  # only the listener's transaction commits
     assert set(behind) == {0}
 
 
@@ -88,7 +88,7 @@ def test_after_a_refused_part_the_whole_list_is_due(embedded, ledger):
         try:
             booked(first)
         except ValueError:
-            booked(rest)  # which is refused
+            booked(rest)  # this is refused
             booked(first)
             booked(rest[:1])
         else:
@@ -116,7 +116,7 @@ def own_transaction(ledger, messages):
 
 
 def noted(listener):
-    """Keep in its `errors` with what a listener's calls are refused."""
+    """Record the errors that refuse a listener's calls in its `errors`."""
 
     @wraps(listener)
     def call(*arguments):
@@ -188,7 +188,7 @@ def test_messages_of_an_uncommitted_advance_are_redelivered(embedded, ledger, ev
         ledger.offsets.advance(connection, messages)
         if len(calls) > 1:
             connection.commit()
-        connection.close()  # which rolls back what is not committed
+        connection.close()  # this rolls back uncommitted changes
 
     options = {"own": True, "on_event": events, "commit_interval_s": 0.2}
     booked_once(embedded, ledger, handle, queues=1, bodies=SOME[:8], **options)
@@ -213,7 +213,7 @@ def test_a_later_call_does_not_skip_an_earlier_one(embedded, ledger, events):
 
 
 def test_exactly_once_does_not_skip_an_advance(embedded, ledger, events):
-    """The first call has not committed what it called `advance` for; the next one, which is wrapped, is fenced."""
+    """The first call did not commit its `advance`. The next call, which is wrapped, is fenced."""
     booked, calls = ledger.offsets.exactly_once(ledger.book), []
 
     def handle(message):
@@ -246,7 +246,7 @@ def test_messages_committed_by_advance_are_not_given_up(embedded, ledger, events
         own_transaction(ledger, messages)
         raise ValueError("after the commit")
 
-    send(embedded, SOME, queues=1)  # more than one call takes
+    send(embedded, SOME, queues=1)  # more messages than one call takes
     with consuming_own(embedded, ledger, handle, on_event=events, max_reconsume_times=0):
         until_at(embedded, ledger, LAST)
         events.wait_for("listener-failed", 2)
@@ -328,7 +328,7 @@ def test_advance_is_refused_with_an_inbox(embedded, database, events):
 
 @pytest.mark.live
 def test_an_async_listener_that_fails_by_the_network_has_failed(embedded, ledger, async_engine, events):
-    """What it could not connect to is not the database."""
+    """The server that it could not connect to is not the database."""
 
     async def book(messages, connection):
         raise ConnectionRefusedError("a mail server, say")

@@ -21,11 +21,11 @@ pytestmark = pytest.mark.databases("sqlite")
 
 WHO, HOW = RequestCode.GET_CONSUMER_CONNECTION_LIST, RequestCode.GET_CONSUMER_RUNNING_INFO
 MAX_MEMBERS_PER_CHECK = 200
-"""In one look."""
+"""In one check."""
 
 
 def list_members(count, language, name="m{}"):
-    """A fault: the broker names so many members, of whom it knows nothing when it is to ask them."""
+    """A fault: the broker lists `count` members, and does not know them when a request must be relayed to them."""
     member = {"clientAddr": "1.1.1.1:1", "language": language, "version": 435}
     text = {
         "connectionSet": [{**member, "clientId": name.format(number)} for number in range(count)],
@@ -38,17 +38,17 @@ def list_members(count, language, name="m{}"):
 
 
 def late(cluster):
-    """A member of ours that comes later, without a database."""
+    """A member of this library that joins later, without a database."""
     return consuming(cluster, TOPIC, GROUP, orderly=True, instance_name="late")
 
 
 def is_refused(cluster, ledger, match):
-    """Fails unless a member that books does not start; returns what it says."""
+    """Check that a member that books does not start, and return the error text."""
     return refused(billing(cluster, ledger), match, ConfigError)
 
 
 def wait_for_checks(cluster, times):
-    """Wait until the members have been asked for more often."""
+    """Wait until the member list was requested this often again."""
     checks = count_requests(cluster, WHO)
     cluster.wait_until(lambda: count_requests(cluster, WHO) > checks + times)
 
@@ -87,7 +87,7 @@ def test_a_member_that_has_no_database_is_refused(embedded, ledger, fault):
     send(embedded)
     with consuming(embedded, TOPIC, GROUP, orderly=True) as (former, seen):
         seen.wait_for(len(BODIES))
-        if fault is not None:  # its first answer is not heard
+        if fault is not None:  # its first response is lost
             embedded.broker("broker-a").on(HOW, fault)
         is_refused(embedded, ledger, f"allow_foreign_members.*{former.client_id}.*not in a database")
     assert ledger.offsets.offsets(GROUP) == []
@@ -119,7 +119,7 @@ def test_a_broker_without_a_member_list_delays_no_start(embedded, ledger, caplog
 
 
 def test_a_foreign_member_unknown_at_the_start_is_reported_later(embedded, ledger, events, caplog):
-    """A start does not wait for those that are silent: a member of ours that hangs would end the group."""
+    """A start does not wait for silent members, because one hanging member would stop the whole group."""
     caplog.set_level(logging.WARNING)
     send(embedded)
     broker = embedded.broker("broker-a")
@@ -222,7 +222,7 @@ def test_members_with_another_database_are_refused(embedded, ledger, tmp_path):
 
 
 def test_a_subscription_of_a_consumer_that_runs_is_refused(embedded, ledger):
-    """As all examples have it: with the consumer, then the subscription."""
+    """As in all examples: first `with` the consumer, then the subscription."""
     embedded.create_topic(TOPIC)
     with (
         consuming(embedded, TOPIC, GROUP, orderly=True),

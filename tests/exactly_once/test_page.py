@@ -1,4 +1,4 @@
-"""The page's code and its examples run as a reader would run them, and survive being killed."""
+"""The code and the examples of the page run as a reader runs them, and survive a kill."""
 
 import re
 import shlex
@@ -27,13 +27,13 @@ def runs_programs(test):
 
 
 def in_file(path, statement):
-    """Return the rows of a query of a file of SQLite."""
+    """Return the rows of a query of an SQLite file."""
     with closing(sqlite3.connect(path)) as connection:
         return connection.execute(statement).fetchall()
 
 
 def ended(child, reached, what):
-    """Wait until a program is through, and have it end in order; returns what it said of errors."""
+    """Wait until a program has finished its work, and shut it down. Return its error output."""
     until(reached, what)
     until(lambda: _takes_sigterm(child.process), "join has begun")
     child.process.terminate()
@@ -42,7 +42,7 @@ def ended(child, reached, what):
 
 
 def killed(*arguments):
-    """Start a program, and kill it when it has consumed something."""
+    """Start a program, and kill it after it has consumed a message."""
     child = Child(*arguments)
     child.wait(lambda lines: len(lines) >= 3)
     child.process.kill()
@@ -90,7 +90,7 @@ def test_a_transaction_of_the_listener(tmp_path):
 
 @pytest.fixture
 def broker():
-    """What the page has run beside its programs."""
+    """The commands of the page that are not its programs."""
     (command,) = BROKER.splitlines()
     child = Child("-m", "pyrocket_consumer.cli", *shlex.split(command.replace(" --port 9876", ""))[1:])
     child.wait(lambda lines: any("name server: " in line for line in lines))
@@ -101,7 +101,7 @@ def broker():
 
 
 def followed(broker, tmp_path, program, target):
-    """Start the page's line of a program, send what the page sends, and end it when all of that was consumed."""
+    """Start a program with the command of the page, send its messages, and end it when all are consumed."""
     (line,) = [line for line in PROGRAMS.splitlines() if f"/{program}.py" in line]
     python, path, name_server, placeholder = line.split()
     assert (python, name_server) == ("python", ADDRESS)
@@ -150,10 +150,10 @@ def test_the_ledger_in_a_file(embedded, tmp_path, kind):
 
 @pytest.mark.databases("postgresql")
 def test_the_accounts_in_postgresql(embedded, database, balances):
-    """Killed, too; and though its calls lock the same rows at once, none waits for another that waits for it."""
+    """Also when killed. Its calls lock the same rows at once, but without a deadlock."""
     embedded.create_topic("payments", queues=4)
     for number in range(400):
-        for _ in range(1 + (number % 10 == 0)):  # some were sent twice
+        for _ in range(1 + (number % 10 == 0)):  # some messages were sent twice
             embedded.send("payments", f"a{number % 7}:{number}".encode(), properties={"UNIQ_KEY": f"payment-{number}"})
     arguments = [str(DOCS / "examples" / "ledger_postgres.py"), embedded.name_server, database.url]
     killed(*arguments)
@@ -164,7 +164,7 @@ def test_the_accounts_in_postgresql(embedded, database, balances):
     assert [*balances(found).values()] == [0]
 
 
-# --- what else the page has
+# --- the rest of the page
 
 
 def test_each_program_is_in_the_page():
@@ -191,7 +191,7 @@ asyncio.run(serve())
 
 @runs_programs
 def test_an_application_of_fastapi_books_as_long_as_it_lives(tmp_path):
-    """What a server does with the application's lifespan, without a server."""
+    """Runs the application's lifespan as a server does."""
     shutil.copy(DOCS / "examples" / "ledger_asyncio.py", tmp_path)
     with orders_arriving("orders") as cluster:
         assert "booked" in run_python(LIFESPAN + RUN_LIFESPAN, cluster, tmp_path)

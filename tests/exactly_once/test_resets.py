@@ -1,4 +1,4 @@
-"""Resets, and where groups are, when offsets are in a database: the same commands, with `--store`."""
+"""Resets and offsets of groups whose offsets are in a database: the same commands, with `--store`."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def test_a_group_that_does_not_run_is_reset(embedded, ledger, reset):
     assert [(each["current"], each["target"]) for each in output["plan"]["moves"]] == [(25, 10), (25, 20)]
     assert [each["text"] for each in output["result"]["outcomes"]] == ["in the database"] * 2
     assert "env:LEDGER_URL" in output["undo"][0] and "broker-a/0=25" in output["undo"][0]
-    assert embedded.committed(GROUP, TOPIC)[0] == 10  # for whoever looks there
+    assert embedded.committed(GROUP, TOPIC)[0] == 10  # for tools that read it there
     with billing(embedded, ledger):
         embedded.wait_until(lambda: len(ledger.rows()) >= 20)
     assert len(ledger.rows()) == 20
@@ -84,7 +84,7 @@ def test_queues_that_were_never_consumed_are_reset(embedded, ledger, admin, rese
 
 
 def test_a_reset_of_the_broker_reaches_members(embedded, ledger, admin):
-    """As a tool of Java's makes it: the broker tells members, and the row moves."""
+    """As a Java tool resets: the broker notifies members, and the row moves."""
     send(embedded)
     with billing(embedded, ledger) as (consumer, _):
         until_all(embedded, ledger)
@@ -97,7 +97,7 @@ def test_a_reset_of_the_broker_reaches_members(embedded, ledger, admin):
 
 
 def test_a_reset_of_the_broker_reaches_the_owner_of_the_queue(embedded, ledger, admin):
-    """Each of two members is told of all queues, and moves its own."""
+    """Each of two members gets the reset of all queues, and moves its own."""
     send(embedded)
     with billing(embedded, ledger, instance_name="one"), billing(embedded, ledger, instance_name="two") as (two, _):
         until_all(embedded, ledger)
@@ -109,7 +109,7 @@ def test_a_reset_of_the_broker_reaches_the_owner_of_the_queue(embedded, ledger, 
 
 
 def test_a_reset_of_a_queue_another_has_claimed_does_nothing(embedded, ledger, events):
-    """It is asked for while the member is just looking whether the queue is its own still."""
+    """The reset arrives while the member is checking its claims."""
     idle, checking, may_continue = threading.Event(), threading.Event(), threading.Event()
 
     def intercept(statement):
@@ -164,7 +164,7 @@ def test_a_reset_in_the_database_moves_a_running_group(embedded, ledger, events)
         until_all(embedded, ledger)
         ledger.execute("DELETE FROM ledger")
         ledger.offsets.reset(GROUP, {queue(TOPIC, number): 20 for number in range(4)}, reset_epoch=7)
-        for number in range(4):  # who has nothing to do hears of it when it has
+        for number in range(4):  # an idle member learns of it when it has a message
             embedded.send(TOPIC, f"new {number}".encode(), queue_id=number)
         embedded.wait_until(lambda: len(ledger.rows()) >= 24)
         events.wait_for("queue-fenced", 4)
@@ -189,7 +189,7 @@ def test_a_reset_of_a_member_moves_the_row_and_fences_running_calls(embedded, le
         epoch = ledger.offsets.offsets(GROUP, TOPIC)[0].epoch if ledger.database.kind != "sqlite" else 1
         mover = threading.Thread(target=lambda: consumer.reset_offsets(TOPIC, to={queue(TOPIC, 0): 90}))
         mover.start()
-        if ledger.database.kind != "sqlite":  # there the call that runs holds the whole database
+        if ledger.database.kind != "sqlite":  # there the running call locks the whole database
             embedded.wait_until(lambda: ledger.offsets.offsets(GROUP, TOPIC)[0].epoch == epoch + 1)
         go_on.set()
         mover.join(WAIT_S)
@@ -204,7 +204,7 @@ def test_a_reset_of_a_member_moves_the_row_and_fences_running_calls(embedded, le
 
 @pytest.fixture
 def moving():
-    """A group as it was before: its offsets are at the brokers, and what failed once came again by its retry topic."""
+    """A group before the move: its offsets are at the brokers, and failed messages came from its retry topic."""
     judged = set()
 
     def judge(message):
@@ -225,7 +225,7 @@ def moving():
 
 
 def send_late(cluster):
-    """Have a message come by the retry topic and by the topic each, which has had no effect yet."""
+    """Make one message arrive from the retry topic and one from the topic. Both had no effect yet."""
     cluster.send(RETRIES, b"failed", properties={"RETRY_TOPIC": TOPIC})
     cluster.send(TOPIC, b"new")
 
@@ -295,12 +295,12 @@ def test_the_retry_topic_of_a_namespace_is_reset_too(embedded, ledger):
     assert ledger.offset(f"team%{GROUP}", 0, wire_retries) == 2
 
 
-# --- what the database alone knows
+# --- facts that only the database has
 
 
 @pytest.mark.parametrize("what", ["show", "lag"])
 def test_a_group_that_the_database_has_rows_of_is_known(embedded, ledger, capsys, what):
-    """Brokers that were made anew know no group, and that is when an operator looks."""
+    """New brokers do not know the group. That is when an operator checks it."""
     embedded.create_topic(TOPIC, queues=2)
     embedded.send(TOPIC, count=6)
     ledger.offsets.reset(GROUP, {queue(TOPIC, number): number for number in (2, 3)}, 1)
@@ -327,7 +327,7 @@ def test_a_queue_that_is_consumed_to_its_end_is_shown(embedded, ledger, reset):
 
 @pytest.fixture
 def wrong(tmp_path):
-    """The address of a database that has the tables, and is another one."""
+    """The address of another database that has the tables."""
     url = f"sqlite:///{tmp_path}/wrong.db"
     engine = create_engine(url)
     DatabaseOffsets(engine).create_tables()
@@ -355,7 +355,7 @@ def test_a_reset_in_another_database_is_unconfirmed(embedded, ledger, wrong, cap
 
 
 def test_a_former_owner_that_does_not_claim_again_is_named(embedded, ledger, admin, wrong):
-    """As one that looks at a changed log once a minute; here it is looked for in a copy of its database."""
+    """As a member that checks a changed log once a minute. Here the reset uses a copy of its database."""
     send(embedded, queues=1)
     engine = create_engine(wrong)
     copy = DatabaseOffsets(engine)

@@ -1,4 +1,4 @@
-"""A database in trouble: what fails in the store's own statements is nobody's failure, and holds up what it must."""
+"""A failing database: an error in the store's statements fails no message, and delays only the affected queues."""
 
 import asyncio
 import multiprocessing
@@ -27,7 +27,7 @@ servers = pytest.mark.databases("postgresql", "mariadb")
 
 @contextmanager
 def locked(ledger, *queues):
-    """Another session has the rows of these queues locked."""
+    """Another session locks the rows of these queues."""
     where = "consumer_group = :g AND topic = :t AND broker_name = 'broker-a' AND queue_id = :q"
     statement = text(f"SELECT * FROM pyrocket_offsets WHERE {where} FOR UPDATE")
     with ledger.engine.connect() as connection, connection.begin():
@@ -38,7 +38,7 @@ def locked(ledger, *queues):
 
 @contextmanager
 def renamed(ledger, table="pyrocket_offsets"):
-    """The table is away, as during a migration."""
+    """The table is missing, as during a migration."""
     ledger.execute(f"ALTER TABLE {table} RENAME TO away")
     try:
         yield
@@ -46,7 +46,7 @@ def renamed(ledger, table="pyrocket_offsets"):
         ledger.execute(f"ALTER TABLE away RENAME TO {table}")
 
 
-# --- our own statements
+# --- statements of the store
 
 
 @pytest.mark.databases("mariadb")
@@ -145,7 +145,7 @@ def test_listeners_leave_a_connection_for_the_rest(embedded, ledger, events):
 
 @pytest.fixture
 def silent():
-    """The port of a server that takes connections, and says nothing."""
+    """The port of a server that accepts connections, and never responds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -171,7 +171,7 @@ def test_a_database_that_is_silent_keeps_no_close_waiting(embedded, silent, face
 
 @pytest.fixture
 def impatient(embedded, ledger):
-    """A ledger, and what makes a consumer that waits for writers of its database for a moment only."""
+    """A ledger, and a function that creates a consumer with a short timeout for locks of its database."""
     engine = create_engine(ledger.database.url, connect_args={"timeout": 0.1})
     offsets = DatabaseOffsets(engine)
 
@@ -202,7 +202,7 @@ def test_a_start_waits_for_a_writer(embedded, impatient):
 @pytest.mark.slow("SQLite waits in real time")
 @pytest.mark.databases("sqlite")
 def test_a_group_begins_with_messages_after_its_start(embedded, impatient):
-    """A new group begins with what comes after the start, also where its queues begin later."""
+    """A new group begins with messages after its start, even in queues that begin later."""
     ledger, make = impatient
     send(embedded, ["old"], queues=1)
     embedded.broker("broker-a").on(RequestCode.HEART_BEAT, loaded := Gate())
@@ -233,7 +233,7 @@ def test_many_queues_begin_in_few_transactions(embedded, ledger):
 
 @pytest.mark.databases("sqlite")
 def test_an_engine_that_begins_by_events_of_its_own(embedded, ledger):
-    """As SQLAlchemy's documentation has it for SQLite."""
+    """As SQLAlchemy's documentation recommends for SQLite."""
     engine = create_engine(ledger.database.url)
     event.listen(engine, "connect", lambda connection, record: setattr(connection, "isolation_level", None))
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
@@ -255,9 +255,12 @@ def test_an_invalid_row_is_named_and_stops_no_member(embedded, ledger, events, c
     with billing(embedded, ledger, on_event=events, commit_interval_s=0.1) as (consumer, _):
         send(embedded, MORE, queues=2, queue_id=1)
         until_all(embedded, ledger, [*SOME, *MORE])
-        if column != "queue_id" and (column, value) != ("epoch", "'abc'"):  # else it is nobody's, or 0 + 1 to SQLite
+        if column != "queue_id" and (column, value) != (
+            "epoch",
+            "'abc'",
+        ):  # otherwise SQLite reads it as 0 + 1, or it has no owner
             assert column in events.wait_for("store-unreachable").text
-        time.sleep(0.3)  # some looks at all claims
+        time.sleep(0.3)  # a few checks of all claims
         assert consumer.state.value == "running"
     assert not events.of("consumer-failed")
 
