@@ -138,7 +138,7 @@ soak: .venv/.test  ## test for hours with faults: 20 000 simulated worlds, inter
 	$(RUN)/python -m tests.simulation --seeds 0-999
 	$(RUN)/python -m tests.simulation.every_await
 	$(RUN)/python -m tests.simulation.producing --seeds 0-999
-	PYROCKET_TRIALS=100 $(RUN)/python -m pytest --real=none tests/consumer/lifecycle/test_any_order.py tests/producer/test_any_order_of_sending.py --timeout 20000
+	PYROCKET_TRIALS=100 $(RUN)/python -m pytest --real=none tests/consumer/lifecycle/test_random_calls.py tests/producer/test_random_calls.py --timeout 20000
 	PYROCKET_TRIALS=15 $(RUN)/python -m pytest --real=none tests/offsets --timeout 20000
 	$(RUN)/python -m tests.exactly_once.killing --messages 200000 --rate 1000 --version 5.5.0 --database postgresql
 
@@ -150,8 +150,8 @@ hostile: .venv/.test  ## run a consumer against a malicious server, 5 s for each
 	$(RUN)/python -m tests.hostile $(ARGS)
 
 spark-soak: java .venv/.test  ## kill a streaming query eight times, and run a writing query with faulty brokers; no row may be lost
-	PYROCKET_SPARK_KILLS=8 PYROCKET_SPARK_MESSAGES=80000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_kill.py
-	PYROCKET_SPARK_TROUBLES=12 PYROCKET_SPARK_MESSAGES=60000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_trouble.py
+	PYROCKET_SPARK_KILLS=8 PYROCKET_SPARK_MESSAGES=80000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_killed_query.py
+	PYROCKET_SPARK_TROUBLES=12 PYROCKET_SPARK_MESSAGES=60000 $(RUN)/python -m pytest --real=none -s -o faulthandler_timeout=0 tests/spark/test_faulty_brokers.py
 
 spark-versions: java .venv/.test .venv/constraints.txt  ## run the Spark tests with older releases, and with Delta: make spark-versions SPARK="4.0 4.1"
 	for version in $(SPARK); do \

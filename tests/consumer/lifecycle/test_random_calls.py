@@ -19,8 +19,8 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from pyrocket_consumer import AsyncPushConsumer, ConsumerState, Message, MessageQueue, PushConsumer, RocketError
 from pyrocket_consumer.testing import delay
-from tests.any_order import World, search
 from tests.consuming import WAIT_S, until
+from tests.random_calls import World, search
 from tests.simulation.history import Consumed, History
 
 pytestmark = pytest.mark.search

@@ -37,8 +37,8 @@ from pyrocket_consumer import (
 )
 from pyrocket_consumer.producer import OutgoingMessage
 from pyrocket_consumer.testing import Exchange
-from tests.any_order import FAULTS, World, search
 from tests.consuming import until
+from tests.random_calls import FAULTS, World, search
 
 pytestmark = pytest.mark.search
 
