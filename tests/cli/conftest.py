@@ -16,7 +16,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
-    """As the module's CLUSTER says, with its TOPIC."""
+    """A cluster with the module's CLUSTER options and its TOPIC."""
     with EmbeddedCluster(**getattr(request.module, "CLUSTER", {})) as cluster:
         cluster.create_topic(getattr(request.module, "TOPIC", "orders"), queues=getattr(request.module, "QUEUES", 1))
         yield cluster
@@ -24,7 +24,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[EmbeddedCluster]:
 
 @pytest.fixture
 def pyrocket(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run `pyrocket …` in this process; returns the exit code, what it printed, and its standard error."""
+    """Run `pyrocket …` in this process; return the exit code, its output, and its standard error."""
 
     def run(*arguments: str, given: bytes = b"") -> tuple[int, str, str]:
         capsys.readouterr()

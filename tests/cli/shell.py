@@ -1,4 +1,4 @@
-"""The command in a process of its own, as a shell runs it."""
+"""The command in its own process, as a shell runs it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(*arguments: str, command: Sequence[str] = COMMAND, env: Any = None, **how: Any) -> Any:
-    """Run `pyrocket …`; returns the ended process, with bytes unless `how` says otherwise."""
+    """Run `pyrocket …`; return the ended process, with bytes unless `how` contains `text`."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
     done = subprocess.run([*command, *arguments], timeout=120, env=environment(**(env or {})), check=False, **streams)
     assert "Traceback" not in (done.stderr if how.get("text") else done.stderr.decode()), done.stderr
@@ -47,7 +47,7 @@ class Running:
         )
         self.send_signal = self.process.send_signal
         self.stderr = ""
-        """What it told on standard error, once it has ended."""
+        """Its standard error, after its end."""
 
     def __enter__(self) -> Self:
         return self
@@ -66,18 +66,18 @@ class Running:
         return [self.process.stdout.readline().decode().rstrip("\n") for _ in range(count)]
 
     def wait_for_error_line(self, text: str) -> None:
-        """Wait for the line on standard error that has `text`."""
+        """Wait for the line on standard error that contains `text`."""
         assert self.process.stderr is not None
         while text not in (line := self.process.stderr.readline().decode()):
-            assert line, f"{text!r} was not told"
+            assert line, f"{text!r} was not printed"
 
     def leave(self) -> None:
-        """Read no more, as `head` does."""
+        """Close the output, as `head` does."""
         assert self.process.stdout is not None
         self.process.stdout.close()
 
     def end(self, within_s: float = 15.0) -> int:
-        """Wait until it ends; returns its exit code."""
+        """Wait until it ends; return its exit code."""
         assert self.process.stderr is not None
         began = time.monotonic()
         code = self.process.wait(60)

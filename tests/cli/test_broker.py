@@ -1,4 +1,4 @@
-"""`pyrocket broker`: a cluster in memory to try things out with."""
+"""`pyrocket broker`: a cluster in memory, for experiments and tests."""
 
 from __future__ import annotations
 

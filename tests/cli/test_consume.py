@@ -1,4 +1,4 @@
-"""`pyrocket consume`: what it prints, and what it leaves."""
+"""`pyrocket consume`: its output, and its effects on the cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def orders(cluster):
 
 @pytest.fixture
 def many(cluster):
-    """A topic in which much more is ready than will be printed."""
+    """A topic with many more messages than are printed."""
     cluster.create_topic("orders", queues=4)
     cluster.send("orders", lambda number: b"m%d" % number, count=MANY)
     return cluster
@@ -40,7 +40,7 @@ def many(cluster):
 
 @pytest.fixture
 def consume(cluster, pyrocket):
-    """Run it with these arguments; returns the lines that it printed, and what it told on standard error."""
+    """Run it with these arguments; return the lines of its output, and its standard error."""
 
     def run(*arguments):
         code, printed, stderr = pyrocket("consume", "orders", "-n", cluster.name_server, *arguments)
@@ -55,7 +55,7 @@ def running(cluster, *arguments, **options):
 
 
 def assert_only_committed(cluster, count):
-    """Nothing was sent back, nothing else was acknowledged, and nobody is a member any more."""
+    """Check that only `count` messages were acknowledged, none was sent back, and no member is left."""
     assert sum(cluster.committed("g", "orders").values()) == count
     assert_nothing_was_sent_back(cluster)
 
@@ -159,11 +159,11 @@ def test_a_broadcasting_group_is_not_joined(orders, pyrocket, tmp_path):
     assert orders.committed("g", "orders") == {}
 
 
-# --- as an onlooker
+# --- without a group
 
 
 def groups_asked(cluster):
-    """Return the groups that heartbeats and commits named."""
+    """Return the groups in heartbeats and commits."""
     broker = cluster.broker("broker-a")
     commits = {each.command.fields["consumerGroup"] for each in broker.requests(RequestCode.UPDATE_CONSUMER_OFFSET)}
     return commits | {f"heartbeat {number}" for number, _ in enumerate(broker.requests(RequestCode.HEART_BEAT))}
@@ -244,7 +244,7 @@ def test_follow_retries_a_failing_broker(orders):
 
 def test_messages_deleted_meanwhile_are_reported(orders, consume):
     broker = orders.broker("broker-a")
-    broker.on(RequestCode.GET_MIN_OFFSET, answer(0, fields={"offset": "0"}))  # what it was a moment ago
+    broker.on(RequestCode.GET_MIN_OFFSET, answer(0, fields={"offset": "0"}))  # the offset before the deletion
     broker.delete_before("orders", 0, 3)
     printed, stderr = consume()
     assert [line.rpartition(" ")[2] for line in printed] == ["m3", "m4"]
@@ -274,7 +274,7 @@ def test_a_denied_read_names_the_required_right(orders, pyrocket):
 
 @pytest.mark.parametrize("as_member", [[], [*MEMBER, "--count", "10"]], ids=["looking", "member"])
 def test_damaged_bodies_are_reported_in_their_place(orders, consume, as_member):
-    """One that holds more than is unpacked, an inner batch of a hundred thousand messages, and a damaged one."""
+    """One body unpacks to too many bytes, one is an inner batch of a hundred thousand messages, and one is damaged."""
     send(orders, "orders", zlib.compress(bytes(65 << 20)), sys_flag=ZLIB)
     send(orders, "orders", struct.pack(">IIIiIH", 22, 0, 0, 0, 0, 0) * 100_000, sys_flag=0xC0)
     send(orders, "orders", b"no zlib", sys_flag=ZLIB)

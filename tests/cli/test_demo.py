@@ -1,4 +1,4 @@
-"""The demo, played to its end: what it says of members that are killed, and of their ledger."""
+"""The whole demo: its results for killed members, and for their ledger."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pyrocket_consumer.cli.demo import Ledger, report
 from tests.cli.shell import run
 
 WITHOUT = "import sys; sys.modules['sqlalchemy'] = None\n"
-"""As if it were not installed."""
+"""Hides SQLAlchemy, as if it were not installed."""
 
 HINT = "pip install 'pyrocket-consumer[sql]' shows a ledger"
 
 
 def demo(*arguments, before=""):
-    """Play it with 600 messages; returns the ended process."""
+    """Run it with 600 messages; return the ended process."""
     code = f"{before}import sys; from pyrocket_consumer.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "demo", "--messages", "600"]
     return run(*arguments, command=command, text=True)

@@ -1,4 +1,4 @@
-"""`pyrocket offsets`: what it shows, plans, does, and with which exit code it ends."""
+"""`pyrocket offsets`: its output, its plans, its effects, and its exit codes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stores(tmp_path):
 
 @pytest.fixture
 def consumed_before(embedded):
-    """The group G has consumed everything, and left."""
+    """The group G has consumed all messages, and its member has left."""
     with consuming(embedded, "T", "G") as (_, seen):
         wait_until_seen(seen, 1, 20)
     until(lambda: embedded.members("G") == [], "it has left")
@@ -44,7 +44,7 @@ def consumed_before(embedded):
 
 @pytest.fixture
 def offsets(embedded, pyrocket):
-    """Run `pyrocket offsets …`; returns the exit code, what it printed, and its standard error."""
+    """Run `pyrocket offsets …`; return the exit code, its output, and its standard error."""
     return lambda *arguments: pyrocket("offsets", *arguments, "-n", embedded.name_server)
 
 
@@ -111,7 +111,7 @@ def test_a_clustering_reset_is_undone_by_what_is_printed(embedded, consumed_befo
 
 
 def test_a_broadcasting_reset_is_undone_member_by_member(embedded, offsets, stores):
-    """They are at different places: one reset for all cannot bring them back."""
+    """The members have different offsets, so one reset for all cannot undo it."""
 
     def places(consumer) -> list[int | None]:
         return [progress.committed for _, progress in sorted(consumer.progress().items())]
@@ -200,7 +200,7 @@ def test_without_a_command_it_lists_the_commands(pyrocket):
 
 
 def test_the_command_an_orphaned_store_s_event_names_adopts_it(embedded, tmp_path, pyrocket):
-    """As the event says it, word for word."""
+    """Run the command exactly as the event has it."""
 
     def events_while_consuming(**options):
         events = Events()

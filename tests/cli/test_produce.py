@@ -1,4 +1,4 @@
-"""`pyrocket produce`: what it sends, and that it tells how much, however it ends."""
+"""`pyrocket produce`: it sends messages, and always prints their number at its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def command(cluster, *arguments):
 
 
 class Reading(Running):
-    """The command while it reads what it is given."""
+    """The running command, which reads standard input."""
 
     def __init__(self, cluster, *arguments):
         super().__init__(*command(cluster, *arguments, "-"))
@@ -45,7 +45,7 @@ def counted(count):
 
 
 def stopped(count, last=""):
-    """Return what it tells when it ends after so many lines."""
+    """Return its standard error if it stops after `count` lines."""
     last = last or f"line {count} of standard input"
     return f"pyrocket: stopped, {counted(count)} sent to orders; the last was {last}\n"
 
@@ -174,7 +174,7 @@ def test_a_reader_that_leaves_before_the_count(cluster):
 def test_a_line_that_is_too_long_is_named_and_not_kept_whole(cluster):
     with Reading(cluster) as reading:
         reading.give(b"a\n" + b"x" * (4 * 1024 * 1024 + 2), 1)
-        code = reading.end()  # the input goes on: it does not wait for the line's end
+        code = reading.end()  # it does not wait for the end of the line
     ended, why = reading.stderr.splitlines(keepends=True)
     assert (code, ended) == (1, stopped(1))
     assert why.startswith("pyrocket: line 2 of standard input has more than 4194304 bytes"), why

@@ -1,4 +1,4 @@
-"""A cluster with TLS and accounts, from the shell."""
+"""The shell with a cluster that uses TLS and accounts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.pages import ROOT
 
 pytestmark = pytest.mark.live
 
-CERTIFICATE = ROOT / "tests" / "spark" / "loopback.pem"  # of 127.0.0.1, signed by itself; of no worth
+CERTIFICATE = ROOT / "tests" / "spark" / "loopback.pem"  # of 127.0.0.1, self-signed; public
 ACCESS_KEY, SECRET_KEY = "reader", "do-not-show-12345"
 ACCOUNT = {"PYROCKET_ACCESS_KEY": ACCESS_KEY, "PYROCKET_SECRET_KEY": SECRET_KEY}
 TRUSTING = ("--tls-ca", str(CERTIFICATE))
@@ -20,7 +20,7 @@ TRUSTING = ("--tls-ca", str(CERTIFICATE))
 
 @pytest.fixture
 def secured(pyrocket, monkeypatch):
-    """Run `pyrocket …` for a cluster with TLS and an account; no output holds the secret."""
+    """Run `pyrocket …` for a cluster with TLS and an account. Its output must not contain the secret."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(CERTIFICATE)
 

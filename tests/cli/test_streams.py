@@ -1,4 +1,4 @@
-"""What is printed comes out on any console."""
+"""Output is readable on any console."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def orders(cluster):
 
 @pytest.fixture
 def console(monkeypatch):
-    """Run `pyrocket …` on a console with this encoding; returns the exit code, and the bytes that it wrote to both."""
+    """Run `pyrocket …` on a console with this encoding; return the exit code, and the bytes of both streams."""
 
     def run(encoding, *arguments):
         streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True) for _ in range(2)]
@@ -91,7 +91,7 @@ def test_json_is_json_on_any_console(orders, console, encoding):
 
 @pytest.mark.live
 def test_a_process_writes_escapes_as_well(orders):
-    """Where the encoding is that of the environment."""
+    """The environment sets the encoding."""
     done = run(*CONSUME, "-n", orders.name_server, env={"PYTHONIOENCODING": "ascii"})
     assert done.stdout == rb"T/broker-a/0@0  -  gr\xfcn \u20ac \U0001f600" + b"\n"
 
@@ -115,7 +115,7 @@ def test_a_reader_that_has_left_is_no_traceback(orders, output):
 
 
 def redirected(cluster, command, how):
-    """Run `pyrocket …` in a shell that redirects; returns the ended process."""
+    """Run `pyrocket …` in a shell that redirects; return the ended process."""
     line = shlex.join([*COMMAND, *command, "-n", cluster.name_server])
     return run(command=["sh", "-c", f"{line} {how}"])
 

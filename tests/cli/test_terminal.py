@@ -1,4 +1,4 @@
-"""What servers and messages say on somebody's terminal: it is shown, and never obeyed."""
+"""Escapes from servers and messages are shown on the terminal, and never executed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FORGED = "first\norders/broker-a/0@99  paid  forged"
 
 
 class SaidToBePrintable(str):
-    """Makes a member with a name that no option allows, as a member written by somebody else may have."""
+    """Makes a member with a name that no option allows, as another client's members may have."""
 
     def isprintable(self):
         return True
 
 
 def on_a_terminal(cluster, *arguments, code=0):
-    """Run the command with its output, and what it tells beside, on a terminal; returns what that got, by lines."""
+    """Run the command with stdout and stderr on a terminal; return the lines that the terminal got."""
     ours, theirs = pty.openpty()
     wide = environment(PYTHONUTF8="1", COLUMNS="300", TERM="dumb")
     command = [*COMMAND, *arguments, "-n", cluster.name_server]

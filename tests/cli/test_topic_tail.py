@@ -1,4 +1,4 @@
-"""Looking at queues: what is beside the command itself."""
+"""The reader of queues behind `pyrocket consume` without a group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def client(orders):
 
 
 def seen(client, tailer, count):
-    """Return the places of so many messages that come."""
+    """Return queue and offset of the next `count` messages."""
     found = []
     while len(found) < count:
         found += client.run(tailer.new_messages(30), 60)

@@ -1,4 +1,4 @@
-"""What a new user may get wrong at the shell: one sentence says which value, what is allowed, and what to do."""
+"""Mistakes of a new user at the shell. One sentence has the value, the allowed values, and the remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE = {MessageQueue("T", "broker-a", 0): 5}
 
 @pytest.fixture
 def fail_with(pyrocket, monkeypatch):
-    """Run `pyrocket …`; returns the exit code and the one sentence on stderr."""
+    """Run `pyrocket …`; return the exit code and the one sentence on stderr."""
     monkeypatch.delenv("NAMESRV_ADDR", raising=False)
 
     def run(*arguments: str) -> tuple[int, str]:
@@ -39,7 +39,7 @@ def fail_with(pyrocket, monkeypatch):
 
 @pytest.fixture
 def store(tmp_path):
-    """Make a directory of a store with one offset, or with this text in its file; returns where it is."""
+    """Make a directory of a store with one offset, or with this text in its file; return its path."""
 
     def make(name, text=None):
         directory = tmp_path / name
@@ -80,7 +80,7 @@ def test_a_name_server_that_does_not_respond(fail_with):
         where = "{}:{}".format(*silent.getsockname())
         code, sentence = fail_with("produce", "T", "hello", "-n", where)
     assert code == 1
-    seconds = r"(3|2\.\d+)"  # what is left of them when the connection is there
+    seconds = r"(3|2\.\d+)"  # the rest of the timeout after connecting
     assert re.search(f"{where}: no answer within {seconds} s: it is busy or not well, or something else", sentence)
 
 

@@ -1,1 +1,1 @@
-"""Tests of what lets code run here that was written for other clients."""
+"""Tests of the compatibility with code that was written for other clients."""

@@ -1,6 +1,6 @@
-"""What a package offers to those who import it: read from the text of one, looked up in another that stands in for it.
+"""Compare the public names of a package, read from its sources, with those of another one that replaces it.
 
-The package to compare with is never imported: what it has is in its syntax trees.
+The old package is never imported. Its names are read from syntax trees.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from types import ModuleType
 
 CODES = range(-10, 100)
-"""Where status codes are looked for."""
+"""The status codes to try."""
 SPECIAL = ("__init__", "__enter__", "__exit__", "__getitem__", "__str__", "__bytes__", "__repr__")
 
 
 def differences(
     old: Mapping[str, str], ours: Mapping[str, ModuleType], *, left_out: Container[str] = (), added: Container[str] = ()
 ) -> list[str]:
-    """Return what those who used `old` would miss in `ours`, and what `ours` has besides; a line for each.
+    """Return a line for each name of `old` that `ours` lacks, and for each name that only `ours` has.
 
     `old`: the sources by module name. `left_out`: names that `ours` need not have, such as `ffi.dll`; `added`: names
     that only `ours` has. Parameters are named `client.Producer.start.wait`.
@@ -59,7 +59,7 @@ def _missing(
 
 
 def _top_level(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
-    """Yield the public names of a module and what they are defined by: all but what other packages are imported for."""
+    """Yield the public names of a module and their definitions, except imports from other packages."""
     for node in tree.body:
         for each in [*node.body, *node.orelse] if isinstance(node, ast.If) else [node]:
             if isinstance(each, ast.ClassDef | ast.FunctionDef):
@@ -110,7 +110,7 @@ def _class_differs(
 def _parameters_differ(
     where: str, node: ast.FunctionDef, ours: Callable[..., object], added: Container[str]
 ) -> Iterator[str]:
-    """Compare names, their order, defaults, how they can be passed; what was added must be optional, and last."""
+    """Compare names, order, defaults, and kinds of parameters. Added parameters must be optional, and last."""
     signature = inspect.signature(ours)
     mine = list(signature.parameters.values())
     wanted = _parameters(node.args)
@@ -134,7 +134,7 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 
 
 def _described(parameter: inspect.Parameter) -> str:
-    """Return a parameter as the old package would have written it; one that is passed in another way has marks."""
+    """Return a parameter as the old package would have written it; a parameter of another kind has marks."""
     default = parameter.default
     marks = {
         inspect.Parameter.POSITIONAL_ONLY: "positional only ",
@@ -150,7 +150,7 @@ def _described(parameter: inspect.Parameter) -> str:
 
 
 def _value_differs(where: str, node: ast.stmt, ours: object) -> Iterator[str]:
-    """Compare literals, and fields of named tuples; of what was computed there is only the name."""
+    """Compare literals, and fields of named tuples. Of a computed value, only the name counts."""
     assert isinstance(node, ast.Assign)
     if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "namedtuple":
         fields = tuple(ast.literal_eval(node.value.args[1]))
@@ -167,7 +167,7 @@ def _literal(node: ast.expr) -> list[str] | None:
 def _codes_differ(
     module: str, tree: ast.Module, trees: Mapping[str, ast.Module], ours: Mapping[str, ModuleType]
 ) -> Iterator[str]:
-    """Compare which exception is raised for each status code: the decorator names it there, `ffi_check` raises it."""
+    """Compare the exception of each status code. In the old package decorators name it; here `ffi_check` raises it."""
     check = next((each for name, each in _top_level(tree) if name == "ffi_check"), None)
     if not isinstance(check, ast.FunctionDef) or not hasattr(ours[module], "ffi_check"):
         return
@@ -219,7 +219,7 @@ def _besides(trees: Mapping[str, ast.Module], ours: Mapping[str, ModuleType], ad
 
 
 def _members(ours: type) -> set[str]:
-    """Return the public names of a class, without those any class of its kind has."""
+    """Return the public names of a class, without those that every class of its kind has."""
     kinds = (object, BaseException, Exception, enum.Enum, enum.IntEnum, int, str, tuple)
     common = {name for kind in kinds if kind in ours.__mro__ for name in dir(kind)}
     return {name for name in dir(ours) if not name.startswith("_")} - common

@@ -1,4 +1,4 @@
-"""The package that the facade stands in for, as its index has it: fetched by pip, read as text, never imported."""
+"""The package that the facade replaces, from the package index. pip fetches it; it is read as text, never imported."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ FETCH_TIMEOUT_S = 120
 def old_package() -> Path:
     """Return the directory of the source distribution; the first call for it downloads it (9 kB) into the cache.
 
-    pip checks the digest before it looks inside.
+    pip checks the digest before it unpacks the file.
 
     Raises:
-        AssertionError: pip could not get it; the text has what pip said.
+        AssertionError: pip failed; the text has its output.
     """
     target = cache_directory() / NAME
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
-            if not target.is_dir():  # else another process was quicker
+            if not target.is_dir():  # or another process was faster
                 _fetch(target)
     return target
 

@@ -1,4 +1,4 @@
-"""The port that samples name in their text: a cluster's name server can be reached there for a while."""
+"""Make a cluster's name server reachable for a while at the port that the samples contain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONNECT_TIMEOUT_S = 10
 
 @contextmanager
 def name_server_at_its_port(name_server: str) -> Iterator[None]:
-    """Pass what comes to 127.0.0.1:9876 on to a name server. Every test on this machine that does so waits its turn."""
+    """Forward connections to 127.0.0.1:9876 to a name server. Only one test of this machine can do so at a time."""
     host, port = name_server.rsplit(":", 1)
     with (
         FileLock(Path(tempfile.gettempdir()) / f"pyrocket-port-{PORT}.lock", timeout=TURN_TIMEOUT_S),

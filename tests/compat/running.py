@@ -1,4 +1,4 @@
-"""Programs written for the package that the facade stands in for, as processes of their own."""
+"""Run programs that were written for the package that the facade replaces, in their own processes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ INSTALL = "from pyrocket_consumer import compat; compat.install(); "
 def running(
     program: Path, *arguments: str, installed: bool = True, name: str = "__main__", then: str = ""
 ) -> Iterator[Child]:
-    """Run a program that is not changed, with the facade installed if it needs that. Warnings are errors.
+    """Run an unchanged program, with the facade installed if it needs that. Warnings are errors.
 
-    `name` is the module's name; with another than `__main__`, `then` may call what it has: `['main'](10)`.
+    `name` is the module's name. If it is not `__main__`, `then` may call a function of the module: `['main'](10)`.
     """
     first = f"import faulthandler, runpy, signal; faulthandler.register(signal.SIGUSR1); {INSTALL if installed else ''}"
     child = Child(

@@ -1,9 +1,9 @@
-"""A small shop: its orders, payments, mails and prices go over RocketMQ.
+"""A small shop that sends its orders, payments, mails and prices through RocketMQ.
 
     python service.py shop NAME_SERVER PREFIX DATABASE FIRST LAST
     python service.py worker NAME_SERVER PREFIX DATABASE
 
-Written for rocketmq-client-python 2.0.0, as its README and its source have it. SIGTERM ends either.
+It is written for rocketmq-client-python 2.0.0, by its README and its source. SIGTERM ends either process.
 """
 
 import json
@@ -47,7 +47,7 @@ def say(*words):
 
 
 class Database:
-    """Each call has a connection of its own: callbacks come on threads that are not ours."""
+    """Opens a connection for each call, because callbacks run on threads of the client."""
 
     def __init__(self, path):
         self.path = path
@@ -118,7 +118,7 @@ class Shop:
         self.producer.send_oneway(self.message("audit", order_id, f"sold {order_id}"))
 
     def charge(self, msg, user_args):
-        """The local transaction: some cards are declined, and sometimes we do not know whether we were quick enough."""
+        """Run the local transaction. Some cards are declined, and sometimes the result is unknown."""
         order_id, amount = int(msg.get_property("order")), json.loads(msg.body)["amount"]
         if order_id % 5 == 3:
             return TransactionStatus.ROLLBACK

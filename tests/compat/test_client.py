@@ -1,4 +1,4 @@
-"""What code written for rocketmq-client-python sees, where that is as it was, and where it is mended."""
+"""Code that was written for rocketmq-client-python sees the old behaviour, or a corrected one."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def consuming(cluster, topic, callback, expression="*", **options):
 
 @contextmanager
 def held_start(cluster, topic):
-    """Have a start wait until this is over, while one of its queues has a message already."""
+    """Hold a start until the end of this block, while one of its queues has a message."""
     gate = Gate()
     cluster.send(topic, b"x", broker_name="broker-a")
     cluster.broker("broker-b").on(RequestCode.QUERY_CONSUMER_OFFSET, gate, times=None)
@@ -115,7 +115,7 @@ def held_start(cluster, topic):
 
 
 def consumed(cluster, topic):
-    """Return how many messages lie before what is committed."""
+    """Return the number of messages before the committed offsets."""
     return sum(cluster.committed(f"g-{topic}", topic).values())
 
 
@@ -477,7 +477,7 @@ def test_a_rollback_is_never_delivered(cluster, topic, got):
     assert got.empty()
 
 
-# --- where the name servers are
+# --- addresses of name servers
 
 
 @contextmanager
@@ -523,7 +523,7 @@ def test_a_domain_without_name_servers_fails_the_start(answer, status, text):
 
 @contextmanager
 def speaking(parts, each_s):
-    """A server that says `parts` to whoever connects, with a pause before each, and then holds the line."""
+    """A server that sends `parts` to each client, with a pause before each, and then keeps the connection open."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def speak():
@@ -535,7 +535,7 @@ def speaking(parts, each_s):
                 while connection.recv(4096):
                     pass
 
-        with in_a_thread(speak):  # it ends when the client has left
+        with in_a_thread(speak):  # it ends when the client disconnects
             yield f"127.0.0.1:{server.getsockname()[1]}/nsaddr"
 
 
@@ -589,7 +589,7 @@ def test_an_endpoint_of_an_instance_has_its_namespace(cluster, got):
     consumer.subscribe("orders", got.put)
     for each in (consumer, producer):
         each.set_name_server_address(f"http://{name}.localhost:{cluster.name_server.rpartition(':')[2]}/")
-        each._address = cluster.name_server  # its host has no address here
+        each._address = cluster.name_server  # its host name cannot be resolved here
     with consumer, producer:
         producer.send_sync(message("orders"))
         assert got.get(timeout=WAIT_S).topic == "orders"
@@ -612,7 +612,7 @@ def test_a_topic_of_an_instance_is_received_as_it_is_named(cluster, topic, got):
     assert decided == [whole]
 
 
-# --- what is refused
+# --- refused arguments
 
 
 def test_a_too_large_body_is_an_error_of_the_old_package(cluster, topic):
@@ -816,7 +816,7 @@ def test_functions_are_checked_before_anything_is_sent(cluster, topic):
         producer.send_message_in_transaction(message(topic), None)
 
 
-# --- what has no meaning any more
+# --- options without effect
 
 
 def test_options_without_effect_are_logged_once(caplog):
@@ -825,7 +825,9 @@ def test_options_without_effect_are_logged_once(caplog):
         consumer.set_message_batch_max_size(32)
         for each in (producer, consumer):
             each.set_message_trace(True)
-            ffi.dll.SetProducerLogPath(each._handle, b"/tmp/logs")  # how applications reached what had no method
+            ffi.dll.SetProducerLogPath(
+                each._handle, b"/tmp/logs"
+            )  # applications call functions that have no method like this
             ffi.dll.SetPushConsumerLogFileNumAndSize(each._handle, 3, 100)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(set(lines)) <= 4
@@ -901,7 +903,7 @@ def run(script: str, cluster, topic, begin=BEGIN, **options):
 @pytest.mark.live
 def test_the_end_of_the_process_stores_offsets(cluster, topic):
     script = """
-    consumer_with(lambda msg: print(msg.body)).start()  # nobody holds it
+    consumer_with(lambda msg: print(msg.body)).start()  # without a reference to it
     print("started")
     while True:
         time.sleep(3600)

@@ -1,4 +1,4 @@
-"""The facade has every public name of the package it stands in for, as that package's own text defines it."""
+"""The facade has every public name of the package that it replaces, as that package's sources define it."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Sender(Base):
 
 
 def facade_of(sources: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """Make modules of texts; they import each other as parts of `old_facade`."""
+    """Make modules from sources; they import each other as parts of `old_facade`."""
     modules = {}
     for name, source in sources.items():
         module = modules[name] = ModuleType(f"old_facade.{name}")

@@ -1,4 +1,4 @@
-"""Every code block of the page for those who come from rocketmq-client-python runs, as a reader would run it."""
+"""Every code block of the page for users of rocketmq-client-python runs, as a reader would run it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.pages import DOCS, blocks, orders_arriving, run_python
 
 BLOCKS = blocks(DOCS / "from-rocketmq-client-python.md", "python")
 PRINTED = ["0 ", "", "b'an order'", "0 ['", "", ""]
-"""What each block prints, or part of it."""
+"""The output of each block, or a part of it."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The samples of the package that the facade stands in for, and the code of its README, run as they are."""
+"""The samples of the package that the facade replaces, and the code of its README, run unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.live,
     pytest.mark.slow("the old package's samples wait"),
     pytest.mark.versions("4.9.7", "5.5.0"),
-    pytest.mark.timeout(900),  # others may have the port first
+    pytest.mark.timeout(900),  # another test may hold the port
 ]
 
 QUICK_CHECKS = {"transactionCheckInterval": "1000", "transactionTimeOut": "1000"}
@@ -53,7 +53,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Abstrac
 
 @pytest.fixture
 def cluster_at_port(cluster) -> Iterator[Any]:
-    """A cluster that is found where the samples look for it."""
+    """A cluster at the address in the samples."""
     with name_server_at_its_port(cluster.name_server):
         yield cluster
 
@@ -63,7 +63,7 @@ def sample(name: str) -> Path:
 
 
 def readme_code(tmp_path: Path, number: int) -> Path:
-    """Return a file with one of the two programs of the README: 0 sends, 1 consumes."""
+    """Return a file with one of the README's two programs: 0 sends, 1 consumes."""
     blocks = re.findall(r"```python\n(.*?)```", (old_package() / "README.md").read_text(), re.DOTALL)
     assert len(blocks) == 2
     path = tmp_path / f"readme_{number}.py"
@@ -89,11 +89,11 @@ def stored(cluster, topic: str, ids: list[str]) -> list:
 
 
 def assert_interrupted(child: Child) -> None:
-    """Send Ctrl-C: the program ends at once as Python ends of it, and says nothing but where it was."""
+    """Send Ctrl-C, and check that the program ends at once with only Python's traceback."""
     child.send(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         child.process.wait(PROMPT_S / 2)
-    if child.process.poll() is None:  # a thread that began in this moment took it, and the sleep goes on
+    if child.process.poll() is None:  # a thread that just started received the signal, and the main thread still sleeps
         child.send(signal.SIGINT)
     assert child.ended(PROMPT_S) == -signal.SIGINT, child.errors
     assert child.errors[0].startswith("Traceback") and child.errors[-1] == "KeyboardInterrupt", child.errors
@@ -144,7 +144,7 @@ def test_the_sample_consumes_what_the_sample_sends(cluster_at_port, run):
 
 
 def has_printed(text: str, ids: list[str]) -> bool:
-    """Whether messages were printed, with body and property. Two threads' prints may be mingled, part by part."""
+    """Return whether messages were printed, with body and property. The parts of two threads' lines may be mixed."""
     times = {text.count(part) for part in ("b'message body'", "b'test'")}
     return all(each in text for each in ids) and len(times) == 1 and min(times) >= len(ids)
 
@@ -163,7 +163,7 @@ def test_the_code_of_the_readme_sends_and_consumes(cluster_at_port, run, tmp_pat
         (message,) = stored(cluster_at_port, "YOUR-TOPIC", [message_id])
         assert (status, int(offset)) == ("0", message.queue_offset)
         consumer.wait_for_line(f"{message_id} b'XXXX'")
-        (later,) = cluster_at_port.send("YOUR-TOPIC", b"later", delay_level=3)  # behind all that was to come again
+        (later,) = cluster_at_port.send("YOUR-TOPIC", b"later", delay_level=3)  # after all redeliveries
         consumer.wait_for_line(f"{later.message_id} b'later'")
         assert consumer.lines.count(f"{message_id} b'XXXX'") == 1
         assert_interrupted(consumer)
@@ -171,13 +171,13 @@ def test_the_code_of_the_readme_sends_and_consumes(cluster_at_port, run, tmp_pat
 
 
 def until_it_consumes(cluster, group: str, topic: str) -> None:
-    """Wait until each queue of the topic is somebody's: where it begins is stored before anything is pulled."""
+    """Wait until each queue of the topic has an owner, whose start offset is stored before it pulls."""
     queues = {message.queue.queue_id for message in cluster.messages(topic)}
     until(lambda: cluster.members(group), "the consumer is a member")
     until(lambda: queues <= cluster.committed(group, topic).keys(), "it has begun with every queue")
 
 
 def assert_it_left(cluster, group: str, topic: str) -> None:
-    """Check that a consumer ended in order: it is no member, and what it consumed is committed."""
+    """Check that a consumer closed: it is no longer a member, and its offsets are committed."""
     until(lambda: cluster.members(group) == [], "it has left the group")
     assert sum(cluster.committed(group, topic).values()) == len(cluster.messages(topic))

@@ -1,4 +1,4 @@
-"""A service written for the package that the facade stands in for runs as it is."""
+"""A service that was written for the package that the facade replaces runs unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = ["created", "paid", "shipped"]
 PRICES = "prices " + json.dumps({"apple": 100, "größe": 102, "pear": 101}, sort_keys=True)
 PATIENT_S = 120
 
-QUICK = {  # checks and retries that come soon
+QUICK = {  # short delays of checks and retries
     "transactionCheckInterval": "1000",
     "transactionTimeOut": "1000",
     "messageDelayLevel": "1s 1s 1s 1s 1s",
@@ -29,7 +29,7 @@ QUICK = {  # checks and retries that come soon
 
 
 class Shop:
-    """What can be seen of the service from outside: its database, and what the cluster holds."""
+    """The observable state of the service: its database, and the messages in the cluster."""
 
     def __init__(self, cluster, prefix: str, directory: Path) -> None:
         self._cluster, self._prefix, self._path = cluster, prefix, directory / "shop.db"
@@ -38,7 +38,7 @@ class Shop:
 
     @contextmanager
     def process(self, role: str, *orders: str):
-        """Run one of the service's processes; yields it when it is ready."""
+        """Run one of the service's processes; yield it when it is ready."""
         arguments = (role, self._cluster.name_server, self._prefix, str(self._path), *orders)
         with running(SERVICE, *arguments) as child:
             child.wait_for_line("ready")
@@ -52,14 +52,14 @@ class Shop:
         return self._cluster.messages(f"{self._prefix}-{topic}")
 
     def steps(self) -> dict[int, list[str]]:
-        """Return what has happened to each order, in the order in which it did."""
+        """Return the steps of each order, in the order in which they happened."""
         found: dict[int, list[str]] = {}
         for order_id, step in self.rows("SELECT order_id, step FROM events ORDER BY id"):
             found.setdefault(order_id, []).append(step)
         return found
 
     def consumed(self, group: str, topic: str) -> int:
-        """Return how many messages lie before the offsets that a group has committed."""
+        """Return the number of messages before a group's committed offsets."""
         return sum(self._cluster.committed(f"{self._prefix}-{group}", f"{self._prefix}-{topic}").values())
 
 
@@ -70,7 +70,7 @@ def shop(cluster, names, tmp_path, monkeypatch) -> Shop:
 
 
 def end(*children) -> None:
-    """Ask processes to end, as their supervisor does, and check that they do in order."""
+    """Terminate processes as a supervisor does, and check that they shut down cleanly."""
     for child in children:
         child.send(signal.SIGTERM)
     for child in children:
@@ -87,14 +87,14 @@ def charged(orders: int) -> dict[int, int]:
 
 
 def unknown(orders: int) -> set[str]:
-    """Return what a shop says when brokers ask what became of the payments it did not know about."""
+    """Return the lines that a shop prints when brokers check its payments with an unknown result."""
     return {
         f"checked {each} {'charged' if each % 5 else 'not charged'}" for each in every(orders) if each % 5 in (0, 4)
     }
 
 
 def mails(orders: int) -> dict[tuple[int, str], int]:
-    """Return which mails are sent, and how often that fails at first."""
+    """Return the mails to send, and the number of failures before each."""
     return {(order_id, kind): int(order_id % 4 < 2) for order_id in every(orders) for kind in ("invoice", "reminder")}
 
 
@@ -134,14 +134,14 @@ def test_a_service_runs_as_it_is(shop):
 
 
 def trouble(*workers: Child) -> list[str]:
-    """Return what workers found twice, or too early."""
+    """Return the duplicates and early messages that workers reported."""
     return [line for child in workers for line in child.lines if line.startswith(("again", "out of order"))]
 
 
 @pytest.mark.slow("a whole service works through its orders")
 @pytest.mark.cluster(settings=QUICK)
 def test_a_service_is_redeployed_while_it_works(shop):
-    """One worker after the other is replaced, and no order is lost, doubled, or out of order."""
+    """Replacing one worker after the other loses, duplicates and reorders no order."""
     workers = shop.process("worker"), shop.process("worker")
     with workers[0] as first, workers[1] as second, shop.process("shop", "1", "60") as seller:
         until(shop.steps, "they work")
