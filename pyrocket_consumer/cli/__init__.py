@@ -13,7 +13,7 @@ from pyrocket_consumer.cli.streams import discard_output, escape_unencodable, pr
 from pyrocket_consumer.errors import ConfigError, RequestTimeout, RocketError
 from pyrocket_consumer.protocol.accelerator import ACCELERATED, REASON
 
-_NO_ANSWER = "; it is busy or broken, or another program listens there"
+_TIMEOUT_HINT = "; it is busy or broken, or another program listens there"
 OK, ERROR, USAGE, FAILED_CHECK = 0, 1, 2, 3
 
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, so that a closed pipe is handled below
         return code
     except RocketError as error:
-        remedy = _NO_ANSWER if isinstance(error, RequestTimeout) else ""
+        remedy = _TIMEOUT_HINT if isinstance(error, RequestTimeout) else ""
         print_to_stderr(f"pyrocket: {error}{remedy}")
         for note in getattr(error, "__notes__", ()):
             print_to_stderr(f"  {note}")

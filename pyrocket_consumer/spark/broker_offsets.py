@@ -45,7 +45,7 @@ from pyrocket_consumer.spark.options import (
     NamedOffset,
     SourceOptions,
     StoredAtByTopic,
-    listed,
+    join_first,
 )
 from pyrocket_consumer.spark.pushed_filters import Span
 from pyrocket_consumer.spark.ranges import QueueRange, in_order
@@ -208,7 +208,9 @@ class BrokerOffsets:
         if unknown := set(self._options.assigned).difference(existing):
             topics = {queue.topic for queue in unknown}
             others = [queue for queue in existing if queue.topic in topics]
-            raise ConfigError(f"option assign names {listed(sorted(unknown))}; there are {listed(sorted(others))}")
+            raise ConfigError(
+                f"option assign names {join_first(sorted(unknown))}; there are {join_first(sorted(others))}"
+            )
         queues = frozenset(filter(self.selects, existing))
         await self._check_filter(queues)
         self._queues, self._discovered_at = queues, time.monotonic()

@@ -235,7 +235,7 @@ class GivenOffsets:
         """Raise ConfigError unless each of `queues`, and no other queue, has a value."""
         queues = sorted(queues)
         if lacking := [queue for queue in queues if self.offset(queue) is None]:
-            raise ConfigError(f"option {self.option} covers all queues to read or none; it lacks {listed(lacking)}")
+            raise ConfigError(f"option {self.option} covers all queues to read or none; it lacks {join_first(lacking)}")
         there = {
             key
             for queue in queues
@@ -249,8 +249,8 @@ class GivenOffsets:
             "/".join(str(part) for part in key if part is not None) for key in self.offsets if key not in there
         ]:
             raise ConfigError(
-                f"option {self.option} names {listed(sorted(unknown))}, which the query does not read; "
-                f"it reads {listed(queues)}"
+                f"option {self.option} names {join_first(sorted(unknown))}, which the query does not read; "
+                f"it reads {join_first(queues)}"
             )
 
 
@@ -281,14 +281,14 @@ class StoredAtByTopic:
         if lacking := sorted(set(topics) - self.timestamps_ms.keys()):
             raise ConfigError(
                 f"option {self.option} needs a time for each topic to read, or one time for all; it lacks "
-                f"{listed(lacking)}"
+                f"{join_first(lacking)}"
             )
 
     def check_chosen(self, is_chosen: Callable[[str], bool]) -> None:
         """Raise ConfigError if one of the topics is not chosen to be read."""
         if unknown := sorted(topic for topic in self.timestamps_ms if not is_chosen(topic)):
             raise ConfigError(
-                f"option {self.option} names {listed(unknown)}, which no option chooses to read; remove it, or "
+                f"option {self.option} names {join_first(unknown)}, which no option chooses to read; remove it, or "
                 "read it, too"
             )
 
@@ -685,7 +685,7 @@ def with_option_names(text: str) -> str:
     return _ARGUMENT.sub(lambda found: _OPTION_NAMES[found[0]], text)
 
 
-def listed(items: Iterable[object], most: int = 5) -> str:
+def join_first(items: Iterable[object], most: int = 5) -> str:
     """Return the first few items as text, and the number of the others."""
     items = list(items)
     more = f" and {len(items) - most} more" if len(items) > most else ""

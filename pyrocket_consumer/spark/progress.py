@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.errors import ConnectError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.options import listed
+from pyrocket_consumer.spark.options import join_first
 from pyrocket_consumer.text import logger
 
 log = logger("spark")
@@ -85,7 +85,7 @@ class GroupProgress:
                 "that lost commits moved it. The query is not moved, because it reads from its checkpoint. To read "
                 "from other offsets, start a query with startingOffsets and a new checkpoint",
                 self._group,
-                listed(moved),
+                join_first(moved),
             )
 
     async def _publish_one(self, queue: MessageQueue, position: int, moved: list[str]) -> None:

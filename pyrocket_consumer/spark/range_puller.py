@@ -115,11 +115,11 @@ class _PullRequest:
 class RangePuller:
     """Pulls one range from its begin to its end."""
 
-    def __init__(self, reader: PullerHost, wanted: QueueRange) -> None:
-        options, queue = reader.options, wanted.queue
+    def __init__(self, host: PullerHost, wanted: QueueRange) -> None:
+        options, queue = host.options, wanted.queue
         namespace = options.client.namespace
-        self._reader = reader
-        self._cluster = reader.cluster
+        self._host = host
+        self._cluster = host.cluster
         self._wanted = wanted
         self._queue = MessageQueue(wrap(namespace, queue.topic), queue.broker_name, queue.queue_id)
         self._row_queue = replace(queue, topic=unwrap(namespace, queue.topic))
@@ -134,9 +134,9 @@ class RangePuller:
         self._connection: BlockingConnection | None = None
         self._broker_id = MASTER_ID
         self._avoided: dict[int, float] = {}  # ids that failed, and until when suggestions of them are not followed
-        self._retry_policy = options.retry_policy(reader.now)
-        self._startup_grace = options.startup_grace(reader.now)  # while a broker lacks expected data
-        self._gap_policy = RetryPolicy(math.inf, None, reader.now)  # between gaps that follow each other
+        self._retry_policy = options.retry_policy(host.now)
+        self._startup_grace = options.startup_grace(host.now)  # while a broker lacks expected data
+        self._gap_policy = RetryPolicy(math.inf, None, host.now)  # between gaps that follow each other
         self.due: float | None = None
         """When to try again, after a failure."""
         self.connecting: concurrent.futures.Future[BlockingConnection] | None = None
@@ -148,39 +148,39 @@ class RangePuller:
     def pull(self) -> None:
         """Pull the next messages, and ahead of them at the offsets that probably follow."""
         in_flight, span = self._pulls, self._pull_span
-        offset, index, unanswered = self._next_offset, 0, 0  # a pull of `offset` belongs at `index`
+        offset, index, without_response = self._next_offset, 0, 0  # a pull of `offset` belongs at `index`
         while not self._stopped and not self.is_waiting:
             while index < len(in_flight) and (pull := in_flight[index]).offset <= offset:
                 if pull.offset + span > offset:
                     offset = pull.offset + span
                 if pull.response is None:
-                    unanswered += 1
+                    without_response += 1
                 index += 1
-            if index and not (span and self._may_pull_ahead(offset, unanswered)):
+            if index and not (span and self._may_pull_ahead(offset, without_response)):
                 return  # the first pull is needed in any case
             if self._connection is None or self._connection.closed:
                 self._connect()
                 return
             self._send_pull(self._connection, offset, index)
 
-    def _may_pull_ahead(self, offset: int, unanswered: int) -> bool:
+    def _may_pull_ahead(self, offset: int, without_response: int) -> bool:
         return (
-            unanswered < self._reader.options.pulls_in_flight
+            without_response < self._host.options.pulls_in_flight
             and offset < self._wanted.end
-            and self._reader.may_pull_ahead()
+            and self._host.may_pull_ahead()
         )
 
     def _send_pull(self, connection: BlockingConnection, offset: int, index: int) -> None:
-        options = self._reader.options
+        options = self._host.options
         pull = _PullRequest(offset, min(options.pull_batch_size, self._wanted.end - offset), self._broker_id)
-        self._reader.in_flight += 1
+        self._host.in_flight += 1
         self._pulls.insert(index, pull)
         if connection.is_signing:
             command = request(self._header(pull))
             connection.send(
                 lambda opaque: connection.encode(command, opaque),
                 lambda response, body: self._on_response(pull, response, body),
-                self._reader.now(),
+                self._host.now(),
                 options.client.request_timeout_s,
             )
             return
@@ -188,12 +188,12 @@ class RangePuller:
         connection.send(
             lambda opaque: template.encode(opaque, offset, PullFlag.SUBSCRIPTION),
             lambda response, body: self._on_response(pull, response, body),
-            self._reader.now(),
+            self._host.now(),
             options.client.request_timeout_s,
         )
 
     def _template(self, count: int) -> PullTemplate:
-        selector, queue = self._reader.options.selector, self._queue
+        selector, queue = self._host.options.selector, self._queue
         template = self._templates[count] = PullTemplate(
             self._group,
             queue.topic,
@@ -208,7 +208,7 @@ class RangePuller:
         return template
 
     def _header(self, pull: _PullRequest) -> PullMessageHeader:
-        selector, queue = self._reader.options.selector, self._queue
+        selector, queue = self._host.options.selector, self._queue
         return PullMessageHeader(
             consumer_group=self._group,
             topic=queue.topic,
@@ -230,12 +230,12 @@ class RangePuller:
 
     def _connect(self) -> None:
         self.connecting = self._cluster.submit(self._open_connection())
-        self._reader.wake_later(self)
+        self._host.wake_later(self)
 
     async def _open_connection(self) -> BlockingConnection:
         try:
-            async with asyncio.timeout(self._reader.options.client.request_timeout_s):
-                return await self._reader.connection(await self._address())
+            async with asyncio.timeout(self._host.options.client.request_timeout_s):
+                return await self._host.connection(await self._address())
         except TimeoutError:
             broker = f"broker {self._queue.broker_name!r}"
             raise ConnectError(broker, "not within the request timeout") from None
@@ -250,11 +250,11 @@ class RangePuller:
                 self._on_failure(error)
                 return
             except concurrent.futures.CancelledError:
-                self._reader.fail(ClientClosed("the connections of this worker were closed; run the task again"))
+                self._host.fail(ClientClosed("the connections of this worker were closed; run the task again"))
                 return
-            self._reader.watch(self._connection)
+            self._host.watch(self._connection)
             self._process_responses()
-        elif self.due is not None and self.due <= self._reader.now():
+        elif self.due is not None and self.due <= self._host.now():
             self.due = None
             self._process_responses()
 
@@ -292,7 +292,7 @@ class RangePuller:
             if self.is_waiting or self._stopped:
                 return
             pull = in_flight.popleft()
-            self._reader.in_flight -= 1
+            self._host.in_flight -= 1
             assert pull.response is not None
             self._process_response(pull, pull.response)
         self.pull()
@@ -340,22 +340,22 @@ class RangePuller:
             end = min(header.next_offset, self._wanted.end)
             rows = min(end - self._next_offset, pull.count)
             self._gap_policy.reset()
-            self._reader.deliver(PulledRecords(self._row_queue, pull.body, self._next_offset, end), rows)
+            self._host.deliver(PulledRecords(self._row_queue, pull.body, self._next_offset, end), rows)
         self._advance(pull, header.next_offset)
 
     def _advance(self, pull: _PullRequest, next_offset: int) -> None:
         """Take note that all messages before `next_offset` are delivered."""
         self._reset_policies()
-        if pull.count == self._reader.options.pull_batch_size:
+        if pull.count == self._host.options.pull_batch_size:
             self._pull_span = next_offset - pull.offset
         self._next_offset = max(self._next_offset, next_offset)
         if self._next_offset >= self._wanted.end:
             self.stop()
-            self._reader.finished(self)
+            self._host.finished(self)
 
     def _switch_broker(self, broker_id: int) -> None:
         """Pull from the broker that the response suggests, if the route has it."""
-        if broker_id == self._broker_id or self._avoided.get(broker_id, 0) > self._reader.now():
+        if broker_id == self._broker_id or self._avoided.get(broker_id, 0) > self._host.now():
             return
         if self._cluster.address(self._queue.broker_name, broker_id, only_this=True) is not None:
             self._broker_id, self._connection = broker_id, None
@@ -380,14 +380,14 @@ class RangePuller:
             self._fail(str(error), self._retry_policy.failures + (not is_transient))
 
     def _fail(self, reason: str, tries: int) -> None:
-        self._reader.fail(ReadFailed(str(self._wanted), tries, reason))
+        self._host.fail(ReadFailed(str(self._wanted), tries, reason))
 
     def _reset_policies(self) -> None:
         self._retry_policy.reset()
         self._startup_grace.reset()
 
     def _try_next_address(self) -> None:
-        self._avoided[self._broker_id] = self._reader.now() + _AVOIDED_S
+        self._avoided[self._broker_id] = self._host.now() + _AVOIDED_S
         ids = sorted(self._cluster.broker_addresses().get(self._queue.broker_name, {}))
         later = [each for each in ids if each > self._broker_id]
         self._broker_id = later[0] if later else MASTER_ID
@@ -402,9 +402,9 @@ class RangePuller:
         found = [pull for pull in self._pulls if pull.response is not None and _is_found(pull.response)]
         self._abandon_pulls()
         self._pulls.extend(found)
-        self._reader.in_flight += len(found)
-        self.due = self._reader.now() + pause_s
-        self._reader.wake_later(self)
+        self._host.in_flight += len(found)
+        self.due = self._host.now() + pause_s
+        self._host.wake_later(self)
         return True
 
     def _retry_or_fail(self, reason: str) -> None:
@@ -422,8 +422,8 @@ class RangePuller:
         available = f"{header.min_offset} up to {header.max_offset}" if header is not None else "nothing"
         reason = f"offsets {self._next_offset} up to {until} are gone" if header is not None else "the queue is gone"
         loss = DataLoss(self._wanted, available, reason)
-        if self._reader.options.fail_on_data_loss:
-            self._reader.fail(loss)
+        if self._host.options.fail_on_data_loss:
+            self._host.fail(loss)
             return
         log.warning("skipped: %s", loss)
         self._reset_policies()
@@ -431,10 +431,10 @@ class RangePuller:
         pause_s = self._gap_policy.failed()
         if until >= self._wanted.end:
             self.stop()
-            self._reader.finished(self)
+            self._host.finished(self)
         elif pause_s is not None and self._gap_policy.failures > 1:  # or one gap after the other would be a busy loop
-            self.due = self._reader.now() + pause_s
-            self._reader.wake_later(self)
+            self.due = self._host.now() + pause_s
+            self._host.wake_later(self)
 
     def stop(self) -> None:
         """Pull no more."""
@@ -449,7 +449,7 @@ class RangePuller:
         """Ignore the responses to the pulls in flight."""
         for pull in self._pulls:
             pull.abandoned = True
-        self._reader.in_flight -= len(self._pulls)
+        self._host.in_flight -= len(self._pulls)
         self._pulls.clear()
 
 

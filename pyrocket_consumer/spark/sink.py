@@ -36,7 +36,7 @@ from pyrocket_consumer.spark.retry_policy import RetryPolicy
 from pyrocket_consumer.spark.sink_rows import BATCH_ID, PARTITION, QUERY_ID, RowReader, SinkRow, check_schema
 from pyrocket_consumer.text import logger
 
-__all__ = ["BatchWriter", "Sent", "batch_writer", "check_overwrite", "check_schema", "stream_writer"]
+__all__ = ["BatchWriter", "TaskResult", "batch_writer", "check_overwrite", "check_schema", "stream_writer"]
 
 log = logger("spark")
 
@@ -48,7 +48,7 @@ _GRACE_S = 30.0  # the I/O thread enforces the deadlines; this long after one, a
 
 
 @dataclass(frozen=True)
-class Sent(WriterCommitMessage):
+class TaskResult(WriterCommitMessage):
     """The result of a task: the number of acknowledged messages, and how many of them may be stored twice."""
 
     rows: int
@@ -145,7 +145,7 @@ class StreamArrowWriter(_StreamSink, DataSourceStreamArrowWriter or DataSourceSt
 
 def _log_written(what: str, messages: Sequence[WriterCommitMessage | None]) -> None:
     log.debug("%s wrote rows=%d", what, _rows(messages))
-    if duplicates := sum(message.possible_duplicates for message in messages or () if isinstance(message, Sent)):
+    if duplicates := sum(message.possible_duplicates for message in messages or () if isinstance(message, TaskResult)):
         log.warning(
             "%s sent rows=%d again after a missing or degraded response; each may have copies in the topic. Copies "
             "have the same spark_* properties if dedupProperties is true",
@@ -155,10 +155,10 @@ def _log_written(what: str, messages: Sequence[WriterCommitMessage | None]) -> N
 
 
 def _rows(messages: Sequence[WriterCommitMessage | None]) -> int:
-    return sum(message.rows for message in messages or () if isinstance(message, Sent))
+    return sum(message.rows for message in messages or () if isinstance(message, TaskResult))
 
 
-def send_all(rows: Iterator[SinkRow], reader: RowReader, options: SinkOptions) -> Sent:
+def send_all(rows: Iterator[SinkRow], reader: RowReader, options: SinkOptions) -> TaskResult:
     """Send `rows`, and return when every one is acknowledged. Without rows, do not connect.
 
     Raises:
@@ -166,7 +166,7 @@ def send_all(rows: Iterator[SinkRow], reader: RowReader, options: SinkOptions) -
     """
     first = next(rows, None)
     if first is None:
-        return Sent(0)
+        return TaskResult(0)
     producer = _producer(options)
     sends = _Sends(producer, options, reader)
     try:
@@ -179,7 +179,7 @@ def send_all(rows: Iterator[SinkRow], reader: RowReader, options: SinkOptions) -
         executor_cache.discard(Producer, options)
         producer.close(0)
         raise
-    return Sent(sends.acknowledged, sends.possible_duplicates)
+    return TaskResult(sends.acknowledged, sends.possible_duplicates)
 
 
 def _producer(options: SinkOptions) -> Producer:

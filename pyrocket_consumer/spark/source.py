@@ -21,7 +21,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.broker_offsets import BrokerOffsets, BrokerSnapshot, now_ms
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.offsets import SourceOffset, decode_offset, encode_offset, ranges_between
-from pyrocket_consumer.spark.options import TIME_BOUNDS, GivenOffsets, NamedOffset, SourceOptions, listed
+from pyrocket_consumer.spark.options import TIME_BOUNDS, GivenOffsets, NamedOffset, SourceOptions, join_first
 from pyrocket_consumer.spark.planning import plan_tasks, spread
 from pyrocket_consumer.spark.progress import GroupProgress
 from pyrocket_consumer.spark.pushed_filters import PushedFilters, Span, push_filters
@@ -273,7 +273,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 self._retry_policy.reset()
                 return
             if (pause_s := self._retry_policy.failed()) is None:
-                self._skip_or_fail(listed(sorted(snapshot.unresponsive)))
+                self._skip_or_fail(join_first(sorted(snapshot.unresponsive)))
                 return
             time.sleep(pause_s)
 
@@ -327,7 +327,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 if self._progress is not None:
                     self._progress.flush(_FLUSH_S)  # the run is over, and with it this process
                 if awaited:
-                    self._skip_or_fail(listed(awaited))
+                    self._skip_or_fail(join_first(awaited))
                 break
             time.sleep(pause_s)
             self._offsets.expire_discovery()
@@ -564,7 +564,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 def _describe_unreachable(snapshot: BrokerSnapshot) -> str:
     queues = [f"{queue} ({reason})" for queue, reason in sorted(snapshot.unreachable.items())]
-    return f"queues are unreachable: {listed(queues)}"
+    return f"queues are unreachable: {join_first(queues)}"
 
 
 class RefusedStreamReader(DataSourceStreamReader):

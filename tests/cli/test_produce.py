@@ -23,7 +23,7 @@ def command(cluster, *arguments):
     return ["produce", "orders", "-n", cluster.name_server, *arguments]
 
 
-class Reading(Running):
+class ProduceProcess(Running):
     """The running command, which reads standard input."""
 
     def __init__(self, cluster, *arguments):
@@ -112,7 +112,7 @@ def test_a_broker_that_refuses_in_the_middle(cluster, pyrocket, output):
 @pytest.mark.slow("waits until the broker is given up")
 @pytest.mark.live
 def test_a_broker_that_stops(cluster):
-    with Reading(cluster) as reading:
+    with ProduceProcess(cluster) as reading:
         reading.give(b"a\nb\n", 2)
         cluster.broker("broker-a").stop()
         reading.give(b"c\n", 2)
@@ -124,7 +124,7 @@ def test_a_broker_that_stops(cluster):
 @pytest.mark.live
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
 def test_a_signal_while_it_waits_for_input(cluster, number):
-    with Reading(cluster) as reading:
+    with ProduceProcess(cluster) as reading:
         reading.give(b"a\nb\n", 2)
         reading.send_signal(number)
         assert (reading.end(), reading.stderr) == (1, stopped(2))
@@ -135,7 +135,7 @@ def test_a_signal_while_it_waits_for_input(cluster, number):
 def test_a_message_in_flight_at_a_signal_is_counted(cluster):
     held = []
     on_sends(cluster, lambda exchange: exchange.handle(lambda reply: held.append((exchange, reply))))
-    with Reading(cluster) as reading:
+    with ProduceProcess(cluster) as reading:
         reading.give(b"a\nb\n", 1)
         until(lambda: held, "it is stored, and not answered")
         reading.send_signal(signal.SIGTERM)
@@ -147,7 +147,7 @@ def test_a_message_in_flight_at_a_signal_is_counted(cluster):
 
 @pytest.mark.live
 def test_a_reader_that_leaves(cluster):
-    with Reading(cluster, "-o", "json") as reading:
+    with ProduceProcess(cluster, "-o", "json") as reading:
         reading.give(b"a\n", 1)
         reading.leave()
         reading.give(b"b\n", 2)
@@ -172,7 +172,7 @@ def test_a_reader_that_leaves_before_the_count(cluster):
 
 @pytest.mark.live
 def test_a_line_that_is_too_long_is_named_and_not_kept_whole(cluster):
-    with Reading(cluster) as reading:
+    with ProduceProcess(cluster) as reading:
         reading.give(b"a\n" + b"x" * (4 * 1024 * 1024 + 2), 1)
         code = reading.end()  # it does not wait for the end of the line
     ended, why = reading.stderr.splitlines(keepends=True)

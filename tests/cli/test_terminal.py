@@ -20,7 +20,7 @@ NAUGHTY = "\x1b]0;title\x07\x1b[2J\x9b31m\x7f\u202etxt\u2028next\rover"
 FORGED = "first\norders/broker-a/0@99  paid  forged"
 
 
-class SaidToBePrintable(str):
+class AlwaysPrintable(str):
     """Makes a member with a name that no option allows, as another client's members may have."""
 
     def isprintable(self):
@@ -91,7 +91,7 @@ def test_json_has_escapes_for_all_a_terminal_obeys(cluster):
 
 def test_escapes_in_names_of_members_are_shown(cluster, tmp_path):
     cluster.send("orders", b"one")
-    member = SaidToBePrintable("[red]" + NAUGHTY + "\n")
+    member = AlwaysPrintable("[red]" + NAUGHTY + "\n")
     options = {"message_model": "broadcasting", "client_ip": "a", "instance_name": member, "offset_store_dir": tmp_path}
     with consuming(cluster, "orders", "g", **options) as (_, seen):
         seen.wait_for(1)

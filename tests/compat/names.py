@@ -18,20 +18,20 @@ SPECIAL = ("__init__", "__enter__", "__exit__", "__getitem__", "__str__", "__byt
 
 
 def differences(
-    old: Mapping[str, str], ours: Mapping[str, ModuleType], *, left_out: Container[str] = (), added: Container[str] = ()
+    old: Mapping[str, str], ours: Mapping[str, ModuleType], *, omitted: Container[str] = (), added: Container[str] = ()
 ) -> list[str]:
     """Return a line for each name of `old` that `ours` lacks, and for each name that only `ours` has.
 
-    `old`: the sources by module name. `left_out`: names that `ours` need not have, such as `ffi.dll`; `added`: names
+    `old`: the sources by module name. `omitted`: names that `ours` need not have, such as `ffi.dll`; `added`: names
     that only `ours` has. Parameters are named `client.Producer.start.wait`.
     """
     trees = {module: ast.parse(source) for module, source in old.items()}
-    found = list(_missing(trees, ours, left_out, added))
-    return found + list(_besides(trees, ours, added))
+    found = list(_missing(trees, ours, omitted, added))
+    return found + list(_extra_names(trees, ours, added))
 
 
 def _missing(
-    trees: Mapping[str, ast.Module], ours: Mapping[str, ModuleType], left_out: Container[str], added: Container[str]
+    trees: Mapping[str, ast.Module], ours: Mapping[str, ModuleType], omitted: Container[str], added: Container[str]
 ) -> Iterator[str]:
     for module, tree in trees.items():
         if module not in ours:
@@ -39,7 +39,7 @@ def _missing(
             continue
         for name, node in _top_level(tree):
             where = f"{module}.{name}"
-            if where in left_out:
+            if where in omitted:
                 continue
             if not hasattr(ours[module], name):
                 yield f"{where}: is missing"
@@ -50,7 +50,7 @@ def _missing(
                 if getattr(origin, name, None) is not value:
                     yield f"{where}: is not the one of {node.module}"
             elif isinstance(node, ast.ClassDef):
-                yield from _class_differs(where, node, value, left_out, added)
+                yield from _class_differs(where, node, value, omitted, added)
             elif isinstance(node, ast.FunctionDef):
                 yield from _parameters_differ(where, node, value, added)
             else:
@@ -74,7 +74,7 @@ def _top_level(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def _class_differs(
-    where: str, node: ast.ClassDef, ours: type, left_out: Container[str], added: Container[str]
+    where: str, node: ast.ClassDef, ours: type, omitted: Container[str], added: Container[str]
 ) -> Iterator[str]:
     if not isinstance(ours, type):
         yield f"{where}: is no class"
@@ -86,7 +86,7 @@ def _class_differs(
         if isinstance(each, ast.FunctionDef) and (not each.name.startswith("_") or each.name in SPECIAL):
             inner = f"{where}.{each.name}"
             decorators = [ast.unparse(decorator) for decorator in each.decorator_list]
-            if inner in left_out:
+            if inner in omitted:
                 continue
             value = inspect.getattr_static(ours, each.name, None)
             if value is None:
@@ -201,7 +201,9 @@ def _raised(call: Callable[[int], object], code: int) -> str:
     return "nothing"
 
 
-def _besides(trees: Mapping[str, ast.Module], ours: Mapping[str, ModuleType], added: Container[str]) -> Iterator[str]:
+def _extra_names(
+    trees: Mapping[str, ast.Module], ours: Mapping[str, ModuleType], added: Container[str]
+) -> Iterator[str]:
     """Yield the classes, functions, enum members, methods and properties that `ours` defines and `trees` do not."""
     for module, loaded in ours.items():
         known = dict(_top_level(trees[module])) if module in trees else {}

@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS audit (entry TEXT PRIMARY KEY);
 """
 
 
-def say(*words):
+def print_words(*words):
     sys.stdout.write(" ".join(str(word) for word in words) + "\n")
     sys.stdout.flush()
 
@@ -95,10 +95,10 @@ class Shop:
             try:
                 result = send(*args)
                 if result.status != SendStatus.OK:
-                    say("stored, but", result.status.name)
+                    print_words("stored, but", result.status.name)
                 return result
             except ProducerException as e:
-                say("attempt", attempt, "failed:", e)
+                print_words("attempt", attempt, "failed:", e)
                 time.sleep(1)
         raise SystemExit("could not send")
 
@@ -129,7 +129,7 @@ class Shop:
     def check_charge(self, msg):
         order_id = int(msg["order"])
         charged = self.database.read("SELECT 1 FROM charges WHERE order_id = ?", order_id)
-        say("checked", order_id, "charged" if charged else "not charged")
+        print_words("checked", order_id, "charged" if charged else "not charged")
         return TransactionStatus.COMMIT if charged else TransactionStatus.ROLLBACK
 
     def publish_prices(self):
@@ -173,10 +173,10 @@ class Worker:
         order_id, step = event["order"], event["step"]
         before = [row[0] for row in self.database.read("SELECT step FROM events WHERE order_id = ?", order_id)]
         if step in before:
-            say("again", order_id, step)
+            print_words("again", order_id, step)
             return ConsumeStatus.CONSUME_SUCCESS
         if step != STEPS[len(before)]:
-            say("out of order", order_id, step, before)
+            print_words("out of order", order_id, step, before)
             raise ValueError(f"order {order_id}: {step} after {before}")
         assert step == msg.tags.decode("utf-8")
         keys = msg.get_property(MessageProperty.KEYS).decode("utf-8")
@@ -208,7 +208,7 @@ class Worker:
 
     def on_price(self, msg):
         self.prices[msg.get_property("product").decode("utf-8")] = int(msg.body)
-        say("prices", json.dumps(self.prices, sort_keys=True))
+        print_words("prices", json.dumps(self.prices, sort_keys=True))
         return ConsumeStatus.CONSUME_SUCCESS
 
     def shutdown(self):
@@ -223,17 +223,17 @@ def main(role, name_server, prefix, path, *orders):
         service = {"shop": Shop, "worker": Worker}[role](name_server, prefix, Database(path))
     except RocketMQException as e:
         raise SystemExit(f"no start: {type(e).__name__}: {e}") from e
-    say("ready")
+    print_words("ready")
     if role == "shop":
         service.publish_prices()
         first, last = orders
         for order_id in range(int(first), int(last) + 1):
             service.sell(order_id)
-        say("sold all to", last)
+        print_words("sold all to", last)
     while not stopping.wait(1):
         pass
     service.shutdown()
-    say("stopped")
+    print_words("stopped")
 
 
 if __name__ == "__main__":

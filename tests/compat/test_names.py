@@ -51,12 +51,12 @@ def ours() -> dict[str, ModuleType]:
 
 
 def test_the_facade_has_every_name_of_the_old_package(old, ours):
-    assert differences(old, ours, left_out=LEFT_OUT, added=ADDED) == []
+    assert differences(old, ours, omitted=LEFT_OUT, added=ADDED) == []
 
 
 @for_each("name", sorted(LEFT_OUT | ADDED))
 def test_listed_names_do_differ(old, ours, name):
-    (difference,) = differences(old, ours, left_out=LEFT_OUT - {name}, added=ADDED - {name})
+    (difference,) = differences(old, ours, omitted=LEFT_OUT - {name}, added=ADDED - {name})
     assert difference.startswith(f"{name}: ")
 
 
@@ -212,9 +212,9 @@ def test_listed_names_may_differ(monkeypatch):
     more = OURS["client"].replace("PY2 = False", "")
     more = more.replace("def start(self)", "def stop(self): pass\n    def start(self, wait=False)")
     ours = facade_of(OURS | {"client": more}, monkeypatch)
-    left_out, added = {"client.PY2"}, {"client.Base.stop", "client.Sender.stop", "client.Base.start.wait"}
-    assert differences(OLD, ours, left_out=left_out, added=added) == []
-    assert len(differences(OLD, ours, left_out=left_out)) == 3
+    omitted, added = {"client.PY2"}, {"client.Base.stop", "client.Sender.stop", "client.Base.start.wait"}
+    assert differences(OLD, ours, omitted=omitted, added=added) == []
+    assert len(differences(OLD, ours, omitted=omitted)) == 3
 
 
 def test_added_parameters_must_be_optional(monkeypatch):
