@@ -86,7 +86,7 @@ class Trial:
 
 @pytest.mark.search
 @pytest.mark.parametrize(
-    ("durability", "kills", "count", "lives"),
+    ("durability", "kills", "count", "runs"),
     [
         ("fsync", 0.0, 400, 3),
         ("checkpoint", 0.0, 400, 3),
