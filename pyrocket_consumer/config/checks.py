@@ -197,8 +197,8 @@ class Secret(str):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ConfigError(
             "a config with access_key, secret_key or security_token is not pickled, because readers of the pickle "
-            "would have the account. Pickle dataclasses.replace(config, access_key=None, secret_key=None, security_token=None), and "
-            "hand over the account by itself; str(config.secret_key) is the plain text"
+            "would have the account. Pickle dataclasses.replace(config, access_key=None, secret_key=None, "
+            "security_token=None), and hand over the account by itself; str(config.secret_key) is the plain text"
         )
 
     def __copy__(self) -> Self:

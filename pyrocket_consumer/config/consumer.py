@@ -47,8 +47,8 @@ class ConsumerConfig(ClientConfig):
     orderly: bool = option(False, "run one listener call of a queue at a time, in the order of offsets", flag())
     order_by: OrderBy | None = option(
         None,
-        "order by key instead. Messages of one key run one at a time, in the order of offsets, and other keys run at the "
-        "same time. A callable takes a message and returns a hashable key; see [order](order.md)",
+        "order by key instead. Messages of one key run one at a time, in the order of offsets, and other keys run at "
+        "the same time. A callable takes a message and returns a hashable key; see [order](order.md)",
         allowed='`"sharding_key"`, a callable; orderly only',
     )
     consume_from: Literal["first", "earliest", "last", "latest"] | str | datetime = option(
@@ -137,8 +137,8 @@ class ConsumerConfig(ClientConfig):
     )
     durability: Literal["fsync", "process", "checkpoint"] = option(
         "fsync",
-        'the events that a stored offset of the local file survives: `"fsync"` a power failure, `"process"` the end of the '
-        'process. `"checkpoint"` survives a power failure, and Java clients can read every stored offset',
+        'the events that a stored offset of the local file survives. With `"fsync"` and `"checkpoint"` it survives a power '
+        'failure, and with `"process"` the end of the process. Java clients can read each offset of `"checkpoint"`',
         one_of("fsync", "process", "checkpoint"),
     )
     on_unreadable_store: Literal["raise", "backup", "start_over"] = option(

@@ -130,8 +130,8 @@ class _BaseConsumer:
             offset_store_dir (ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR, ~/.rocketmq_offsets; a directory): the parent
                 directory of the local file, which is <dir>/<client id>/<group>/offsets.json
             durability ("fsync"; "fsync", "process", "checkpoint"): the events that a stored offset of the local file
-                survives: "fsync" a power failure, "process" the end of the process. "checkpoint" survives a power
-                failure, and Java clients can read every stored offset
+                survives. With "fsync" and "checkpoint" it survives a power failure, and with "process" the end of the
+                process. Java clients can read each offset of "checkpoint"
             on_unreadable_store ("backup"; "raise", "backup", "start_over"): the reaction to a damaged local file
             remote_reset ("accept"; "accept", "refuse"): whether brokers, admins and other members may move the offsets
                 of this member; see docs/resets.md
