@@ -137,8 +137,9 @@ class ConsumerConfig(ClientConfig):
     )
     durability: Literal["fsync", "process", "checkpoint"] = option(
         "fsync",
-        'the events that a stored offset of the local file survives. With `"fsync"` and `"checkpoint"` it survives a power '
-        'failure, and with `"process"` the end of the process. Java clients can read each offset of `"checkpoint"`',
+        'the events that a stored offset of the local file survives. With `"fsync"` and `"checkpoint"` it survives a '
+        'power failure, and with `"process"` the end of the process. Java clients can read each offset of '
+        '`"checkpoint"`',
         one_of("fsync", "process", "checkpoint"),
     )
     on_unreadable_store: Literal["raise", "backup", "start_over"] = option(
