@@ -33,7 +33,7 @@ from tests.hazards.members import (
     settle,
 )
 from tests.hazards.naive import NaiveMember, Window
-from tests.offsets.local.disks import WRITES, Failing, MemoryDisk, WatchedDisk
+from tests.offsets.local.disks import WRITES, FailureHook, MemoryDisk, WatchedDisk
 from tests.resets import fill, queue
 
 PULL, MAX_OFFSET = RequestCode.PULL_MESSAGE, RequestCode.GET_MAX_OFFSET
@@ -440,7 +440,7 @@ def test_a_disk_that_gets_full_in_the_middle_of_a_write(file, operations):
     Faulty: Java from 5.1 on writes into file and backup, so one commit empties the file, and the next the backup.
     """
     for number in range(1, 40):  # the first, second, third … operation fails, and all after it, at the next tick, too
-        memory, failing, done = MemoryDisk(), Failing(), 0
+        memory, failing, done = MemoryDisk(), FailureHook(), 0
 
         def when(operation: str, path: str, number: int = number) -> bool:
             nonlocal done

@@ -27,7 +27,7 @@ from pyrocket_consumer.protocol.reset_format import (
 from pyrocket_consumer.testing import answer
 from tests.consuming import Events, consuming, until
 from tests.hazards.members import request_matcher
-from tests.offsets.local.disks import Failing, MemoryDisk, WatchedDisk
+from tests.offsets.local.disks import FailureHook, MemoryDisk, WatchedDisk
 from tests.resets import (
     caught_up,
     fill,
@@ -312,7 +312,7 @@ def test_a_store_without_epochs_works_and_reports_its_limits(embedded, broker, a
 
 
 def test_a_full_disk_moves_queues_in_memory_and_confirms_later(embedded, broker):
-    disk, failing, events = MemoryDisk(), Failing(), Events()
+    disk, failing, events = MemoryDisk(), FailureHook(), Events()
     store = LocalFileOffsetStore("/s", disk=WatchedDisk(disk, failing))
     options = {"message_model": "broadcasting", "offset_store": store, "on_event": events}
     with caught_up(embedded, "T", "G", 20, **options) as (consumer, seen):

@@ -232,7 +232,7 @@ FILE_OPERATIONS = ("write_at", "sync", "is_at", "close")
 WRITES = ("create", "write_at", "sync", "link", "replace", "remove", "sync_directory", "make_directories")
 
 
-class Failing:
+class FailureHook:
     """A hook that makes writing operations fail while `error` is set, or those `when(operation, path)` picks."""
 
     def __init__(self) -> None:

@@ -21,7 +21,9 @@ QUEUE = ORDERS[0]
 QUEUES = [MessageQueue(topic, broker, n) for topic in ("orders", "bills") for broker in ("a", "b") for n in range(3)]
 
 
-def opened(directory: str | os.PathLike[str] = "/s", durability: str = "fsync", **options: Any) -> LocalFileOffsetStore:
+def open_store(
+    directory: str | os.PathLike[str] = "/s", durability: str = "fsync", **options: Any
+) -> LocalFileOffsetStore:
     store = LocalFileOffsetStore(directory, durability, **options)
     store.load()
     return store
@@ -38,19 +40,21 @@ def put(store: LocalFileOffsetStore, queue: MessageQueue, offset: int) -> None:
     store.persist(queue)
 
 
-def left(directory: str | os.PathLike[str], queues: Iterable[MessageQueue], offset: int, **options: Any) -> None:
+def leave_offsets(
+    directory: str | os.PathLike[str], queues: Iterable[MessageQueue], offset: int, **options: Any
+) -> None:
     """Open a store, set offsets, and close it."""
     with LocalFileOffsetStore(directory, **options) as store:
         update(store, queues, offset)
 
 
-def flipped(data: bytes, byte: int, bit: int) -> bytes:
+def flip_bit(data: bytes, byte: int, bit: int) -> bytes:
     damaged = bytearray(data)
     damaged[byte] ^= 1 << bit
     return bytes(damaged)
 
 
-def in_a_fork(work: Callable[[Callable[[Any], None]], object]) -> tuple[list[Any], int]:
+def run_in_fork(work: Callable[[Callable[[Any], None]], object]) -> tuple[list[Any], int]:
     """Run `work(send)` in a forked child. Return all objects that it sent, and its exit code."""
     reading, writing = Pipe(duplex=False)
     with warnings.catch_warnings():

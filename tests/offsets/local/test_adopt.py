@@ -8,13 +8,13 @@ from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local.adopt import adopt_store
 from pyrocket_consumer.offsets.local.directories import find_orphans, read_store
-from tests.offsets.local.driving import ORDERS, left
+from tests.offsets.local.driving import ORDERS, leave_offsets
 
 QUEUES = ORDERS[:3]
 
 
 def fill(directory, offset):
-    left(directory, QUEUES[:2], offset)
+    leave_offsets(directory, QUEUES[:2], offset)
 
 
 @pytest.mark.hazard("H11")
@@ -31,7 +31,7 @@ def test_a_store_left_behind_is_adopted(tmp_path):
 def test_existing_offsets_are_replaced_only_on_request(tmp_path):
     fill(tmp_path / "old", 70)
     fill(tmp_path / "new", 5)
-    left(tmp_path / "new", QUEUES[2:], 6)
+    leave_offsets(tmp_path / "new", QUEUES[2:], 6)
     with pytest.raises(OffsetStoreError, match="holds offsets of 3 queues already"):
         adopt_store(tmp_path / "old", tmp_path / "new")
     assert set(read_store(tmp_path / "new").offsets.values()) == {5, 6}

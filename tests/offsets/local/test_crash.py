@@ -14,11 +14,11 @@ import pytest
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local.disk import LocalDisk
 from tests.offsets.local.disks import WatchedDisk
-from tests.offsets.local.driving import DURABILITIES, History, in_a_fork, opened, step
+from tests.offsets.local.driving import DURABILITIES, History, open_store, run_in_fork, step
 from tests.trials import crash_points, trials
 
 
-class SpokenHistory(History):
+class SentHistory(History):
     """A history that also sends each note to the parent process."""
 
     def __init__(self, report):
@@ -47,9 +47,9 @@ def live(directory, durability, seed, last, report):
             )
             os.kill(os.getpid(), signal.SIGKILL)
 
-    history, rng = SpokenHistory(report), random.Random(seed)
+    history, rng = SentHistory(report), random.Random(seed)
     clock = lambda: rng.random() * 1e6 if rng.random() < 0.1 else 0.0  # noqa: E731
-    store = opened(directory, durability, journal_bytes=4096, disk=WatchedDisk(LocalDisk(), kill), clock=clock)
+    store = open_store(directory, durability, journal_bytes=4096, disk=WatchedDisk(LocalDisk(), kill), clock=clock)
     history.memory = store.clone_offset_table()
     for _ in range(12):
         step(store, history, rng)
@@ -76,14 +76,14 @@ def history_of(reports, start):
 @pytest.mark.live
 def test_a_process_killed_before_any_file_operation(tmp_path, durability, seed):
     # Each process except the first works on a copy of the files that the first one has left.
-    reports, code = in_a_fork(partial(live, tmp_path / "0", durability, seed + 1000, 0))
+    reports, code = run_in_fork(partial(live, tmp_path / "0", durability, seed + 1000, 0))
     assert code == 0
     start = {queue: values[-1] for queue, values in history_of(reports, {}).possible.items() if values[-1] is not None}
     killed_before = set()
     for number in count(1):
         store_directory = tmp_path / str(number)
         shutil.copytree(tmp_path / "0", store_directory)
-        reports, code = in_a_fork(partial(live, store_directory, durability, seed, number))
+        reports, code = run_in_fork(partial(live, store_directory, durability, seed, number))
         assert code in (0, -signal.SIGKILL)
         crash_points["kills of a process"] += 1
         with LocalFileOffsetStore(store_directory) as store:  # the lock is free again

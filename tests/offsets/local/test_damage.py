@@ -17,7 +17,7 @@ from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, enco
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
 from tests.offsets.local.disks import MemoryDisk, WatchedDisk
-from tests.offsets.local.driving import ORDERS, flipped, left, opened, put, update
+from tests.offsets.local.driving import ORDERS, flip_bit, leave_offsets, open_store, put, update
 from tests.trials import trials
 
 QUEUES = ORDERS[:3]
@@ -30,7 +30,7 @@ HAS_PIPES = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system ha
 def used_and_killed() -> MemoryDisk:
     """Return the files of a killed store: backup 110, checkpoint 120 for two queues, journal 122 and 130."""
     disk, now = MemoryDisk(), [0.0]
-    store = opened(journal_bytes=4096, disk=disk, clock=lambda: now[0])
+    store = open_store(journal_bytes=4096, disk=disk, clock=lambda: now[0])
     update(store, QUEUES, 110)
     store.persist_all()
     store.update_offset(QUEUES[0], 120)
@@ -60,7 +60,7 @@ def loaded(changes: dict[str, bytes | None], **options):
         store.load()
         offsets = store.clone_offset_table()
         put(store, QUEUES[2], 555)
-        again = opened(journal_bytes=4096, disk=disk.after_kill())
+        again = open_store(journal_bytes=4096, disk=disk.after_kill())
         assert again.clone_offset_table() == offsets | {QUEUES[2]: 555}
         assert again.found.source == "file"
         store.close()
@@ -85,7 +85,7 @@ def test_the_files_are_as_described():
 @pytest.mark.slow("flips each bit")
 def test_no_flipped_bit_of_offsets_json_goes_unnoticed():
     for byte, bit in product(range(len(GOOD[MAIN])), range(8)):
-        offsets, events, _ = loaded({MAIN: flipped(GOOD[MAIN], byte, bit)})
+        offsets, events, _ = loaded({MAIN: flip_bit(GOOD[MAIN], byte, bit)})
         assert events, (byte, bit)
         assert offsets
 
@@ -95,10 +95,10 @@ def test_no_flipped_bit_goes_unnoticed_after_a_clean_close(closes):
     """The journal is empty then, but its header has the checksums. So only an undamaged copy is used."""
     disk = MemoryDisk()
     for number in range(closes):
-        left("/s", QUEUES, 1000 + 10 * number, journal_bytes=4096, disk=disk)
+        leave_offsets("/s", QUEUES, 1000 + 10 * number, journal_bytes=4096, disk=disk)
     good = disk.files()
     for byte, bit in product(range(len(good[MAIN])), range(8)):
-        events, again = [], MemoryDisk.holding(good | {MAIN: flipped(good[MAIN], byte, bit)})
+        events, again = [], MemoryDisk.holding(good | {MAIN: flip_bit(good[MAIN], byte, bit)})
         store = LocalFileOffsetStore("/s", journal_bytes=4096, disk=again, on_event=events.append)
         if closes == 1:
             with pytest.raises(OffsetStoreCorrupt):  # there is no copy
@@ -113,7 +113,7 @@ def test_no_flipped_bit_goes_unnoticed_after_a_clean_close(closes):
 def test_a_flipped_bit_never_gives_an_offset_nobody_stored(name):
     stored = {QUEUES[0]: {110, *range(120, 131)}, QUEUES[1]: {110, 121, 122}, QUEUES[2]: {110}}
     for byte in range(min(len(GOOD[name]), 1500)):
-        for queue, offset in loaded({name: flipped(GOOD[name], byte, byte % 8)})[0].items():
+        for queue, offset in loaded({name: flip_bit(GOOD[name], byte, byte % 8)})[0].items():
             assert offset in stored[queue], (name, byte)
 
 
@@ -140,7 +140,7 @@ def test_no_flipped_bit_of_the_journal_goes_unnoticed():
     end = replay(GOOD[JOURNAL], decode_header(GOOD[JOURNAL])).end
     last = end - 22
     for byte, bit in product([*range(48), *range(HEADER_BYTES, end), end + 100, 4095], range(8)):
-        offsets, events, _ = loaded({JOURNAL: flipped(GOOD[JOURNAL], byte, bit)})
+        offsets, events, _ = loaded({JOURNAL: flip_bit(GOOD[JOURNAL], byte, bit)})
         if last <= byte < end:  # the same as a frame that was never acknowledged
             assert offsets == EXPECTED | {QUEUES[1]: 121}
         else:
@@ -258,7 +258,7 @@ def test_an_empty_main_file_is_never_copied_over_a_good_backup():
             put(store, QUEUES[0], offset)
     assert len(seen) > 5
     for files in seen:
-        store = opened(disk=MemoryDisk.holding(files))
+        store = open_store(disk=MemoryDisk.holding(files))
         assert store.clone_offset_table().keys() == EXPECTED.keys()
         assert store.read_offset(QUEUES[0]) >= 130
 
@@ -288,9 +288,9 @@ def test_a_pipe_as_owner_file_does_not_block_a_second_process(tmp_path):
 def test_nothing_is_written_through_a_link(tmp_path, name, link):
     """Neither the target of another user's link is written, nor the target of a link to a file of the store."""
     directory = tmp_path / "store"
-    left(directory, QUEUES[:1], 1)
+    leave_offsets(directory, QUEUES[:1], 1)
     other = tmp_path / "other"
-    other.write_bytes(b"of somebody else")
+    other.write_bytes(b"of another user")
     for target in (other, directory / "offsets.journal"):
         (directory / name).unlink(missing_ok=True)
         link(target, directory / name)
@@ -301,15 +301,15 @@ def test_nothing_is_written_through_a_link(tmp_path, name, link):
         with LocalFileOffsetStore(killed) as found, LocalFileOffsetStore(directory) as store:
             assert found.clone_offset_table() == store.clone_offset_table()
     assert found.clone_offset_table() == {QUEUES[0]: 3}
-    assert other.read_bytes() == b"of somebody else"
+    assert other.read_bytes() == b"of another user"
 
 
-@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="this system cannot tell links from files when it opens them")
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="this system cannot open a file without following links")
 @pytest.mark.parametrize("name", [*FILES, "offsets.lock"])
 def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path, name):
     directory, other = tmp_path / "store", tmp_path / "other"
     for offset in range(2):
-        left(directory, QUEUES[:1], offset)
+        leave_offsets(directory, QUEUES[:1], offset)
     (directory / name).rename(other)
     before = other.read_bytes()
     (directory / name).symlink_to(other)
@@ -325,7 +325,7 @@ def test_files_and_directories_are_for_their_owner_alone(tmp_path):
         with LocalFileOffsetStore(tmp_path / "a" / "b") as store:
             for offset in (1, 2):
                 put(store, QUEUES[0], offset)
-        left(tmp_path / "a" / "b", QUEUES[:1], 3)
+        leave_offsets(tmp_path / "a" / "b", QUEUES[:1], 3)
     finally:
         os.umask(before)
     modes = {path.relative_to(tmp_path).as_posix(): path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
@@ -334,7 +334,7 @@ def test_files_and_directories_are_for_their_owner_alone(tmp_path):
     assert len(modes) >= 5
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give a directory to somebody else")
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can give a directory to another user")
 def test_the_directory_of_another_user_is_refused(tmp_path):
     (tmp_path / "his").mkdir()
     os.chown(tmp_path / "his", 12345, 12345)
@@ -345,7 +345,7 @@ def test_the_directory_of_another_user_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_larger_than_a_store_writes_is_not_read(tmp_path, name):
-    left(tmp_path, QUEUES[:1], 1)
+    leave_offsets(tmp_path, QUEUES[:1], 1)
     with open(tmp_path / name, "ab") as file:
         file.truncate(5 << 30)
     with pytest.raises(OffsetStoreError, match=rf"{name}.* has 5368709120 bytes"):

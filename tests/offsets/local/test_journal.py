@@ -25,7 +25,7 @@ from pyrocket_consumer.offsets.local.journal import (
     replay,
 )
 from tests.consuming import quick
-from tests.offsets.local.driving import ORDERS, flipped
+from tests.offsets.local.driving import ORDERS, flip_bit
 
 SIZE = 8192
 HEADER = JournalHeader(7, SIZE, identity(b"checkpoint!"), identity(b"before it"))
@@ -81,19 +81,19 @@ def test_frames_of_an_older_generation_are_ignored():
 def test_frames_behind_an_unreadable_one_are_used():
     good, start, length = journal(*frames(7, 10, 20, 30)), len(b"".join(frames(7, 10))), len(encode_offset(7, 0, 3, 20))
     for byte in range(length):
-        result = replay(flipped(good, HEADER_BYTES + start + byte, 6), HEADER)
+        result = replay(flip_bit(good, HEADER_BYTES + start + byte, 6), HEADER)
         assert (result.offsets, result.damaged_bytes) == ({QUEUE: 30}, length)
 
 
 def test_records_whose_names_are_damaged_are_skipped():
-    result = replay(flipped(journal(*frames(7, 10, 20)), HEADER_BYTES + 9, 0), HEADER)
+    result = replay(flip_bit(journal(*frames(7, 10, 20)), HEADER_BYTES + 9, 0), HEADER)
     assert result.offsets == {}
     assert result.damaged_bytes > 0
 
 
 def test_every_damaged_header_is_refused():
     good = journal()
-    flips = (flipped(good, byte, bit) for byte in range(48) for bit in range(8))
+    flips = (flip_bit(good, byte, bit) for byte in range(48) for bit in range(8))
     for damaged in (*flips, *(good[:length] for length in range(HEADER_BYTES))):
         with pytest.raises(ProtocolError):
             decode_header(damaged)

@@ -21,7 +21,17 @@ from pyrocket_consumer.offsets.local.journal import decode_header, replay
 from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
 from tests.for_each import for_each
 from tests.offsets.local.disks import MemoryDisk, WatchedDisk
-from tests.offsets.local.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, STORE, left, opened, put, update
+from tests.offsets.local.driving import (
+    DURABILITIES,
+    MEMORY,
+    ORDERS,
+    QUEUE,
+    STORE,
+    leave_offsets,
+    open_store,
+    put,
+    update,
+)
 
 
 def main_file(directory):
@@ -54,7 +64,7 @@ def test_persisted_offsets_are_found_after_a_restart(tmp_path, durability):
 
 def test_the_journal_has_the_offsets_since_the_checkpoint(tmp_path):
     now = [0.0]
-    store = opened(tmp_path, checkpoint_interval_s=5, clock=lambda: now[0])
+    store = open_store(tmp_path, checkpoint_interval_s=5, clock=lambda: now[0])
     put(store, QUEUE, 1)  # the first persist of a new store writes both
     put(store, QUEUE, 2)
     assert (main_file(tmp_path), frames_in(tmp_path).offsets) == ({QUEUE: 1}, {QUEUE: 2})
@@ -79,10 +89,10 @@ def test_with_checkpoint_durability_each_persist_is_readable(tmp_path):
 def test_a_generation_is_never_reused():
     """Power loss may drop the last header and keep frames written after it. The next generation must not match them."""
     disk, generations = MemoryDisk(), set()
-    left("/s", [QUEUE], 1, disk=disk)
+    leave_offsets("/s", [QUEUE], 1, disk=disk)
     for _ in range(5):
         again = disk.after_kill()
-        put(opened(disk=again), QUEUE, 2)
+        put(open_store(disk=again), QUEUE, 2)
         generations.add(decode_header(again.files()["/s/offsets.journal"]).generation)
     assert len(generations) == 5
 
@@ -161,7 +171,7 @@ def test_an_offset_may_be_lowered(tmp_path):
 
 
 def test_an_offset_set_before_load_is_kept(tmp_path):
-    left(tmp_path, [QUEUE], 5)
+    leave_offsets(tmp_path, [QUEUE], 5)
     store = LocalFileOffsetStore(tmp_path)
     store.update_offset(QUEUE, 9)
     store.load()
@@ -226,7 +236,7 @@ def test_a_relative_directory_does_not_follow_the_process(tmp_path, monkeypatch)
     mine, others = tmp_path / "mine", tmp_path / "others"
     for place in (mine, others):
         place.mkdir()
-    left(others / "offsets", [QUEUE], 777)
+    leave_offsets(others / "offsets", [QUEUE], 777)
     monkeypatch.chdir(mine)
     store = LocalFileOffsetStore("offsets", checkpoint_interval_s=0)
     assert store.directory == mine / "offsets"
@@ -296,7 +306,7 @@ def test_a_store_that_is_dropped_leaves_no_file_and_no_lock(tmp_path):
     gc.collect()
     before = lowest_free()
     for offset in range(5):
-        store = opened(tmp_path)
+        store = open_store(tmp_path)
         put(store, QUEUE, offset)
         store.update_offset(QUEUE, 100)
         del store
@@ -327,7 +337,7 @@ def test_names_of_any_script_and_with_percent_signs_survive(tmp_path):
 def test_a_store_that_must_exist_is_not_created(tmp_path):
     with pytest.raises(OffsetStoreError, match="existing_only"):
         LocalFileOffsetStore(tmp_path, existing_only=True).load()
-    left(tmp_path, [QUEUE], 5)
+    leave_offsets(tmp_path, [QUEUE], 5)
     with LocalFileOffsetStore(tmp_path, existing_only=True) as store:
         assert store.read_offset(QUEUE) == 5
 
@@ -349,20 +359,20 @@ def test_wrong_settings_are_refused(tmp_path, options):
 
 def test_the_offsets_found_are_logged(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
-        left(tmp_path, [QUEUE], 5)
+        leave_offsets(tmp_path, [QUEUE], 5)
     assert f"offset store loaded: directory={tmp_path} found=new queues=0" in caplog.text
     assert "\n" not in caplog.messages[0]
 
 
 def test_files_of_another_program_are_not_changed(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    left(tmp_path, [QUEUE], 5)
+    leave_offsets(tmp_path, [QUEUE], 5)
     ours = ["offsets.journal", "offsets.json", "offsets.lock", "offsets.owner"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", *ours]
 
 
 def test_a_later_write_of_java_counts(tmp_path):
-    events, store = [], opened(tmp_path)
+    events, store = [], open_store(tmp_path)
     put(store, QUEUE, 5)
     put(store, QUEUE, 6)  # in the journal only
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -383,7 +393,7 @@ def test_a_later_write_of_java_counts(tmp_path):
 def test_writes_of_java_between_two_runs_count(tmp_path, writes, runs_before):
     main, events = tmp_path / "offsets.json", []
     for offset in range(runs_before):
-        left(tmp_path, [QUEUE], offset)
+        leave_offsets(tmp_path, [QUEUE], offset)
     for number in range(1, writes + 1):  # as MixAll.string2File does, which keeps the previous file
         (tmp_path / "offsets.json.bak").write_bytes(main.read_bytes())
         main.write_bytes(encode_offsets({QUEUE: 100 * number}))
@@ -418,7 +428,7 @@ def test_an_update_during_the_last_write_is_written_too():
             store.update_offset(QUEUE, 3)
 
     disk = MemoryDisk()
-    store = opened(disk=WatchedDisk(disk, update_once))
+    store = open_store(disk=WatchedDisk(disk, update_once))
     put(store, QUEUE, 1)
     store.update_offset(QUEUE, 2)
     store.remove_offset(QUEUE)
@@ -493,7 +503,7 @@ def test_a_queue_needs_little_memory_beyond_its_key(tmp_path):
 
     tracemalloc.start()
     try:
-        store = opened(tmp_path)
+        store = open_store(tmp_path)
         before = memory()
         for number, queue in enumerate(MANY):
             store.update_offset(queue, 10**9 + number)
@@ -503,7 +513,7 @@ def test_a_queue_needs_little_memory_beyond_its_key(tmp_path):
         store.close()
         del store
         before = memory()
-        store = opened(tmp_path)
+        store = open_store(tmp_path)
         assert (memory() - before) / len(MANY) <= 300  # now the store holds its own keys
     finally:
         tracemalloc.stop()

@@ -22,7 +22,7 @@ from tests.hazards.naive import NaiveMember
 from tests.resets import fill, queue
 
 
-class KeepsOffsetsAtHome(NaiveMember):
+class KeepsOffsetsInTheHomeDirectory(NaiveMember):
     """Go and C++: the directory is in the user's current home directory, and no option changes it."""
 
     @property
@@ -31,7 +31,7 @@ class KeepsOffsetsAtHome(NaiveMember):
 
 
 @pytest.mark.hazard("H10")
-@pytest.mark.parametrize("member", [ours, faulty(KeepsOffsetsAtHome, "sent meanwhile were skipped")])
+@pytest.mark.parametrize("member", [ours, faulty(KeepsOffsetsInTheHomeDirectory, "sent meanwhile were skipped")])
 def test_offsets_are_in_the_configured_directory(embedded, names, member, tmp_path, monkeypatch):
     """`offset_store_dir` or an environment variable names the directory, such as a volume that outlives containers.
 
@@ -72,7 +72,7 @@ def test_a_start_reports_whether_it_found_offsets(embedded, names, tmp_path, cap
     assert "found=new queues=0" in lines[0] and "queues=1" in lines[1], lines
 
 
-class HasThePidInItsName(NaiveMember):
+class HasTheProcessIdInItsDirectory(NaiveMember):
     """Go: the directory's name contains the process id."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -80,7 +80,7 @@ class HasThePidInItsName(NaiveMember):
 
 
 @pytest.mark.hazard("H11")
-@pytest.mark.parametrize("member", [ours, faulty(HasThePidInItsName, "were consumed again after a restart")])
+@pytest.mark.parametrize("member", [ours, faulty(HasTheProcessIdInItsDirectory, "were consumed again after a restart")])
 def test_a_restarted_program_finds_its_offsets(embedded, names, member, tmp_path):
     """The directory's name has no part that changes with each run, such as the process id or a time.
 
@@ -114,7 +114,7 @@ def test_a_changed_address_names_the_directory_left_behind(embedded, names, memb
     with member(embedded, topic, group, **broadcasting(tmp_path, client_ip="10.0.0.9")) as consumer:
         consumer.seen.wait_for(5)  # it starts without offsets, at the position of `consume_from`
         orphaned = [event for event in consumer.events.of("store-orphaned") if str(left) in event.text]
-        assert orphaned, f"nobody was told that {left} is left behind"
+        assert orphaned, f"no event reports that {left} is left behind"
 
 
 @pytest.mark.hazard("H12")
@@ -165,12 +165,12 @@ def test_a_store_whose_lock_was_removed_has_one_owner(embedded, names, member, t
             second.pause()
             second.reset(topic, {held_queue: 2})
             fill(embedded, topic, 5, start=5)
-            until(lambda: bool(first.events.of("store-taken")) or second.stored() != {held_queue: 2}, "told")
+            until(lambda: bool(first.events.of("store-taken")) or second.stored() != {held_queue: 2}, "an event")
             assert second.stored() == {held_queue: 2}, "two members write one store"
             fill(embedded, topic, 1, start=10)
             first.seen.wait_for(11)
             first.events.wait_for("commit-failed")
-            assert first.held() == {held_queue: 11}, "it goes on, from memory"
+            assert first.held() == {held_queue: 11}, "it continues from memory"
             with pytest.raises(OffsetStoreLocked, match="taken by this process .*offsets.lock"):
                 first.close()
             assert second.stored() == {held_queue: 2}
@@ -186,13 +186,13 @@ def test_a_store_removed_under_its_member_is_written_again(embedded, names, tmp_
         before = consumer.stored()
         shutil.rmtree(tmp_path / "s")
         consumer.events.wait_for("store-removed")
-        until(lambda: consumer.stored() == before, "written anew")
+        until(lambda: consumer.stored() == before, "the files are written again")
         fill(embedded, topic, 2, start=6)
         until(lambda: sum(consumer.stored().values()) == 8, "consumed")
     assert not consumer.events.of("commit-failed")
 
 
-class IsCalledLikeTheOthers(NaiveMember):
+class HasAnEqualClientId(NaiveMember):
     """Java before 4.9, and containers with one address and process id 1: members with equal client ids."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -200,7 +200,7 @@ class IsCalledLikeTheOthers(NaiveMember):
 
 
 @pytest.mark.hazard("H12")
-@pytest.mark.parametrize("member", [ours, faulty(IsCalledLikeTheOthers, "queues belong to two members")])
+@pytest.mark.parametrize("member", [ours, faulty(HasAnEqualClientId, "queues belong to two members")])
 def test_members_with_the_same_configuration_share_the_queues(embedded, names, member):
     """Each clustering consumer has its own client id, made from process id and time.
 

@@ -19,7 +19,7 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local.directories import read_store
 from pyrocket_consumer.offsets.local.disk import LocalDisk
 from pyrocket_consumer.offsets.local.ownership import read_owner
-from tests.offsets.local.driving import QUEUE, in_a_fork, put
+from tests.offsets.local.driving import QUEUE, put, run_in_fork
 
 ROOT = Path(__file__).parents[3]
 
@@ -109,7 +109,7 @@ def test_a_process_can_wait_for_a_store_that_will_close_soon(tmp_path, instance)
 def test_a_process_does_not_wait_for_a_late_close(tmp_path):
     with slot(tmp_path) as old:
         second, third = slot(tmp_path), slot(tmp_path)
-        assert (second.try_load(), second.client_id) == (True, "10.0.0.5@DEFAULT-1"), "nobody said: the first gets free"
+        assert (second.try_load(), second.client_id) == (True, "10.0.0.5@DEFAULT-1"), "no owner has announced its close"
         old.closes_within(0.05)
         time.sleep(0.1)
         assert (third.try_load(), third.client_id) == (True, "10.0.0.5@DEFAULT-2")
@@ -175,7 +175,7 @@ def test_after_a_fork_the_store_stays_with_the_parent(tmp_path):
             store.close()  # harmless
             report(error_of(LocalFileOffsetStore(tmp_path).load))
 
-        *refused, in_use = in_a_fork(child)[0]
+        *refused, in_use = run_in_fork(child)[0]
         assert ["stays with its parent" in error for error in refused] == [True] * 3
         assert "in use by process" in in_use
         assert read_store(tmp_path).offsets == {QUEUE: 1}
@@ -193,6 +193,6 @@ def test_a_store_made_after_the_fork_works(tmp_path):
         with unopened as store:
             store.update_offset(QUEUE, 3)
 
-    assert in_a_fork(child) == ([], 0)
+    assert run_in_fork(child) == ([], 0)
     with unopened as store:
         assert store.read_offset(QUEUE) == 3

@@ -34,7 +34,7 @@ NOTICED_WITHIN_S = 1.0
 """How soon an owner that writes has noticed what was removed."""
 
 
-class Here:
+class StoreHere:
     """A store of this process. `now` is the time of its clock."""
 
     def __init__(self, directory: str) -> None:
@@ -52,7 +52,7 @@ class Here:
             pass
 
 
-class There:
+class StoreInChild:
     """A store of another process, a child of this one."""
 
     def __init__(self, directory: str) -> None:
@@ -63,13 +63,13 @@ class There:
         if self._pid == 0:
             try:
                 self._process.close()
-                self._serve(Here(directory), served)
+                self._serve(StoreHere(directory), served)
             finally:
                 os._exit(0)
         served.close()
 
     @staticmethod
-    def _serve(store: Here, served: Any) -> None:
+    def _serve(store: StoreHere, served: Any) -> None:
         while True:
             answer: Any
             try:
@@ -95,11 +95,11 @@ class There:
 
 
 @dataclass
-class Known:
+class ExpectedStore:
     """A store object and its expected state. `stored` is its view of the files; another owner may change them."""
 
     name: str
-    store: Here | There
+    store: StoreHere | StoreInChild
     is_open: bool = False
     was_open: bool = False
     taken_at: float | None = None
@@ -129,13 +129,13 @@ class StoreAlone(RuleBasedStateMachine):
         self.now, self.copies = 0.0, 0
         self.disk: dict[MessageQueue, int] = {}
         self.epochs: dict[MessageQueue, int] = {}
-        self.owner: Known | None = None
+        self.owner: ExpectedStore | None = None
         self.lock_is_there = True
         self.files_are_there = True
         self.removed_at = 0.0
         self.has_new_owner_written = True
         os.chdir(self.home)
-        self.known = {name: Known(name, self.make(name)) for name in "abc"}
+        self.known = {name: ExpectedStore(name, self.make(name)) for name in "abc"}
 
     def teardown(self) -> None:
         os.chdir(self.began_in)
@@ -145,11 +145,11 @@ class StoreAlone(RuleBasedStateMachine):
             assert another.clone_offset_table() == {QUEUES[0]: 777}
         shutil.rmtree(self.base)
 
-    def make(self, name: str) -> Here | There:
+    def make(self, name: str) -> StoreHere | StoreInChild:
         directory = "offsets" if Path.cwd() == self.home else str(self.directory)
-        return There(directory) if name == "c" else Here(directory)
+        return StoreInChild(directory) if name == "c" else StoreHere(directory)
 
-    def named(self, name: str) -> Known:
+    def named(self, name: str) -> ExpectedStore:
         """Return the object of that name, which is the owner in most cases."""
         if name != "owner":
             return self.known[name]
@@ -194,9 +194,9 @@ class StoreAlone(RuleBasedStateMachine):
             self.owner, self.has_new_owner_written = None, True
             self.lock_is_there = self.files_are_there = True
 
-    @precondition(lambda self: self.all_have_noticed())
+    @precondition(lambda self: self.no_former_owner_writes())
     @rule(name=names)
-    def make_anew(self, name: str) -> None:
+    def recreate(self, name: str) -> None:
         """Replace a closed object by a new one. If it is the other process, kill that first."""
         each = self.named(name)
         if each.name == "c":
@@ -207,7 +207,7 @@ class StoreAlone(RuleBasedStateMachine):
                     self.disk, self.epochs, self.files_are_there = {}, {}, True
         elif each.is_open:
             return
-        self.known[each.name] = Known(each.name, self.make(each.name))
+        self.known[each.name] = ExpectedStore(each.name, self.make(each.name))
 
     # -- contents
 
@@ -218,7 +218,7 @@ class StoreAlone(RuleBasedStateMachine):
         if not increase_only or offset > each.memory.get(queue, -1):
             each.memory[queue] = offset
 
-    def writing(self, each: Known, call: str, *arguments: Any) -> bool:
+    def writing(self, each: ExpectedStore, call: str, *arguments: Any) -> bool:
         """Make a call that writes, and return whether it has written. An owner always does, another object never."""
         try:
             each.store.call(self.now, call, *arguments)
@@ -234,7 +234,7 @@ class StoreAlone(RuleBasedStateMachine):
         assert each.taken_at is None or self.now - each.taken_at < NOTICED_WITHIN_S
         return True
 
-    def written(self, each: Known) -> None:
+    def written(self, each: ExpectedStore) -> None:
         """Note what is on the disk after a call that wrote."""
         if self.owner is not each:
             return
@@ -246,7 +246,7 @@ class StoreAlone(RuleBasedStateMachine):
         if self.files_are_there:
             self.disk, self.epochs = dict(each.stored), dict(each.epochs)
 
-    def persisting(self, each: Known, chosen: list[MessageQueue], call: str, *arguments: Any) -> bool:
+    def persisting(self, each: ExpectedStore, chosen: list[MessageQueue], call: str, *arguments: Any) -> bool:
         done = self.writing(each, call, *arguments)
         if done:
             each.stored |= {queue: each.memory[queue] for queue in chosen if queue in each.memory}
@@ -310,15 +310,15 @@ class StoreAlone(RuleBasedStateMachine):
     def change_directory(self, home: bool) -> None:
         os.chdir(self.home if home else self.elsewhere)
 
-    def all_have_noticed(self) -> bool:
+    def no_former_owner_writes(self) -> bool:
         """Check that no former owner still writes, and that no write of one can be found."""
         return self.has_new_owner_written and all(
             each.taken_at is None or each.has_noticed for each in self.known.values()
         )
 
-    @precondition(lambda self: self.all_have_noticed() and self.directory.exists())
+    @precondition(lambda self: self.no_former_owner_writes() and self.directory.exists())
     @rule(what=st.sampled_from(["lock", "files", "directory"]), seconds=st.sampled_from([0.0, 1.0, 5.0]))
-    def somebody_removes(self, what: str, seconds: float) -> None:
+    def remove_files(self, what: str, seconds: float) -> None:
         lock, directory = self.directory / "offsets.lock", self.directory
         if what == "directory":
             shutil.rmtree(directory)
@@ -337,7 +337,7 @@ class StoreAlone(RuleBasedStateMachine):
         if what != "lock":
             self.files_are_there = self.files_are_there and not self.owner.stored and not self.owner.epochs
 
-    @precondition(lambda self: self.all_have_noticed() and self.files_are_there and self.directory.exists())
+    @precondition(lambda self: self.no_former_owner_writes() and self.files_are_there and self.directory.exists())
     @rule()
     def a_copy_of_the_directory_holds_what_was_acknowledged(self) -> None:
         self.copies += 1
@@ -348,7 +348,7 @@ class StoreAlone(RuleBasedStateMachine):
             assert {queue: epoch for queue in QUEUES if (epoch := store.reset_epoch(queue))} == self.epochs
 
     @invariant()
-    def memory_and_epochs_are_as_told(self) -> None:
+    def memory_and_epochs_are_as_expected(self) -> None:
         for each in self.known.values():
             assert each.store.call(self.now, "clone_offset_table") == each.memory, each.name
 

@@ -13,7 +13,7 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
 from pyrocket_consumer.offsets.local.directories import read_store
 from pyrocket_consumer.offsets.local.disk import LocalDisk
 from pyrocket_consumer.offsets.local.ownership import read_owner
-from tests.offsets.local.driving import DURABILITIES, ORDERS, QUEUE, left, opened, put, update
+from tests.offsets.local.driving import DURABILITIES, ORDERS, QUEUE, leave_offsets, open_store, put, update
 from tests.offsets.local.test_ownership import owner, persist
 
 QUEUES = ORDERS[:3]
@@ -26,7 +26,7 @@ class Bench:
     def __init__(self, directory, durability="fsync"):
         self.now, self.events, self.directory = 0.0, [], directory
         options = {"clock": lambda: self.now, "on_event": self.events.append, "checkpoint_interval_s": 60}
-        self.store = opened(directory, durability, **options)
+        self.store = open_store(directory, durability, **options)
         update(self.store, QUEUES, 5)
         self.store.persist_all()
         self.persist(6, QUEUES[2])
@@ -41,7 +41,7 @@ class Bench:
         """Return the offsets that a new process finds, and check that it finds no damage."""
         copy, events = tmp_path / f"copy-{time.monotonic_ns()}", []
         shutil.copytree(self.directory, copy)
-        store = opened(copy, on_event=events.append)
+        store = open_store(copy, on_event=events.append)
         assert events == []
         return store.clone_offset_table()
 
@@ -56,7 +56,7 @@ def with_offset(offset):
 def test_the_old_owner_stops_after_its_lock_is_removed(tmp_path):
     """With default options the old owner notices, stops writing, emits an event, and can load the store again later."""
     events = []
-    store = opened(tmp_path / "10.0.0.5@DEFAULT" / "g", on_event=events.append)
+    store = open_store(tmp_path / "10.0.0.5@DEFAULT" / "g", on_event=events.append)
     put(store, QUEUE, 5)
     (store.directory / "offsets.lock").unlink()
     with owner(tmp_path) as (process, _, found):
@@ -121,7 +121,7 @@ def test_an_old_owner_does_no_damage_before_it_notices(tmp_path, durability):
 def test_every_write_checks_the_owner_of_the_store(tmp_path, call, passed_s):
     first = Bench(tmp_path / "s")
     (tmp_path / "s" / "offsets.lock").unlink()
-    left(tmp_path / "s", [QUEUE], 500)
+    leave_offsets(tmp_path / "s", [QUEUE], 500)
     first.store.update_offset(QUEUE, 7)
     first.now += passed_s
     with pytest.raises(OffsetStoreLocked, match="this process"):
@@ -156,7 +156,7 @@ def test_removed_files_are_written_again(tmp_path, durability, removed):
 @pytest.mark.parametrize("how", ["close", "persist"])
 def test_a_directory_removed_under_an_idle_store_comes_back(tmp_path, how):
     """This works with default options, and while no offset changes."""
-    store = opened(tmp_path / "s")
+    store = open_store(tmp_path / "s")
     put(store, QUEUE, 5)
     shutil.rmtree(tmp_path / "s")
     deadline = time.monotonic() + 30
@@ -174,7 +174,7 @@ def test_a_directory_removed_under_an_idle_store_comes_back(tmp_path, how):
 def test_another_store_with_the_same_path_is_not_changed(tmp_path, how, in_use):
     """A directory is renamed and replaced by another, or a symlink is changed to another target."""
     mine, others = tmp_path / "mine", tmp_path / "others"
-    left(others, [QUEUE], 777)  # the store of another application
+    leave_offsets(others, [QUEUE], 777)  # the store of another application
     if how == "symlink":
         (tmp_path / "first").mkdir()
         mine.symlink_to("first")

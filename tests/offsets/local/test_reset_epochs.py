@@ -12,8 +12,8 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset, ResetEpochs
 from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
 from tests.for_each import for_each
-from tests.offsets.local.disks import Failing, MemoryDisk, PowerCut, WatchedDisk
-from tests.offsets.local.driving import DURABILITIES, opened, put
+from tests.offsets.local.disks import FailureHook, MemoryDisk, PowerCut, WatchedDisk
+from tests.offsets.local.driving import DURABILITIES, open_store, put
 from tests.trials import crash_points, trials
 
 QUEUES = [MessageQueue("orders%", "broker-a", number) for number in range(3)]
@@ -39,7 +39,7 @@ def test_epochs_and_offsets_are_found_again(tmp_path, durability):
 @pytest.mark.parametrize("durability", DURABILITIES)
 def test_a_killed_process_leaves_offset_and_epoch(durability):
     disk = MemoryDisk()
-    store = opened("/s", durability, disk=disk)
+    store = open_store("/s", durability, disk=disk)
     store.persist_resets({FIRST: QueueReset(10, 1000)})
     put(store, FIRST, 12)
     disk.free_locks()
@@ -82,8 +82,8 @@ def test_an_invalid_offset_changes_nothing(tmp_path):
 
 
 def test_a_full_disk_is_reported_and_a_later_persist_stores_both():
-    disk, failing = MemoryDisk(), Failing()
-    store = opened(disk=WatchedDisk(disk, failing))
+    disk, failing = MemoryDisk(), FailureHook()
+    store = open_store(disk=WatchedDisk(disk, failing))
     put(store, FIRST, 50)
     failing.error = errno.ENOSPC
     with pytest.raises(OffsetStoreUnwritable):
@@ -114,7 +114,7 @@ def test_power_may_fail_at_any_moment(durability):
 
             written = {queue: [acknowledged[queue]] for queue in QUEUES}
             try:
-                store = opened("/s", durability, journal_bytes=4096, disk=WatchedDisk(disk, cut), clock=rng.random)
+                store = open_store("/s", durability, journal_bytes=4096, disk=WatchedDisk(disk, cut), clock=rng.random)
                 while True:
                     queues = rng.sample(QUEUES, rng.randint(1, 3))
                     if rng.random() < 0.4:

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pyrocket_consumer.errors import OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.local.directories import read_store
-from tests.offsets.local.disks import WRITES, Failing, MemoryDisk, WatchedDisk
-from tests.offsets.local.driving import DURABILITIES, MEMORY, STORE, opened, update
+from tests.offsets.local.disks import WRITES, FailureHook, MemoryDisk, WatchedDisk
+from tests.offsets.local.driving import DURABILITIES, MEMORY, STORE, open_store, update
 from tests.trials import trials
 
 QUEUES = [MessageQueue(topic, broker, n) for topic in ("orders", "%RETRY%g") for broker in ("a", "b") for n in range(2)]
@@ -30,7 +30,7 @@ class StoreAgainstDictionaries(RuleBasedStateMachine):
 
     @initialize(durability=st.sampled_from(DURABILITIES), links=st.booleans())
     def begin(self, durability, links):
-        self.disk, self.failing, self.now = MemoryDisk(), Failing(), 0.0
+        self.disk, self.failing, self.now = MemoryDisk(), FailureHook(), 0.0
         self.disk.has_links = links
         self.durability = durability
         self.memory, self.stored, self.certain = {}, {}, True
@@ -38,7 +38,7 @@ class StoreAgainstDictionaries(RuleBasedStateMachine):
 
     def open(self):
         watched = WatchedDisk(self.disk, self.failing)
-        self.store = opened("/s", self.durability, journal_bytes=4096, disk=watched, clock=lambda: self.now)
+        self.store = open_store("/s", self.durability, journal_bytes=4096, disk=watched, clock=lambda: self.now)
 
     def persisting(self, chosen, persist):
         try:
@@ -122,7 +122,7 @@ class StoreAgainstDictionaries(RuleBasedStateMachine):
         self.open()
 
     @invariant()
-    def memory_is_as_told(self):
+    def memory_is_as_expected(self):
         if hasattr(self, "store"):
             assert self.store.clone_offset_table() == self.memory
 
@@ -140,7 +140,7 @@ def test_eight_threads_persist_at_once(tmp_path, durability):
     # Each thread has its own queues, and shares one queue with all others. The switch interval is short.
     shared = MessageQueue("shared", "broker-a", 0)
     rounds = 60
-    store, wrong = opened(tmp_path, durability, journal_bytes=4096), []
+    store, wrong = open_store(tmp_path, durability, journal_bytes=4096), []
 
     def work(number):
         rng = random.Random(number)
@@ -181,7 +181,7 @@ class SlowFlush:
     def __init__(self):
         self.begun, self.go_on, self.on_time = threading.Event(), threading.Event(), []
         self.slow = False
-        self.store = opened(disk=WatchedDisk(MemoryDisk(), self._hook))
+        self.store = open_store(disk=WatchedDisk(MemoryDisk(), self._hook))
         update(self.store, QUEUES, 1)
         self.store.persist_all()
         self.slow = True

@@ -20,8 +20,8 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local.directories import read_store
 from pyrocket_consumer.offsets.local.offsets_json import encode_offsets
 from tests.for_each import for_each
-from tests.offsets.local.disks import WRITES, Failing, MemoryDisk, WatchedDisk
-from tests.offsets.local.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, in_a_fork, opened, put, update
+from tests.offsets.local.disks import WRITES, FailureHook, MemoryDisk, WatchedDisk
+from tests.offsets.local.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, open_store, put, run_in_fork, update
 
 QUEUES = ORDERS[:4]
 TABLE = [MessageQueue("orders", "broker-a", number) for number in range(200)]  # too many for the journal
@@ -31,7 +31,7 @@ class Bench:
     """A store on a memory disk that fails on request, and the store's events."""
 
     def __init__(self, durability="fsync", **options):
-        self.memory_disk, self.failing, self.events, self.now = MemoryDisk(), Failing(), [], 0.0
+        self.memory_disk, self.failing, self.events, self.now = MemoryDisk(), FailureHook(), [], 0.0
         self.disk = WatchedDisk(self.memory_disk, self.failing)
         self.store = LocalFileOffsetStore(
             "/s",
@@ -241,7 +241,7 @@ def test_a_flush_after_a_failed_one_acknowledges_nothing():
                 time.sleep(0.05)  # they wait by now, or start to wait later; both have the same result
                 raise OSError(errno.EIO, "broken")
 
-    store = opened(disk=WatchedDisk(MemoryDisk(), disk_hook))
+    store = open_store(disk=WatchedDisk(MemoryDisk(), disk_hook))
     update(store, QUEUES, 1)
     store.persist_all()
 
@@ -444,7 +444,7 @@ def test_power_may_fail_after_a_close_without_checkpoint(bench, refused, has_lin
     bench.store.close()
     assert bench.failing.failures == 1 + (refused == "replace" and has_links)  # the rename to the backup is tried twice
     for seed in range(50):
-        store = opened(disk=bench.memory_disk.after_power_loss(random.Random(seed)))
+        store = open_store(disk=bench.memory_disk.after_power_loss(random.Random(seed)))
         assert store.clone_offset_table() == dict.fromkeys(QUEUES, 5) | {QUEUE: 6}
 
 
@@ -507,8 +507,8 @@ def test_a_listener_of_events_may_use_the_store_and_may_fail():
         store.update_offset(QUEUES[1], 77)
         raise RuntimeError("of the user")
 
-    failing = Failing()
-    store = opened(disk=WatchedDisk(MemoryDisk(), failing), on_event=on_event)
+    failing = FailureHook()
+    store = open_store(disk=WatchedDisk(MemoryDisk(), failing), on_event=on_event)
     failing.error = errno.ENOSPC
     with pytest.raises(OffsetStoreUnwritable):
         put(store, QUEUE, 9)
@@ -519,15 +519,15 @@ def test_a_listener_of_events_may_use_the_store_and_may_fail():
 @pytest.mark.hazard("H07")
 def test_real_limits_on_file_sizes_and_descriptors_are_survived(tmp_path):
     queues = [MessageQueue("orders", "broker-a", number) for number in range(400)]
-    assert in_a_fork(partial(work_with_small_files, tmp_path / "sizes", queues)) == (["recovered"], 0)
+    assert run_in_fork(partial(work_with_small_files, tmp_path / "sizes", queues)) == (["recovered"], 0)
     assert read_store(tmp_path / "sizes").offsets == dict.fromkeys(queues, 2)
-    assert in_a_fork(partial(work_with_few_descriptors, tmp_path / "descriptors")) == (["refused", "closed"], 0)
+    assert run_in_fork(partial(work_with_few_descriptors, tmp_path / "descriptors")) == (["refused", "closed"], 0)
     assert read_store(tmp_path / "descriptors").offsets == {QUEUE: 5}
 
 
 def work_with_small_files(directory, queues, report):
     events, refused = [], []
-    store = opened(directory, checkpoint_interval_s=0, on_event=lambda event: events.append(str(event.kind)))
+    store = open_store(directory, checkpoint_interval_s=0, on_event=lambda event: events.append(str(event.kind)))
     update(store, queues[:10], 1)
     store.persist_all()
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))  # offsets.json of 400 queues has 32 KB
@@ -546,7 +546,7 @@ def work_with_small_files(directory, queues, report):
 
 def work_with_few_descriptors(directory, report):
     events = []
-    store = opened(directory, checkpoint_interval_s=0, on_event=lambda event: events.append(str(event.kind)))
+    store = open_store(directory, checkpoint_interval_s=0, on_event=lambda event: events.append(str(event.kind)))
     put(store, QUEUE, 1)
     highest = os.open(os.devnull, os.O_RDONLY)
     os.close(highest)
