@@ -132,7 +132,10 @@ def test_selectors_of_java_and_ours_select_the_same_messages(real_cluster, java,
         ours_sql.wait_for(len(above))
         javas.wait_for_messages(len(wanted))
         javas_sql.wait_for_messages(len(above))
-        until(lambda: sum(real_cluster.committed(our_group, topic).values()) == len(tags), "the rest is passed over")
+        until(
+            lambda: sum(real_cluster.committed(our_group, topic).values()) == len(tags),
+            "the other messages are skipped",
+        )
     assert set(ours.bodies) == {message.body for message in javas.messages} == wanted
     assert set(ours_sql.bodies) == {message.body for message in javas_sql.messages} == above
 

@@ -72,7 +72,7 @@ def test_consumer_status(either_cluster, java, topic, names):
     assert titles(ours) == titles(javas)
     assert section(ours, "Consumer Subscription") == section(javas, "Consumer Subscription")
     began_at = [["0" if cell == "-1" else cell for cell in row] for row in section(javas, "Consumer Offset")]
-    assert section(ours, "Consumer Offset") == began_at, "where a queue of ours begins is known from its beginning"
+    assert section(ours, "Consumer Offset") == began_at, "our member knows the start offset of a queue at once"
     assert [topic, "broker-a", "0", "10"] in section(ours, "Consumer Offset")
     our_queues, java_queues = (queue_details(report) for report in (ours, javas))
     assert our_queues.keys() == java_queues.keys()

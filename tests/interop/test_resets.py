@@ -83,7 +83,7 @@ def replay(cluster, mqadmin, topic, group, *extra):
         fill(cluster, topic, 20)
         seen.wait_for(20)
         between = 0.3 + max(message.stored_at_ms for message in seen.messages) / 1000
-        until(lambda: time.time() > between, "a gap: 4.9 goes by the message nearest in time")
+        until(lambda: time.time() > between, "a gap, because 4.9 uses the message nearest in time")
         fill(cluster, topic, 20, start=20)
         wait_for_commits(cluster, group, topic, 10)
         at = min(message.stored_at_ms for message in seen.messages if message.queue_offset == 5)

@@ -56,7 +56,10 @@ def test_a_failed_message_goes_to_the_owner_of_the_retry_queue(either_cluster, j
         until(lambda: len(different(0)) == 8 and len(different(1)) == 8, "every message, and again")
         first, second = attempt(0), attempt(1)
         retried = retry_topic(group)
-        until(lambda: sum(either_cluster.committed(group, retried).values()) == 8, "else the last comes to who stays")
+        until(
+            lambda: sum(either_cluster.committed(group, retried).values()) == 8,
+            "the retries must be committed before a member leaves",
+        )
     assert [len(messages) for messages in first] == [4, 4]
     again, nothing = second if holder == "ours" else reversed(second)
     assert nothing == []
@@ -75,7 +78,7 @@ def test_a_failed_message_goes_to_the_owner_of_the_retry_queue(either_cluster, j
 
 
 def test_dead_letters_are_the_same_as_a_java_members(real_cluster, java, topic, names):
-    """A message fails twice, in our group and in a Java group. The dead letters are equal, and both clients read them."""
+    """A message fails twice, in our group and in Java's. The dead letters are equal, and both clients read them."""
     real_cluster.create_topic(topic, queues=1)
     our_group, java_group = names.group("ours"), names.group("java")
     for each in (our_group, java_group):

@@ -203,7 +203,7 @@ def test_a_text_cut_anywhere_is_damaged_never_shorter(tmp_path, member):
         for length in reversed(range(len(text))):
             (directory / "offsets.json").write_bytes(text[:length])
             refuses(member, directory, f"{name} cut after {length} bytes")
-            assert (directory / "offsets.json").read_bytes() == text[:length], "it is left for whoever looks at it"
+            assert (directory / "offsets.json").read_bytes() == text[:length], "the refused file must be kept"
 
 
 @for_each("text", [compact(SAMPLE), encode_offsets({})])

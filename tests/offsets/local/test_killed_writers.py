@@ -217,7 +217,7 @@ POLICIES = [partial(ours, on_unreadable=policy) for policy in ("raise", "backup"
 @pytest.mark.hazard("H13")
 @pytest.mark.parametrize(
     ("make", "backup"),
-    [*itertools.product(POLICIES, BACKUPS), faulty(JavaStore, "found None, and nobody was told", "no backup")],
+    [*itertools.product(POLICIES, BACKUPS), faulty(JavaStore, "found None, without an event", "no backup")],
 )
 def test_unreadable_files_emit_an_event_or_stop_the_start(make, backup):
     """If neither offsets.json nor its backup is readable, the consumer does not start.
@@ -234,11 +234,11 @@ def test_unreadable_files_emit_an_event_or_stop_the_start(make, backup):
     try:
         store.load()
     except OffsetStoreCorrupt:
-        assert disk.files()[MAIN] == b"\0" * 200, "what is unreadable is left for somebody to look at"
+        assert disk.files()[MAIN] == b"\0" * 200, "the unreadable file must be kept"
         return
     kinds = [event.kind for event in events]
-    assert EventKind.STORE_FALLBACK in kinds, f"found {store.read_offset(QUEUE)}, and nobody was told"
-    assert b"\0" * 200 in disk.files().values(), "what was unreadable is set aside"
+    assert EventKind.STORE_FALLBACK in kinds, f"found {store.read_offset(QUEUE)}, without an event"
+    assert b"\0" * 200 in disk.files().values(), "the unreadable file must be kept under another name"
 
 
 @pytest.mark.hazard("H13")
