@@ -31,11 +31,10 @@ NOT_CLEAN_YET: set[str] = {
     "docs/from-java-and-kafka.md",
     "docs/from-rocketmq-client-python.md", "docs/hazards.md",
     "docs/spark.md",
-    "pyrocket_consumer/cli", "pyrocket_consumer/compat",
-    "pyrocket_consumer/spark",
-    "pyspark_rocketmq", "tests", "tests/cli",
-    "tests/compat", "tests/consumer",
-    "tests/real_brokers", "tests/spark",
+
+    "tests",
+    "tests/consumer",
+    "tests/real_brokers",
 }  # fmt: skip
 GROUPS = (*FOLDERS, "")
 
