@@ -550,7 +550,7 @@ class AsyncPushConsumer(_BaseConsumer):
         if not is_closed:
             raise self._close_timeout(wait_s)
         if self._async_workers is not None:
-            await self._async_workers.ended()
+            await self._async_workers.wait_ended()
         self._raise_close_error()
 
     async def __aenter__(self) -> Self:

@@ -86,12 +86,12 @@ class KeyLane:
         else:
             self.waiting.extendleft(reversed(entries))
 
-    def take(self, most: int) -> list[Message]:
+    def take(self, limit: int) -> list[Message]:
         """Remove the first messages of one listener, and return them. There must be some."""
         waiting = self.waiting
         listener, message = waiting.popleft()
         taken = [message]
-        while waiting and len(taken) < most and waiting[0][0] is listener:
+        while waiting and len(taken) < limit and waiting[0][0] is listener:
             taken.append(waiting.popleft()[1])
         return taken
 
@@ -438,7 +438,7 @@ class KeyedService(ConsumeService):
 
     # --- chunks for workers
 
-    def _dispatch_next(self, lanes: KeyLanes, most: int = LARGEST_CHUNK) -> None:
+    def _dispatch_next(self, lanes: KeyLanes, limit: int = LARGEST_CHUNK) -> None:
         """Hand over all messages that may begin."""
         if self.stopped or lanes.waits_for_former_calls or not lanes.window.may_consume():
             return
@@ -447,24 +447,24 @@ class KeyedService(ConsumeService):
             lane_batch = KeyLookupBatch(self, lanes, self._order_by)
             self._workers_of(lane_batch.chunk.listener).put(lane_batch.chunk)
         while lanes.ready:
-            self._put_chunk(lanes, most)
+            self._put_chunk(lanes, limit)
 
-    def _put_chunk(self, lanes: KeyLanes, most: int) -> None:
+    def _put_chunk(self, lanes: KeyLanes, limit: int) -> None:
         """Hand over a chunk of the lanes that have waited longest."""
         window, ready = lanes.window, lanes.ready
         listener = ready[0].waiting[0][0]
-        room = min(max(int(CHUNK_TIME_S / window.listener_time_s), 1), most)
+        free = min(max(int(CHUNK_TIME_S / window.listener_time_s), 1), limit)
         units: deque[Any] = deque()
         chunk = Chunk(window, listener, units)
         chunk.lane_batch = lane_batch = KeyLaneBatch(self, lanes, chunk)
-        while ready and room > 0 and ready[0].waiting[0][0] is listener:
+        while ready and free > 0 and ready[0].waiting[0][0] is listener:
             lane = ready.popleft()
             lane.holder = lane_batch  # first, because a lane without a holder and messages may be removed
-            taken = lane.take(room * listener.batch_size)
+            taken = lane.take(free * listener.batch_size)
             lane.out_count = len(taken)
             new = units_of(listener, taken)
             units.extend(new)
-            room -= len(new)
+            free -= len(new)
             lane_batch.held_lanes.append(lane)
         self._batches.setdefault(window.queue, set()).add(lane_batch)
         is_long = len(units) > 1
@@ -488,7 +488,7 @@ class KeyedService(ConsumeService):
                 busy = True
                 if chunk.begun_at and now - chunk.begun_at > STUCK_AFTER_S:
                     self._withdraw(lane_batch)
-                    self._dispatch_next(lane_batch.lanes, most=1)  # the measured listener time is no longer valid
+                    self._dispatch_next(lane_batch.lanes, limit=1)  # the measured listener time is no longer valid
         self._quiet_checks = 0 if busy else self._quiet_checks + 1
         if self._quiet_checks < 3 and not self.stopped:  # a worker may be between taking a chunk and setting its slot
             self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)

@@ -514,7 +514,7 @@ class AsyncWorkers(_ChunkRunner):
         self._arrived: deque[Chunk] = deque()
         self._stopping = False
         self._abandoned = False
-        self._ended = False
+        self._loop_ended = False
         if self._owns_loop:
             threading.Thread(target=self._run_loop, name="pyrocket-listener", daemon=True).start()
         self._loop.call_soon_threadsafe(self._begin)
@@ -522,7 +522,7 @@ class AsyncWorkers(_ChunkRunner):
     def _run_loop(self) -> None:
         """Run the loop until its workers have ended. Exceptions of listeners' tasks do not end it."""
         asyncio.set_event_loop(self._loop)
-        while not self._ended:
+        while not self._loop_ended:
             try:
                 self._loop.run_forever()
             except BaseException as error:  # SystemExit and KeyboardInterrupt of a task stop `run_forever`, too
@@ -585,7 +585,7 @@ class AsyncWorkers(_ChunkRunner):
     def abandon(self) -> None:
         self._call_on_loop(self._cancel_all)
 
-    async def ended(self) -> None:
+    async def wait_ended(self) -> None:
         """Wait a limited time until cancelled calls have cleaned up, for example rolled back. Call it on their loop."""
         if tasks := list(self._tasks.values()):
             await asyncio.wait(tasks, timeout=CANCELLED_TASKS_WAIT_S)
@@ -609,7 +609,7 @@ class AsyncWorkers(_ChunkRunner):
             asyncio.gather(*self._tasks.values(), return_exceptions=True).add_done_callback(self._end_loop)
 
     def _end_loop(self, done: object) -> None:
-        self._ended = True
+        self._loop_ended = True
         self._loop.stop()
 
     def _cancel_all(self) -> None:

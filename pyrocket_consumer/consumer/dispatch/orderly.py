@@ -66,10 +66,10 @@ class QueueLane:
         elif messages:
             self.waiting.appendleft((listener, deque(messages)))
 
-    def take(self, most: int) -> tuple[Listener, deque[Any]]:
-        """Remove the first messages of one listener, for `most` calls, and return them as units. There must be some."""
+    def take(self, limit: int) -> tuple[Listener, deque[Any]]:
+        """Remove the first messages of one listener, for `limit` calls, and return them as units. There must be some."""
         listener, messages = self.waiting[0]
-        taken = [messages.popleft() for _ in range(min(most * listener.batch_size, len(messages)))]
+        taken = [messages.popleft() for _ in range(min(limit * listener.batch_size, len(messages)))]
         if not messages:
             self.waiting.popleft()
         return listener, deque(units_of(listener, taken))

@@ -15,7 +15,7 @@ from pyrocket_consumer.model import EventKind
 from pyrocket_consumer.protocol.message import Message
 
 
-class CallMonitor(Protocol):
+class RunningCalls(Protocol):
     """A service that runs listener calls."""
 
     def stuck(self, timeout_s: float, now: float) -> Sequence[tuple[ProcessQueue, Sequence[Message]]]:
@@ -28,7 +28,7 @@ class StuckCalls:
     For orderly and broadcasting groups it only reports them.
     """
 
-    def __init__(self, context: MemberContext, calls: CallMonitor, retries: Retries) -> None:
+    def __init__(self, context: MemberContext, calls: RunningCalls, retries: Retries) -> None:
         self._context = context
         self._calls = calls
         self._retries = retries

@@ -357,7 +357,7 @@ def test_a_batch_that_no_worker_has_begun_ends_at_a_stop(either):
 # --- chunks and their withdrawal
 
 
-class Desk:
+class FakeWorkers:
     """Fake workers, which the test controls."""
 
     def __init__(self, count: int) -> None:
@@ -385,21 +385,21 @@ class Desk:
         return chunk
 
 
-def serving() -> tuple[ConcurrentService, Desk]:
-    desk = Desk(3)
-    return ConcurrentService(asyncio.get_running_loop(), lambda is_async: desk), desk
+def serving() -> tuple[ConcurrentService, FakeWorkers]:
+    fake_workers = FakeWorkers(3)
+    return ConcurrentService(asyncio.get_running_loop(), lambda is_async: fake_workers), fake_workers
 
 
 def handle(message):
     pass
 
 
-def dispatched(count: int, time_s: float = 1e-6) -> tuple[ConcurrentService, Desk, ProcessQueue, list[Message]]:
+def dispatched(count: int, time_s: float = 1e-6) -> tuple[ConcurrentService, FakeWorkers, ProcessQueue, list[Message]]:
     """Dispatch `count` messages to a listener that takes this long; as one chunk if it is quick."""
-    (service, desk), (window, messages) = serving(), window_of(count)
+    (service, fake_workers), (window, messages) = serving(), window_of(count)
     window.listener_time_s = time_s
     service.dispatch(window, Listener.of(handle), messages)
-    return service, desk, window, messages
+    return service, fake_workers, window, messages
 
 
 @pytest.mark.parametrize(
@@ -407,43 +407,43 @@ def dispatched(count: int, time_s: float = 1e-6) -> tuple[ConcurrentService, Des
     [(1e-6, [32, 32, 32, 4]), (1e-4, [5] * 20), (2e-4, [2] * 50), (1e-3, [1] * 100), (10, [1] * 100)],
 )
 async def test_chunks_are_sized_by_the_time_the_listener_takes(listener_time_s, sizes):
-    service, desk, _, messages = dispatched(100, listener_time_s)
-    assert [len(chunk.todo) for chunk in desk.chunks] == sizes
+    service, fake_workers, _, messages = dispatched(100, listener_time_s)
+    assert [len(chunk.todo) for chunk in fake_workers.chunks] == sizes
     assert max(sizes) <= concurrent.LARGEST_CHUNK
-    assert [message for chunk in desk.chunks for message in chunk.todo] == messages
+    assert [message for chunk in fake_workers.chunks for message in chunk.todo] == messages
     service.stop()
 
 
 async def test_unstarted_units_of_a_stuck_worker_go_to_others():
-    service, desk, window, messages = dispatched(32)
-    chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
+    service, fake_workers, window, messages = dispatched(32)
+    chunk = fake_workers.begin(0, asyncio.get_running_loop().time() + 0.001)
     chunk.done.append(chunk.current)
     chunk.current = chunk.todo.popleft()
     chunk.failed.append((messages[31], 7))
     await asyncio.sleep(concurrent.STUCK_AFTER_S / 2)
-    assert (window.finished, len(desk.chunks)) == (0, 0)
+    assert (window.finished, len(fake_workers.chunks)) == (0, 0)
     await asyncio.sleep(2 * concurrent.STUCK_AFTER_S)
-    assert [list(each.todo) for each in desk.chunks] == [[message] for message in messages[2:]]
+    assert [list(each.todo) for each in fake_workers.chunks] == [[message] for message in messages[2:]]
     assert (window.commit_offset(), window.finished) == (1, 1)
-    assert desk.failed == [(messages[31], 7)]
+    assert fake_workers.failed == [(messages[31], 7)]
     assert not chunk.todo
     service.stop()
 
 
 async def test_finished_messages_do_not_wait_for_the_end_of_their_chunk():
     """Then no unit remains that others could take."""
-    service, desk, window, messages = dispatched(2)
-    chunk = desk.begin(0, asyncio.get_running_loop().time() + 0.001)
+    service, fake_workers, window, messages = dispatched(2)
+    chunk = fake_workers.begin(0, asyncio.get_running_loop().time() + 0.001)
     chunk.failed.append((chunk.current, 0))
     chunk.current = chunk.todo.popleft()
     await asyncio.sleep(10 * concurrent.STUCK_AFTER_S)
-    assert desk.failed == [(messages[0], 0)]
+    assert fake_workers.failed == [(messages[0], 0)]
     service.stop()
 
 
 async def test_a_stop_hands_over_what_stuck_workers_have_finished():
-    service, desk, window, messages = dispatched(3)
-    chunk = desk.begin(0, asyncio.get_running_loop().time())
+    service, fake_workers, window, messages = dispatched(3)
+    chunk = fake_workers.begin(0, asyncio.get_running_loop().time())
     chunk.done.append(chunk.current)
     chunk.current = chunk.todo.popleft()
     service.stop()
@@ -453,35 +453,35 @@ async def test_a_stop_hands_over_what_stuck_workers_have_finished():
 
 async def test_the_check_for_stuck_workers_stops_when_nothing_waits():
     """A listener that never returns must not wake the I/O thread forever."""
-    service, desk, window, messages = dispatched(4)
-    desk.begin(0, asyncio.get_running_loop().time() + 0.001)
+    service, fake_workers, window, messages = dispatched(4)
+    fake_workers.begin(0, asyncio.get_running_loop().time() + 0.001)
     await asyncio.sleep(0.1)
     for worker in (0, 1, 2):
-        desk.begin(worker, asyncio.get_running_loop().time())
+        fake_workers.begin(worker, asyncio.get_running_loop().time())
     await asyncio.sleep(1)
-    checks = desk.checks
+    checks = fake_workers.checks
     await asyncio.sleep(10)
-    assert desk.checks == checks
+    assert fake_workers.checks == checks
     later, messages = window_of(8)
     later.listener_time_s = 1e-6
     service.dispatch(later, Listener.of(handle), messages)
-    desk.begin(1, asyncio.get_running_loop().time() + 0.001)
+    fake_workers.begin(1, asyncio.get_running_loop().time() + 0.001)
     await asyncio.sleep(0.1)
-    assert len(desk.chunks) == 7, "the next work is looked after again"
+    assert len(fake_workers.chunks) == 7, "the next work is looked after again"
     service.stop()
 
 
 async def test_a_call_is_stuck_when_it_was_seen_running_all_the_time():
-    service, desk = serving()
+    service, fake_workers = serving()
     window, messages = window_of(2)
     service.dispatch(window, Listener.of(handle), messages[:1])
-    desk.begin(0, 0.0)
+    fake_workers.begin(0, 0.0)
     assert service.stuck(5, 100) == []
     assert service.stuck(5, 104.9) == []
     assert service.stuck(5, 105) == [(window, (messages[0],))]
     assert service.running() == service.running(window) == 1
-    desk.slots[0].chunk = None
+    fake_workers.slots[0].chunk = None
     service.dispatch(window, Listener.of(handle), messages[1:])
-    desk.begin(0, 106)
+    fake_workers.begin(0, 106)
     assert service.stuck(5, 106) == []
     service.stop()

@@ -21,7 +21,7 @@ from tests.consuming import QUICK, RecordingListener, consuming, numbered, until
 from tests.resets import fill
 
 
-class Desk:
+class FakeWorkers:
     """Fake workers, which the test controls."""
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class Serving:
     """The service of a window with `count` messages, and the results of these."""
 
     def __init__(self, count, *, auto_commit=True, max_attempts=None, pauses=()):
-        self.desk, self.given_up, self.held_up = Desk(), [], []
+        self.fake_workers, self.given_up, self.held_up = FakeWorkers(), [], []
         self.pauses, self.tasks = list(pauses), []
         loop = asyncio.get_running_loop()
         self.service = OrderlyService(
             loop,
-            lambda is_async: self.desk,
+            lambda is_async: self.fake_workers,
             auto_commit=auto_commit,
             max_attempts=max_attempts,
             give_up=self._give_up,
@@ -89,8 +89,8 @@ class Serving:
     @property
     def turn(self):
         """The listener and the units of the next batch."""
-        units = self.desk.begin()
-        return self.desk.chunks[0].listener, units
+        units = self.fake_workers.begin()
+        return self.fake_workers.chunks[0].listener, units
 
     async def _give_up(self, window, message):
         self.given_up.append(message.queue_offset)
@@ -113,9 +113,9 @@ async def test_messages_that_arrive_during_a_batch_follow_it():
     listener = Listener.of(one)
     serving.dispatch(listener, 0, 2)
     serving.dispatch(listener, 2)
-    assert serving.desk.begin() == [0, 1]
-    await serving.desk.finish(None, None)
-    assert serving.desk.begin() == [2, 3, 4]
+    assert serving.fake_workers.begin() == [0, 1]
+    await serving.fake_workers.finish(None, None)
+    assert serving.fake_workers.begin() == [2, 3, 4]
     assert serving.window.commit_offset() == 2
 
 
@@ -128,9 +128,9 @@ async def test_a_batch_has_messages_of_one_listener():
     serving.window.locked_until = float("inf")
     serving.service.resume_calls(serving.window)
     turns = []
-    while serving.desk.chunks:
+    while serving.fake_workers.chunks:
         turns.append(serving.turn)
-        await serving.desk.finish(*[None] * len(turns[-1][1]))
+        await serving.fake_workers.finish(*[None] * len(turns[-1][1]))
     assert turns == [(first, [0, 1]), (second, [2, 3]), (first, [4]), (second, [5])]
     assert serving.window.commit_offset() == 6
 
@@ -139,11 +139,11 @@ async def test_failed_messages_are_repeated_first_with_their_listener():
     serving, first, second = Serving(4), Listener.of(one), Listener.of(other)
     serving.dispatch(first, 0, 2)
     serving.dispatch(second, 2)
-    await serving.desk.finish(None, ConsumeResult.RETRY)
-    assert not serving.desk.chunks
+    await serving.fake_workers.finish(None, ConsumeResult.RETRY)
+    assert not serving.fake_workers.chunks
     await asyncio.sleep(2)
     assert serving.turn == (first, [1])
-    await serving.desk.finish(None)
+    await serving.fake_workers.finish(None)
     assert serving.turn == (second, [2, 3])
 
 
@@ -151,42 +151,42 @@ async def test_a_rollback_brings_each_message_back_to_its_own_listener():
     serving, first, second = Serving(4, auto_commit=False), Listener.of(one, 2), Listener.of(other, 2)
     serving.dispatch(first, 0, 2)
     serving.dispatch(second, 2)
-    await serving.desk.finish(None)
-    await serving.desk.finish(ConsumeResult.ROLLBACK)
+    await serving.fake_workers.finish(None)
+    await serving.fake_workers.finish(ConsumeResult.ROLLBACK)
     await asyncio.sleep(2)
     assert serving.turn == (first, [[0, 1]])
-    await serving.desk.finish(None)
+    await serving.fake_workers.finish(None)
     assert serving.turn == (second, [[2, 3]])
     assert serving.window.commit_offset() == 0
-    await serving.desk.finish(ConsumeResult.COMMIT)
+    await serving.fake_workers.finish(ConsumeResult.COMMIT)
     assert serving.window.commit_offset() == 4
 
 
 async def test_a_failed_part_of_a_list_is_repeated_with_all_after_it():
     serving = Serving(6)
     serving.dispatch(Listener.of(one, 3))
-    await serving.desk.finish(Retry(serving.messages[1:2]))
+    await serving.fake_workers.finish(Retry(serving.messages[1:2]))
     await asyncio.sleep(2)
-    assert serving.desk.begin() == [[1, 2, 3], [4, 5]]
+    assert serving.fake_workers.begin() == [[1, 2, 3], [4, 5]]
     assert serving.window.commit_offset() == 1
 
 
 async def test_a_new_period_waits_for_the_call_of_the_former_one():
     serving = Serving(3)
     serving.dispatch(Listener.of(one))
-    serving.desk.begin()
+    serving.fake_workers.begin()
     serving.ends()
     running, former = serving.service.running, serving.window
     serving.begins(3, epoch=2)
     serving.dispatch(Listener.of(one))
-    assert len(serving.desk.chunks) == 1
+    assert len(serving.fake_workers.chunks) == 1
     assert (running(former), running(serving.window), running()) == (1, 0, 1)
     await asyncio.sleep(HELD_UP_AFTER_S - 1)
     assert serving.held_up == []
     await asyncio.sleep(2)
     assert serving.held_up == [serving.window]
-    await serving.desk.finish(None)
-    assert serving.desk.begin() == [0, 1, 2]
+    await serving.fake_workers.finish(None)
+    assert serving.fake_workers.begin() == [0, 1, 2]
     assert running(serving.window) == 1
 
 
@@ -197,21 +197,21 @@ async def test_a_new_period_does_not_repeat_messages_of_the_former_one(result):
     serving.ends()
     serving.begins(2, epoch=2)
     serving.dispatch(Listener.of(one))
-    await serving.desk.finish(result)
-    assert serving.desk.begin() == [0, 1]
-    assert serving.desk.chunks[0].window is serving.window
+    await serving.fake_workers.finish(result)
+    assert serving.fake_workers.begin() == [0, 1]
+    assert serving.fake_workers.chunks[0].window is serving.window
 
 
 async def test_messages_that_are_given_up_leave_the_lane():
     serving = Serving(3, max_attempts=0, pauses=[0.0, 3.0, 0.0])
     serving.dispatch(Listener.of(one, 2))
-    await serving.desk.finish(ConsumeResult.RETRY)
+    await serving.fake_workers.finish(ConsumeResult.RETRY)
     await asyncio.sleep(0.1)
     assert (serving.given_up, serving.window.commit_offset()) == ([0, 1], 1)
-    assert not serving.desk.chunks, "the second waits"
+    assert not serving.fake_workers.chunks, "the second waits"
     await asyncio.sleep(3)
-    assert serving.desk.begin() == [[1, 2]]
-    await serving.desk.finish(Retry(serving.messages[1:2]))
+    assert serving.fake_workers.begin() == [[1, 2]]
+    await serving.fake_workers.finish(Retry(serving.messages[1:2]))
     await asyncio.sleep(0.1)
     assert serving.given_up == [0, 1, 1, 2], "what follows in its list has failed with it"
     assert serving.window.commit_offset() == 3
@@ -220,9 +220,9 @@ async def test_messages_that_are_given_up_leave_the_lane():
 async def test_an_unexpected_error_of_giving_up_does_not_stop_the_lane():
     serving = Serving(1, max_attempts=0, pauses=[ZeroDivisionError()])
     serving.dispatch(Listener.of(one))
-    await serving.desk.finish(ConsumeResult.RETRY)
+    await serving.fake_workers.finish(ConsumeResult.RETRY)
     await asyncio.sleep(2)
-    assert serving.desk.begin() == [0]
+    assert serving.fake_workers.begin() == [0]
     assert isinstance(serving.tasks[0].exception(), ZeroDivisionError)
 
 
