@@ -67,7 +67,7 @@ class QueueLane:
             self.waiting.appendleft((listener, deque(messages)))
 
     def take(self, limit: int) -> tuple[Listener, deque[Any]]:
-        """Remove the first messages of one listener, for `limit` calls, and return them as units. There must be some."""
+        """Remove the first messages of one listener, for up to `limit` calls. Return units; there must be some."""
         listener, messages = self.waiting[0]
         taken = [messages.popleft() for _ in range(min(limit * listener.batch_size, len(messages)))]
         if not messages:
