@@ -196,7 +196,7 @@ class Cluster:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The I/O loop. Raises ConsumerClosed before `start()`."""
+        """The I/O loop. Raises ClientClosed before `start()`."""
         if self._io is None:
             raise ClientClosed("this client is not started; call start() first")
         return self._io.loop

@@ -112,7 +112,7 @@ class NameServers:
         return await self._call_first(read_one)
 
     async def _call_first(self, call: Callable[[str], Awaitable[T]]) -> T:
-        """Return the result of `call(address)` for the first name server that succeeds, beginning with the current."""
+        """Return the result of `call(address)` for the first name server that responds, beginning with the current."""
         failures: dict[str, RocketError] = {}
         for step in range(len(self.addresses)):
             index = (self._current + step) % len(self.addresses)

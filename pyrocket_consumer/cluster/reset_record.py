@@ -100,8 +100,8 @@ class ResetRecord:
         if found and not is_valid_epoch(found, self._now_ms()):
             self._on_invalid(
                 f"the record of resets of {self.topic} at {self.broker_name} has {found} {what}, which is not a time "
-                "before tomorrow. It is ignored, and the next reset overwrites it. Check who may commit offsets for "
-                f"{self._group}, and the clocks"
+                "or is more than a day ahead. It is ignored, and the next reset overwrites it. Check who may commit "
+                f"offsets for {self._group}, and the clocks"
             )
             return None
         return found

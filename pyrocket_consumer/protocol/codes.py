@@ -141,7 +141,7 @@ class LanguageCode(IntEnum):
 LANGUAGE_NAMES: dict[int, str] = {language.value: language.name for language in LanguageCode}
 
 CLIENT_VERSION = 401
-"""The version that the client sends: 4.9.4. From it on, name servers send standard JSON. Brokers send it no GO_AWAY."""
+"""The version that clients send: 4.9.4. From it on, name servers send standard JSON; no server sends GO_AWAY to it."""
 
 _V4_0_0 = (
     213  # from here on each release has two numbers (snapshot, release); a minor has ten patches. Source: MQVersion

@@ -1,4 +1,4 @@
-"""Records as Arrow columns: the same values as `decode_messages` gives, without an object per message.
+"""Records as Arrow columns: the same values as those of `decode_messages`, without an object for each message.
 
 Many records are read column by column, with the compiled part if there is one, else with numpy. Few records, and
 damaged or unusual ones, are read row by row. All three ways return the same rows.
@@ -260,7 +260,7 @@ class _Columnar:
     _pulled: Sequence[PulledRecords]
 
     def filter_tags(self, tags: frozenset[str]) -> None:
-        """Keep the rows with one of the tags, if there are any. Raises _IrregularError: properties are damaged."""
+        """Keep the rows with one of the tags; without tags, all. Raises _IrregularError if properties are damaged."""
         raise NotImplementedError
 
     def _count(self) -> int:
@@ -676,7 +676,7 @@ class _Properties:
 def _join_slices(extents: Sequence[BufferSlice]) -> tuple[bytes | bytearray, Sequence[BufferSlice]]:
     """Return one buffer with all of `extents`, and their positions in it. Its last byte ends an item: see _join_texts.
 
-    If one buffer has them all, in this order, it is used as it is, because a copy costs more than the reading.
+    If one buffer has them all, in this order, it is used without a copy, because a copy costs more than reading them.
     """
     data = extents[0].data if extents else b""
     if (

@@ -22,7 +22,7 @@ from pyrocket_consumer.protocol.pull_template import PullTemplate as PullTemplat
 def request(
     header: Header, body: bytes = b"", opaque: int = 0, oneway: bool = False, *, code: int | None = None
 ) -> RemotingCommand:
-    """Return the request that carries `header`; `code` if it is not the header's usual one (220, 320, 361 …)."""
+    """Return the request with `header`. `code` replaces the header's usual code (220, 320, 361 …)."""
     return RemotingCommand(
         int(header.CODE if code is None else code), header.to_fields(), body, opaque, ONEWAY_FLAG if oneway else 0
     )
@@ -362,7 +362,7 @@ class GetConsumerRunningInfoHeader(Header):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ConsumeMessageDirectlyHeader(Header):
-    """Have a member consume one message now; an admin names it by offset id, the broker adds the record as body."""
+    """Have a member consume one message now. An admin sends its offset id; the broker adds its record as the body."""
 
     CODE: ClassVar[RequestCode] = RequestCode.CONSUME_MESSAGE_DIRECTLY
 

@@ -387,7 +387,7 @@ def decode_messages(
         until = last if max_records is None else min(last, start + _CHUNK_BYTES)
         start = decode_records(Message, messages, data, start, until, queue, decode_unusual)
         if max_records is not None and len(messages) - extra > max_records:
-            raise ProtocolError(f"more than {max_records} records in {size} bytes, which no pull asks for")
+            raise ProtocolError(f"more than {max_records} records in {size} bytes, which no pull requests")
     if start != size:
         raise ProtocolError(f"{size - start} bytes at {start} are too few for a record")
     return messages

@@ -94,8 +94,8 @@ def encode_properties(properties: Mapping[str, str]) -> str:
         for name, item in zip(properties, items, strict=True):
             if not name or item.count(_NAME_END) != 1 or item.count(_ITEM_END) != 1:
                 raise ConfigError(
-                    f"property {name!r}: a name must not be empty, and neither name nor value may hold the characters "
-                    "\\x01 and \\x02, which separate properties"
+                    f"property {name!r}: a name must not be empty, and neither name nor value may contain the "
+                    "characters \\x01 and \\x02, which separate properties"
                 )
     return text
 

@@ -1,7 +1,7 @@
 """The format of resets of broadcasting groups: a record in a broker's offset table, and requests between clients.
 
-The record is a few commits of the group for its retry topic, under queue ids that no topic has. The frames are
-GET_CONSUMER_RUNNING_INFO with more fields and a body, which brokers pass on unchanged and other clients ignore.
+The record consists of a few commits of the group for its retry topic, under queue ids that no topic has. The requests
+are GET_CONSUMER_RUNNING_INFO with additional fields and a body, which brokers relay unchanged and other clients ignore.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def decode_plan(body: bytes) -> PlanBody:
     if not topic:
         raise ProtocolError("the reset plan names no topic")
     if epoch <= 0:
-        raise ProtocolError(f"the reset plan has epoch {epoch}; a positive one is wanted")
+        raise ProtocolError(f"the reset plan has epoch {epoch}; it must be positive")
     return PlanBody(topic, epoch, _flat(topic, found.table("targets"), "targets"))
 
 
@@ -186,13 +186,11 @@ def decode_status_request(body: bytes) -> str:
     """Return the topic of a status request.
 
     Raises:
-        ProtocolError: it is no such question, or one that is far too long.
+        ProtocolError: it is not a status request, or it is too long.
     """
     if len(body) > MAX_STATUS_REQUEST_BYTES:
-        raise ProtocolError(
-            f"the status question has {len(body)} bytes; at most {MAX_STATUS_REQUEST_BYTES} are allowed"
-        )
-    return read_object(body, "status question").text("topic")
+        raise ProtocolError(f"the status request has {len(body)} bytes; at most {MAX_STATUS_REQUEST_BYTES} are allowed")
+    return read_object(body, "status request").text("topic")
 
 
 def encode_report(report: ReportBody) -> bytes:

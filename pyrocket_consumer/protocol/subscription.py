@@ -53,8 +53,8 @@ def _check_intended(expression: str, tags: frozenset[str]) -> None:
         else:
             continue
         raise ConfigError(
-            f"expression {expression!r:.200} asks for messages with the one tag {tag!r:.100}, which is hardly meant; "
-            f"{hint}. If there are such tags, end it with '||': {expression + ' ||'!r:.200}"
+            f"expression {expression!r:.200} selects messages with the single tag {tag!r:.100}, which is probably a "
+            f"mistake; {hint}. If there are such tags, end it with '||': {expression + ' ||'!r:.200}"
         )
 
 

@@ -34,10 +34,10 @@ OnLost = Callable[["Connection", str], None]
 Sign = Callable[[RemotingCommand], None]
 
 MAX_OVERDUE = 1024
-"""How many late responses a connection expects. If there are more, it drops the oldest."""
+"""How many late responses a connection waits for. If there are more, it forgets the oldest."""
 
 MAX_UNREAD_BYTES = 4 * 1024 * 1024
-"""How many bytes of responses may wait for a server that does not read. It receives no more until it reads again."""
+"""How many bytes of responses may wait for a server that does not read. Then it gets no more until it reads again."""
 
 _MAX_COMMANDS_AT_ONCE = 256  # commands handled before other tasks may run
 _MAX_FREE_UNREQUESTED = 32  # unrequested commands among them that cause no pause

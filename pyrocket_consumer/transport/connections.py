@@ -25,7 +25,7 @@ Resolve = Callable[[str], tuple[str, int]]
 
 _FIRST_CONNECT_PAUSE_S = 0.05
 _LONGEST_CONNECT_PAUSE_S = 1.0
-_LONGEST_DAMAGED_PAUSE_S = 30.0  # each attempt costs a connection and succeeds only after the server was repaired
+_LONGEST_DAMAGED_PAUSE_S = 30.0  # while a server keeps sending data that are not frames
 
 
 @dataclass(slots=True)

@@ -311,7 +311,7 @@ def test_any_number_of_records_is_read(count):
 
 
 def test_more_records_than_any_pull_asks_for_are_refused():
-    with pytest.raises(ProtocolError, match="more than 1024 records in [0-9]+ bytes, which no pull asks for"):
+    with pytest.raises(ProtocolError, match="more than 1024 records in [0-9]+ bytes, which no pull requests"):
         table([pulled(WORKED_RECORD * 1025)])
 
 

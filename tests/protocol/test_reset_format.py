@@ -54,7 +54,7 @@ def test_plans_and_reports_come_back(epoch, first, second):
 
 def test_a_question_comes_back():
     assert reset_format.decode_status_request(reset_format.encode_status_request("T")) == "T"
-    with pytest.raises(ProtocolError, match="the status question has 4097 bytes; at most 4096 are allowed"):
+    with pytest.raises(ProtocolError, match="the status request has 4097 bytes; at most 4096 are allowed"):
         reset_format.decode_status_request(reset_format.encode_status_request("T").ljust(4097))
 
 

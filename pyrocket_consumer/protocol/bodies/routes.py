@@ -57,7 +57,7 @@ def _brokers(items: Iterable[Any], what: str) -> Iterator[BrokerData]:
 def encode_route(route: TopicRoute, standard_json: bool = True, acting_master: bool | None = None) -> bytes:
     """Return the body of a route. Without `standard_json`, broker ids are unquoted keys, as in old name servers.
 
-    `acting_master` is the 5.x field enableActingMaster of every broker; None leaves it out, as 4.9 does.
+    `acting_master` is the 5.x field enableActingMaster of every broker; None omits it, as 4.9 does.
     """
     value: dict[str, Any] = {
         "brokerDatas": [_broker_object(broker, standard_json, acting_master) for broker in route.brokers],
