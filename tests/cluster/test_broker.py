@@ -70,7 +70,7 @@ def test_a_pull_returns_messages_and_the_next_offset(embedded, do):
     assert (offsets(messages), found.next_offset) == ([0, 1], 2)
 
 
-def test_a_pull_brings_its_tags_along_and_compares_them(embedded, broker, do):
+def test_a_pull_sends_its_tags_and_compares_them(embedded, broker, do):
     for tag in ["Aa", "BB", "C", None]:  # Aa and BB have the same hash, so the broker lets both pass
         embedded.send("orders", b"x", tags=tag, queue_id=0)
     found, messages = pull(do, 0, subscription=parse_subscription("orders", "Aa || B"))
@@ -146,7 +146,7 @@ def test_a_refused_pull_raises_the_reason(broker, do, code, remark, kind, retrya
 
 
 @for_each("name, value", [("nextBeginOffset", None), ("minOffset", None), ("maxOffset", None), ("offsetDelta", "1000")])
-def test_an_answer_that_is_no_pulls_fails_that_call_only(broker, do, name, value):
+def test_a_response_that_is_not_of_a_pull_fails_only_that_call(broker, do, name, value):
     def changed(command):
         fields = {**command.fields, name: value}
         return replace(command, fields={name: each for name, each in fields.items() if each is not None})
@@ -224,7 +224,7 @@ def test_only_no_offset_is_taken_for_none(embedded, broker, do):
     assert do("query_offset", "app", QUEUE, set_zero_if_not_found=False) is None
 
 
-def test_a_commit_is_answered_and_a_refusal_is_an_error(broker, do):
+def test_a_commit_is_acknowledged_or_raises(broker, do):
     with pytest.raises(ConfigError, match="-1"):
         do("commit_offset", "app", QUEUE, -1)
     assert broker.requests(RequestCode.UPDATE_CONSUMER_OFFSET) == []
@@ -259,7 +259,7 @@ def test_ranges_of_queues_and_their_errors(embedded, broker, do):
     assert "field offset is missing" in str(unreadable)
 
 
-def test_a_connection_that_answers_no_call_of_several_is_closed(embedded, broker, connect):
+def test_a_connection_without_responses_to_several_calls_is_closed(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=0.2)
     find_route(client)
 
@@ -277,7 +277,7 @@ def test_a_connection_that_answers_no_call_of_several_is_closed(embedded, broker
     assert arrived() == [True, True]
 
 
-def test_signed_requests_sent_together_are_let_in(cluster_of, connect):
+def test_signed_requests_sent_together_are_admitted(cluster_of, connect):
     cluster = cluster_of(account=("app", "a-secret-key"))
     client = connect(cluster, access_key="app", secret_key="a-secret-key")
     find_route(client)
@@ -362,7 +362,7 @@ def test_a_refused_member_list_is_an_error_not_an_empty_list(broker, do):
             do("consumer_ids", "app", "orders")
 
 
-def test_offsets_that_no_queue_can_have_are_no_answer(broker, do):
+def test_offsets_outside_the_range_of_queues_are_refused(broker, do):
     for offset in ("9223372036854775807", "9223372036854775808", "1" * 5000, "soon"):
         for code in (RequestCode.GET_MAX_OFFSET, RequestCode.GET_MIN_OFFSET, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP):
             broker.on(code, answer(0, fields={"offset": offset}), times=None)
@@ -375,7 +375,7 @@ def test_offsets_that_no_queue_can_have_are_no_answer(broker, do):
         broker.clear_faults()
 
 
-def test_locks_that_were_not_asked_for_are_not_ours(broker, do):
+def test_locks_that_were_not_requested_do_not_count(broker, do):
     body = encode_lock_response([QUEUE, MessageQueue("orders", "broker-a", 7)])
     broker.on(RequestCode.LOCK_BATCH_MQ, answer(0, body=body))
     assert do("lock", "app", [QUEUE]) == {QUEUE}
@@ -403,7 +403,7 @@ def test_to_lock_nothing_asks_nobody(broker, do):
 
 
 @pytest.mark.parametrize("version", ["4.9.7", "5.5.0"])
-def test_a_signed_client_is_let_in_and_others_are_not(cluster_of, connect, version):
+def test_a_signed_client_is_admitted_and_others_are_not(cluster_of, connect, version):
     cluster = cluster_of(version=version, account=("RocketMQ", "12345678"))
     good = connect(cluster, access_key="RocketMQ", secret_key="12345678", security_token="token")
     assert good.is_signing

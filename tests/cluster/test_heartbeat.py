@@ -103,7 +103,7 @@ def test_a_heartbeat_to_one_broker_raises_its_error(embedded, broker, connect):
         beat(client, broker)
 
 
-def test_a_member_connection_has_had_one_heartbeat(client, broker):
+def test_a_registered_connection_has_had_one_heartbeat(client, broker):
     async def pullers(count):
         client.add_consumer("app", consumer_of("app"))
         await client.route("orders")
@@ -168,7 +168,7 @@ def test_a_broker_that_left_the_routes_is_kept_while_in_use(two_brokers, connect
     assert client.address("broker-b") is None
 
 
-def test_a_lost_connection_has_the_routes_asked_for_at_once(two_brokers, connect):
+def test_a_lost_connection_refreshes_the_routes_at_once(two_brokers, connect):
     client = connect(two_brokers)  # the default route refresh is every 30 s
     (changed,) = watch(client, "on_route_changed")
     join(client, consumer="app")
@@ -193,7 +193,7 @@ def test_a_broker_that_returns_gets_a_heartbeat_and_is_reported(client, broker, 
     assert client.find_registered_connection(broker.address) is not None
 
 
-def test_a_broker_that_ends_each_connection_is_called_rarely(broker, client, caplog):
+def test_a_broker_that_closes_each_connection_is_called_rarely(broker, client, caplog):
     def answer_and_close(exchange):
         exchange.answer(exchange.request.make_response(0))
         exchange.later(0.001, lambda: exchange.connection.close(False))
@@ -211,7 +211,7 @@ def test_a_broker_that_ends_each_connection_is_called_rarely(broker, client, cap
     broker.wait_for(RequestCode.HEART_BEAT, 9, timeout_s=600)
 
 
-def test_calls_fail_when_the_broker_dies_and_later_ones_work(embedded, broker, connect):
+def test_calls_fail_when_the_broker_dies_and_succeed_later(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=30)
     join(client, consumer="app")
     queue = find_route(client).consume_queues()[0]
@@ -256,7 +256,7 @@ def test_slow_calls_end_no_connection_with_heartbeats(embedded, broker, connect)
     assert lost.is_empty
 
 
-def test_neither_a_silent_broker_nor_one_away_holds_others_up(with_slaves, connect):
+def test_a_silent_or_unreachable_broker_does_not_delay_others(with_slaves, connect):
     client = connect(with_slaves, call_timeout_s=1.5)
     with_slaves.broker("broker-b").on(HEARTBEAT, drop, times=None)
     assert join(client, consumer="app") == 3
@@ -292,7 +292,7 @@ def test_a_heartbeat_in_flight_does_not_register_a_leaving_group_again(client, b
     assert client.run(client.heartbeat(), 30) == 0
 
 
-def test_a_refused_heartbeat_is_an_answer_and_not_a_failure(embedded, broker, connect):
+def test_a_refused_heartbeat_counts_as_a_response(embedded, broker, connect):
     client = connect(embedded, heartbeat_interval_s=0.05)
     broker.on(HEARTBEAT, answer(1, "not now"), times=3)
     assert join(client, consumer="app") == 0

@@ -60,7 +60,7 @@ def test_a_wrong_name_server_address_leaves_nothing_running(nobody):
     ],
     ids=["silent", "silent, and start has a deadline", "refusing"],
 )
-def test_a_name_server_in_trouble_fails_the_start_in_time(embedded, options, start, fault, reason):
+def test_an_unavailable_name_server_fails_the_start_in_time(embedded, options, start, fault, reason):
     embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, fault, times=None)
     client, began = unstarted(embedded.name_server, **options), time.monotonic()
     with pytest.raises(ConnectError, match=f"{embedded.name_server}: {reason}"):
@@ -83,7 +83,7 @@ def test_close_ends_thread_and_connections_and_can_be_repeated(embedded, connect
     until(lambda: io_threads() == before, "its thread has ended")
 
 
-def test_close_and_a_deadline_give_waiting_calls_an_error(embedded, broker, connect):
+def test_close_and_deadlines_raise_in_waiting_calls(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=60)
     find_route(client)
     embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, drop)
@@ -134,7 +134,7 @@ def test_clients_can_share_an_io_thread_that_is_not_theirs(embedded):
     io.stop()
 
 
-def test_a_client_runs_on_a_loop_without_any_thread():
+def test_a_client_runs_on_a_loop_without_a_thread():
     async def scenario():
         loop = asyncio.get_running_loop()
         cluster = EmbeddedCluster(loop=loop)

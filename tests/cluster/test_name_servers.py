@@ -32,7 +32,7 @@ def requested_nodes(cluster, client, topic="orders"):
     return [node for node in cluster.name_server_nodes if node.requests(ROUTE)]
 
 
-def test_one_is_asked_while_it_answers_and_the_next_one_stays(three, connect):
+def test_one_name_server_is_used_until_it_fails_then_the_next(three, connect):
     client = connect(three)
     (first,) = requested_nodes(three, client)
     assert [requested_nodes(three, client) for _ in range(5)] == [[first]] * 5
@@ -62,7 +62,7 @@ def test_one_name_server_suffices_and_all_failures_are_named(three, connect):
         assert text in str(raised.value)
 
 
-def test_a_silent_connection_is_given_up_after_two_calls(embedded, connect):
+def test_a_silent_connection_is_closed_after_two_calls(embedded, connect):
     client = connect(embedded, call_timeout_s=1)
     name_server = embedded.name_server_node
     (before,) = name_server.connections
@@ -74,7 +74,7 @@ def test_a_silent_connection_is_given_up_after_two_calls(embedded, connect):
     assert find_route(client).topic == "orders"
 
 
-def test_bytes_that_are_no_frame_do_not_end_the_client(embedded, client):
+def test_bytes_that_are_not_a_frame_do_not_stop_the_client(embedded, client):
     embedded.name_server_node.on(ROUTE, close_connection, times=1)  # the connection is opened again
     assert find_route(client).topic == "orders"
     embedded.name_server_node.on(ROUTE, garbage(b"HTTP/1.1 400 Bad Request\r\n\r\n"), times=1)
@@ -153,7 +153,7 @@ def padded(body: bytes) -> bytes:
 
 @pytest.mark.slow("an answer of many megabytes")
 @pytest.mark.live
-def test_a_large_answer_does_not_stop_the_io_thread(embedded, client):
+def test_a_large_response_does_not_block_the_io_thread(embedded, client):
     embedded.name_server_node.on(ROUTE, rewrite(lambda answer: replace(answer, body=padded(answer.body))), times=None)
 
     async def longest_piece() -> float:
@@ -174,7 +174,7 @@ UNREADABLE = [b"", b"[]", b"{", b'{"queueDatas":5}', b"[" * 1000 + b"]" * 1000, 
 
 
 @pytest.mark.parametrize("body", UNREADABLE, ids=lambda body: f"{len(body)} bytes")
-def test_an_unreadable_answer_makes_it_ask_another(three, connect, body):
+def test_an_unreadable_response_makes_it_call_another(three, connect, body):
     client = connect(three)
     (first,) = requested_nodes(three, client)
     first.on(ROUTE, answer(0, body=body), times=None)

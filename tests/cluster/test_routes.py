@@ -63,7 +63,7 @@ T_AT_A, U_AT_B = route_of("T", a={0: "a:1"}), route_of("U", b={0: "b:1"})
 RUN = asyncio.run
 
 
-async def test_a_route_is_asked_for_once_and_remembered():
+async def test_a_route_is_fetched_once_and_kept():
     name_server, routes = await watched(T=T_AT_A)
     assert await routes.get("T") is await routes.get("T") is routes.known("T")
     assert name_server.requested == ["T"]
@@ -85,7 +85,7 @@ async def test_callers_at_once_share_one_request_and_its_failure():
 
 
 @pytest.mark.live
-async def test_callers_that_want_a_newer_route_share_questions():
+async def test_callers_that_need_a_newer_route_share_requests():
     name_server, routes = await watched(T=T_AT_A)
     now = asyncio.get_running_loop().time
     before = now()
@@ -103,7 +103,7 @@ async def test_callers_that_want_a_newer_route_share_questions():
     assert len(name_server.requested) == 6
 
 
-async def test_a_topic_that_was_not_found_is_asked_for_again():
+async def test_the_route_of_an_unknown_topic_is_fetched_again():
     name_server, routes = await watched()
     with pytest.raises(RouteNotFound, match="'T'"):
         await routes.get("T")
@@ -122,7 +122,7 @@ async def test_a_topic_that_is_gone_keeps_its_route():
         await routes.get("T", refresh=True)
 
 
-async def test_routes_stay_while_no_name_server_answers():
+async def test_routes_stay_while_no_name_server_responds():
     name_server, routes = await watched(T=T_AT_A, U=U_AT_B)
     before = list(routes.changes)
     name_server.requested.clear()

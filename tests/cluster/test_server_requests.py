@@ -46,7 +46,7 @@ def set_event(client, event):
     client.run(work(), 30)
 
 
-def test_a_handler_gets_request_and_address_and_answers(embedded, broker, connect, member):
+def test_a_handler_receives_request_and_address_and_responds(embedded, broker, connect, member):
     with pytest.raises(BrokerError, match="request type 307 not supported") as raised:
         ask(embedded, connect, member)
     assert raised.value.code == 3
@@ -68,7 +68,9 @@ def test_a_handler_gets_request_and_address_and_answers(embedded, broker, connec
         (OffsetStoreUnwritable("disk full"), "disk full", [logging.WARNING]),
     ],
 )
-def test_a_handler_that_fails_answers_why_and_logs_it_once(embedded, connect, member, caplog, error, remark, logged):
+def test_a_failing_handler_responds_with_the_reason_and_logs_it_once(
+    embedded, connect, member, caplog, error, remark, logged
+):
     async def fail(command, address):
         raise error
 
@@ -80,7 +82,7 @@ def test_a_handler_that_fails_answers_why_and_logs_it_once(embedded, connect, me
     assert [record.levelno for record in caplog.records if record.levelno >= logging.WARNING] == logged
 
 
-def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, broker, connect, member):
+def test_a_slow_handler_delays_no_call_and_no_request(embedded, broker, connect, member):
     calls = RecordedCalls()
     go_on = asyncio.Event()
 
@@ -107,7 +109,7 @@ def test_a_slow_handler_holds_up_no_call_and_no_request(embedded, broker, connec
     assert sender.result(30).body == b"{}"
 
 
-def test_only_brokers_in_routes_or_in_use_may_ask(connect):
+def test_only_brokers_in_routes_or_in_use_may_send_requests(connect):
     """A name server may lose a broker that is up. Its requests are accepted while its queues are in use."""
     with EmbeddedCluster(brokers=2) as embedded:
         embedded.create_topic("orders", queues=2)

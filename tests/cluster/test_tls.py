@@ -39,7 +39,7 @@ def refused(name_server, **options):
     return str(raised.value)
 
 
-def test_a_certificate_nobody_vouches_for_and_no_tls_are_refused(secured):
+def test_untrusted_certificates_and_plain_servers_are_refused(secured):
     assert "certificate verify failed" in refused(secured.name_server, tls=True).lower()
     assert secured.name_server in refused(secured.name_server, call_timeout_s=1)
     assert "pass tls=True" in refused(secured.name_server)

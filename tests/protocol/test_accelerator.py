@@ -92,12 +92,12 @@ def test_whatever_comes_is_read_the_same(data):
 
 
 @for_each("most", [1, 2, 1023, 1024, 1025, None])
-def test_as_many_records_as_a_pull_asks_for_are_read_the_same(most):
+def test_as_many_records_as_a_pull_requests_are_read_the_same(most):
     read_by_both(records(StoredMessage("T", b"x")) * 1025, most)
 
 
 @pytest.mark.search
-def test_what_is_damaged_anywhere_reads_the_same():
+def test_damaged_data_reads_the_same():
     """Each byte of a record is changed to the most harmful values."""
     whole = records(StoredMessage("T", b"x" * 20, {"AB": "1", "C": "2"}), StoredMessage("T", b"y"))
     for index in range(len(whole)):
@@ -143,7 +143,7 @@ def test_a_message_is_what_users_know(which):
         empty.property("TAGS")
 
 
-def test_a_property_is_asked_for_as_any_function_is_called(which):
+def test_property_accepts_its_argument_by_position_and_name(which):
     message = one(which, properties={"TAGS": "a"})
     assert message.property(name="TAGS") == message.property("TAGS") == "a"
     assert list(inspect.signature(message.property).parameters) == ["name"]
@@ -230,7 +230,7 @@ print(read(range(2_000, 12_000)) - before)
 @pytest.mark.live
 @pytest.mark.slow("each Python reads 12 000 messages")
 @for_each("version", pythons)
-def test_names_that_senders_choose_are_not_kept(version):
+def test_names_that_producers_choose_are_not_kept(version):
     """Some versions of Python never free interned strings. To read messages, only this package is needed."""
     both.copy(pure=False)
     response = python("-c", ENDLESS_NAMES, executable=pythons()[version], PYTHONPATH=str(ROOT))
@@ -276,7 +276,7 @@ def test_rising_offsets_are_recognized(which, offsets, rises):
 
 
 @for_each("indexes", [(-1, 88, 91), (0, 88, 92), (0, -1, 91), (0, 89, 91), (1, 89, 91), (0, 0, 0), (0, 2**40, 2**41)])
-def test_the_compiled_part_makes_no_record_outside_of_the_bytes(indexes):
+def test_the_compiled_part_makes_no_record_outside_the_bytes(indexes):
     which = both.copy(pure=False)
     start, body_end, end = indexes
     with pytest.raises(ValueError, match="no record"):
@@ -286,7 +286,7 @@ def test_the_compiled_part_makes_no_record_outside_of_the_bytes(indexes):
 
 
 @for_each("kind", [object, Message, int, "Message", None])
-def test_the_compiled_part_makes_nothing_else_than_its_records(kind):
+def test_the_compiled_part_makes_only_its_own_records(kind):
     which = both.copy(pure=False)  # it has another Message class
     accelerator = which.module("protocol.accelerator")
     with pytest.raises(TypeError, match="not a type of Record"):

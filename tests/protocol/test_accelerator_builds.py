@@ -42,7 +42,7 @@ def sanitized(tmp_path_factory):
 
 
 @pytest.mark.search
-def test_sanitizers_find_nothing_in_what_is_read(sanitized):
+def test_sanitizers_find_no_defect(sanitized):
     fuzz = ("-m", "tests.fuzz", *TARGETS, COLUMNS, "--engine", "mutation", "--seed", str(SEED))
     response = run(sanitized, *fuzz, "--seconds", str(trials(20)), sanitized=True)
     assert response.returncode == 0 and " 0 findings" in response.stdout, response.stdout + response.stderr
@@ -60,7 +60,7 @@ def test_sanitizers_find_nothing_in_the_tests(sanitized):
 
 
 @pytest.mark.live
-def test_what_a_free_threaded_python_compiles_is_right():
+def test_a_build_for_free_threaded_python_is_right():
     """Uses the headers of an ordinary Python with the macro of a free-threaded one, which exists from 3.13 on."""
     if "3.13" not in pythons():
         pytest.skip("there is no Python 3.13")

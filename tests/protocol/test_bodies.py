@@ -91,7 +91,7 @@ def test_recorded_routes():
         assert bodies.encode_route(route, standard, acting_master) == body
 
 
-def test_an_order_configuration_travels_and_anything_may_lack():
+def test_a_route_may_have_an_order_configuration_or_lack_fields():
     route = TopicRoute("T", (), (), "broker-a:4;broker-b:4")
     assert bodies.decode_route("T", bodies.encode_route(route)) == route
     for text in (b"{}", b'{"queueDatas":null,"brokerDatas":null,"filterServerTable":null,"new":[1]}'):
@@ -117,7 +117,7 @@ def test_cluster_info():
 # --- heartbeats and subscriptions
 
 
-def test_a_heartbeat_has_the_shape_java_gives_it():
+def test_a_heartbeat_has_the_format_of_java():
     text = (
         '{"clientID":"192.168.1.2@4711#123456789","consumerDataSet":[{"consumeFromWhere":"CONSUME_FROM_LAST_OFFSET",'
         '"consumeType":"CONSUME_PASSIVELY","groupName":"GID_demo","messageModel":"CLUSTERING","subscriptionDataSet":['
@@ -143,7 +143,7 @@ def test_a_heartbeat_has_the_shape_java_gives_it():
     assert bodies.decode_heartbeat(text.encode()) == data
 
 
-def test_recorded_heartbeats_say_the_same_when_we_write_them():
+def test_recorded_heartbeats_are_the_same_when_encoded_again():
     for body in questions("heartbeat"):
         ours = bodies.encode_heartbeat(bodies.decode_heartbeat(body))
         assert plain(ours) == plain(body, "heartbeatFingerprint", "withoutSub")

@@ -234,7 +234,7 @@ tag_sets = st.sampled_from([frozenset(), frozenset({"A", "B"})])
         (ROW_BY_ROW_RECORDS, "plain compressed batch", 20),
     ],
 )
-def test_records_of_any_kind_are_what_messages_are(times, kinds, examples):
+def test_records_of_any_kind_equal_messages(times, kinds, examples):
     @given(responses(*kinds.split()), tag_sets)
     @settings(max_examples=trials(examples), deadline=None)
     def are_same(responses, tags):
@@ -249,7 +249,7 @@ def test_records_of_any_kind_are_what_messages_are(times, kinds, examples):
     st.lists(st.tuples(st.integers(0, 2**32), st.integers(0, 255)), min_size=1, max_size=3),
 )
 @settings(max_examples=trials(100), deadline=None)
-def test_damaged_records_are_what_messages_say_or_refused(parts, changes):
+def test_damaged_records_equal_messages_or_are_refused(parts, changes):
     damaged = bytearray(b"".join(parts))
     for index, value in changes:
         damaged[index % len(damaged)] = value
@@ -281,7 +281,7 @@ def test_only_the_parts_asked_for_are_read():
         table([pulled(damaged * MANY)], schema("tags"))
 
 
-def test_properties_that_are_not_utf8_read_as_messages_read_them():
+def test_properties_that_are_not_utf8_equal_those_of_messages():
     records = simple(properties={"TAGS": "AAAA"}).replace(b"AAAA", b"A\xff\xe2A") * MANY
     assert table([pulled(records)], schema("tags"))["tags"].to_pylist() == ["A\ufffd\ufffdA"] * MANY
     assert_same([pulled(records)])
@@ -310,7 +310,7 @@ def test_any_number_of_records_is_read(count):
     assert found["tags"].to_pylist() == ["A" if offset % 3 else None for offset in range(count)]
 
 
-def test_more_records_than_any_pull_asks_for_are_refused():
+def test_more_records_than_a_pull_requests_are_refused():
     with pytest.raises(ProtocolError, match="more than 1024 records in [0-9]+ bytes, which no pull requests"):
         table([pulled(WORKED_RECORD * 1025)])
 
@@ -324,14 +324,14 @@ def test_records_with_very_many_properties_are_read(count):
 
 @pytest.mark.slow("reads many columns")
 @for_each("text", ODD_PROPERTIES)
-def test_properties_of_any_form_are_what_messages_say(text):
+def test_properties_of_any_form_equal_those_of_messages(text):
     whole = simple()[:-2] + struct.pack(">H", len(text)) + text
     record = struct.pack(">I", len(whole)) + whole[4:]
     assert_same([pulled(record * MANY), pulled(simple(properties={"TAGS": "A"}) * MANY)])
 
 
 @pytest.mark.search
-def test_records_damaged_in_each_byte_are_what_messages_say():
+def test_records_damaged_in_each_byte_equal_messages():
     whole = simple(properties={"TAGS": "A", "KEYS": "k"}) + simple(born_host="[::1]:1", properties={"TAGS": "é"})
     for index in range(len(whole)):
         for value in (b"\0", b"\xff"):
@@ -353,7 +353,7 @@ def test_tags_with_equal_hashes_are_distinguished():
     assert set(found["tags"].to_pylist()) == {"AaAa"}
 
 
-def test_the_last_of_properties_with_one_name_counts():
+def test_the_last_property_of_one_name_counts():
     rest = "\x02TAGS\x01first\x02a\x01last\x02TAGS\x01second\x02TAGS\x01"
     records = [simple(properties=f"a\x01{number}{rest}") for number in range(MANY)]
     found = table([pulled(b"".join(records))], schema("tags", "properties"))
@@ -374,7 +374,7 @@ def test_a_time_that_is_no_date_is_null():
 @pytest.mark.slow("unpacks many megabytes")
 @for_each("kind", Compression)
 @for_each("others", [0, MANY])
-def test_bodies_that_unpack_to_very_much_are_cut_into_batches(kind, others):
+def test_very_large_decompressed_bodies_are_split_into_batches(kind, others):
     body, flags = compress(b"\x00" * 5_000_000, kind)
     records = simple() * others + simple(7, body=body, sys_flag=flags) * 7
     batches = list(record_batches([pulled(records)], schema("queueOffset", "body")))
@@ -391,7 +391,7 @@ def test_a_body_whose_compression_is_damaged_is_a_protocol_error():
     assert table([pulled(record * MANY)], schema("sysFlag")).num_rows == MANY
 
 
-def test_a_cut_answer_is_refused_even_if_the_next_has_the_rest():
+def test_a_truncated_response_is_refused_even_if_the_next_has_the_rest():
     record = simple()
     halves = [pulled(record * MANY + record[:50]), pulled(record[50:] + record * MANY)]
     with pytest.raises(ProtocolError):
@@ -428,7 +428,7 @@ def test_the_compiled_part_refuses_invalid_columns_and_tags(find_rows):
     assert found.count == 1
 
 
-def test_bytes_that_change_while_they_are_read_hurt_nothing(find_rows):
+def test_bytes_that_change_during_a_read_do_no_harm(find_rows):
     """If another thread changes the bytes, the values are wrong, but nothing crashes."""
     data = bytearray(simple(properties={"TAGS": "A", "KEYS": "k"}) * 50)
     found = find_rows(((data, 0, len(data), *EVERY),), 1024)
@@ -445,7 +445,7 @@ def test_bytes_that_change_while_they_are_read_hurt_nothing(find_rows):
 
 @pytest.mark.live
 @pytest.mark.slow("the memory of the process tells only of much that was read")
-def test_nothing_is_left_of_columns_that_were_read():
+def test_columns_that_were_read_leak_no_memory():
     record = simple(body=b"x" * 2000, properties={f"name-{number}": "v" * 50 for number in range(20)})
     inputs = [record * 500, record * 500 + record[:-1], record * 499 + record[:-1] + b"\xff"]
 

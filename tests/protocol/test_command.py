@@ -91,7 +91,7 @@ def test_numbers_are_exact_and_invalid_ones_are_named():
             headers.OffsetResponseHeader.from_fields({"offset": text})
 
 
-def test_truth_is_read_as_java_reads_it_and_none_stays_out():
+def test_booleans_are_read_as_in_java_and_none_is_not_sent():
     for text, value in (("true", True), ("TRUE", True), ("false", False), ("1", False)):
         fields = {"topic": "T", "acceptStandardJsonOnly": text}
         assert headers.GetRouteInfoHeader.from_fields(fields).accept_standard_json_only is value

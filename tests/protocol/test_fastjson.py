@@ -150,7 +150,7 @@ def test_every_reader_keeps_the_limit_of_nesting(piece, change):
             loads(change(deep(depth, piece)))
 
 
-def test_the_depth_is_looked_for_in_every_branch():
+def test_the_depth_is_checked_in_every_branch():
     wide = json.dumps([{"a": [[], {}, number]} for number in range(1000)])
     loads(wide)
     with pytest.raises(ProtocolError, match="deeper than 64"):
@@ -162,7 +162,7 @@ def test_the_depth_is_looked_for_in_every_branch():
 
 
 @for_each("change", [lambda value: [value], lambda value: {"a": value}, lambda value: {0: value}])
-def test_what_is_nested_too_deep_is_not_written(change):
+def test_too_deeply_nested_values_are_not_written(change):
     value = {0: 1}
     for _ in range(MAX_DEPTH - 1):
         value = change(value)
@@ -240,7 +240,7 @@ STANDARD = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries
 @pytest.mark.search
 @given(STANDARD, st.booleans())
 @settings(max_examples=trials(300), deadline=None)
-def test_standard_json_reads_as_any_reader_reads_it(value, ascii_only):
+def test_standard_json_reads_as_in_the_standard_library(value, ascii_only):
     text = json.dumps({"x": value}, ensure_ascii=ascii_only)
     slow = "{0:" + text + "}"  # the non-standard key requires the slow reader
     assert loads(text) == json.loads(text)

@@ -149,7 +149,7 @@ def test_frames_read_the_same_in_any_pieces_and_rewritten(version):
 
 @pytest.mark.parametrize("version", golden.VERSIONS)
 @for_each("piece_bytes", [7, 4096, 300_000])
-def test_bodies_stay_in_place_until_nobody_wants_them(version, piece_bytes):
+def test_bodies_stay_in_place_until_they_are_released(version, piece_bytes):
     frames = list(golden.frames(version).values())
     frames, times = (frames[:40], 1) if piece_bytes < 10 else (frames, 40)
     stream, buffer, chance = b"".join(frames) * times, ZeroCopyFrames(), random.Random(piece_bytes)
@@ -297,7 +297,7 @@ def test_the_body_of_a_too_large_request_is_skipped(piece_bytes):
     ids=["answer", "consume directly", "check", "not too large"],
 )
 @for_each("piece_bytes", [7_000, 65_536])
-def test_what_may_be_large_comes_whole_in_spite_of_the_limit(command, piece_bytes):
+def test_requests_that_may_be_large_are_kept_despite_the_limit(command, piece_bytes):
     commands = feed(FrameBuffer(largest_request=1 << 20), encode_command(command) * 2, piece_bytes)
     assert [(each.body, each.skipped_body_bytes) for each in commands] == 2 * [(command.body, 0)]
 

@@ -184,7 +184,7 @@ def test_a_retried_message_has_its_first_topic_and_its_queue():
     assert decoded(StoredMessage("%RETRY%g", b"")).topic == "%RETRY%g", "without a topic, its queue's"
 
 
-def test_topics_longer_than_127_bytes_are_in_the_second_form():
+def test_topics_longer_than_127_bytes_use_the_second_format():
     long_ones = [m for e in WITH_RECORDS for m in messages_of(e) if len(m.queue.topic) == 134]
     assert [(message.body, message.tags, message.topic) for message in long_ones] == 2 * [(b"gold-0", "TagA", "A_gold")]
 
@@ -296,7 +296,7 @@ def test_a_property_that_is_not_utf8_is_there_as_it_was_sent():
     assert (received["place"], received.keys, received["other"]) == (b"K\xf6ln!", b"a", b"")
 
 
-def test_a_message_prints_where_it_is_and_not_what_it_holds():
+def test_a_message_prints_its_location_and_not_its_content():
     (message,) = decode_messages(WORKED_RECORD, MessageQueue("T", "broker-a", 3))
     assert repr(message) == "<Message T queue=T/broker-a/3 offset=42 bytes=146>"
     record = bytearray(encode_message(StoredMessage("%RETRY%g", b"secret")))
@@ -331,7 +331,7 @@ def test_a_message_travels_to_another_process(stored):
             assert travelled.queue == message.queue
 
 
-def test_attempts_the_record_does_not_know_of_are_counted():
+def test_attempts_that_the_record_does_not_count_are_added():
     message = decode_messages(encode_message(StoredMessage("T", b"", reconsume_times=3)) * 2)[0]
     assert message._done is False
     message._extra_attempts += 2
@@ -411,7 +411,7 @@ def test_an_inner_batch_of_ipv6_and_a_long_topic_is_unpacked():
 
 
 @for_each("sys_flag", [SysFlag.NEED_UNWRAP, SysFlag.INNER_BATCH])
-def test_a_record_with_one_of_the_two_bits_is_left_as_it_is(sys_flag):
+def test_a_record_with_one_of_the_two_bits_is_not_unpacked(sys_flag):
     (message,) = decode_messages(stored_batch(sys_flag=sys_flag))
     assert (message.body, message.queue_offset) == (TWO_ITEMS, 42)
 
@@ -453,7 +453,7 @@ def test_bytes_that_are_not_records_are_refused(change, problem):
         (lambda r: r[:39] + b"\x01" + r[40:], ["body"]),  # as if it were compressed
     ],
 )
-def test_damage_inside_a_record_shows_where_it_is_read(change, broken):
+def test_damage_inside_a_record_raises_on_access(change, broken):
     (message,) = decode_messages(change(WORKED_RECORD))
     assert message.queue_offset == 42
     for name in broken:
@@ -470,7 +470,7 @@ def test_a_damaged_batch_is_refused(body):
         decode_messages(stored_batch(body))
 
 
-def test_inner_batches_cannot_unfold_without_end():
+def test_the_size_of_unpacked_inner_batches_is_limited():
     body, flags = compress(struct.pack(">IIIiIH", 22, 0, 0, 0, 0, 0) * 1000)
     # Every item becomes a record of its own, with the batch's topic.
     record = encode_message(StoredMessage("t" * 30_000, body, sys_flag=flags | 0xC0))
@@ -493,7 +493,7 @@ def test_what_no_record_can_hold_is_refused(stored):
         encode_message(stored)
 
 
-def test_the_items_of_a_batch_keep_the_ids_they_were_given():
+def test_the_items_of_a_batch_keep_their_ids():
     """Brokers 5.1 and 5.3 append the batch's properties to those of each item; the last of a name counts."""
     message = decoded(StoredMessage("orders", b"b", "TAGS\x01A\x02UNIQ_KEY\x01item\x02UNIQ_KEY\x01batch\x02"))
     assert (message.message_id, message.producer_id) == ("batch", "item")

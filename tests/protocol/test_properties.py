@@ -23,7 +23,7 @@ odd_texts = st.text("\x01\x02ab", max_size=30)
 
 @given(property_maps)
 @example({"TAGS": "TagA", "UNIQ_KEY": "0A00"})
-def test_what_is_written_is_read_without_the_last_separator_too(properties):
+def test_properties_are_read_without_the_last_separator(properties):
     text = encode_properties(properties)
     assert text == "".join(f"{name}\x01{value}\x02" for name, value in properties.items())
     assert decode_properties(text) == properties
@@ -70,7 +70,7 @@ def found_as_text(data, start, end, name):
     after=st.binary(max_size=5),
     name=st.one_of(st.sampled_from(["a", "b", "ab", "", "\ufffd", "\ud800"]), odd_texts, st.text(max_size=3)),
 )
-def test_finding_one_property_gives_what_reading_all_gives(before, text, after, name):
+def test_one_property_is_found_with_the_value_of_all_properties(before, text, after, name):
     data = before + text + after
     assert found_as_text(data, len(before), len(before) + len(text), name) == decode_properties(text).get(name)
 
@@ -87,7 +87,7 @@ def test_only_whole_names_are_found():
     assert find_property(b"a\x01\xff\xfe\x02", 0, 5, "a") == b"\xff\xfe"
 
 
-def test_properties_that_nobody_could_read_are_refused():
+def test_properties_that_no_client_can_read_are_refused():
     for properties in [{"": "a"}, {"a\x01": "b"}, {"a": "b\x01"}, {"a\x02": "b"}, {"a": "b\x02"}]:
         with pytest.raises(ConfigError, match="separate properties"):
             encode_properties(properties)

@@ -33,7 +33,7 @@ def test_where_things_are():
 
 
 @given(topics)
-def test_no_two_things_share_a_slot_and_none_is_a_real_queue(topic):
+def test_slots_are_distinct_and_none_is_a_real_queue(topic):
     areas = list(reset_format.record_areas(topic))
     assert len({area.base for area in areas}) == 8
     for area in areas:
@@ -58,7 +58,7 @@ def test_a_question_comes_back():
         reset_format.decode_status_request(reset_format.encode_status_request("T").ljust(4097))
 
 
-def test_what_the_scheme_s_first_program_sent_is_read():
+def test_requests_of_the_first_implementation_are_read():
     request = decode_command(golden.frame("reset", "307reset_admin_request.bin"))
     assert reset_format.is_relay_request(request.fields)
     header = reset_format.RelayHeader.from_fields(request.fields)

@@ -46,7 +46,7 @@ def test_a_message_too_large_for_a_frame_has_none(properties, max_frame_bytes):
         encode_command(template.request(*message), max_frame_bytes=max_frame_bytes)
 
 
-def test_a_frame_may_be_just_as_large_as_allowed():
+def test_a_frame_may_have_the_largest_size():
     template, message = SendTemplate("G", "orders", 0, "broker-a"), (b"x" * 1024, "a\x01b\x02", 0, 0, 1)
     size = len(template.encode(1, *message, MAX_FRAME_BYTES))
     assert template.encode(1, *message, size) is not None

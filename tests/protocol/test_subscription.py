@@ -52,7 +52,7 @@ def test_an_expression_names_tags_and_is_kept_as_it_is(expression, tags):
         ("paid && open", "sql"),
     ],
 )
-def test_what_would_select_nothing_is_refused_with_a_remedy(expression, meant):
+def test_an_expression_that_selects_nothing_is_refused_with_a_remedy(expression, meant):
     with pytest.raises(ConfigError) as raised:
         parse_subscription("T", expression)
     assert repr(expression) in str(raised.value)
@@ -69,7 +69,7 @@ def test_a_message_passes_by_its_own_tag_only():
     assert not matches(Subscription("T", " || "), "TagA")
 
 
-def test_nothing_and_a_star_mean_all_and_no_tag_is_refused():
+def test_empty_and_star_select_all_and_no_tag_is_refused():
     for expression in (None, "", "*"):
         subscription = parse_subscription("T", expression)
         assert subscription == Subscription("T", "*")

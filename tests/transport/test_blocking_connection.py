@@ -104,7 +104,7 @@ def server(link: tuple[BlockingConnection, BlockingPeer]) -> BlockingPeer:
     return link[1]
 
 
-def test_answers_find_their_requests_in_any_order(connection, server):
+def test_responses_match_their_requests_in_any_order(connection, server):
     first, second = SentRequest(connection), SentRequest(connection)
     assert connection.has_unsent
     connection.flush()
@@ -122,7 +122,7 @@ def test_answers_find_their_requests_in_any_order(connection, server):
     assert connection.waiting == 0
 
 
-def test_a_request_without_an_answer_ends_at_its_deadline(connection, server):
+def test_a_request_without_a_response_ends_at_its_deadline(connection, server):
     soon, later = SentRequest(connection, now=100, timeout_s=1), SentRequest(connection, now=100, timeout_s=9)
     assert connection.next_deadline == 101
     connection.expire(100.9)
@@ -211,7 +211,7 @@ def opened(address: str) -> BlockingConnection:
     return asyncio.run(opening())
 
 
-def test_a_server_that_is_not_there_is_an_error_with_its_address():
+def test_an_unreachable_server_is_an_error_with_its_address():
     with listening() as (address, listener):
         listener.close()
         with pytest.raises(ConnectError, match=f"cannot connect to {address}: Connection refused"):
@@ -235,7 +235,7 @@ def test_an_idle_connection_is_used_again_while_it_lives():
         assert connection.closed
 
 
-def test_what_waits_for_answers_or_comes_at_the_end_is_closed():
+def test_connections_returned_busy_or_late_are_closed():
     idle = IdleConnections()
     with connected() as (busy, _), connected() as (kept, _), connected() as (late, _):
         sent = SentRequest(busy)

@@ -19,14 +19,14 @@ def send(connection, on_response, timeout_s, **options):
     return connection.send(lambda opaque: connection.encode(command(), opaque), on_response, timeout_s, **options)
 
 
-async def test_a_call_gets_its_answer_whatever_its_code_and_size(connection, peer):
+async def test_a_call_returns_its_response_with_any_code_and_size(connection, peer):
     for code in (0, 1, 21, 999):
         await answered(connection, peer, code, b"body")
     for size in (5 * 1024 * 1024, 1, 0, 300_000, MAX_FRAME_BYTES - 1000, 7):
         await answered(connection, peer, body=b"z" * size)
 
 
-async def test_many_calls_at_once_are_answered_in_any_order(connection, peer):
+async def test_many_calls_at_once_get_responses_in_any_order(connection, peer):
     responses = [connection.call(command(n=str(number)), 5) for number in range(500)]
     for each in reversed([await peer.next() for _ in responses]):
         peer.respond(each, body=each.fields["n"].encode())
@@ -40,7 +40,7 @@ async def test_many_calls_at_once_are_answered_in_any_order(connection, peer):
 
 
 @pytest.mark.live
-async def test_requests_sent_together_get_an_answer_or_error_each(connection, peer):
+async def test_requests_sent_together_each_get_a_response_or_error(connection, peer):
     responses = connection.call_many([command(n=str(number)) for number in range(3)], 5)
     received = [await peer.next() for _ in range(3)]
     peer.respond(received[2], body=b"third")
@@ -104,7 +104,7 @@ async def test_a_late_response_is_passed_once_to_a_caller_that_wants_it(connecti
     assert (late, len(results)) == ([b"late"], 3)
 
 
-async def test_answers_that_never_come_are_not_remembered_without_end(connection, peer):
+async def test_the_number_of_overdue_responses_is_limited(connection, peer):
     late: list[bytes] = []
     for _ in range(MAX_OVERDUE + 1):
         send(connection, lambda response: None, 0.001, on_late=lambda response: late.append(response.body))
@@ -116,7 +116,7 @@ async def test_answers_that_never_come_are_not_remembered_without_end(connection
     assert late == [b"next"]
 
 
-async def test_without_answers_each_call_ends_at_its_own_deadline(connection):
+async def test_without_responses_each_call_ends_at_its_own_deadline(connection):
     loop = asyncio.get_running_loop()
     began, ended = loop.time(), []
 
@@ -142,7 +142,7 @@ async def test_without_answers_each_call_ends_at_its_own_deadline(connection):
 
 
 @for_each("bad", BAD_FRAMES.values(), ids=BAD_FRAMES)
-async def test_bytes_that_are_no_frame_end_connection_and_calls(bad):
+async def test_bytes_that_are_not_a_frame_end_connection_and_calls(bad):
     lost = Lost()
     async with connected(on_lost=lost) as (connection, peer):
         calls = [connection.call(command(), 30) for _ in range(3)]
@@ -177,7 +177,7 @@ async def test_frames_are_as_large_as_they_may_be(max_frame_bytes):
         assert connection.closed
 
 
-async def test_an_answer_cut_anywhere_is_a_lost_connection():
+async def test_a_truncated_response_is_a_lost_connection():
     async with connected() as (_, peer):
         whole = len(encode_command(RemotingCommand(0, {"offset": "5"}, b"body", 1, 1)))
     for cut in range(whole):
@@ -272,7 +272,7 @@ async def test_a_callback_is_called_exactly_once_however_the_call_ends(end, conn
 
 
 @pytest.mark.live
-async def test_what_callbacks_return_runs_after_their_requests(connection, peer):
+async def test_functions_that_callbacks_return_run_after_their_requests(connection, peer):
     """These responses arrive together."""
     order: list[str] = []
 
@@ -317,7 +317,7 @@ async def test_a_callback_that_raises_harms_no_other():
 # --- requests of the server
 
 
-async def test_requests_of_the_server_are_answered_while_a_call_waits():
+async def test_the_client_responds_to_requests_while_a_call_waits():
     handled: list[int] = []
 
     async def on_request(received, connection):
@@ -350,7 +350,7 @@ def not_today(received):
     ],
     ids=["an error of ours", "a bug", "too large"],
 )
-async def test_a_request_that_fails_is_answered_with_the_reason(response, remark):
+async def test_a_failed_request_gets_a_response_with_the_reason(response, remark):
     results: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: results.append(context))
 
@@ -366,7 +366,7 @@ async def test_a_request_that_fails_is_answered_with_the_reason(response, remark
 
 
 @pytest.mark.live
-async def test_a_flood_of_requests_leaves_others_their_turn():
+async def test_a_flood_of_requests_lets_other_tasks_run():
     """Even if many commands arrive together, only some are handled before other tasks run."""
     handled = []
     async with connected(on_request=lambda received, connection: handled.append(received)) as (connection, peer):
@@ -384,7 +384,7 @@ async def test_a_flood_of_requests_leaves_others_their_turn():
         assert most <= 256
 
 
-async def test_a_flood_of_answers_that_nobody_waits_for_ends_no_call(connection, peer):
+async def test_a_flood_of_unrequested_responses_ends_no_call(connection, peer):
     call = connection.call(command(), 30)
     ours = await peer.next()
     peer.send(20_000 * encode_command(RemotingCommand(0, opaque=ours.opaque + 1, flag=1)))
@@ -394,7 +394,7 @@ async def test_a_flood_of_answers_that_nobody_waits_for_ends_no_call(connection,
 
 
 @pytest.mark.live
-async def test_answers_that_the_server_does_not_read_do_not_pile_up():
+async def test_unread_responses_to_the_server_are_limited():
     handled = []
 
     def on_request(received, connection):
@@ -421,7 +421,7 @@ async def test_answers_that_the_server_does_not_read_do_not_pile_up():
 # --- signing
 
 
-async def test_requests_are_signed_once_and_last_and_answers_never():
+async def test_requests_are_signed_last_and_responses_never():
     signed: list[int] = []
 
     def sign(request: RemotingCommand) -> None:
@@ -450,7 +450,7 @@ async def test_requests_are_signed_once_and_last_and_answers_never():
 
 @pytest.mark.live
 @pytest.mark.parametrize("end", ["read", "reset"])
-async def test_a_full_socket_is_waited_for_until_it_is_read_or_reset(end, connection, peer):
+async def test_drain_waits_until_a_full_socket_is_read_or_reset(end, connection, peer):
     peer.stop_reading()
     for _ in range(8):
         connection.oneway(RemotingCommand(10, body=b"x" * (4 * 1024 * 1024)))

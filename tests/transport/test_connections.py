@@ -34,7 +34,7 @@ async def test_callers_at_the_same_time_share_one_attempt():
         assert server.accepted == 1
 
 
-async def test_a_caller_that_gives_up_leaves_the_attempt_to_the_others():
+async def test_a_cancelled_caller_leaves_the_attempt_to_the_others():
     async with serving() as server, client() as connections:
         first, second = (asyncio.ensure_future(connections.get(server.address)) for _ in range(2))
         await asyncio.sleep(0)
@@ -51,7 +51,7 @@ async def test_a_caller_that_gives_up_leaves_the_attempt_to_the_others():
             await waiting
 
 
-async def test_a_lost_connection_is_reported_once_and_opened_again():
+async def test_a_lost_connection_is_reported_once_and_reopened():
     lost = Lost()
     async with serving() as server, client(on_lost=lost) as connections:
         first = await connections.get(server.address)
@@ -64,7 +64,7 @@ async def test_a_lost_connection_is_reported_once_and_opened_again():
         assert server.accepted == 2
 
 
-async def test_attempts_grow_rarer_and_succeed_when_it_is_back(away):
+async def test_attempts_back_off_and_succeed_when_the_server_returns(away):
     loop = asyncio.get_running_loop()
     async with client() as connections:
         pauses = []
@@ -101,7 +101,7 @@ async def test_a_server_that_never_sends_frames_is_not_retried():
         sending.cancel()
 
 
-async def test_one_damaged_frame_is_no_reason_to_wait_for_long():
+async def test_one_damaged_frame_causes_no_long_pause():
     async with serving() as server, client() as connections:
         connection = await connections.get(server.address)
         (await server.peer()).send(b"\xff" * 64)
@@ -128,7 +128,7 @@ async def test_an_invalid_address_is_an_error_that_names_it(address, error):
         assert error is ConfigError or "no host name" in str(raised.value)
 
 
-async def test_an_address_dropped_while_connecting_fails_who_waits(away):
+async def test_dropping_an_address_fails_callers_that_connect(away):
     """The callers were not cancelled, so a CancelledError would silently end their loops."""
     async with client() as connections:
         for _ in range(4):
@@ -154,7 +154,7 @@ async def test_a_dropped_connection_is_closed_with_its_calls():
         assert (await connections.get(server.address)) is not connection
 
 
-async def test_after_close_nothing_is_open_and_nothing_can_be():
+async def test_after_close_no_connection_is_or_can_be_opened():
     async with serving() as server, client() as connections:
         connection = await connections.get(server.address)
         peer = await server.peer()
@@ -187,7 +187,7 @@ async def test_calls_over_tls():
 
 
 @pytest.mark.live
-async def test_a_flood_over_tls_is_taken_little_by_little_and_whole():
+async def test_a_flood_over_tls_is_read_in_parts_and_completely():
     handled = []
     options = {"tls": trusting(), "on_request": lambda request, connection: handled.append(request)}
     async with serving(server_tls()) as server, client(**options) as connections:
@@ -203,7 +203,7 @@ async def test_a_flood_over_tls_is_taken_little_by_little_and_whole():
 
 
 @pytest.mark.live
-async def test_a_server_that_shakes_no_hands_or_hangs_up_is_given_up():
+async def test_a_tls_handshake_without_response_fails_in_time():
     async with serving() as server, client(tls=trusting(), connect_timeout_s=0.1) as connections:
         with pytest.raises(ConnectError, match="no answer within 0.1 s"):
             await connections.get(server.address)

@@ -29,7 +29,7 @@ async def give(value):
     return value, threading.current_thread().name
 
 
-def test_work_runs_there_and_its_result_comes_back(io):
+def test_coroutines_run_on_the_thread_and_return_their_result(io):
     assert io.run(give(5), 30) == (5, "pyrocket-test")
     assert not io.is_current
 
@@ -97,7 +97,7 @@ def test_after_the_end_nothing_runs(started):
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_work_that_exits_ends_no_thread_and_no_other_work(io, error):
+def test_a_task_that_raises_system_exit_stops_no_other_task(io, error):
     surprises = []
     io.loop.set_exception_handler(lambda loop, context: surprises.append(context["exception"]))
 
@@ -124,7 +124,7 @@ def test_the_thread_calls_on_end_last():
     assert not thread.is_running
 
 
-def test_a_helper_that_hangs_keeps_it_from_no_end(io):
+def test_a_hanging_executor_thread_does_not_delay_the_end(io):
     """A name resolution may hang, because it runs on a thread of the loop's executor."""
     may_continue = threading.Event()
 
@@ -154,7 +154,7 @@ def test_threads_started_and_stopped_leave_nothing_behind():
 
 
 @pytest.mark.parametrize("way", ["run", "submit"])
-def test_work_that_comes_while_it_ends_is_refused(io, way):
+def test_calls_during_stop_are_refused(io, way):
     """A call submitted at the last moment, while running tasks are being cancelled, also ends without a timeout."""
     begun, ending, handed_over, reported = (threading.Event() for _ in range(4))
 
@@ -187,7 +187,7 @@ def test_work_that_comes_while_it_ends_is_refused(io, way):
         io.submit(asyncio.sleep(0))
 
 
-def test_an_outcome_is_waited_for_and_a_result_or_an_error():
+def test_a_thread_future_returns_a_result_or_raises_an_error():
     outcome = ThreadFuture[int]()
     assert not outcome.wait(0)
     assert not outcome.wait(-1)

@@ -108,7 +108,7 @@ LOOKS = {
 
 
 @for_each("look", LOOKS.values(), ids=LOOKS)
-def test_who_looks_again_and_again_lets_others_run(look):
+def test_a_polling_thread_lets_others_run(look):
     lock, ended = threading.Lock(), []
     lock.acquire()
     thread = threading.Thread(target=lambda: (time.sleep(0.001), ended.append(True)))
@@ -268,7 +268,7 @@ def test_an_endless_wait_is_found():
 
 
 @pytest.mark.live
-def test_threads_that_are_left_end_with_the_world():
+def test_remaining_threads_end_with_the_world():
     with virtual_time():
         threads = [threading.Thread(target=threading.Event().wait) for _ in range(3)]
         for thread in threads:
