@@ -14,10 +14,10 @@ from tests.consuming import until
 
 
 class LifecycleOrders(Orders):
-    """Orders whose consumers come and go."""
+    """Orders whose consumers start and close."""
 
     async def begun(self, listener: Callable[..., Any], **options: Any) -> AsyncPushConsumer:
-        """Start a consumer on the loop that runs."""
+        """Start a consumer on the running loop."""
         consumer = AsyncPushConsumer(GROUP, **{"name_server": self.cluster.name_server, **options})
         await consumer.subscribe(TOPIC, listener)
         await consumer.start()
@@ -25,11 +25,11 @@ class LifecycleOrders(Orders):
 
     @property
     def members(self) -> list[str]:
-        """Who is in the group."""
+        """The members of the group."""
         return self.cluster.members(GROUP)
 
     def wait_left(self) -> None:
-        """Wait until nobody is in the group: all have left, or their connections have ended."""
+        """Wait until the group has no member, because all have left or their connections have ended."""
         until(lambda: self.members == [], "all have left")
 
 

@@ -1,4 +1,4 @@
-"""A process that gets a signal at every step of `join()`, one after the other, and tells what has become of each."""
+"""A process that gets a signal at every step of `join()`, one after the other, and prints each result."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PATIENCE_S = 30.0
 
 
 def join_with_a_signal(consumer: PushConsumer, number: int, step: int) -> bool:
-    """Join, and send signal `number` at the given step, if it would not end the process. False: there is no such step.
+    """Join, and send signal `number` at this step, unless it would end the process. Return whether the step exists.
 
-    Ctrl-C raises at every step; SIGTERM does while `join()` listens for it.
+    Ctrl-C raises at every step. SIGTERM raises while `join()` handles it.
     """
     steps = 0
 
@@ -41,7 +41,7 @@ def join_with_a_signal(consumer: PushConsumer, number: int, step: int) -> bool:
 
 
 def ends(work: Any) -> bool:
-    """Whether `work` comes to its end on a thread of its own."""
+    """Return whether `work` ends on its own thread."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(PATIENCE_S)

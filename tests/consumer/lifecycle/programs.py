@@ -1,4 +1,4 @@
-"""Programs with a consumer, each to run in a process of its own; its arguments: name server, topic, group, others."""
+"""Programs with a consumer, each for its own process. The arguments are name server, topic, group, and others."""
 
 from __future__ import annotations
 

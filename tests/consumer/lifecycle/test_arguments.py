@@ -1,4 +1,4 @@
-"""What a consumer is told wrongly is an error that names the value and what is allowed; never one from within."""
+"""The error for a wrong argument has the value and the allowed ones. It never comes from internal code."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Closing a consumer: from wherever one may want to, cut short, and twice. What is consumed is stored."""
+"""Closing a consumer from any place, with a short timeout, and twice. It stores the offsets of consumed messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AT_ONCE_S = 5.0
 
 
 class Closing(RecordingListener):
-    """A listener that closes its consumer when it sees the last message, and goes on for a moment."""
+    """A listener that closes its consumer when it gets the last message, and continues for a moment."""
 
     def __call__(self, message):
         super().__call__(message)
@@ -38,7 +38,7 @@ class Closing(RecordingListener):
 
 
 class Held:
-    """A listener that stays in the call of one message until it may go on."""
+    """A listener that stays in the call for one message until the test releases it."""
 
     def __init__(self, body: bytes) -> None:
         self.body, self.bodies = body, []
@@ -68,7 +68,7 @@ def test_a_listener_may_close_its_consumer(orders, is_async, orderly):
     consumer = seen.consumer = orders.consumer(listen if is_async else seen, orderly=orderly).start()
     for body in (b"first", b"last"):
         orders.send(body)
-    assert consumer.join(WAIT_S), "join sees the end"
+    assert consumer.join(WAIT_S), "join returns"
     assert seen.took_s < AT_ONCE_S
     assert seen.state_after is ConsumerState.RUNNING, "the rest of the closing waits for the call"
     consumer.close()
@@ -77,7 +77,7 @@ def test_a_listener_may_close_its_consumer(orders, is_async, orderly):
     assert orders.members == []
 
 
-def test_who_closes_and_raises_gets_the_message_again(orders):
+def test_a_listener_that_closes_and_raises_gets_the_message_again(orders):
     def listen(message):
         consumer.close()
         raise ValueError("not consumed")
@@ -90,7 +90,7 @@ def test_who_closes_and_raises_gets_the_message_again(orders):
 
 
 def test_tasks_and_threads_of_a_listener_may_close(orders):
-    """A task of an `async def` listener, or the thread it waits for, is waited for as the listener itself."""
+    """The close waits for a task of an `async def` listener, or for its thread, as for the listener itself."""
     took = []
 
     async def listen(message):
@@ -140,14 +140,14 @@ def test_closing_from_on_event(orders):
     assert consumer.state is ConsumerState.CLOSED
 
 
-async def test_a_cancelled_close_has_stored_what_is_consumed(orders):
+async def test_a_cancelled_close_has_stored_the_offsets(orders):
     orders.make(queues=2)
     consumer = await orders.begun(held := Held(b"m18"))
     orders.fill(20)
     while sum(queue.committed or 0 for queue in (await consumer.progress()).values()) < 19:
         await asyncio.sleep(0.01)
     await held.close_is_cancelled(consumer)
-    assert orders.committed == {0: 9, 1: 10}, "stored, and the call still runs"
+    assert orders.committed == {0: 9, 1: 10}, "stored while the call still runs"
     held.may_continue.set()
     await consumer.close()
     assert consumer.state is ConsumerState.CLOSED
@@ -155,7 +155,7 @@ async def test_a_cancelled_close_has_stored_what_is_consumed(orders):
     assert orders.members == []
 
 
-async def test_a_close_cancelled_at_any_moment_goes_on(orders):
+async def test_a_close_cancelled_at_any_moment_continues(orders):
     orders.make(queues=2)
     cut_short = 0
     for step in range(20):
@@ -170,11 +170,11 @@ async def test_a_close_cancelled_at_any_moment_goes_on(orders):
         await consumer.close()
         assert sum(orders.committed.values()) == 10 * (step + 1), f"cancelled after {step / 4} ms"
         assert orders.members == []
-    assert cut_short > 2, "else a close ended before each of these moments"
+    assert cut_short > 2, "some closes must be cancelled before their end"
 
 
-async def test_a_cancelled_close_gives_the_offset_store_back(orders, tmp_path):
-    """The next consumer of the same name goes on where it ended."""
+async def test_a_cancelled_close_releases_the_offset_store(orders, tmp_path):
+    """The next consumer of the same name continues at its offsets."""
     options = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "instance_name": "mine"}
     first = await orders.begun(held := Held(b"slow"), **options)
     orders.send(b"m0")
@@ -185,7 +185,7 @@ async def test_a_cancelled_close_gives_the_offset_store_back(orders, tmp_path):
     await first.close()
     async with await orders.begun(held, **options):
         orders.send(b"last")
-        await asyncio.to_thread(until, lambda: b"last" in held.bodies, "it goes on")
+        await asyncio.to_thread(until, lambda: b"last" in held.bodies, "it continues")
     assert held.bodies == [b"m0", b"slow", b"meanwhile", b"last"]
 
 
@@ -197,7 +197,7 @@ async def test_a_close_waits_until_cancelled_calls_have_cleaned_up(orders):
         try:
             await asyncio.sleep(60)
         finally:
-            await asyncio.sleep(0.3)  # a rollback, say
+            await asyncio.sleep(0.3)  # for example a rollback
             undone.append(message.body)
 
     consumer = await orders.begun(listen)
@@ -208,7 +208,7 @@ async def test_a_close_waits_until_cancelled_calls_have_cleaned_up(orders):
 
 
 async def test_a_close_does_not_need_the_executor_of_the_users_loop(orders):
-    """Listeners that do their work with `asyncio.to_thread` have them all, and keep them."""
+    """Listeners with `asyncio.to_thread` use all of its threads."""
     held = Held(b"x")
 
     async def listen(message):
@@ -260,7 +260,7 @@ def test_a_close_ends_in_time_when_brokers_and_listeners_do_not(orders):
     assert time.monotonic() - began < 1 + 3 + 6
     may_continue.set()
     assert consumer.state is ConsumerState.CLOSED
-    assert len(orders.events.of("commit-failed")) >= 4, "it says what it could not store"
+    assert len(orders.events.of("commit-failed")) >= 4, "events report the offsets that it could not store"
 
 
 BEGIN = """
@@ -330,9 +330,9 @@ with begin("-with") as consumer:
 
 @pytest.mark.live
 @pytest.mark.slow("starts four interpreters")
-def test_however_it_is_closed_what_is_consumed_is_stored(orders, tmp_path):
+def test_offsets_are_stored_in_every_way_of_closing(orders, tmp_path):
     def closes(program, model="clustering", times=1):
-        """Run a program that consumes 20 messages so many times, and closes in its own way."""
+        """Run a program that consumes 20 messages with `count` consumers, and closes each in its own way."""
         child = run(orders.cluster, program, model, tmp_path)
         assert child.ended() == 0, child.errors
         assert child.errors == []
@@ -368,7 +368,7 @@ with consumer:
 
 
 @pytest.mark.live
-def test_ctrl_c_while_it_closes_has_stored_what_is_consumed(orders):
+def test_ctrl_c_during_a_close_has_stored_the_offsets(orders):
     orders.fill(10)
     child = run(orders.cluster, IMPATIENT)
     child.wait_for_line("m9")
@@ -376,7 +376,7 @@ def test_ctrl_c_while_it_closes_has_stored_what_is_consumed(orders):
     child.send(signal.SIGINT)
     child.wait_for_line("joined")
     until(lambda: orders.committed == {0: 9}, "stored at once, while the last call runs")
-    for _ in range(3):  # the first may come before it waits for the listener; then it still does
+    for _ in range(3):  # after a signal before the wait for the listener, it still waits
         if child.process.poll() is None:
             child.send(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):

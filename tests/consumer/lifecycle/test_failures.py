@@ -1,4 +1,4 @@
-"""What must not fail and does: the consumer says so, its calls raise, and nothing of it stays behind."""
+"""Unexpected failures: the consumer reports them, its calls raise, and no thread of it is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = {"commit_interval_s": 0.05, "pull_hold_s": 0.2}
 
 
 class Broken(MemoryOffsetStore):
-    """A store of the user's that raises what no store should, in some of its methods, as soon as it is told to."""
+    """A store of the user whose methods raise unexpected errors, as soon as the test sets it."""
 
     def __init__(self, methods: str, error: BaseException, breaks: bool = False) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ ALL = "update_offset read_offset persist_all"
     [("update_offset", ZeroDivisionError), ("persist_all", ZeroDivisionError)]
     + [(ALL, error) for error in (ZeroDivisionError, *WANTS_TO_END)],
 )
-def test_a_store_that_fails_is_reported_and_asked_again(orders, methods, error):
-    """Whatever it is asked for, on whatever thread, and whatever it raises, also what wants to end the process."""
+def test_a_store_that_fails_is_reported_and_called_again(orders, methods, error):
+    """In each method, on each thread, and with any error, also with one that would end the process."""
     store = Broken(methods, error("in the store"))
     with orders.consuming(offset_store=store, **OPTIONS) as (consumer, seen):
         store.breaks = True
@@ -78,15 +78,15 @@ def test_a_store_that_fails_is_reported_and_asked_again(orders, methods, error):
         until(lambda: [each.persisted for each in of(consumer)] == [5], "stored")
         store.breaks = True
         orders.make(queues=2)
-        kind = "broker-unreachable" if methods == ALL else "store-unwritable"  # is its place unknown, or not stored?
-        until(lambda: any("in the store" in each.text for each in orders.events.of(kind)), "it is told")
+        kind = "broker-unreachable" if methods == ALL else "store-unwritable"  # is the offset unknown, or not stored?
+        until(lambda: any("in the store" in each.text for each in orders.events.of(kind)), "it is reported")
         store.breaks = False
         until(lambda: len(of(consumer)) == 2, "the new queue has begun")
         assert consumer.state is ConsumerState.RUNNING
 
 
 class RemembersResets(Broken):
-    """It knows which resets were followed, in memory."""
+    """It remembers in memory which resets were followed."""
 
     def __init__(self, methods: str, error: BaseException) -> None:
         super().__init__(methods, error)
@@ -106,7 +106,7 @@ class RemembersResets(Broken):
 
 @pytest.mark.parametrize("method", ["reset_epoch", "persist_resets"])
 def test_a_store_that_fails_where_resets_are_followed(orders, method):
-    """The member goes on, says so, and follows the reset when the store can tell."""
+    """The member continues, reports it, and follows the reset when the store works again."""
     store = RemembersResets(method, ZeroDivisionError("in the store"))
     options = {"message_model": "broadcasting", "offset_store": store, "reset_record_interval_s": 1, **OPTIONS}
     orders.fill(10)
@@ -156,7 +156,7 @@ def test_a_store_that_fails_at_the_end_does_not_stop_the_close(orders, method, e
     seen.wait_for(1)
     store.breaks = True
     if method == "persist_all":
-        consumer.close()  # told by an event: the messages come again
+        consumer.close()  # an event reports that the messages will be redelivered
     else:
         with pytest.raises(OffsetStoreError, match=str(error)):
             consumer.close()
@@ -176,7 +176,7 @@ def test_a_store_that_cannot_be_loaded_ends_the_start(orders):
     consumer.close()
 
 
-async def test_an_asyncio_consumer_goes_on_when_its_store_fails(orders):
+async def test_an_asyncio_consumer_continues_when_its_store_fails(orders):
     orders.fill(1)
     seen, store = RecordingListener(), Broken("read_offset", ZeroDivisionError("in the store"), breaks=True)
 
@@ -212,7 +212,7 @@ def test_a_strategy_that_raises_at_the_start_is_tried_again(orders):
         seen.wait_for(4)
 
 
-def test_a_strategy_that_hangs_is_reported_and_asked_again(orders):
+def test_a_strategy_that_hangs_is_reported_and_called_again(orders):
     orders.make(queues=2)
     may_continue = threading.Event()
 
@@ -232,7 +232,7 @@ def test_a_strategy_that_hangs_is_reported_and_asked_again(orders):
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, *WANTS_TO_END])
-def test_a_strategy_that_raises_later_keeps_what_is_held(orders, error):
+def test_a_strategy_that_raises_later_keeps_the_held_queues(orders, error):
     orders.make(queues=2)
     wants = threading.Event()
 
@@ -248,7 +248,7 @@ def test_a_strategy_that_raises_later_keeps_what_is_held(orders, error):
         seen.wait_for(4)
         orders.make(queues=4)
         wants.clear()
-        until(lambda: len(of(consumer)) == 4, "the new ones, too")
+        until(lambda: len(of(consumer)) == 4, "the new queues, too")
         assert consumer.state is ConsumerState.RUNNING
 
 
@@ -277,7 +277,7 @@ def test_threads_that_close_at_once_all_wait_for_the_end(orders):
 
 
 def test_closing_while_queues_change_hands_stores_their_offsets(orders):
-    """The queue has left the table of those held, and its last offset is on its way."""
+    """The queue has left the table of held queues, and its last commit is in flight."""
     orders.make(queues=2)
     orders.fill(10)
     consumer, gate = begun(orders, seen := RecordingListener()), Gate()
@@ -319,23 +319,23 @@ def test_a_send_back_that_is_retried_does_not_delay_the_end(orders):
     def closing() -> float:
         with orders.consuming(RecordingListener(judge), on_event=(events := Events()), **OPTIONS) as (consumer, _):
             events.wait_for("send-back-failed")
-            until(lambda: orders.committed == {0: 1}, "the rest waits for it")
+            until(lambda: orders.committed == {0: 1}, "the other messages wait for it")
             began = time.monotonic()
             consumer.close()
             return time.monotonic() - began
 
-    assert quick(2, closing), "the message rests for 5 s"
+    assert quick(2, closing), "the message waits for 5 s"
     orders.broker.clear_faults()
     with orders.consuming(**OPTIONS) as (_, again):
         again.wait_for(2)
     assert Counter(again.bodies) == Counter(numbered(2, 1))
 
 
-# --- what fails all the same: a bug of ours, or code of the user's that wants to end the process
+# --- other failures: a bug of the library, or user code that tries to end the process
 
 
 class Unbound:
-    """As the proxies of web frameworks are outside of a request: it cannot even be asked for its class."""
+    """An object like the proxies of web frameworks outside of a request, which do not even return their class."""
 
     @property
     def __class__(self):
@@ -355,7 +355,7 @@ def test_a_result_that_cannot_be_inspected_fails_nothing(orders, orderly):
 
 @pytest.mark.parametrize("orderly", [False, True])
 def test_a_damaged_record_with_a_slow_listener_fails_nothing(orders, orderly):
-    """Its id cannot be told; a call that takes too long and the progress are told all the same."""
+    """Its id cannot be read, but events still report a call that takes too long, and the progress."""
     orders.fill(1)
     may_continue, held = threading.Event(), threading.Event()
 
@@ -384,7 +384,7 @@ def test_a_damaged_record_with_a_slow_listener_fails_nothing(orders, orderly):
 
 
 def test_a_consumer_whose_loop_has_ended_fails_and_leaves(orders):
-    """`asyncio.run` has ended, and nobody has closed it."""
+    """`asyncio.run` has ended, and the program has not closed the consumer."""
     orders.make(queues=2)
     events, seen = Events(), asyncio.Event()
 
@@ -404,7 +404,7 @@ def test_a_consumer_whose_loop_has_ended_fails_and_leaves(orders):
         assert consumer.state is ConsumerState.FAILED
         until(lambda: orders.members == [other.client_id], "it has left")
         others.wait_for(2)
-        assert set(others.bodies) == set(numbered(2, 1)), "what it has consumed is stored, and the rest is another's"
+        assert set(others.bodies) == set(numbered(2, 1)), "its offsets are stored, and another member has the rest"
 
     async def invoke():
         for call in (consumer.join, consumer.join, consumer.close):

@@ -1,4 +1,4 @@
-"""H22–H24: where a queue begins that has no offset yet."""
+"""H22–H24: the start offset of a queue that has no committed offset."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PULL, SEARCH = RequestCode.PULL_MESSAGE, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP
 
 
 class BeginsAtTheEnd(NaiveMember):
-    """Every queue without an offset begins at its end, also one that was added while its topic is consumed."""
+    """Begins every queue without an offset at its end, also a queue that was added while its topic is consumed."""
 
     def first_offset(self, queue: MessageQueue) -> int:
         return self.max_offset(queue) if queue.topic in self.subscriptions else self.min_offset(queue)
@@ -36,12 +36,12 @@ class BeginsAtTheEnd(NaiveMember):
 @pytest.mark.hazard("H22")
 @pytest.mark.parametrize("member", [ours, faulty(BeginsAtTheEnd, "5 messages were skipped")])
 def test_a_queue_that_is_added_begins_at_its_first_message(cluster, names, member):
-    """`consume_from="last"` is for topics that are new to the group. A queue, or a broker, that is added to a topic
-    while we consume it begins at its first message: what was sent before we saw it was sent to us.
+    """`consume_from="last"` is for topics that are new to the group. A queue that is added later, also with a new broker,
+    begins at its first message. The group consumed the topic when its messages were sent.
 
-    Faulty: all others begin at the end, which is where the queue was up to 30 s later.
+    Faulty: all others begin at the queue's end as of up to 30 s later.
     """
-    # A queue is added; five messages are in it before the consumer has heard of it
+    # A queue is added, and gets five messages before the consumer knows it.
     topic, group = filled(cluster, names, queues=1, messages=0)
     gate = Gate()
     with member(cluster, topic, group, consume_from="last") as consumer:
@@ -55,7 +55,7 @@ def test_a_queue_that_is_added_begins_at_its_first_message(cluster, names, membe
         cluster.create_topic(topic, queues=2)
         fill(cluster, topic, 5, queue_id=1)
         gate.open()
-        until(lambda: queue(topic, 1) in consumer.held(), "it has heard of the queue")
+        until(lambda: queue(topic, 1) in consumer.held(), "it holds the queue")
         cluster.send(topic, b"m5", queue_id=1)
         until(lambda: consumer.stored().get(queue(topic, 1)) == 6, "committed")
         skipped = set(numbered(5)) - set(consumer.seen.bodies)
@@ -63,7 +63,7 @@ def test_a_queue_that_is_added_begins_at_its_first_message(cluster, names, membe
 
 
 class TakesZeroForAnOffset(NaiveMember):
-    """Asks as clients before 5.0 do: of a young topic brokers then say 0 instead of "none"."""
+    """Sends the request of clients before 5.0, to which brokers respond 0 in place of "none" for a young topic."""
 
     def read_stored(self, queue: MessageQueue) -> int | None:
         fields = {"consumerGroup": self.group, "topic": queue.topic, "queueId": queue.queue_id}
@@ -77,10 +77,11 @@ class TakesZeroForAnOffset(NaiveMember):
 @pytest.mark.hazard("H22")
 @pytest.mark.parametrize("member", [ours, faulty(TakesZeroForAnOffset, "consumed 6 of 6 messages")])
 def test_last_means_the_end_of_young_topics_too(cluster, names, member):
-    """A new group with `consume_from="last"` begins at the end of a topic of which nothing was deleted yet: the broker
-    is asked not to say 0 for "none". Brokers 4.9 say it all the same: there such a group begins at the first message.
+    """A new group with `consume_from="last"` begins at the end, also in a topic that still has its first message. The
+    request asks the broker not to return 0 for "none". Brokers 4.9 return 0 anyway, so there such a group begins at the
+    first message.
 
-    Faulty: clients that do not ask so.
+    Faulty: clients without this field in the request.
     """
     topic, group = filled(cluster, names, queues=1, messages=5)
     with member(cluster, topic, group, consume_from="last") as consumer:
@@ -93,7 +94,7 @@ def test_last_means_the_end_of_young_topics_too(cluster, names, member):
 
 
 class ComputesItTwice(NaiveMember):
-    """Computes where to begin at the rebalance and once more before the first pull, as orderly Java and Go do."""
+    """Computes the start offset in the rebalance and again before the first pull, as orderly Java and Go do."""
 
     def pull_at(self, queue: MessageQueue, offset: int) -> None:
         super().pull_at(queue, self.start_offset(queue))
@@ -101,7 +102,7 @@ class ComputesItTwice(NaiveMember):
 
 @contextmanager
 def run_in_background(manager: Any) -> Iterator[Any]:
-    """Enter a context manager on another thread; what is yielded waits for it, and returns what it yields."""
+    """Enter a context manager on another thread. The yielded function waits for it, and returns its value."""
     with ThreadPoolExecutor(1) as pool:
         entering = pool.submit(manager.__enter__)
         try:
@@ -112,13 +113,13 @@ def run_in_background(manager: Any) -> Iterator[Any]:
 
 
 @pytest.mark.hazard("H22")
-@pytest.mark.parametrize("member", [ours, faulty(ComputesItTwice, "the first pull was at 10: a message was skipped")])
+@pytest.mark.parametrize("member", [ours, faulty(ComputesItTwice, "pulled first at 10, so a message was skipped")])
 def test_the_start_is_computed_once(embedded, names, member):
-    """Where a queue begins is computed once, and the first pull is there, also for orderly consumers.
+    """The start offset is computed once, and is the offset of the first pull, also for orderly consumers.
 
-    Faulty: Java and Go compute it again before an orderly queue's first pull, and skip what came between.
+    Faulty: Java and Go compute it again before an orderly queue's first pull, and skip the messages between.
     """
-    # A message arrives just after the queue's end was computed
+    # A message arrives just after the queue's end was computed.
     topic, group, broker = names.topic(), names.group(), embedded.broker("broker-a")
     embedded.create_topic(topic, queues=2, read_queues=1)
     fill(embedded, topic, 18)
@@ -132,7 +133,7 @@ def test_the_start_is_computed_once(embedded, names, member):
         embedded.send(topic, b"later", queue_id=0)
         consumer.seen.wait(lambda seen: b"later" in seen.bodies)
         first = pulled_offsets(broker, topic)[0][1]
-        assert first == 9, f"the first pull was at {first}: a message was skipped"
+        assert first == 9, f"pulled first at {first}, so a message was skipped"
         assert consumer.seen.bodies == [b"early", b"later"]
 
 
@@ -140,7 +141,7 @@ def test_the_start_is_computed_once(embedded, names, member):
 
 
 class StartsAtATime(NaiveMember):
-    """Begins where the broker says that a time is."""
+    """Begins at the offset that the broker returns for a time."""
 
     def first_offset(self, queue: MessageQueue) -> int:
         if queue.topic.startswith("%RETRY%"):
@@ -153,7 +154,7 @@ class StartsAtATime(NaiveMember):
 
 
 class ReadsItInLocalTime(StartsAtATime):
-    """Has the time as digits without a zone, and takes them for local time."""
+    """Has the time as digits without a zone, and reads them as local time."""
 
     def search(self, queue: MessageQueue, timestamp_ms: int) -> int:
         text = datetime.fromtimestamp(timestamp_ms / 1000, UTC).strftime("%Y%m%d%H%M%S")
@@ -162,7 +163,7 @@ class ReadsItInLocalTime(StartsAtATime):
 
 
 class TakesTheNearest(StartsAtATime):
-    """Believes in what brokers before 5.1.1 answer, which is the nearest message."""
+    """Uses the response of brokers before 5.1.1, which is the nearest message."""
 
 
 class TakesAnErrorForZero(StartsAtATime):
@@ -187,7 +188,7 @@ def time_zone(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
 @pytest.mark.hazard("H23")
 @pytest.mark.parametrize("member", [ours, faulty(ReadsItInLocalTime, "-8 hours off in Asia/Shanghai")])
 def test_a_time_has_a_zone(embedded, names, monkeypatch, member):
-    """A time to start at has a time zone, and is the same instant wherever the program runs; one without is refused.
+    """A start time must have a time zone, so it is the same instant wherever the program runs.
 
     Faulty: Java reads the digits in the machine's zone, Go in UTC.
     """
@@ -203,7 +204,7 @@ def test_a_time_has_a_zone(embedded, names, monkeypatch, member):
 
 
 def nothing_before_the_time_is_consumed(cluster: Any, names: Any, member: Kind) -> None:
-    """All five messages are older than the time that the group begins at."""
+    """All five messages are older than the start time of the group."""
     topic, group = filled(cluster, names, queues=1, messages=5)
     time.sleep(0.02)
     with member(cluster, topic, group, consume_from=datetime.fromtimestamp(time.time(), UTC)) as consumer:
@@ -212,32 +213,32 @@ def nothing_before_the_time_is_consumed(cluster: Any, names: Any, member: Kind) 
         until(lambda: consumer.stored() == {queue(topic, 0): 6}, "all is committed")
         old = sorted(body for body in consumer.seen.bodies if body != b"m5")
         if getattr(cluster, "version", "5") < "5":
-            assert old in ([], numbered(5)), "brokers 4.9 may say 0 for young topics: then it is all"
+            assert old in ([], numbered(5)), "brokers 4.9 may return 0 for young topics, which means all messages"
         else:
             assert not old, f"{old} are older than the time"
 
 
 @pytest.mark.hazard("H23")
 def test_nothing_older_than_the_time_is_consumed(cluster, names):
-    """The first message is the first one stored at or after the time; if there is none, it is the next to come."""
+    """The group begins at the first message stored at or after the time, or at the end of the queue."""
     nothing_before_the_time_is_consumed(cluster, names, ours)
 
 
 @pytest.mark.hazard("H23")
 @pytest.mark.parametrize("member", [ours, faulty(TakesTheNearest, r"\[b'm4'\] are older than the time")])
-def test_the_nearest_message_is_not_taken_for_the_first(names, member):
-    """Brokers before 5.1.1 answer with the nearest message; there we look at messages until the right one is found.
+def test_the_nearest_message_does_not_count_as_the_first(names, member):
+    """Brokers before 5.1.1 return the nearest message, so the client then reads messages until it finds the right one.
 
-    Faulty: clients that take the answer as it is consume a message that is too old.
+    Faulty: clients that use the response unchanged, and consume a message that is too old.
     """
     with EmbeddedCluster(version="5.0.0", long_poll_tick_s=0.1) as cluster:
         nothing_before_the_time_is_consumed(cluster, names, member)
 
 
 @pytest.mark.hazard("H23")
-@pytest.mark.parametrize("member", [ours, faulty(TakesAnErrorForZero, "began at 0, for the search had failed")])
+@pytest.mark.parametrize("member", [ours, faulty(TakesAnErrorForZero, "began at 0 after a failed search")])
 def test_a_search_that_fails_is_not_zero(embedded, names, member):
-    """A queue waits until the broker can tell where the time is."""
+    """A queue waits until the broker returns the offset of the time."""
     topic, group = filled(embedded, names, queues=1, messages=5)
     broker = embedded.broker("broker-a")
     broker.on(SEARCH, answer(1, "index is loading"), times=2, when=request_matcher(topic))
@@ -245,14 +246,14 @@ def test_a_search_that_fails_is_not_zero(embedded, names, member):
     with member(embedded, topic, group, consume_from=consume_from, rebalance_interval_s=0.1):
         broker.wait_for(PULL, timeout_s=WAIT_S, when=request_matcher(topic))
         first = pulled_offsets(broker, topic)[0][1]
-        assert first == 5, f"began at {first}, for the search had failed"
+        assert first == 5, f"began at {first} after a failed search"
 
 
 # --- H24
 
 
 class RetriesFromTheEnd(StartsAtATime):
-    """With a time to start at, the retry topic begins at its end."""
+    """Begins the retry topic at its end if there is a start time."""
 
     def first_offset(self, queue: MessageQueue) -> int:
         return self.max_offset(queue) if queue.topic.startswith("%RETRY%") else super().first_offset(queue)
@@ -267,12 +268,12 @@ class RetriesFromTheEnd(StartsAtATime):
     ],
 )
 def test_the_retry_topic_begins_at_its_first_message(cluster, names, member, consume_from):
-    """Wherever a group begins, its retry topic begins at its first message: what is there has failed in this group and
-    shall come again. It is subscribed to as a whole, whatever the selectors of other topics are.
+    """Wherever a group begins, its retry topic begins at its first message, because its messages have failed in this
+    group and must be redelivered. The subscription to it has no selector, whatever the selectors of other topics are.
 
-    Faulty: Java and Go begin at its end when a time to start at is given.
+    Faulty: Java and Go begin at its end if there is a start time.
     """
-    # Three messages are in the retry topic, and none of the group has committed anything
+    # The retry topic has three messages, and the group has no committed offset.
     topic, group = filled(cluster, names, queues=1, messages=0)
     fill(cluster, retry := f"%RETRY%{group}", 3, queues=1)
     time.sleep(0.02)
@@ -289,7 +290,7 @@ def test_the_retry_topic_begins_at_its_first_message(cluster, names, member, con
 
 @pytest.mark.hazard("H22", "H23", "H24")
 def test_the_naive_member_is_right(embedded, names, monkeypatch):
-    """What the faulty ones are made of passes: it is the fault that the checks find."""
+    """The base class of the faulty members passes, so the checks find only the faults."""
     test_a_queue_that_is_added_begins_at_its_first_message(embedded, names, NaiveMember)
     test_last_means_the_end_of_young_topics_too(embedded, names, NaiveMember)
     test_the_start_is_computed_once(embedded, names, NaiveMember)

@@ -1,4 +1,4 @@
-"""Processes forked from a consumer's: they keep nothing of it, neither its place in the group nor its store."""
+"""Forked children of a consumer's process keep neither its membership nor its store."""
 
 import json
 import os
@@ -81,10 +81,10 @@ def test_a_membership_ends_with_the_forked_process(orders):
         with orders.consuming() as (_, seen):
             seen.wait_for(10)
         for child in pair.children:
-            os.kill(child, 0)  # it lives
+            os.kill(child, 0)  # it is alive
 
 
-def test_a_child_with_a_consumer_of_its_own_disturbs_nobody(orders):
+def test_a_child_with_its_own_consumer_disturbs_no_other(orders):
     orders.make(queues=2)
     with Pair(orders, "consumes") as pair:
         orders.fill(10)

@@ -1,4 +1,4 @@
-"""Waiting for a consumer's end: by whom, how long, and what signals do meanwhile."""
+"""Waiting for a consumer's end: by which thread, how long, and with signals meanwhile."""
 
 import asyncio
 import gc
@@ -87,12 +87,13 @@ CTRL_C = (-signal.SIGINT, [])
         (ON_A_LOOP, "once", signal.SIGTERM, CLOSED),
         (ON_A_LOOP, "twice at once", signal.SIGTERM, CLOSED),
         (ON_A_LOOP, "for ever", signal.SIGTERM, SIGTERM),
-        (ON_A_LOOP, "once", signal.SIGINT, CTRL_C),  # as asyncio has it
+        (ON_A_LOOP, "once", signal.SIGINT, CTRL_C),  # as in asyncio
     ],
     ids=lambda value: {BLOCKING: "blocking", ON_A_LOOP: "asyncio"}.get(value) if isinstance(value, str) else None,
 )
-def test_a_signal_ends_a_join_and_what_follows_closes(orders, program, way, number, end):
-    """A join that stands alone returns, and what follows closes; a loop of joins ends with the process, closed, too."""
+def test_a_signal_ends_a_join_and_the_program_closes(orders, program, way, number, end):
+    """A single join returns, and the program closes the consumer. A loop of joins ends with the process, closed,
+    too."""
     orders.make(queues=2)
     orders.fill(20)
     child = run(orders.cluster, program, way)
@@ -110,7 +111,7 @@ def test_a_signal_ends_a_join_and_what_follows_closes(orders, program, way, numb
 
 
 @pytest.mark.live
-def test_a_handler_of_the_programs_own_is_left_alone(embedded):
+def test_a_handler_of_the_program_is_kept(embedded):
     received, before = threading.Event(), signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: received.set())
     try:
@@ -122,7 +123,7 @@ def test_a_handler_of_the_programs_own_is_left_alone(embedded):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_join_says_whether_the_consumer_has_ended(embedded):
+def test_a_join_returns_whether_the_consumer_has_ended(embedded):
     with PushConsumer(GROUP, name_server=embedded.name_server) as consumer:
         began = time.monotonic()
         assert consumer.join(0.05) is False
@@ -163,7 +164,7 @@ async def test_five_hundred_joins_on_a_loop_leave_nothing(embedded):
     assert await consumer.join() is True
 
 
-async def test_join_before_start_says_what_to_do(orders):
+async def test_the_error_of_join_before_start_has_the_remedy(orders):
     consumer = orders.consumer()
     with pytest.raises(ClientClosed, match=r"call start\(\) before join"):
         consumer.join(1)
@@ -174,7 +175,7 @@ async def test_join_before_start_says_what_to_do(orders):
         await AsyncPushConsumer(GROUP, name_server=orders.cluster.name_server).join(1)
 
 
-def test_who_joins_without_a_subscription_is_told_once(orders):
+def test_a_join_without_a_subscription_emits_one_event(orders):
     with orders.consumer() as consumer:
         for _ in range(3):
             consumer.join(0)
@@ -190,7 +191,7 @@ def test_who_joins_without_a_subscription_is_told_once(orders):
 @pytest.mark.live
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_after_a_signal_at_any_step_of_a_join_close_works(number):
-    """Not even one that comes between two instructions while the wait begins or ends."""
+    """Also after a signal between two instructions while the wait begins or ends."""
     child = Child("-m", "tests.consumer.lifecycle.joining", str(int(number)))
     try:
         child.wait_for_line("through")
@@ -200,13 +201,13 @@ def test_after_a_signal_at_any_step_of_a_join_close_works(number):
     assert len(child.lines) > 20
 
 
-def test_who_waits_on_a_loop_that_has_ended_disturbs_nobody():
+def test_a_waiter_on_a_loop_that_has_ended_disturbs_no_other():
     end = Latch()
     loop = asyncio.new_event_loop()
     waiting = loop.create_task(end.wait_async())
     loop.run_until_complete(asyncio.sleep(0))
     waiting.cancel()
-    loop.close()  # the wait has not come to its end
+    loop.close()  # the wait has not ended
     end.set()
     assert end.wait(0)
 

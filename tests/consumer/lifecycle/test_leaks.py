@@ -1,4 +1,4 @@
-"""A consumer that has ended leaves nothing: no thread, no socket, no file, no task."""
+"""A consumer that has ended leaves no thread, no socket, no file and no task."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_hundred_consumers_one_after_the_other(embedded, topic, group):
 
 
 def at_rest(cluster: EmbeddedCluster) -> tuple[int, int]:
-    """Return how many open files and threads there are, once what closed consumers had has ended on both sides."""
+    """Return the number of open files and threads, once both sides of closed consumers have ended."""
 
     def ended() -> bool:
         nodes = (*cluster.nodes, *cluster.name_server_nodes)
@@ -98,7 +98,7 @@ def test_a_consumer_over_tls_with_signed_requests(group):
         def judge(message):
             if message.body == b"m50" and not failed:
                 failed.append(message)
-                raise ValueError("comes again")
+                raise ValueError("redeliver it")
 
         with consuming(cluster, "orders", group, RecordingListener(judge), **options) as (consumer, seen):
             seen.wait_for(200)

@@ -1,7 +1,7 @@
-"""Every public call in any order, from outside and from inside listeners, cancelled at any moment, at brokers that err.
+"""Every public call in any order, from outside and from listeners, cancelled at any moment, with faulty brokers.
 
-What must hold afterwards: what was sent to queues that were held is consumed, no commit passes over anything, all is
-committed to the end, a close ends within its time, and nothing is left.
+Afterwards all messages of held queues are consumed, no commit skips a message, and every queue is committed to its end.
+Each close ends within its time, and no thread or connection is left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.search
 TOPIC, GROUP, QUEUES = "orders", "app", 3
 
 CLOSE_TAKES_S = 10.0
-"""How much longer than its time-out a close may take, as its documentation says, and for a machine that is busy."""
+"""How much longer than its timeout a close may take, by its documentation, and because the machine may be busy."""
 
 CALLS = ("pause", "resume", "progress", "subscribe", "unsubscribe", "earliest", "latest", "back", "back", "join")
 
@@ -60,7 +60,7 @@ class Loop:
         return await task
 
     def end(self) -> list[str]:
-        """End it; returns the tasks that are left."""
+        """End the loop; return the tasks that are left."""
 
         async def left() -> list[str]:
             await asyncio.sleep(0)
@@ -89,7 +89,7 @@ class Program:
         self.closed = False
 
     def call(self, call: Callable[..., Any], *arguments: Any, cancelled_after_s: float | None = None) -> Any:
-        """Call something, and stop waiting for it; what is no RocketError is a defect."""
+        """Call a method, and stop waiting for it. Any error except a RocketError is a defect."""
         try:
             if self.loop is None:
                 return call(*arguments)
@@ -141,7 +141,7 @@ class Program:
         self.world.consumed(self.name, message, begun)
 
     def acts(self, what: str) -> Any:
-        """Fail, or call the consumer from inside."""
+        """Fail, or call the consumer from its listener."""
         if what == "exit":
             raise SystemExit(3)
         if what == "fail":
@@ -152,7 +152,7 @@ class Program:
 
 
 class AnyOrder(World):
-    """A world with one group, whose members do as they like."""
+    """A world with one group, whose members make random calls."""
 
     @initialize(
         consume_from=st.sampled_from(["last", "last", "first"]),
@@ -170,7 +170,7 @@ class AnyOrder(World):
         self.inside: deque[str] = deque()
         self.sent = 0
         self.owed_from: int | None = 0 if consume_from == "first" else None
-        self.passes_over = False  # somebody asked for "latest"
+        self.skips_messages = False  # a member has reset to "latest"
         if broker_takes_s:
             self.cluster.brokers[0].on(None, delay(broker_takes_s), times=None)
         for is_async in members:
@@ -189,7 +189,7 @@ class AnyOrder(World):
     def running(self) -> list[Program]:
         return [program for program in self.programs if program.is_running]
 
-    # --- what happens
+    # --- actions
 
     @rule(is_async=st.booleans(), cancelled_after_s=st.none() | moments)
     @precondition(lambda self: len(self.programs) < 5)
@@ -212,10 +212,10 @@ class AnyOrder(World):
         if program := self._chosen(which):
             call, arguments = program.does(what)
             if what == "latest":
-                self.passes_over = True
+                self.skips_messages = True
             program.call(call, *arguments, cancelled_after_s=cancelled_after_s)
             if what == "latest" and self.owed_from is not None:
-                time.sleep(0 if cancelled_after_s is None else 0.1)  # it may be done a moment later
+                time.sleep(0 if cancelled_after_s is None else 0.1)  # it may finish a moment later
                 self.owed_from = self.sent
 
     def _chosen(self, which: int) -> Program | None:
@@ -224,7 +224,7 @@ class AnyOrder(World):
 
     @rule(what=st.lists(st.sampled_from(INSIDE), min_size=1, max_size=4))
     def from_inside(self, what: list[str]) -> None:
-        """The listeners of the next messages do these."""
+        """The listeners of the next messages make these calls."""
         self.inside.extend(what)
 
     @rule(which=st.integers(0, 4), timeout_s=st.sampled_from([None, 0, 0.2]), cancelled_after_s=st.none() | moments)
@@ -232,7 +232,7 @@ class AnyOrder(World):
         if program := self._chosen(which):
             program.close(timeout_s, cancelled_after_s)
 
-    # --- what must hold
+    # --- invariants
 
     def finish(self) -> None:
         self._drain()
@@ -241,7 +241,7 @@ class AnyOrder(World):
         self._observe()
 
     def _drain(self) -> None:
-        """In peace, whoever runs consumes everything; if nobody does, a member that comes."""
+        """Without faults, the running members consume everything; if none runs, start one."""
         self.inside.clear()
         for program in self.programs:
             assert program.consumer.state is not ConsumerState.FAILED, program.name
@@ -260,12 +260,12 @@ class AnyOrder(World):
         return {number: self.cluster.brokers[0].max_offset(TOPIC, number) for number in range(QUEUES)}
 
     def _edges(self) -> dict[int, int]:
-        """Return how far those who hold the queues have come."""
+        """Return the progress of the members that hold the queues."""
         held = [each for program in self.running() for each in (program.call(program.consumer.progress) or {}).items()]
         return {queue.queue_id: progress.committed for queue, progress in held if queue.topic == TOPIC}
 
     def _observe(self) -> None:
-        if not self.passes_over:
+        if not self.skips_messages:
             self.history.check_no_message_is_skipped()
         self.history.check_group_is_empty()
         ends, committed = self._ends(), self.cluster.committed(GROUP, TOPIC)

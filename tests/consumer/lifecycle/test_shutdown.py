@@ -1,4 +1,4 @@
-"""H25–H28: how consumers end, and how orderly queues change hands."""
+"""H25–H28: how consumers end, and how orderly queues get new owners."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEAVE, SEND_BACK = RequestCode.UNREGISTER_CLIENT, RequestCode.CONSUMER_SEND_MSG_
 
 
 class InterruptsListeners(NaiveMember):
-    """Java: listeners are interrupted at once, and what they could not finish is sent back."""
+    """Java interrupts listeners at once, and sends their unfinished messages back."""
 
     def finish_listeners(self) -> None:
         for window in list(self.windows.values()):
@@ -38,7 +38,7 @@ class InterruptsListeners(NaiveMember):
 
 
 class LeavesFirst(NaiveMember):
-    """Unlocks its queues and leaves the group, and stores its offsets after that."""
+    """Unlocks its queues and leaves the group before it stores its offsets."""
 
     def close(self) -> None:
         if not self.closed.is_set():
@@ -50,8 +50,8 @@ class LeavesFirst(NaiveMember):
 
 
 @contextmanager
-def says(what: Callable[[], str]) -> Iterator[None]:
-    """A wait that fails says what that means."""
+def failing_with(what: Callable[[], str]) -> Iterator[None]:
+    """Give a wait that fails an error with this text."""
     try:
         yield
     except AssertionError:
@@ -64,7 +64,7 @@ def sent_back(broker: Any, group: str) -> int:
 
 @contextmanager
 def closing_unacknowledged(consumer: Any, broker: Any, topic: str) -> Iterator[None]:
-    """Close `consumer`, which has consumed 10; its last commit is acknowledged after the block, which sees the rest."""
+    """Close `consumer`, which has consumed 10. The broker acknowledges its last commit only after the block."""
     gate = Gate()
     until(lambda: consumer.held() == {queue(topic, 0): 10}, "consumed")
     broker.forget_requests()
@@ -82,9 +82,9 @@ def closing_unacknowledged(consumer: Any, broker: Any, topic: str) -> Iterator[N
 
 
 @pytest.mark.hazard("H25")
-@pytest.mark.parametrize("member", [ours, faulty(InterruptsListeners, "were sent back, and will come twice")])
-def test_close_waits_for_what_runs(embedded, names, member):
-    """`close` waits for the listener calls that run, up to `shutdown_timeout_s`, and commits what they have finished.
+@pytest.mark.parametrize("member", [ours, faulty(InterruptsListeners, "were sent back, and will be consumed twice")])
+def test_close_waits_for_running_calls(embedded, names, member):
+    """`close` waits up to `shutdown_timeout_s` for running listener calls, and commits the messages that they finish.
 
     Faulty: Java interrupts them and sends their messages back.
     """
@@ -101,16 +101,17 @@ def test_close_waits_for_what_runs(embedded, names, member):
         finally:
             release.set()
         closer.join(WAIT_S)
-    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} were sent back, and will come twice"
-    assert embedded.committed(group, topic) == {0: 20}, "what runs was not waited for"
+    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} were sent back, and will be consumed twice"
+    assert embedded.committed(group, topic) == {0: 20}, "close did not wait for running calls"
 
 
 @pytest.mark.hazard("H25")
 @pytest.mark.parametrize("member", [ours, faulty(LeavesFirst, "it left before its last commit was acknowledged")])
 def test_the_last_commit_comes_before_leaving_the_group(embedded, names, member):
-    """The last commits are acknowledged before the consumer leaves the group: whoever takes its queues finds them.
+    """The consumer leaves the group after its last commits are acknowledged, so the next owners of its queues read
+    them.
 
-    Faulty: Java's and Go's last commits want no acknowledgement, and Go leaves first.
+    Faulty: Java and Go do not wait for the acknowledgement of the last commits, and Go leaves first.
     """
     topic, group = filled(embedded, names, queues=1, messages=10)
     broker = embedded.broker("broker-a")
@@ -124,13 +125,13 @@ def test_the_last_commit_comes_before_leaving_the_group(embedded, names, member)
 
 
 @pytest.mark.hazard("H25")
-@pytest.mark.parametrize("member", [ours, faulty(InterruptsListeners, "1 were sent back, and will come twice")])
+@pytest.mark.parametrize("member", [ours, faulty(InterruptsListeners, "1 were sent back, and will be consumed twice")])
 def test_unfinished_messages_are_not_sent_back_or_committed(embedded, names, member):
-    """What does not end in time stays unfinished: the next owner of the queue gets it, once.
+    """A message whose call does not end in time stays unfinished, and the next owner of the queue gets it once.
 
-    Faulty: Java sends it back as well, so that each restart doubles it.
+    Faulty: Java also sends it back, so each restart makes a copy.
     """
-    # One of the listener calls does not end in the time that close gives them
+    # One of the listener calls does not end within the timeout of the close.
     topic, group = filled(embedded, names, queues=1, messages=10)
     broker, release = embedded.broker("broker-a"), threading.Event()
 
@@ -141,12 +142,12 @@ def test_unfinished_messages_are_not_sent_back_or_committed(embedded, names, mem
     try:
         with member(embedded, topic, group, listener, consume_threads=20, shutdown_timeout_s=0.2) as consumer:
             consumer.seen.wait_for(10)
-            until(lambda: consumer.stored() == {queue(topic, 0): 9}, "what is finished is committed")
+            until(lambda: consumer.stored() == {queue(topic, 0): 9}, "finished messages are committed")
     finally:
         release.set()
     settle()
-    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} were sent back, and will come twice"
-    assert embedded.committed(group, topic) == {0: 9}, "a message was committed that nobody has finished"
+    assert sent_back(broker, group) == 0, f"{sent_back(broker, group)} were sent back, and will be consumed twice"
+    assert embedded.committed(group, topic) == {0: 9}, "an unfinished message was committed"
     with ours(embedded, topic, group) as next_one:
         next_one.seen.wait_for(1)
         assert next_one.seen.bodies == numbered(1, 9)
@@ -155,7 +156,7 @@ def test_unfinished_messages_are_not_sent_back_or_committed(embedded, names, mem
 @pytest.mark.hazard("H25")
 @pytest.mark.parametrize("member", [ours, faulty(LeavesFirst, "unlocked before its last offset was stored")])
 def test_an_orderly_queue_is_unlocked_after_its_last_commit(embedded, names, member):
-    """The lock of an orderly queue is given back when its last offset is stored, so the next owner begins behind it.
+    """The lock of an orderly queue is released after its last offset is stored, so the next owner begins behind it.
 
     Faulty: Java and Go unlock first.
     """
@@ -174,8 +175,8 @@ def test_an_orderly_queue_is_unlocked_after_its_last_commit(embedded, names, mem
 
 
 class GivesUpInEachRound(NaiveMember):
-    """Java and Go: of a batch that fails, messages that have had their attempts go to the dead letters; then the batch
-    is taken again, all of it."""
+    """Java and Go send the messages of a failed batch without attempts left to the dead letters. Then the whole batch
+    is delivered again."""
 
     def consume_in_order(self, window: Window, message: Message) -> None:
         batch, rounds = [message], 0
@@ -199,12 +200,12 @@ class GivesUpInEachRound(NaiveMember):
 @pytest.mark.hazard("H26")
 @pytest.mark.parametrize("member", [ours, faulty(GivesUpInEachRound, r"given up \d+ times")])
 def test_each_message_of_a_batch_is_given_up_once(embedded, names, member):
-    """A message that has had its attempts leaves its batch when the dead-letter topic has it; the others come again
-    without it.
+    """A message without attempts left leaves its batch when the dead-letter topic has it. The other messages are
+    redelivered without it.
 
     Faulty: Java and Go give it up again in each round.
     """
-    # A batch of four; its first two have had their attempts, and the batch fails while the first is in it
+    # The first two of a batch of four have no attempts left, and the batch fails while the first is in it.
     topic, group, broker = names.topic(), names.group(), embedded.broker("broker-a")
     embedded.create_topic(topic, queues=1)
     with RawClient(broker.address) as producer:
@@ -220,15 +221,15 @@ def test_each_message_of_a_batch_is_given_up_once(embedded, names, member):
 
     options = {"orderly": True, "listener_batch_size": 4, "max_reconsume_times": 3}
     with member(embedded, topic, group, RecordingListener(judge), **options) as consumer:
-        until(lambda: len(dead()) >= 2, "two are given up")
+        until(lambda: len(dead()) >= 2, "two messages are given up")
         settle()
         assert set(dead().values()) == {1}, f"given up {max(dead().values())} times"
         assert set(dead()) == set(numbered(2))
-        until(lambda: consumer.stored() == {queue(topic, 0): 4}, "all are done with")
+        until(lambda: consumer.stored() == {queue(topic, 0): 4}, "all are finished")
 
 
 class EndsWithTheException(NaiveMember):
-    """What is no `Exception` ends the task that consumes the queue, and the queue counts as being consumed."""
+    """A BaseException ends the task that consumes the queue, and the queue still counts as being consumed."""
 
     def consume_in_order(self, window: Window, message: Message) -> None:
         try:
@@ -243,9 +244,9 @@ class EndsWithTheException(NaiveMember):
     [(ours, SystemExit), (ours, KeyError), faulty(EndsWithTheException, "stuck behind b'm2'", SystemExit)],
 )
 def test_nothing_a_listener_raises_stops_an_orderly_queue(embedded, names, member, error):
-    """Whatever a listener raises is a failure of its message, which comes again first; the queue goes on.
+    """Any exception of a listener is a failure of its message, which is redelivered first; then the queue continues.
 
-    Faulty: in Java an exception at the wrong place leaves the queue marked as "being consumed" for ever.
+    Faulty: in Java an exception at the wrong step leaves the queue marked as "being consumed" forever.
     """
     topic, group = filled(embedded, names, queues=1, messages=5)
     raised = threading.Event()
@@ -256,14 +257,14 @@ def test_nothing_a_listener_raises_stops_an_orderly_queue(embedded, names, membe
             raise error
 
     with member(embedded, topic, group, listener, orderly=True) as consumer:
-        with says(lambda: f"stuck behind {consumer.seen.bodies[-1]!r}"):
+        with failing_with(lambda: f"stuck behind {consumer.seen.bodies[-1]!r}"):
             consumer.seen.wait_for(5, wait_limit_s(member))
         assert consumer.seen.bodies == [b"m0", b"m1", b"m2", b"m2", b"m3", b"m4"]
         until(lambda: consumer.stored() == {queue(topic, 0): 5}, "committed")
 
 
 class UnlocksTooSoon(NaiveMember):
-    """Java: the queue is unlocked, and the listener that still runs commits it afterwards."""
+    """Java unlocks the queue, and the listener that still runs commits it afterwards."""
 
     def drop(self, queue: MessageQueue) -> None:
         window = self.windows[queue]
@@ -274,7 +275,7 @@ class UnlocksTooSoon(NaiveMember):
 
 
 def let_rounds_pass(cluster: Any, topic: str) -> None:
-    """Let the consumer ask for the route again, twice, and do what follows."""
+    """Wait until the consumer has fetched the route twice, and has followed it."""
     routes = cluster.name_server_node
     routes.forget_requests()
     routes.wait_for(RequestCode.GET_ROUTEINFO_BY_TOPIC, 2, timeout_s=WAIT_S, when=request_matcher(topic))
@@ -284,7 +285,7 @@ def let_rounds_pass(cluster: Any, topic: str) -> None:
 
 @contextmanager
 def a_listener_that_runs(cluster: Any, names: Any, member: Kind) -> Iterator[tuple[Any, str, str, threading.Event]]:
-    """An orderly member holds two queues, and its listener runs for queue 1 until the event is set."""
+    """An orderly member that holds two queues. Its listener runs for queue 1 until the event is set."""
     topic, group = filled(cluster, names, queues=2, messages=0)
     begun, release = threading.Event(), threading.Event()
 
@@ -306,12 +307,11 @@ def a_listener_that_runs(cluster: Any, names: Any, member: Kind) -> Iterator[tup
 @pytest.mark.hazard("H26")
 @pytest.mark.parametrize("member", [ours, faulty(UnlocksTooSoon, "committed after it was unlocked")])
 def test_no_commit_follows_the_unlock(embedded, names, member):
-    """A queue that is taken away is fenced, then committed, then unlocked: whatever its listener does later, no commit
-    follows.
+    """A revoked queue is fenced, then committed, then unlocked. No commit follows, whatever its listener does later.
 
     Faulty: Java unlocks between the listener's end and the commit.
     """
-    # A queue is taken away from an orderly member while its listener runs
+    # A queue of an orderly member is revoked while its listener runs.
     broker = embedded.broker("broker-a")
     with a_listener_that_runs(embedded, names, member) as (consumer, topic, group, release):
         broker.forget_requests()
@@ -325,7 +325,7 @@ def test_no_commit_follows_the_unlock(embedded, names, member):
         unlocked = next(index for index, each in enumerate(requests) if each.code == UNLOCK)
         is_ours = request_matcher(topic, queueId=1)
         commits = [index for index, each in enumerate(requests) if each.code == COMMIT and is_ours(each)]
-        assert max(commits, default=-1) < unlocked, "committed after it was unlocked: over the next owner's offset"
+        assert max(commits, default=-1) < unlocked, "committed after it was unlocked, over the next owner's offset"
         assert member is not ours or embedded.committed(group, topic).get(1) == 1, "the listener had time to finish"
 
 
@@ -333,7 +333,7 @@ def test_no_commit_follows_the_unlock(embedded, names, member):
 
 
 class LocksInBroadcastingToo(NaiveMember):
-    """Locks every orderly queue at its broker, which gives each to one member of the group."""
+    """Locks every orderly queue at its broker, which grants each lock to one member of the group."""
 
     def begin(self, queue: MessageQueue) -> None:
         if self.orderly:
@@ -355,7 +355,7 @@ def test_orderly_broadcasting_takes_no_locks(cluster, names, tmp_path, member):
         member(cluster, topic, group, instance_name="two", **options) as two,
     ):
         one.seen.wait_for(10)
-        with says(lambda: "the second member gets nothing"):
+        with failing_with(lambda: "the second member gets nothing"):
             two.seen.wait_for(10, wait_limit_s(member))
         assert one.seen.bodies == two.seen.bodies == numbered(10)
     if hasattr(cluster, "changes") and member is ours:
@@ -366,8 +366,8 @@ def test_orderly_broadcasting_takes_no_locks(cluster, names, tmp_path, member):
 
 
 class KeepsWhatItCouldNotRemove(NaiveMember):
-    """Java: while a listener runs the queue cannot be removed. Dropped, it stays in the table, and when it is ours
-    again it is neither removed nor added."""
+    """Java cannot remove the queue while a listener runs. The dropped queue stays in the table, and when it is assigned
+    again, it is neither removed nor added."""
 
     def drop(self, queue: MessageQueue) -> None:
         window = self.windows[queue]
@@ -378,10 +378,10 @@ class KeepsWhatItCouldNotRemove(NaiveMember):
 
 
 @pytest.mark.hazard("H28")
-@pytest.mark.parametrize("member", [ours, faulty(KeepsWhatItCouldNotRemove, "it is silent since it came back")])
-def test_an_orderly_queue_that_comes_back_is_pulled_at_once(embedded, names, member):
-    """A queue that bounces away and back ends its first period when its listener has returned, and begins a new one
-    right after that: pulled within a second or two.
+@pytest.mark.parametrize("member", [ours, faulty(KeepsWhatItCouldNotRemove, "it is silent after the new assignment")])
+def test_an_orderly_queue_that_is_assigned_again_is_pulled_at_once(embedded, names, member):
+    """If a queue is revoked and assigned again, its first period ends when the listener has returned. A new period
+    begins at once, and the queue is pulled within a second or two.
 
     Faulty: Java neither removes nor adds it, and it is silent for two minutes.
     """
@@ -392,7 +392,7 @@ def test_an_orderly_queue_that_comes_back_is_pulled_at_once(embedded, names, mem
         let_rounds_pass(embedded, topic)
         release.set()
         embedded.send(topic, b"after", queue_id=1)
-        with says(lambda: "it is silent since it came back"):
+        with failing_with(lambda: "it is silent after the new assignment"):
             consumer.seen.wait(lambda seen: b"after" in seen.bodies, wait_limit_s(member))
         until(lambda: consumer.stored().get(queue(topic, 1)) == 2, "committed")
         assert consumer.seen.bodies.count(b"after") == 1
@@ -400,8 +400,8 @@ def test_an_orderly_queue_that_comes_back_is_pulled_at_once(embedded, names, mem
 
 @pytest.mark.hazard("H25", "H26", "H27")
 def test_the_naive_member_is_right(embedded, names, tmp_path):
-    """What the faulty ones are made of passes: it is the fault that the checks find."""
-    test_close_waits_for_what_runs(embedded, names, NaiveMember)
+    """The base class of the faulty members passes, so the checks find only the faults."""
+    test_close_waits_for_running_calls(embedded, names, NaiveMember)
     test_the_last_commit_comes_before_leaving_the_group(embedded, names, NaiveMember)
     test_an_orderly_queue_is_unlocked_after_its_last_commit(embedded, names, NaiveMember)
     test_nothing_a_listener_raises_stops_an_orderly_queue(embedded, names, NaiveMember, KeyError)

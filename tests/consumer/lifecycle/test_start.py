@@ -1,4 +1,4 @@
-"""Starting a consumer: what it fails for, that nothing is left of a start that does, and where the next one begins."""
+"""Starting a consumer: why it fails, that a failed start leaves nothing, and where the next one begins."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def ours() -> set[threading.Thread]:
 
 @pytest.fixture
 def nothing_is_left(embedded):
-    """Fails unless threads and connections of all consumers end. Those of the cluster are called otherwise."""
-    before = ours()  # some other test may have left them
+    """Fails unless threads and connections of all consumers end. The threads of the cluster have other names."""
+    before = ours()  # an earlier test may have left them
 
     def check() -> None:
         until(lambda: ours() <= before, "threads end")
@@ -47,12 +47,12 @@ def stores(tmp_path):
     return {"message_model": "broadcasting", "offset_store_dir": str(tmp_path)}
 
 
-# --- what fails, and what does not
+# --- failures of a start
 
 
 @pytest.mark.parametrize("moment", ["before there is a member", "while it looks for its topics"])
 @pytest.mark.parametrize("kind", ["blocking", "asyncio"])
-def test_what_is_subscribed_to_while_it_starts_is_consumed(orders, kind, moment):
+def test_a_topic_subscribed_to_during_a_start_is_consumed(orders, kind, moment):
     seen, gate = RecordingListener(), Gate()
     for each in (TOPIC, orders.make(queues=1, topic="other")):
         orders.send(each.encode(), topic=each)
@@ -60,7 +60,7 @@ def test_what_is_subscribed_to_while_it_starts_is_consumed(orders, kind, moment)
     orders.cluster.name_server_node.on(code, gate, times=None)
 
     def both_come():
-        until(lambda: set(seen.bodies) == {b"orders", b"other"}, "both come")
+        until(lambda: set(seen.bodies) == {b"orders", b"other"}, "both arrive")
 
     async def subscribes_while_it_starts():
         consumer = AsyncPushConsumer(GROUP, name_server=orders.cluster.name_server, consume_from="first")
@@ -104,7 +104,7 @@ def test_one_silent_broker_of_two_fails_no_start(orders):
         consumer.close(1)
 
 
-def test_a_name_server_that_is_not_there_is_the_users_to_mend(orders, nothing_is_left, stores):
+def test_a_missing_name_server_is_an_error_for_the_user(orders, nothing_is_left, stores):
     with pytest.raises(ConnectError, match=r"127\.0\.0\.1:1"):
         orders.consumer(name_server="127.0.0.1:1", **stores).start()
     nothing_is_left()
@@ -153,7 +153,7 @@ def test_a_start_that_is_cancelled_at_any_moment_leaves_nothing(orders, nothing_
             await consumer.close()
             if started == 5:
                 return
-        raise AssertionError("no start came to its end")
+        raise AssertionError("no start succeeded")
 
     asyncio.run(main())
     nothing_is_left()
@@ -166,7 +166,7 @@ async def test_a_start_that_takes_too_long_for_its_caller(orders, nothing_is_lef
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(consumer.start(), 0.2)
     name_server.clear_faults()
-    async with consumer:  # nothing is left of it, and it may be tried again
+    async with consumer:  # nothing is left of the start, and it may be tried again
         assert consumer.client_id.endswith("@DEFAULT")
     with pytest.raises(ClientClosed, match="cannot be started again"):
         await consumer.start()
@@ -188,7 +188,7 @@ def test_a_close_while_it_starts_ends_the_start(orders, nothing_is_left):
 
 @pytest.mark.slow("a close waits 5 s for a store")
 def test_a_store_that_hangs_is_closed_when_it_has_loaded(orders, nothing_is_left, caplog):
-    """The close of its consumer does not wait for that."""
+    """The close of its consumer does not wait until then."""
     store, loads, closed = MemoryOffsetStore(), threading.Event(), threading.Event()
     store.load, store.close = loads.wait, closed.set
     consumer = orders.consumer(offset_store=store)
@@ -287,7 +287,7 @@ def test_a_store_that_hangs_keeps_no_process_from_ending(orders, subtests):
             assert time.monotonic() - began < 40
 
 
-# --- one process takes another's place
+# --- one process replaces another
 
 
 PROCESS = """
@@ -320,8 +320,8 @@ def client_of(child):
 @pytest.mark.live
 @pytest.mark.slow("one process waits for a call of another")
 @pytest.mark.parametrize("instance", ["DEFAULT", "named"])
-def test_a_process_goes_on_where_the_one_that_is_closing_ends(orders, tmp_path, instance):
-    """The old one has a slow message in hand while the new one starts: it is waited for."""
+def test_a_process_continues_where_the_closing_one_ends(orders, tmp_path, instance):
+    """The old process handles a slow message while the new one starts. The new one waits for it."""
     orders.make(queues=2)
     orders.fill(1000)
     old = run(orders.cluster, PROCESS, tmp_path, 2.0, instance)
@@ -334,10 +334,10 @@ def test_a_process_goes_on_where_the_one_that_is_closing_ends(orders, tmp_path, 
     new = run(orders.cluster, PROCESS, tmp_path, 0.0, instance)
     try:
         assert client_of(new).endswith("@" + instance)
-        assert "slow" in old.lines, "it was waited for"
+        assert "slow" in old.lines, "the new process waited for it"
         orders.fill(10, start=1000)
         new.wait(lambda lines: sum(new.bodies.values()) >= 10)
-        assert sum(new.bodies.values()) == 10, "nothing is repeated"
+        assert sum(new.bodies.values()) == 10, "no message is repeated"
         assert not [line for line in new.lines if line.startswith("told")]
         assert old.ended() == 0
     finally:
@@ -346,7 +346,7 @@ def test_a_process_goes_on_where_the_one_that_is_closing_ends(orders, tmp_path, 
             child.ended()
 
 
-def test_who_gets_another_slot_is_told(orders, stores):
+def test_an_event_reports_another_slot(orders, stores):
     events = Events()
     with orders.consumer(**stores) as first, orders.consumer(on_event=events, **stores) as second:
         assert second.client_id == f"{first.client_id}-1"
@@ -356,8 +356,8 @@ def test_who_gets_another_slot_is_told(orders, stores):
     assert orders.events.of("store-slot") == []
 
 
-def test_who_finds_its_slot_behind_one_in_use_is_told(orders, tmp_path, stores):
-    """Of processes that overlap, the one that ended first has left the first slot, and somebody begins with it."""
+def test_an_event_reports_a_slot_behind_one_in_use(orders, tmp_path, stores):
+    """When processes overlap, the one that ends first leaves the first slot, and another process begins with it."""
     seen, seen_by_second = RecordingListener(), RecordingListener()
     first, second = orders.consumer(seen, **stores), orders.consumer(seen_by_second, **stores, commit_interval_s=0.05)
     with first:

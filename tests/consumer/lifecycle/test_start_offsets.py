@@ -1,4 +1,4 @@
-"""Where a queue begins: at its committed offset, when that is known, or where is stored before the first pull."""
+"""A queue begins at its committed offset once that is known, or at an offset that is stored before the first pull."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TROUBLE = {
 
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_a_queue_waits_for_its_offset(embedded, broker, where):
-    """One topic for each kind of trouble: all are read by one consumer, and none is started without its answer."""
+    """One consumer reads one topic for each kind of fault, and starts none before the response."""
     troubled = {f"T-{number}": what for number, what in enumerate(TROUBLE)}
     for topic, what in troubled.items():
         fill(embedded, topic, 10, queues=1)
@@ -72,11 +72,11 @@ def test_a_queue_waits_for_its_offset(embedded, broker, where):
         queries = broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, 2, when=request_matcher(topic))
         pulls = broker.wait_for(RequestCode.PULL_MESSAGE, when=request_matcher(topic))
         assert pulls[0].command.fields["queueOffset"] == "7", what
-        assert pulls[0].at_s >= queries[1].at_s, f"{what}: nothing was pulled before the answer"
+        assert pulls[0].at_s >= queries[1].at_s, f"{what}: no pull came before the response"
 
 
 def unreachable(orders, text):
-    """Whether an event says so of a broker."""
+    """Return whether an event of an unreachable broker has this text."""
     return any(text in each.text for each in orders.events.of("broker-unreachable"))
 
 
@@ -86,7 +86,7 @@ def test_other_queues_do_not_wait_for_it(orders):
     orders.on(RequestCode.QUERY_CONSUMER_OFFSET, gate := Gate(), times=None, queueId=1)
     with orders.consuming(**IMPATIENT) as (_, seen):
         seen.wait_for(5)
-        until(lambda: unreachable(orders, "is not known or not stored yet"), "it is told")
+        until(lambda: unreachable(orders, "is not known or not stored yet"), "it is reported")
         assert {message.queue.queue_id for message in seen.messages} == {0}
         orders.broker.clear_faults()
         gate.open()
@@ -94,8 +94,8 @@ def test_other_queues_do_not_wait_for_it(orders):
     assert sorted(seen.bodies) == sorted(numbered(10))
 
 
-def test_where_the_end_is_has_to_be_answered_too(orders):
-    """A new group from the end: a failed GET_MAX_OFFSET is no 0."""
+def test_a_failed_request_for_the_end_does_not_count_as_0(orders):
+    """A new group begins at the end only after a successful GET_MAX_OFFSET."""
     orders.send(b"old", count=5)
     for what in ("refused", "never answered"):
         orders.on(RequestCode.GET_MAX_OFFSET, TROUBLE[what])
@@ -106,8 +106,8 @@ def test_where_the_end_is_has_to_be_answered_too(orders):
     assert seen.bodies == numbered(1)
 
 
-def test_of_a_topic_that_comes_later_everything_is_consumed(embedded):
-    """With default options: what is sent before we have seen the topic is sent to us."""
+def test_all_messages_of_a_topic_created_later_are_consumed(embedded):
+    """With default options, messages sent before the consumer knew the topic are consumed, too."""
     seen = RecordingListener()
     with PushConsumer(GROUP, name_server=embedded.name_server, rebalance_interval_s=0.2) as consumer:
         consumer.subscribe("later", seen)
@@ -118,7 +118,7 @@ def test_of_a_topic_that_comes_later_everything_is_consumed(embedded):
 
 
 def test_a_queue_that_lost_its_data_begins_at_the_first_message():
-    """With default options, and though the broker knows no offset of the group any more: the group is not new."""
+    """With default options, although the broker has lost the group's offset, because the group is not new."""
     with EmbeddedCluster() as cluster:
         orders, seen = Orders(cluster), RecordingListener()
         with orders.consumer(seen) as consumer:
@@ -139,7 +139,7 @@ def test_a_queue_that_lost_its_data_begins_at_the_first_message():
 
 @pytest.mark.parametrize("code", [RequestCode.QUERY_CONSUMER_OFFSET, RequestCode.GET_CONSUMER_LIST_BY_GROUP])
 def test_a_start_waits_for_queues_that_could_not_begin_at_once(orders, code):
-    """With default options: what is sent after `start()` has returned is consumed, although a broker was busy first."""
+    """With default options, messages sent after `start()` are consumed, although a broker was busy first."""
     orders.make(queues=2)
     orders.broker.on(code, TROUBLE["busy"], times=2, when=lambda each: GROUP in each.fields["consumerGroup"])
     with orders.consumer(seen := RecordingListener()):
@@ -147,18 +147,18 @@ def test_a_start_waits_for_queues_that_could_not_begin_at_once(orders, code):
         seen.wait_for(4)
 
 
-def test_what_has_not_begun_when_a_start_ends_is_named(orders):
+def test_an_event_names_queues_that_have_not_begun(orders):
     orders.make(queues=2)
     orders.on(RequestCode.QUERY_CONSUMER_OFFSET, TROUBLE["busy"], times=None, queueId=1)
     with orders.consumer(RecordingListener(), start_wait_s=0.5) as consumer:
-        until(lambda: unreachable(orders, "not begun after 0.5 s"), "told")
+        until(lambda: unreachable(orders, "not begun after 0.5 s"), "reported")
         assert unreachable(orders, "orders/broker-a/1")
         orders.broker.clear_faults()
-        until(lambda: len(held(consumer, TOPIC)) == 2, "begun all the same")
+        until(lambda: len(held(consumer, TOPIC)) == 2, "begun later")
 
 
 class Unfinished(RecordingListener):
-    """A listener whose calls do not return before they are let go."""
+    """A listener whose calls return only when the test releases them."""
 
     def __init__(self) -> None:
         self._go_on = threading.Event()
@@ -180,14 +180,14 @@ def running(orders, listener, **options):
 
 
 def next_gets(orders, count, **options):
-    """Check that the next consumer gets what the one before it had in hand, and nothing else."""
+    """Check that the next consumer gets the unfinished messages of the last one, and no others."""
     with running(orders, seen := RecordingListener(), **options):
         seen.wait_for(count)
     assert sorted(seen.bodies) == sorted(numbered(count))
 
 
 def from_now() -> dict[str, datetime]:
-    time.sleep(0.01)  # what was sent before is older
+    time.sleep(0.01)  # earlier messages are older
     return {"consume_from": datetime.now(UTC)}
 
 
@@ -195,23 +195,23 @@ STARTS = {"last": dict, "a time": from_now}
 
 
 @pytest.mark.parametrize("where", STARTS)
-@pytest.mark.parametrize("model", ["clustering", "broadcasting", "a store of one's own"])
-def test_what_a_closed_consumer_left_comes_to_the_next(orders, tmp_path, where, model):
+@pytest.mark.parametrize("model", ["clustering", "broadcasting", "a user's store"])
+def test_the_next_consumer_gets_the_messages_a_closed_one_left(orders, tmp_path, where, model):
     orders.make(queues=4)
     orders.send(b"old", count=8)
     options = again = {"offset_store_dir": tmp_path, "message_model": model} if model == "broadcasting" else {}
-    if model == "a store of one's own":
+    if model == "a user's store":
         options = {"offset_store": (store := Lasting())}
     with running(orders, first := Unfinished(), **STARTS[where](), **options):
         orders.fill(10)
         first.wait_for(10)
-    if model == "a store of one's own":
+    if model == "a user's store":
         again = {"offset_store": Lasting(store)}
     next_gets(orders, 10, **STARTS[where](), **again)
 
 
 class Lasting(MemoryOffsetStore):
-    """Keeps what was persisted for the next one of its kind."""
+    """Keeps the persisted offsets for the next store of its class."""
 
     def __init__(self, before: Lasting | None = None) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Lasting(MemoryOffsetStore):
 
 
 @pytest.mark.parametrize("where", STARTS)
-def test_unfinished_messages_go_to_who_takes_the_queue(orders, where):
+def test_unfinished_messages_go_to_the_next_owner(orders, where):
     orders.make(queues=4)
     first, second = Unfinished(), RecordingListener()
     with running(orders, first, **STARTS[where](), instance_name="first"):
@@ -242,7 +242,7 @@ def test_unfinished_messages_go_to_who_takes_the_queue(orders, where):
 
 @pytest.mark.live
 @pytest.mark.parametrize("model", ["clustering", "broadcasting"])
-def test_what_a_killed_member_had_in_hand_comes_to_the_next(orders, tmp_path, model):
+def test_the_next_member_gets_the_messages_of_a_killed_one(orders, tmp_path, model):
     orders.make(queues=2)
     orders.send(b"old", count=4)
     store = {"message_model": model, "offset_store_dir": str(tmp_path), "client_ip": "127.0.0.1", "instance_name": "it"}
@@ -258,7 +258,7 @@ def test_what_a_killed_member_had_in_hand_comes_to_the_next(orders, tmp_path, mo
     next_gets(orders, 10, **store)
 
 
-def test_a_queue_that_is_added_while_we_consume(orders):
+def test_a_queue_that_is_added_while_consuming(orders):
     with running(orders, first := Unfinished(), route_refresh_interval_s=0.2):
         orders.make(queues=3)
         orders.fill(9)
@@ -266,7 +266,7 @@ def test_a_queue_that_is_added_while_we_consume(orders):
     next_gets(orders, 9)
 
 
-def test_a_topic_that_is_subscribed_to_while_we_consume(orders):
+def test_a_topic_that_is_subscribed_to_while_consuming(orders):
     orders.make(queues=2)
     orders.send(b"old", topic=orders.make(queues=2, topic="other"), count=4)
     with running(orders, first := Unfinished()) as consumer:
@@ -294,8 +294,8 @@ def test_a_topic_that_is_unsubscribed_and_subscribed_to_again(orders):
 
 
 @pytest.mark.parametrize("trouble", [answer(1, "no"), drop], ids=["refused", "lost"])
-def test_a_beginning_that_has_to_be_stored_again_does_not_move(orders, trouble):
-    """What is sent meanwhile is consumed."""
+def test_a_start_offset_that_is_stored_again_does_not_move(orders, trouble):
+    """Messages sent meanwhile are consumed."""
     orders.make(queues=2)
     orders.send(b"old", count=4)
     orders.on(RequestCode.UPDATE_CONSUMER_OFFSET, trouble, times=4)
@@ -306,7 +306,7 @@ def test_a_beginning_that_has_to_be_stored_again_does_not_move(orders, trouble):
     assert sorted(seen.bodies) == sorted(numbered(10))
 
 
-def test_no_pull_before_the_beginning_is_stored(orders):
+def test_no_pull_before_the_start_offset_is_stored(orders):
     orders.on(RequestCode.UPDATE_CONSUMER_OFFSET, gate := Gate(), times=None)
     with running(orders, seen := RecordingListener(), start_wait_s=0.3):
         gate.wait_held()
