@@ -36,7 +36,7 @@ _LOCK_TIMEOUTS: dict[str, tuple[Statement, Statement | None]] = {
 class DjangoDatabase(Database):
     """A database of Django's settings. Each thread has its own connection, as always in Django."""
 
-    arguments = 0
+    argument_count = 0
 
     def __init__(self, alias: str) -> None:
         from django.core.exceptions import ImproperlyConfigured

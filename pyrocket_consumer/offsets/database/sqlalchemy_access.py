@@ -111,7 +111,7 @@ class Database:
     address: str
     dialect: Dialect
     is_async = False
-    arguments = 1
+    argument_count = 1
     """The number of a listener's arguments after its messages."""
 
     def statements(self, table: str, *, with_inbox: bool) -> Statements:
@@ -559,7 +559,7 @@ def check_listener(listener: Any, database: Database) -> None:
     """
     if not callable(listener) or isinstance(listener, type):
         raise ConfigError(f"the listener must be a function, not {safe_repr(listener)}")
-    wanted = ("messages", "connection")[: 1 + database.arguments]
+    wanted = ("messages", "connection")[: 1 + database.argument_count]
     try:
         inspect.signature(listener).bind(*wanted)
     except ValueError:

@@ -185,7 +185,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._stored_entries: list[_FileOffset] = []  # in the order of offsets.json
         self._templates: list[bytes] = []  # by name_index: the template of an entry of offsets.json
         self._epochs_text: bytes | None = None
-        self._durability_unknown = False  # the files found may be in the cache only, because a killed process left them
+        self._durability_unknown = False  # `load` may have found unsynced files, or files were removed since
         self._has_old_journal = False  # in mode "checkpoint": another mode has left a journal
         self._checkpoint_is_stale = False  # the journal, or a backup, has offsets that offsets.json lacks
         self._checkpointed_at = 0.0
