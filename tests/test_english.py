@@ -31,7 +31,6 @@ NOT_CLEAN_YET: set[str] = {
     "docs/from-java-and-kafka.md",
     "docs/from-rocketmq-client-python.md", "docs/hazards.md",
     "docs/spark.md",
-
     "tests",
     "tests/consumer",
     "tests/real_brokers",
