@@ -32,7 +32,6 @@ NOT_CLEAN_YET: set[str] = {
     "docs/from-rocketmq-client-python.md", "docs/hazards.md",
     "docs/spark.md",
     "tests",
-    "tests/consumer",
     "tests/real_brokers",
 }  # fmt: skip
 GROUPS = (*FOLDERS, "")
