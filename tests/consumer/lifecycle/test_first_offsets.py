@@ -36,8 +36,8 @@ class BeginsAtTheEnd(NaiveMember):
 @pytest.mark.hazard("H22")
 @pytest.mark.parametrize("member", [ours, faulty(BeginsAtTheEnd, "5 messages were skipped")])
 def test_a_queue_that_is_added_begins_at_its_first_message(cluster, names, member):
-    """`consume_from="last"` is for topics that are new to the group. A queue that is added later, also with a new broker,
-    begins at its first message. The group consumed the topic when its messages were sent.
+    """`consume_from="last"` is for topics that are new to the group. A queue that is added later, also with a new
+    broker, begins at its first message. The group consumed the topic when its messages were sent.
 
     Faulty: all others begin at the queue's end as of up to 30 s later.
     """
