@@ -648,7 +648,7 @@ class Cluster:
         """Send a heartbeat to a new or reconnecting broker as soon as it is reachable."""
         if self._heartbeats.is_needed and address not in self._registering:
             self._registering.add(address)
-            self.spawn(self._register_until_known(address), f"greet {address}")
+            self.spawn(self._register_until_known(address), f"send a heartbeat to {address}")
 
     async def _register_until_known(self, address: str) -> None:
         pause_s = _FIRST_REGISTER_PAUSE_S
