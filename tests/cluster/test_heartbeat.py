@@ -47,18 +47,18 @@ def beat(client, broker):
     return client.run(client.heartbeat_broker(broker.address), 30)
 
 
-def have_been_told(cluster):
+def nodes_with_heartbeat(cluster):
     return {(node.name, node.broker_id) for node in cluster.nodes if node.requests(HEARTBEAT)}
 
 
 def test_a_consumer_is_known_to_slaves_and_a_producer_to_masters(with_slaves, connect):
     assert join(connect(with_slaves), producer="maker") == 2
-    assert have_been_told(with_slaves) == {("broker-a", 0), ("broker-b", 0)}
+    assert nodes_with_heartbeat(with_slaves) == {("broker-a", 0), ("broker-b", 0)}
     client = connect(with_slaves)
     assert join(client, consumer="app") == 4
     known = {node.name for node in with_slaves.nodes if node.members("app") == [client.client_id]}
     assert known == {"broker-a", "broker-b"}
-    assert have_been_told(with_slaves) == {("broker-a", 0), ("broker-a", 1), ("broker-b", 0), ("broker-b", 1)}
+    assert nodes_with_heartbeat(with_slaves) == {("broker-a", 0), ("broker-a", 1), ("broker-b", 0), ("broker-b", 1)}
 
 
 def test_heartbeats_are_sent_regularly_but_not_without_groups(broker, embedded, connect):
@@ -194,12 +194,12 @@ def test_a_broker_that_returns_gets_a_heartbeat_and_is_reported(client, broker, 
 
 
 def test_a_broker_that_closes_each_connection_is_called_rarely(broker, client, caplog):
-    def answer_and_close(exchange):
+    def respond_and_close(exchange):
         exchange.answer(exchange.request.make_response(0))
         exchange.later(0.001, lambda: exchange.connection.close(False))
 
     client.add_consumer("app", consumer_of("app"))
-    broker.on(RequestCode.HEART_BEAT, answer_and_close, times=None)
+    broker.on(RequestCode.HEART_BEAT, respond_and_close, times=None)
     began = time.monotonic()
     find_route(client)
     broker.wait_for(

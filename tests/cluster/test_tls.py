@@ -46,7 +46,7 @@ def test_untrusted_certificates_and_plain_servers_are_refused(secured):
 
 
 @contextmanager
-def answering(response):
+def responding_with(response):
     """Start a server without TLS, and yield its address. It sends `response`, if any, and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as taken:
 
@@ -70,7 +70,7 @@ def answering(response):
 
 @pytest.mark.parametrize("response", [b"", b"HTTP/1.1 400 Bad\r\n\r\n", None], ids=["nothing", "words", "silence"])
 def test_a_server_that_speaks_without_tls(response):
-    with answering(response) as address:
+    with responding_with(response) as address:
         assert "leave tls out" in refused(address, tls=True, connect_timeout_s=1, call_timeout_s=1)
 
 

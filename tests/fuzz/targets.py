@@ -71,10 +71,10 @@ class Target:
     originals: Callable[[], Sequence[bytes]]
 
 
-def bearing(read: Callable[[bytes], object], *errors: type[Exception]) -> Callable[[bytes], None]:
+def accepting(read: Callable[[bytes], object], *errors: type[Exception]) -> Callable[[bytes], None]:
     """Return a target's function: `read`, which may raise ProtocolError and `errors` with short texts."""
 
-    def bear(data: bytes) -> None:
+    def decode(data: bytes) -> None:
         try:
             read(data)
         except (ProtocolError, *errors) as error:
@@ -82,7 +82,7 @@ def bearing(read: Callable[[bytes], object], *errors: type[Exception]) -> Callab
             most = 500 if isinstance(error, ProtocolError) else 1000
             assert len(text) < most, f"an error of {len(text)} characters"
 
-    return bear
+    return decode
 
 
 # --- initial inputs
@@ -202,7 +202,7 @@ def streamed(data: bytes) -> None:
 def read_header(data: bytes) -> None:
     command = decode_command(data)
     for header in HEADERS:
-        bearing(lambda data, header=header: header.from_fields(command.fields))(b"")
+        accepting(lambda data, header=header: header.from_fields(command.fields))(b"")
     again = decode_command(encode_command(command))
     assert again.fields == command.fields
 
@@ -478,10 +478,10 @@ def read_owner_file(data: bytes) -> None:
 
 def of_the_compiled_part() -> list[Target]:
     return [
-        Target("compiled-as-python", bearing(compiled_as_python), records),
-        Target("compiled-record-as-python", bearing(lambda data: compiled_as_python(repaired(data))), records),
-        Target("compiled-properties-as-python", bearing(compiled_properties_as_python), properties),
-        Target("compiled-columns-as-python", bearing(compiled_columns_as_python), records),
+        Target("compiled-as-python", accepting(compiled_as_python), records),
+        Target("compiled-record-as-python", accepting(lambda data: compiled_as_python(repaired(data))), records),
+        Target("compiled-properties-as-python", accepting(compiled_properties_as_python), properties),
+        Target("compiled-columns-as-python", accepting(compiled_columns_as_python), records),
     ]
 
 
@@ -491,33 +491,37 @@ def _made() -> list[Target]:
         b'{"topic":"T","id":"x","epochs":{"b":{"0":1}},"offsets":{},"moved":{},"resets":{},"resetCounts":{},"messageModel":"BROADCASTING"}',
     ]
     return [
-        Target("frame", bearing(decode_command), frames),
-        Target("stream", bearing(streamed), lambda: [bytes([n]) + each for n in (0, 3, 255) for each in frames()]),
-        Target("header", bearing(read_header), frames),
-        Target("pull-answer", bearing(read_pull_header), lambda: PULL_ANSWERS),
-        Target("json", bearing(fastjson.loads), json_bodies),
-        *(Target(f"body-{name}", bearing(decoder), json_bodies) for name, decoder in sorted(BODY_DECODERS.items())),
-        Target("reset-plan", bearing(reset_format.decode_plan), lambda: plans),
-        Target("reset-report", bearing(reset_format.decode_report), lambda: plans),
-        Target("reset-question", bearing(reset_format.decode_status_request), lambda: plans),
-        Target("message", bearing(read_message), records),
-        Target("record", bearing(read_record), records),
-        Target("packed", bearing(read_packed), packed_bodies),
-        Target("batch", bearing(read_batch), batches),
-        Target("compressed", bearing(unpack), compressed),
-        Target("message-id", bearing(lambda data: parse_offset_message_id(data.decode("latin1"))), lambda: MESSAGE_IDS),
-        Target("tags", bearing(read_tags, ConfigError), lambda: [b"a || b", b"*"]),
-        Target("checkpoint", bearing(decode_checkpoint), lambda: [checkpoint(1, 2, 3), JAVA_CHECKPOINT]),
-        Target("journal", bearing(read_journal, OffsetStoreError), lambda: [separate(store)[2] for store in stores()]),
-        Target("owner", bearing(read_owner_file), lambda: OWNERS),
-        Target("spark-offset", bearing(read_spark_offset, ConfigError), lambda: SPARK_OFFSETS),
-        Target("recovery", bearing(lambda data: recover(*separate(data)), OffsetStoreError), stores),
-        Target("columns-as-messages", bearing(columns_as_messages), records),
+        Target("frame", accepting(decode_command), frames),
+        Target("stream", accepting(streamed), lambda: [bytes([n]) + each for n in (0, 3, 255) for each in frames()]),
+        Target("header", accepting(read_header), frames),
+        Target("pull-answer", accepting(read_pull_header), lambda: PULL_ANSWERS),
+        Target("json", accepting(fastjson.loads), json_bodies),
+        *(Target(f"body-{name}", accepting(decoder), json_bodies) for name, decoder in sorted(BODY_DECODERS.items())),
+        Target("reset-plan", accepting(reset_format.decode_plan), lambda: plans),
+        Target("reset-report", accepting(reset_format.decode_report), lambda: plans),
+        Target("reset-question", accepting(reset_format.decode_status_request), lambda: plans),
+        Target("message", accepting(read_message), records),
+        Target("record", accepting(read_record), records),
+        Target("packed", accepting(read_packed), packed_bodies),
+        Target("batch", accepting(read_batch), batches),
+        Target("compressed", accepting(unpack), compressed),
+        Target(
+            "message-id", accepting(lambda data: parse_offset_message_id(data.decode("latin1"))), lambda: MESSAGE_IDS
+        ),
+        Target("tags", accepting(read_tags, ConfigError), lambda: [b"a || b", b"*"]),
+        Target("checkpoint", accepting(decode_checkpoint), lambda: [checkpoint(1, 2, 3), JAVA_CHECKPOINT]),
+        Target(
+            "journal", accepting(read_journal, OffsetStoreError), lambda: [separate(store)[2] for store in stores()]
+        ),
+        Target("owner", accepting(read_owner_file), lambda: OWNERS),
+        Target("spark-offset", accepting(read_spark_offset, ConfigError), lambda: SPARK_OFFSETS),
+        Target("recovery", accepting(lambda data: recover(*separate(data)), OffsetStoreError), stores),
+        Target("columns-as-messages", accepting(columns_as_messages), records),
         *(of_the_compiled_part() if find_spec("pyrocket_consumer.protocol._accelerator") else ()),
-        Target("messages-as-records", bearing(messages_as_records), records),
-        Target("properties-as-read", bearing(properties_as_read), properties),
-        Target("json-as-read", bearing(json_as_read), json_bodies),
-        Target("store-as-read", bearing(store_as_read), stores),
+        Target("messages-as-records", accepting(messages_as_records), records),
+        Target("properties-as-read", accepting(properties_as_read), properties),
+        Target("json-as-read", accepting(json_as_read), json_bodies),
+        Target("store-as-read", accepting(store_as_read), stores),
     ]
 
 

@@ -10,7 +10,7 @@ from pyrocket_consumer.errors import ProtocolError
 from tests.fuzz import running
 from tests.fuzz.mutation import MAX_BYTES, Mutator
 from tests.fuzz.running import each, mutate
-from tests.fuzz.targets import TARGETS, Target, bearing
+from tests.fuzz.targets import TARGETS, Target, accepting
 from tests.trials import trials
 
 
@@ -44,7 +44,7 @@ def wordy(data):
 
 
 @pytest.mark.parametrize(
-    ("read", "expected"), [(raising, "RecursionError"), (slow, "of CPU time"), (bearing(wordy), "5000 characters")]
+    ("read", "expected"), [(raising, "RecursionError"), (slow, "of CPU time"), (accepting(wordy), "5000 characters")]
 )
 def test_what_is_planted_is_found_and_kept(read, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(running, "FINDINGS", tmp_path)

@@ -26,7 +26,7 @@ def frame(header: bytes, body: bytes = b"", header_type: int = 0) -> bytes:
     return struct.pack(">II", 4 + len(header) + len(body), header_type << 24 | len(header)) + header + body
 
 
-def raw_answer(command: RemotingCommand, ext_fields: bytes, code: int = 0) -> bytes:
+def raw_response(command: RemotingCommand, ext_fields: bytes, code: int = 0) -> bytes:
     header = b'{"code":%d,"flag":1,"language":"JAVA","opaque":%d,"version":401,"extFields":' % (code, command.opaque)
     return frame(header + ext_fields + b"}")
 
@@ -44,7 +44,7 @@ class DeepHeader(Attack):
     """JSON nested a thousand times in the header of every response."""
 
     def respond(self, peer: Peer, command: RemotingCommand) -> Response:
-        return raw_answer(command, b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}")
+        return raw_response(command, b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}")
 
 
 class DeeperHeader(Attack):
@@ -70,7 +70,7 @@ class SlowJson(Attack):
         honest = command.code in (RequestCode.PULL_MESSAGE, RequestCode.HEART_BEAT)
         return NotImplemented if honest else command.make_response(body=self.BODY)
 
-    async def besides(self, peer: Peer) -> None:
+    async def act_on(self, peer: Peer) -> None:
         while True:
             body = b'{"offsetTable":' + self.BODY + b"}"
             peer.ask(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, reset_fields(), body, flag=2)
@@ -84,13 +84,13 @@ class Garbage(Attack):
         return b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10
 
 
-class LongClaim(Attack):
+class LongLength(Attack):
     """A frame with a length of 16 MiB, sent in small parts with long pauses."""
 
     def respond(self, peer: Peer, command: RemotingCommand) -> Response:
         return None
 
-    async def besides(self, peer: Peer) -> None:
+    async def act_on(self, peer: Peer) -> None:
         peer.send(struct.pack(">II", 16 * MiB - 8, 200) + b"{")
         while True:
             peer.send(b" " * 100)
@@ -278,7 +278,7 @@ def reset_fields(topic: str = TOPIC) -> dict[str, str]:
 class Flood(Attack):
     """An endless stream of all kinds of requests that servers may send."""
 
-    async def besides(self, peer: Peer) -> None:
+    async def act_on(self, peer: Peer) -> None:
         number = 0
         body = json.dumps({"offsetTable": {}}).encode()
         while True:
@@ -297,7 +297,7 @@ class Flood(Attack):
 class LongRequests(Attack):
     """Requests of megabytes."""
 
-    async def besides(self, peer: Peer) -> None:
+    async def act_on(self, peer: Peer) -> None:
         while True:
             for code in (220, 307, 309, 40):
                 fields = reset_fields() | {"consumerGroup": GROUP, "clientId": peer.client_id, "pyrocketOp": "reset"}
@@ -308,7 +308,7 @@ class LongRequests(Attack):
 class Plans(Attack):
     """Reset plans with absurd epochs, foreign topics, and queues that do not exist."""
 
-    async def besides(self, peer: Peer) -> None:
+    async def act_on(self, peer: Peer) -> None:
         turn = 0
         while True:
             for epoch in (2**63 - 1, 2**62, now_ms() * 1000, 1):
@@ -332,7 +332,7 @@ class Plans(Attack):
 class Resets(Attack):
     """Resets of queues that do not exist, to impossible offsets."""
 
-    async def besides(self, peer: Peer) -> None:
+    async def act_on(self, peer: Peer) -> None:
         while True:
             table = ",".join(
                 f'{{"brokerName":"{broker}","queueId":{queue},"topic":"{TOPIC}"}}:{offset}'
@@ -375,7 +375,7 @@ class MembersThatChange(Attack):
 
     codes = (RequestCode.GET_CONSUMER_LIST_BY_GROUP,)
 
-    async def besides(self, peer: Peer) -> None:
+    async def act_on(self, peer: Peer) -> None:
         while True:
             peer.ask(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, {"consumerGroup": GROUP}, flag=2)
             await asyncio.sleep(PAUSE_S)
@@ -404,7 +404,7 @@ class RoutesThatChange(Attack):
         return command.make_response(body=route(datas, brokers))
 
 
-class OneAnswer(Attack):
+class OneResponse(Attack):
     """Each connection is closed after one response."""
 
     def respond(self, peer: Peer, command: RemotingCommand) -> Response:

@@ -27,7 +27,7 @@ class Report:
     """The state of the member during one attack: the worst of its reports."""
 
     attack: str
-    is_met: bool = True
+    was_pulled: bool = True
     """Whether the consumer pulled from the server before the attack."""
     seconds: float = 0.0
     rss: int = 0
@@ -55,7 +55,7 @@ class World:
         self.cluster, self.server = cluster, server
         self.sent = 0
         self.samples: list[dict[str, Any]] = []
-        self._heard = threading.Condition()
+        self._reported = threading.Condition()
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -77,11 +77,11 @@ class World:
     def _listen(self) -> None:
         assert self.process.stdout
         for line in self.process.stdout:
-            with self._heard:
+            with self._reported:
                 self.samples.append(json.loads(line))
-                self._heard.notify_all()
-        with self._heard:
-            self._heard.notify_all()
+                self._reported.notify_all()
+        with self._reported:
+            self._reported.notify_all()
 
     def send(self, count: int = 1) -> None:
         """Send messages to the honest broker."""
@@ -91,8 +91,8 @@ class World:
 
     def wait_until(self, reached: Any, timeout_s: float) -> bool:
         """Wait until the last report of the member satisfies `reached`."""
-        with self._heard:
-            return self._heard.wait_for(
+        with self._reported:
+            return self._reported.wait_for(
                 lambda: self.process.poll() is not None or (bool(self.samples) and reached(self.samples[-1])), timeout_s
             ) and bool(self.samples and reached(self.samples[-1]))
 
@@ -108,7 +108,7 @@ class World:
 
         It begins when the consumer pulls from it: after the attack before it may have left the server alone.
         """
-        report = Report(name, is_met=self.is_pulled_from(SETTLE_S))
+        report = Report(name, was_pulled=self.is_pulled_from(SETTLE_S))
         first, sent = len(self.samples), self.sent
         before = self.samples[-1] if self.samples else {}
         begin = time.monotonic()

@@ -56,7 +56,7 @@ class Attack:
         """Return the response of the attack; NotImplemented for that of an honest server."""
         return NotImplemented
 
-    async def besides(self, peer: Peer) -> None:
+    async def act_on(self, peer: Peer) -> None:
         """Act on an open connection for as long as the attack lasts."""
 
 
@@ -127,13 +127,13 @@ class HostileServer:
         if attack.at_name_server == peer.is_broker:
             attack = Attack()
 
-        async def besides() -> None:
+        async def act_on() -> None:
             try:
-                await attack.besides(peer)
+                await attack.act_on(peer)
             except (ConnectionError, RuntimeError):
                 pass  # the client has closed it
 
-        return self._loop.create_task(besides())
+        return self._loop.create_task(act_on())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_broker: bool) -> None:
         peer = Peer(writer, is_broker)
@@ -152,7 +152,7 @@ class HostileServer:
                     attack.turn += 1
                     response = attack.respond(peer, command)
                 if response is NotImplemented:
-                    self._answer_honestly(peer, command)
+                    self._respond_honestly(peer, command)
                 else:
                     self._send(peer, command, response)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
@@ -170,19 +170,19 @@ class HostileServer:
 
     # --- the honest responses
 
-    def _answer_honestly(self, peer: Peer, command: RemotingCommand) -> None:
+    def _respond_honestly(self, peer: Peer, command: RemotingCommand) -> None:
         if command.code == RequestCode.PULL_MESSAGE:
             task = self._loop.create_task(self._hold(peer, command))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            self._send(peer, command, self.honest_answer(peer, command))
+            self._send(peer, command, self.honest_response(peer, command))
 
     async def _hold(self, peer: Peer, command: RemotingCommand) -> None:
         await asyncio.sleep(HOLD_S)
         self._send(peer, command, found_nothing(command))
 
-    def honest_answer(self, peer: Peer, command: RemotingCommand) -> RemotingCommand:
+    def honest_response(self, peer: Peer, command: RemotingCommand) -> RemotingCommand:
         """Return the response of a broker or name server with few messages."""
         fields = command.fields
         queue = (fields.get("topic", ""), int(fields.get("queueId", 0) or 0))

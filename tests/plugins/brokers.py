@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     possible = {None, *config.stash[_versions]}
     config.hook.pytest_deselected(items=[item for item in items if _version(item) not in possible])
     items[:] = [item for item in items if _version(item) in possible]
-    items.sort(key=partial(_place, released_first=hasattr(config, "workerinput")))
+    items.sort(key=partial(_sort_key, released_first=hasattr(config, "workerinput")))
     if hasattr(config, "workeroutput"):
         config.workeroutput["not_run"] = config.stash[_not_run]
 
@@ -131,7 +131,7 @@ def _version(item: pytest.Item) -> str | None:
     return None if version == EMBEDDED else version
 
 
-def _place(item: pytest.Item, released_first: bool) -> tuple[int, str]:
+def _sort_key(item: pytest.Item, released_first: bool) -> tuple[int, str]:
     """Return the sort key of an item: by release, then by the settings of the cluster.
 
     Workers begin with the releases, because their tests take longest.

@@ -82,16 +82,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.stash[_wrong] = f"marked unit and {cost}; keep one"
         if any(not mark.args for mark in item.iter_markers("slow")):
             item.stash[_wrong] = 'marked slow without a reason; say why: slow("starts a server")'
-    if left_out := [item for item in items if _is_left_out(item)]:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    if deselected := [item for item in items if _is_deselected(item)]:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
     if (hypothesis := sys.modules.get("hypothesis")) is not None:  # its import takes longer than most files of tests
         settings = hypothesis.settings
         settings.register_profile("trials", max_examples=max(FEWEST, trials(settings.default.max_examples)))
         settings.load_profile("trials")
 
 
-def _is_left_out(item: pytest.Item) -> bool:
+def _is_deselected(item: pytest.Item) -> bool:
     if item.config.getoption("--real-time") and item.get_closest_marker("virtual") is not None:
         return True
     return float(factor()) < 1 and any(mark.kwargs.get("proof") for mark in item.iter_markers("slow"))

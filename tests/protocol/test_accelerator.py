@@ -180,12 +180,12 @@ def in_properties(message, sign):
     message.properties.update(circle=message, sign=sign)
 
 
-def in_its_line(message, sign):
+def in_its_lane(message, sign):
     message._key_lane, sign.message = sign, message
     assert message._key_lane is sign
 
 
-@for_each("bind", [in_properties, in_its_line])
+@for_each("bind", [in_properties, in_its_lane])
 def test_a_message_in_a_circle_is_collected(which, bind):
     sign = Sign()
     seen = weakref.ref(sign)

@@ -25,7 +25,7 @@ from pyrocket_consumer.protocol.frame import (
     encode_command,
 )
 from tests.fuzz.mutation import WORDS
-from tests.fuzz.targets import BODY_DECODERS, bearing
+from tests.fuzz.targets import BODY_DECODERS, accepting
 from tests.protocol.test_command import HEADERS
 from tests.protocol.test_frame import feed
 from tests.trials import trials
@@ -57,7 +57,7 @@ JSON_LIKE = st.lists(st.sampled_from([*WORDS, *NAMES]), max_size=40).map(b"".joi
 @FUZZ
 def test_any_header_within_right_lengths(header, header_type, body):
     frame = struct.pack(">II", 4 + len(header) + len(body), header_type << 24 | len(header)) + header + body
-    bearing(decode_command)(frame)
+    accepting(decode_command)(frame)
 
 
 @pytest.mark.search
@@ -72,7 +72,7 @@ def test_any_lengths_in_a_binary_header(fixed, lengths, rest):
     header = struct.pack(">hBhiii", code, language, 401, opaque, 0, lengths[0]) + rest[:10]
     header += struct.pack(">i", lengths[1]) + rest[10:]
     frame = struct.pack(">II", 4 + len(header), 1 << 24 | len(header)) + header
-    bearing(decode_command)(frame)
+    accepting(decode_command)(frame)
 
 
 @pytest.mark.search
@@ -112,7 +112,7 @@ def test_any_fields(header, data):
     known = ["topic", "queueId", "offset", "a", "e", "consumerGroup", "clientID", *header_names(header)]
     values = st.text(max_size=30) | st.integers().map(str) | st.sampled_from(["", "-", "true", "9" * 5000, "١"])
     fields = data.draw(st.dictionaries(st.sampled_from(known) | st.text(max_size=5), values, max_size=12))
-    bearing(lambda _: header.from_fields(fields))(b"")
+    accepting(lambda _: header.from_fields(fields))(b"")
 
 
 def header_names(header: type[Header]) -> list[str]:
@@ -138,7 +138,7 @@ ANYTHING = st.recursive(
 @settings(max_examples=trials(1500), deadline=None)
 def test_any_words_of_json(data):
     for decode in (fastjson.loads, *BODY_DECODERS.values()):
-        bearing(decode)(data)
+        accepting(decode)(data)
 
 
 FIELDS = [
@@ -182,7 +182,7 @@ def test_any_value_in_any_field_of_a_body(value):
     except TypeError:  # orjson cannot write whole numbers of more than 64 bits
         return
     for decode in BODY_DECODERS.values():
-        bearing(decode)(body)
+        accepting(decode)(body)
 
 
 HOSTILE = {
@@ -210,7 +210,7 @@ def test_malicious_text_takes_little_time_stack_and_memory(data):
     tracemalloc.start()
     try:
         for decode in (fastjson.loads, bodies.decode_offset_table, bodies.decode_java_properties):
-            bearing(decode)(data)
+            accepting(decode)(data)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -59,7 +59,7 @@ class Peer:
     def stop_reading(self) -> None:
         self._writer.transport.pause_reading()  # type: ignore[attr-defined]
 
-    def go_on_reading(self) -> None:
+    def continue_reading(self) -> None:
         self._writer.transport.resume_reading()  # type: ignore[attr-defined]
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ def address_of(listening: socket.socket) -> str:
     return f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-def assert_nobody_came(listening: socket.socket) -> None:
+def assert_no_connection(listening: socket.socket) -> None:
     with pytest.raises(BlockingIOError):
         listening.accept()
 
@@ -101,7 +101,7 @@ def test_a_consumer_connects_only_to_allowed_addresses_and_reports_others_once(c
         assert refused.facts == {"address": address_of(elsewhere)}
         events.wait_for("broker-unreachable")  # several attempts later
         assert len(events.of("address-refused")) == 1
-        assert_nobody_came(elsewhere)
+        assert_no_connection(elsewhere)
         assert consumer.state.value == "running"
 
 
@@ -169,7 +169,7 @@ def test_producer_and_admin_name_address_option_and_remedy(cluster, elsewhere):
         pytest.raises(RocketError, match="allowed_addresses"),
     ):
         admin.create_topic("more")
-    assert_nobody_came(elsewhere)
+    assert_no_connection(elsewhere)
 
 
 @pytest.mark.parametrize("allowed", ["127.0.0.0/8", ["127.0.0.1"], ["localhost", "127.0.0.1/32"]])

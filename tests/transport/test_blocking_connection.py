@@ -65,9 +65,9 @@ class SentRequest:
         self.responses: list[RemotingCommand | Exception] = []
         self.extents = []
         command = RemotingCommand(11, {"n": "1"})
-        connection.send(lambda opaque: connection.encode(command, opaque), self._answered, now, timeout_s)
+        connection.send(lambda opaque: connection.encode(command, opaque), self._on_response, now, timeout_s)
 
-    def _answered(self, response, body):
+    def _on_response(self, response, body):
         self.responses.append(response)
         self.extents.append(body)
 

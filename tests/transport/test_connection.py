@@ -337,14 +337,14 @@ async def test_the_client_responds_to_requests_while_a_call_waits():
         assert (await call).body == b"mine", "an equal opaque of the server's own request is no answer"
 
 
-def not_today(received):
+def refuse_today(received):
     raise RocketError("not today")
 
 
 @for_each(
     "response, remark",
     [
-        (not_today, "not today"),
+        (refuse_today, "not today"),
         (lambda received: 1 / 0, "ZeroDivisionError: division by zero"),
         (lambda received: received.make_response(body=b"x" * MAX_FRAME_BYTES), "at most"),
     ],
@@ -407,7 +407,7 @@ async def test_unread_responses_to_the_server_are_limited():
             peer.send(encode_command(RemotingCommand(307, opaque=number)))
         await until(lambda: len(handled) == 2000)
         assert connection.is_backlogged
-        peer.go_on_reading()
+        peer.continue_reading()
         answered = 0
         while connection.is_backlogged:
             await peer.next()
@@ -459,7 +459,7 @@ async def test_drain_waits_until_a_full_socket_is_read_or_reset(end, connection,
     await asyncio.sleep(0.05)
     assert not waiting.done()
     if end == "read":
-        peer.go_on_reading()
+        peer.continue_reading()
         for _ in range(8):
             await peer.next()
     else:

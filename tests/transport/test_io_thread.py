@@ -165,7 +165,7 @@ def test_calls_during_stop_are_refused(io, way):
             ending.set()
             handed_over.wait(30)
 
-    def hand_over():
+    def submit():
         ending.wait(30)
         work = asyncio.sleep(3600)
         with pytest.raises((ClientClosed, CancelledError)):
@@ -174,7 +174,7 @@ def test_calls_during_stop_are_refused(io, way):
 
     asyncio.run_coroutine_threadsafe(hold(), io.loop)
     begun.wait(30)
-    threads = [threading.Thread(target=work, daemon=True) for work in (hand_over, io.stop)]
+    threads = [threading.Thread(target=work, daemon=True) for work in (submit, io.stop)]
     for thread in threads:
         thread.start()
     ending.wait(30)

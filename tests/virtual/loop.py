@@ -82,7 +82,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def remove_reader(self, listening: Any) -> bool:
         """Accept no more connections on a listening socket; new ones wait."""
-        return self.network.accept_no_more(listening)
+        return self.network.stop_accepting(listening)
 
 
 def resolved(host: str) -> str:
@@ -168,7 +168,7 @@ class Network:
         self.listeners[address] = Listener(self, loop, factory, address, sock)
         return self.listeners[address]
 
-    def accept_no_more(self, sock: Any) -> bool:
+    def stop_accepting(self, sock: Any) -> bool:
         for listener in self.listeners.values():
             if sock in listener.sockets:
                 listener.accepts = False

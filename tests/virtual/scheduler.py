@@ -146,16 +146,16 @@ class Scheduler:
     def step(self) -> None:
         """Advance the clock a little, and perhaps run another thread, because a thread may never wait."""
         self.now += STEP_S
-        if self.random.random() < PAUSES and not _collecting and self._others_could_run():
+        if self.random.random() < PAUSES and not _collecting and self._others_can_run():
             self.pause()
 
     def check_clock(self) -> None:
         """Advance the clock a little; a thread that polls repeatedly lets others run."""
         self.now += STEP_S
-        if self.now - self._turn_began > TURN_S and not _collecting and self._others_could_run():
+        if self.now - self._turn_began > TURN_S and not _collecting and self._others_can_run():
             self.pause()
 
-    def _others_could_run(self) -> bool:
+    def _others_can_run(self) -> bool:
         return bool(self._ready) or (bool(self._timers) and self._timers[0][0] <= self.now)
 
     def wake(self, thread: SimulatedThread) -> None:
@@ -208,7 +208,7 @@ class Scheduler:
         for each in thread.joined:
             self.wake(each)
         self._threads.remove(thread)
-        self._give_turn(self._main if self.is_ending else self._next())
+        self._run_next(self._main if self.is_ending else self._next())
 
     def join(self, thread: SimulatedThread, timeout_s: float | None) -> bool:
         """Wait for the end of `thread`. Return whether it has ended."""
@@ -235,11 +235,11 @@ class Scheduler:
         if self._ready and self.now < self._limit:
             return self._ready.pop(self.random.randrange(len(self._ready)))
         self._limit = self.now + LONGEST_S  # for fixtures that end now
-        self._wait_no_more(self._main)
+        self._stop_waiting(self._main)
         self._main.error = Stuck(f"{self.now - START_S:.0f} s have passed and nothing can end this:\n{self.stacks()}")
         return self._main
 
-    def _wait_no_more(self, thread: SimulatedThread) -> None:
+    def _stop_waiting(self, thread: SimulatedThread) -> None:
         thread.is_waiting = False
         if thread in self._ready:
             self._ready.remove(thread)
@@ -247,25 +247,25 @@ class Scheduler:
     def _switch(self, me: SimulatedThread) -> None:
         chosen = self._next()
         if chosen is not me:
-            self._give_turn(chosen)
+            self._run_next(chosen)
             try:
                 me.gate.acquire()
             except BaseException:  # a signal arrived while another thread runs
-                self._take_turn(me)
+                self._wait_for_turn(me)
                 raise
         self._turn_began = self.now
         if me.error is not None:
             error, me.error = me.error, None
             raise error
 
-    def _take_turn(self, me: SimulatedThread) -> None:
+    def _wait_for_turn(self, me: SimulatedThread) -> None:
         """Run as soon as the running thread waits. If it does not wait, the world is broken."""
         self.is_broken = self._is_interrupted = True
         self.is_broken = not me.gate.acquire(timeout=0.1 if self._turn is me else LEAVING_S) and self._turn is not me
         self._is_interrupted = False
-        self._wait_no_more(me)
+        self._stop_waiting(me)
 
-    def _give_turn(self, thread: SimulatedThread) -> None:
+    def _run_next(self, thread: SimulatedThread) -> None:
         self._turn = thread
         thread.gate.release()
 
@@ -300,7 +300,7 @@ class Scheduler:
                         break
                     thread.error = Ended()
                     thread.is_waiting = False
-                    self._give_turn(thread)
+                    self._run_next(thread)
                     if not self._main.gate.acquire(timeout=LEAVING_S):
                         return  # it waits in real time
         finally:
