@@ -77,9 +77,7 @@ def connection(options: argparse.Namespace) -> dict[str, Any]:
 
 def add_output(command: argparse.ArgumentParser) -> None:
     """Add `-o`."""
-    command.add_argument(
-        "-o", "--output", choices=("table", "json"), default="table", help="for people or for machines"
-    )
+    command.add_argument("-o", "--output", choices=("table", "json"), default="table", help="format (default: table)")
 
 
 def start_point(text: str) -> Place:

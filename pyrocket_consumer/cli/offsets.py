@@ -276,8 +276,9 @@ def _by_topic(found: GroupLag) -> list[tuple[str | None, str, int, int]]:
 
 def _online(found: GroupLag) -> str:
     kind = f"{found.model}, " if found.model else ""
-    led = ": where the last reset led them" if found.model == "broadcasting" and not found.members else ""
-    return f" ({kind}{len(found.members)} online{led})"
+    is_recorded = found.model == "broadcasting" and not found.members
+    source = "; these are the targets of the last reset" if is_recorded else ""
+    return f" ({kind}{len(found.members)} online{source})"
 
 
 def _print_unreached(found: GroupLag) -> int:

@@ -25,8 +25,8 @@ _EXAMPLES = """\
   seq 1000 | pyrocket produce -n 127.0.0.1:9876 orders -          # one message per line
 
 A body is a line without its end (LF or CRLF); empty lines are skipped. An error, Ctrl-C or SIGTERM stops the command
-between two messages. It then prints the number of sent messages on standard error. With -o json the last line has it
-in any case.
+between two messages. It then prints the number of sent messages on standard error. With -o json the last line of the
+output always has this number.
 """
 
 _CHECK_INTERVAL_S = 0.2

@@ -640,9 +640,8 @@ def _timestamp_ms(option: str, text: str, where: str = "") -> int:
             raise ConfigError(f"option {option}={safe_repr(text)}{where} is not a time; {allowed}") from error
         if at.tzinfo is None:
             raise ConfigError(f"option {option}={safe_repr(text)}{where} has no time zone; {allowed}")
-        at_ms = -(
-            (datetime(1970, 1, 1, tzinfo=UTC) - at) // timedelta(milliseconds=1)
-        )  # rounded up, so that messages before it are excluded
+        # It is rounded up, so that messages before the time are excluded.
+        at_ms = -((datetime(1970, 1, 1, tzinfo=UTC) - at) // timedelta(milliseconds=1))
     if not 0 <= at_ms <= _MAX_OFFSET:
         raise ConfigError(f"option {option}={safe_repr(text)}{where} is out of range; {allowed}")
     return at_ms

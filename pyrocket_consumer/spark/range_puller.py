@@ -127,9 +127,8 @@ class RangePuller:
         self._next_offset = wanted.begin  # everything before it is delivered
         self._pulls: deque[_PullRequest] = deque()  # by offset
         filtered = bool(options.selector.tags) or options.selector.expression_type != "TAG"
-        self._pull_span = (
-            0 if filtered else options.pull_batch_size
-        )  # the offsets that the last pull covered; 0: unknown
+        # The number of offsets that the last pull covered; 0 means unknown.
+        self._pull_span = 0 if filtered else options.pull_batch_size
         self._templates: dict[int, PullTemplate] = {}
         self._connection: BlockingConnection | None = None
         self._broker_id = MASTER_ID

@@ -128,7 +128,7 @@ def _cluster(options: ReadOptions) -> Cluster:
             if (pause_s := retry_policy.failed()) is None:
                 raise ReadFailed(f"from {client.name_server}", retry_policy.failures, str(error)) from error
             if retry_policy.failures == WARN_AFTER_FAILURES:
-                log.warning("name servers not reached, will try again reason=%s", error)
+                log.warning("no name server responded, retrying reason=%s", error)
             time.sleep(pause_s)
 
 

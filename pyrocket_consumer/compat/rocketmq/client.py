@@ -289,9 +289,8 @@ class _Client(Generic[_C]):
         renew_locks_in_children(self)
 
     def renew_locks(self) -> None:
-        self._starting = (
-            threading.RLock()
-        )  # one start at a time; reentrant, because a signal's handler may start or stop the client
+        # One start at a time. It is reentrant, because a signal's handler may start or stop the client.
+        self._starting = threading.RLock()
 
     @property
     def _handle(self) -> Self:  # applications pass it to the functions of `ffi.dll` for the log
@@ -505,9 +504,8 @@ class Producer(_Client[ProducerConfig]):
             ProducerSendOrderlyFailed: the send failed, or its response was lost; or the producer is not started.
             NullPointerException, ctypes.ArgumentError: an argument is None, or is of another type.
         """
-        key = (
-            to_text("sharding_key", sharding_key) or "-"
-        )  # an empty key cannot be transmitted, and its messages must stay in order, too
+        # An empty key cannot be transmitted, and its messages must stay in order, too.
+        key = to_text("sharding_key", sharding_key) or "-"
         with _raise_as(ProducerSendOrderlyFailed):
             return self._send(msg, key)
 
@@ -623,7 +621,7 @@ _STATES = {status: TransactionState[status.name] for status in TransactionStatus
 def _state(status: object, who: str) -> TransactionState:
     if isinstance(status, int) and not isinstance(status, bool) and status in _STATES:
         return _STATES[TransactionStatus(status)]
-    log.error("%s returned %s, which is no TransactionStatus, and counts as UNKNOWN", who, safe_repr(status))
+    log.error("%s returned %s, which is not a TransactionStatus and counts as UNKNOWN", who, safe_repr(status))
     return TransactionState.UNKNOWN
 
 
@@ -730,10 +728,8 @@ class PushConsumer(_Client[ConsumerConfig]):
         """
         name, selector = to_text("topic", topic), to_text("expression", expression) or "*"
         listener = _listener(callback, self)
-        with (
-            self._starting,
-            _raise_as(ConsumerException),
-        ):  # so that it does not run during a start, which has read the subscriptions
+        # The lock keeps it from running during a start, which has read the subscriptions already.
+        with self._starting, _raise_as(ConsumerException):
             consumer.PushConsumer(config=self._config).subscribe(name, listener, selector)  # raises if it is wrong
             self._subscriptions[name] = listener, selector
             running = self._consumer
@@ -855,7 +851,7 @@ def _close_all() -> None:
         try:
             each.close(_EXIT_TIMEOUT_S)
         except RocketError as error:
-            log.error("group=%s the process ends reason=%s", each.config.group, error)
+            log.error("group=%s close at process exit failed reason=%s", each.config.group, error)
 
 
 atexit.register(_close_all)
