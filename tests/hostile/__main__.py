@@ -56,7 +56,7 @@ def main() -> int:
                 f"{report.attack:<20}{report.seconds:>6.1f}{report.rss / (1 << 20):>7.0f}{report.pause_s * 1000:>10.1f}"
                 f"{report.pause_cpu_s * 1000:>8.1f}{100 * report.cpu_s / report.seconds:>7.0f}{report.lines:>7}"
                 f"{report.longest_line:>9}{f'{report.consumed}/{report.sent}':>12}{report.latest_s:>8.1f}  "
-                f"{report.state.rpartition('.')[2]}{'' if report.was_pulled else ', not met'}",
+                f"{report.state.rpartition('.')[2]}{'' if report.was_pulled else ', not pulled'}",
                 flush=True,
             )
             if made.process.poll() is not None:
@@ -67,8 +67,8 @@ def main() -> int:
         unpulled = sum(not report.was_pulled for report in reports)  # the consumer did not reconnect to the server
         consumed, sent = made.samples[-1]["consumed"], made.sent
         print(
-            f"{time.monotonic() - begin:.0f} s, {len(reports)} attacks, {unpulled} not met; honest messages {consumed} of "
-            f"{sent}, {made.samples[-1]['twice']} twice; most memory {max(each.rss for each in reports) >> 20} MiB; "
+            f"{time.monotonic() - begin:.0f} s, {len(reports)} attacks, {unpulled} not pulled; honest messages "
+            f"{consumed} of {sent}, {made.samples[-1]['twice']} twice; most memory {max(each.rss for each in reports) >> 20} MiB; "
             f"longest pause of the I/O thread {max(each.pause_s for each in reports) * 1000:.1f} ms, "
             f"{max(each.pause_cpu_s for each in reports) * 1000:.1f} ms of CPU; events {made.samples[-1]['events']}"
         )
