@@ -68,7 +68,8 @@ def main() -> int:
         consumed, sent = made.samples[-1]["consumed"], made.sent
         print(
             f"{time.monotonic() - begin:.0f} s, {len(reports)} attacks, {unpulled} not pulled; honest messages "
-            f"{consumed} of {sent}, {made.samples[-1]['twice']} twice; most memory {max(each.rss for each in reports) >> 20} MiB; "
+            f"{consumed} of {sent}, {made.samples[-1]['twice']} twice; "
+            f"most memory {max(each.rss for each in reports) >> 20} MiB; "
             f"longest pause of the I/O thread {max(each.pause_s for each in reports) * 1000:.1f} ms, "
             f"{max(each.pause_cpu_s for each in reports) * 1000:.1f} ms of CPU; events {made.samples[-1]['events']}"
         )
