@@ -40,7 +40,7 @@ class QueueLocks:
 
     async def release(self, queues: Iterable[MessageQueue]) -> None:
         """Unlock queues whose last offsets are stored. If a broker cannot be reached, its locks expire in a minute."""
-        await asyncio.gather(*(self._release(name, ours) for name, ours in _by_broker(queues).items()))
+        await asyncio.gather(*(self._release(name, at_broker) for name, at_broker in _by_broker(queues).items()))
 
     async def _release(self, broker_name: str, queues: list[MessageQueue]) -> None:
         context = self._context
@@ -62,8 +62,8 @@ class QueueLocks:
             held = windows()
             await asyncio.gather(
                 *(
-                    self._renew(name, [held[queue] for queue in ours], on_confirmed, on_lost)
-                    for name, ours in _by_broker(held).items()
+                    self._renew(name, [held[queue] for queue in at_broker], on_confirmed, on_lost)
+                    for name, at_broker in _by_broker(held).items()
                 )
             )
 

@@ -1,1 +1,1 @@
-"""The group: which queues belong to this member, and what brokers ask it."""
+"""The group: the allocation of queues to this member, and the requests of brokers to it."""

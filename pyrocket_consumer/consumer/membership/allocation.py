@@ -50,10 +50,10 @@ def machine_room(  # english: allow (the term of the Java client)
     group: str, client_id: str, queues: Sequence[MessageQueue], members: Sequence[str], rooms: frozenset[str]
 ) -> list[MessageQueue]:
     """Take queues only of brokers named `room@…` with one of `rooms`. Source: AllocateMessageQueueByMachineRoom."""
-    ours = [queue for queue in queues if len(parts := queue.broker_name.split("@")) == 2 and parts[0] in rooms]
-    index, (share, rest) = members.index(client_id), divmod(len(ours), len(members))
-    mine = ours[share * index : share * (index + 1)]
-    return mine + ([ours[share * len(members) + index]] if index < rest else [])
+    eligible = [queue for queue in queues if len(parts := queue.broker_name.split("@")) == 2 and parts[0] in rooms]
+    index, (share, rest) = members.index(client_id), divmod(len(eligible), len(members))
+    own = eligible[share * index : share * (index + 1)]
+    return own + ([eligible[share * len(members) + index]] if index < rest else [])
 
 
 STRATEGIES: dict[str, Strategy] = {"average": average, "circle": circle, "hash": consistent_hash}
@@ -97,13 +97,13 @@ def allocate(
     if not ordered or client_id not in ids:
         return []
     try:
-        mine = list(strategy(group, client_id, ordered, ids))
-        strangers = set(mine) - set(ordered)
+        own = list(strategy(group, client_id, ordered, ids))
+        strangers = set(own) - set(ordered)
     except BaseException as error:  # SystemExit of a user's strategy must not end the thread that asked for it
         raise ConfigError(f"the allocation strategy failed: {type(error).__name__}: {error}") from error
     if strangers:
         raise ConfigError(f"the allocation strategy returned {strangers.pop()}, which is not a queue of the topic")
-    return mine
+    return own
 
 
 def _utf16(text: str) -> bytes:

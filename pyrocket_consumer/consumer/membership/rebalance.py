@@ -146,18 +146,18 @@ class Rebalance:
         """Compare the held queues with the allocated ones, and start the changes. Return the time to the next round."""
         context = self._context
         settled, wanted = await self._wanted()
-        for topic, ours in wanted.items():
+        for topic, own in wanted.items():
             held = [*self._assignments.held(topic), *(queue for queue in self._beginning if queue.topic == topic)]
-            change = plan(held, ours)
+            change = plan(held, own)
             for queue in change.drop:
                 self._revoke(queue)
-            at_last = context.loop.time() + (HANDOVER_S if self._has_others else 0.0)
-            due = {queue: self._due_at.get(queue, at_last) for queue in change.add}
+            due_at = context.loop.time() + (HANDOVER_S if self._has_others else 0.0)
+            due = {queue: self._due_at.get(queue, due_at) for queue in change.add}
             self._due_at = {queue: at for queue, at in self._due_at.items() if queue.topic != topic} | due
-        news = [topic for topic, ours in wanted.items() if self._announced.get(topic, frozenset()) != ours]
-        if news:
-            self._announced.update((topic, wanted[topic]) for topic in news)
-            context.subscriptions.renew(news)
+        changed_topics = [topic for topic, own in wanted.items() if self._announced.get(topic, frozenset()) != own]
+        if changed_topics:
+            self._announced.update((topic, wanted[topic]) for topic in changed_topics)
+            context.subscriptions.renew(changed_topics)
             # the heartbeat has the new subscription version, and must arrive before the first pull with it
             await self._heartbeat()
         now = context.loop.time()
@@ -215,9 +215,9 @@ class Rebalance:
         found = await asyncio.gather(*(self._allocation(topic, members) for topic in topics))
         if members.any_responded:
             self._has_others = members.has_others
-        wanted = {topic: frozenset(ours) for topic, (ours, _) in zip(topics, found, strict=True) if ours is not None}
+        wanted = {topic: frozenset(own) for topic, (own, _) in zip(topics, found, strict=True) if own is not None}
         self._undecided = {
-            topic for topic, (ours, is_sure) in zip(topics, found, strict=True) if ours is None and not is_sure
+            topic for topic, (own, is_sure) in zip(topics, found, strict=True) if own is None and not is_sure
         } - self._no_route
         gone = (self._assignments.topics() | {queue.topic for queue in self._beginning}) - set(topics)
         return all(is_sure for _, is_sure in found), wanted | dict.fromkeys(gone, frozenset())

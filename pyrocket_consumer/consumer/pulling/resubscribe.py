@@ -77,17 +77,17 @@ class Resubscriber:
                 EventKind.BROKER_UNREACHABLE, f"the broker refuses pulls for an unknown reason: {error}", queue
             )
             return
-        ours, theirs = _selectors(context.subscriptions.all()), _selectors(found.subscriptions)
+        own, at_broker = _selectors(context.subscriptions.all()), _selectors(found.subscriptions)
         others = _other_members(found, context.client_id)
-        if not others or ours == theirs:
+        if not others or own == at_broker:
             return
         self._is_reported = True
         text = (
             "members of the group have different subscriptions, so brokers refuse pulls and skip messages. "
-            f"This one subscribes to {_describe(ours)}, {', '.join(others)} to {_describe(theirs)}. "
+            f"This one subscribes to {_describe(own)}, {', '.join(others)} to {_describe(at_broker)}. "
             "Give all members the same topics and selectors, or use another group"
         )
-        facts = {"ours": ours, "at_the_broker": theirs, "others": others}
+        facts = {"ours": own, "at_the_broker": at_broker, "others": others}
         context.emit(EventKind.SUBSCRIPTION_DIFFERS, text, queue, facts, level=logging.WARNING)
 
 

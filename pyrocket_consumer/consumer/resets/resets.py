@@ -93,12 +93,12 @@ class ResetFollower:
         self._decoding = Throttle(context.loop)
 
     def report_reset(
-        self, queue: MessageQueue, target: int, why: str, came_from: int | None = None, epoch: int | None = None
+        self, queue: MessageQueue, target: int, why: str, old_offset: int | None = None, epoch: int | None = None
     ) -> None:
         """Emit the event that a queue was reset."""
         count, _ = self._resets.get(queue, (0, 0))
         self._resets[queue] = count + 1, target
-        facts: dict[str, object] = {"from": came_from, "to": target, "epoch": epoch}
+        facts: dict[str, object] = {"from": old_offset, "to": target, "epoch": epoch}
         known = {name: value for name, value in facts.items() if value is not None}
         self._context.emit(EventKind.OFFSET_RESET, f"-> {target} ({why})", queue, known, level=logging.WARNING)
 

@@ -217,8 +217,8 @@ def test_an_invalid_record_is_reported_and_overwritten(embedded, broker, admin, 
             again.wait_for(1)
             assert again.bodies == [b"m20"]
         reset(admin, "G", "T", "earliest", model="broadcasting")
-        with consuming(embedded, "T", "G", **options) as (_, at_last):
-            at_last.wait_for(21)
+        with consuming(embedded, "T", "G", **options) as (_, due_at):
+            due_at.wait_for(21)
 
 
 def test_any_number_in_a_record_stops_no_reset(embedded, broker, admin, stores):
