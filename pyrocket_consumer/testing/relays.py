@@ -104,10 +104,8 @@ class Relays:
                 ResponseCode.SYSTEM_ERROR,
                 f"java.lang.NullPointerException: no consumer online in the group <{header.group}>",
             )
-        asked_members = [
-            member for member in online.members.values() if header.client_addr in (None, "", member.client_id)
-        ]
-        for member in asked_members:
+        queried = [member for member in online.members.values() if header.client_addr in (None, "", member.client_id)]
+        for member in queried:
             if member.version < _RESETS_SINCE:
                 remark = f"the client <{member.client_id}> is too old to report its status"
                 raise Refused(ResponseCode.SYSTEM_ERROR, remark)
@@ -117,7 +115,7 @@ class Relays:
             response = command.make_response(remark=_NOT_SET, body=encode_consumer_status_table(found))
             connection.respond(command, self._as_broker(response))
 
-        self._request_each(asked_members, header, found, finish)
+        self._request_each(queried, header, found, finish)
         return None
 
     def _request_each(
