@@ -13,12 +13,12 @@ from pyrocket_consumer import ConnectError, ConsumerEvent, Message, MessageQueue
 
 WAIT_S = 30.0
 
-PATIENT_S = 15.0
+LONG_TIMEOUT_S = 15.0
 """A timeout for calls that get a response, long enough for a busy machine and for a call during a close."""
 
 QUICK = {
-    "call_timeout_s": PATIENT_S,
-    "connect_timeout_s": PATIENT_S,
+    "call_timeout_s": LONG_TIMEOUT_S,
+    "connect_timeout_s": LONG_TIMEOUT_S,
     "consume_from": "first",
     "commit_interval_s": 0.2,
     "pull_retry_delay_s": 0.1,
@@ -113,7 +113,7 @@ def started(make: Callable[[], PushConsumer]) -> PushConsumer:
         try:
             return consumer.start()
         except (ConnectError, RequestTimeout):
-            if consumer.config.call_timeout_s >= PATIENT_S:
+            if consumer.config.call_timeout_s >= LONG_TIMEOUT_S:
                 raise
     raise AssertionError("no attempt to start was answered in time")
 

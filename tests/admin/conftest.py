@@ -11,7 +11,7 @@ import pytest
 
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.consuming import PATIENT_S
+from tests.consuming import LONG_TIMEOUT_S
 
 
 @contextmanager
@@ -22,7 +22,9 @@ def administered(**options: Any) -> Iterator[tuple[EmbeddedCluster, Admin]]:
 
 
 def admin_of(cluster: Any, **options: Any) -> Admin:
-    return Admin(name_server=cluster.name_server, call_timeout_s=PATIENT_S, connect_timeout_s=PATIENT_S, **options)
+    return Admin(
+        name_server=cluster.name_server, call_timeout_s=LONG_TIMEOUT_S, connect_timeout_s=LONG_TIMEOUT_S, **options
+    )
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pyrocket_consumer.model import TopicRoute
 from pyrocket_consumer.protocol.bodies import ConsumerData
 from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.testing import EmbeddedBroker, EmbeddedCluster
-from tests.consuming import PATIENT_S, WAIT_S
+from tests.consuming import LONG_TIMEOUT_S, WAIT_S
 
 
 class RecordedCalls:
@@ -50,7 +50,7 @@ def connect() -> Iterator[Connect]:
     def start(where: EmbeddedCluster | str, **options: Any) -> Cluster:
         address = where if isinstance(where, str) else where.name_server
         config = ClientConfig(
-            name_server=address, **{"call_timeout_s": PATIENT_S, "connect_timeout_s": PATIENT_S, **options}
+            name_server=address, **{"call_timeout_s": LONG_TIMEOUT_S, "connect_timeout_s": LONG_TIMEOUT_S, **options}
         )
         for _ in range(10):
             client = Cluster(config, make_client_id(config))
@@ -59,7 +59,7 @@ def connect() -> Iterator[Connect]:
             try:
                 client.start()
             except (ConnectError, RequestTimeout):  # a busy machine may miss a short deadline
-                if config.call_timeout_s >= PATIENT_S:
+                if config.call_timeout_s >= LONG_TIMEOUT_S:
                     raise
             else:
                 return client

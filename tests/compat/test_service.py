@@ -19,7 +19,7 @@ SERVICE = Path(__file__).with_name("service.py")
 TOPICS = ("orders", "payments", "mails", "audit", "prices")
 STEPS = ["created", "paid", "shipped"]
 PRICES = "prices " + json.dumps({"apple": 100, "größe": 102, "pear": 101}, sort_keys=True)
-PATIENT_S = 120
+LONG_TIMEOUT_S = 120
 
 QUICK = {  # short delays of checks and retries
     "transactionCheckInterval": "1000",
@@ -99,10 +99,10 @@ def mails(orders: int) -> dict[tuple[int, str], int]:
 
 
 def until_all_is_done(shop: Shop, orders: int) -> None:
-    until(lambda: shop.steps() == every(orders), "every step of every order, in order", PATIENT_S)
-    until(lambda: len(shop.rows("SELECT * FROM mails")) >= len(mails(orders)), "every mail", PATIENT_S)
-    until(lambda: len(shop.rows("SELECT * FROM audit")) == orders, "the whole audit", PATIENT_S)
-    until(lambda: len(shop.rows("SELECT * FROM receipts")) >= len(charged(orders)), "receipts", PATIENT_S)
+    until(lambda: shop.steps() == every(orders), "every step of every order, in order", LONG_TIMEOUT_S)
+    until(lambda: len(shop.rows("SELECT * FROM mails")) >= len(mails(orders)), "every mail", LONG_TIMEOUT_S)
+    until(lambda: len(shop.rows("SELECT * FROM audit")) == orders, "the whole audit", LONG_TIMEOUT_S)
+    until(lambda: len(shop.rows("SELECT * FROM receipts")) >= len(charged(orders)), "receipts", LONG_TIMEOUT_S)
 
 
 @pytest.mark.slow("a whole service works through its orders")
@@ -111,9 +111,9 @@ def test_a_service_runs_as_it_is(shop):
     orders = 20
     with shop.process("worker") as first, shop.process("worker") as second:
         with shop.process("shop", "1", str(orders)) as seller:
-            seller.wait_for_line(f"sold all to {orders}", PATIENT_S)
+            seller.wait_for_line(f"sold all to {orders}", LONG_TIMEOUT_S)
             until_all_is_done(shop, orders)
-            seller.wait(lambda lines: unknown(orders) <= set(lines), PATIENT_S)  # brokers ask
+            seller.wait(lambda lines: unknown(orders) <= set(lines), LONG_TIMEOUT_S)  # brokers ask
             until(lambda: shop.consumed("office", "mails") == len(shop.stored("mails")), "newsletters are passed over")
             first.wait_for_line(PRICES)
             second.wait_for_line(PRICES)
@@ -149,8 +149,8 @@ def test_a_service_is_redeployed_while_it_works(shop):
         with shop.process("worker") as third:
             end(second)
             with shop.process("shop", "61", "80") as other_seller:
-                seller.wait_for_line("sold all to 60", PATIENT_S)
-                other_seller.wait_for_line("sold all to 80", PATIENT_S)
+                seller.wait_for_line("sold all to 60", LONG_TIMEOUT_S)
+                other_seller.wait_for_line("sold all to 80", LONG_TIMEOUT_S)
                 until_all_is_done(shop, 80)
                 end(third, seller, other_seller)
     assert trouble(first, second, third) == []

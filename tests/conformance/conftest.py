@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pyrocket_consumer import Admin
-from tests.consuming import PATIENT_S
+from tests.consuming import LONG_TIMEOUT_S
 
 
 @pytest.fixture
 def admin(cluster):
-    with Admin(name_server=cluster.name_server, call_timeout_s=PATIENT_S) as admin:
+    with Admin(name_server=cluster.name_server, call_timeout_s=LONG_TIMEOUT_S) as admin:
         yield admin
 
 

@@ -12,7 +12,7 @@ import pytest
 from pyrocket_consumer import Admin, Producer
 from pyrocket_consumer.errors import BrokerError, SendError
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.consuming import PATIENT_S, WAIT_S, RecordingListener, consuming, numbered, until
+from tests.consuming import LONG_TIMEOUT_S, WAIT_S, RecordingListener, consuming, numbered, until
 from tests.real_brokers.accounts import ACCOUNT, ACL_1, ACL_2
 
 ROOT = Path(__file__).parents[2]
@@ -42,26 +42,30 @@ def test_accounts_of_the_embedded_cluster(topic, group):
 
 def an_account_is_let_in_and_others_are_not(cluster, topic, group):
     cluster.create_topic(topic, queues=2)
-    patient = {"name_server": cluster.name_server, "call_timeout_s": PATIENT_S, "connect_timeout_s": PATIENT_S}
+    timeouts = {
+        "name_server": cluster.name_server,
+        "call_timeout_s": LONG_TIMEOUT_S,
+        "connect_timeout_s": LONG_TIMEOUT_S,
+    }
     for keys in STRANGERS:
-        with Producer(**patient, **keys, send_timeout_s=PATIENT_S) as stranger:
+        with Producer(**timeouts, **keys, send_timeout_s=LONG_TIMEOUT_S) as stranger:
             with pytest.raises(SendError) as refused:
                 stranger.send(topic, b"not stored")
             assert SECRET_KEY not in str(refused.value)
-    with Producer(**patient, **KEYS, send_timeout_s=WAIT_S) as producer:
+    with Producer(**timeouts, **KEYS, send_timeout_s=WAIT_S) as producer:
         for body in numbered(10):
             producer.send(topic, body)
     seen = RecordingListener()
     with consuming(cluster, topic, group, seen, **KEYS, commit_interval_s=0.1):
         seen.wait(lambda seen: len(seen.messages) >= 10)
         until(lambda: sum(cluster.committed(group, topic).values()) == 10, "committed")
-        with Admin(**patient, **KEYS) as admin:
+        with Admin(**timeouts, **KEYS) as admin:
             assert admin.plan_reset(group, topic, "earliest").execute().verified
         seen.wait(lambda seen: len(seen.messages) >= 20)
         shell_resets(cluster.name_server, group, topic)
         seen.wait(lambda seen: len(seen.messages) >= 30)
     assert sorted(seen.bodies) == sorted(3 * numbered(10))
-    with Admin(**patient, **STRANGERS[1]) as stranger, pytest.raises(BrokerError):
+    with Admin(**timeouts, **STRANGERS[1]) as stranger, pytest.raises(BrokerError):
         stranger.plan_reset(group, topic, "earliest")
 
 

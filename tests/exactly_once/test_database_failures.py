@@ -51,8 +51,8 @@ def renamed(ledger, table="pyrocket_offsets"):
 
 @pytest.mark.databases("mariadb")
 def test_a_row_that_is_locked_for_long_is_no_failure(embedded, ledger, events):
-    patience = {"init_command": "SET SESSION innodb_lock_wait_timeout = 1"}
-    offsets = DatabaseOffsets(engine := create_engine(ledger.database.url, connect_args=patience))
+    session_options = {"init_command": "SET SESSION innodb_lock_wait_timeout = 1"}
+    offsets = DatabaseOffsets(engine := create_engine(ledger.database.url, connect_args=session_options))
     continues_after(lambda: locked(ledger, 0), embedded, ledger, events, offsets=offsets)
     engine.dispose()
 

@@ -32,7 +32,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import Exchange
 from tests import resets
-from tests.consuming import PATIENT_S, WAIT_S, Events, RecordingListener, started
+from tests.consuming import LONG_TIMEOUT_S, WAIT_S, Events, RecordingListener, started
 
 QUICK: dict[str, Any] = {
     "client_ip": "127.0.0.1",
@@ -42,7 +42,7 @@ QUICK: dict[str, Any] = {
     "pull_retry_delay_s": 0.1,
     "rebalance_interval_s": 0.5,
     "route_refresh_interval_s": 0.3,
-    "call_timeout_s": PATIENT_S,
+    "call_timeout_s": LONG_TIMEOUT_S,
     "shutdown_timeout_s": 1.0,
 }
 """Options that make a scenario short. Both kinds of members have them, unless a test overrides them."""

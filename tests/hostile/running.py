@@ -103,7 +103,7 @@ class World:
             time.sleep(0.02)
         return self.server.requests[RequestCode.PULL_MESSAGE] > pulls
 
-    def attack(self, name: str, seconds: float, patience_s: float = 60.0) -> Report:
+    def attack(self, name: str, seconds: float, wait_s: float = 60.0) -> Report:
         """Let the server attack for some time, while honest messages are sent; then wait until they are consumed.
 
         It begins when the consumer pulls from it: after the attack before it may have left the server alone.
@@ -119,7 +119,7 @@ class World:
         self.server.do(Attack())
         ended = time.monotonic()
         wanted = self.sent
-        self.wait_until(lambda samples: samples["consumed"] >= wanted, patience_s)
+        self.wait_until(lambda samples: samples["consumed"] >= wanted, wait_s)
         report.latest_s = time.monotonic() - ended
         report.seconds = time.monotonic() - begin
         samples = self.samples[first:]

@@ -11,7 +11,7 @@ import pytest
 from pyrocket_consumer.producer import Producer
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
-from tests.consuming import PATIENT_S
+from tests.consuming import LONG_TIMEOUT_S
 
 StartProducer = Callable[..., Producer]
 
@@ -27,8 +27,12 @@ def producing() -> Iterator[StartProducer]:
     with ExitStack() as open_producers:
 
         def start(cluster: Any, kind: type[Producer] = Producer, **options: Any) -> Producer:
-            patient = {"send_timeout_s": PATIENT_S, "call_timeout_s": PATIENT_S, "connect_timeout_s": PATIENT_S}
-            producer = kind(name_server=cluster.name_server, **{**patient, **options})
+            timeouts = {
+                "send_timeout_s": LONG_TIMEOUT_S,
+                "call_timeout_s": LONG_TIMEOUT_S,
+                "connect_timeout_s": LONG_TIMEOUT_S,
+            }
+            producer = kind(name_server=cluster.name_server, **{**timeouts, **options})
             return open_producers.enter_context(producer)
 
         yield start

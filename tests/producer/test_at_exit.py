@@ -37,7 +37,7 @@ def send(count=2000, **options):
 
 """
 
-PATIENT = "send_timeout_s=60, call_timeout_s=60"  # for messages that must be sent, however slow the machine is
+LONG_TIMEOUTS = "send_timeout_s=60, call_timeout_s=60"  # for messages that must be sent, however slow the machine is
 
 
 def run(program: str, name_server: str) -> subprocess.CompletedProcess[str]:
@@ -61,7 +61,7 @@ def bodies(embedded) -> list[int]:
     ids=["kept", "not kept", "sys.exit", "exception", "inside a function"],
 )
 def test_all_2000_are_sent_however_the_process_ends(embedded, program, code):
-    done = run(program.format(PATIENT), embedded.name_server)
+    done = run(program.format(LONG_TIMEOUTS), embedded.name_server)
     assert done.returncode == code
     assert bodies(embedded) == list(range(2000)), done.stderr
 
@@ -88,7 +88,7 @@ def test_by_default_none_of_2000_is_lost_silently(embedded):
 def test_the_log_has_the_number_of_messages_in_flight(embedded):
     for name in ("broker-a", "broker-b"):
         embedded.broker(name).on(SEND, delay(2), times=None)  # enough time for a busy machine
-    done = run(f"producer = send(50, group='shop', {PATIENT})", embedded.name_server)
+    done = run(f"producer = send(50, group='shop', {LONG_TIMEOUTS})", embedded.name_server)
     assert bodies(embedded) == list(range(50))
     (line,) = done.stderr.splitlines()
     assert re.search(r"group=shop .*not closed: 50 messages were in flight, all are sent.*flush\(\)", line)
@@ -134,14 +134,14 @@ def test_refused_messages_are_counted_with_a_reason(embedded):
 
     embedded.broker("broker-a").on(SEND, refuse, times=3)
     embedded.broker("broker-a").on(SEND, delay(2), times=None)
-    done = run(f"send(10, {PATIENT})", embedded.name_server)
+    done = run(f"send(10, {LONG_TIMEOUTS})", embedded.name_server)
     assert re.search(r"10 messages.*7 are sent, 3 were not sent, 0 have no answer; .* reason=.*too odd", done.stderr)
 
 
 def test_messages_that_a_thread_sends_after_the_main_thread_are_sent(embedded):
     done = run(
         f"""
-        producer = send(10, {PATIENT})
+        producer = send(10, {LONG_TIMEOUTS})
 
         def later():
             threading.main_thread().join()
@@ -184,7 +184,7 @@ def test_a_child_of_multiprocessing_sends_its_messages(embedded, method, tmp_pat
             f"""
             def child():
                 time.sleep(0)
-                send(100, {PATIENT})
+                send(100, {LONG_TIMEOUTS})
 
             if __name__ == "__main__":
                 parents = Producer(name_server=sys.argv[1])
@@ -212,14 +212,14 @@ def test_a_broker_with_a_host_name_is_found_at_the_exit(embedded):
         return answer
 
     embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, rewrite(by_name), times=None)
-    done = run(f"send(100, {PATIENT})", embedded.name_server)
+    done = run(f"send(100, {LONG_TIMEOUTS})", embedded.name_server)
     assert bodies(embedded) == list(range(100)), done.stderr
 
 
 def test_callbacks_of_the_last_messages_run(embedded):
     done = run(
         f"""
-        producer = Producer(name_server=sys.argv[1], {PATIENT})
+        producer = Producer(name_server=sys.argv[1], {LONG_TIMEOUTS})
         for number in range(50):
             future = producer.send_async("orders", b"%d" % number)
             future.add_done_callback(lambda future: print(future.result(0).queue_offset >= 0))
@@ -233,7 +233,7 @@ def test_a_transaction_producer_is_flushed_too(embedded):
     done = run(
         f"""
         from pyrocket_consumer.producer import TransactionProducer
-        producer = TransactionProducer("g", check=print, name_server=sys.argv[1], {PATIENT})
+        producer = TransactionProducer("g", check=print, name_server=sys.argv[1], {LONG_TIMEOUTS})
         for number in range(50):
             producer.send_async("orders", b"%d" % number)
         """,

@@ -12,7 +12,7 @@ import pytest
 from pyrocket_consumer.transport.connection import Connection
 from tests.transport.peer import Peer, connected
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -49,5 +49,5 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
 
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    pyfuncitem.funcargs["runner"].run(asyncio.wait_for(pyfuncitem.obj(**arguments), PATIENCE_S))
+    pyfuncitem.funcargs["runner"].run(asyncio.wait_for(pyfuncitem.obj(**arguments), TIMEOUT_S))
     return True

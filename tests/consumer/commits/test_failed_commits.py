@@ -10,7 +10,7 @@ import pytest
 from pyrocket_consumer import ConsumerState
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, close_connection, drop, drop_answer
-from tests.consuming import PATIENT_S, Events, RecordingListener, consuming, numbered, until
+from tests.consuming import LONG_TIMEOUT_S, Events, RecordingListener, consuming, numbered, until
 from tests.hazards.members import request_matcher
 from tests.resets import fill, queue
 
@@ -98,7 +98,7 @@ def test_a_message_with_an_unanswered_send_back_is_repeated_here(embedded, broke
     embedded.create_topic(topic, queues=1)
     embedded.send(topic, b"m0")
     broker.on(RequestCode.CONSUMER_SEND_MSG_BACK, trouble, times=1)
-    options = {**OPTIONS, "call_timeout_s": 1.5 if trouble is drop else PATIENT_S}
+    options = {**OPTIONS, "call_timeout_s": 1.5 if trouble is drop else LONG_TIMEOUT_S}
     with consuming(embedded, topic, group, RecordingListener(fails_once(b"m0")), **options) as (_, seen):
         seen.wait(lambda seen: len(seen.bodies) == 2)
         until(lambda: embedded.committed(group, topic) == {0: 1}, "committed")

@@ -12,7 +12,7 @@ from typing import Any
 from pyrocket_consumer import PushConsumer
 from pyrocket_consumer.testing import EmbeddedCluster
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def join_with_a_signal(consumer: PushConsumer, number: int, step: int) -> bool:
@@ -44,7 +44,7 @@ def ends(work: Any) -> bool:
     """Return whether `work` ends on its own thread."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     return not thread.is_alive()
 
 
@@ -67,7 +67,7 @@ def main(number: int) -> None:
         waiter = threading.Thread(target=consumer.join)
         waiter.start()
         check(ends(consumer.close), "close hangs")
-        waiter.join(PATIENCE_S)
+        waiter.join(TIMEOUT_S)
         check(not waiter.is_alive(), "join does not see the end")
     print("through", flush=True)
 

@@ -10,7 +10,7 @@ import pytest
 
 from pyrocket_consumer import Admin
 from pyrocket_consumer.testing import EmbeddedCluster
-from tests.consuming import PATIENT_S
+from tests.consuming import LONG_TIMEOUT_S
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def embedded(embedded: EmbeddedCluster) -> EmbeddedCluster:
 
 @pytest.fixture
 def admin(embedded: EmbeddedCluster) -> Iterator[Admin]:
-    with Admin(name_server=embedded.name_server, call_timeout_s=PATIENT_S) as admin:
+    with Admin(name_server=embedded.name_server, call_timeout_s=LONG_TIMEOUT_S) as admin:
         yield admin
 
 
