@@ -19,7 +19,7 @@ MAX_MESSAGES = 4096
 
 _LARGEST_PULL = 32
 _TRIES = 3
-_FIRST_PAUSE_S, _PAUSE_S = 0.01, 1.0
+_FIRST_IDLE_PAUSE_S, _PAUSE_S = 0.01, 1.0
 _UNHELD_S = 0.5
 _HOLD_S = 15.0
 
@@ -103,7 +103,7 @@ class TopicTailer:
 
     async def _pull(self, cursor: _QueueCursor, hold_s: float) -> tuple[PullResponse, list[Message]]:
         if cursor.empty_responses > _TRIES:  # some brokers hold no pull, or advance by a few offsets only
-            await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** min(cursor.empty_responses - _TRIES, 10), _PAUSE_S))
+            await asyncio.sleep(min(_FIRST_IDLE_PAUSE_S * 2 ** min(cursor.empty_responses - _TRIES, 10), _PAUSE_S))
         asked_at = self._cluster.loop.time()
         try:
             response, messages = await self._cluster.broker(cursor.queue.broker_name).pull(

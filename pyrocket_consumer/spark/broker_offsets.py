@@ -60,7 +60,7 @@ Q = TypeVar("Q")
 
 FetchOffsets = Callable[[Broker, Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int | RocketError]]]
 
-MAX_CONCURRENT_CALLS = 64
+MAX_CONCURRENT_LOOKUPS = 64
 """Most calls in progress to one broker."""
 
 CLOCK_SKEW_MS = 10_000
@@ -422,7 +422,7 @@ class BrokerOffsets:
     async def _fetch_each_async(
         self, queues: Collection[MessageQueue], fetch: Callable[[MessageQueue], Awaitable[T]]
     ) -> dict[MessageQueue, T]:
-        by_broker = (_gather_limited(each, fetch, MAX_CONCURRENT_CALLS) for each in _by_broker(queues).values())
+        by_broker = (_gather_limited(each, fetch, MAX_CONCURRENT_LOOKUPS) for each in _by_broker(queues).values())
         return {queue: response for responses in await asyncio.gather(*by_broker) for queue, response in responses}
 
     # --- offsets for a running query: brokers may be unreachable
@@ -612,7 +612,7 @@ async def _fetch_in_groups(
     """Return the result of `fetch` for each queue of one broker, several queues per call."""
     parts = [queues[first : first + _GROUP_SIZE] for first in range(0, len(queues), _GROUP_SIZE)]
     found: dict[MessageQueue, int] = {}
-    for _, responses in await _gather_limited(parts, fetch, MAX_CONCURRENT_CALLS // _GROUP_SIZE):
+    for _, responses in await _gather_limited(parts, fetch, MAX_CONCURRENT_LOOKUPS // _GROUP_SIZE):
         found |= responses
     return found
 

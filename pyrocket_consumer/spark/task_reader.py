@@ -42,8 +42,8 @@ MAX_CONCURRENT_QUEUES = 16
 """Most ranges of a task to pull at once; the others follow when these are read."""
 
 _FIRST_RESPONSE_BYTES = 1024 * 1024  # the assumed size of a response until the first one
-_MAX_LOGGED = 5  # damaged bodies that the log names
-_CHECK_INTERVAL_S = 0.02  # between checks for a new connection, while responses may arrive
+_MAX_BODIES_LOGGED = 5  # damaged bodies that the log names
+_CONNECT_CHECK_INTERVAL_S = 0.02  # between checks for a new connection, while responses may arrive
 _LONGEST_WAIT_S = 5.0
 _READ_WRITE = selectors.EVENT_READ | selectors.EVENT_WRITE
 
@@ -95,7 +95,7 @@ class _DamagedBodies:
                 remedy = f"maxBodyBytes allows more, or {remedy}"
             raise ReadFailed(where, 1, f"its body cannot be unpacked: {error}; {remedy}") from error
         self._count += 1
-        if len(self._first) < _MAX_LOGGED:
+        if len(self._first) < _MAX_BODIES_LOGGED:
             self._first.append(f"{where} ({error})")
         return stored if self._what is DamagedBodies.RAW else None
 
@@ -214,7 +214,7 @@ class _TaskReader:
         if any(connection.waiting for connection in self._connections):
             for connection in self._connections:
                 self._selector.modify(connection.socket, _READ_WRITE if connection.has_unsent else selectors.EVENT_READ)
-            self._selector.select(min(timeout_s, _CHECK_INTERVAL_S) if connecting else timeout_s)
+            self._selector.select(min(timeout_s, _CONNECT_CHECK_INTERVAL_S) if connecting else timeout_s)
         elif connecting:
             concurrent.futures.wait(connecting, timeout_s, concurrent.futures.FIRST_COMPLETED)
         else:

@@ -15,7 +15,7 @@ import pytest
 from pyrocket_consumer.errors import ConfigError, ConnectError, FlowControl, PermissionDenied, RequestTimeout
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, SysFlag
 from pyrocket_consumer.protocol.message import StoredMessage, encode_message
-from pyrocket_consumer.spark.broker_offsets import MAX_CONCURRENT_CALLS, BrokerOffsets
+from pyrocket_consumer.spark.broker_offsets import MAX_CONCURRENT_LOOKUPS, BrokerOffsets
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import parse_source
 from pyrocket_consumer.spark.source import NotReached
@@ -589,4 +589,4 @@ def test_a_silent_broker_gets_no_request_for_all_its_queues(embedded):
     broker.on(MIN, drop, times=None)
     with pytest.raises(RequestTimeout):
         read_batch(embedded, subscribe="many", requestTimeoutMs=200, retries=1)
-    assert len(broker.requests(MIN)) <= 2 * MAX_CONCURRENT_CALLS
+    assert len(broker.requests(MIN)) <= 2 * MAX_CONCURRENT_LOOKUPS

@@ -22,7 +22,7 @@ from pyrocket_consumer.model import MASTER_ID, EventKind
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import escape_controls, join_truncated, logger, truncate
 
-STATUS_TIMEOUT_S = 3.0
+MEMBER_STATUS_TIMEOUT_S = 3.0
 """How long brokers have to return the group's members, and then the members to report their offset stores."""
 
 SECOND_CHECK_AFTER_S = 0.5
@@ -137,7 +137,7 @@ class ForeignMembers:
                 if (address := broker.addresses.get(MASTER_ID)) is not None:
                     brokers[broker.broker_name] = address
         self._failed_brokers = {}
-        found = await fetch_group_members(cluster, context.name, brokers, self._failed_brokers, STATUS_TIMEOUT_S)
+        found = await fetch_group_members(cluster, context.name, brokers, self._failed_brokers, MEMBER_STATUS_TIMEOUT_S)
         members = {member.client_id: member for member in found.members if member.client_id != context.client_id}
         if not self._failed_brokers:
             self._known &= members.keys()
@@ -153,7 +153,7 @@ class ForeignMembers:
         """
         context, foreign = self._context, dict[str, str]()
         rid = str(UUID(int=context.rng.getrandbits(128), version=4))
-        deadline = context.loop.time() + STATUS_TIMEOUT_S
+        deadline = context.loop.time() + MEMBER_STATUS_TIMEOUT_S
         for start in range(0, len(members), MAX_CONCURRENT_RELAYS):
             if (left_s := deadline - context.loop.time()) <= 0:
                 break

@@ -29,7 +29,7 @@ MAX_FAST_CORRECTIONS = 5
 MAX_CORRECTION_PAUSE_S = 10.0
 """The longest pause before the consumer follows a correction."""
 
-CLOCK_SKEW_MS = 1000
+BROKER_CLOCK_SKEW_MS = 1000
 """The assumed difference between the clocks of brokers and members."""
 
 LOG_CHECK_VALID_S = 60.0
@@ -165,7 +165,7 @@ class CorrectionFollower:
             return False
         if last is not None:
             return identify(messages[0]) == last
-        return messages[0].stored_at_ms < corrected_at_ms - CLOCK_SKEW_MS
+        return messages[0].stored_at_ms < corrected_at_ms - BROKER_CLOCK_SKEW_MS
 
     @staticmethod
     async def _wait_until_finished(window: ProcessQueue) -> bool:

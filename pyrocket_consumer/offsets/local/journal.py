@@ -34,7 +34,7 @@ NAMES = 2
 RESETS = 3
 
 MAX_NAMES = 0x10000
-MAX_RECORDS = 0x3FFF  # kind and count share 16 bits
+MAX_JOURNAL_RECORDS = 0x3FFF  # kind and count share 16 bits
 
 _MAGIC = b"PyRktOff"
 _PREAMBLE = struct.Struct("<8sHHI")  # these 16 bytes must not change in later versions
@@ -143,13 +143,13 @@ encode_record = _RECORD.pack
 
 
 def encode_offsets(generation: int, records: Sequence[bytes]) -> bytes:
-    """Return the frame that sets the offsets of up to MAX_RECORDS queues in one step."""
+    """Return the frame that sets the offsets of up to MAX_JOURNAL_RECORDS queues in one step."""
     frame = _HEAD.pack(_marker(generation), OFFSETS << 14 | len(records)) + b"".join(records)
     return _CRC.pack(crc32(frame, generation & 0xFFFFFFFF)) + frame
 
 
 def encode_resets(generation: int, records: Sequence[tuple[int, int, int | None, int]]) -> bytes:
-    """Return the frame that resets up to MAX_RECORDS queues in one step.
+    """Return the frame that resets up to MAX_JOURNAL_RECORDS queues in one step.
 
     Each record is (name index, queue id, offset, epoch). An offset of None sets only the epoch.
     """
@@ -189,7 +189,7 @@ def replay(journal: bytes, header: JournalHeader) -> Replay:
         valid = False
         if at + _FRAME.size <= size:
             crc, found, kind_and_count = unpack(journal, at)
-            kind, count = kind_and_count >> 14, kind_and_count & MAX_RECORDS
+            kind, count = kind_and_count >> 14, kind_and_count & MAX_JOURNAL_RECORDS
             end = at + _FRAME.size + count * _SIZES.get(kind, 1)
             valid = found == marker and end <= size and crc32(view[at + _CRC.size : end], seed) == crc
         if not valid:

@@ -13,8 +13,8 @@ from pyrocket_consumer.offsets.base import QueueOffset
 from pyrocket_consumer.offsets.local.disk import Disk, DiskFile, SyncedDirectory
 from pyrocket_consumer.offsets.local.journal import (
     HEADER_BYTES,
+    MAX_JOURNAL_RECORDS,
     MAX_NAMES,
-    MAX_RECORDS,
     RECORD_BYTES,
     FileIdentity,
     JournalHeader,
@@ -140,7 +140,7 @@ class JournalFile:
             entry = changed[0]
             frames = encode_offset(generation, entry.name_index, entry.queue.queue_id, entry.stored or 0)
             undefined = {} if entry.name_index in self._defined else {entry.name_index: entry.queue}
-        elif len(changed) <= min(MAX_RECORDS, self._size // 4 // RECORD_BYTES):
+        elif len(changed) <= min(MAX_JOURNAL_RECORDS, self._size // 4 // RECORD_BYTES):
             record, named = encode_record, self._defined
             frames = encode_offsets(
                 generation, [record(entry.name_index, entry.queue.queue_id, entry.stored) for entry in changed]
@@ -152,7 +152,7 @@ class JournalFile:
 
     def encode_reset_frames(self, resets: Sequence[tuple[int, MessageQueue, int | None, int]]) -> bytes:
         """Return the frames of these resets (name index, queue, offset, epoch), in one step; b"" if they do not fit."""
-        if len(resets) > MAX_RECORDS:
+        if len(resets) > MAX_JOURNAL_RECORDS:
             return b""
         records = [(name_index, queue.queue_id, offset, epoch) for name_index, queue, offset, epoch in resets]
         undefined = {name_index: queue for name_index, queue, _, _ in resets if name_index not in self._defined}
