@@ -37,7 +37,7 @@ VIRTUAL, HAZARD = blocks(PAGE, "python")
 
 
 def test_the_example_of_virtual_time_runs(rocketmq_cluster):
-    names_of(VIRTUAL)["test_an_idle_consumer_gets_what_comes_an_hour_later"](rocketmq_cluster)
+    names_of(VIRTUAL)["test_an_idle_consumer_receives_a_message_an_hour_later"](rocketmq_cluster)
 
 
 @pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "committed while it runs")], ids=["ours", "faulty"])
