@@ -63,7 +63,7 @@ log = logger("offsets")
 Durability = Literal["fsync", "process", "checkpoint"]
 
 _REMIND_INTERVAL_S = 60.0
-_SLOT_CHECK_INTERVAL_S = 1.0
+_FILE_CHECK_INTERVAL_S = 1.0
 _MAX_SLOTS_CHECKED = 16
 _SLOT_LAG_S = 10.0
 _LOCKS_REMEDY = "this file system lacks what a store needs, locks above all: use a local one, or mount it with locks"
@@ -484,7 +484,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
         `_written` then counts this write. It is durable once `durable` of the journal reaches that count.
         """
-        if self._clock() - self._checked_at >= _SLOT_CHECK_INTERVAL_S:
+        if self._clock() - self._checked_at >= _FILE_CHECK_INTERVAL_S:
             self._check_files()
         if changed or self._durability_unknown:
             self._written += 1
@@ -558,7 +558,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
 
         The caller holds the write lock, so no one else can persist a part of the resets.
         """
-        if self._clock() - self._checked_at >= _SLOT_CHECK_INTERVAL_S:
+        if self._clock() - self._checked_at >= _FILE_CHECK_INTERVAL_S:
             self._check_files()
         with self._table_lock:
             entries = [(self._entries.get(mq) or self._add_entry(mq), reset) for mq, reset in resets.items()]
@@ -662,7 +662,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         # From the first rename on, the journal's header may not name the checkpoint on disk. The next load would
         # ignore frames appended now, so append no more until the header is rewritten.
         self._journal.is_appendable = False
-        if self._clock() - self._checked_at >= _SLOT_CHECK_INTERVAL_S:  # the write took long
+        if self._clock() - self._checked_at >= _FILE_CHECK_INTERVAL_S:  # the write took long
             self._check_files()
 
     # -- loading -------------------------------------------------------------------------------------------------
