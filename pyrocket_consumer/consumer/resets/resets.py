@@ -80,16 +80,12 @@ class ResetFollower:
         self._recent: dict[MessageQueue, tuple[float, int]] = {}  # the time, and the target
         self._followed: set[MessageQueue] = set()
         self._unpersisted: set[MessageQueue] = set()
-        self._unrecorded: dict[
-            tuple[str, str], dict[MessageQueue, int]
-        ] = {}  # followed, and not forwarded to the members yet
+        self._unrecorded: dict[tuple[str, str], dict[MessageQueue, int]] = {}  # followed, but not forwarded yet
         self._forward_locks: dict[tuple[str, str], asyncio.Lock] = {}
-        self._plans: dict[
-            str, dict[MessageQueue, int]
-        ] = {}  # clustering: the queues that each plan has moved, by its id
+        self._plans: dict[str, dict[MessageQueue, int]] = {}  # clustering: the queues that each plan has moved
         self._resets: dict[MessageQueue, tuple[int, int]] = {}  # the number of resets, and the last target
         self._is_memory_only_reported = False
-        self._route_asked_at = float("-inf")
+        self._route_requested_at = float("-inf")
         self._decoding = Throttle(context.loop)
 
     def report_reset(
@@ -155,9 +151,11 @@ class ResetFollower:
             if not isinstance(error, RocketError):
                 raise error
             return self._refusal(command, rid, str(error))
-        waits = self._unpersisted.intersection(plan.targets)
-        state = "pending" if waits else "applied" if work.result() else "already"
-        reason = f"{len(waits)} queues moved in memory only, because the store cannot be written" if waits else None
+        unstored = self._unpersisted.intersection(plan.targets)
+        state = "pending" if unstored else "applied" if work.result() else "already"
+        reason = (
+            f"{len(unstored)} queues moved in memory only, because the store cannot be written" if unstored else None
+        )
         return self._response(command, rid, state, self.report(plan.topic, rid), reason)
 
     async def _plan_error(self, plan: PlanBody) -> str:
@@ -172,9 +170,9 @@ class ResetFollower:
             return f"this consumer does not subscribe to {plan.topic}"
         if (
             self._unknown_queues(plan.topic, plan.targets)
-            and context.loop.time() - self._route_asked_at > ROUTE_REFRESH_EVERY_S
+            and context.loop.time() - self._route_requested_at > ROUTE_REFRESH_EVERY_S
         ):
-            self._route_asked_at = context.loop.time()  # a queue may have been added just now
+            self._route_requested_at = context.loop.time()  # a queue may have been added just now
             try:
                 await context.cluster.route(plan.topic, refresh=True)
             except RocketError as error:
