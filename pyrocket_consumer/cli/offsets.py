@@ -578,9 +578,9 @@ def run_forget(options: argparse.Namespace) -> int:
 def run_adopt(options: argparse.Namespace) -> int:
     from pyrocket_consumer.offsets.local.adopt import adopt_store
 
-    kept = adopt_store(options.orphan, options.directory, replace=options.replace)
+    renamed = adopt_store(options.orphan, options.directory, replace=options.replace)
     if options.output == "json":
-        _print_indented_json({"directory": options.directory, "kept": str(kept)})
+        _print_indented_json({"directory": options.directory, "kept": str(renamed)})
     else:
-        print_line(f"its offsets are in {options.directory} now; the old store is kept in {kept}")
+        print_line(f"its offsets are in {options.directory} now; the old store is kept in {renamed}")
     return 0

@@ -104,7 +104,7 @@ class TopicTailer:
     async def _pull(self, cursor: _QueueCursor, hold_s: float) -> tuple[PullResponse, list[Message]]:
         if cursor.empty_responses > _TRIES:  # some brokers hold no pull, or advance by a few offsets only
             await asyncio.sleep(min(_FIRST_IDLE_PAUSE_S * 2 ** min(cursor.empty_responses - _TRIES, 10), _PAUSE_S))
-        asked_at = self._cluster.loop.time()
+        requested_at = self._cluster.loop.time()
         try:
             response, messages = await self._cluster.broker(cursor.queue.broker_name).pull(
                 cursor.queue,
@@ -122,7 +122,7 @@ class TopicTailer:
         far = (
             response.status is PullStatus.NO_MATCHED_MESSAGE and response.next_offset >= cursor.position + _LARGEST_PULL
         )
-        was_held = self._cluster.loop.time() - asked_at > _UNHELD_S
+        was_held = self._cluster.loop.time() - requested_at > _UNHELD_S
         cursor.empty_responses = 0 if messages or far or was_held else cursor.empty_responses + 1
         return response, messages
 

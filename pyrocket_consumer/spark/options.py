@@ -236,7 +236,7 @@ class GivenOffsets:
         queues = sorted(queues)
         if lacking := [queue for queue in queues if self.offset(queue) is None]:
             raise ConfigError(f"option {self.option} covers all queues to read or none; it lacks {join_first(lacking)}")
-        there = {
+        known = {
             key
             for queue in queues
             for key in (
@@ -246,7 +246,7 @@ class GivenOffsets:
             )
         }
         if unknown := [
-            "/".join(str(part) for part in key if part is not None) for key in self.offsets if key not in there
+            "/".join(str(part) for part in key if part is not None) for key in self.offsets if key not in known
         ]:
             raise ConfigError(
                 f"option {self.option} names {join_first(sorted(unknown))}, which the query does not read; "

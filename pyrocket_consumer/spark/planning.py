@@ -81,14 +81,14 @@ def _pack(pieces: Iterable[QueueRange], smallest: int) -> list[tuple[QueueRange,
     return tasks
 
 
-def _merge(tasks: list[tuple[QueueRange, ...]], most: int | None) -> list[tuple[QueueRange, ...]]:
-    """Join tasks until at most `most` are left: the largest first, each to the smallest so far."""
-    if most is None or len(tasks) <= most:
+def _merge(tasks: list[tuple[QueueRange, ...]], limit: int | None) -> list[tuple[QueueRange, ...]]:
+    """Join tasks until at most `limit` are left: the largest first, each to the smallest so far."""
+    if limit is None or len(tasks) <= limit:
         return tasks
     sized = sorted(((sum(map(len, task)), task) for task in tasks), key=lambda each: (-each[0], each[1]))
-    bins = [(0, index, list[QueueRange]()) for index in range(most)]
+    bins = [(0, index, list[QueueRange]()) for index in range(limit)]
     for size, task in sized:
-        held, index, ranges = bins[0]
+        bin_size, index, ranges = bins[0]
         ranges.extend(task)
-        heapq.heapreplace(bins, (held + size, index, ranges))
+        heapq.heapreplace(bins, (bin_size + size, index, ranges))
     return [tuple(sorted(ranges)) for _, _, ranges in sorted(bins, key=lambda each: each[1])]

@@ -111,7 +111,7 @@ def push_filters(filters: Iterable[object], selector: Subscription) -> tuple[Pus
         column, kind = _column(each), type(each).__name__
         if column in _QUEUE_COLUMNS:
             queue_filters.append(each)
-        elif column == "queueOffset" and (span := _span(kind, _values(each), _whole)) is not None:
+        elif column == "queueOffset" and (span := _span(kind, _values(each), _integer)) is not None:
             offsets = offsets.within(span)
         elif column == "storeTimestamp" and (span := _span(kind, _values(each), _microseconds)) is not None:
             stored_us = stored_us.within(span)
@@ -173,7 +173,7 @@ def _span(kind: str, values: Sequence[object], number: Callable[[object], int | 
     return None
 
 
-def _whole(value: object) -> int | None:
+def _integer(value: object) -> int | None:
     return value if type(value) is int else None
 
 

@@ -23,20 +23,20 @@ class RetryPolicy:
         self._time_s = time_s
         self._retries = retries
         self._clock = clock
-        self._ends_at: float | None = None
+        self._deadline: float | None = None
         self.failures = 0
 
     def failed(self) -> float | None:
         """Count a failure. Return the seconds to wait before the next try; None if no try is left."""
         now = self._clock()
-        if self._ends_at is None:
-            self._ends_at = now + self._time_s
+        if self._deadline is None:
+            self._deadline = now + self._time_s
         self.failures += 1
-        if now >= self._ends_at or (self._retries is not None and self.failures > self._retries):
+        if now >= self._deadline or (self._retries is not None and self.failures > self._retries):
             return None
         pause_s: float = min(_FIRST_PAUSE_S * 2 ** min(self.failures - 1, 10), _LONGEST_PAUSE_S)
-        return min(pause_s * (0.75 + random.random() / 4), self._ends_at - now)
+        return min(pause_s * (0.75 + random.random() / 4), self._deadline - now)
 
     def reset(self) -> None:
         """Forget the failures."""
-        self._ends_at, self.failures = None, 0
+        self._deadline, self.failures = None, 0

@@ -162,7 +162,7 @@ def test_a_broadcasting_group_is_not_joined(orders, pyrocket, tmp_path):
 # --- without a group
 
 
-def groups_asked(cluster):
+def groups_in_requests(cluster):
     """Return the groups in heartbeats and commits."""
     broker = cluster.broker("broker-a")
     commits = {each.command.fields["consumerGroup"] for each in broker.requests(RequestCode.UPDATE_CONSUMER_OFFSET)}
@@ -173,7 +173,7 @@ def test_without_a_group_all_messages_are_printed_and_nothing_changes(many, cons
     printed, stderr = consume()
     assert [line.rpartition(" ")[2] for line in printed] == [f"m{number}" for number in range(MANY)]
     assert stderr == ""
-    assert groups_asked(many) == set()
+    assert groups_in_requests(many) == set()
 
 
 def test_without_a_group_it_may_start_at_an_offset_of_one_queue(many, consume):
@@ -210,7 +210,7 @@ def test_follow_prints_new_messages_until_a_signal(orders, number):
         assert command.read(1) == ["orders/broker-a/0@5  -  new"]
         command.send_signal(number)
         assert command.end() == 0
-    assert groups_asked(orders) == set()
+    assert groups_in_requests(orders) == set()
 
 
 @pytest.mark.live

@@ -113,7 +113,7 @@ def test_a_clustering_reset_is_undone_by_what_is_printed(embedded, consumed_befo
 def test_a_broadcasting_reset_is_undone_member_by_member(embedded, offsets, stores):
     """The members have different offsets, so one reset for all cannot undo it."""
 
-    def places(consumer) -> list[int | None]:
+    def member_offsets(consumer) -> list[int | None]:
         return [progress.committed for _, progress in sorted(consumer.progress().items())]
 
     with (
@@ -125,15 +125,15 @@ def test_a_broadcasting_reset_is_undone_member_by_member(embedded, offsets, stor
         fill(embedded, "T", 10, start=20)
         wait_until_seen(seen_by_one, 1, 30)
         one.pause()
-        until(lambda: places(one) == [15, 15] and len(seen_by_other.messages) >= 20, "consumed")
-        before = places(other)
+        until(lambda: member_offsets(one) == [15, 15] and len(seen_by_other.messages) >= 20, "consumed")
+        before = member_offsets(other)
         _, plan, _ = offsets("reset", "G", "T", "--to", "earliest")
         code, result, _ = offsets("reset", "G", "T", "--to", "earliest", "--execute")
-        assert (code, places(one), places(other)) == (0, [0, 0], [0, 0])
+        assert (code, member_offsets(one), member_offsets(other)) == (0, [0, 0], [0, 0])
         assert undoing(plan) == undoing(result)
         for command in undoing(result):
             assert main(command) == 0
-        assert (places(one), places(other)) == ([15, 15], before)
+        assert (member_offsets(one), member_offsets(other)) == ([15, 15], before)
     recorded = embedded.committed("G", "%RETRY%G")
     assert sorted(recorded.values())[:-1] == [0] * (len(recorded) - 1), "members that are away stay where they are"
 

@@ -29,19 +29,19 @@ class AlwaysPrintable(str):
 
 def on_a_terminal(cluster, *arguments, code=0):
     """Run the command with stdout and stderr on a terminal; return the lines that the terminal got."""
-    ours, theirs = pty.openpty()
+    terminal, process_end = pty.openpty()
     wide = environment(PYTHONUTF8="1", COLUMNS="300", TERM="dumb")
     command = [*COMMAND, *arguments, "-n", cluster.name_server]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=wide)
-    os.close(theirs)
+    process = subprocess.Popen(command, stdin=process_end, stdout=process_end, stderr=process_end, env=wide)
+    os.close(process_end)
     shown = b""
     try:
-        while piece := os.read(ours, 65536):
+        while piece := os.read(terminal, 65536):
             shown += piece
     except OSError:  # the other end is closed
         pass
     finally:
-        os.close(ours)
+        os.close(terminal)
     assert process.wait(60) == code, shown.decode()
     lines = [line.removesuffix("\r") for line in shown.decode().split("\n")]
     assert not any("Traceback" in line for line in lines), shown.decode()

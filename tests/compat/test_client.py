@@ -105,7 +105,7 @@ def consuming(cluster, topic, callback, expression="*", **options):
 
 
 @contextmanager
-def held_start(cluster, topic):
+def hold_start(cluster, topic):
     """Hold a start until the end of this block, while one of its queues has a message."""
     gate = Gate()
     cluster.send(topic, b"x", broker_name="broker-a")
@@ -355,7 +355,7 @@ def test_a_start_during_a_waiting_shutdown_makes_a_new_consumer(cluster, topic, 
 @two_brokers_4_9
 def test_a_callback_may_shut_down_a_starting_consumer(cluster, topic):
     callback = ShutsDown(topic)
-    with held_start(cluster, topic), client(callback.consumer, cluster):
+    with hold_start(cluster, topic), client(callback.consumer, cluster):
         assert callback.has_shut_down.is_set()
         callback.may_end.set()
     assert consumed(cluster, topic) == 1
@@ -522,11 +522,11 @@ def test_a_domain_without_name_servers_fails_the_start(answer, status, text):
 
 
 @contextmanager
-def speaking(parts, each_s):
+def raw_server(parts, each_s):
     """A server that sends `parts` to each client, with a pause before each, and then keeps the connection open."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def speak():
+        def send_parts():
             connection, _ = server.accept()
             with connection, suppress(OSError):
                 for part in parts:
@@ -535,7 +535,7 @@ def speaking(parts, each_s):
                 while connection.recv(4096):
                     pass
 
-        with in_a_thread(speak):  # it ends when the client disconnects
+        with in_a_thread(send_parts):  # it ends when the client disconnects
             yield f"127.0.0.1:{server.getsockname()[1]}/nsaddr"
 
 
@@ -557,7 +557,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
     ids=["nothing", "head-by-bytes", "body-by-bytes", "no-http", "elsewhere", "html"],
 )
 def test_a_wrong_response_of_a_domain_fails_the_start_in_time(parts, each_s, text):
-    with speaking(parts, each_s) as url:
+    with raw_server(parts, each_s) as url:
         producer = Producer("p")
         producer.set_name_server_domain(url)
         with within(8), pytest.raises(ProducerStartFailed, match=text) as caught:
@@ -950,7 +950,7 @@ def test_the_end_of_the_process_during_a_start_stores_offsets(cluster, topic):
     threading.Thread(target=consumer.start, daemon=True).start()
     is_consumed.wait()
     """
-    with held_start(cluster, topic), run(script, cluster, topic) as process:
+    with hold_start(cluster, topic), run(script, cluster, topic) as process:
         _, errors = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, errors
     assert consumed(cluster, topic) == 1

@@ -116,11 +116,11 @@ def check(written: list[Message], began: float) -> None:
     assert len(set(marks.values())) == MESSAGES
     for message in written:
         assert tuple(message.properties[name] for name in MARKS) == marks[message.body], "a copy with other marks"
-    places: dict[str, dict[int, int]] = {}
+    by_queue: dict[str, dict[int, int]] = {}
     for message in written:
         queue, offset = message.body.decode().split()
-        offsets = places.setdefault(queue, {})
+        offsets = by_queue.setdefault(queue, {})
         offsets[int(offset)] = min(message.stored_at_ms, offsets.get(int(offset), message.stored_at_ms))
-    for offsets in places.values():
+    for offsets in by_queue.values():
         times = [offsets[offset] for offset in sorted(offsets)]
         assert times == sorted(times), "a later one was stored first"

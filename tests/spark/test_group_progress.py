@@ -39,8 +39,8 @@ def progress_of(cluster: EmbeddedCluster) -> Iterator[Callable[[dict[MessageQueu
     with closing(BrokerOffsets(options)) as positions:
         progress = GroupProgress(positions.cluster, "app", check_interval_s=0)
 
-        def publish(places: dict[MessageQueue, int]) -> None:
-            progress.publish(places)
+        def publish(positions: dict[MessageQueue, int]) -> None:
+            progress.publish(positions)
             progress.flush(30)
 
         yield publish

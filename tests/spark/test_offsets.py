@@ -38,8 +38,8 @@ def test_an_encoded_offset_can_be_decoded(offset):
     again = decode_offset(json.loads(text))
     assert again == offset
     assert json.dumps(encode_offset(again)) == text
-    reversed_places = SourceOffset(dict(reversed(offset.queues.items())))
-    assert json.dumps(encode_offset(reversed_places)) == json.dumps(encode_offset(SourceOffset(offset.queues)))
+    reversed_offsets = SourceOffset(dict(reversed(offset.queues.items())))
+    assert json.dumps(encode_offset(reversed_offsets)) == json.dumps(encode_offset(SourceOffset(offset.queues)))
 
 
 def test_request_times_are_encoded_by_topic_and_broker():

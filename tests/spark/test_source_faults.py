@@ -48,7 +48,7 @@ BY_DEFAULT = {"requestTimeoutMs": None, "retries": None}
 SHRUNK = {"requestTimeoutMs": 1000, "failOnDataLoss": False}
 
 
-def places(checkpoint: Checkpoint) -> list[int]:
+def planned_offsets(checkpoint: Checkpoint) -> list[int]:
     return list(flatten(json.loads(checkpoint.ends[-1])).values())
 
 
@@ -74,12 +74,12 @@ def test_the_queues_of_an_unreachable_broker_are_kept(embedded, started_run, cap
     embedded.broker("broker-b").stop()
     embedded.send("orders", count=4, broker_name="broker-a")
     assert brokers_of(run.batch()) == {"broker-a"}
-    assert places(run.checkpoint) == [14, 10]
+    assert planned_offsets(run.checkpoint) == [14, 10]
     assert run.batch() is None
     assert caplog.text.count("queues are unreachable: orders/broker-b/0") == 1
     embedded.broker("broker-b").start()
     assert brokers_of(until_a_batch(run, 3)) == {"broker-b"}
-    assert places(run.checkpoint) == [14, 13]
+    assert planned_offsets(run.checkpoint) == [14, 13]
 
 
 def test_a_restart_keeps_the_queues_of_an_unreachable_broker(embedded):
@@ -88,7 +88,7 @@ def test_a_restart_keeps_the_queues_of_an_unreachable_broker(embedded):
     embedded.send("orders", count=4, broker_name="broker-a")
     with running(embedded, checkpoint, **FROM_FIRST) as run:
         assert len(run.batch()) == 4
-        assert places(checkpoint) == [14, 10]
+        assert planned_offsets(checkpoint) == [14, 10]
         embedded.broker("broker-b").start()
         embedded.send("orders", count=2, broker_name="broker-b")
         run.reader._offsets.expire_discovery()
@@ -183,7 +183,7 @@ def test_a_query_does_not_go_back_while_a_starting_broker_reports_0(embedded, st
     embedded.broker("broker-a").on(MAX, answer(0, fields={"offset": "0"}), times=2)
     embedded.send("orders", count=2)
     assert len(run.batch()) == 2
-    assert places(run.checkpoint) == [11, 11]
+    assert planned_offsets(run.checkpoint) == [11, 11]
 
 
 def truncate(cluster: EmbeddedCluster) -> None:
@@ -217,7 +217,7 @@ def test_a_queue_that_lost_its_tail_may_continue_at_its_new_end(embedded, starte
     run = started_run(**SHRUNK)
     truncate(embedded)
     assert run.batch() == []  # an empty batch stores the new offset in the checkpoint
-    assert places(run.checkpoint) == [4, 10]
+    assert planned_offsets(run.checkpoint) == [4, 10]
     assert run.batch() is None
     embedded.send("orders", count=3, broker_name="broker-b")
     assert len(run.batch()) == 3
@@ -323,7 +323,7 @@ def test_a_topic_deleted_after_it_was_read_keeps_its_offsets(embedded, started_r
     run.reader._offsets.expire_discovery()
     assert run.batch() is None
     assert run.batch() is None
-    assert places(run.checkpoint) == [10, 10, 0, 0]
+    assert planned_offsets(run.checkpoint) == [10, 10, 0, 0]
     assert caplog.text.count("no route names it") == 4
 
 
@@ -422,7 +422,7 @@ def test_a_run_to_the_end_fails_if_a_broker_stops(embedded, started_run, read_on
     embedded.broker("broker-b").stop(keep_route=True)
     with pytest.raises(NotReached, match="orders/broker-b/0"):
         all_batches(run)
-    assert places(read_once) == [14, 11]
+    assert planned_offsets(read_once) == [14, 11]
 
 
 def test_a_run_to_the_end_needs_no_topic_that_was_deleted(embedded):

@@ -20,8 +20,8 @@ SOON = {"requestTimeoutMs": 300, "retries": None}
 def test_a_stream_starts_at_the_offsets_of_a_group(embedded):
     embedded.broker("broker-a").commit("app", "orders", {0: 3, 1: 0})
     embedded.broker("broker-b").commit("app", "orders", {1: 5})
-    places = start_offsets(embedded, startingOffsets="group", consumerGroup="app")
-    assert list(places.values()) == [3, 0, 0, 5]  # a queue without an offset of the group starts at its oldest message
+    offsets = start_offsets(embedded, startingOffsets="group", consumerGroup="app")
+    assert list(offsets.values()) == [3, 0, 0, 5]  # a queue without an offset of the group starts at its oldest message
 
 
 def test_a_stream_starts_at_given_offsets(embedded):
@@ -40,8 +40,8 @@ def test_given_offsets_must_cover_every_queue(embedded):
 def test_a_stream_starts_at_a_time(version):
     """Brokers before 5.1.1 return the nearest message, so the client checks store times."""
     with stored_at((1000, 2000, 2000, 5000), version=version) as cluster:
-        places = {0: 0, 1000: 0, 1001: 1, 2001: 3, 4999: 3, 5001: 4}
-        assert {at: start_offsets(cluster, startingTimestamp=at)["orders/broker-a/0"] for at in places} == places
+        offsets = {0: 0, 1000: 0, 1001: 1, 2001: 3, 4999: 3, 5001: 4}
+        assert {at: start_offsets(cluster, startingTimestamp=at)["orders/broker-a/0"] for at in offsets} == offsets
 
 
 def test_a_stream_starts_at_a_time_of_each_topic():

@@ -91,7 +91,7 @@ def place(next_offset, low, high):
     return {name: str(number) for name, number in numbers.items()}
 
 
-def answered(broker, *stored, end=None):
+def stub_pulls(broker, *stored, end=None):
     """Make pulls return these messages; return the offset after the last one."""
     end = stored[-1].queue_offset + 1 if end is None else end
     records = b"".join(map(encode_message, stored))
@@ -105,10 +105,10 @@ def answered(broker, *stored, end=None):
 def test_every_column_has_its_part_of_the_message(embedded, broker):
     embedded.send("orders", lambda n: b"body-%d" % n, count=40, tags="A", keys=["k1", "k2"], properties={"p": "ä"})
     found = rows(embedded, *(wanted(0, 10, queue_id) for queue_id in range(4)), columns=READ_SCHEMA.names)
-    by_place = {(row["queueId"], row["queueOffset"]): row for row in found}
-    assert len(found) == len(by_place) == 40
+    by_offset = {(row["queueId"], row["queueOffset"]): row for row in found}
+    assert len(found) == len(by_offset) == 40
     for message in embedded.messages("orders"):
-        row = by_place[message.queue.queue_id, message.queue_offset]
+        row = by_offset[message.queue.queue_id, message.queue_offset]
         assert {**row, "properties": dict(row["properties"])} == {
             "topic": "orders",
             "brokerName": "broker-a",
@@ -181,7 +181,7 @@ def test_a_queue_may_be_read_in_several_ranges(embedded, broker):
 
 def test_messages_of_an_inner_batch_count_only_within_the_range(embedded, broker):
     items = encode_batch([BatchItem(b"%d" % number) for number in range(10)])
-    answered(broker, StoredMessage("orders", items, queue_offset=0, sys_flag=0xC0), end=10)
+    stub_pulls(broker, StoredMessage("orders", items, queue_offset=0, sys_flag=0xC0), end=10)
     assert offsets(embedded, wanted(3, 8)) == [3, 4, 5, 6, 7]
 
 
@@ -482,7 +482,9 @@ def test_a_suggested_replica_is_pulled_from(replicated):
 def damaged(broker, count, *places):
     """Make pulls return messages, some with bodies that cannot be unpacked."""
     bad, fine = {"body": b"no zlib", "sys_flag": SysFlag.COMPRESSED}, {"body": b"fine"}
-    answered(broker, *(StoredMessage("orders", queue_offset=n, **(bad if n in places else fine)) for n in range(count)))
+    stub_pulls(
+        broker, *(StoredMessage("orders", queue_offset=n, **(bad if n in places else fine)) for n in range(count))
+    )
 
 
 @pytest.mark.parametrize("count", [8, 100])  # row by row, and column by column
@@ -513,7 +515,7 @@ def test_a_damaged_body_fails_is_skipped_or_returned_as_stored(embedded, broker,
 def test_a_damaged_inner_batch_counts_as_one_message(embedded, broker, what):
     flag = 0xC0 | SysFlag.COMPRESSED
     inner = StoredMessage("orders", b"no zlib", queue_offset=0, sys_flag=flag)
-    answered(broker, inner, StoredMessage("orders", b"fine", queue_offset=10))
+    stub_pulls(broker, inner, StoredMessage("orders", b"fine", queue_offset=10))
     options = {"columns": ("queueOffset", "body"), "damaged_bodies": what}
     if what is DamagedBodies.FAIL:
         with pytest.raises(ReadFailed, match="at offset 0 failed"):
@@ -527,7 +529,7 @@ def test_a_damaged_inner_batch_counts_as_one_message(embedded, broker, what):
 def test_a_body_larger_than_allowed_is_damaged(embedded, broker, count):
     body, flag = compress(bytes(MIB + 1))
     stored = [StoredMessage("orders", body, queue_offset=each, sys_flag=flag) for each in range(count)]
-    end = answered(broker, *stored)
+    end = stub_pulls(broker, *stored)
     with pytest.raises(ReadFailed, match=r"offset 0 failed.*holds more than 1048576; maxBodyBytes allows more, or"):
         rows(embedded, wanted(0, end), columns=("body",), max_body_bytes=MIB)
     found = rows(embedded, wanted(0, end), columns=("body",), max_body_bytes=MIB + 1)
@@ -539,7 +541,7 @@ def test_packed_bodies_of_few_messages_are_not_held_together(embedded, broker):
     """Thirty messages are read row by row, and each batch frees the bodies of its rows."""
     body, flag = compress(bytes(8 * MIB))
     stored = [StoredMessage("orders", body, queue_offset=each, sys_flag=flag) for each in range(30)]
-    end = answered(broker, *stored)
+    end = stub_pulls(broker, *stored)
     sizes = []
     tracemalloc.start()
     try:
@@ -556,7 +558,7 @@ def test_packed_bodies_of_few_messages_are_not_held_together(embedded, broker):
 def test_an_inner_batch_that_no_broker_could_count_is_damaged(embedded, broker):
     body, flag = compress(encode_batch([BatchItem(b"")]) * 600_000)
     stored = StoredMessage("orders", body, queue_offset=0, sys_flag=flag | 0xC0)
-    end = answered(broker, stored, StoredMessage("orders", b"next", queue_offset=600_000))
+    end = stub_pulls(broker, stored, StoredMessage("orders", b"next", queue_offset=600_000))
     with pytest.raises(ReadFailed, match="offset 0 failed.*inner batch holds more than 32767 messages"):
         rows(embedded, wanted(0, end))
     found = rows(embedded, wanted(0, end), columns=("queueOffset",), damaged_bodies=DamagedBodies.SKIP)
@@ -566,14 +568,14 @@ def test_an_inner_batch_that_no_broker_could_count_is_damaged(embedded, broker):
 def test_large_inner_batches_come_in_several_batches_of_rows(embedded, broker):
     body, flag = compress(encode_batch([BatchItem(b"x")]) * 30_000)
     stored = [StoredMessage("orders", body, queue_offset=first, sys_flag=flag | 0xC0) for first in (0, 30_000)]
-    answered(broker, *stored, end=60_000)
+    stub_pulls(broker, *stored, end=60_000)
     found = [batch.num_rows for batch in batches(embedded, wanted(0, 60_000))]
     assert sum(found) == 60_000
     assert max(found) <= 8192
 
 
 def test_a_response_with_too_many_records_fails_the_task(embedded, broker):
-    answered(broker, *[StoredMessage("orders", b"")] * 50_000, end=32)
+    stub_pulls(broker, *[StoredMessage("orders", b"")] * 50_000, end=32)
     with pytest.raises(ReadFailed, match="more than 1024 records"):
         rows(embedded, wanted(0, 32))
 

@@ -515,10 +515,10 @@ class Producer(_Client[ProducerConfig]):
         return _result(sent)
 
     def _outgoing(self, msg: Message) -> OutgoingMessage:
-        message, most = _check_message(msg)._outgoing(), self._config.max_message_bytes
-        if len(message.body) > most:
+        message, limit = _check_message(msg)._outgoing(), self._config.max_message_bytes
+        if len(message.body) > limit:
             raise ConfigError(
-                f"body of {len(message.body)} bytes is more than {most}; send it in parts, or call "
+                f"body of {len(message.body)} bytes is more than {limit}; send it in parts, or call "
                 "set_max_message_size, and raise the broker's maxMessageSize"
             )
         return message
