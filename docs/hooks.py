@@ -45,9 +45,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    return with_links_of_the_site(
-        markdown, page.file.src_uri, {file.src_uri for file in files}, config.extra["repository"]
-    )
+    pages = {file.src_uri for file in files if not file.inclusion.is_excluded()}
+    return with_links_of_the_site(markdown, page.file.src_uri, pages, config.extra["repository"])
 
 
 def on_page_content(html: str, **_: Any) -> str:
