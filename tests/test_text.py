@@ -41,7 +41,7 @@ def test_a_remark_of_a_broker_is_one_short_line(embedded, caplog):
     with Producer(name_server=embedded.name_server) as producer, pytest.raises(SendError) as raised:
         producer.send("orders", b"one")
     assert_fit(raised.value, repr(raised.value), *raised.value.attempts, *logged(caplog))
-    assert "all offsets are lost" in str(raised.value), "what it says is shown"
+    assert "all offsets are lost" in str(raised.value), "its text is shown"
     assert "more characters)" in str(raised.value), "and that there is more"
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
@@ -117,7 +117,7 @@ def test_json_stays_the_same_value():
 def test_every_log_of_the_package_has_records_of_one_line():
     folder = Path(pyrocket_consumer.__file__).parent
     others = [path for path in folder.rglob("*.py") if "getLogger" in path.read_text() and path.name != "text.py"]
-    assert not others, "they make a log of their own; take text.logger"
+    assert not others, "they create a logger themselves; use text.logger"
 
 
 def test_the_old_name_of_client_closed_still_works():

@@ -132,12 +132,12 @@ def test_a_foreign_member_unknown_at_the_start_is_reported_later(embedded, ledge
         assert former.client_id in line and "busy" in line
         wait_for_checks(embedded, 20)
         assert events.of("foreign-member") == []
-        assert count_requests(embedded, HOW) < count_requests(embedded, WHO) / 2, "less and less often"
+        assert count_requests(embedded, HOW) < count_requests(embedded, WHO) / 2, "at growing intervals"
         broker.clear_faults()
         assert former.client_id in events.wait_for("foreign-member").text
         known = count_requests(embedded, HOW)
         wait_for_checks(embedded, 5)
-        assert count_requests(embedded, HOW) == known, "who is known is asked no more"
+        assert count_requests(embedded, HOW) == known, "known members get no further request"
     assert len(events.of("foreign-member")) == 1
 
 
@@ -200,7 +200,7 @@ def test_a_check_asks_a_limited_number_of_members(embedded, ledger):
             count_requests(embedded, WHO) - checks
         )
         requests = embedded.broker("broker-a").requests(HOW)[before : before + 1000]
-        assert len({request.command.fields["clientId"] for request in requests}) == 1000, "each has its turn"
+        assert len({request.command.fields["clientId"] for request in requests}) == 1000, "each member is checked"
 
 
 def test_members_with_the_same_database_are_welcome_without_locks(embedded, ledger):

@@ -257,7 +257,7 @@ def test_the_retry_topic_is_reset_with_its_topic_and_reported(moving, ledger, ca
     ledger.execute("UPDATE pyrocket_offsets SET next_offset = 3 WHERE topic = :topic", topic=RETRIES)
     assert main([*here, "--execute", "-o", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["retries"] == []
-    assert ledger.offset(GROUP, 0, RETRIES) == 3, "it has a row of its own by now"
+    assert ledger.offset(GROUP, 0, RETRIES) == 3, "it has its own row now"
 
 
 def test_retries_without_an_offset_begin_at_the_first(embedded, ledger, admin):
@@ -350,7 +350,9 @@ def test_a_reset_in_another_database_is_unconfirmed(embedded, ledger, wrong, cap
         assert {each["text"] for each in outcomes if each["who"].startswith("broker-a")} == {unclaimed}
         (problem,) = output["plan"]["problems"]
         assert problem.startswith(f"{consumer.client_id}: consumes the topic, but the database has no row of it")
-        assert embedded.committed(GROUP, TOPIC) == dict.fromkeys(range(4), 25), "brokers have what members tell them"
+        assert embedded.committed(GROUP, TOPIC) == dict.fromkeys(range(4), 25), (
+            "brokers have the offsets that members publish"
+        )
     assert ledger.bodies() == once(BODIES)
 
 
@@ -389,7 +391,7 @@ def test_a_topic_nobody_subscribes_to_is_set_for_later(embedded, ledger, admin):
         began = time.monotonic()
         plan = admin.plan_reset(GROUP, "other", "latest", store=ledger.offsets)
         assert plan.execute(unsubscribed=True).verified
-        assert time.monotonic() - began < 20, "nobody is waited for"
+        assert time.monotonic() - began < 20, "the reset waits for no member"
     assert ledger.offset(GROUP, 0, "other") == 3
 
 

@@ -82,7 +82,7 @@ async def test_an_offset_that_cannot_be_read_is_an_error_not_none(commits, broke
     assert await commits.start_offset(ONE) == 7
     assert (commits.current(ONE), commits.persisted(ONE)) == (7, 7)
     await commits.persist([ONE])
-    assert brokers.commits == [], "what was read is stored"
+    assert brokers.commits == [], "the read offset counts as stored"
 
 
 async def test_only_changed_offsets_are_stored(commits, brokers):
@@ -137,7 +137,7 @@ async def test_a_commit_ignored_for_a_reset_is_not_taken_for_stored(commits, bro
     assert commits.persisted(ONE) is None
     await commits.persist([ONE, TWO])
     assert brokers.stored == {ONE: 5, TWO: 1}
-    assert waiting == [ONE], "whoever pulls it is told, once for each commit that was ignored"
+    assert waiting == [ONE], "one call for each ignored commit"
 
 
 async def test_commits_of_a_queue_run_one_at_a_time_with_the_newest_value(commits, brokers):
@@ -166,7 +166,7 @@ async def test_a_commit_that_nobody_waits_for_is_finished(commits, brokers):
     assert brokers.most_at_once == {ONE: 1}
     await persist_and_give_up(12)
     await commits.close()
-    assert brokers.stored == {ONE: 12}, "closing waits for it"
+    assert brokers.stored == {ONE: 12}, "the close waits for it"
 
 
 async def test_a_reset_replaces_the_offset_in_memory_with_any_other(commits, brokers):
@@ -197,7 +197,7 @@ async def test_a_released_queue_is_stored_and_forgotten(commits, brokers):
     commits.update(ONE, 9)
     commits.forget(ONE)
     await commits.persist([ONE])
-    assert brokers.stored == {ONE: 2}, "it belongs to another member already"
+    assert brokers.stored == {ONE: 2}, "another member holds it already"
 
 
 async def test_the_last_known_offset_of_a_queue_is_remembered(commits, brokers):
@@ -352,6 +352,6 @@ async def test_a_slow_store_is_reported_and_delays_no_other():
     await asyncio.sleep(5)
     member.emitted.clear()
     await asyncio.sleep(50)
-    assert member.emitted == [], "it stores again"
+    assert member.emitted == [], "it commits again"
     assert member.stored.count(FAR) > 10
     timer.cancel()

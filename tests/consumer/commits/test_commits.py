@@ -87,7 +87,7 @@ def test_nothing_is_committed_past_messages_at_the_listener(embedded, broker, co
             assert not (past := commits_while_blocked()), f"{past} was committed while the listener has 0, 1 and 2"
             first.set()
             if options.get("auto_commit", True):
-                until(lambda: consumer.stored() == {queue("T", 0): 10}, "all is committed")
+                until(lambda: consumer.stored() == {queue("T", 0): 10}, "all messages are committed")
             else:
                 consumer.seen.wait_for(10)
                 assert not (past := commits_while_blocked()), f"{past} was committed, but not by the listener"
@@ -109,7 +109,7 @@ OVERWRITING = (CommitsWhatHasNotChanged, PullsCarryCommits)
 
 @pytest.mark.hazard("H31")
 @pytest.mark.parametrize(
-    "member", [ours, NaiveMember, *(faulty(each, "an idle consumer has committed over it") for each in OVERWRITING)]
+    "member", [ours, NaiveMember, *(faulty(each, "an idle consumer has overwritten it") for each in OVERWRITING)]
 )
 def test_an_idle_consumer_commits_nothing_over_an_admin(cluster, names, member):
     """Only changed offsets are committed, and all of them once a minute, because brokers may have lost some.
@@ -122,13 +122,13 @@ def test_an_idle_consumer_commits_nothing_over_an_admin(cluster, names, member):
         cluster.broker("broker-a").commit(group, topic, {0: 4})
         settle()  # commits and pulls
         give_time_to(lambda: consumer.stored() != {queue(topic, 0): 4}, member)
-        assert consumer.stored() == {queue(topic, 0): 4}, "an idle consumer has committed over it"
+        assert consumer.stored() == {queue(topic, 0): 4}, "an idle consumer has overwritten it"
         fill(cluster, topic, 1, start=10)
         until(lambda: consumer.stored() == {queue(topic, 0): 11}, "with progress the consumer commits again")
 
 
 @pytest.mark.hazard("H32")
-@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(PullsCarryCommits, "has committed over the new owner")])
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(PullsCarryCommits, "has overwritten the new owner")])
 def test_a_pull_that_is_late_commits_nothing_over_the_next_owner(embedded, names, member):
     """Pulls carry no commits. After a queue ends, no request of its former owner stores an offset.
 
@@ -145,7 +145,9 @@ def test_a_pull_that_is_late_commits_nothing_over_the_next_owner(embedded, names
         broker.commit(group, topic, {0: 25})
         late.open()
         give_time_to(lambda: embedded.committed(group, topic) != {0: 25}, member)
-        assert embedded.committed(group, topic) == {0: 25}, "the old owner's pull has committed over the new owner"
+        assert embedded.committed(group, topic) == {0: 25}, (
+            "the old owner's pull has overwritten the new owner's commit"
+        )
 
 
 class CommitsOneWay(NaiveMember):
@@ -216,7 +218,7 @@ def test_an_offset_of_0_is_stored_as_any_other(cluster, names, member):
 
 
 @pytest.mark.hazard("H33")
-@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsOneWay, "what was lost is committed again")])
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(CommitsOneWay, "the lost offsets are committed again")])
 def test_a_commit_that_is_lost_is_made_again(embedded, broker, member):
     """An offset counts as stored when the broker has acknowledged it. Until then the member commits it again.
 
@@ -228,11 +230,11 @@ def test_a_commit_that_is_lost_is_made_again(embedded, broker, member):
     with member(embedded, "T", "G", call_timeout_s=0.2) as consumer:
         consumer.seen.wait_for(10)
         all_stored = {queue("T", 0): 5, queue("T", 1): 5}
-        until(lambda: consumer.stored() == all_stored, "what was lost is committed again", wait_limit_s(member))
+        until(lambda: consumer.stored() == all_stored, "the lost offsets are committed again", wait_limit_s(member))
 
 
 @pytest.mark.hazard("H33")
-@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "what the broker forgot is committed again")])
+@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "the offsets that the broker lost are committed again")])
 def test_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names, member):
     """After a broker was down, the member commits all offsets there again, even without new messages.
 
@@ -247,7 +249,7 @@ def test_commits_that_a_crashed_broker_forgot_are_made_again(cluster, names, mem
         time.sleep(0.5)  # the member knows it, too
         broker.kill(**lose_commits)
         broker.start()
-        again = "what the broker forgot is committed again"
+        again = "the offsets that the broker lost are committed again"
         until(lambda: consumer.stored() == {queue(topic, 0): 10}, again, 90 if member is ours else 2)
         fill(cluster, topic, 1, start=10)
         consumer.seen.wait_for(11, 90)
@@ -272,7 +274,7 @@ def test_the_first_commit_of_a_group_goes_alone(embedded, broker, member):
         finally:
             first.open()
         consumer.seen.wait_for(16)
-        until(lambda: set(consumer.stored().values()) == {4}, "all is committed")
+        until(lambda: set(consumer.stored().values()) == {4}, "all messages are committed")
 
 
 @pytest.mark.hazard("H38")
@@ -313,7 +315,7 @@ class OneTimerForAll(NaiveMember):
 
 
 @pytest.mark.hazard("H40")
-@pytest.mark.parametrize("member", [ours, faulty(OneTimerForAll, "commits go on while a name server is silent")])
+@pytest.mark.parametrize("member", [ours, faulty(OneTimerForAll, "commits continue while a name server is silent")])
 def test_commits_continue_while_the_name_server_is_silent(embedded, member):
     """Commits, routes, heartbeats and locks wait only for their own responses.
 
@@ -330,7 +332,7 @@ def test_commits_continue_while_the_name_server_is_silent(embedded, member):
             silent.wait_held(1, WAIT_S)
             fill(embedded, "T", 5, start=5)
             consumer.seen.wait_for(10)
-            go_on = "commits go on while a name server is silent"
+            go_on = "commits continue while a name server is silent"
             until(lambda: consumer.stored() == {queue("T", 0): 10}, go_on, wait_limit_s(member))
         finally:
             silent.open()
@@ -342,7 +344,9 @@ class CommitsInTurn(NaiveMember):
 
 
 @pytest.mark.hazard("H40")
-@pytest.mark.parametrize("member", [ours, faulty(CommitsInTurn, "commits go on at one broker while another is silent")])
+@pytest.mark.parametrize(
+    "member", [ours, faulty(CommitsInTurn, "commits continue at one broker while another is silent")]
+)
 def test_commits_continue_while_another_broker_is_silent(member):
     """A broker that does not answer a commit delays no commit at other brokers.
 
@@ -359,7 +363,7 @@ def test_commits_continue_while_another_broker_is_silent(member):
                 cluster.send("T", b"-", broker_name="broker-a")
                 silent.wait_held(1, WAIT_S)
                 cluster.send("T", b"--", broker_name="broker-b")
-                go_on = "commits go on at one broker while another is silent"
+                go_on = "commits continue at one broker while another is silent"
                 until(lambda: consumer.stored()[queue("T", 0, "broker-b")] == 2, go_on, wait_limit_s(member))
             finally:
                 silent.open()
@@ -415,14 +419,14 @@ def commits_of_a_run(cluster: Any, names: Any, member: Kind, *, questions: bool)
             ended.set()
             if questions:
                 querying.join()
-        assert sorted(consumer.seen.bodies) == numbered(10), "diagnostics made messages come again"
+        assert sorted(consumer.seen.bodies) == numbered(10), "diagnostics caused redeliveries"
     return [
         (queue_id, offset) for queue_id, offset in committed_values(broker, topic) if offset
     ]  # the queue began at 0
 
 
 @pytest.mark.hazard("H44")
-@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(AnswersReadTheStore, "diagnostics made")])
+@pytest.mark.parametrize("member", [ours, NaiveMember, faulty(AnswersReadTheStore, "diagnostics caused")])
 def test_diagnostics_change_no_offset(embedded, names, member):
     """A member answers requests for its offsets from memory. They change nothing, even during rebalances.
 
@@ -431,12 +435,12 @@ def test_diagnostics_change_no_offset(embedded, names, member):
     alone = commits_of_a_run(embedded, names, member, questions=False)
     assert alone == [(0, 5), (0, 10)]
     with_queries = commits_of_a_run(embedded, names, member, questions=True)
-    assert with_queries == alone, "diagnostics made other commits"
+    assert with_queries == alone, "diagnostics caused other commits"
 
 
 @pytest.mark.hazard("H45")
 @pytest.mark.versions("5.1.4", "5.3.3", "5.5.0")  # older brokers return 0 for a missing offset
-@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "2 messages were passed over")])
+@pytest.mark.parametrize("member", [ours, faulty(NaiveMember, "2 messages were skipped")])
 def test_an_offset_deleted_at_the_broker_is_no_new_group(cluster, names, member):
     """If the broker has lost the offset of a queue, the consumer continues at the last known one, and emits an event.
 
@@ -471,12 +475,12 @@ def test_an_offset_deleted_at_the_broker_is_no_new_group(cluster, names, member)
                 second.close()
             finally:
                 release.set()
-        until(lambda: lost in first.held(), "the queue is taken back")
+        until(lambda: lost in first.held(), "the queue is held again")
         cluster.send(topic, b"end", queue_id=lost.queue_id)
         first.seen.wait(lambda seen: b"end" in seen.bodies)
         all_stored = {lost: 8, queue(topic, 1 - lost.queue_id): 7}
-        until(lambda: first.stored() == all_stored, "all is committed")
-        assert not (passed := set(numbered(14)) - set(first.seen.bodies)), f"{len(passed)} messages were passed over"
+        until(lambda: first.stored() == all_stored, "all messages are committed")
+        assert not (passed := set(numbered(14)) - set(first.seen.bodies)), f"{len(passed)} messages were skipped"
         assert len(first.seen.bodies) == 15
         forgotten = [each for each in first.events.of("offset-forgotten") if each.queue == lost]
         assert [each.facts["offset"] for each in forgotten] == [5]

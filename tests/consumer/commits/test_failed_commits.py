@@ -45,7 +45,7 @@ def test_commits_are_retried_and_reported_at_intervals(embedded, broker, topic, 
         assert embedded.committed(group, topic) == {0: 0, 1: 0}
         events.wait_for("commit-failed")
         failures = [event for event in events.of("commit-failed") if "final" not in event.text]
-        assert len(failures) <= 1 + (time.monotonic() - began) // 10, "told every 10 s"
+        assert len(failures) <= 1 + (time.monotonic() - began) // 10, "reported every 10 s"
         fill(embedded, topic, 10, 10)
         seen.wait_for(20)
         broker.clear_faults()

@@ -73,9 +73,9 @@ async def test_blocking_calls_have_a_thread_of_their_own(commits, store):
     waiting = asyncio.ensure_future(commits.persist([ONE]))
     for _ in range(20):
         await asyncio.sleep(0.001)
-    assert not waiting.done(), "the loop goes on meanwhile"
+    assert not waiting.done(), "the loop continues meanwhile"
     commits.update(ONE, 7)
-    assert commits.current(ONE) == 7, "memory is there at any time"
+    assert commits.current(ONE) == 7, "the memory can be read at any time"
     store.gate.set()
     assert await waiting == {}
     assert await commits.start_offset(ONE) == 7
@@ -145,7 +145,7 @@ async def test_queues_that_begin_together_share_a_sync(commits, store):
         await asyncio.sleep(0.001)
     rest = asyncio.gather(*(commits.store_start(queue, 8) for queue in MANY[10:]))
     await asyncio.sleep(0)
-    assert not first.done(), "a queue begins when it is durable"
+    assert not first.done(), "a queue begins when its offset is durable"
     store.gate.set()
     await asyncio.gather(first, rest)
     assert store.calls == ["persist_all", "persist_all"]

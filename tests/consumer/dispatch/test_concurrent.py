@@ -467,7 +467,7 @@ async def test_the_check_for_stuck_workers_stops_when_nothing_waits():
     service.dispatch(later, Listener.of(handle), messages)
     fake_workers.begin(1, asyncio.get_running_loop().time() + 0.001)
     await asyncio.sleep(0.1)
-    assert len(fake_workers.chunks) == 7, "the next work is looked after again"
+    assert len(fake_workers.chunks) == 7, "the check runs again for new work"
     service.stop()
 
 

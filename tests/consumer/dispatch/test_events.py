@@ -95,7 +95,10 @@ def test_an_on_event_that_raises_is_called_again(orders):
     with orders.consuming(on_event=on_event) as (consumer, seen):
         seen.wait_for(3)
         consumer.reset_offsets(TOPIC, "earliest")
-        until(lambda: {str(event.kind) for event in events} >= {"queue-assigned", "offset-reset"}, "both were told")
+        until(
+            lambda: {str(event.kind) for event in events} >= {"queue-assigned", "offset-reset"},
+            "both events were emitted",
+        )
         assert consumer.state is ConsumerState.RUNNING
 
 

@@ -93,7 +93,7 @@ class ForgetsWhatItCouldNotSendBack(NaiveMember):
 
 
 @pytest.mark.hazard("H34")
-@ours_and(NaiveMember, faulty(ForgetsWhatItCouldNotSendBack, "tried again where it is"))
+@ours_and(NaiveMember, faulty(ForgetsWhatItCouldNotSendBack, "retried at this member"))
 def test_a_message_that_cannot_be_sent_back_is_repeated_here(embedded, broker, member):
     """After 5 s the listener gets it again, as its second attempt, until it succeeds or can be sent back.
 
@@ -109,8 +109,8 @@ def test_a_message_that_cannot_be_sent_back_is_repeated_here(embedded, broker, m
         fails(message)
 
     with member(embedded, TOPIC, GROUP, RecordingListener(judge)) as consumer:
-        until(lambda: consumer.seen.bodies.count(b"m1") == 2, "tried again where it is")
-        until(lambda: consumer.stored() == {QUEUE: 3}, "all is committed")
+        until(lambda: consumer.seen.bodies.count(b"m1") == 2, "retried at this member")
+        until(lambda: consumer.stored() == {QUEUE: 3}, "all messages are committed")
         assert tries == [0, 1] or member is not ours
 
 
@@ -136,7 +136,7 @@ def test_a_stuck_message_that_cannot_be_sent_back_has_one_call(orders, broker):
         assert len(seen.messages) == 1
         release.set()
         orders.wait_committed(1)
-    assert len(seen.messages) == 1, "what the listener says at last counts"
+    assert len(seen.messages) == 1, "the last result of the listener counts"
     assert len(orders.events.of("message-stuck")) == 1
 
 
@@ -203,7 +203,7 @@ def test_a_message_that_is_slow_and_then_fails_is_sent_back_once(embedded, broke
         sent_back = len(broker.requests(SEND_BACK))
         assert sent_back == 1, f"sent back {sent_back} times"
         assert consumer.seen.bodies.count(b"m1") == 2
-        until(lambda: consumer.stored() == {QUEUE: 3}, "all is committed")
+        until(lambda: consumer.stored() == {QUEUE: 3}, "all messages are committed")
 
 
 def test_a_broker_that_answers_late_makes_one_copy_an_attempt(orders, broker):
@@ -318,7 +318,7 @@ def test_the_last_failure_is_reported_as_such(orders, caplog):
     caplog.set_level(logging.WARNING, "pyrocket_consumer.consumer")
     with orders.consuming(seen, max_reconsume_times=2):
         event = orders.events.wait_for("message-given-up")
-        (dead,) = until(lambda: orders.dead, "it is there")
+        (dead,) = until(lambda: orders.dead, "it is in the dead letters")
     assert seen.bodies.count(b"m1") == 3
     assert [len(orders.events.of(kind)) for kind in ("message-given-up", "message-sent-back")] == [1, 2]
     assert (event.facts["failures"], event.facts["message_id"]) == (3, dead.message_id)
@@ -353,11 +353,11 @@ def test_retries_of_a_topic_nobody_reads_go_to_no_other(orders):
 
     with orders.consuming(seen, max_reconsume_times=3):
         seen.wait(lambda seen: len(seen.messages) == 10)
-        until(lambda: len(orders.dead) == 20, "those are kept where somebody may look")
-        until(lambda: orders.cluster.committed(GROUP, RETRY) == ends(), "and the retry topic goes on")
+        until(lambda: len(orders.dead) == 20, "they are in the dead-letter queue")
+        until(lambda: orders.cluster.committed(GROUP, RETRY) == ends(), "and the retry topic continues")
     assert Counter(seen.bodies) == Counter(2 * numbered(5))
     warnings = [event for event in orders.events.all if other in event.text]
-    assert len(warnings) == 1, "once, not for each"
+    assert len(warnings) == 1, "one event, not one for each message"
     assert "subscribe" in warnings[0].text
 
 

@@ -68,7 +68,7 @@ def test_results():
     assert find_failed(Retry(delay_level=3), batch) == ([(each, 3) for each in batch], True)
     assert find_failed(Retry(batch[1:]), batch) == (every[1:], True)
     for unknown in (Retry([object()]), Retry(["an id"]), Retry([batch[0], object()]), "ok", True):
-        assert find_failed(unknown, batch) == (every, False), "asked for again, and not known what: all"
+        assert find_failed(unknown, batch) == (every, False), "an unknown message is named, so all have failed"
 
 
 @for_each("level", [19, "3", 1.5, True])
@@ -320,7 +320,7 @@ def test_an_expression_that_is_refused_changes_no_subscription(orders, broker):
         seen.wait_for(3)
         orders.send(b"not for us", topic=new)
         consumer.subscribe(other, RecordingListener())  # after that the group is checked
-        until(lambda: other in broker.subscriptions(GROUP), "the brokers know of the last one")
+        until(lambda: other in broker.subscriptions(GROUP), "the brokers know the last subscription")
         subscriptions = broker.subscriptions(GROUP)
         assert subscriptions[TOPIC].expression_type == "TAG"
         assert new not in subscriptions

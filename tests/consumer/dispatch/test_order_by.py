@@ -178,7 +178,7 @@ def test_a_failing_key_blocks_only_itself(orders, result):
     seen = KeyedListener(judge)
     with by_key(orders, seen) as (consumer, _):
         seen.wait(lambda seen: len(seen.of("a")) == 21 and len(seen.of("c")) == 20 and len(seen.of("bad")) >= 2)
-        assert set(seen.of("bad")) == {1}, "what is behind it waits"
+        assert set(seen.of("bad")) == {1}, "later messages of its key wait"
         orders.wait_committed(1)
         assert consumer.progress()[QUEUE].oldest_key == "'bad'"
         if isinstance(result, Exception):
@@ -215,8 +215,10 @@ def test_a_stuck_key_is_named_and_bounded_by_the_span(orders):
     send(orders, "stuck", *"abcd" * 100)
     with by_key(orders, seen, max_span=100, consume_timeout_s=0.1) as (consumer, _):
         assert orders.events.wait_for("message-stuck").facts["key"] == "'stuck'"
-        until(lambda: len(seen.messages) >= 100, "other keys go on")
-        until(lambda: consumer.progress()[QUEUE].unfinished == 1, "all that was pulled is consumed, but the stuck one")
+        until(lambda: len(seen.messages) >= 100, "other keys continue")
+        until(
+            lambda: consumer.progress()[QUEUE].unfinished == 1, "all pulled messages except the stuck one are consumed"
+        )
         now = consumer.progress()[QUEUE]
         assert (now.oldest_key, now.committed) == ("'stuck'", 0)
         assert now.next_to_pull < 100 + 4 * 32, "no more is pulled"
@@ -261,7 +263,7 @@ def test_an_oldest_message_without_a_key_is_reported_once(orders):
     with consuming:
         event = orders.events.wait_for("message-stuck")
         enough = key_calls[0] + 7
-        until(lambda: key_calls[0] == enough, "it is asked for again and again, once a second")
+        until(lambda: key_calls[0] == enough, "its key is read once a second")
     assert event.facts["offset"] == 0
     assert "no such order" in event.facts["key"]
     assert len(orders.events.of("message-stuck")) == 1
@@ -396,7 +398,7 @@ def test_exceptions_of_order_by_are_not_formatted_by_the_io_thread(orders):
     send(orders, "bad")
     with by_key(orders, RecordingListener(), order_by=order_by) as (consumer, _):
         assert orders.events.wait_for("listener-failed").facts["error"] == "an odd one"
-        until(lambda: consumer.progress()[QUEUE].oldest_key == "<no key: an odd one>", "it is told")
+        until(lambda: consumer.progress()[QUEUE].oldest_key == "<no key: an odd one>", "it is reported")
     assert set(threads) == {"pyrocket-consume-"}
 
 
@@ -444,12 +446,12 @@ def test_long_keys_take_no_more_memory_than_short_ones(orders, order_by, are_fin
             if are_finished:
                 seen.wait_for(200)
             unfinished = 0 if are_finished else 200
-            until(lambda: consumer.progress()[QUEUE].unfinished == unfinished, "they are in their lines")
+            until(lambda: consumer.progress()[QUEUE].unfinished == unfinished, "they are in their lanes")
             grown, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
             freed.set()
-    assert grown < 16_000_000, "the cluster and what is unfinished have 5 MB each, and nobody the 20 MB of all keys"
+    assert grown < 16_000_000, "the cluster and unfinished messages take 5 MB each; nothing keeps the 20 MB of all keys"
 
 
 def test_keys_without_messages_are_forgotten_in_time(orders):
@@ -462,7 +464,7 @@ def test_keys_without_messages_are_forgotten_in_time(orders):
     send(orders, *map(str, range(200)))
     with by_key(orders, RecordingListener(), order_by=order_by) as (_, seen):
         seen.wait_for(200)
-        until(lambda: len(alive) < 100, "most are forgotten")
+        until(lambda: len(alive) < 100, "most lanes are removed")
 
 
 def test_a_key_that_is_no_longer_hashable_stops_no_other(orders):
@@ -497,7 +499,7 @@ def test_a_message_without_a_key_blocks_only_itself(orders, wrong, kind):
     send(orders, "bad", *"ab" * 20, "bad")
     with by_function(orders, listener_of(kind, seen), wrong)[1] as (consumer, _):
         seen.wait_for(40)
-        until(lambda: len(orders.events.of("listener-failed")) == 2, "each is told")
+        until(lambda: len(orders.events.of("listener-failed")) == 2, "each is reported")
         assert "no key" in str(consumer.progress()[QUEUE].oldest_key)
         assert stored(orders) == 0
     assert [event.facts["offset"] for event in orders.events.of("listener-failed")] == [0, 41], "once, not each time"
@@ -542,7 +544,7 @@ def test_a_message_whose_key_is_found_late_is_put_in_order(orders):
     send(orders, *"aaaa")
     seen = KeyedListener(judge)
     with by_key(orders, seen, order_by=order_by):
-        until(lambda: key_calls[1] == 2, "it is asked again")
+        until(lambda: key_calls[1] == 2, "its key is read again")
         send(orders, "b", first=4)  # its key is read after the first one's
         seen.wait_for(5)
     assert seen.of("a") == [0, 1, 2, 3]
@@ -561,7 +563,7 @@ def test_messages_that_fail_meanwhile_are_repeated_after_it(orders):
     def judge(message):
         if message.queue_offset == 1 and not failed:
             failed.add(1)
-            until(lambda: key_calls[0] == 2, "the key of the first is asked again")
+            until(lambda: key_calls[0] == 2, "the key of the first is read again")
             time.sleep(0.1)
             return Suspend(for_s=0.01)
 
@@ -586,7 +588,7 @@ def test_a_queue_is_handed_over_when_its_calls_have_returned(orders, order_by):
         with by_key(orders, seen, order_by=order_by, start_wait_s=0) as (second, _):
             assert "another member still has its lock" in orders.events.wait_for("lock-lost").text
             freed.set()
-            until(lambda: len(own(first)) == len(own(second)) == 1, "a queue each")
+            until(lambda: len(own(first)) == len(own(second)) == 1, "one queue each")
             seen.wait(lambda seen: all(len(seen.of(key)) >= 3 for key in ("0-a", "1-a")))
     assert not seen.overlaps
 
@@ -599,7 +601,7 @@ def test_a_close_waits_for_running_calls_and_keeps_the_order(orders):
     first = list(seen.messages)
     assert len(first) < 400
     missing = set(range(400)) - {message.queue_offset for message in first}
-    assert stored(orders) == min(missing), "what is finished is committed"
+    assert stored(orders) == min(missing), "the finished messages are committed"
     with by_key(orders, seen):
         seen.wait_for(400)
     assert not seen.overlaps
@@ -614,7 +616,7 @@ def test_a_restarted_queue_waits_for_earlier_calls(orders):
     with by_key(orders, seen) as (consumer, _):
         seen.wait_for(3)
         consumer.reset_offsets(TOPIC, {QUEUE: 0})
-        until(lambda: len(consumer.progress()) and consumer.progress()[QUEUE].unfinished == 4, "it is pulled anew")
+        until(lambda: len(consumer.progress()) and consumer.progress()[QUEUE].unfinished == 4, "it is pulled again")
         assert len(seen.messages) == 3
         freed.set()
         orders.wait_committed(4)
@@ -631,7 +633,7 @@ def test_a_restarted_queue_is_handed_over_after_its_calls(orders):
             assert "another member still has its lock" in waiting.wait_for("lock-lost").text
             assert not own(second)
             freed.set()
-            until(lambda: len(own(first)) == len(own(second)) == 1, "a queue each")
+            until(lambda: len(own(first)) == len(own(second)) == 1, "one queue each")
     assert not seen.overlaps
 
 

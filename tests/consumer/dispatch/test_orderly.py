@@ -213,7 +213,7 @@ async def test_messages_that_are_given_up_leave_the_lane():
     assert serving.fake_workers.begin() == [[1, 2]]
     await serving.fake_workers.finish(Retry(serving.messages[1:2]))
     await asyncio.sleep(0.1)
-    assert serving.given_up == [0, 1, 1, 2], "what follows in its list has failed with it"
+    assert serving.given_up == [0, 1, 1, 2], "later messages of its list have failed with it"
     assert serving.window.commit_offset() == 3
 
 
@@ -274,7 +274,7 @@ def test_after_a_reset_no_call_begins_while_an_earlier_one_runs(orders, held, ki
         assert held.begun.wait(30)
         consumer.reset_offsets(TOPIC, "earliest")
         until(lambda: any(each.unfinished == 5 for each in consumer.progress().values()), "the new period has them")
-        assert "returns" in orders.events.wait_for("message-stuck").text, "that the queue waits is told"
+        assert "returns" in orders.events.wait_for("message-stuck").text, "the event reports that the queue waits"
         assert len(held.messages) == 1
         held.released.set()
         held.wait(lambda seen: len(seen.messages) == 6)
@@ -336,7 +336,7 @@ def test_a_lock_is_given_back_when_the_queue_cannot_begin(orders, broker):
     orders.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(1, "no"), times=None)
     with orders.consuming(orderly=True) as (consumer, seen):
         broker.wait_for(RequestCode.QUERY_CONSUMER_OFFSET, when=request_matcher())
-        until(lambda: not locked(broker), "given back")
+        until(lambda: not locked(broker), "unlocked")
         broker.clear_faults()
         seen.wait_for(1)
 

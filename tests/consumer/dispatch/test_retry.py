@@ -237,8 +237,8 @@ async def test_one_of_several_copies_of_a_message_is_sent_back():
     await member.fail(window, messages[0])
     other, copies = copies_of(messages[0], 3)
     await member.fail(other, copies[0])
-    assert window.commit_offset() == 1, "the copy stands for it"
-    assert len(member.calls) == 1, "and waits as it would have"
+    assert window.commit_offset() == 1, "the copy represents it"
+    assert len(member.calls) == 1, "and waits as long"
     await member.fail(other, copies[1], copies[2])
     assert other.commit_offset() == 2
     member.answers["send_back"] = [None]
@@ -297,7 +297,7 @@ async def test_a_send_back_of_a_dropped_queue_counts_until_the_end():
     member.call_s = 1.0
     member.retries.add(window, [(messages[0], 0)])
     await asyncio.sleep(0.5)
-    assert window.unfinished()[0] == 1, "not before it is there"
+    assert window.unfinished()[0] == 1, "not before the copy arrives"
     window.drop()
     await member.settled()
     assert window.fence() == 1
