@@ -1,4 +1,4 @@
-"""A push consumer for Apache RocketMQ whose offsets are right, and what belongs to it.
+"""A push consumer for Apache RocketMQ with correct offsets, a producer, and admin functions.
 
 from pyrocket_consumer import Message, PushConsumer
 """
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {  # imported when first used, so that the import is quick
+_HOMES = {  # these are imported at their first use, so that importing the package is quick
     "ACCELERATED": "pyrocket_consumer.protocol.accelerator",
     "Admin": "pyrocket_consumer.admin",
     "AsyncProducer": "pyrocket_consumer.producer",
