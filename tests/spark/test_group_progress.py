@@ -36,8 +36,8 @@ def embedded() -> Iterator[EmbeddedCluster]:
 def progress_of(cluster: EmbeddedCluster) -> Iterator[Callable[[dict[MessageQueue, int]], None]]:
     """Yield a function that publishes positions and waits for that. It checks the group each time."""
     options = parse_source({"nameServer": cluster.name_server, "subscribe": "orders"}, streaming=True)
-    with closing(BrokerOffsets(options)) as positions:
-        progress = GroupProgress(positions.cluster, "app", check_interval_s=0)
+    with closing(BrokerOffsets(options)) as broker_offsets:
+        progress = GroupProgress(broker_offsets.cluster, "app", check_interval_s=0)
 
         def publish(positions: dict[MessageQueue, int]) -> None:
             progress.publish(positions)
