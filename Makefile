@@ -74,10 +74,11 @@ java:
 	@"$${JAVA_HOME:+$$JAVA_HOME/bin/}java" -version >/dev/null 2>&1 || { \
 	    echo "Java 17 or newer is needed, and was not found; 'make system-packages' installs it" >&2; exit 1; }
 
-check: .venv/.dev  ## run ruff and mypy --strict, and check the news fragments
+check: .venv/.dev  ## run ruff and mypy --strict, and check the English and the news fragments
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check --quiet .
 	$(RUN)/mypy
+	$(RUN)/python -m tests.english
 	$(RUN)/towncrier build --draft --version next >/dev/null
 
 hooks: .venv/.dev  ## install a git hook that checks each commit with ruff, mypy, plain English and whitespace
