@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from dataclasses import fields
@@ -99,3 +100,19 @@ def test_the_glossary_names_files_and_classes_that_exist():
     source = "\n".join(path.read_text() for path in product.rglob("*.py"))
     words = {part for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", text) for part in name.split(".")}
     assert [word for word in sorted(words) if not re.search(rf"\b(?:class|def) {word}\b", source)] == []
+
+
+def test_the_events_page_has_each_level_that_the_code_logs():
+    documented = {kind: set(levels.replace("–", "").split(", ")) for kind, levels in EVENT_ROWS}
+    undocumented = set()
+    for path in (ROOT / "pyrocket_consumer" / "consumer").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            method = getattr(call.func, "attr", "") if isinstance(call, ast.Call) else ""
+            kind = getattr(call.args[0], "attr", "") if method in ("emit", "emit_throttled") and call.args else ""
+            if kind in EventKind.__members__:
+                given = [each.value for each in call.keywords if each.arg == "level"]
+                default = ast.Attribute(attr="WARNING" if method == "emit_throttled" else "INFO")
+                level = getattr([*given, default][0], "attr", None)
+                if level and level not in documented[EventKind[kind]]:
+                    undocumented.add((EventKind[kind].value, level))
+    assert not undocumented
