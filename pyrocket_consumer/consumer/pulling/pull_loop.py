@@ -20,7 +20,7 @@ from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ConnectError, ConnectionLost, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus, Subscription
 from pyrocket_consumer.protocol.accelerator import are_offsets_rising
-from pyrocket_consumer.protocol.codes import ResponseCode
+from pyrocket_consumer.protocol.codes import PullFlag, ResponseCode
 from pyrocket_consumer.protocol.command import PullMessageHeader, PullTemplate, request
 from pyrocket_consumer.protocol.compression import BodyTooLarge
 from pyrocket_consumer.protocol.frame import RemotingCommand
@@ -64,7 +64,7 @@ MAX_STEP_PAUSE_S = 0.1
 MAX_PAUSE_FACTOR = 10
 """The longest pause after invalid responses, in units of `pull_retry_delay_s`."""
 
-SUSPEND = 2  # sysFlag: the broker may hold the request. The commit bit is never set, because commits are other requests
+SUSPEND = int(PullFlag.SUSPEND)  # the broker may hold the request; commits are requests of their own
 
 _NEEDS_HEARTBEAT = frozenset(
     {
