@@ -155,7 +155,7 @@ def find_failed(result: object, messages: Sequence[Message]) -> tuple[list[Faile
         chosen = dict.fromkeys(map(_identity, result.messages or messages))
         if not chosen.keys() <= ours.keys():  # it names other messages, so all messages of the call count as failed
             return [(message, result.delay_level) for message in messages], False
-        return [(ours[place], result.delay_level) for place in chosen], True
+        return [(ours[each], result.delay_level) for each in chosen], True
     return [(message, 0) for message in messages], result is ConsumeResult.RETRY or _is_instance(result, Suspend)
 
 
@@ -183,5 +183,5 @@ def find_failed_tail(result: object, messages: Sequence[Message]) -> tuple[list[
         return list(messages), result.for_s, True
     failed, known = find_failed(result, messages)
     again = {id(message) for message, _ in failed}
-    first = next((place for place, message in enumerate(messages) if id(message) in again), len(messages))
+    first = next((index for index, message in enumerate(messages) if id(message) in again), len(messages))
     return list(messages[first:]), SUSPEND_S if again else 0.0, known

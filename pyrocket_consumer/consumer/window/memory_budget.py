@@ -29,14 +29,15 @@ class MemoryBudget:
 
     A window that holds messages may pull while it holds fewer bytes than are left, so a stuck queue leaves memory for
     the others. When no bytes are left, empty windows pull first, in the order in which they began to wait. A pull in
-    flight counts with its expected size. The consumer drops a response that arrives when no memory is left.
+    flight counts with its expected size. The pull loop drops a response that arrives when no memory is left, and pulls
+    it again.
 
     All held messages may be stuck. So while `idle()` returns True, because workers have nothing to do, one window after
     the other may pull beyond the limit.
 
     Any thread may use it, but only the thread of `loop` may call `reserve`. A thread may acquire its lock while it
-    holds the lock of a window. Methods that free memory return the windows that may pull; the caller wakes them when
-    it holds no lock.
+    holds the lock of a window, and acquires no other lock while it holds this one. Methods that free memory return the
+    windows that may pull; the caller wakes them when it holds no lock.
     """
 
     def __init__(
@@ -76,15 +77,18 @@ class MemoryBudget:
         return self._limit - self._held - self._expected
 
     def may_pull(self, held: int) -> bool:
-        """Return whether a window that holds `held` bytes may pull, or should wait until it may."""
+        """Return whether to wake a window that holds `held` bytes and waits.
+
+        An empty window is always woken, because `reserve` adds it to the waiting windows if it may not pull yet.
+        """
         with self._lock:
             return not held or (held < self._left() and not self._waiting)
 
     def reserve(self, window: PullWaiter, held: int, expected: int, *, ahead: bool = False) -> bool:
         """Return whether `window`, which holds `held` bytes, may pull; count `expected` bytes until `settle`.
 
-        Otherwise the budget wakes the window later; the window then pulls, or must call `withdraw`. With `ahead` it is
-        not woken, because it has other pulls in flight.
+        Otherwise the budget wakes the window later, which must then pull or call `withdraw`. With `ahead` it is not
+        woken, because it has other pulls in flight.
         """
         with self._lock:
             self._short_of_memory.pop(window, None)

@@ -96,7 +96,7 @@ class ProcessQueue:
         self._next_offset: int | None = None
         self._count = 0
         self._bytes = 0
-        self._waiting_for = 0
+        self._waiting_for = 0  # the number of messages for which there is no space yet
         self._is_short_of_memory = False  # waits for bytes, which other windows may free
         self._finished = 0
 
@@ -237,7 +237,7 @@ class ProcessQueue:
             return False
 
     def may_unpack(self, wanted: int) -> bool:
-        """Return whether an unknown number of messages may be added, because `wanted` messages and their bytes fit."""
+        """Return whether an inner batch of unknown size may be unpacked, because `wanted` messages and bytes fit."""
         with self._lock:
             return self._has_space(wanted) and self.budget.may_unpack(self._bytes)
 
