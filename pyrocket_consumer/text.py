@@ -89,9 +89,9 @@ def _format_traceback(error: BaseException) -> str:
     except (Exception, SystemExit) as failure:
         parts = [f"{type(error).__name__}, which cannot be formatted: {type(failure).__name__}"]
     text = "\n".join(truncate(part.removesuffix("\n"), _MAX_ERROR_CHARS) for part in parts)
-    if (left_out := len(text) - _MAX_TRACE_CHARS) > 0:
+    if (omitted := len(text) - _MAX_TRACE_CHARS) > 0:
         half = _MAX_TRACE_CHARS // 2
-        text = f"{text[:half]}\n… ({left_out} more characters)\n{text[-half:]}"
+        text = f"{text[:half]}\n… ({omitted} more characters)\n{text[-half:]}"
     return "\n".join(f"{_TRACE_PREFIX}{escape_controls(line)}" for line in text.split("\n"))
 
 

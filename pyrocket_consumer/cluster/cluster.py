@@ -39,7 +39,7 @@ from pyrocket_consumer.protocol.command import GetRouteInfoHeader, Header, reque
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.addresses import Addresses, OnAddressRefused
-from pyrocket_consumer.transport.blocking_connection import BlockingConnection, open_blocking_connection
+from pyrocket_consumer.transport.blocking_connection import PolledConnection, open_polled_connection
 from pyrocket_consumer.transport.connection import Connection, OnLateResponse, Sign
 from pyrocket_consumer.transport.connections import MAYBE_PLAINTEXT, Connections
 from pyrocket_consumer.transport.io_thread import IoThread
@@ -392,13 +392,13 @@ class Cluster:
         """
         return await self._running_connections().get(address)
 
-    async def open_blocking_connection(self, address: str) -> BlockingConnection:
+    async def open_polled_connection(self, address: str) -> PolledConnection:
         """Return a new connection to `address`, which the caller uses in its own thread and must close.
 
         Raises:
             ConnectError: no connection can be opened.
         """
-        return await open_blocking_connection(
+        return await open_polled_connection(
             self.loop,
             address,
             timeout_s=self.config.connect_timeout_s,

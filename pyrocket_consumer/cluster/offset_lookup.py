@@ -51,9 +51,9 @@ def check_to(to: object) -> Place | dict[MessageQueue, int]:
 
 
 async def fetch_offsets_at(
-    cluster: Cluster, place: Place, queues: Iterable[MessageQueue], *, groups: Sequence[str]
+    cluster: Cluster, spec: Place, queues: Iterable[MessageQueue], *, groups: Sequence[str]
 ) -> dict[MessageQueue, int]:
-    """Return the offset of `place` in each of `queues`, from all brokers concurrently.
+    """Return the offset of `spec` in each of `queues`, from all brokers concurrently.
 
     Brokers before 5.1.1 cannot search exactly by time. There this function pulls messages, with the first of `groups`
     that has the permission.
@@ -61,11 +61,11 @@ async def fetch_offsets_at(
     Raises:
         RocketError: brokers did not respond; the text names each and its reason.
     """
-    if place == "first":
+    if spec == "first":
         return await _fetch_by_broker(cluster, queues, Broker.min_offsets, _FIRST)
-    if place == "last":
+    if spec == "last":
         return await _fetch_by_broker(cluster, queues, Broker.max_offsets, _LAST)
-    at_ms = int(place.timestamp() * 1000)
+    at_ms = int(spec.timestamp() * 1000)
 
     async def search(broker: Broker, queue: MessageQueue) -> int | RocketError:
         denied: RocketError | None = None
@@ -82,7 +82,7 @@ async def fetch_offsets_at(
     async def fetch(broker: Broker, batch: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError]:
         return await gather_limited(batch, lambda queue: search(broker, queue))
 
-    return await _fetch_by_broker(cluster, queues, fetch, f"the offsets at {place.isoformat()} are")
+    return await _fetch_by_broker(cluster, queues, fetch, f"the offsets at {spec.isoformat()} are")
 
 
 async def fetch_first_and_last(

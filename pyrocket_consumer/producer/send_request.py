@@ -98,19 +98,21 @@ class SendRequest:
         except (KeyError, ValueError):
             SendMessageResponseHeader.from_fields(fields)  # it is slower, and raises an error with the reason
             raise
-        place, status = queue, _STATUSES[response.code]
+        shown_queue, status = queue, _STATUSES[response.code]
         if queue_id != queue.queue_id or self.shown_topic != queue.topic:
-            place = MessageQueue(self.shown_topic, queue.broker_name, queue_id)
+            shown_queue = MessageQueue(self.shown_topic, queue.broker_name, queue_id)
         transaction_id = fields.get("transactionId")
         if not self.is_batch:
             return SendResult(
-                place, offset, self.message_ids[0], stored_ids, status, transaction_id, self.possible_stores
+                shown_queue, offset, self.message_ids[0], stored_ids, status, transaction_id, self.possible_stores
             )
         offset_ids = stored_ids.split(",")
         if len(offset_ids) != len(self.message_ids):  # an inner batch (5.x) is one record, with one id
             offset_ids = offset_ids[:1] * len(self.message_ids)
         return [
-            SendResult(place, offset + number, message_id, offset_id, status, transaction_id, self.possible_stores)
+            SendResult(
+                shown_queue, offset + number, message_id, offset_id, status, transaction_id, self.possible_stores
+            )
             for number, (message_id, offset_id) in enumerate(zip(self.message_ids, offset_ids, strict=True))
         ]
 

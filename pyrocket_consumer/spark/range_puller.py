@@ -42,7 +42,7 @@ from pyrocket_consumer.spark.options import ReadOptions
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES, RetryPolicy
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.blocking_connection import EMPTY_SLICE, BlockingConnection
+from pyrocket_consumer.transport.blocking_connection import EMPTY_SLICE, PolledConnection
 
 log = logger("spark")
 
@@ -82,7 +82,7 @@ class PullerHost(Protocol):
     def deliver(self, pulled: PulledRecords, rows: int) -> None:
         """Take the next messages of a range, at most `rows` of them."""
 
-    def watch(self, connection: BlockingConnection) -> None:
+    def watch(self, connection: PolledConnection) -> None:
         """Begin to receive from `connection`."""
 
     def wake_later(self, puller: RangePuller) -> None:
@@ -94,7 +94,7 @@ class PullerHost(Protocol):
     def fail(self, error: RocketError) -> None:
         """Stop, and raise the error in the task."""
 
-    async def connection(self, address: str) -> BlockingConnection:
+    async def connection(self, address: str) -> PolledConnection:
         """Return the task's connection to `address`; on the cluster's I/O thread."""
 
 
@@ -130,7 +130,7 @@ class RangePuller:
         # The number of offsets that the last pull covered; 0 means unknown.
         self._pull_span = 0 if filtered else options.pull_batch_size
         self._templates: dict[int, PullTemplate] = {}
-        self._connection: BlockingConnection | None = None
+        self._connection: PolledConnection | None = None
         self._broker_id = MASTER_ID
         self._avoided: dict[int, float] = {}  # ids that failed, and until when suggestions of them are not followed
         self._retry_policy = options.retry_policy(host.now)
@@ -138,7 +138,7 @@ class RangePuller:
         self._gap_policy = RetryPolicy(math.inf, None, host.now)  # between gaps that follow each other
         self.due: float | None = None
         """When to try again, after a failure."""
-        self.connecting: concurrent.futures.Future[BlockingConnection] | None = None
+        self.connecting: concurrent.futures.Future[PolledConnection] | None = None
         """The connection to pull from, until it is open."""
         self._stopped = False
 
@@ -169,7 +169,7 @@ class RangePuller:
             and self._host.may_pull_ahead()
         )
 
-    def _send_pull(self, connection: BlockingConnection, offset: int, index: int) -> None:
+    def _send_pull(self, connection: PolledConnection, offset: int, index: int) -> None:
         options = self._host.options
         pull = _PullRequest(offset, min(options.pull_batch_size, self._wanted.end - offset), self._broker_id)
         self._host.in_flight += 1
@@ -231,7 +231,7 @@ class RangePuller:
         self.connecting = self._cluster.submit(self._open_connection())
         self._host.wake_later(self)
 
-    async def _open_connection(self) -> BlockingConnection:
+    async def _open_connection(self) -> PolledConnection:
         try:
             async with asyncio.timeout(self._host.options.client.request_timeout_s):
                 return await self._host.connection(await self._address())

@@ -27,7 +27,7 @@ from pyrocket_consumer.spark.range_puller import RangePuller, ReadFailed
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.blocking_connection import BlockingConnection, IdleConnections
+from pyrocket_consumer.transport.blocking_connection import IdleConnections, PolledConnection
 
 log = logger("spark")
 
@@ -140,8 +140,8 @@ class _TaskReader:
         self.options = options
         self.in_flight = 0
         self._idle = get_or_create(IdleConnections, options.client, IdleConnections)
-        self._attempts: dict[str, asyncio.Task[BlockingConnection]] = {}  # used on the I/O thread only
-        self._connections: dict[BlockingConnection, None] = {}
+        self._attempts: dict[str, asyncio.Task[PolledConnection]] = {}  # used on the I/O thread only
+        self._connections: dict[PolledConnection, None] = {}
         self._selector = selectors.DefaultSelector()
         self._pending = deque(ranges)
         self._pullers: dict[RangePuller, None] = {}
@@ -262,7 +262,7 @@ class _TaskReader:
         self._ready_rows += rows
         self._ready_bytes += len(pulled.records)
 
-    def watch(self, connection: BlockingConnection) -> None:
+    def watch(self, connection: PolledConnection) -> None:
         self._drop_closed()
         if connection not in self._connections and not connection.closed:
             self._connections[connection] = None
@@ -288,16 +288,16 @@ class _TaskReader:
 
     # --- on the I/O thread
 
-    async def connection(self, address: str) -> BlockingConnection:
+    async def connection(self, address: str) -> PolledConnection:
         attempt = self._attempts.get(address)
         if attempt is None or (attempt.done() and ((found := _result(attempt)) is None or found.closed)):
             attempt = self._attempts[address] = self.cluster.loop.create_task(self._open(address))
         return await asyncio.shield(attempt)
 
-    async def _open(self, address: str) -> BlockingConnection:
-        return self._idle.take(address) or await self.cluster.open_blocking_connection(address)
+    async def _open(self, address: str) -> PolledConnection:
+        return self._idle.take(address) or await self.cluster.open_polled_connection(address)
 
-    def _stop_attempts(self, known: Sequence[BlockingConnection]) -> None:
+    def _stop_attempts(self, known: Sequence[PolledConnection]) -> None:
         for attempt in self._attempts.values():
             if not attempt.done():
                 attempt.cancel()
@@ -305,5 +305,5 @@ class _TaskReader:
                 self._idle.put(found)
 
 
-def _result(attempt: asyncio.Task[BlockingConnection]) -> BlockingConnection | None:
+def _result(attempt: asyncio.Task[PolledConnection]) -> PolledConnection | None:
     return None if attempt.cancelled() or attempt.exception() is not None else attempt.result()

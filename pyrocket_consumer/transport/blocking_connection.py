@@ -34,7 +34,7 @@ _MAX_OPAQUE = 0x7FFFFFFF
 _WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
-class BlockingConnection:
+class PolledConnection:
     """Requests to one server. It works only inside its methods, and no method blocks.
 
     Call `receive()` when the socket is readable, `flush()` after requests, and `expire()` after a deadline. It does
@@ -192,7 +192,7 @@ class BlockingConnection:
             on_response(error, EMPTY_SLICE)
 
 
-async def open_blocking_connection(
+async def open_polled_connection(
     loop: asyncio.AbstractEventLoop,
     address: str,
     *,
@@ -201,7 +201,7 @@ async def open_blocking_connection(
     tls: ssl.SSLContext | None = None,
     sign: Sign | None = None,
     max_frame_bytes: int = MAX_FRAME_BYTES,
-) -> BlockingConnection:
+) -> PolledConnection:
     """Return a new connection to `address`, which any one thread may use.
 
     Raises:
@@ -224,7 +224,7 @@ async def open_blocking_connection(
     attempt = loop.run_in_executor(None, connect)
     async with connect_errors(address, timeout_s, tls):
         try:
-            return BlockingConnection(await asyncio.shield(attempt), address, sign, max_frame_bytes)
+            return PolledConnection(await asyncio.shield(attempt), address, sign, max_frame_bytes)
         except asyncio.CancelledError:
             attempt.add_done_callback(_close_unwanted)
             raise
@@ -240,10 +240,10 @@ class IdleConnections:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[str, list[BlockingConnection]] = {}
+        self._idle: dict[str, list[PolledConnection]] = {}
         self._closed = False
 
-    def take(self, address: str) -> BlockingConnection | None:
+    def take(self, address: str) -> PolledConnection | None:
         """Return a connection to `address` that is still open, or None."""
         while True:
             with self._lock:
@@ -255,7 +255,7 @@ class IdleConnections:
                 return connection
             connection.close("ended while it was idle")
 
-    def put(self, connection: BlockingConnection) -> None:
+    def put(self, connection: PolledConnection) -> None:
         """Keep `connection` for a later `take`. It is closed if it still has pending requests."""
         with self._lock:
             if connection.is_reusable() and not self._closed:

@@ -52,10 +52,10 @@ class IoThread:
 
     def _reject(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Raise in the caller that waits for `coroutine`, because it will not start."""
-        tell = self._not_started.pop(coroutine, None)
-        if tell is not None:
+        reject = self._not_started.pop(coroutine, None)
+        if reject is not None:
             coroutine.close()
-            tell()
+            reject()
 
     def _run_until_stopped(self) -> bool:
         """Run the loop until `stop`. Return False if a task raised SystemExit or KeyboardInterrupt."""

@@ -15,9 +15,9 @@ import pytest
 from pyrocket_consumer.errors import ConnectError, ConnectionLost, ProtocolError, RequestTimeout
 from pyrocket_consumer.protocol.frame import RemotingCommand, decode_command, encode_command
 from pyrocket_consumer.transport.blocking_connection import (
-    BlockingConnection,
     IdleConnections,
-    open_blocking_connection,
+    PolledConnection,
+    open_polled_connection,
 )
 
 pytestmark = pytest.mark.live
@@ -48,11 +48,11 @@ class BlockingPeer:
 
 
 @contextmanager
-def connected() -> Iterator[tuple[BlockingConnection, BlockingPeer]]:
+def connected() -> Iterator[tuple[PolledConnection, BlockingPeer]]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.settimeout(WAIT_S)
-    connection = BlockingConnection(ours, "broker:1")
+    connection = PolledConnection(ours, "broker:1")
     with theirs:
         yield connection, BlockingPeer(theirs)
         connection.close("the test is over")
@@ -61,7 +61,7 @@ def connected() -> Iterator[tuple[BlockingConnection, BlockingPeer]]:
 class SentRequest:
     """A request, and its result."""
 
-    def __init__(self, connection: BlockingConnection, *, now: float = 0.0, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, connection: PolledConnection, *, now: float = 0.0, timeout_s: float = TIMEOUT_S) -> None:
         self.responses: list[RemotingCommand | Exception] = []
         self.extents = []
         command = RemotingCommand(11, {"n": "1"})
@@ -76,31 +76,31 @@ class SentRequest:
         return [bytes(extent) for extent in self.extents]
 
 
-def receive(connection: BlockingConnection) -> None:
+def receive(connection: PolledConnection) -> None:
     """Wait for bytes, and read them."""
     assert select.select([connection.socket], [], [], WAIT_S)[0]
     assert connection.receive()
 
 
-def receive_all(connection: BlockingConnection) -> None:
+def receive_all(connection: PolledConnection) -> None:
     """Read responses until no request is pending."""
     while connection.waiting:
         receive(connection)
 
 
 @pytest.fixture
-def link() -> Iterator[tuple[BlockingConnection, BlockingPeer]]:
+def link() -> Iterator[tuple[PolledConnection, BlockingPeer]]:
     with connected() as both:
         yield both
 
 
 @pytest.fixture
-def connection(link: tuple[BlockingConnection, BlockingPeer]) -> BlockingConnection:
+def connection(link: tuple[PolledConnection, BlockingPeer]) -> PolledConnection:
     return link[0]
 
 
 @pytest.fixture
-def server(link: tuple[BlockingConnection, BlockingPeer]) -> BlockingPeer:
+def server(link: tuple[PolledConnection, BlockingPeer]) -> BlockingPeer:
     return link[1]
 
 
@@ -204,9 +204,9 @@ def listening() -> Iterator[tuple[str, socket.socket]]:
         yield f"127.0.0.1:{listener.getsockname()[1]}", listener
 
 
-def opened(address: str) -> BlockingConnection:
-    async def opening() -> BlockingConnection:
-        return await open_blocking_connection(asyncio.get_running_loop(), address, timeout_s=TIMEOUT_S)
+def opened(address: str) -> PolledConnection:
+    async def opening() -> PolledConnection:
+        return await open_polled_connection(asyncio.get_running_loop(), address, timeout_s=TIMEOUT_S)
 
     return asyncio.run(opening())
 

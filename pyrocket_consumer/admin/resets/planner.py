@@ -139,7 +139,9 @@ async def plan_reset(
     members = tuple(
         MemberPlan(each, replies[each.client_id], *_describe_claim(replies[each.client_id], has_row))
         if store is not None
-        else _member_plan(each, replies[each.client_id], decided, brokers, all_queues, alone=member is not None)
+        else _member_plan(
+            each, replies[each.client_id], decided, brokers, all_queues, is_single_member=member is not None
+        )
         for each in found.members
     )
     way = way_for(decided, members) if member is None else ResetWay.MEMBER
@@ -383,10 +385,10 @@ def _member_plan(
     model: MessageModel,
     brokers: Sequence[BrokerPlan],
     all_queues: bool,
-    alone: bool,
+    is_single_member: bool,
 ) -> MemberPlan:
     reachable, how = _describe_reach(member, reply, model, brokers, all_queues)
-    if alone and reply.kind is RelayStatus.FOREIGN:
+    if is_single_member and reply.kind is RelayStatus.FOREIGN:
         reachable, how = False, f"{member.client} cannot be reset alone by any call; {_MANUAL_RESET}"
     if member.connections > 1:
         how += f"; {member.connections} processes share this client id, and only one of them can receive requests"

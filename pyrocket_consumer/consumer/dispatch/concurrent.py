@@ -136,7 +136,7 @@ class Workers(Protocol):
     def waiting(self) -> int:
         """Return approximately how many chunks wait for a worker."""
 
-    def settle(self, chunk: Chunk) -> None:
+    def report_finished(self, chunk: Chunk) -> None:
         """Acknowledge or report the finished messages of a chunk in progress; not for ordered queues."""
 
     def stop(self) -> None:
@@ -271,7 +271,7 @@ class _ChunkRunner:
         self.reporter.listener_raised(chunk.window, messages[0], error)  # last, because a user's logging may raise, too
         return continues
 
-    def settle(self, chunk: Chunk) -> None:
+    def report_finished(self, chunk: Chunk) -> None:
         """Acknowledge or report the finished messages of a chunk that a worker still processes. I/O thread."""
         try:
             chunk.window.ack(pop_all(chunk.done))
@@ -385,7 +385,7 @@ class ThreadWorkers(_ChunkRunner):
 
     async def call_once(self, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """Call on a separate daemon thread."""
-        answer = self._loop.create_future()
+        outcome = self._loop.create_future()
 
         def run() -> None:
             _calling.set(self)
@@ -400,11 +400,11 @@ class ThreadWorkers(_ChunkRunner):
                 pass  # the loop has ended
 
         def resolve(result: Any, raised: BaseException | None) -> None:
-            if not answer.done():
-                answer.set_result((result, raised))
+            if not outcome.done():
+                outcome.set_result((result, raised))
 
         threading.Thread(target=run, name="pyrocket-consume-once", daemon=True).start()
-        found: tuple[Any, BaseException | None] = await answer
+        found: tuple[Any, BaseException | None] = await outcome
         return found
 
     def _work(self, slot: Slot) -> None:
@@ -789,7 +789,7 @@ class ConcurrentService(ConsumeService):
                 if chunk.begun_at and now - chunk.begun_at > STUCK_AFTER_S:
                     for unit in pop_all(chunk.todo):
                         workers.put(Chunk(chunk.window, chunk.listener, deque((unit,))))
-                    workers.settle(chunk)
+                    workers.report_finished(chunk)
         self._quiet_checks = 0 if busy else self._quiet_checks + 1
         if self._quiet_checks < 3:  # a worker may be between taking a chunk and setting its slot
             self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
@@ -819,7 +819,7 @@ class ConcurrentService(ConsumeService):
             for slot in workers.slots:
                 if (chunk := slot.chunk) is not None:
                     pop_all(chunk.todo)
-                    workers.settle(chunk)
+                    workers.report_finished(chunk)
 
 
 def pop_all(source: deque[T] | list[T]) -> list[T]:

@@ -157,7 +157,7 @@ class Retries:
             try:
                 async with self._slots.setdefault(window.queue.broker_name, asyncio.Semaphore(SEND_BACK_LIMIT)):
                     given_up = await self._send_back(window, message, send_back.delay_level)
-                self._settle(window, message, given_up)
+                self._finish(window, message, given_up)
             except RocketError as error:
                 text = f"message {describe_id(message)} stays at this member and is retried: {error}"
                 self._context.emit_throttled(EventKind.SEND_BACK_FAILED, text, window.queue)
@@ -188,7 +188,7 @@ class Retries:
         if message._done:  # a late response has finished it
             return 0.0
         try:
-            self._settle(window, message, await self._send_back(window, message, -1))
+            self._finish(window, message, await self._send_back(window, message, -1))
         except RocketError as error:
             text = f"message {describe_id(message)} is not given up yet and is retried: {error}"
             self._context.emit_throttled(EventKind.SEND_BACK_FAILED, text, window.queue)
@@ -197,7 +197,7 @@ class Retries:
 
     # --- the end of a message
 
-    def _settle(self, window: ProcessQueue, message: Message, given_up: bool) -> None:
+    def _finish(self, window: ProcessQueue, message: Message, given_up: bool) -> None:
         """Finish a message that a broker has accepted."""
         unanswered = self._unanswered.get(identity(message))
         # A late response to an earlier copy does not answer the request of the present copy.
@@ -285,7 +285,7 @@ class Retries:
         for _ in range(MAX_TRIES):
             try:
                 await context.cluster.broker(window.queue.broker_name).send_back(
-                    context.name, message, delay_level, most, on_late=partial(self._settle, window, message, given_up)
+                    context.name, message, delay_level, most, on_late=partial(self._finish, window, message, given_up)
                 )
                 return given_up
             except FlowControl as busy:

@@ -35,7 +35,7 @@ HEARTBEAT_WAIT_S = 1.0
 BEGIN_LIMIT = 200
 """How many queues of one broker begin at a time. Thousands of requests at once would wait too long for responses."""
 
-STRATEGY_S = 3.0
+STRATEGY_TIMEOUT_S = 3.0
 """How long an allocation strategy of the user may take."""
 
 _SOON_S = 0.001  # timers are not more exact
@@ -256,12 +256,12 @@ class Rebalance:
         async with self._strategy_lock:  # each topic's call may take the whole time
             if self._hanging_call is None or self._hanging_call.done():
                 calling = self._context.loop.run_in_executor(self._strategy_thread, call)
-                await asyncio.wait([calling], timeout=STRATEGY_S)
+                await asyncio.wait([calling], timeout=STRATEGY_TIMEOUT_S)
                 if calling.done():
                     return calling.result()
                 calling.add_done_callback(lambda done: done.exception())
                 self._hanging_call = calling
-        raise ConfigError(f"the allocation strategy has not returned within {STRATEGY_S:g} s")
+        raise ConfigError(f"the allocation strategy has not returned within {STRATEGY_TIMEOUT_S:g} s")
 
     def _report_error(self, topic: str, error: RocketError) -> None:
         context = self._context

@@ -242,7 +242,7 @@ class PullLoop:
     def pull(self) -> None:
         """Send as many pulls as the window has space for. Called at the start, after responses, and by a wake-up."""
         if self._is_suspended() or self._host.paused(self.queue):
-            self.window.withdraw()
+            self.window.stop_waiting()
             return
         while True:
             in_flight = self._in_flight

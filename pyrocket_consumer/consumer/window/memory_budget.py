@@ -87,7 +87,7 @@ class MemoryBudget:
     def reserve(self, window: PullWaiter, held: int, expected: int, *, ahead: bool = False) -> bool:
         """Return whether `window`, which holds `held` bytes, may pull; count `expected` bytes until `settle`.
 
-        Otherwise the budget wakes the window later, which must then pull or call `withdraw`. With `ahead` it is not
+        Otherwise the budget wakes the window later, which must then pull or call `stop_waiting`. With `ahead` it is not
         woken, because it has other pulls in flight.
         """
         with self._lock:
@@ -138,7 +138,7 @@ class MemoryBudget:
             self._over_limit.discard(window)
             return self._grant_waiting()
 
-    def withdraw(self, window: PullWaiter) -> list[PullWaiter]:
+    def stop_waiting(self, window: PullWaiter) -> list[PullWaiter]:
         """Let another window pull in place of `window`, which does not pull now."""
         with self._lock:
             self._waiting.pop(window, None)

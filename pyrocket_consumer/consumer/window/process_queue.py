@@ -126,7 +126,7 @@ class ProcessQueue:
         with self._lock:
             self._move(QueueEvent.DROP)
             self.dropped = True
-        self.withdraw()
+        self.stop_waiting()
 
     def fence(self) -> int | None:
         """End this period and return the final commit offset, or None if it never started."""
@@ -263,9 +263,9 @@ class ProcessQueue:
         """Stop counting the `expected` bytes of a pull; `arrived` bytes of its response were accepted."""
         wake_all(self.budget.settle(self, expected, arrived))
 
-    def withdraw(self) -> None:
+    def stop_waiting(self) -> None:
         """Let other windows use the memory, because this one does not pull now."""
-        wake_all(self.budget.withdraw(self))
+        wake_all(self.budget.stop_waiting(self))
 
     def wake(self) -> None:
         """Pull more messages."""

@@ -368,7 +368,7 @@ class FakeWorkers:
         self.put = self.chunks.append
         self.stop = self.abandon = lambda: None
 
-    def settle(self, chunk):
+    def report_finished(self, chunk):
         chunk.window.ack(chunk.done[:])
         self.failed += chunk.failed
         chunk.done.clear()

@@ -405,12 +405,12 @@ def test_a_strategy_runs_on_its_own_thread():
 
     def slow(group, client_id, queues, members):
         threads.add(threading.current_thread())
-        time.sleep(rebalance.STRATEGY_S / 2.5)
+        time.sleep(rebalance.STRATEGY_TIMEOUT_S / 2.5)
         return queues
 
     async def scenario():
         routes = {topic: route(topic=topic) for topic in topics}
-        async with rebalancing(slow, routes=routes, wait_s=3 * rebalance.STRATEGY_S / 2.5 + 0.1) as group:
+        async with rebalancing(slow, routes=routes, wait_s=3 * rebalance.STRATEGY_TIMEOUT_S / 2.5 + 0.1) as group:
             assert group.emitted == []
             assert {queue.topic for queue in group.mine} == set(topics)
             assert len(group.mine) == 12

@@ -175,7 +175,7 @@ def test_a_grant_that_is_not_used_goes_to_the_next_window():
     sharing.windows[2].drop()  # the others do not wait for it
     sharing.windows[0].settle(100)
     assert sharing.woken == [1]
-    sharing.windows[1].withdraw()
+    sharing.windows[1].stop_waiting()
     assert sharing.woken == [1, 3]
     sharing.windows[3].drop()
     assert sharing.asks(0)
@@ -209,7 +209,7 @@ async def test_while_workers_are_idle_one_window_goes_beyond_the_limit():
     sharing.gets(1, 70, 0)
     await asyncio.sleep(memory_budget.OVER_LIMIT_EVERY_S / 2)
     assert sharing.woken == [1, 2]
-    sharing.windows[2].withdraw()
+    sharing.windows[2].stop_waiting()
     await asyncio.sleep(memory_budget.OVER_LIMIT_EVERY_S / 2)
     assert sharing.woken == [1, 2, 3]
     assert not sharing.asks(0)
@@ -316,7 +316,7 @@ def test_all_is_consumed_within_the_limit(limit, sizes, random):
             awake.discard(number)
             if not left.get(number):
                 left.pop(number, None)
-                sharing.windows[number].withdraw()
+                sharing.windows[number].stop_waiting()
             elif sharing.asks(number, expected := random.randint(1, 400)):
                 requested[number] = expected
         awake.update(sharing.woken)
