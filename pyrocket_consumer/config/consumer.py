@@ -73,9 +73,9 @@ class ConsumerConfig(ClientConfig):
     )
     max_cached_bytes: PerTopic = option(
         100 * MIB,
-        "the memory for unfinished messages of the whole consumer, or of a topic. A queue is pulled while it holds "
-        "less than the rest of that memory, or while it holds no message and its turn is next. Running listener calls "
-        "decompress at most as much again, or one body",
+        "the memory for unfinished messages of the whole consumer, or of a topic. A queue is pulled while it "
+        "has fewer unfinished bytes than are free, or while it has none and its turn is next. Running listener calls "
+        "decompress at most as many bytes again, or one body",
         per_topic(1, 1 << 40),
         allowed="bytes, or `{topic: n}`",
     )
@@ -143,7 +143,10 @@ class ConsumerConfig(ClientConfig):
         one_of("fsync", "process", "checkpoint"),
     )
     on_unreadable_store: Literal["raise", "backup", "start_over"] = option(
-        "backup", "the reaction to a damaged local file", one_of("raise", "backup", "start_over")
+        "backup",
+        'the reaction to a damaged local file. `"backup"` reads `offsets.json.bak`, and raises if that is damaged, '
+        'too. `"start_over"` then begins with the journal only. `"raise"` raises at once',
+        one_of("raise", "backup", "start_over"),
     )
     remote_reset: Literal["accept", "refuse"] = option(
         "accept",

@@ -104,8 +104,8 @@ class _BaseConsumer:
             max_cached_messages (1000; 1–1 000 000, or {topic: n}): the number of unfinished messages of a queue at
                 which pulling pauses
             max_cached_bytes (100 MiB; bytes, or {topic: n}): the memory for unfinished messages of the whole consumer,
-                or of a topic. A queue is pulled while it holds less than the rest of that memory, or while it holds no
-                message and its turn is next. Running listener calls decompress at most as much again, or one body
+                or of a topic. A queue is pulled while it has fewer unfinished bytes than are free, or while it has none
+                and its turn is next. Running listener calls decompress at most as many bytes again, or one body
             max_body_bytes (64 MiB; 1024–2³⁰, bytes): the largest body after decompression. A message with a larger one
                 moves to %DLQ% at once
             max_span (2000; 1–65535): the largest distance between the oldest unfinished offset and the newest pulled
@@ -132,7 +132,9 @@ class _BaseConsumer:
             durability ("fsync"; "fsync", "process", "checkpoint"): the events that a stored offset of the local file
                 survives. With "fsync" and "checkpoint" it survives a power failure, and with "process" the end of the
                 process. Java clients can read each offset of "checkpoint"
-            on_unreadable_store ("backup"; "raise", "backup", "start_over"): the reaction to a damaged local file
+            on_unreadable_store ("backup"; "raise", "backup", "start_over"): the reaction to a damaged local file.
+                "backup" reads offsets.json.bak, and raises if that is damaged, too. "start_over" then begins with the
+                journal only. "raise" raises at once
             remote_reset ("accept"; "accept", "refuse"): whether brokers, admins and other members may move the offsets
                 of this member; see docs/resets.md
             reset_record_interval_s (60; 0.05–86400 s): broadcasting: the time between two checks for a recorded reset
