@@ -39,10 +39,10 @@ from pyrocket_consumer.protocol.command import GetRouteInfoHeader, Header, reque
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.addresses import Addresses, OnAddressRefused
-from pyrocket_consumer.transport.blocking_connection import PolledConnection, open_polled_connection
 from pyrocket_consumer.transport.connection import Connection, OnLateResponse, Sign
 from pyrocket_consumer.transport.connections import MAYBE_PLAINTEXT, Connections
 from pyrocket_consumer.transport.io_thread import IoThread
+from pyrocket_consumer.transport.polled_connection import PolledConnection, open_polled_connection
 
 log = logger("cluster")
 

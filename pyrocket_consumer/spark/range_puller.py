@@ -42,7 +42,7 @@ from pyrocket_consumer.spark.options import ReadOptions
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES, RetryPolicy
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.blocking_connection import EMPTY_SLICE, PolledConnection
+from pyrocket_consumer.transport.polled_connection import EMPTY_SLICE, PolledConnection
 
 log = logger("spark")
 

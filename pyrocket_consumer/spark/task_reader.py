@@ -27,7 +27,7 @@ from pyrocket_consumer.spark.range_puller import RangePuller, ReadFailed
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.blocking_connection import IdleConnections, PolledConnection
+from pyrocket_consumer.transport.polled_connection import IdleConnections, PolledConnection
 
 log = logger("spark")
 

@@ -14,7 +14,7 @@ import pytest
 
 from pyrocket_consumer.errors import ConnectError, ConnectionLost, ProtocolError, RequestTimeout
 from pyrocket_consumer.protocol.frame import RemotingCommand, decode_command, encode_command
-from pyrocket_consumer.transport.blocking_connection import (
+from pyrocket_consumer.transport.polled_connection import (
     IdleConnections,
     PolledConnection,
     open_polled_connection,
