@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from pyrocket_consumer.config import Place, check_place, trusting
+from pyrocket_consumer.config import OffsetSpec, check_offset_spec, trusting
 from pyrocket_consumer.errors import ConfigError
 
 _ACCOUNT = ("access_key", "secret_key", "security_token")
@@ -80,10 +80,10 @@ def add_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", choices=("table", "json"), default="table", help="format (default: table)")
 
 
-def start_point(text: str) -> Place:
+def offset_spec(text: str) -> OffsetSpec:
     """Parse the start of a read: first, last, or a time with its zone."""
     try:
-        return check_place("PLACE", text)
+        return check_offset_spec("PLACE", text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -15,9 +15,9 @@ from pyrocket_consumer.cli.arguments import (
     add_connection,
     add_output,
     connection,
+    offset_spec,
     positive_number,
     queue_name,
-    start_point,
     whole_number,
 )
 from pyrocket_consumer.cli.streams import (
@@ -68,7 +68,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command.add_argument(
         "--from",
         dest="start",
-        type=start_point,
+        type=offset_spec,
         metavar="PLACE",
         help="first (default), last (and follow), or a time with its zone: 2026-11-21T08:00:00Z. "
         "With --group, where it starts in queues without an offset; it stores that offset at once (default: last)",

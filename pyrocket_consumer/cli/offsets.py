@@ -17,9 +17,9 @@ from pyrocket_consumer.cli.arguments import (
     add_connection,
     add_output,
     connection,
+    offset_spec,
     queue_name,
     seconds,
-    start_point,
     whole_number,
 )
 from pyrocket_consumer.cli.streams import Interrupts, print_json, print_line, print_to_stderr
@@ -116,7 +116,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         )
     reset.add_argument(
         "--to",
-        type=start_point,
+        type=offset_spec,
         metavar="PLACE",
         help="earliest, latest, or a time with its zone: 2026-11-21T08:00:00Z",
     )

@@ -10,7 +10,7 @@ from typing import TypeVar
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.cluster import Cluster
 from pyrocket_consumer.cluster.gather import gather_limited
-from pyrocket_consumer.config import Place, check_place, check_queues
+from pyrocket_consumer.config import OffsetSpec, check_offset_spec, check_queues
 from pyrocket_consumer.errors import ConfigError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.reset_format import MAX_RECORDED_OFFSET
@@ -29,14 +29,14 @@ _MAX_QUEUES_PER_ROUND = 200
 V = TypeVar("V", int, int | None)
 
 
-def check_to(to: object) -> Place | dict[MessageQueue, int]:
+def check_to(to: object) -> OffsetSpec | dict[MessageQueue, int]:
     """Return the checked `to`: a position for every queue, or offsets of some.
 
     Raises:
         ConfigError: it is not a value of `To`. The text names the value and the allowed ones.
     """
     if not isinstance(to, Mapping):
-        return check_place("to", to, ", or {queue: offset}")
+        return check_offset_spec("to", to, ", or {queue: offset}")
     if not to:
         raise ConfigError("to={} names no queue; give at least one, or a place for all")
     for queue, offset in to.items():
@@ -51,7 +51,7 @@ def check_to(to: object) -> Place | dict[MessageQueue, int]:
 
 
 async def fetch_offsets_at(
-    cluster: Cluster, spec: Place, queues: Iterable[MessageQueue], *, groups: Sequence[str]
+    cluster: Cluster, spec: OffsetSpec, queues: Iterable[MessageQueue], *, groups: Sequence[str]
 ) -> dict[MessageQueue, int]:
     """Return the offset of `spec` in each of `queues`, from all brokers concurrently.
 

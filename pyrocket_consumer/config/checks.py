@@ -248,10 +248,10 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{name}={safe_repr(value)} is not allowed; choose one of {', '.join(map(repr, allowed))}")
 
 
-Place = Literal["first", "last"] | datetime
+OffsetSpec = Literal["first", "last"] | datetime
 """A place in every queue: its first message, its end, or the first message stored at that time or later."""
 
-_PLACES: Mapping[str, Literal["first", "last"]] = {
+_NAMED_SPECS: Mapping[str, Literal["first", "last"]] = {
     "first": "first",
     "earliest": "first",
     "last": "last",
@@ -259,7 +259,7 @@ _PLACES: Mapping[str, Literal["first", "last"]] = {
 }
 
 
-def check_place(name: str, value: object, or_else: str = "") -> Place:
+def check_offset_spec(name: str, value: object, or_else: str = "") -> OffsetSpec:
     """Return the place `value` means: "first" (or "earliest"), "last" (or "latest"), an aware datetime, or its text.
 
     `or_else` ends the list of allowed values in the error.
@@ -269,8 +269,8 @@ def check_place(name: str, value: object, or_else: str = "") -> Place:
     """
     at = value
     if isinstance(value, str):
-        if value in _PLACES:
-            return _PLACES[value]
+        if value in _NAMED_SPECS:
+            return _NAMED_SPECS[value]
         try:
             at = datetime.fromisoformat(value)
         except ValueError:

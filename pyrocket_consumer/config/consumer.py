@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pyrocket_consumer.config.checks import check_choice, check_group, check_place
+from pyrocket_consumer.config.checks import check_choice, check_group, check_offset_spec
 from pyrocket_consumer.config.client import ClientConfig
 from pyrocket_consumer.config.option import MIB, flag, one_of, option, per_topic, seconds, whole
 from pyrocket_consumer.errors import ConfigError
@@ -144,7 +144,7 @@ class ConsumerConfig(ClientConfig):
     )
     on_unreadable_store: Literal["raise", "backup", "start_over"] = option(
         "backup",
-        'the reaction to a damaged local file. `"backup"` reads `offsets.json.bak`, and raises if that is damaged, '
+        'what to do about a damaged local file. `"backup"` reads `offsets.json.bak`, and raises if that is damaged, '
         'too. `"start_over"` then begins with the journal only. `"raise"` raises at once',
         one_of("raise", "backup", "start_over"),
     )
@@ -174,7 +174,7 @@ class ConsumerConfig(ClientConfig):
             self._replace(message_model=MessageModel(self.message_model))
         except ValueError:
             check_choice("message_model", self.message_model, [model.value for model in MessageModel])
-        self._replace(consume_from=check_place("consume_from", self.consume_from))
+        self._replace(consume_from=check_offset_spec("consume_from", self.consume_from))
         if self.max_reconsume_times is not None:
             whole(0, 2**31 - 1).apply("max_reconsume_times", self.max_reconsume_times)
         if not self.auto_commit and not self.orderly:

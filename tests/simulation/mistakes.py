@@ -93,7 +93,7 @@ async def cancelled_move(right, self, work, what):
     return await work
 
 
-@mistake(_ChunkRunner, "settle")
+@mistake(_ChunkRunner, "report_finished")
 def chunk_that_keeps_a_failure(right, self, chunk):
     """A failed message is sent back only after the worker has finished its whole chunk."""
     chunk.window.ack(pop_all(chunk.done))

@@ -42,7 +42,7 @@ from pyrocket_consumer.cluster.offset_lookup import (
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.config import (
-    Place,
+    OffsetSpec,
 )
 from pyrocket_consumer.errors import (
     BrokerError,
@@ -83,7 +83,7 @@ async def plan_reset(
     cluster: Cluster,
     group: str,
     topic: str,
-    where: Place | Mapping[MessageQueue, int],
+    where: OffsetSpec | Mapping[MessageQueue, int],
     wanted: Sequence[MessageQueue] | None,
     model: str | None,
     member: str | None,
@@ -275,7 +275,7 @@ def _choose_queues(
     route: TopicRoute,
     topic: str,
     wire_topic: str,
-    to: Place | Mapping[MessageQueue, int],
+    to: OffsetSpec | Mapping[MessageQueue, int],
     wanted: Sequence[MessageQueue] | None,
 ) -> list[MessageQueue]:
     """Return the queues to move, with the topic names of brokers."""
@@ -365,7 +365,7 @@ async def _infer_model(
 
 
 async def _fetch_targets(
-    cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue], to: Place | Mapping[MessageQueue, int]
+    cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue], to: OffsetSpec | Mapping[MessageQueue, int]
 ) -> list[QueueTarget]:
     ends = await fetch_first_and_last(cluster, queues)
     if isinstance(to, Mapping):
