@@ -144,8 +144,8 @@ class ConsumerConfig(ClientConfig):
     )
     on_unreadable_store: Literal["raise", "backup", "start_over"] = option(
         "backup",
-        'what to do about a damaged local file. `"backup"` reads `offsets.json.bak`, and raises if that is damaged, '
-        'too. `"start_over"` then begins with the journal only. `"raise"` raises at once',
+        'the reaction to a damaged local file. With `"backup"` the store reads `offsets.json.bak`, and raises if that '
+        'is damaged, too. With `"start_over"` it then begins with the journal only. With `"raise"` it raises at once',
         one_of("raise", "backup", "start_over"),
     )
     remote_reset: Literal["accept", "refuse"] = option(

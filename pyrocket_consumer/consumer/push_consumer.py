@@ -132,9 +132,9 @@ class _BaseConsumer:
             durability ("fsync"; "fsync", "process", "checkpoint"): the events that a stored offset of the local file
                 survives. With "fsync" and "checkpoint" it survives a power failure, and with "process" the end of the
                 process. Java clients can read each offset of "checkpoint"
-            on_unreadable_store ("backup"; "raise", "backup", "start_over"): the reaction to a damaged local file.
-                "backup" reads offsets.json.bak, and raises if that is damaged, too. "start_over" then begins with the
-                journal only. "raise" raises at once
+            on_unreadable_store ("backup"; "raise", "backup", "start_over"): the reaction to a damaged local file. With
+                "backup" the store reads offsets.json.bak, and raises if that is damaged, too. With "start_over" it then
+                begins with the journal only. With "raise" it raises at once
             remote_reset ("accept"; "accept", "refuse"): whether brokers, admins and other members may move the offsets
                 of this member; see docs/resets.md
             reset_record_interval_s (60; 0.05–86400 s): broadcasting: the time between two checks for a recorded reset
