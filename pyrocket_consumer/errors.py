@@ -1,4 +1,4 @@
-"""All exceptions that the package raises. Each text has the cause, the place and a remedy. All can be pickled."""
+"""All exceptions that the package raises. A text names the object, the cause and a remedy. All can be pickled."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Fenced(RocketError):
 
 
 class ClientClosed(RocketError):
-    """The consumer, producer or admin is closed, or not started, or was started before a fork; make a new one."""
+    """The client is closed, not started, or was started before a fork. Call `start()`, or create a new one."""
 
 
 ConsumerClosed = ClientClosed
@@ -175,7 +175,7 @@ ConsumerClosed = ClientClosed
 
 
 class SendError(RocketError):
-    """A message was not stored. `attempts` has one text for each attempt: the broker and its answer.
+    """A message was not stored. `attempts` has one text for each attempt: the broker and its response.
 
     `stored` is the number of messages that were stored when several were sent together: the first ones.
     """

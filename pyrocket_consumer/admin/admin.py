@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class Admin:
-    """Creates, deletes and lists topics and groups. It starts with the first call, or with `with`.
+    """Manages topics, groups and their offsets. It starts with the first call, or with `with`.
 
         with Admin(name_server="127.0.0.1:9876") as admin:
             admin.create_topic("orders", queues=8)
@@ -161,7 +161,7 @@ class Admin:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClientClosed("this admin is closed; make a new one")
+            raise ClientClosed("this Admin is closed; make a new one")
 
     def close(self) -> None:
         """Disconnect. A second close does nothing."""

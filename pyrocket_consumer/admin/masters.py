@@ -50,13 +50,13 @@ async def find_masters(
     if cluster_name is not None:
         if cluster_name not in info.clusters:
             raise ConfigError(
-                f"there is no cluster {cluster_name!r}; there are {join_truncated(sorted(info.clusters))}"
+                f"there is no cluster {cluster_name!r}; choose one of {join_truncated(sorted(info.clusters))}"
             )
         named = list(info.clusters[cluster_name])
     names = sorted(info.brokers) if named is None else sorted(named)
     unknown = [name for name in names if name not in info.brokers]
     if unknown:
-        raise ConfigError(f"there is no broker {unknown[0]!r}; there are {join_truncated(sorted(info.brokers))}")
+        raise ConfigError(f"there is no broker {unknown[0]!r}; choose one of {join_truncated(sorted(info.brokers))}")
     found = {name: info.brokers[name].addresses.get(MASTER_ID) for name in names}
     without = [name for name, address in found.items() if address is None]
     if without or not found:

@@ -42,8 +42,9 @@ def add_connection(command: argparse.ArgumentParser) -> None:
     """Add the options for the cluster's address and the account; `connection` reads them."""
     group = command.add_argument_group(
         "cluster",
-        "The account is read from PYROCKET_ACCESS_KEY, PYROCKET_SECRET_KEY and, if it has one, "
-        "PYROCKET_SECURITY_TOKEN. It is not an option, because every user of the machine can see the arguments.",
+        "The variables PYROCKET_ACCESS_KEY and PYROCKET_SECRET_KEY set the account,\n"
+        "and PYROCKET_SECURITY_TOKEN its token, if it has one. They are not options,\n"
+        "because every user of the machine can see the arguments of a command.",
     )
     group.add_argument("-n", "--name-server", metavar="HOST:PORT[;...]", help="name servers (default: NAMESRV_ADDR)")
     group.add_argument("--tls", action="store_true", help="encrypt, and trust the system's authorities")
@@ -51,7 +52,8 @@ def add_connection(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allowed-addresses",
         metavar="LIST",
-        help="where brokers may be, joined by commas: hosts, host:port, networks like 10.0.0.0/8 (default: anywhere)",
+        help="the only addresses of brokers to connect to, joined by commas: hosts, host:port, networks like "
+        "10.0.0.0/8 (default: all)",
     )
 
 
@@ -81,7 +83,7 @@ def add_output(command: argparse.ArgumentParser) -> None:
 
 
 def offset_spec(text: str) -> OffsetSpec:
-    """Parse the start of a read: first, last, or a time with its zone."""
+    """Parse first, last, or a time with its zone."""
     try:
         return check_offset_spec("PLACE", text)
     except ConfigError as error:
@@ -91,12 +93,12 @@ def offset_spec(text: str) -> OffsetSpec:
 def whole_number(text: str) -> int:
     """Parse a whole number from zero."""
     if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
 
 
 def queue_name(text: str) -> tuple[str, int]:
-    """Parse the name of a queue without its topic: broker and id."""
+    """Parse a queue without its topic: broker name and queue id."""
     broker, _, queue_id = text.rpartition("/")
     if not broker or not (queue_id.isascii() and queue_id.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not like broker-a/3")

@@ -49,7 +49,7 @@ _EXAMPLES = """\
   pyrocket consume -n 127.0.0.1:9876 orders --selector 'paid || refunded'
   pyrocket consume -n 127.0.0.1:9876 orders --group audit --count 10
 
-Without --group it joins no group and commits nothing. It ends at the offsets where the queues ended when it started.
+Without --group it joins no group and commits nothing. It ends at the last message that was stored when it started.
 With --group it is a member of the group while it runs. It shares the queues with the other members, and waits for
 messages. It commits only the messages that it has printed. --count, Ctrl-C, SIGTERM or a closed pipe (| head) end it.
 """
@@ -70,21 +70,21 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         dest="start",
         type=offset_spec,
         metavar="PLACE",
-        help="first (default), last (and follow), or a time with its zone: 2026-11-21T08:00:00Z. "
-        "With --group, where it starts in queues without an offset; it stores that offset at once (default: last)",
+        help="the start: first (default), last (and follow), or a time with its zone, like 2026-11-21T08:00:00Z. "
+        "With --group only for queues without an offset, and stored at once (default: last)",
     )
     command.add_argument(
         "--queue", action="append", type=queue_name, metavar="BROKER/ID", help="only this queue; repeatable"
     )
     command.add_argument("--offset", type=whole_number, metavar="N", help="start at this offset of the one --queue")
-    command.add_argument("--follow", action="store_true", help="at the end wait for messages (always with --group)")
+    command.add_argument("--follow", action="store_true", help="wait for new messages at the end, as with --group")
     command.add_argument("--selector", default="*", help="tags, for example 'paid || refunded' (default: *)")
     command.add_argument("--sql", help="properties, for example \"region = 'eu' AND price > 5\"")
     command.add_argument("--count", type=positive_number, help="stop after this many messages")
     command.add_argument(
         "--raw",
         action="store_true",
-        help="print bodies unchanged on a terminal, too, which executes escapes in them; without it, escapes are shown",
+        help="print bodies unchanged, although a terminal executes the escapes in them; without it, escapes are shown",
     )
     command.set_defaults(wrong_usage=command.error)
 
@@ -376,5 +376,5 @@ async def _queues(cluster: Cluster, options: argparse.Namespace) -> list[Message
         return existing
     named = {MessageQueue(options.topic, broker, queue_id) for broker, queue_id in options.queue}
     if unknown := sorted(named - set(existing)):
-        raise ConfigError(f"there is no queue {unknown[0]}; there are {', '.join(map(str, existing))}")
+        raise ConfigError(f"there is no queue {unknown[0]}; choose one of {', '.join(map(str, existing))}")
     return sorted(named)

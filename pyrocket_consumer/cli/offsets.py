@@ -82,16 +82,16 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     """Add the commands."""
     group = add_command(commands, "offsets", _SUMMARY, _EXAMPLES, lambda options: _print_usage(group))
     under = group.add_subparsers(dest="what", metavar="COMMAND")
-    show = add_command(under, "show", "show where a group is in each queue of a topic", _SHOW_EXAMPLES, run_show)
-    lag = add_command(under, "lag", "show how far a group is behind in each of its topics", _LAG_EXAMPLES, run_lag)
+    show = add_command(under, "show", "show a group's offset in each queue of a topic", _SHOW_EXAMPLES, run_show)
+    lag = add_command(under, "lag", "show a group's lag in each of its topics", _LAG_EXAMPLES, run_lag)
     reset = add_command(
         under, "reset", "plan a reset of a group, and with --execute do and verify it", _RESET_EXAMPLES, run_reset
     )
     forget = add_command(
-        under, "forget-reset", "remove what resets of a broadcasting group have recorded", _FORGET_EXAMPLES, run_forget
+        under, "forget-reset", "remove the recorded resets of a broadcasting group", _FORGET_EXAMPLES, run_forget
     )
     adopt = add_command(
-        under, "adopt", "take over the local offsets that a changed client id left behind", _ADOPT_EXAMPLES, run_adopt
+        under, "adopt", "move local offsets to the directory of a changed client id", _ADOPT_EXAMPLES, run_adopt
     )
     adopt.add_argument("orphan", help="directory of the store left behind")
     adopt.add_argument("directory", help="directory of the store that is used now")
@@ -118,7 +118,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--to",
         type=offset_spec,
         metavar="PLACE",
-        help="earliest, latest, or a time with its zone: 2026-11-21T08:00:00Z",
+        help="the target: earliest, latest, or a time with its zone, like 2026-11-21T08:00:00Z",
     )
     reset.add_argument(
         "--queue",
@@ -139,7 +139,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             help="SQLAlchemy URL of the database with the group's offsets; env:NAME reads it from a variable",
         )
         _add_table(command)
-    ddl = add_command(under, "ddl", "print the tables of offsets in a database", _DDL_EXAMPLES, run_ddl)
+    ddl = add_command(under, "ddl", "print the SQL that creates the tables of DatabaseOffsets", _DDL_EXAMPLES, run_ddl)
     ddl.add_argument("--dialect", required=True, choices=("sqlite", "postgresql", "mysql", "mariadb"))
     _add_table(ddl)
     ddl.add_argument("--inbox", action="store_true", help="include the table of consumed messages")
@@ -150,13 +150,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--unsubscribed", action="store_true", help="reset even if no online member subscribes to the topic"
     )
     reset.add_argument(
-        "--wait", type=seconds, default=30.0, metavar="SECONDS", help="total time to wait for members (30)"
+        "--wait", type=seconds, default=30.0, metavar="SECONDS", help="total time to wait for members (default: 30)"
     )
 
 
 def _add_table(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--table", default="pyrocket_offsets", metavar="NAME", help="the table's name (pyrocket_offsets)"
+        "--table", default="pyrocket_offsets", metavar="NAME", help="the table of --store (default: pyrocket_offsets)"
     )
 
 
@@ -582,5 +582,5 @@ def run_adopt(options: argparse.Namespace) -> int:
     if options.output == "json":
         _print_indented_json({"directory": options.directory, "kept": str(renamed)})
     else:
-        print_line(f"its offsets are in {options.directory} now; the old store is kept in {renamed}")
+        print_line(f"the offsets of {options.orphan} are in {options.directory} now; its files are kept in {renamed}")
     return 0

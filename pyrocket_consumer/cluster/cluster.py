@@ -54,7 +54,7 @@ _FIRST_REGISTER_PAUSE_S = 0.1
 _LONGEST_REGISTER_PAUSE_S = 5.0
 _LOSS_WINDOW_S = 10.0  # losses of a connection at most this far from each other count as consecutive
 _LOGGED_LOSSES = 3  # consecutive losses that are logged as warnings and cause an immediate heartbeat
-_MAX_UNANSWERED = 2  # consecutive calls without a response
+_MAX_UNANSWERED = 2  # consecutive calls without a response, after which the connection is closed
 _JITTER = 0.1  # of an interval, so that clients that start together do not send all later requests together
 
 

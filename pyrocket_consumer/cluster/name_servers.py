@@ -46,7 +46,7 @@ class Call(Protocol):
 
 
 class NameServers:
-    """The name servers of a cluster. All know the same routes, so any of them will do. Confined to the I/O thread."""
+    """The name servers of a cluster. All have the same routes, so any one suffices. Confined to the I/O thread."""
 
     def __init__(self, addresses: tuple[str, ...], call: Call, rng: random.Random) -> None:
         self.addresses = addresses
@@ -81,7 +81,7 @@ class NameServers:
             text = "it closes the connection at the first request; if it speaks TLS only, pass tls=True"
             raise ConnectError(error.address, text) from error
         except RequestTimeout as error:
-            text = f"no answer within {error.timeout_s:.3g} s: it is busy or not well, or something else listens there"
+            text = f"no answer within {error.timeout_s:.3g} s: it is busy or failing, or another program listens there"
             raise ConnectError(error.address, text) from error
 
     async def call(

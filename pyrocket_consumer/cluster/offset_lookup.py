@@ -30,7 +30,7 @@ V = TypeVar("V", int, int | None)
 
 
 def check_to(to: object) -> OffsetSpec | dict[MessageQueue, int]:
-    """Return the checked `to`: a position for every queue, or offsets of some.
+    """Return the checked `to`: one OffsetSpec for every queue, or the offsets of some.
 
     Raises:
         ConfigError: it is not a value of `To`. The text names the value and the allowed ones.
@@ -38,7 +38,7 @@ def check_to(to: object) -> OffsetSpec | dict[MessageQueue, int]:
     if not isinstance(to, Mapping):
         return check_offset_spec("to", to, ", or {queue: offset}")
     if not to:
-        raise ConfigError("to={} names no queue; give at least one, or a place for all")
+        raise ConfigError("to={} names no queue; give at least one, or for all queues 'earliest', 'latest' or a time")
     for queue, offset in to.items():
         if not isinstance(queue, MessageQueue):
             raise ConfigError(f"to={{{queue!r}: …}} is not allowed; the keys must be MessageQueues")
@@ -53,7 +53,7 @@ def check_to(to: object) -> OffsetSpec | dict[MessageQueue, int]:
 async def fetch_offsets_at(
     cluster: Cluster, spec: OffsetSpec, queues: Iterable[MessageQueue], *, groups: Sequence[str]
 ) -> dict[MessageQueue, int]:
-    """Return the offset of `spec` in each of `queues`, from all brokers concurrently.
+    """Return the offset that `spec` selects in each of `queues`, from all brokers concurrently.
 
     Brokers before 5.1.1 cannot search exactly by time. There this function pulls messages, with the first of `groups`
     that has the permission.
@@ -76,7 +76,7 @@ async def fetch_offsets_at(
                 denied = denied or error
             except RocketError as error:
                 return error
-        assert denied is not None, "a group to look with"
+        assert denied is not None, "`groups` is empty"
         return denied
 
     async def fetch(broker: Broker, batch: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError]:

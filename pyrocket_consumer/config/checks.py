@@ -249,7 +249,7 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 OffsetSpec = Literal["first", "last"] | datetime
-"""A place in every queue: its first message, its end, or the first message stored at that time or later."""
+"""One offset in every queue: that of its first message, its end, or the first message stored at that time or later."""
 
 _NAMED_SPECS: Mapping[str, Literal["first", "last"]] = {
     "first": "first",
@@ -260,7 +260,7 @@ _NAMED_SPECS: Mapping[str, Literal["first", "last"]] = {
 
 
 def check_offset_spec(name: str, value: object, or_else: str = "") -> OffsetSpec:
-    """Return the place `value` means: "first" (or "earliest"), "last" (or "latest"), an aware datetime, or its text.
+    """Return the OffsetSpec of `value`: "first" or "earliest", "last" or "latest", an aware datetime, or its text.
 
     `or_else` ends the list of allowed values in the error.
 
@@ -278,10 +278,12 @@ def check_offset_spec(name: str, value: object, or_else: str = "") -> OffsetSpec
     if not isinstance(at, datetime):
         raise ConfigError(
             f"{name}={safe_repr(value)} is not allowed; use 'first' or 'earliest', 'last' or 'latest', "
-            f"a time with its zone (an aware datetime, or text: 2026-11-21T08:00:00Z){or_else}"
+            f"{'' if or_else else 'or '}a time with its zone (an aware datetime, or text like 2026-11-21T08:00:00Z)"
+            f"{or_else}"
         )
     if at.tzinfo is None:
-        remedy = f"write {value}Z, or {value}+01:00" if isinstance(value, str) else "give it one: tzinfo=timezone.utc"
+        text = at.isoformat()  # of a date alone, too, which cannot have a zone
+        remedy = f"write {text}Z, or {text}+01:00" if isinstance(value, str) else "give it one: tzinfo=timezone.utc"
         raise ConfigError(f"{name}={safe_repr(value)} has no time zone; {remedy}")
     if at.timestamp() < 0:
         raise ConfigError(f"{name}={safe_repr(value)} is before 1970; use 'first'")

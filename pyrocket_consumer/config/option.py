@@ -83,9 +83,11 @@ def per_topic(low: int, high: int) -> Check:
     """Allow a whole number, or a mapping topic -> whole number."""
 
     def apply(name: str, value: Any) -> None:
-        numbers = value.values() if isinstance(value, Mapping) else [value]
-        for each in numbers:
-            check_int(name, each, low, high)
+        if isinstance(value, Mapping):
+            for topic, number in value.items():
+                check_int(f"{name}[{safe_repr(topic)}]", number, low, high)
+        else:
+            check_int(name, value, low, high)
         if isinstance(value, Mapping) and not all(isinstance(topic, str) for topic in value):
             raise ConfigError(
                 f"{name}={safe_repr(value)} is not allowed; it must be one number, or a number by topic name"

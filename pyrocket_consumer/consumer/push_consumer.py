@@ -234,7 +234,7 @@ class _BaseConsumer:
         if lifecycle.is_forked:
             raise ClientClosed("this consumer was started before a fork; make a new one in the child process")
         if lifecycle.member is None or lifecycle.member.state is not ConsumerState.RUNNING:
-            raise ClientClosed(f"{self!r} is not running")
+            raise ClientClosed(f"{self!r} is not running; call start() first, and after close() create a new one")
         return lifecycle.member
 
     def _subscribable_member(self) -> GroupMember:
@@ -603,7 +603,9 @@ async def _reset(member: GroupMember, topic: str, to: To, queues: list[MessageQu
     held = set(member.assignments.held(topic))
     if not held:
         topics = sorted(member.context.subscriptions.topics())
-        raise ConfigError(f"no queue of topic {topic!r} is held by this member; it holds {topics}")
+        raise ConfigError(
+            f"no queue of topic {topic!r} is held by this member, which subscribes to {', '.join(topics) or 'no topic'}"
+        )
     exact = where if isinstance(where, dict) else {}
     strangers = {*(queues or ()), *exact} - held
     if strangers:

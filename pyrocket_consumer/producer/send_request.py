@@ -87,10 +87,10 @@ class SendRequest:
         return connection.encode(self.to_command(template), opaque)
 
     def results(self, queue: MessageQueue, response: RemotingCommand) -> SendResult | list[SendResult]:
-        """Return the position in the response of the broker of `queue`; of a batch, the position of each message.
+        """Return where the broker of `queue` has stored the message; for a batch, where it has stored each one.
 
         Raises:
-            ProtocolError: the response contains no position.
+            ProtocolError: the response has no queue, offset or id.
         """
         fields = response.fields
         try:

@@ -47,7 +47,7 @@ class TransactionResult:
     """The position of the message (`sent`), and the result of the transaction.
 
     `decided` is the decision of the application, and `state` the one that the broker has accepted. If the broker
-    refused the decision or did not respond, `state` is UNKNOWN and `not_told` has the reason. The broker then calls
+    refused the decision or did not respond, `state` is UNKNOWN and `not_told` has the reason. The broker then requests
     `check`, if it still has the message.
     """
 

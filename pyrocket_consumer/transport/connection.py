@@ -284,7 +284,7 @@ class Connection(asyncio.BufferedProtocol):
     def _process(self, nbytes: int) -> bool:
         """Handle received commands, but limit their number, so that other tasks do not wait for long.
 
-        Returns whether commands are left and reading is paused.
+        Return whether commands are left and reading is paused.
         """
         began = self._loop.time()
         try:

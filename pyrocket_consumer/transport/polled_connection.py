@@ -35,7 +35,7 @@ _WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSL
 
 
 class PolledConnection:
-    """Requests to one server. It works only inside its methods, and no method blocks.
+    """Requests to one server, for a user that polls. It works only inside its methods, and no method blocks.
 
     Call `receive()` when the socket is readable, `flush()` after requests, and `expire()` after a deadline. It does
     not respond to requests that the server sends.

@@ -254,7 +254,7 @@ def test_messages_deleted_meanwhile_are_reported(orders, consume):
 @for_each(
     "arguments, reason",
     [
-        (["--queue", "broker-a/7"], "there is no queue orders/broker-a/7; there are orders/broker-a/0"),
+        (["--queue", "broker-a/7"], "there is no queue orders/broker-a/7; choose one of orders/broker-a/0"),
         (["--queue", "broker-a/0", "--offset", "9"], "offset 9 is not in orders/broker-a/0, which holds 0 to 5"),
         (["--selector", "paid | open"], "tags are joined by '||': 'paid || open'"),
         (["--selector", "paid | open", "--group", "g"], "tags are joined by '||': 'paid || open'"),

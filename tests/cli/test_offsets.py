@@ -217,7 +217,7 @@ def test_the_command_an_orphaned_store_s_event_names_adopts_it(embedded, tmp_pat
     code, _, stderr = pyrocket(*command[1:])
     assert (code, "holds offsets of 2 queues already" in stderr) == (1, True), stderr
     code, printed, _ = pyrocket(*command[1:], "--replace")
-    assert (code, f"its offsets are in {command[4]} now" in printed) == (0, True), printed
+    assert (code, f"the offsets of {command[3]} are in {command[4]} now" in printed) == (0, True), printed
     after, stderr = events_while_consuming(client_ip="10.0.0.9")
     assert (after.messages, stderr) == ([], [])
 

@@ -288,7 +288,7 @@ def _choose_queues(
         chosen = []
         for queue in wanted:
             if queue.topic not in (topic, wire_topic):
-                raise ConfigError(f"{queue} is not a queue of topic {topic}")
+                raise ConfigError(f"{queue} is not a queue of topic {topic}; name queues of this topic only")
             chosen.append(MessageQueue(wire_topic, queue.broker_name, queue.queue_id))
         strangers = sorted(set(chosen) - set(there))
         if strangers:

@@ -38,7 +38,7 @@ REVOKE_GRACE_S = 1.0
 """How long the end of a queue waits for running listener calls."""
 
 ORDERLY_REVOKE_GRACE_S = 20.0
-"""The same for an orderly queue, whose next owner must not begin before, because the order would be lost."""
+"""The same for an orderly queue. Its next owner must not begin while a call runs, because the order would be lost."""
 
 
 class ListenerCalls(Protocol):
@@ -263,7 +263,8 @@ class Assignments:
             locked_until, storing = None, False
             try:
                 if self._locks is not None:
-                    locked_until = await self._locks.acquire(queue)  # first, so that no owner commits later
+                    # Lock before reading the offset, so that the former owner cannot commit after the read.
+                    locked_until = await self._locks.acquire(queue)
                     if locked_until is None:
                         text = "another member still has its lock; the queue begins once the lock is free"
                         context.emit_throttled(EventKind.LOCK_LOST, text, queue)
@@ -282,7 +283,8 @@ class Assignments:
                 if is_wanted() and (origin != "stored" or offset == 0):  # brokers of 4.9 return 0 for "no offset"
                     storing = True
                     await self._store_start(queue, offset)
-                    if claim is None and recorded is not None:  # the start rule applies; note the reset's epoch
+                    if claim is None and recorded is not None:  # the queue is new; store the epoch, so that no
+                        # later owner follows this reset
                         await self._commits.apply_resets({queue: QueueReset(None, recorded.epoch)})
             except Fenced:  # another member began it first
                 await self._unlock(queue)
@@ -290,7 +292,8 @@ class Assignments:
             except RocketError as error:
                 text = f"the start offset of {queue} is not known or not stored yet: {error}"
                 context.emit_throttled(_event_kind_of(error), text, queue)
-                if not storing:  # else keep the lock, because the broker may still execute the commit
+                if not storing:  # else keep the lock: the broker may still execute the commit, and another member
+                    # that has begun by then would find its offset overwritten
                     await self._unlock(queue)
                 return False
             self._first_starts.pop(queue, None)
@@ -454,7 +457,7 @@ class Assignments:
                 self._calls.resume_calls(window)
 
     async def end_and_reassign(self, queue: MessageQueue, why: str) -> None:
-        """Give up `queue`, and begin it again, which checks its log before the first pull."""
+        """Give up `queue`, and request a rebalance. It begins the queue again, and checks its log before pulling."""
         await self.end(queue, why)
         self._context.rebalance_wanted.set()
 
@@ -605,8 +608,8 @@ class Assignments:
     ) -> bool:
         """Move `queue` to `target`: fence its window, store the target durably, open a new window, pull.
 
-        Return False if this member no longer holds the queue. Do nothing if the queue has another window than
-        `expected`, or if `unless()` is true when the move begins.
+        Return False if this member no longer holds the queue. Also return False, without a move, if the queue has
+        another window than `expected`, or if `unless()` is true when the move begins.
         """
         work = self._move(queue, target, expected, why, unless)
         return await self._context.tasks.finish(work, f"moving {queue} to {target}")

@@ -113,7 +113,7 @@ class Commits(Protocol):
 
 
 FLUSHED_WITHIN_S = 30.0
-"""Brokers have written older acknowledged offsets: they write every 5 s, and their slaves copy every 10 s."""
+"""The age at which an acknowledged offset is safe: brokers write every 5 s, and their slaves copy every 10 s."""
 
 
 class BrokerCommits:
@@ -232,8 +232,8 @@ class BrokerCommits:
         await asyncio.shield(self._start_commit(queue))
 
     def _start_commit(self, queue: MessageQueue) -> asyncio.Task[None]:
-        # The caller may be cancelled, but the commit continues. The broker could still execute an unanswered commit
-        # after the next one.
+        # If a cancelled caller ended the commit, its lock would be free before the broker responds. The next commit
+        # could start, and the broker could execute the older one last. So the commit continues without its caller.
         task = asyncio.get_running_loop().create_task(self._commit_newest(queue))
         self._in_flight.add(task)
         task.add_done_callback(self._in_flight.discard)
@@ -253,7 +253,7 @@ class BrokerCommits:
                 self._maybe_lost.discard(queue)
             else:
                 self.on_reset_waiting(queue)
-            if queue in self._unanswered_commits:  # the broker may execute that one after this one, so commit again
+            if queue in self._unanswered_commits:  # the broker may execute the unanswered one last, so commit again
                 self._unanswered_commits.discard(queue)
             elif taken:
                 self._persisted[queue] = offset
@@ -343,9 +343,8 @@ class StoreCommits:
         self._starting: dict[MessageQueue, None] = {}  # the next sync stores the start offsets of these
         self._next_sync: asyncio.Task[None] | None = None
         self._sync_lock = asyncio.Lock()
-        self._refused_updates: dict[
-            MessageQueue, int
-        ] = {}  # updates that the store refused; retried before the next persist
+        # Updates that the store refused. The next persist tries them first.
+        self._refused_updates: dict[MessageQueue, int] = {}
         self._thread = thread or SerialExecutor("pyrocket-store")
 
     def claim_of(self, queue: MessageQueue) -> Claim | None:
@@ -395,7 +394,7 @@ class StoreCommits:
         return offset
 
     def last_known(self, queue: MessageQueue) -> int | None:
-        return None  # the store does not lose offsets, because no other process deletes from it
+        return None  # the store keeps what was stored, and no other process deletes from it
 
     def may_have_lost(self, queue: MessageQueue) -> bool:
         return False

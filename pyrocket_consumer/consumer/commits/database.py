@@ -318,7 +318,7 @@ class DatabaseCommits:
         return failed
 
     async def _publish(self, queues: Iterable[MessageQueue], until: float | None) -> None:
-        """Commit the offsets to the brokers, for tools that read them. Ignore failures, as no member reads them."""
+        """Commit the offsets to the brokers, for tools. Ignore failures, because members read only the database."""
         for queue in queues:
             if (claim := self._claims.get(queue)) is not None and not claim.lost:
                 self._published.update(queue, claim.stored)
@@ -332,7 +332,7 @@ class DatabaseCommits:
         """Return whether a message that is to be given up has its effect nevertheless.
 
         Raises:
-            DatabaseError: the database did not answer.
+            DatabaseError: the database did not respond; try again later.
         """
         if offset >= max(claim.highest_advance, claim.stored):
             return False

@@ -159,7 +159,7 @@ class Events:
         try:
             self._on_event(event)
         except BaseException as error:
-            trace = None if self._raised else error  # one traceback shows the place; more of them only fill the log
+            trace = None if self._raised else error  # one traceback shows the cause; more of them only fill the log
             self._raised = True
             log.error("group=%s on_event raised %s for %s", self._group, safe_repr(error), event, exc_info=trace)
 

@@ -65,7 +65,7 @@ class ListenerReports:
         self._context.emit(EventKind.MESSAGE_STUCK, why, window.queue, facts, level=logging.WARNING)
 
     def key_failed(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
-        """Report that `order_by` failed for a message. Workers call this, as the error's repr is code of a user."""
+        """Report that `order_by` failed for a message. Workers call this, because the error's repr runs user code."""
         facts = {"offset": message.queue_offset, "message_id": describe_id(message), "error": safe_repr(error)}
         self._context.emit(
             EventKind.LISTENER_FAILED,

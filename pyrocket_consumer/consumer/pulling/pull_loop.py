@@ -50,7 +50,7 @@ READ_AHEAD = 4
 """How many pulls of one queue may be in flight. Measured: with 4 queues, 4 are a tenth faster than 2."""
 
 UNHELD_S = 0.5
-"""If an empty response arrives sooner, the broker did not hold the pull. It holds pulls for a second or more."""
+"""If an empty response arrives sooner, the broker did not hold the pull. A held pull takes a second or more."""
 
 UNHELD_LIMIT = 3
 """After more empty responses in a row to pulls that the broker did not hold, the pauses between pulls grow."""
@@ -97,7 +97,7 @@ class PullHost(Protocol):
         """Open the connection, and wait for the response to the heartbeat."""
 
     async def wait_registered(self, queue: MessageQueue) -> None:
-        """Send heartbeats, because the broker does not know the subscription. Return when to pull again."""
+        """Send heartbeats to a broker that does not know the subscription. Return once the loop may pull again."""
 
     async def refresh_route(self, queue: MessageQueue) -> None:
         """Fetch the route again."""
@@ -128,7 +128,7 @@ def identify(message: Message) -> MessageIdentity:
 
 
 class PullRequest:
-    """One pull in flight, or one whose response waits for its turn."""
+    """One pull in flight, or one whose response waits until those to earlier pulls are processed."""
 
     __slots__ = ("offset", "expected", "arrived", "sent_at", "response", "abandoned")
 
@@ -228,7 +228,7 @@ class PullLoop:
         self._damaged_responses = 0  # invalid responses in a row
         self._busy_responses = 0  # responses in a row that report a busy broker
         self._retry: asyncio.TimerHandle | None = None
-        self._is_blocked = False  # for a connection, a heartbeat or the consumer's decision on an offset
+        self._is_blocked = False  # waits for a connection, a heartbeat or the consumer's decision on an offset
         self._large_batches: list[Message] = []  # inner batches of the present response for another thread
         self._inline_bytes_left = 0  # bytes of it that the I/O thread may still unpack
         self._response_offset = offset  # the offset of its pull

@@ -36,7 +36,7 @@ class CommitTimer:
         while True:
             await asyncio.sleep(context.config.commit_interval_s)
             if context.loop.time() >= full_commit_at:
-                # a former owner of a queue may have lost its connection meanwhile, and then stored its old offset
+                # a former owner that was cut off may have overwritten the offset of this member with its old one
                 self._commits.mark_unpersisted()
                 full_commit_at = context.loop.time() + FULL_COMMIT_EVERY_S
             for store, queues in self._commits.by_store(self._assignments.all()).items():

@@ -38,7 +38,7 @@ CLOSE_MARGIN_S = 10.0
 """How much longer than its timeout a close may take, for the last requests to brokers."""
 
 START_TIMEOUT_S = 60.0
-"""The longest duration of a start without the time for name servers. Another process may be closing the same store."""
+"""The timeout of a start, plus that of name servers. The start may wait until another process closes the store."""
 
 OWNER_CLOSE_S = 30.0
 """How long a start waits while another process, which it replaces, closes the store."""
@@ -64,7 +64,7 @@ class ConsumerLifecycle:
         self.ended = Latch()
         """Set when the consumer has failed or is closed; `join` waits for it."""
         self.stored = Latch()
-        """Set when the offsets as of the beginning of the end are stored, as far as possible."""
+        """Set when the offsets at the start of the shutdown are stored, as far as possible."""
         self.closed = Latch()
         """Set when no thread and no connection is left; `close` waits for it."""
         self.cluster: Cluster | None = None
@@ -90,7 +90,7 @@ class ConsumerLifecycle:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the end has begun, or is complete."""
+        """Whether the shutdown has begun, or is complete."""
         return self._ending is not None or self.closed.is_set()
 
     @property
@@ -223,7 +223,7 @@ class ConsumerLifecycle:
     # --- the end
 
     def close(self, timeout_s: float) -> None:
-        """Begin the end, or shorten the timeout of the end that has begun. Any thread may call it; it does not wait."""
+        """Begin the shutdown, or shorten the timeout of a running one, without waiting for it. Any thread."""
         if self._io is None:
             self._on_io_ended()
             return
@@ -234,13 +234,13 @@ class ConsumerLifecycle:
 
     @property
     def needs_caller(self) -> bool:
-        """Whether the end must wait for the caller, because it is a listener call or the I/O thread."""
+        """Whether the shutdown must wait for the caller, because it is a listener call or the I/O thread."""
         if self._io is not None and self._io.is_current:
             return True
         return self.member is not None and self.member.service.is_own_call()
 
     def abandon(self) -> None:
-        """Stop the I/O thread, because the end has exceeded its time."""
+        """Stop the I/O thread, because the shutdown has exceeded its timeout."""
         log.error("group=%s was not closed in time", self.config.group)
         if self._io is not None:
             self._io.stop()
@@ -252,7 +252,7 @@ class ConsumerLifecycle:
         return failed and is_first
 
     def take_error(self) -> BaseException | None:
-        """Return the error of the end, to the first caller only."""
+        """Return the error of the shutdown, to the first caller only."""
         error, self._error = self._error, None
         return error
 

@@ -55,7 +55,7 @@ MAX_NAMES_SHOWN = 20
 """How many names of queues or topics one event lists."""
 
 LAST_REQUESTS_S = 3.0
-"""How long the end of a member waits for brokers after the last listener call."""
+"""How long the shutdown of a member waits for brokers after the last listener call."""
 
 
 class ConsumerState(Enum):
@@ -85,7 +85,7 @@ class GroupMember:
         self.state = ConsumerState.CREATED
         self.failure: BaseException | None = None
         self.on_stored: Callable[[], None] = lambda: None
-        """Called when the offsets as of the beginning of the end are stored, as far as possible."""
+        """Called when the offsets at the start of the shutdown are stored, as far as possible."""
         self.on_ended: Callable[[], None] = lambda: None
         """Called when the member has failed, and when it is closed."""
         self.context = context = MemberContext(config, cluster, rng, wall_clock, lock_clock)

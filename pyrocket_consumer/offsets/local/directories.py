@@ -34,7 +34,7 @@ def store_directory(base: str | os.PathLike[str], client_id: str, group: str) ->
 
 
 def slot_ids(client_id: str) -> Iterator[str]:
-    """Yield the client ids that processes of one host use in turn: `ip@DEFAULT`, `ip@DEFAULT-1`, `ip@DEFAULT-2` …"""
+    """Yield the client ids that a process tries, in this order: `ip@DEFAULT`, `ip@DEFAULT-1`, `ip@DEFAULT-2` …"""
     address, instance, *rest = client_id.split("@")
     yield client_id
     for slot in range(1, 1000):

@@ -172,9 +172,9 @@ def encode_names(generation: int, name_index: int, topic: str, broker_name: str)
 def replay(journal: bytes, header: JournalHeader) -> Replay:
     """Apply the frames of the header's generation in order.
 
-    The frames end at the first invalid one. Valid frames may follow it: the power failed while several were being
-    written, or the disk has damaged some. They are applied, because they are newer, and `damaged_bytes` counts the
-    bytes skipped.
+    The frames end at the first invalid one, unless valid frames follow it. Then the power failed while several frames
+    were being written, so the invalid one was never acknowledged; or the disk has damaged it. The later frames are
+    applied, because they are newer, and `damaged_bytes` counts the bytes skipped.
     """
     seed, marker = header.generation & 0xFFFFFFFF, _marker(header.generation)
     marker_bytes = struct.pack("<H", marker)

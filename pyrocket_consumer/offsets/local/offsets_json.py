@@ -19,7 +19,7 @@ from pyrocket_consumer.offsets.base import MAX_NAME_BYTES, MAX_OFFSET, MAX_QUEUE
 from pyrocket_consumer.protocol.fastjson import loads
 
 _EPOCHS = "resetEpochs"
-_CHUNK_ENTRIES = 256  # entries
+_CHUNK_ENTRIES = 256
 _BEFORE_EPOCHS = f',\n\t"{_EPOCHS}":'
 
 # One entry as every Java client writes it, with any white space. Its strings hold no quote and no backslash, so no
@@ -94,7 +94,8 @@ def decode_checkpoint(text: bytes) -> tuple[dict[MessageQueue, int], dict[Messag
     It accepts unknown fields, and a key without brokerName (""). It skips negative offsets, which mean "none".
 
     Raises:
-        ProtocolError: the text is cut short or empty, has trailing text, or is in another format.
+        ProtocolError: the text is cut short or empty, has trailing text, or is in another format. Such a text never
+            counts as one without offsets.
     """
     try:
         decoded = text.decode("utf-8-sig")

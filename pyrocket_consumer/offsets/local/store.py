@@ -237,7 +237,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
     def load(self) -> None:
         """Lock the store, and read its offsets into memory. The first `load` keeps offsets that were set before.
 
-        A `load` after `close` discards the offsets in memory, because another owner may have stored newer ones.
+        A `load` after `close` discards the offsets in memory, also those acknowledged after the `close`, because
+        another owner may have stored newer ones.
 
         Raises:
             OffsetStoreLocked: another process owns the store.
@@ -705,10 +706,10 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._written = 0
 
     def _recover(self) -> None:
-        """Read the files. This writes nothing, because the first persist writes a checkpoint that repairs them.
+        """Read the files, and write none. The first persist always writes a checkpoint, which repairs them.
 
-        The first persist always does. A killed process may not have synced its files, not even their names, so they
-        may exist only in the system's cache.
+        A killed process may not have synced its files, not even their names. So even intact files may exist only in
+        the system's cache until that checkpoint.
         """
         journal, main, backup = (self._read(name) for name in (JOURNAL_FILE, MAIN_FILE, BACKUP_FILE))
         try:
