@@ -284,20 +284,20 @@ class _Columnar:
     def batches(self, columns: pa.Schema, substitute: Substitute, max_body_bytes: int) -> Iterator[pa.RecordBatch]:
         if not self._count():
             return
-        packed = "body" in columns.names and self._any_compressed()
+        compressed = "body" in columns.names and self._any_compressed()
         arrays = {
             field.name: (self._queue_column if field.name in _QUEUE_COLUMNS else self._column)(field.name, field.type)
             for field in columns
-            if not packed or field.name != "body"
+            if not compressed or field.name != "body"
         }
-        if packed:
+        if compressed:
             yield from _split_by_bytes(
-                columns, arrays, self._count(), self._unpacked_bodies(substitute, max_body_bytes)
+                columns, arrays, self._count(), self._decompressed_bodies(substitute, max_body_bytes)
             )
         else:
             yield pa.RecordBatch.from_arrays([arrays[name] for name in columns.names], schema=columns)
 
-    def _unpacked_bodies(self, substitute: Substitute, max_body_bytes: int) -> Iterator[bytes | None]:
+    def _decompressed_bodies(self, substitute: Substitute, max_body_bytes: int) -> Iterator[bytes | None]:
         for response, offset, flag, stored in self._stored():
             try:
                 body: bytes | None = decompress(stored, flag, max_body_bytes)

@@ -69,7 +69,7 @@ def decompress(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> b
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def unpacked_size(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> int:
+def decompressed_size(body: bytes, sys_flag: int, max_bytes: int = MAX_BODY_BYTES) -> int:
     """Return the size of the decompressed body without keeping it in memory. Raises the same as `decompress`."""
     if not sys_flag & SysFlag.COMPRESSED:
         return len(body)
@@ -86,7 +86,7 @@ _USUAL_RATIO = 64
 
 
 def _decompress_to_size(body: bytes, sys_flag: int, max_bytes: int) -> bytes:
-    size = unpacked_size(body, sys_flag, max_bytes)
+    size = decompressed_size(body, sys_flag, max_bytes)
     kind = sys_flag & _KIND
     if kind == SysFlag.COMPRESSION_ZSTD:
         plain: bytes = _zstd().ZstdDecompressor(max_window_size=MAX_BODY_BYTES).decompress(body, max_output_size=size)
@@ -111,7 +111,7 @@ _MAX_RATIO = {
 """The largest ratio of decompressed to compressed bytes, by compression."""
 
 
-def max_unpacked_size(stored_bytes: int, sys_flag: int) -> int:
+def max_decompressed_size(stored_bytes: int, sys_flag: int) -> int:
     """Return the most bytes that a body of `stored_bytes` can contain. This is fast, but far above the usual size."""
     return (stored_bytes + 64) * _MAX_RATIO.get(sys_flag & SysFlag.COMPRESSION_MASK, 1)
 

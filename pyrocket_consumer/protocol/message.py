@@ -22,8 +22,8 @@ from pyrocket_consumer.protocol.compression import (
     Compression,
     compress,
     decompress,
-    max_unpacked_size,
-    unpacked_size,
+    decompressed_size,
+    max_decompressed_size,
 )
 from pyrocket_consumer.protocol.ids import (
     UniqueIds,
@@ -98,7 +98,7 @@ class BodyLimit:
 
     def __init__(self, max_bytes: int = MAX_BODY_BYTES) -> None:
         self.max_bytes = max_bytes
-        self.any_packed = False
+        self.any_compressed = False
         """Whether any message has had a packed body so far."""
 
 
@@ -334,16 +334,16 @@ def has_compressed_body(message: Message) -> bool:
     return bool(flag & SysFlag.COMPRESSED) and flag & _UNPACK != _UNPACK
 
 
-def unpacked_size_limit(message: Message, *, measured: bool) -> int:
+def decompressed_size_limit(message: Message, *, measured: bool) -> int:
     """Return the most bytes that the decompressed body takes. `measured` returns the exact size, but decompresses it.
 
     For a body that cannot be decompressed it returns the limit.
     """
     max_bytes = message._body_limit().max_bytes
     if not measured:
-        return min(max_bytes, max_unpacked_size(message._body_end - message._start, message.sys_flag))
+        return min(max_bytes, max_decompressed_size(message._body_end - message._start, message.sys_flag))
     try:
-        return unpacked_size(stored_body(message), message.sys_flag, max_bytes)
+        return decompressed_size(stored_body(message), message.sys_flag, max_bytes)
     except RocketError:
         return max_bytes
 
@@ -493,7 +493,7 @@ def _message_at(data: bytes, start: int, queue: MessageQueue | None, body_limit:
     if not body_end + 3 <= end <= len(data):
         raise ProtocolError(f"record at {start} of {len(data)}: size {total}, body of {fields[14]} bytes")
     if sys_flag & _PACKED:
-        body_limit.any_packed = True
+        body_limit.any_compressed = True
         fields = (*fields, body_limit)
     return make_record(Message, data, start, body_end, end, fields[5], sys_flag, queue, fields)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.protocol.codes import SysFlag
-from pyrocket_consumer.protocol.compression import BodyTooLarge, Compression, compress, decompress, unpacked_size
+from pyrocket_consumer.protocol.compression import BodyTooLarge, Compression, compress, decompress, decompressed_size
 from tests.for_each import for_each
 
 KINDS = list(Compression)
@@ -80,9 +80,9 @@ def test_the_body_limit_is_exact_also_for_measured_sizes(kind):
         with pytest.raises(ProtocolError, match=f"holds more than {limit}"):
             decompress(compressed, flags, max_bytes=limit)
     body, flags = compress(bytes(range(256)) * 4096, kind)
-    assert unpacked_size(body, flags) == 1 << 20
+    assert decompressed_size(body, flags) == 1 << 20
     with pytest.raises(BodyTooLarge, match="holds more than 1000"):
-        unpacked_size(body, flags, 1000)
+        decompressed_size(body, flags, 1000)
 
 
 def test_an_unknown_kind_is_refused():

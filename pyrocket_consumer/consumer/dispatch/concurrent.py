@@ -451,7 +451,7 @@ class ThreadWorkers(_ChunkRunner):
                     unit = take()
                 except IndexError:
                     break
-                reservation = bodies.reserve(messages_of(unit)) if bodies.any_packed else None
+                reservation = bodies.reserve(messages_of(unit)) if bodies.any_compressed else None
                 if reservation is not None and not reservation.is_granted:
                     if lane_batch is None and not bodies.acquire_or_defer(
                         window, partial(self._requeue, window, listener, unit)
@@ -659,7 +659,7 @@ class AsyncWorkers(_ChunkRunner):
                     unit = chunk.todo.popleft()
                 except IndexError:
                     break
-                reservation = bodies.reserve(messages_of(unit)) if bodies.any_packed else None
+                reservation = bodies.reserve(messages_of(unit)) if bodies.any_compressed else None
                 if reservation is not None and not reservation.is_granted:
                     again = partial(self._requeue, Chunk(chunk.window, listener, deque((unit,))))
                     if lane_batch is None and not bodies.acquire_or_defer(chunk.window, again):

@@ -318,7 +318,7 @@ class Retries:
         limit = 0 if delay_level < 0 else context.config.most_attempts
         route = await context.cluster.route(topic)
         error: RocketError | None = None
-        is_packed = has_compressed_body(message)  # it stays compressed, because only the listener unpacks bodies
+        is_compressed = has_compressed_body(message)  # it stays compressed, because only the listener unpacks bodies
         for queue in context.rng.sample(list(route.publish_queues()), k=min(3, len(route.publish_queues()))):
             header = SendMessageHeader(
                 producer_group=context.name,  # ACL 2.0 of 5.3.3 checks the group in this field
@@ -326,7 +326,7 @@ class Retries:
                 default_topic="TBW102",
                 default_topic_queue_nums=4,
                 queue_id=queue.queue_id,
-                sys_flag=message.sys_flag & _COMPRESSION if is_packed else 0,
+                sys_flag=message.sys_flag & _COMPRESSION if is_compressed else 0,
                 born_timestamp=message.born_at_ms,
                 flag=message.flag,
                 properties=encode_properties(properties),

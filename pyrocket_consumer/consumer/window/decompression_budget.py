@@ -9,7 +9,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pyrocket_consumer.protocol.compression import MAX_BODY_BYTES
-from pyrocket_consumer.protocol.message import BodyLimit, Message, drop_body, has_compressed_body, unpacked_size_limit
+from pyrocket_consumer.protocol.message import (
+    BodyLimit,
+    Message,
+    decompressed_size_limit,
+    drop_body,
+    has_compressed_body,
+)
 
 WANTED_CHECK_S = 0.1
 """How often a waiting call checks whether it is still wanted."""
@@ -41,13 +47,13 @@ class DecompressionBudget(BodyLimit):
 
     def reserve(self, messages: Sequence[Message]) -> Reservation | None:
         """Return the reservation of a listener call with `messages`, or None if no body is compressed."""
-        packed = [message for message in messages if has_compressed_body(message)]
-        if not packed:
+        compressed = [message for message in messages if has_compressed_body(message)]
+        if not compressed:
             return None
-        reservation = Reservation(self, packed)
-        reservation.size = sum(unpacked_size_limit(message, measured=False) for message in packed)
+        reservation = Reservation(self, compressed)
+        reservation.size = sum(decompressed_size_limit(message, measured=False) for message in compressed)
         reservation.count = len(messages)
-        if len(packed) == 1 or reservation.size <= self._limit:
+        if len(compressed) == 1 or reservation.size <= self._limit:
             self._try_acquire(reservation)
             self.retry_deferred()
         return reservation
@@ -98,7 +104,7 @@ class DecompressionBudget(BodyLimit):
     def _measure_locked(self, reservation: Reservation, messages: Sequence[Message]) -> None:
         size = 0
         for index, message in enumerate(messages):
-            more = unpacked_size_limit(message, measured=True) if has_compressed_body(message) else 0
+            more = decompressed_size_limit(message, measured=True) if has_compressed_body(message) else 0
             if index and size + more > self._limit:
                 reservation.count = index
                 break
