@@ -55,9 +55,8 @@ def choose_ip(addresses: list[str]) -> str:
 def _own_addresses() -> list[str]:
     """Return this machine's addresses. Those of the default route are first."""
     found = [address for family in _SOMEWHERE if (address := _address_towards(family)) is not None]
-    if choose_ip(found) not in found or choose_ip(found).startswith(
-        "192.168."
-    ):  # else resolving the host name adds nothing
+    # `choose_ip` prefers addresses outside 192.168.*. With one of those, resolving the host name adds nothing.
+    if choose_ip(found) not in found or choose_ip(found).startswith("192.168."):
         try:
             by_name = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
             found += [str(info[4][0]) for info in by_name]

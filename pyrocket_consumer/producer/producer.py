@@ -373,9 +373,8 @@ class Producer:
                     session.close(timeout_s)
             finally:
                 self._closed.set()
-        elif (
-            not self._callback_thread.is_current and self._closed_by is not threading.current_thread()
-        ):  # a signal's handler
+        # A second close waits, except in a callback, or in a signal handler that has interrupted the first one.
+        elif not self._callback_thread.is_current and self._closed_by is not threading.current_thread():
             self._closed.wait(None if timeout_s is None else timeout_s + _CLOSE_STEP_S)
 
     def __del__(self) -> None:

@@ -587,10 +587,8 @@ class _Properties:
         offsets = np.flatnonzero((text - np.uint8(1)) <= 1)  # of the two separators, 1 and 2
         kinds = text[offsets]
         if len(offsets) % 2 == 0 and (kinds[0::2] == 1).all() and (kinds[1::2] == 2).all():
-            self._name_ends, self._ends = (
-                offsets[0::2],
-                offsets[1::2],
-            )  # each item has one name and one value
+            # Each item has one name and one value.
+            self._name_ends, self._ends = offsets[0::2], offsets[1::2]
             self._starts = _following(self._ends)
         else:
             self._ends = offsets[kinds == 2]

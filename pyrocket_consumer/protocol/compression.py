@@ -159,9 +159,8 @@ def _lz4_pieces(body: bytes, piece_bytes: int) -> Iterator[bytes]:
             space *= 8
     except RuntimeError as error:
         raise _damaged(Compression.LZ4, body, error) from error
-    if stream.unused_data and stream.unused_data.startswith(
-        _LZ4_MAGIC
-    ):  # no writer does that, but no data must be lost
+    # No writer appends a second frame. An error is safer than a body without its end.
+    if stream.unused_data and stream.unused_data.startswith(_LZ4_MAGIC):
         raise _damaged(Compression.LZ4, body, "it is more than one frame")
 
 

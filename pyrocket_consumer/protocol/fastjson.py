@@ -1,6 +1,6 @@
 """The JSON of Java's fastjson. Its keys may be numbers or whole objects, which no other JSON reader accepts.
 
-Source: fastjson 1.2.69, 1.2.83, fastjson2 2.0.43 to 2.0.59; what each writes and accepts is in the protocol notes.
+Source: fastjson 1.2.69, 1.2.83, fastjson2 2.0.43 to 2.0.59.
 """
 
 from __future__ import annotations

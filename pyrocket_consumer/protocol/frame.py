@@ -431,9 +431,8 @@ class ZeroCopyFrames:
             wanted = held + self.MIN_SPACE_BYTES
             if held >= 4:  # the length was checked when it arrived
                 frame = 4 + int.from_bytes(self._view[self._start : self._start + 4])
-                wanted = max(
-                    wanted, min(frame, 2 * len(self.data))
-                )  # allocate only in proportion to the received bytes
+                # A peer may announce a large frame and send little, so allocate in proportion to the received bytes.
+                wanted = max(wanted, min(frame, 2 * len(self.data)))
             self._replace_buffer(max(wanted + self.MIN_SPACE_BYTES, self.INITIAL_BYTES))
         return self._view[self._end : -1]
 

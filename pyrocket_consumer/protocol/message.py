@@ -73,7 +73,7 @@ _FIXED = {
     for born_v6 in (0, SysFlag.BORN_HOST_V6)
     for store_v6 in (0, SysFlag.STORE_HOST_V6)
 }
-_LIMIT_INDEX = 15  # the index after these fields, which has the BodyLimit of a message with a packed body
+_LIMIT_INDEX = 15  # the index after these fields, which has the BodyLimit of a message with a compressed body
 _HOSTS_V6 = SysFlag.BORN_HOST_V6 | SysFlag.STORE_HOST_V6
 _UNPACK = SysFlag.NEED_UNWRAP | SysFlag.INNER_BATCH
 _PACKED = SysFlag.COMPRESSED | _UNPACK
@@ -99,7 +99,7 @@ class BodyLimit:
     def __init__(self, max_bytes: int = MAX_BODY_BYTES) -> None:
         self.max_bytes = max_bytes
         self.any_compressed = False
-        """Whether any message has had a packed body so far."""
+        """Whether any message has had a compressed body so far."""
 
 
 _DEFAULT_BODY_LIMIT = BodyLimit()
@@ -279,10 +279,8 @@ class Message(Record):
         return _DEFAULT_BODY_LIMIT if isinstance(limit, ProtocolError) else limit
 
     def _mark_unreadable(self, error: ProtocolError) -> None:
-        self._fixed = (
-            *self._fields()[:_LIMIT_INDEX],
-            _copy_error(error),
-        )  # the traceback of the raised error keeps its frames alive
+        # Keep a copy, because the traceback of the raised error keeps its frames alive.
+        self._fixed = (*self._fields()[:_LIMIT_INDEX], _copy_error(error))
 
     def __repr__(self) -> str:
         try:
@@ -418,7 +416,7 @@ def _decode_unusual(
     unpack: Unpack | None,
     body_limit: BodyLimit,
 ) -> tuple[int, int]:
-    """Add the messages of a record with IPv6 hosts, a long topic, a packed body or an inner batch.
+    """Add the messages of a record with IPv6 hosts, a long topic, a compressed body or an inner batch.
 
     Returns the end of the record, and the number of bytes unpacked so far.
     """

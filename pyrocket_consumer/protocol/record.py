@@ -44,7 +44,7 @@ class Record:
         "_body_end",
         "_end",
         "_queue",
-        "_fixed",  # the fields before the body, after their first use; for a packed body always, with its BodyLimit
+        "_fixed",  # the fields before the body, after their first use; for a compressed body always, with its BodyLimit
         "_body",
         "_properties",
         "_done",  # for the consumer: whether it has finished the message
@@ -147,8 +147,8 @@ def decode_records(
     """Append a record of type `kind` to `records` for each that starts from `start` to `until`. Return the last end.
 
     At `until` there must be at least `MIN_RECORD_BYTES` bytes. `decode_unusual` handles records that are damaged, or
-    have IPv6 hosts, a long topic or a packed body. It receives the start of the record, appends its messages, and
-    returns its end.
+    have IPv6 hosts, a long topic, a compressed body or an inner batch. It receives the start of the record, appends
+    its messages, and returns its end.
     """
     add, read_head, size = records.append, RECORD_HEAD.unpack_from, len(data)
     while start <= until:

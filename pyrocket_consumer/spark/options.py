@@ -119,7 +119,7 @@ _UNITS_S = {
 
 
 class DamagedBodies(StrEnum):
-    """The treatment of a message whose body cannot be unpacked."""
+    """The treatment of a message whose body cannot be decompressed."""
 
     FAIL = "fail"
     SKIP = "skip"

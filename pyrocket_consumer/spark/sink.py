@@ -175,7 +175,7 @@ def send_all(rows: Iterator[SinkRow], reader: RowReader, options: SinkOptions) -
             sends.add(row)
         sends.finish()
     except BaseException:
-        # Spark runs the task again, on another worker or on this one. This attempt must not send anything then.
+        # Spark runs the task again, on another worker or on this one. From then on this attempt must send nothing.
         executor_cache.discard(Producer, options)
         producer.close(0)
         raise

@@ -80,7 +80,7 @@ def read_ranges(ranges: Sequence[QueueRange], columns: pa.Schema, options: ReadO
 
 
 class _DamagedBodies:
-    """Handles bodies that cannot be unpacked. A task logs all of them in one line."""
+    """Handles bodies that cannot be decompressed. A task logs all of them in one line."""
 
     def __init__(self, what: DamagedBodies) -> None:
         self._what = what
@@ -93,7 +93,7 @@ class _DamagedBodies:
             remedy = "the option damagedBodies=skip skips such messages, and raw returns their bodies as stored"
             if isinstance(error, BodyTooLarge):
                 remedy = f"maxBodyBytes allows more, or {remedy}"
-            raise ReadFailed(where, 1, f"its body cannot be unpacked: {error}; {remedy}") from error
+            raise ReadFailed(where, 1, f"its body cannot be decompressed: {error}; {remedy}") from error
         self._count += 1
         if len(self._first) < _MAX_BODIES_LOGGED:
             self._first.append(f"{where} ({error})")
@@ -148,7 +148,7 @@ class _TaskReader:
         self._waiting_pullers: dict[RangePuller, None] = {}
         self._ready: deque[tuple[PulledRecords, int]] = deque()  # delivered, with most rows
         self._ready_rows = self._ready_bytes = 0
-        self._response_bytes = _FIRST_RESPONSE_BYTES  # of the last answer
+        self._response_bytes = _FIRST_RESPONSE_BYTES  # of the last response
         self._error: RocketError | None = None
         self._suspended_s = 0.0
 

@@ -1,4 +1,4 @@
-"""The public face of an embedded name server or broker: faults, recorded requests, start and stop."""
+"""The public interface of an embedded name server or broker: faults, recorded requests, start and stop."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ def test_a_damaged_body_does_not_end_a_query_that_accepts_it(embedded, word, rea
             times=None,
             when=lambda command, at=str(number): command.fields["queueOffset"] == at,
         )
-    failed = pytest.raises(ReadFailed, match="at offset 1 failed after 1 try: its body cannot be unpacked")
+    failed = pytest.raises(ReadFailed, match="at offset 1 failed after 1 try: its body cannot be decompressed")
     with running(embedded, checkpoint, **FROM_FIRST) as run, failed:
         run.batch()
     with running(embedded, checkpoint, damagedBodies=word, **FROM_FIRST) as run:

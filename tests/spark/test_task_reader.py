@@ -490,7 +490,7 @@ def damaged(broker, count, *places):
 @pytest.mark.parametrize("count", [8, 100])  # row by row, and column by column
 def test_a_damaged_body_fails_is_skipped_or_returned_as_stored(embedded, broker, count, caplog):
     damaged(broker, count, 5, 7)
-    text = r"reading orders/broker-a/0 at offset 5 failed .*its body cannot be unpacked: .*damagedBodies=skip"
+    text = r"reading orders/broker-a/0 at offset 5 failed .*its body cannot be decompressed: .*damagedBodies=skip"
     with pytest.raises(ReadFailed, match=text):
         rows(embedded, wanted(0, count), columns=("queueOffset", "body"))
     assert offsets(embedded, wanted(0, count)) == list(range(count))  # a body is unpacked only if its column is read

@@ -187,9 +187,8 @@ class DatabaseCommits:
             for queue in waiting:
                 del self._to_claim[queue]
             try:
-                if not await self._claim_together(
-                    waiting
-                ):  # rows of some are locked, and the others must not wait for those
+                # If the row of one is locked, claim each queue by itself, because the others must not wait for it.
+                if not await self._claim_together(waiting):
                     for queue, claimed in waiting.items():
                         if not await self._claim_together({queue: claimed}):
                             self._pause(queue)

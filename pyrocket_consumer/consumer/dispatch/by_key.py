@@ -115,7 +115,7 @@ def _offset(entry: tuple[Listener, Message]) -> int:
 
 
 class KeyLanes:
-    """The lanes of one window. Confined to the I/O thread, except `by_key`, which belongs to the reader of keys."""
+    """The lanes of one window. Confined to the I/O thread, except `by_key`, which the worker that reads keys uses."""
 
     __slots__ = (
         "window",

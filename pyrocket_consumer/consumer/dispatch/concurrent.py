@@ -29,11 +29,16 @@ log = logger("consumer")
 T = TypeVar("T")
 
 CHUNK_TIME_S = 0.0005
+"""The time that the listener calls of a chunk should take together."""
+
 LARGEST_CHUNK = 32
+"""The largest number of listener calls in a chunk."""
+
 STUCK_AFTER_S = 0.005
+"""After this time in one chunk a worker counts as stuck, and a waiting chunk gets another worker."""
 
 BUDGET_CHECK_EVERY_S = 0.01
-"""How often a call of an `async def` listener checks whether memory for unpacked bodies is free."""
+"""How often a call of an `async def` listener checks whether memory for decompressed bodies is free."""
 
 CANCELLED_TASKS_WAIT_S = 1.0
 """How long to wait at the end for tasks that async listeners have left running."""
@@ -45,8 +50,8 @@ _calling: ContextVar[Workers | None] = ContextVar("pyrocket_calling", default=No
 class Chunk:
     """Units of one queue for one worker. The worker takes units from the left, and others can withdraw the rest.
 
-    If the worker is stuck, others can settle the messages that it has finished. The code that takes a failed message
-    out of `failed` reports it.
+    If the worker is stuck, the I/O thread can acknowledge or report the messages that the worker has finished. The
+    thread that takes a failed message out of `failed` reports it, so each message is reported once.
     """
 
     __slots__ = (
@@ -218,9 +223,8 @@ class _ChunkRunner:
     def __init__(self, reporter: ListenerReporter, consume_timeout_s: float) -> None:
         self.reporter = reporter
         self.consume_timeout_s = consume_timeout_s
-        self._reported: dict[
-            tuple[int, type], Listener
-        ] = {}  # listeners are kept, so that no other object gets their id
+        # By the id of a listener, and the type of its result. The listener is kept, so that its id stays unique.
+        self._reported: dict[tuple[int, type], Listener] = {}
 
     def context(self, chunk: Chunk, unit: Any) -> ConsumeContext:
         first = messages_of(unit)[0]

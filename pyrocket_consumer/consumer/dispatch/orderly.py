@@ -45,9 +45,8 @@ class QueueLane:
 
     def __init__(self, window: ProcessQueue) -> None:
         self.window = window
-        self.waiting: deque[tuple[Listener, deque[Message]]] = (
-            deque()
-        )  # adjacent messages of one listener are one entry
+        # Adjacent messages of one listener are one entry.
+        self.waiting: deque[tuple[Listener, deque[Message]]] = deque()
         self.pause: asyncio.TimerHandle | None = None
         self.uncommitted: Consumed = []  # consumed, but not committed by the listener; used by the current worker
         self.check_timer: asyncio.TimerHandle | None = None  # reports uncommitted messages that fill the window
@@ -167,9 +166,8 @@ class OrderlyService(ConsumeService):
         self._failed = failed
         self._held_up = held_up
         self._lanes: dict[MessageQueue, QueueLane] = {}
-        self._busy_lanes: dict[
-            MessageQueue, QueueLane
-        ] = {}  # a worker has messages of these, or they are being given up
+        # The lanes with messages at a worker, or on the way to the dead letters.
+        self._busy_lanes: dict[MessageQueue, QueueLane] = {}
 
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
         """Add `messages` at the end of their lane."""

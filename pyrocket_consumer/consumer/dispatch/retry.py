@@ -318,7 +318,8 @@ class Retries:
         limit = 0 if delay_level < 0 else context.config.most_attempts
         route = await context.cluster.route(topic)
         error: RocketError | None = None
-        is_compressed = has_compressed_body(message)  # it stays compressed, because only the listener unpacks bodies
+        # It stays compressed, because only the listener decompresses bodies.
+        is_compressed = has_compressed_body(message)
         for queue in context.rng.sample(list(route.publish_queues()), k=min(3, len(route.publish_queues()))):
             header = SendMessageHeader(
                 producer_group=context.name,  # ACL 2.0 of 5.3.3 checks the group in this field

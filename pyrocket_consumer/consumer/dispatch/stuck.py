@@ -55,8 +55,7 @@ class StuckCalls:
                     {"offset": waiting[0].queue_offset, "message_id": describe_id(waiting[0]), **key_facts(waiting[0])},
                     level=logging.WARNING,
                 )
-                if (
-                    not context.config.broadcasting and not context.config.orderly
-                ):  # order matters more than the message
+                # An orderly queue keeps its message, because the order matters more.
+                if not context.config.broadcasting and not context.config.orderly:
                     self._retries.add(window, [(message, 3) for message in waiting], running=True)
             reported = ids

@@ -1,4 +1,4 @@
-"""The memory for compressed bodies that listener calls unpack. A few bytes unpack to 64 MiB, in many calls at once."""
+"""The memory for bodies that listener calls decompress. A few bytes can become 64 MiB, in many calls at once."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FAIRNESS_S = 0.5
 
 
 class DecompressionBudget(BodyLimit):
-    """The memory that running listener calls may fill together by unpacking: `limit` bytes, or the need of one call.
+    """The memory for the bodies that running listener calls decompress: `limit` bytes, or the need of one call.
 
-    A call reserves memory before it begins. When it has returned, it drops its unpacked bodies and releases the
+    A call reserves memory before it begins. When it has returned, it drops its decompressed bodies and releases the
     reservation. The stored bytes give a first estimate. If the estimates exceed the limit, the calls measure their
     messages one at a time, and wait for memory. Any thread may use it.
     """
@@ -97,7 +97,7 @@ class DecompressionBudget(BodyLimit):
         again()
 
     def measure(self, reservation: Reservation, messages: Sequence[Message]) -> None:
-        """Measure the unpacked size of `messages`. If they exceed the limit, reserve only for the first of them."""
+        """Measure the decompressed size of `messages`. If it is above the limit, reserve only for the first of them."""
         with self._measuring:  # orderly queues do not call acquire_or_defer
             self._measure_locked(reservation, messages)
 
@@ -198,7 +198,7 @@ class Reservation:
                 self._budget.grant(self)
 
     def release(self) -> None:
-        """Drop the unpacked bodies of the call, or stop waiting for memory."""
+        """Drop the decompressed bodies of the call, or stop waiting for memory."""
         for message in self.messages:
             drop_body(message)
         self._budget.release(self)

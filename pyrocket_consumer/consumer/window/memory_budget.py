@@ -48,7 +48,7 @@ class MemoryBudget:
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         self.bodies = DecompressionBudget(limit, max_body_bytes)
-        """Bodies that listener calls unpack have a budget of the same size."""
+        """Bodies that listener calls decompress have a budget of the same size."""
         self._limit = limit
         self._loop = loop
         self._idle = idle

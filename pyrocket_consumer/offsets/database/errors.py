@@ -60,9 +60,8 @@ def classify_driver_error(error: BaseException | None, dialect: str) -> ErrorKin
     if isinstance(error, sqlite3.Error):
         return _SQLITE_CODES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
     code = error.args[0] if error is not None and error.args else None
-    if (
-        dialect in ("mysql", "mariadb") and code in _MYSQL_CODES
-    ):  # more specific than the SQLSTATE, which many errors share
+    # MySQL's own codes are more specific than the SQLSTATE, which many errors share.
+    if dialect in ("mysql", "mariadb") and code in _MYSQL_CODES:
         return _MYSQL_CODES[code]
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     if isinstance(code, dict):

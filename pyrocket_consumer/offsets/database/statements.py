@@ -182,9 +182,8 @@ class Statements:
         self.move = self._compile(update(offsets).where(*ours).values(**moved, **no_last_message, **now))
         self.reset = self._compile(update(offsets).where(*key).values(**moved, **no_last_message, **now))
         self.delete_row = self._compile(delete(offsets).where(*key))
-        self.uses_savepoint = (
-            dialect.name != "postgresql"
-        )  # needs two more round trips there, and psycopg reports the state
+        # With PostgreSQL a savepoint costs two more round trips, and psycopg reports the state of the transaction.
+        self.uses_savepoint = dialect.name != "postgresql"
         self.savepoint, self.release_savepoint = (
             Statement("SAVEPOINT pyrocket_begun"),
             Statement("RELEASE SAVEPOINT pyrocket_begun"),

@@ -332,10 +332,8 @@ class DatabaseOffsets:
                 self._fence(claim)
                 return RolledBack(retry_after_s=UNAVAILABLE_PAUSE_S)
             except Exception as error:
-                might_be_committed, claim.may_be_committed = (
-                    claim.may_be_committed,
-                    True,
-                )  # the commit may have succeeded, and its response be lost
+                # The commit may have succeeded, and its response be lost.
+                might_be_committed, claim.may_be_committed = claim.may_be_committed, True
                 kind = self._classify_error(error, attempt)
                 if kind == "listener" and might_be_committed:
                     kind = self._classify_unconfirmed(claim, messages)

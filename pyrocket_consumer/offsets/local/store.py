@@ -170,9 +170,8 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._found: FoundOffsets | None = None
         self._name_indexes: dict[tuple[str, str], int] = {}  # under the table lock
         self._epochs: dict[MessageQueue, int] = {}  # changed under both locks
-        self._awaiting_checkpoint: dict[
-            _FileOffset, None
-        ] = {}  # under the table lock; only for durability "checkpoint"
+        # Under the table lock; only for durability "checkpoint".
+        self._awaiting_checkpoint: dict[_FileOffset, None] = {}
         self._events: deque[ConsumerEvent] = deque()
         self._unwritable_since: float | None = None
         self._unsynced_reported = False
