@@ -66,7 +66,7 @@ def build_table(name: str, old: str) -> str:
     if name == ONLY_HERE:
         options = [option for row in rows(old) for option in row.names]
         cells = [[f"`{option}`", default_of(option), OPTIONS[option].purpose] for option in options]
-        return _lines(["here", "default", "what it does"], *cells)
+        return _lines(["here", "default", "purpose"], *cells)
     known = {each: default for kind in CLASSES[name] for each, default in java.recorded()[kind].items()}
     if not any(known.values()):
         return _lines(["Java", "here", "remark"], *([_quoted(row.names), row.here, row.remark] for row in rows(old)))

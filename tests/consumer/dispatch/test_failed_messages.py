@@ -178,7 +178,7 @@ class CleansUpTwice(CleansUpWhatTakesTooLong):
 @pytest.mark.hazard("H35")
 @ours_and(CleansUpWhatTakesTooLong, faulty(CleansUpTwice, "sent back 2 times"))
 def test_a_message_that_is_slow_and_then_fails_is_sent_back_once(embedded, broker, member):
-    """After consume_timeout_s a message is sent back and reported as stuck. A later result of its listener is ignored.
+    """After `consume_timeout_s` a message is sent back and reported as stuck. A later result of the call is ignored.
 
     Faulty: Java before 5.1 and Go send it back again when the listener fails.
     """
@@ -298,7 +298,8 @@ class LosesTheWorkersMessage(NaiveMember):
     ],
 )
 def test_a_listener_that_ends_its_thread_costs_no_message(embedded, member, error):
-    """After any exception of a listener, even SystemExit, its message is redelivered and other messages continue.
+    """After any exception of a listener, even SystemExit or KeyboardInterrupt, its message is redelivered. The other
+    messages continue.
 
     Faulty: a worker that dies with its message, which then holds the offset forever.
     """

@@ -190,7 +190,7 @@ def test_an_offset_beyond_the_end_of_the_queue_is_reported(embedded, broker, mem
 @ours_and(faulty(ObeysAtOnce, "continued at 0, so everything is consumed again"))
 def test_a_correction_to_zero_is_confirmed_first(embedded, broker, member):
     """The consumer follows a correction backwards only after five requests, one per second, for the queue's first and
-    last offset. Then it continues at the nearest existing offset, and not at 0 because the broker returned 0.
+    last offset. Then it continues at the nearest existing offset, even if the broker has returned 0.
 
     Faulty: Java, Go and C++ follow it at once, and consume days of messages again.
     """

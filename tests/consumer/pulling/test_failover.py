@@ -175,8 +175,8 @@ def given_up_and_assigned_again(
 @ours_and(faulty(BelievesTheBroker, "15 messages were consumed again"))
 def test_an_acknowledged_offset_survives_its_loss_at_the_broker(embedded, member):
     """A queue is assigned again, and the broker has a lower offset than it had acknowledged. If the connection ended
-    within 30 s of the acknowledgement, the broker may not have written the offset, and the queue continues at it. The
-    event `offset-went-back` has both offsets.
+    within 30 s of the acknowledgement, the broker may not have written the offset. The queue then continues at the
+    acknowledged offset. The event `offset-went-back` has both offsets.
 
     Faulty: clients that begin at the broker's offset.
     """
@@ -187,7 +187,8 @@ def test_an_acknowledged_offset_survives_its_loss_at_the_broker(embedded, member
 @pytest.mark.hazard("H19")
 @ours_and(BelievesTheBroker, faulty(BelievesItself, "the new offset of the group is ignored"))
 def test_a_lower_offset_without_a_lost_connection_is_followed(embedded, member):
-    """If no lost connection explains a lower offset, a client has set it. The consumer follows it, with the same event.
+    """If no lost connection explains a lower offset, a client has set it. The queue continues at it, with the same
+    event.
 
     Faulty: clients that continue at the offset that they knew last.
     """

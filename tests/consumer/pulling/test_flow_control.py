@@ -122,7 +122,7 @@ class ChecksTheBufferOnly(NaiveMember):
 @pytest.mark.hazard("H37")
 @ours_and(faulty(ChecksTheBufferOnly, "behind the stuck one would all be redelivered"))
 def test_behind_a_stuck_message_only_so_much_is_pulled(embedded, member):
-    """At most max_span offsets are pulled past the oldest unfinished message, which progress() names.
+    """At most `max_span` offsets are pulled past the oldest unfinished message, which `progress()` names.
 
     Faulty: Java and Go measure only the buffer, so after one stuck message everything is redelivered.
     """

@@ -130,7 +130,7 @@ class LosesItsPull(NaiveMember):
     ],
 )
 def test_nothing_is_lost_or_repeated(embedded, member, what):
-    """After any invalid response, the next pull follows within pull_retry_delay_s, without the help of another timer.
+    """After any invalid response, the next pull follows within `pull_retry_delay_s`, without another timer.
 
     Faulty: clients that lose a queue's only pull to an exception, and notice that after 120 s, or never.
     """
@@ -165,7 +165,7 @@ class FiltersWithoutMoving(NaiveMember):
 @pytest.mark.hazard("H41")
 @ours_and(faulty(FiltersWithoutMoving, "unwanted messages are committed past"))
 def test_messages_that_the_client_filters_out_are_committed_past(cluster, topic, group, member):
-    """The commit offset moves past messages that the broker sends because of their tags' hash, and nobody wants.
+    """The commit offset moves past messages whose tags have a selected hash, but are not selected.
 
     Faulty: Java moves only the offset of the next pull, so after a restart the broker scans the same messages again.
     """
@@ -237,7 +237,7 @@ def test_pulls_without_a_response_are_repeated(orders, broker):
             broker.wait_for(PULL, when=request_matcher(each))
             orders.send(b"m%d" % number, topic=each)
         seen.wait_for(3)
-        reason = "PULL_MESSAGE was not answered"
+        reason = "PULL_MESSAGE got no response"
         until(lambda: any(reason in event.text for event in orders.events.of("broker-unreachable")), "it is reported")
         orders.send(b"m3", topic="late")
         seen.wait_for(4)

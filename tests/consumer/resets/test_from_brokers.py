@@ -172,9 +172,9 @@ def test_a_reset_in_the_response_to_an_abandoned_pull_is_followed(embedded, memb
 @pytest.mark.hazard("H29")
 @pytest.mark.parametrize("member", [ours, faulty(WaitsNoLonger, "the reset is lost")])
 def test_a_reset_in_the_response_to_a_timed_out_pull_is_followed(embedded, member):
-    """The same for a response that arrives after the call has timed out, as long as the connection is open.
+    """The same applies to a response that arrives after its request has timed out, as long as the connection is open.
 
-    Faulty: clients that forget the number of a call that has timed out.
+    Faulty: clients that forget the number of a request that has timed out.
     """
     options = {"pull_hold_s": 0.1, "call_timeout_s": 0.2} if member is ours else {}
     a_late_reset_is_obeyed(embedded, member, timed_out=True, **options)
@@ -427,7 +427,7 @@ def test_a_reset_that_cannot_be_read_moves_nothing(embedded, broker, member):
             sent = fill(embedded, "S", 1, start=4 + number)
             ended = f"{body!r}, which cannot be read, ended the consumer"
             until(lambda sent=sent: sent[0] in consumer.seen.bodies, ended, wait_limit_s(member))
-            assert "cannot be read, nothing moved" in consumer.events.wait_for("offset-reset", number).text
+            assert "cannot be read, and nothing moved" in consumer.events.wait_for("offset-reset", number).text
         assert sorted(consumer.seen.bodies) == numbered(9)
 
 

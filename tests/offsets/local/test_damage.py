@@ -246,7 +246,7 @@ def test_everything_missing_is_a_new_store():
 
 @pytest.mark.hazard("H13")
 def test_an_empty_main_file_is_never_copied_over_a_good_backup():
-    """A second crash costs Java clients all offsets. Here one good generation exists at each instant."""
+    """A second crash costs Java clients all offsets. Here one intact copy of the file exists at each moment."""
     disk, seen = MemoryDisk.holding(GOOD | {MAIN: b""}), []
 
     def check(count, operation, path):  # before each operation, a restart must find the offsets

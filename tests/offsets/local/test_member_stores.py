@@ -179,7 +179,9 @@ def test_a_store_whose_lock_was_removed_has_one_owner(embedded, names, member, t
 
 @pytest.mark.hazard("H12")
 def test_a_store_removed_under_its_member_is_written_again(embedded, names, tmp_path):
-    """No other process has taken it, so the store writes all offsets again and emits `store-removed`."""
+    """If its files are removed, and no other process has taken it, the store writes all offsets again and emits
+    `store-removed`.
+    """
     topic, group = filled(embedded, names, queues=2, messages=6)
     with ours(embedded, topic, group, **broadcasting(tmp_path / "s")) as consumer:
         until(lambda: sum(consumer.stored().values()) == 6, "consumed")

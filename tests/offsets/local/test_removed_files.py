@@ -54,7 +54,9 @@ def with_offset(offset):
 @pytest.mark.hazard("H12")
 @pytest.mark.live
 def test_the_old_owner_stops_after_its_lock_is_removed(tmp_path):
-    """With default options the old owner notices, stops writing, emits an event, and can load the store again later."""
+    """By default, an owner whose lock file was removed stops writing, and emits `store-taken`. It can load the store
+    again when the other process has ended.
+    """
     events = []
     store = open_store(tmp_path / "10.0.0.5@DEFAULT" / "g", on_event=events.append)
     put(store, QUEUE, 5)
