@@ -67,7 +67,7 @@ class RequestTimeout(RocketError):
         self.what, self.address, self.timeout_s = what, address, timeout_s
 
     def __str__(self) -> str:
-        return escape_controls(f"{self.what} was not answered by {self.address} within {self.timeout_s:.3g} s")
+        return escape_controls(f"{self.what} got no response from {self.address} within {self.timeout_s:.3g} s")
 
 
 class ProtocolError(RocketError):

@@ -403,7 +403,7 @@ class Admin:
             return future.result(0)
         except (RocketError, CancelledError) as error:
             if self._closed and not isinstance(error, ClientClosed):
-                raise ClientClosed("this admin was closed during the reset") from error
+                raise ClientClosed("this Admin was closed during the reset; make a new one, and repeat it") from error
             raise
         except (TimeoutError, Empty) as error:
             raise RequestTimeout("the reset", f"group {plan.group}", _SLOW_TIMEOUT_S) from error

@@ -347,7 +347,7 @@ def _subscription(options: argparse.Namespace) -> Subscription:
     if options.sql is None:
         return parse_subscription(options.topic, options.selector)
     if not options.sql.strip():
-        raise ConfigError("the SQL92 expression is empty")
+        raise ConfigError("the SQL92 expression is empty; give one, or remove --sql")
     return Subscription(options.topic, options.sql, expression_type=SQL92)
 
 

@@ -194,7 +194,7 @@ async def relay_request(
             return RelayResult(RelayStatus.FAILED, reason=f"its response cannot be read: {error}")
         except BrokerError as error:
             if error.code == ResponseCode.CONSUME_MSG_TIMEOUT:
-                return RelayResult(RelayStatus.SILENT, reason="it did not answer within 10 s")
+                return RelayResult(RelayStatus.SILENT, reason="it did not respond within 10 s")
             if error.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
                 return RelayResult(RelayStatus.FOREIGN)
             kind = RelayStatus.GONE if "not online" in error.remark else RelayStatus.FAILED
@@ -226,7 +226,7 @@ async def relay_to_all(
             async with asyncio.timeout(left_s if left_s < math.inf else None):
                 return await relay_request(cluster, group, by_id[client_id], operation, rid, body)
         except TimeoutError:
-            return RelayResult(RelayStatus.SILENT, reason=f"it did not answer within {left_s:.2g} s")
+            return RelayResult(RelayStatus.SILENT, reason=f"it did not respond within {left_s:.2g} s")
 
     return await gather_limited(by_id, relay_one, limit=MAX_CONCURRENT_RELAYS)
 
@@ -245,7 +245,7 @@ async def fetch_member_offsets(
         async with asyncio.timeout(left_s if left_s < math.inf else None):
             return await _fetch_status_offsets(cluster, group, member, topic)
     except TimeoutError as error:
-        raise RocketError(f"{member.client_id} did not answer within {left_s:.2g} s") from error
+        raise RocketError(f"{member.client_id} did not respond within {left_s:.2g} s") from error
 
 
 async def _fetch_status_offsets(

@@ -128,7 +128,7 @@ class Cluster:
             self._io.run(self.start_on_loop(), timeout_s)
         except RequestTimeout as error:
             self.close()
-            raise ConnectError(str(self._name_servers), f"no answer within {timeout_s:g} s") from error
+            raise ConnectError(str(self._name_servers), f"no response within {timeout_s:g} s") from error
         except BaseException:
             self.close()
             raise
@@ -353,7 +353,7 @@ class Cluster:
         address = connection.address
         self._unanswered[address] = self._unanswered.get(address, 0) + calls
         if self._unanswered[address] >= _MAX_UNANSWERED:
-            connection.close(f"{_MAX_UNANSWERED} calls in a row were not answered")
+            connection.close(f"{_MAX_UNANSWERED} calls in a row got no response")
 
     async def call_name_server(
         self, header: Header, body: bytes = b"", *, timeout_s: float | None = None, accept: Container[int] = (0,)

@@ -72,7 +72,7 @@ class NameServers:
             await self.call(GetRouteInfoHeader(_ANY_TOPIC))
         except BrokerError as error:
             if error.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
-                raise ConnectError(error.address, "it answers as a broker does, not as a name server") from error
+                raise ConnectError(error.address, "it responds like a broker, not like a name server") from error
             if error.code != ResponseCode.TOPIC_NOT_EXIST:
                 if isinstance(error, PermissionDenied):
                     raise
@@ -81,7 +81,7 @@ class NameServers:
             text = "it closes the connection at the first request; if it speaks TLS only, pass tls=True"
             raise ConnectError(error.address, text) from error
         except RequestTimeout as error:
-            text = f"no answer within {error.timeout_s:.3g} s: it is busy or failing, or another program listens there"
+            text = f"no response within {error.timeout_s:.3g} s: it is busy or failing, or another program is there"
             raise ConnectError(error.address, text) from error
 
     async def call(

@@ -88,11 +88,11 @@ class ServerRequests:
     def _check_refused(
         self, command: RemotingCommand, connection: Connection, in_flight: _InFlight
     ) -> RemotingCommand | None:
-        answer_code = ResponseCode.SYSTEM_BUSY
+        refusal_code = ResponseCode.SYSTEM_BUSY
         if not self._is_broker(connection.address):
-            answer_code, why = ResponseCode.SYSTEM_ERROR, "only brokers of the topics in use may ask"
+            refusal_code, why = ResponseCode.SYSTEM_ERROR, "only brokers of the topics in use may send requests"
         elif command.skipped_body_bytes:
-            answer_code, why = ResponseCode.SYSTEM_ERROR, f"{command.skipped_body_bytes} bytes are too many"
+            refusal_code, why = ResponseCode.SYSTEM_ERROR, f"a body of {command.skipped_body_bytes} bytes is too large"
         elif in_flight.by_code.get(command.code, 0) >= MAX_IN_FLIGHT:
             why = f"{MAX_IN_FLIGHT} of them are in flight"
         elif in_flight.body_bytes and in_flight.body_bytes + len(command.body) > MAX_IN_FLIGHT_BYTES:
@@ -102,7 +102,7 @@ class ServerRequests:
         else:
             return None
         self._notify_refused(command.code, connection.address, why)
-        return command.make_response(answer_code, f"{request_name(command.code)} is not obeyed: {why}")
+        return command.make_response(refusal_code, f"{request_name(command.code)} is refused: {why}")
 
     async def _run_handler(
         self,
@@ -131,7 +131,7 @@ class ServerRequests:
         for hook in self._refused_hooks:
             hook(code, address, why)
         if not self._refused_hooks and self._is_first_of_kind(code, address):
-            log.warning("request=%s from=%s not obeyed: %s", request_name(code), address, why)
+            log.warning("request=%s from=%s refused: %s", request_name(code), address, why)
 
     def _is_first_of_kind(self, code: int, of: str) -> bool:
         if (code, of) in self._logged or len(self._logged) >= _MAX_LOGGED:

@@ -65,7 +65,7 @@ def _subscription(topic: str, selector: str) -> Subscription:
         raise ConfigError(f"selector={safe_repr(selector)} is not allowed; use '*', 'tagA || tagB' or sql('price > 5')")
     if isinstance(selector, Sql):
         if not selector.strip():
-            raise ConfigError("the SQL92 expression is empty")
+            raise ConfigError("the SQL92 expression is empty; give one like sql('price > 5'), or subscribe without it")
         return Subscription(topic, str(selector), expression_type="SQL92")
     return parse_subscription(topic, selector)
 

@@ -370,7 +370,7 @@ class AsyncProducer:
         error: RocketError = in_flight_limit_error(request, self.config)
         if self._producer.state is ProducerState.CREATED:
             error = ConnectError(
-                ";".join(self.config.name_servers), f"no answer within {request.timeout_s:g} s; nothing was sent"
+                ";".join(self.config.name_servers), f"no response within {request.timeout_s:g} s; nothing was sent"
             )
         _resolve(sink.future, None, error)
         self._submit_queued()  # the next one may be smaller, and fit

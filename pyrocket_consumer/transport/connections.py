@@ -189,7 +189,7 @@ async def connect_errors(address: str, timeout_s: float, tls: ssl.SSLContext | N
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError as error:
-        raise ConnectError(address, f"no answer within {timeout_s:g} s{hint}") from error
+        raise ConnectError(address, f"no response within {timeout_s:g} s{hint}") from error
     except ssl.SSLCertVerificationError as error:
         raise ConnectError(address, f"TLS: {error}; {_TRUST}") from error
     except ssl.SSLError as error:

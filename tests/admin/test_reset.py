@@ -364,13 +364,13 @@ def test_responding_members_move_despite_a_frozen_one(version, all_queues):
             plan = admin.plan_reset("G", "T", {queue("T", number): 7 for number in chosen})
             assert "sent to the members that own the queues" in str(plan)
             assert "other client" not in str(plan)
-            assert "zzz@frozen: it did not answer" in plan.problems[0]
+            assert "zzz@frozen: it did not respond" in plan.problems[0]
             result = plan.execute(wait_s=2)
             assert states(result.outcomes) == {
                 f"broker-a/{number}": ResetState.MOVED if number in ours else ResetState.UNCONFIRMED
                 for number in chosen
             }
-            assert "zzz@frozen: it did not answer" in result.unmoved[0].text
+            assert "zzz@frozen: it did not respond" in result.unmoved[0].text
         seen.wait(lambda seen: len(seen.messages) == 40 + 3 * len(chosen))  # it has left its queues to us
         assert {position[1] for position, times in seen.counts.items() if times > 1} == {7, 8, 9}
 

@@ -81,7 +81,7 @@ def test_a_name_server_that_does_not_respond(fail_with):
         code, sentence = fail_with("produce", "T", "hello", "-n", where)
     assert code == 1
     seconds = r"(3|2\.\d+)"  # the rest of the timeout after connecting
-    assert re.search(f"{where}: no answer within {seconds} s: it is busy or failing, or another program", sentence)
+    assert re.search(f"{where}: no response within {seconds} s: it is busy or failing, or another program", sentence)
 
 
 @pytest.mark.live

@@ -54,8 +54,8 @@ def test_a_wrong_name_server_address_leaves_nothing_running(nobody):
 @for_each(
     "options, start, fault, reason",
     [
-        ({"call_timeout_s": 0.2}, {}, drop, "no answer within"),
-        ({"call_timeout_s": 60}, {"timeout_s": 0.2}, drop, "no answer within 0.2 s"),
+        ({"call_timeout_s": 0.2}, {}, drop, "no response within"),
+        ({"call_timeout_s": 60}, {"timeout_s": 0.2}, drop, "no response within 0.2 s"),
         ({}, {}, answer(1, "not now"), "it refuses the first request: .*not now"),
     ],
     ids=["silent", "silent, and start has a deadline", "refusing"],
@@ -67,7 +67,7 @@ def test_an_unavailable_name_server_fails_the_start_in_time(embedded, options, s
         client.start(**start)
     assert time.monotonic() - began < 20
     assert client.state is ClusterState.CLOSED
-    with pytest.raises(ConnectError, match="as a broker does, not as a name server"):
+    with pytest.raises(ConnectError, match="like a broker, not like a name server"):
         unstarted(embedded.broker("broker-a").address).start()
     embedded.name_server_node.clear_faults()
 

@@ -130,9 +130,9 @@ def test_only_brokers_in_routes_or_in_use_may_send_requests(connect):
         response = RequestSender(embedded.name_server_node).call(RUNNING_INFO, fields)
         assert (response.code, response.remark) == (
             1,
-            "GET_CONSUMER_RUNNING_INFO is not obeyed: only brokers of the topics in use may ask",
+            "GET_CONSUMER_RUNNING_INFO is refused: only brokers of the topics in use may send requests",
         )
-        assert calls.next() == (307, embedded.name_server, "only brokers of the topics in use may ask")
+        assert calls.next() == (307, embedded.name_server, "only brokers of the topics in use may send requests")
         held = False
         embedded.wait_until(lambda: not other.connections)
 
@@ -141,9 +141,9 @@ def test_a_refused_request_is_logged_once(embedded, client, caplog):
     find_route(client)
     for _ in range(3):
         assert RequestSender(embedded.name_server_node).call(RequestCode.CHECK_TRANSACTION_STATE, {}).code == 1
-    why = "only brokers of the topics in use may ask"
+    why = "only brokers of the topics in use may send requests"
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert lines == [f"request=CHECK_TRANSACTION_STATE from={embedded.name_server} not obeyed: {why}"]
+    assert lines == [f"request=CHECK_TRANSACTION_STATE from={embedded.name_server} refused: {why}"]
 
 
 def test_the_number_of_requests_in_flight_is_limited(broker, member):
@@ -163,7 +163,7 @@ def test_the_number_of_requests_in_flight_is_limited(broker, member):
     responses = sender.call_each(RUNNING_INFO, [{"n": str(number)} for number in range(70)])
     busy = [next(responses) for _ in range(6)]
     assert {(response.code, response.remark) for response in busy} == {
-        (2, "GET_CONSUMER_RUNNING_INFO is not obeyed: 64 of them are in flight")
+        (2, "GET_CONSUMER_RUNNING_INFO is refused: 64 of them are in flight")
     }
     assert [handled.next() for _ in range(64)] == [(str(number),) for number in range(64)]
     assert [calls.next()[0] for _ in range(6)] == 6 * [307]
@@ -185,7 +185,7 @@ def test_the_bytes_of_requests_in_flight_are_limited(broker, member):
     sender, large = RequestSender(broker), bytes(9 << 20)
     responses = sender.call_each(RequestCode.CONSUME_MESSAGE_DIRECTLY, [{}, {}], large)
     assert (busy := next(responses)).code == 2
-    assert busy.remark == f"CONSUME_MESSAGE_DIRECTLY is not obeyed: requests in flight hold {len(large)} bytes"
+    assert busy.remark == f"CONSUME_MESSAGE_DIRECTLY is refused: requests in flight hold {len(large)} bytes"
     set_event(member, go_on)
     assert next(responses).body == b"%d" % len(large)
     assert sender.call(RequestCode.CONSUME_MESSAGE_DIRECTLY, {}, large).body == b"%d" % len(large)

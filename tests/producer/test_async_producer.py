@@ -318,7 +318,7 @@ async def test_a_flush_waits_for_messages_cancelled_in_flight(embedded, gate):
 async def test_close_keeps_its_timeout_without_a_name_server(embedded):
     producer = AsyncProducer(name_server=embedded.name_server, call_timeout_s=60)
     with name_servers_held(embedded):
-        with pytest.raises(ConnectError, match=r"no answer within 0\.2 s; nothing was sent"):
+        with pytest.raises(ConnectError, match=r"no response within 0\.2 s; nothing was sent"):
             await producer.send("orders", b"x", timeout_s=0.2)
         await asyncio.wait_for(producer.close(timeout_s=0.1), 20)
     embedded.wait_until(lambda: not producer_threads())

@@ -79,7 +79,7 @@ async def test_answers_nobody_waits_for_are_ignored(connection, peer):
 
 
 async def test_a_late_response_is_ignored_and_the_connection_stays(connection, peer):
-    with pytest.raises(RequestTimeout, match="PULL_MESSAGE was not answered by 127.0.0.1:.* within 0.05 s"):
+    with pytest.raises(RequestTimeout, match="PULL_MESSAGE got no response from 127.0.0.1:.* within 0.05 s"):
         await connection.call(command(11), 0.05)
     peer.respond(await peer.next(), body=b"late")
     await answered(connection, peer, body=b"new")

@@ -205,7 +205,7 @@ async def test_a_flood_over_tls_is_read_in_parts_and_completely():
 @pytest.mark.live
 async def test_a_tls_handshake_without_response_fails_in_time():
     async with serving() as server, client(tls=trusting(), connect_timeout_s=0.1) as connections:
-        with pytest.raises(ConnectError, match="no answer within 0.1 s"):
+        with pytest.raises(ConnectError, match="no response within 0.1 s"):
             await connections.get(server.address)
     async with serving() as server, client(tls=trusting()) as connections:
         attempt = asyncio.ensure_future(connections.get(server.address))

@@ -61,7 +61,7 @@ async def sleep(begun=None, ended=None):
 
 def test_work_past_its_deadline_is_cancelled(io):
     ended, began = threading.Event(), time.monotonic()
-    with pytest.raises(RequestTimeout, match="sleep was not answered by the I/O thread within 0.05 s"):
+    with pytest.raises(RequestTimeout, match="sleep got no response from the I/O thread within 0.05 s"):
         io.run(sleep(ended=ended), 0.05)
     assert time.monotonic() - began < 20
     assert ended.wait(30)

@@ -129,7 +129,7 @@ def test_a_request_without_a_response_ends_at_its_deadline(connection, server):
     assert soon.responses == []
     connection.expire(101)
     assert isinstance(soon.responses[0], RequestTimeout)
-    assert str(soon.responses[0]) == "PULL_MESSAGE was not answered by broker:1 within 1 s"
+    assert str(soon.responses[0]) == "PULL_MESSAGE got no response from broker:1 within 1 s"
     assert later.responses == []
     assert connection.next_deadline == 109
     connection.flush()

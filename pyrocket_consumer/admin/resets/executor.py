@@ -56,7 +56,7 @@ async def execute_plan(
     if problems and not partial:
         raise RocketError(
             f"{problems[0]}; no offset was moved. Its queues cannot be reset now. Try again later, or reset the others "
-            "with partial"
+            "with partial=True (in the shell --partial)"
         )
     run = _ResetExecution(cluster, plan, report, wait_s)
     if plan.store is not None:

@@ -297,7 +297,9 @@ def _choose_queues(
     if not chosen:
         raise ConfigError(f"no queue of topic {topic} is selected; {len(there)} of its queues are readable")
     if max(queue.queue_id for queue in chosen) > MAX_RECORDED_QUEUE_ID:
-        raise ConfigError(f"queue ids above {MAX_RECORDED_QUEUE_ID} cannot be reset")
+        raise ConfigError(
+            f"topic {topic} has queue ids above {MAX_RECORDED_QUEUE_ID}, which cannot be reset; name other queues"
+        )
     return sorted(set(chosen))
 
 

@@ -146,7 +146,7 @@ class DatabaseCommits:
             self._call_deadline = self._loop.time() + DATABASE_CALL_TIMEOUT_S
             await wait_for_all([doing], self._call_deadline)
             if not doing.done():
-                raise DatabaseError(repr(self._store), what, f"no answer within {DATABASE_CALL_TIMEOUT_S:g} s")
+                raise DatabaseError(repr(self._store), what, f"no response within {DATABASE_CALL_TIMEOUT_S:g} s")
             return doing.result()
 
     # --- commits
@@ -284,7 +284,7 @@ class DatabaseCommits:
             persisting.add_done_callback(consume_exception)
             await wait_for_all([persisting], until)
             if not persisting.done():
-                return dict.fromkeys(behind, DatabaseError(repr(self._store), "storing offsets", "no answer in time"))
+                return dict.fromkeys(behind, DatabaseError(repr(self._store), "storing offsets", "no response in time"))
             failed = persisting.result()
         await self._publish(ours, until)
         return failed

@@ -217,7 +217,7 @@ class Retries:
 
     def _skip(self, window: ProcessQueue, message: Message) -> None:
         window.ack([message])
-        self._report_given_up(window, message, "a broadcasting group has no retry: it counts as consumed")
+        self._report_given_up(window, message, "a broadcasting group has no retry, so it counts as consumed")
 
     def _report_given_up(self, window: ProcessQueue, message: Message, what: str) -> None:
         self._counts.sent_back(window.queue.topic, 1)

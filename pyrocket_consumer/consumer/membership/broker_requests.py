@@ -136,7 +136,7 @@ class BrokerRequests:
         except ProtocolError as error:
             self._context.emit(
                 EventKind.OFFSET_RESET,
-                f"a reset of {header.topic} from {address} cannot be read, nothing moved: {error}",
+                f"a reset of {header.topic} from {address} cannot be read, and nothing moved: {error}",
                 level=logging.ERROR,
             )
             return None

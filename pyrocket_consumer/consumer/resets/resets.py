@@ -119,11 +119,11 @@ class ResetFollower:
             if header.operation == "reset":
                 plan = await self.read(decode_plan, command.body)
                 if why := await self._plan_error(plan):
-                    self._report_not_followed(f"reset {rid} is refused, nothing moved: {why}")
+                    self._report_not_followed(f"reset {rid} is refused, and nothing moved: {why}")
                     return self._refusal(command, rid, why)
                 return await self._follow_plan(command, rid, plan)
         except ProtocolError as error:
-            self._report_not_followed(f"the plan of reset {rid} cannot be read, nothing moved: {error}")
+            self._report_not_followed(f"the plan of reset {rid} cannot be read, and nothing moved: {error}")
             return self._refusal(command, rid, str(error))
         return self._refusal(command, rid, f"operation {header.operation!r:.40} is unknown here")
 
@@ -422,7 +422,7 @@ class ResetFollower:
         if why := self._table_error(topic, targets):
             if context.subscriptions.get(topic) is None:
                 self._select_begun(targets)  # forgets the last known offsets, in case the topic is subscribed to again
-            self._report_not_followed(f"a reset of {topic} by a broker is refused, nothing moved: {why}")
+            self._report_not_followed(f"a reset of {topic} by a broker is refused, and nothing moved: {why}")
         elif context.config.broadcasting and targets and all(map(self._is_repeated, targets, targets.values())):
             log.info("group=%s a reset of %s to the targets of the last one is not repeated", context.name, topic)
         else:

@@ -298,7 +298,7 @@ async def test_an_unacknowledged_commit_continues(commits, brokers):
     failed = await commits.persist([ONE, TWO], until=until)
     assert asyncio.get_running_loop().time() == pytest.approx(until)
     assert {queue: str(error) for queue, error in failed.items()} == dict.fromkeys(
-        [ONE, TWO], "the commit was not answered by broker 'a' within 2 s"
+        [ONE, TWO], "the commit got no response from broker 'a' within 2 s"
     )
     await commits.close(until=until)
     assert brokers.stored == {ONE: 1}

@@ -171,7 +171,7 @@ async def test_a_store_that_hangs_is_not_waited_for_longer(commits, store):
     until = asyncio.get_running_loop().time() + 0.05
     failed = await commits.persist([ONE, TWO], until=until)
     assert failed.keys() == {ONE}
-    assert str(failed[ONE]).startswith("storing offsets was not answered by the offset store within")
-    with pytest.raises(RequestTimeout, match="closing was not answered by the offset store"):
+    assert str(failed[ONE]).startswith("storing offsets got no response from the offset store within")
+    with pytest.raises(RequestTimeout, match="closing got no response from the offset store"):
         await commits.close(until=until)
     store.gate.set()

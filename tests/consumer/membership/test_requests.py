@@ -70,7 +70,7 @@ def test_a_name_server_may_send_no_request(embedded, code):
     with stored_consumer(embedded, 5) as (seen, events):
         answer = RequestSender(embedded.name_server_node).call(code, FIELDS[code], body_of(code, embedded))
         assert answer.code == 1
-        assert "only brokers of the topics in use may ask" in answer.remark
+        assert "only brokers of the topics in use may send requests" in answer.remark
         refused = events.wait_for(REFUSED)
         assert refused.facts == {"code": code, "address": embedded.name_server}
         assert embedded.name_server in refused.text
@@ -212,11 +212,11 @@ def test_hanging_calls_for_messages_of_brokers_do_not_accumulate(embedded, broke
 
 
 def test_a_request_too_large_is_refused_and_the_connection_kept(embedded, broker, sender):
-    too_many = f"{10 << 20} bytes are too many"
+    too_many = f"a body of {10 << 20} bytes is too large"
     with stored_consumer(embedded, 1) as (seen, events):
         connections = broker.connections
         answer = sender.call(INFO, FIELDS[INFO], bytes(10 << 20))
-        assert (answer.code, answer.remark) == (1, f"GET_CONSUMER_RUNNING_INFO is not obeyed: {too_many}")
+        assert (answer.code, answer.remark) == (1, f"GET_CONSUMER_RUNNING_INFO is refused: {too_many}")
         assert too_many in events.wait_for(REFUSED).text
         check_still_consuming(embedded, seen, 1)
         assert broker.connections == connections
@@ -243,7 +243,7 @@ def test_messages_do_not_wait_while_long_resets_are_read(embedded, sender, by):
         fill(embedded, "T", 1)
         seen.wait_for(1)
         assert len(events.of("offset-reset")) < 5
-        assert "cannot be read, nothing moved" in events.wait_for("offset-reset").text
+        assert "cannot be read, and nothing moved" in events.wait_for("offset-reset").text
 
 
 # --- status and running info
