@@ -477,14 +477,14 @@ class SendDispatcher:
         Only a new connection shows whether the silent peer still runs.
         """
 
-        def judge() -> None:
+        def close_if_still_silent() -> None:
             self._suspected_connections.discard(connection)
             if connection.received_bytes == received_before:
                 connection.close(_SILENT)
 
         if connection not in self._suspected_connections:
             self._suspected_connections.add(connection)
-            self._cluster.loop.call_later(self._config.call_timeout_s, judge)
+            self._cluster.loop.call_later(self._config.call_timeout_s, close_if_still_silent)
 
     # --- lanes
 

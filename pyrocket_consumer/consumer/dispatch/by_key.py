@@ -280,14 +280,14 @@ class KeyLookupBatch:
                 return ConsumeResult.RETRY
             self.chunk.current = message  # it is reported if the function does not return
             try:
-                self.lanes_found.append(self._line_of(message))
+                self.lanes_found.append(self._find_lane(message))
             except BaseException as error:  # also SystemExit, which must not end a worker
                 self.lanes_found.append(KeylessLane(error))
                 if message._extra_attempts == 0:
                     self._service.key_failed(self.lanes.window, message, error)
         return ConsumeResult.SUCCESS
 
-    def _line_of(self, message: Message) -> KeyLane:
+    def _find_lane(self, message: Message) -> KeyLane:
         key = self._order_by(message)
         if hasattr(type(key), "__await__"):
             close = getattr(key, "close", None)

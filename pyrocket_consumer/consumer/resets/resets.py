@@ -103,29 +103,29 @@ class ResetFollower:
     async def handle_relayed(self, command: RemotingCommand) -> RemotingCommand:
         """Return the response to a request for running info that contains a relayed request."""
         fields = command.fields
-        rid = fields.get("pyrocketId") or "none"
+        reset_id = fields.get("pyrocketId") or "none"
         if fields.get("pyrocketV") != str(RELAY_VERSION):
-            return self._refusal(command, rid, f"version {fields.get('pyrocketV')} of resets is unknown here")
+            return self._refusal(command, reset_id, f"version {fields.get('pyrocketV')} of resets is unknown here")
         try:
             header = RelayHeader.from_fields(fields)
             refuses = self._context.config.remote_reset == "refuse"
             if header.operation == "status":
                 topic = decode_status_request(command.body) if command.body else ""
                 state, reason = ("refused", _REFUSES) if refuses else ("ok", None)
-                return self._response(command, rid, state, self.report(topic, rid), reason)
+                return self._response(command, reset_id, state, self.report(topic, reset_id), reason)
             if header.operation == "reset" and refuses:
-                self.report_refusal(f"reset {rid}")
-                return self._refusal(command, rid, _REFUSES)
+                self.report_refusal(f"reset {reset_id}")
+                return self._refusal(command, reset_id, _REFUSES)
             if header.operation == "reset":
                 plan = await self.read(decode_plan, command.body)
                 if why := await self._plan_error(plan):
-                    self._report_not_followed(f"reset {rid} is refused, and nothing moved: {why}")
-                    return self._refusal(command, rid, why)
-                return await self._follow_plan(command, rid, plan)
+                    self._report_not_followed(f"reset {reset_id} is refused, and nothing moved: {why}")
+                    return self._refusal(command, reset_id, why)
+                return await self._follow_plan(command, reset_id, plan)
         except ProtocolError as error:
-            self._report_not_followed(f"the plan of reset {rid} cannot be read, and nothing moved: {error}")
-            return self._refusal(command, rid, str(error))
-        return self._refusal(command, rid, f"operation {header.operation!r:.40} is unknown here")
+            self._report_not_followed(f"the plan of reset {reset_id} cannot be read, and nothing moved: {error}")
+            return self._refusal(command, reset_id, str(error))
+        return self._refusal(command, reset_id, f"operation {header.operation!r:.40} is unknown here")
 
     async def read(self, decode: Callable[[bytes], T], body: bytes) -> T:
         """Return the decoded `body`. Bodies are decoded one at a time, because a server may send many large ones.
@@ -136,27 +136,27 @@ class ResetFollower:
         async with self._decoding:
             return await read_body(decode, body)
 
-    async def _follow_plan(self, command: RemotingCommand, rid: str, plan: PlanBody) -> RemotingCommand:
+    async def _follow_plan(self, command: RemotingCommand, reset_id: str, plan: PlanBody) -> RemotingCommand:
         config, tasks = self._context.config, self._context.tasks
         work: asyncio.Task[bool]
         if config.broadcasting:
             resets = {queue: QueueReset(target, plan.epoch) for queue, target in plan.targets.items()}
-            work = tasks.begin(self._follow_all(resets, f"reset {rid}"), f"reset {rid}")
+            work = tasks.begin(self._follow_all(resets, f"reset {reset_id}"), f"reset {reset_id}")
         else:
-            work = tasks.begin(self._move_held_once(rid, plan), f"reset {rid}")
+            work = tasks.begin(self._move_held_once(reset_id, plan), f"reset {reset_id}")
         done, _ = await asyncio.wait([work], timeout=REPLY_TIMEOUT_S)
         if not done:
-            return self._response(command, rid, "pending", self.report(plan.topic, rid))
+            return self._response(command, reset_id, "pending", self.report(plan.topic, reset_id))
         if (error := work.exception()) is not None:
             if not isinstance(error, RocketError):
                 raise error
-            return self._refusal(command, rid, str(error))
+            return self._refusal(command, reset_id, str(error))
         unstored = self._unpersisted.intersection(plan.targets)
         state = "pending" if unstored else "applied" if work.result() else "already"
         reason = (
             f"{len(unstored)} queues moved in memory only, because the store cannot be written" if unstored else None
         )
-        return self._response(command, rid, state, self.report(plan.topic, rid), reason)
+        return self._response(command, reset_id, state, self.report(plan.topic, reset_id), reason)
 
     async def _plan_error(self, plan: PlanBody) -> str:
         """Return why a plan is not valid for this member, or "". Brokers relay the requests of any client."""
@@ -208,17 +208,17 @@ class ResetFollower:
         return 0
 
     def _response(
-        self, command: RemotingCommand, rid: str, state: str, report: ReportBody | None, reason: str | None = None
+        self, command: RemotingCommand, reset_id: str, state: str, report: ReportBody | None, reason: str | None = None
     ) -> RemotingCommand:
-        header = RelayResponseHeader(state, rid, reason[:_REASON_CHARACTERS] if reason else None)
+        header = RelayResponseHeader(state, reset_id, reason[:_REASON_CHARACTERS] if reason else None)
         return command.make_response(
             fields=header.to_fields(), body=encode_report(report) if report is not None else b""
         )
 
-    def _refusal(self, command: RemotingCommand, rid: str, reason: str) -> RemotingCommand:
-        return self._response(command, rid, "refused", None, reason)
+    def _refusal(self, command: RemotingCommand, reset_id: str, reason: str) -> RemotingCommand:
+        return self._response(command, reset_id, "refused", None, reason)
 
-    def report(self, topic: str, rid: str) -> ReportBody:
+    def report(self, topic: str, reset_id: str) -> ReportBody:
         """Return this member's report on a topic. It has the epochs of durable resets only."""
         commits, store = self._commits, self._context.config.offset_store
         queues = {queue for queue in self._followed if queue.topic == topic}
@@ -226,10 +226,10 @@ class ResetFollower:
         epochs = {queue: self._epoch(queue) for queue in queues - self._unpersisted}
         return ReportBody(
             topic,
-            rid,
+            reset_id,
             {queue: epoch for queue, epoch in epochs.items() if epoch},
             {queue: offset for queue, offset in commits.table(topic).items() if offset <= MAX_RECORDED_OFFSET},
-            dict(self._plans.get(rid, {})),
+            dict(self._plans.get(reset_id, {})),
             {queue: target for queue, (_, target) in self._resets.items() if queue.topic == topic},
             {queue: count for queue, (count, _) in self._resets.items() if queue.topic == topic},
             str(self._context.config.message_model),
@@ -583,8 +583,8 @@ class ResetFollower:
         if address is None:
             return "no other member, because the broker has no master now", set()
         others = [RemoteMember(each, (address,)) for each in ids if each != context.client_id]
-        rid = str(UUID(int=context.rng.getrandbits(128), version=4))
-        replies = await relay_to_all(context.cluster, context.name, others, "reset", rid, encode_plan(plan))
+        reset_id = str(UUID(int=context.rng.getrandbits(128), version=4))
+        replies = await relay_to_all(context.cluster, context.name, others, "reset", reset_id, encode_plan(plan))
         informed = ", ".join(
             client_id if reply.kind is RelayStatus.OURS else f"{client_id} (failed: {reply.reason or reply.kind})"
             for client_id, reply in sorted(replies.items())
@@ -593,16 +593,16 @@ class ResetFollower:
 
     # --- clustering: the plan of an admin for the members that hold the queues
 
-    async def _move_held_once(self, rid: str, plan: PlanBody) -> bool:
+    async def _move_held_once(self, reset_id: str, plan: PlanBody) -> bool:
         """Move the queues of the plan that this member holds, each once per plan."""
-        moved = self._plans.setdefault(rid, {})
+        moved = self._plans.setdefault(reset_id, {})
         while len(self._plans) > MAX_REMEMBERED_PLANS:
             del self._plans[next(iter(self._plans))]
 
         async def move(queue: MessageQueue, target: int) -> None:
             if await self._assignments.move(queue, target, None, "reset", unless=lambda: queue in moved):
                 moved[queue] = target
-                self.report_reset(queue, target, f"reset {rid}")
+                self.report_reset(queue, target, f"reset {reset_id}")
             elif self._assignments.get(queue) is None:
                 self._commits.invalidate(queue)
 
