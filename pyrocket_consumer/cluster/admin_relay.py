@@ -169,7 +169,7 @@ async def relay_request(
     group: str,
     member: RemoteMember,
     operation: str,
-    rid: str,
+    request_id: str,
     body: bytes,
     timeout_s: float | None = None,
 ) -> RelayResult:
@@ -179,7 +179,7 @@ async def relay_request(
         try:
             response = await cluster.call(
                 address,
-                RelayHeader(group, member.client_id, operation, rid),
+                RelayHeader(group, member.client_id, operation, request_id),
                 body,
                 timeout_s=timeout_s or RELAY_TIMEOUT_S,
             )
@@ -209,7 +209,7 @@ async def relay_to_all(
     group: str,
     members: Iterable[RemoteMember],
     operation: str,
-    rid: str,
+    request_id: str,
     body: bytes,
     within_s: float = math.inf,
 ) -> dict[str, RelayResult]:
@@ -224,7 +224,7 @@ async def relay_to_all(
         left_s = max(MIN_WAIT_S, deadline - cluster.loop.time())
         try:
             async with asyncio.timeout(left_s if left_s < math.inf else None):
-                return await relay_request(cluster, group, by_id[client_id], operation, rid, body)
+                return await relay_request(cluster, group, by_id[client_id], operation, request_id, body)
         except TimeoutError:
             return RelayResult(RelayStatus.SILENT, reason=f"it did not respond within {left_s:.2g} s")
 

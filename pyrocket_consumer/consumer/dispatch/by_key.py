@@ -357,7 +357,7 @@ class KeyedService(ConsumeService):
         self._posted: deque[Callable[[], None]] = deque()  # by workers
         self._wake_due = False
         self._touched: dict[KeyLanes, None] = {}  # by posted work
-        self._tick: asyncio.TimerHandle | None = None
+        self._stuck_check: asyncio.TimerHandle | None = None
         self._quiet_checks = 0
 
     # --- new messages
@@ -471,12 +471,12 @@ class KeyedService(ConsumeService):
         self._workers_of(listener).put(chunk)
         if is_long:
             self._quiet_checks = 0
-            if self._tick is None:
-                self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
+            if self._stuck_check is None:
+                self._stuck_check = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
 
     def _withdraw_from_stuck(self) -> None:
         """Withdraw the other messages from workers that are stuck in a call. Continue as long as a chunk is busy."""
-        self._tick = None
+        self._stuck_check = None
         now, busy = self._loop.time(), False
         for workers in self.workers():
             busy = busy or workers.waiting() > 0
@@ -491,7 +491,7 @@ class KeyedService(ConsumeService):
                     self._dispatch_next(lane_batch.lanes, limit=1)  # the measured listener time is no longer valid
         self._quiet_checks = 0 if busy else self._quiet_checks + 1
         if self._quiet_checks < 3 and not self.stopped:  # a worker may be between taking a chunk and setting its slot
-            self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
+            self._stuck_check = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
 
     def _withdraw(self, lane_batch: KeyLaneBatch) -> None:
         """Withdraw the messages that a worker has not begun, and the finished ones. Release lanes that it has done."""
@@ -652,9 +652,9 @@ class KeyedService(ConsumeService):
     def stop(self) -> None:
         """Begin no further listener call."""
         self.stopped = True
-        if self._tick is not None:
-            self._tick.cancel()
-            self._tick = None
+        if self._stuck_check is not None:
+            self._stuck_check.cancel()
+            self._stuck_check = None
         for lanes in self._lanes.values():
             _cancel_timers(lanes)
         for workers in self.workers():

@@ -761,7 +761,7 @@ class ConcurrentService(ConsumeService):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, workers_for: Callable[[bool], Workers]) -> None:
         super().__init__(loop, workers_for)
-        self._tick: asyncio.TimerHandle | None = None
+        self._stuck_check: asyncio.TimerHandle | None = None
         self._quiet_checks = 0
 
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
@@ -775,12 +775,12 @@ class ConcurrentService(ConsumeService):
             for start in range(0, len(units), chunk):
                 workers.put(Chunk(window, listener, deque(units[start : start + chunk])))
         self._quiet_checks = 0
-        if chunk > 1 and self._tick is None:
-            self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
+        if chunk > 1 and self._stuck_check is None:
+            self._stuck_check = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
 
     def _withdraw_from_stuck(self) -> None:
         """Withdraw the other units from workers that are stuck in a call. Continue as long as a chunk is busy."""
-        self._tick = None
+        self._stuck_check = None
         now = self._loop.time()
         busy = False
         for workers in self.workers():
@@ -796,7 +796,7 @@ class ConcurrentService(ConsumeService):
                     workers.report_finished(chunk)
         self._quiet_checks = 0 if busy else self._quiet_checks + 1
         if self._quiet_checks < 3:  # a worker may be between taking a chunk and setting its slot
-            self._tick = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
+            self._stuck_check = self._loop.call_later(STUCK_AFTER_S, self._withdraw_from_stuck)
 
     def running(self, window: ProcessQueue | None = None) -> int:
         """Return the number of running listener calls (of `window`)."""
@@ -815,9 +815,9 @@ class ConcurrentService(ConsumeService):
 
     def stop(self) -> None:
         """Begin no further listener call."""
-        if self._tick is not None:
-            self._tick.cancel()
-            self._tick = None
+        if self._stuck_check is not None:
+            self._stuck_check.cancel()
+            self._stuck_check = None
         for workers in self.workers():
             workers.stop()
             for slot in workers.slots:

@@ -82,7 +82,7 @@ class BrokerRequests:
         self._notices = float(NOTICE_BURST)  # how many may be followed at once, as of then
         self._noticed_at = context.loop.time()
         self._notice_timer: asyncio.TimerHandle | None = None
-        self._turns = Throttle(context.loop)
+        self._decoding = Throttle(context.loop)
 
     def begin(self) -> None:
         """Handle requests from now on."""
@@ -147,7 +147,7 @@ class BrokerRequests:
         header = GetConsumerStatusHeader.from_fields(command.fields)
         if header.group != self._context.name:
             return command.make_response(body=bodies.encode_consumer_status({}))
-        async with self._turns:
+        async with self._decoding:
             table = self._commits.table(header.topic)
             return command.make_response(body=await _encode(bodies.encode_consumer_status, table, len(table)))
 
@@ -158,7 +158,7 @@ class BrokerRequests:
             return refusal
         if is_reset_order(command.fields):
             return await self._resets.handle_relayed(command)
-        async with self._turns:
+        async with self._decoding:
             if is_relay_request(command.fields):
                 return await self._resets.handle_relayed(command)
             stacks = await asyncio.to_thread(_format_stacks) if header.jstack_enable else None

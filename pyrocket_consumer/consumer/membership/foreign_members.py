@@ -152,14 +152,14 @@ class ForeignMembers:
         A silent member gets another request in the next check, and then after growing pauses.
         """
         context, foreign = self._context, dict[str, str]()
-        rid = str(UUID(int=context.rng.getrandbits(128), version=4))
+        request_id = str(UUID(int=context.rng.getrandbits(128), version=4))
         deadline = context.loop.time() + MEMBER_STATUS_TIMEOUT_S
         for start in range(0, len(members), MAX_CONCURRENT_RELAYS):
             if (left_s := deadline - context.loop.time()) <= 0:
                 break
             some = members[start : start + MAX_CONCURRENT_RELAYS]
             for client_id, reply in (
-                await relay_to_all(context.cluster, context.name, some, "status", rid, b"", left_s)
+                await relay_to_all(context.cluster, context.name, some, "status", request_id, b"", left_s)
             ).items():
                 if reply.kind is RelayStatus.OURS and reply.report.database == self._store.identity:
                     self._mark_known(client_id)
