@@ -25,7 +25,7 @@ _SQLSTATES: dict[str, ErrorKind] = {
     "53": "unavailable",  # resources
     "40003": "unavailable",
     "25006": "unavailable",
-    "25P03": "unavailable",  # read-only: a standby after a fail-over
+    "25P03": "unavailable",  # read-only: a standby after a failover
     "55P03": "locked",
     "25P02": "aborted",
 }

@@ -177,7 +177,7 @@ class OnePeriodIsLikeAnother(NaiveMember):
 @pytest.mark.hazard("H48")
 @ours_and(NaiveMember, faulty(OnePeriodIsLikeAnother, "was committed by calls that began before"))
 def test_an_acknowledgement_counts_for_its_own_period_only(embedded, member):
-    """A result of a listener call is ignored if its queue was given up and assigned again meanwhile.
+    """A result of a listener call is ignored if its queue was revoked and assigned again meanwhile.
 
     Faulty: Java's lite pull consumer commits results of an earlier ownership under the new one.
     """

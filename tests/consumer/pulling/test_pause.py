@@ -113,7 +113,7 @@ class QueuesExpire(LongPause):
 def test_a_queue_that_is_paused_for_minutes_is_kept(scenario):
     """A queue that is not pulled for a long time, because it is paused or full, is kept.
 
-    Faulty: Java gives up a queue that was not pulled for 120 s and begins it again, so its messages are redelivered.
+    Faulty: Java drops a queue that was not pulled for 120 s and begins it again, so its messages are redelivered.
     """
     counts = Counter(each.position for each in scenario().run().consumed)
     assert len(counts) >= 40
