@@ -141,7 +141,7 @@ class SendDispatcher:
                 while request in self._unfinished:
                     if queue is None:
                         queue = await self._next_queue(request)
-                        continue  # unless it failed meanwhile
+                        continue  # check again, because the message may have failed meanwhile
                     try:
                         connection = await self._connection_for(request, queue)
                         if request.is_oneway:

@@ -96,7 +96,7 @@ class DivergenceCheck:
         there = next((message for message in messages if message.queue_offset == last.offset), None)
         if there is None or (id_of(there), there.stored_at_ms) == (last.message_id, last.stored_at_ms):
             return "", True  # an expired message proves nothing
-        return f"at {last.offset} was {last.message_id}, and is {_describe(there)}", True
+        return f"offset {last.offset} had message {last.message_id}, and now has {_describe(there)}", True
 
 
 def _describe(message: Message) -> str:

@@ -303,7 +303,7 @@ class KeyLookupBatch:
         return self.lanes.window.may_consume() and not self._service.stopped
 
     def apply_result(self, unit: Any, result: object) -> tuple[bool, bool]:
-        return False, True  # after a message without a result no other is read: `lanes_found` is of the first entries
+        return False, True  # stop, because `lanes_found` must belong to the first entries, without a gap
 
     def take_consumed(self) -> list[Message]:
         return []

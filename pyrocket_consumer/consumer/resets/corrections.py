@@ -72,7 +72,8 @@ class CorrectionFollower:
             return
         target = response.next_offset
         if target < pull_offset:
-            # The queue had all messages below the reported end before. Brokers up to 4.9.3 report 0 and mean that end.
+            # No message below the reported end is new, so do not move below it. Brokers up to 4.9.3 report 0 as the
+            # next offset, and mean that end.
             target = max(target, min(pull_offset, response.max_offset))
             target = await self._confirm_target(pull_loop, pull_offset, target)
             if target == pull_offset:

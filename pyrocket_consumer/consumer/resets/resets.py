@@ -59,6 +59,7 @@ RECORD_RETRY_S = 5.0
 RECORD_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 
 MAX_REMEMBERED_PLANS = 64
+"""How many plans a clustering member remembers, to move each queue once per plan."""
 
 _REASON_CHARACTERS = 300
 _REFUSES = "this consumer has remote_reset='refuse'"
@@ -247,7 +248,7 @@ class ResetFollower:
 
         As for every reset, the steps are: fence the queue, store the target, open a window with a new epoch, pull.
         Queues that this member does not hold yet get their target, too. A recorded reset does not move a queue that
-        this member has never consumed, because such a queue begins by its start rule.
+        this member has never consumed, because `consume_from` decides where such a queue begins.
         """
         context, assignments, commits = self._context, self._assignments, self._commits
         async with assignments.lock_queues(resets):

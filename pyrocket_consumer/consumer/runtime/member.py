@@ -314,13 +314,15 @@ class GroupMember:
             )
         await context.tasks.stop_loops()
         self.retries.cancel()
-        # Do not release the lock of a queue with a running call, so that its next owner begins only when it expires.
+        # Keep the lock of a queue with a running call. Its next owner must not begin while it runs, and begins when
+        # the lock expires.
         free = [queue for queue, window in self.assignments.windows().items() if not self.service.running(window)]
         queues = self.assignments.fence_all()
         self.service.abandon()
         last_request_at = loop.time() + LAST_REQUESTS_S
         unstored = await self._store_last(queues, last_request_at)
-        free = [queue for queue in free if queue not in unstored]  # a broker may yet execute their commits
+        # Also keep the lock of an unstored queue, because the broker may execute its commit after the next owner's.
+        free = [queue for queue in free if queue not in unstored]
         leaving = context.tasks.begin(self._leave(free), "leaving the group")
         await asyncio.wait([leaving], timeout=max(last_request_at - loop.time(), LAST_REQUESTS_S / 3))
         await context.tasks.settle(last_request_at)

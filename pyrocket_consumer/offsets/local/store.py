@@ -62,12 +62,12 @@ log = logger("offsets")
 
 Durability = Literal["fsync", "process", "checkpoint"]
 
-_REMIND_INTERVAL_S = 60.0
-_FILE_CHECK_INTERVAL_S = 1.0
-_MAX_SLOTS_CHECKED = 16
-_SLOT_LAG_S = 10.0
-_LOCKS_REMEDY = "this file system lacks what a store needs, locks above all: use a local one, or mount it with locks"
-_FILE_REMEDY = "something else is where a file should be: move it away"
+_REMIND_INTERVAL_S = 60.0  # between two events about an unwritable disk, or removed files
+_FILE_CHECK_INTERVAL_S = 1.0  # between two checks that the files still exist
+_MAX_SLOTS_CHECKED = 16  # when a load searches for a swapped store
+_SLOT_LAG_S = 10.0  # another slot counts as newer if it was written at least this much later
+_LOCKS_REMEDY = "this file system lacks locks, or another function of a store; use a local one, or mount it with locks"
+_FILE_REMEDY = "a directory, link or device has the name of a file; move it away"
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "raise the quota",
@@ -86,8 +86,8 @@ _REMEDIES = {
     errno.ESTALE: "mount it again",
     errno.EISDIR: _FILE_REMEDY,
     errno.ELOOP: _FILE_REMEDY,
-    errno.ENOTDIR: "a file is where a directory should be: move it away",
-    errno.EEXIST: "a file is where a directory should be: move it away",
+    errno.ENOTDIR: "a file has the name of a directory; move it away",
+    errno.EEXIST: "a file has the name of a directory; move it away",
 }
 
 

@@ -356,7 +356,7 @@ def test_a_store_on_a_full_disk_starts_and_works_from_memory():
     full.store.close()
 
 
-LACKING = "this file system lacks what a store needs, locks above all: use a local one"
+LACKING = "this file system lacks locks, or another function of a store; use a local one"
 
 
 @for_each(
@@ -395,7 +395,7 @@ def test_a_store_that_cannot_be_opened_gives_the_remedy(number, remedy, operatio
 def test_a_directory_that_cannot_be_made_fails_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "file", tmp_path / "file" / "store", tmp_path / "file" / "client" / "group"):
-        with pytest.raises(OffsetStoreUnwritable, match=f"{directory} .*; a file is where a directory should be"):
+        with pytest.raises(OffsetStoreUnwritable, match=f"{directory} .*; a file has the name of a directory"):
             LocalFileOffsetStore(directory).load()
 
 
