@@ -39,7 +39,7 @@ def test_a_queue_that_is_added_begins_at_its_first_message(cluster, names, membe
     """`consume_from="last"` is for topics that are new to the group. A queue that is added later, also with a new
     broker, begins at its first message. The group consumed the topic when its messages were sent.
 
-    Faulty: all others begin at the queue's end as of up to 30 s later.
+    Faulty: all others begin at the end of the queue, which they read up to 30 s later.
     """
     # A queue is added, and gets five messages before the consumer knows it.
     topic, group = filled(cluster, names, queues=1, messages=0)
