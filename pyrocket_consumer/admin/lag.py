@@ -282,8 +282,8 @@ async def _rows_of_brokers(
     unsure = [queue for queue in {*offsets, *chain.from_iterable(there.values())} if not offsets.get(queue)]
     offsets |= await fetch_committed_offsets(cluster, group, unsure, failures)
     survey.mark_missing(failures)
-    asked = [queue for queue in offsets if queue.broker_name in survey.brokers]
-    ends = await fetch_first_and_last(cluster, asked, failures)  # fetched after the committed offsets, which move on
+    wanted = [queue for queue in offsets if queue.broker_name in survey.brokers]
+    ends = await fetch_first_and_last(cluster, wanted, failures)  # fetched after the committed offsets, which move on
     survey.mark_missing(failures)
     rows = [
         QueueLag(
@@ -370,11 +370,11 @@ async def _fetch_ranges(
     cluster: Cluster, queues: Iterable[MessageQueue], survey: _Survey
 ) -> dict[MessageQueue, tuple[int, int]]:
     """Return the ranges of the queues that still exist. Members also report queues of deleted topics."""
-    asked = list(queues)
-    there = await survey.queues(cluster, {queue.topic for queue in asked})
+    wanted = list(queues)
+    there = await survey.queues(cluster, {queue.topic for queue in wanted})
     failures: dict[str, RocketError] = {}
     ends = await fetch_first_and_last(
-        cluster, [queue for queue in asked if there[queue.topic] and queue.broker_name in survey.brokers], failures
+        cluster, [queue for queue in wanted if there[queue.topic] and queue.broker_name in survey.brokers], failures
     )
     survey.mark_missing(failures)
     return ends

@@ -151,11 +151,13 @@ def find_failed(result: object, messages: Sequence[Message]) -> tuple[list[Faile
         return [], True
     if _is_instance(result, Retry):
         assert isinstance(result, Retry)
-        ours = {_identity(message): message for message in messages}
+        by_identity = {_identity(message): message for message in messages}
         chosen = dict.fromkeys(map(_identity, result.messages or messages))
-        if not chosen.keys() <= ours.keys():  # it names other messages, so all messages of the call count as failed
+        if (
+            not chosen.keys() <= by_identity.keys()
+        ):  # it names other messages, so all messages of the call count as failed
             return [(message, result.delay_level) for message in messages], False
-        return [(ours[each], result.delay_level) for each in chosen], True
+        return [(by_identity[each], result.delay_level) for each in chosen], True
     return [(message, 0) for message in messages], result is ConsumeResult.RETRY or _is_instance(result, Suspend)
 
 

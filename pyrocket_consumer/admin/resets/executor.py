@@ -534,14 +534,14 @@ class _ResetExecution:
         at the brokers prove nothing, because this reset has committed the targets there.
         """
         moved: dict[MessageQueue, str] = {}
-        ours = [member for member in members if resets_before[member.client_id].kind is RelayStatus.OURS]
-        for client_id, reply in (await self._fetch_reset_counts(ours)).items():
+        package_members = [member for member in members if resets_before[member.client_id].kind is RelayStatus.OURS]
+        for client_id, reply in (await self._fetch_reset_counts(package_members)).items():
             counts, counts_before = reply.report.reset_counts, resets_before[client_id].report.reset_counts
             for queue, target in self._targets.items():
                 again = counts.get(queue, 0) > counts_before.get(queue, 0)
                 if again and reply.report.resets.get(queue) == target:
                     moved[queue] = f"by {client_id}"
-        others = [member for member in members if member not in ours]
+        others = [member for member in members if member not in package_members]
         for member, table in (await gather_limited(others, self._fetch_offsets)).items():
             for queue in _moved_queues(before, table, self._targets):
                 moved[queue] = f"{member.client_id} is at {table[queue]}"

@@ -276,17 +276,17 @@ class DatabaseCommits:
     async def persist(
         self, queues: Iterable[MessageQueue], *, until: float | None = None
     ) -> dict[MessageQueue, RocketError]:
-        ours = [queue for queue in queues if queue in self._claims]
-        behind = {queue: offset for queue in ours if (offset := self._unstored(queue)) is not None}
+        claimed_queues = [queue for queue in queues if queue in self._claims]
+        behind = {queue: offset for queue in claimed_queues if (offset := self._unstored(queue)) is not None}
         failed: dict[MessageQueue, RocketError] = {}
-        if ours:
+        if claimed_queues:
             persisting = self._loop.create_task(self._persist(behind))
             persisting.add_done_callback(consume_exception)
             await wait_for_all([persisting], until)
             if not persisting.done():
                 return dict.fromkeys(behind, DatabaseError(repr(self._store), "storing offsets", "no response in time"))
             failed = persisting.result()
-        await self._publish(ours, until)
+        await self._publish(claimed_queues, until)
         return failed
 
     def _unstored(self, queue: MessageQueue) -> int | None:

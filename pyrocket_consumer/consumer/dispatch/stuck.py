@@ -38,7 +38,7 @@ class StuckCalls:
         context = self._context
         timeout_s = context.config.consume_timeout_s
         pause_s = min(max(timeout_s / 10, 0.01), 1.0)
-        asked = ", or order_by," if callable(context.config.order_by) else ""
+        also = ", or order_by," if callable(context.config.order_by) else ""
         reported: set[int] = set()
         while True:
             await asyncio.sleep(pause_s)
@@ -50,7 +50,7 @@ class StuckCalls:
                     continue
                 context.emit(
                     EventKind.MESSAGE_STUCK,
-                    f"its listener{asked} has run for more than {timeout_s:g} s",
+                    f"its listener{also} has run for more than {timeout_s:g} s",
                     window.queue,
                     {"offset": waiting[0].queue_offset, "message_id": describe_id(waiting[0]), **key_facts(waiting[0])},
                     level=logging.WARNING,

@@ -202,8 +202,8 @@ class Claim:
         if indexes and (indexes[0] <= self._counted or (behind and self._rolled_back is not None)):
             part = unit[indexes[0] : indexes[0] + len(messages)]
             if len(part) == len(messages) and all(
-                (ours.queue, ours.queue_offset) == (given.queue, given.queue_offset)
-                for ours, given in zip(part, messages, strict=True)
+                (expected.queue, expected.queue_offset) == (given.queue, given.queue_offset)
+                for expected, given in zip(part, messages, strict=True)
             ):
                 return indexes[0]
         left = unit[self._counted] if self._counted < len(unit) else None

@@ -144,7 +144,7 @@ class Statements:
         never = text("1 = 0")
         now = {"updated_at": func.current_timestamp()}
         no_last_message = {"last_offset": null(), "last_message_id": null(), "last_store_time": null()}
-        ours = (*key, row.epoch == _value("epoch"))
+        own_row = (*key, row.epoch == _value("epoch"))
         self._check_offsets = self._compile(select(*row).where(never))
         self.select_row = self._compile(select(*shown_columns).where(*key))
         self.select_group = self._compile(select(*shown_columns).where(row.consumer_group == _value("group")))
@@ -166,7 +166,7 @@ class Statements:
         )
         self.advance = self._compile(
             update(offsets)
-            .where(*ours, row.next_offset <= _value("first"), row.next_offset >= _value("known"))
+            .where(*own_row, row.next_offset <= _value("first"), row.next_offset >= _value("known"))
             .values(
                 next_offset=_value("next"),
                 last_offset=_value("last_offset"),
@@ -176,10 +176,10 @@ class Statements:
             )
         )
         self.persist = self._compile(
-            update(offsets).where(*ours, row.next_offset < _value("next")).values(next_offset=_value("next"), **now)
+            update(offsets).where(*own_row, row.next_offset < _value("next")).values(next_offset=_value("next"), **now)
         )
         moved = {"next_offset": _value("next"), "reset_epoch": _value("reset_epoch"), "epoch": row.epoch + one}
-        self.move = self._compile(update(offsets).where(*ours).values(**moved, **no_last_message, **now))
+        self.move = self._compile(update(offsets).where(*own_row).values(**moved, **no_last_message, **now))
         self.reset = self._compile(update(offsets).where(*key).values(**moved, **no_last_message, **now))
         self.delete_row = self._compile(delete(offsets).where(*key))
         # With PostgreSQL a savepoint costs two more round trips, and psycopg reports the state of the transaction.
