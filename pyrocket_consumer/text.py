@@ -36,7 +36,7 @@ def safe_repr(value: object, limit: int = 80) -> str:
     """Return the repr of a user's value as one short line. Some reprs raise, for example that of a huge number."""
     try:
         return escape_controls(truncate(repr(value), limit))
-    except BaseException:  # also SystemExit: code of users must not end our thread
+    except BaseException:  # also SystemExit, because code of users must not end the thread that formats it
         return escape_controls(f"<{truncate(type(value).__name__, limit)}, whose repr raises>")
 
 

@@ -43,7 +43,7 @@ from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import safe_repr_unless_secret
 from pyrocket_consumer.transport.forks import renew_locks_in_children
 
-_SLOW_TIMEOUT_S = 180.0  # members are asked a few at a time, and a silent one takes 10 s
+_SLOW_TIMEOUT_S = 180.0  # a few members get requests at a time, and a silent one takes 10 s
 
 P = ParamSpec("P")
 T = TypeVar("T")

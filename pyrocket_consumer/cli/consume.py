@@ -63,7 +63,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command = add_command(commands, "consume", "print the messages of a topic", _EXAMPLES, run)
     add_connection(command)
     add_output(command)
-    command.add_argument("topic")
+    command.add_argument("topic", help="the topic to read")
     command.add_argument("--group", help="consume as a member of this group, and commit what was printed")
     command.add_argument(
         "--from",

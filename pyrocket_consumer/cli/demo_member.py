@@ -55,7 +55,7 @@ def ledger_listener(directory: str) -> tuple[Callable[[list[Message]], Any], dic
 
 
 def close_at_end_of_input(consumer: PushConsumer) -> None:
-    """Close the consumer when the parent process closes our standard input, or ends."""
+    """Close the consumer when the parent process closes the standard input of this one, or ends."""
     sys.stdin.read()
     consumer.close()
 

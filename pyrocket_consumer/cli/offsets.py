@@ -102,7 +102,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         add_output(command)
         command.add_argument("group", help="consumer group")
     for command in (show, reset, forget):
-        command.add_argument("topic")
+        command.add_argument("topic", help="a topic of the group")
     lag.add_argument(
         "--max", type=whole_number, metavar="N", help="exit with code 3 if a topic's lag is above N, or unknown"
     )

@@ -37,7 +37,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     command = add_command(commands, "produce", "send messages to a topic", _EXAMPLES, run)
     add_connection(command)
     add_output(command)
-    command.add_argument("topic")
+    command.add_argument("topic", help="the topic to send to")
     command.add_argument(
         "bodies", nargs="+", metavar="BODY", help="one message each; - reads one message per line of stdin"
     )

@@ -150,7 +150,7 @@ class RelayStatus(StrEnum):
     FOREIGN = "foreign"  # a client that does not know relayed requests responded
     SILENT = "silent"  # the broker received no response from the member
     GONE = "gone"  # no broker knows the member
-    FORBIDDEN = "forbidden"  # this client has no permission to ask
+    FORBIDDEN = "forbidden"  # this client has no permission to send requests to members
     FAILED = "failed"  # the broker sent no usable response
 
 

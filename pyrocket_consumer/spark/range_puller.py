@@ -266,7 +266,7 @@ class RangePuller:
             except RocketError as error:
                 lost = error
         address = self._cluster.address(name, self._broker_id)
-        if address is None and isinstance(lost, RouteNotFound):  # ask the broker itself whether the topic is deleted
+        if address is None and isinstance(lost, RouteNotFound):  # its brokers know whether it is deleted
             broker = (await cluster_info(self._cluster)).brokers.get(name)
             address = choose_address(broker.addresses, self._broker_id) if broker is not None else None
         if address is None:

@@ -168,7 +168,7 @@ def describe_error(error: BaseException) -> str:
     """Return an exception of user code as one line for tools. The str of some exceptions raises."""
     try:
         return escape_controls(truncate(f"{type(error).__name__}: {error}", MOST_OF_A_REMARK))
-    except BaseException:  # also SystemExit: code of users must not end our thread
+    except BaseException:  # also SystemExit, because code of users must not end the thread that formats it
         return escape_controls(f"{truncate(type(error).__name__, MOST_OF_A_REMARK)}, whose str raises")
 
 

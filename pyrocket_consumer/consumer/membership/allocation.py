@@ -99,7 +99,7 @@ def allocate(
     try:
         own = list(strategy(group, client_id, ordered, ids))
         strangers = set(own) - set(ordered)
-    except BaseException as error:  # SystemExit of a user's strategy must not end the thread that asked for it
+    except BaseException as error:  # also SystemExit, which must not end the thread that calls the strategy
         raise ConfigError(f"the allocation strategy failed: {type(error).__name__}: {error}") from error
     if strangers:
         raise ConfigError(f"the allocation strategy returned {strangers.pop()}, which is not a queue of the topic")

@@ -32,7 +32,7 @@ MAX_STATUS_PAUSE_S = 300.0
 """The longest pause between two requests to a silent member. Each request occupies a broker's thread for 10 s."""
 
 MAX_MEMBERS_PER_CHECK = 200
-"""How many members one check asks. A faulty broker could name any number of members."""
+"""How many members get a request in one check. A faulty broker could name any number of members."""
 
 _MAX_NAMED = 10
 _MAX_NAME_CHARS = 127
