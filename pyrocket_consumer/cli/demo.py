@@ -305,7 +305,7 @@ def report(result: dict[str, Any], output: str) -> int:
         rows = [[queue, offset] for queue, offset in result["file"]["offsets"].items()]
         print_table("Offsets found in the broadcasting member's file", ("queue", "offset"), rows)
         print_line(
-            "every message was consumed; members were processing the repeated ones when they were killed"
+            "every message was consumed; the repeated ones had finished after the last commit of a killed member"
             if not lost
             else f"{lost} messages were lost; this must not happen, please report it"
         )

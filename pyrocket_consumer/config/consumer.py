@@ -96,7 +96,7 @@ class ConsumerConfig(ClientConfig):
     )
     max_reconsume_times: int | None = option(
         None,
-        "the number of failures after which a message moves to `%DLQ%`",
+        "the number of failed retries after which a message moves to `%DLQ%`",
         shown="16; orderly: no limit",
         allowed="0–2³¹−1",
     )

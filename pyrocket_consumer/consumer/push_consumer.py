@@ -113,8 +113,8 @@ class _BaseConsumer:
             commit_interval_s (5; 0.01–3600 s): the time between two commits of offsets
             rebalance_interval_s (20; 0.05–3600 s): the time between two checks of the assignment, if no member comes or
                 goes
-            max_reconsume_times (16; orderly: no limit; 0–2³¹−1): the number of failures after which a message moves to
-                %DLQ%
+            max_reconsume_times (16; orderly: no limit; 0–2³¹−1): the number of failed retries after which a message
+                moves to %DLQ%
             auto_commit (True; orderly only): with False only ConsumeResult.COMMIT commits, and ROLLBACK redelivers the
                 messages since then. Commit well before max_cached_messages wait for it
             consume_timeout_s (900; 0.05–604 800 s): the time after which a running listener call is reported as stuck.

@@ -1,4 +1,4 @@
-"""Print docs/fidelity.md, generated from the tests: `python -m tests.conformance > docs/fidelity.md`.
+"""Make docs/fidelity.md from the tests: `python -m tests.conformance --write`.
 
 A test with the mark `differs("…")` shows a difference between real and embedded brokers.
 """
@@ -74,7 +74,7 @@ HEAD = """\
 `EmbeddedCluster` behaves as brokers {releases} do. Tests compare its frames with recorded ones, and
 the black-box tests of this project run unchanged on both. A test shows each intended difference:
 
-*Generated from the tests by `python -m tests.conformance > docs/fidelity.md`.*
+*Generated from the tests by `python -m tests.conformance --write`.*
 
 | real brokers | the embedded cluster | shown by |
 |---|---|---|
@@ -117,4 +117,7 @@ def document() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(document())
+    if "--write" in sys.argv[1:]:
+        DOCUMENT.write_text(document())
+    else:
+        sys.stdout.write(document())

@@ -6,7 +6,7 @@ from tests.conformance.__main__ import DIFFERENCES, DOCUMENT, document, marked_t
 
 
 def test_the_document_is_up_to_date() -> None:
-    assert DOCUMENT.read_text() == document(), "make it anew: python -m tests.conformance > docs/fidelity.md"
+    assert DOCUMENT.read_text() == document(), "run: python -m tests.conformance --write"
 
 
 def test_each_difference_is_shown_by_a_test() -> None:

@@ -1,4 +1,4 @@
-"""Print docs/hazards.md, made from the tests: `python -m tests.hazards > docs/hazards.md`.
+"""Make docs/hazards.md from the tests: `python -m tests.hazards --write`.
 
 A test marked `hazard("HNN")` is about hazard NN, in any folder of tests/. Its docstring describes the behaviour of our
 consumer. A paragraph that begins with "Faulty:" describes the clients that fail, whose fault the test also runs.
@@ -90,7 +90,7 @@ This page lists every known way in which RocketMQ consumers of any language have
 stopped, because of offsets. For each hazard it describes the behaviour of this consumer, and names the tests that prove
 it. Most tests also run a faulty member that behaves like the affected clients, and require that the same check fails.
 
-*Made from the tests by `python -m tests.hazards > docs/hazards.md`. "real" means the releases {releases}.*
+*Made from the tests by `python -m tests.hazards --write`. "real" means the releases {releases}.*
 """
 
 
@@ -164,4 +164,7 @@ def document() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(document())
+    if "--write" in sys.argv[1:]:
+        DOCUMENT.write_text(document())
+    else:
+        sys.stdout.write(document())

@@ -87,7 +87,11 @@ Kind = Callable[..., contextlib.AbstractContextManager[Any]]
 def faulty(kind: Any, caught: str | None = None, *more: Any) -> Any:
     """Return parameters with which a test must fail: a faulty kind, the text of the failed assertion, and others."""
     error = pytest.RaisesExc(AssertionError, match=caught)
-    expected = pytest.mark.xfail(raises=error, strict=True, reason="the fault must be caught")
+    expected = pytest.mark.xfail(
+        raises=error,
+        strict=True,
+        reason="the faulty member must fail; if it passes, its fault had no effect, or was repaired before the assertion",
+    )
     return pytest.param(kind, *more, marks=expected, id="-".join(map(_short, (kind, *more))))
 
 

@@ -7,7 +7,7 @@ from tests.hazards.__main__ import DOCUMENT, HAZARDS, REMARKS, document, hazard_
 
 
 def test_the_document_is_up_to_date() -> None:
-    assert DOCUMENT.read_text() == document(), "make it again: python -m tests.hazards > docs/hazards.md"
+    assert DOCUMENT.read_text() == document(), "run: python -m tests.hazards --write"
 
 
 @for_each("number", HAZARDS, ids="H{:02}".format)
