@@ -90,7 +90,7 @@ def faulty(kind: Any, caught: str | None = None, *more: Any) -> Any:
     expected = pytest.mark.xfail(
         raises=error,
         strict=True,
-        reason="the faulty member must fail; if it passes, its fault had no effect, or was repaired before the assertion",
+        reason="the faulty member must fail; did its fault have no effect, or was it repaired before the assertion?",
     )
     return pytest.param(kind, *more, marks=expected, id="-".join(map(_short, (kind, *more))))
 
