@@ -62,6 +62,7 @@ def test_importing_has_no_side_effects():
     run_python(SIDE_EFFECTS)
 
 
+@pytest.mark.slow("starts seventeen interpreters")
 @pytest.mark.live
 def test_importing_is_quick(tmp_path):
     """An import takes at most 100 ms more than a bare interpreter. Compares the best of several alternating runs."""
