@@ -249,7 +249,7 @@ class EmbeddedCluster:
         if self._thread is not None and self._servers:
             servers = list(self._servers)
             self.end(servers, self.shut)
-            self.run(_settle(servers))
+            self.run(_close_accepted(servers))
         self._end()
         if self._failures:
             raise RuntimeError("the embedded cluster failed:\n" + "\n".join(self._failures))
@@ -564,7 +564,7 @@ async def _finish_accepting(servers: Sequence[Server]) -> None:
         await asyncio.sleep(0)
 
 
-async def _settle(servers: Sequence[Server]) -> None:
+async def _close_accepted(servers: Sequence[Server]) -> None:
     """Let connections end in the loop's next iterations, including those that were being accepted."""
     for _ in range(100):
         for _ in range(5):

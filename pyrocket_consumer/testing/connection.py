@@ -56,15 +56,15 @@ class Connection:
             on_response(None)
             return
         opaque = command.opaque = next(self._opaques)
-        timer = self._loop.call_later(timeout_s, self._settle, opaque, None)
+        timer = self._loop.call_later(timeout_s, self._resolve, opaque, None)
         self._waiting[opaque] = on_response, timer
         self.write(encode_command(command))
 
     def receive_response(self, response: RemotingCommand) -> None:
         """Resolve the call that waits for a client's response. Ignore a late response."""
-        self._settle(response.opaque, response)
+        self._resolve(response.opaque, response)
 
-    def _settle(self, opaque: int, response: RemotingCommand | None) -> None:
+    def _resolve(self, opaque: int, response: RemotingCommand | None) -> None:
         if (waiting := self._waiting.pop(opaque, None)) is not None:
             on_response, timer = waiting
             timer.cancel()
@@ -75,4 +75,4 @@ class Connection:
         self.open = False
         self.diverted.clear()
         for opaque in list(self._waiting):
-            self._settle(opaque, None)
+            self._resolve(opaque, None)

@@ -66,7 +66,7 @@ class Tasks:
         self._stopping = True
         await self._end(self._loops)
 
-    async def settle(self, until: float) -> list[str]:
+    async def drain(self, until: float) -> list[str]:
         """Wait for running steps until the loop's time `until`. Cancel the others, and return their names."""
         if self._steps:
             await asyncio.wait(list(self._steps), timeout=max(0.0, until - self._loop.time()))

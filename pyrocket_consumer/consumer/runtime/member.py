@@ -325,7 +325,7 @@ class GroupMember:
         free = [queue for queue in free if queue not in unstored]
         leaving = context.tasks.begin(self._leave(free), "leaving the group")
         await asyncio.wait([leaving], timeout=max(last_request_at - loop.time(), LAST_REQUESTS_S / 3))
-        await context.tasks.settle(last_request_at)
+        await context.tasks.drain(last_request_at)
         failure: Exception | None = None
         try:
             await commits.close(until=max(last_request_at, loop.time() + LAST_REQUESTS_S / 3))
