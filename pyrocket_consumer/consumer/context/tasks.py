@@ -35,7 +35,7 @@ class Tasks:
         self._create_task(self._loops, work, what)
 
     def begin(self, work: Coroutine[Any, Any, T], what: str) -> asyncio.Task[T]:
-        """Begin a step. A caller may wait for it. Errors other than `RocketError` are reported as unexpected."""
+        """Begin a step. A `RocketError` is for a caller that waits; any other error is reported as unexpected."""
         return self._create_task(self._steps, work, what)
 
     async def finish(self, work: Coroutine[Any, Any, T], what: str) -> T:
