@@ -44,7 +44,7 @@ def _register() -> None:
 
     `threading` calls first, when the main thread has ended. Other threads still run then, and new threads can start.
     New connections need those threads to resolve host names. `threading` calls its hooks in reverse order, and the hook
-    of `concurrent.futures` ends the resolver threads. That hook must be registered before ours, so the module is
+    of `concurrent.futures` ends the resolver threads. That hook must be registered before this one, so the module is
     imported above. Children of multiprocessing reach only this stage on Python before 3.13.
 
     `atexit` calls when the other threads have ended, and flushes the messages that they sent meanwhile.

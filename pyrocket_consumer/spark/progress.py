@@ -28,7 +28,7 @@ class GroupProgress:
         self._cluster = cluster
         self._group = group
         self._check_interval_s = check_interval_s
-        self._seen: dict[MessageQueue, int | None] = {}  # the brokers' offsets after our last request
+        self._seen: dict[MessageQueue, int | None] = {}  # the brokers' offsets after the last request
         self._wanted: Mapping[MessageQueue, int] = {}
         self._published: dict[MessageQueue, int] = {}
         self._refused: frozenset[MessageQueue] = frozenset()

@@ -531,7 +531,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         }
 
     def _find_losses(self, at: SourceOffset, snapshot: BrokerSnapshot) -> dict[str, DataLoss]:
-        """Return the losses in a snapshot: queues that end before our offset, or are gone with unread messages."""
+        """Return the losses in a snapshot: queues that end before the offset to read, or are gone while unread."""
         found = {}
         for queue, position in at.queues.items():
             seen = QueueRange(queue, position, max(position, self._ends.get(queue, 0)))

@@ -166,7 +166,8 @@ class _SqlScope:
         if isinstance(self._sync_handle, Session):
             self._sync_handle.flush()
         info = getattr(self._connection.connection.driver_connection, "info", None)
-        if getattr(info, "transaction_status", None) == IDLE:  # psycopg: a statement has ended it
+        # With psycopg: a statement, or code below SQLAlchemy, has ended the transaction.
+        if getattr(info, "transaction_status", None) == IDLE:
             raise_transaction_ended()
 
     def begin(self) -> None:

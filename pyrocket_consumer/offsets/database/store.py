@@ -705,8 +705,8 @@ class DatabaseOffsets:
             values = {**key, "epoch": claim.epoch, "next": offset, "reset_epoch": followed}
             changed = execute(self._sql.move, values).changed
             row = self._read_row(execute, claim.group, claim.queue)
-            ours = (claim.epoch + 1, offset, claim.owner)
-            if row is None or (not changed and (row.epoch, row.next_offset, row.owner) != ours):
+            moved = (claim.epoch + 1, offset, claim.owner)
+            if row is None or (not changed and (row.epoch, row.next_offset, row.owner) != moved):
                 raise Fenced(str(claim.queue))  # no earlier attempt of this move has succeeded, either
             return row
 
