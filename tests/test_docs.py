@@ -110,9 +110,8 @@ def test_the_events_page_has_each_level_that_the_code_logs():
             method = getattr(call.func, "attr", "") if isinstance(call, ast.Call) else ""
             kind = getattr(call.args[0], "attr", "") if method in ("emit", "emit_throttled") and call.args else ""
             if kind in EventKind.__members__:
-                given = [each.value for each in call.keywords if each.arg == "level"]
-                default = ast.Attribute(attr="WARNING" if method == "emit_throttled" else "INFO")
-                level = getattr([*given, default][0], "attr", None)
+                given = [getattr(each.value, "attr", None) for each in call.keywords if each.arg == "level"]
+                level = given[0] if given else "WARNING" if method == "emit_throttled" else "INFO"
                 if level and level not in documented[EventKind[kind]]:
                     undocumented.add((EventKind[kind].value, level))
     assert not undocumented
