@@ -163,6 +163,7 @@ def book_in_django(alias, messages):
         cursor.executemany("INSERT INTO ledger VALUES (%s, %s, %s)", [[*row(each).values()] for each in messages])
 
 
+@pytest.mark.slow("imports Django, which a new environment has to compile first")
 @pytest.mark.databases("sqlite", "postgresql")
 def test_django(embedded, ledger, events, alias):
     from django.db import connections, transaction
