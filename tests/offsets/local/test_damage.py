@@ -267,7 +267,8 @@ def test_an_empty_main_file_is_never_copied_over_a_good_backup():
 @pytest.mark.parametrize("name", FILES)
 def test_a_pipe_or_device_in_place_of_a_file_is_an_error(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    with pytest.raises(OffsetStoreError, match=rf"{name} in .*not a regular file; .*has the name of a file; move it"):
+    text = rf"{name} in .*not a regular file; a directory, link or device has the name of a file; move it away"
+    with pytest.raises(OffsetStoreError, match=text):
         LocalFileOffsetStore(tmp_path).load()
     with pytest.raises(OffsetStoreError, match="not a regular file"):
         read_store(tmp_path)
