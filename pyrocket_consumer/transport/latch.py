@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import signal
 import threading
 import time
@@ -16,12 +15,21 @@ _SIGNAL_CHECK_S = 1.0
 """How long a wait sleeps at most. Python handles a signal that arrives just before a sleep only after that sleep."""
 
 
+def _release(lock: threading.Lock) -> None:
+    """Wake the waiter that holds `lock`, unless another call has woken it."""
+    try:
+        lock.release()
+    except RuntimeError:
+        pass
+
+
 class Latch:
     """A flag that is set once, by any thread or signal handler, and that any thread or coroutine can wait for.
 
     A signal handler runs between any two steps of the main thread, and may raise there. `threading.Event` takes a lock
     in several steps. If a handler sets the event, the wait that it interrupted may hold the lock. If Ctrl-C ends a wait
-    at the wrong moment, the lock stays locked. `SimpleQueue` is safe in both cases, so each waiter has one.
+    at the wrong moment, the lock stays locked. So each waiter has a plain lock, which `set` releases in one step.
+    `SimpleQueue` is no alternative: its `get` waits forever if the deadline passes while it starts to wait.
     """
 
     def __init__(self) -> None:
@@ -40,19 +48,17 @@ class Latch:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for at most `timeout_s`; None waits without limit. Return whether the flag is set."""
-        wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        wake = threading.Lock()
+        wake.acquire()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        notify = partial(wakes.put, None)
+        notify = partial(_release, wake)
         self._waiting.append(notify)
         try:
             while not self._is_set:
                 left = _SIGNAL_CHECK_S if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     break
-                try:
-                    wakes.get(timeout=min(left, _SIGNAL_CHECK_S))
-                except queue.Empty:
-                    pass
+                wake.acquire(timeout=min(left, _SIGNAL_CHECK_S))
         finally:
             self._waiting.remove(notify)
         return self._is_set

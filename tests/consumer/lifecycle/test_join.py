@@ -212,6 +212,30 @@ def test_a_waiter_on_a_loop_that_has_ended_disturbs_no_other():
     assert end.wait(0)
 
 
+@pytest.mark.live
+def test_waits_of_a_microsecond_end():
+    """Their deadline passes while they begin to wait."""
+
+    def wait():
+        for _ in range(20_000):
+            Latch().wait(1e-6)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_two_calls_of_set_wake_a_waiter_once():
+    latch = Latch()
+    thread = threading.Thread(target=latch.wait)
+    thread.start()
+    latch.set()
+    latch.set()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
 def test_sigterm_handlers_nest_and_are_restored():
     called = []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
