@@ -316,7 +316,8 @@ class _Sends:
                     self._send(row)
                 break
             with contextlib.suppress(queue.Empty):
-                return self._done.get(timeout=left_s)
+                # A much shorter timeout may pass while `get` begins, and then SimpleQueue waits forever.
+                return self._done.get(timeout=max(left_s, 0.05))
         try:
             return self._done.get(timeout=self._longest_s)
         except queue.Empty as empty:
