@@ -307,6 +307,7 @@ with EmbeddedCluster() as cluster:
     client = socket.create_connection((host, int(port)), timeout=30)
     cluster.wait_until(lambda: broker.connections)
     until, end = os.pipe()
+    wait_connected, connected = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(end)
@@ -316,9 +317,12 @@ with EmbeddedCluster() as cluster:
             print(error)
         cluster.close()
         shown = socket.create_connection((host, int(port)), timeout=30)  # stays open during the search
+        os.write(connected, b"x")
         sys.stdout.flush()
         os.read(until, 1)
         os._exit(0)
+    os.close(connected)
+    os.read(wait_connected, 1)  # the broker may know of a connection before its client does
     cluster.wait_until(lambda: len(broker.connections) > 1)
     getattr(broker, sys.argv[1])()
     try:
@@ -376,6 +380,7 @@ def test_connecting_during_a_close_leaks_no_socket(end, attempt):
         host, _, port = address.rpartition(":")
         while not closed.is_set():
             with socket.socket() as knocking, suppress(OSError):
+                knocking.settimeout(0.1)  # while nobody accepts, the kernel drops attempts, and repeats them after 1 s
                 knocking.connect((host, int(port)))
                 connected.release()
 
