@@ -118,11 +118,6 @@ def started(make: Callable[[], PushConsumer]) -> PushConsumer:
     raise AssertionError("no attempt to start was answered in time")
 
 
-def quick(limit_s: float, measured: Callable[[], float]) -> bool:
-    """Return whether the best of three attempts takes less than `limit_s`, because a busy machine delays some."""
-    return any(measured() < limit_s for _ in range(3))
-
-
 def until(reached: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
     """Poll until `reached()` is true, and return its value; for state that real brokers do not notify."""
     deadline = time.monotonic() + timeout_s

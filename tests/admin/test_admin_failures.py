@@ -26,6 +26,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, drop
 from tests.interruptions import exit_code, fork_child, name_servers_held, signal_once_held
 from tests.producer.programs import in_a_thread
+from tests.speed import cpu_at_most
 
 
 @pytest.mark.parametrize(
@@ -36,10 +37,8 @@ from tests.producer.programs import in_a_thread
 def test_an_error_names_some_of_many_groups(embedded, admin, names):
     body = json.dumps({"subscriptionGroupTable": {name: {"groupName": name} for name in names}}).encode()
     embedded.broker("broker-a").on(RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG, answer(0, body=body), times=None)
-    began = time.process_time()
-    with pytest.raises(ConfigError, match="no broker knows group '(ab)+'") as raised:
+    with cpu_at_most(3), pytest.raises(ConfigError, match="no broker knows group '(ab)+'") as raised:
         admin.lag("ab" * 60)
-    assert time.process_time() - began < 3, "names were compared for long"
     assert len(str(raised.value)) < 4000
 
 

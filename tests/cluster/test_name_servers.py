@@ -13,7 +13,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.command import GetKvConfigHeader, HeartbeatHeader, PutKvConfigHeader
 from pyrocket_consumer.testing import answer, close_connection, drop, garbage, rewrite
 from tests.cluster.conftest import RecordedCalls, find_route
-from tests.consuming import quick
+from tests.speed import quick
 
 ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
 

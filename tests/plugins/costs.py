@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.speed import slowness
 from tests.trials import factor, trials
 from tests.virtual import virtual_time
 from tests.virtual.scheduler import Scheduler
@@ -26,7 +27,7 @@ COSTS = {
     "search": "looks for mistakes at random; PYROCKET_TRIALS says how long",
 }
 LIMIT_S = float(os.environ.get("PYROCKET_LIMIT_S", "2"))
-"""The most time of a test without `slow`: CPU time plus waiting time while the machine was idle."""
+"""The most time of a test without `slow`, at the usual speed: CPU time, or waiting time while the machine was idle."""
 
 FEWEST = 25
 """The fewest examples of a test with hypothesis."""
@@ -155,7 +156,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     taken_s = item.stash.get(_taken, 0.0)
     waits = cost_of(item) in ("real", "search") or (cost_of(item) == "unit" and item.config.getoption("--real-time"))
     may_be_slow = waits or item.get_closest_marker("slow") is not None
-    if call.when == "call" and report.passed and taken_s > LIMIT_S and not may_be_slow:
+    is_long = call.when == "call" and report.passed and taken_s > LIMIT_S and not may_be_slow
+    if is_long and (usual_s := taken_s / slowness()) > LIMIT_S:
         report.outcome = "failed"
-        report.longrepr = f"{taken_s:.1f} s, more than {LIMIT_S:g} s: make it quicker, or mark it slow(reason)"
+        text = "{:.1f} s, or {:.1f} s at the usual speed, more than {:g} s: make it quicker, or mark it slow(reason)"
+        report.longrepr = text.format(taken_s, usual_s, LIMIT_S)
     return report

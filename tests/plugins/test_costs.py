@@ -19,6 +19,8 @@ pytest_plugins = ("tests.plugins.costs",)
 """
 TESTS = """
 import os, pytest, subprocess, sys, threading, time
+from tests import speed
+speed.USUAL_S = 1000
 
 def test_pure(): pass
 def test_virtual(): time.sleep(1000)
@@ -35,6 +37,10 @@ def test_long(): work()
 @pytest.mark.live
 @pytest.mark.slow("works")
 def test_long_with_reason(): work()
+@pytest.mark.live
+def test_long_on_a_slow_machine():
+    speed.USUAL_S = 0.0001
+    work()
 @pytest.mark.search
 def test_search(): pass
 """
@@ -57,12 +63,12 @@ def run(tmp_path):
 
 def test_marks_choose_and_limits_hold(run):
     everything, units = run(), run("-m", "unit")
-    passed = ("pure", "virtual", "live", "long_with_reason", "search")
+    passed = ("pure", "virtual", "live", "long_with_reason", "long_on_a_slow_machine", "search")
     assert [name for name in passed if f"PASSED test_it.py::test_{name}\n" not in everything] == []
     assert "mark this test live; it left virtual time: subprocess.Popen" in everything
-    assert "2.1 s, more than 2 s: make it quicker, or mark it slow(reason)" in everything
-    assert "2 failed, 5 passed" in everything
-    assert "1 failed, 2 passed, 4 deselected" in units
+    assert "2.1 s, or 2.1 s at the usual speed, more than 2 s: make it quicker, or mark it slow(reason)" in everything
+    assert "2 failed, 6 passed" in everything
+    assert "1 failed, 2 passed, 5 deselected" in units
 
 
 def test_wrong_marks_are_named(run, tmp_path):

@@ -26,8 +26,8 @@ from pyrocket_consumer.protocol.frame import (
     encode_command,
 )
 from tests import golden
-from tests.consuming import quick
 from tests.for_each import for_each
+from tests.speed import quick
 
 JSON_REQUEST = bytes.fromhex("000000a20000009e") + (
     b'{"code":14,"extFields":{"queueId":"3","topic":"T","consumerGroup":"g"},"flag":0,"language":"PYTHON",'

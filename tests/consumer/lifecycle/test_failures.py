@@ -17,7 +17,8 @@ from pyrocket_consumer.offsets import MemoryOffsetStore
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, answer, drop, rewrite
 from tests.consumer.orders import GROUP, TOPIC
-from tests.consuming import QUICK, WAIT_S, Events, RecordingListener, numbered, quick, until
+from tests.consuming import QUICK, WAIT_S, Events, RecordingListener, numbered, until
+from tests.speed import quick
 
 RUN = asyncio.run
 

@@ -22,6 +22,7 @@ from pyrocket_consumer.testing import rewrite
 from tests.compression import COMPRESSED, LZ4, ZLIB, ZSTD, send
 from tests.consumer.orders import GROUP, TOPIC
 from tests.consuming import QUICK, WAIT_S, RecordingListener, until
+from tests.speed import slowness
 
 MIB = 1 << 20
 KINDS = pytest.mark.parametrize("kind", COMPRESSED, ids=["zlib", "lz4", "zstd"])
@@ -315,7 +316,7 @@ def test_a_large_batch_leaves_the_io_thread_alone(orders, broker, bits):
         gc.unfreeze()
         consumer.close()
     assert seen == set(bodies)
-    assert pauses.longest_s < 0.1
+    assert pauses.longest_s / slowness() < 0.1
 
 
 def test_a_batch_that_is_damaged_is_one_failed_message(orders):

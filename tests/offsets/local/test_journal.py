@@ -24,8 +24,8 @@ from pyrocket_consumer.offsets.local.journal import (
     identity,
     replay,
 )
-from tests.consuming import quick
 from tests.offsets.local.driving import ORDERS, flip_bit
+from tests.speed import quick
 
 SIZE = 8192
 HEADER = JournalHeader(7, SIZE, identity(b"checkpoint!"), identity(b"before it"))
