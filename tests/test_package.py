@@ -86,6 +86,7 @@ NEVER = {"decimal", "email", "http", "multiprocessing", "sqlite3", "unittest", "
 
 
 @pytest.mark.live
+@pytest.mark.slow("starts an interpreter for each module")
 @for_each(
     "code, unused",
     [

@@ -491,7 +491,7 @@ def web_server(answer: bytes, status: int = 200):
         def log_message(self, *args):
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server, in_a_thread(server.serve_forever):
+    with HTTPServer(("127.0.0.1", 0), Handler) as server, in_a_thread(server.serve_forever, 0.01):
         try:
             yield f"127.0.0.1:{server.server_port}/nsaddr"
         finally:

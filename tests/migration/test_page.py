@@ -36,6 +36,7 @@ def test_a_python_block_runs(block, orders, tmp_path):
 
 
 @pytest.mark.live
+@pytest.mark.slow("runs each command of the page")
 def test_the_pyrocket_commands_run(orders, tmp_path):
     with PushConsumer("billing", name_server=orders.name_server) as member:
         member.subscribe("orders", lambda message: None)

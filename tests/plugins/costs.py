@@ -90,6 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         settings = hypothesis.settings
         settings.register_profile("trials", max_examples=max(FEWEST, trials(settings.default.max_examples)))
         settings.load_profile("trials")
+        hypothesis.strategies.text().validate()  # in a new checkout the first text takes 2 s; no test should pay for it
 
 
 def _is_deselected(item: pytest.Item) -> bool:

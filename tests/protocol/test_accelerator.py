@@ -367,6 +367,7 @@ LIBRARY = ".abi3.so" if not sysconfig.get_config_var("Py_GIL_DISABLED") else sys
 
 
 @pytest.mark.live
+@pytest.mark.slow("starts an interpreter for each build")
 @for_each(
     "suffix, content, reason",
     [

@@ -189,6 +189,7 @@ def test_a_join_without_a_subscription_emits_one_event(orders):
 
 
 @pytest.mark.live
+@pytest.mark.slow("joins once for each instruction")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_after_a_signal_at_any_step_of_a_join_close_works(number):
     """Also after a signal between two instructions while the wait begins or ends."""

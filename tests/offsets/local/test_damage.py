@@ -90,6 +90,7 @@ def test_no_flipped_bit_of_offsets_json_goes_unnoticed():
         assert offsets
 
 
+@pytest.mark.slow("flips each bit")
 @pytest.mark.parametrize("closes", [1, 2, 3])
 def test_no_flipped_bit_goes_unnoticed_after_a_clean_close(closes):
     """The journal is empty then, but its header has the checksums. So only an undamaged copy is used."""

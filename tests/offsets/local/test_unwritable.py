@@ -127,6 +127,7 @@ def test_the_reminder_comes_once_a_minute(bench):
     assert bench.kinds() == ["store-unwritable"] * 5
 
 
+@pytest.mark.slow("fails each operation on files once")
 @pytest.mark.parametrize("has_links", [True, False], ids=["links", "no-links"])
 @pytest.mark.parametrize("durability", DURABILITIES)
 def test_an_error_at_any_file_operation_loses_nothing(durability, has_links):
