@@ -56,7 +56,7 @@ pythons: .venv/.test .venv/uv/bin/uv  ## run the unit tests on the other Pythons
 test: .venv/.test  ## run all tests; with Java and Maven also Spark, and the oldest and newest real broker (ARGS='-k offsets --real=none')
 	$(RUN)/python -m pytest -q -n auto $(ARGS)
 
-proof: .venv/.test  ## run all tests on all releases, all random search, unit tests in real time, and branch coverage, in an hour (ARGS='-k offsets')
+proof: .venv/.test  ## run all tests on all releases, all random search, unit tests in real time, and branch coverage, in over an hour (ARGS='-k offsets')
 	$(RUN)/python -m coverage erase
 	COVERAGE_PROCESS_START=setup.cfg PYROCKET_TRIALS=1 $(RUN)/python -m coverage run -m pytest -q -n auto --real=all $(ARGS)
 	$(RUN)/python -m pytest -q -n auto -m unit --real=none --real-time $(ARGS)

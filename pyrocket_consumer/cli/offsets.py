@@ -140,7 +140,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         )
         _add_table(command)
     ddl = add_command(under, "ddl", "print the SQL that creates the tables of DatabaseOffsets", _DDL_EXAMPLES, run_ddl)
-    ddl.add_argument("--dialect", required=True, choices=("sqlite", "postgresql", "mysql", "mariadb"))
+    ddl.add_argument(
+        "--dialect", required=True, choices=("sqlite", "postgresql", "mysql", "mariadb"), help="the kind of database"
+    )
     _add_table(ddl)
     ddl.add_argument("--inbox", action="store_true", help="include the table of consumed messages")
     reset.set_defaults(wrong_usage=reset.error)
@@ -156,7 +158,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def _add_table(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--table", default="pyrocket_offsets", metavar="NAME", help="the table of --store (default: pyrocket_offsets)"
+        "--table",
+        default="pyrocket_offsets",
+        metavar="NAME",
+        help="the offset table in the database (default: pyrocket_offsets)",
     )
 
 

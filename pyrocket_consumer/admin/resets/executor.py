@@ -100,7 +100,8 @@ class _ResetExecution:
         return max(0.0, self._deadline - self._cluster.loop.time())
 
     def _report_outcome(self, outcome: ResetOutcome) -> ResetOutcome:
-        self._report("member", outcome.subject, f"{outcome.state}" + (f" ({outcome.text})" if outcome.text else ""))
+        step = "member" if self._plan.broadcasting else "queue"
+        self._report(step, outcome.subject, f"{outcome.state}" + (f" ({outcome.text})" if outcome.text else ""))
         return outcome
 
     def _targets_at(self, broker_name: str) -> dict[int, int]:
@@ -197,7 +198,7 @@ class _ResetExecution:
                 self._skip_broker(name, error, partial)
             else:
                 raced += [MessageQueue(self._plan.topic, name, queue_id) for queue_id in lost]
-                self._report("record", name, f"recorded for {len(self._targets_at(name))} queues")
+                self._report("record", name, f"queues recorded: {len(self._targets_at(name))}")
         return raced
 
     async def _reset_members(self, members: Sequence[RemoteMember], plan: PlanBody) -> dict[str, ResetOutcome]:
@@ -339,7 +340,7 @@ class _ResetExecution:
         await asyncio.to_thread(store.reset, self._group, {**targets, **starts}, epoch)
         rows = await asyncio.to_thread(store.offsets, self._group)
         at_reset = {row.queue: row for row in rows if row.reset_epoch == epoch}
-        self._report("store", repr(store), f"{len(at_reset)} queues are set")
+        self._report("store", repr(store), f"queues set: {len(at_reset)}")
         claimed: dict[MessageQueue, str] = {}
         while awaited := set() if plan.unsubscribed else {member.client_id for member in await self._online()}:
             for row in await asyncio.to_thread(store.offsets, self._group, self._topic):
@@ -500,7 +501,7 @@ class _ResetExecution:
                 await gather_limited(queues, lambda queue: self._reset_at_broker(queue, self._targets[queue]))
             elif queues:
                 await self._send_table(broker, queues)
-            self._report("broker", broker.name, f"{len(queues)} queues are to be reset")
+            self._report("broker", broker.name, f"queues to reset: {len(queues)}")
         outcomes: dict[MessageQueue, ResetOutcome] = {
             queue: ResetOutcome(queue_name(queue), ResetState.ALREADY, "it was there before")
             for queue, target in self._targets.items()

@@ -111,7 +111,7 @@ async def plan_reset(
         online = found.model or _reported_model(replies)
         if online is not None and decided not in (None, online):
             raise ConfigError(
-                f"group {group!r} is {online}, as its {len(found.members)} online members report, not {decided}; "
+                f"group {group!r} is {online}, not {decided}, as its online members report ({len(found.members)}); "
                 "omit the model"
             )
         decided = decided or online
