@@ -341,13 +341,14 @@ def _print(messages: Iterable[Message], printer: Printer) -> None:
 
 def _subscription(options: argparse.Namespace) -> Subscription:
     from pyrocket_consumer.model import Subscription
-    from pyrocket_consumer.protocol.subscription import SQL92, parse_subscription
+    from pyrocket_consumer.protocol.subscription import SQL92, check_expression, parse_subscription
 
     check_topic(options.topic)
     if options.sql is None:
         return parse_subscription(options.topic, options.selector)
     if not options.sql.strip():
         raise ConfigError("the SQL92 expression is empty; give one, or remove --sql")
+    check_expression(options.sql)
     return Subscription(options.topic, options.sql, expression_type=SQL92)
 
 

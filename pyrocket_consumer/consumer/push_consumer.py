@@ -34,7 +34,7 @@ from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import ClientClosed, ConfigError, RequestTimeout, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.protocol.subscription import parse_subscription
+from pyrocket_consumer.protocol.subscription import check_expression, parse_subscription
 from pyrocket_consumer.text import safe_repr
 from pyrocket_consumer.transport.latch import Latch, Terminated, on_sigterm, terminate
 
@@ -66,6 +66,7 @@ def _subscription(topic: str, selector: str) -> Subscription:
     if isinstance(selector, Sql):
         if not selector.strip():
             raise ConfigError("the SQL92 expression is empty; give one like sql('price > 5'), or subscribe without it")
+        check_expression(selector)
         return Subscription(topic, str(selector), expression_type="SQL92")
     return parse_subscription(topic, selector)
 

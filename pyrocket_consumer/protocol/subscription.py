@@ -6,6 +6,7 @@ import re
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import Subscription
+from pyrocket_consumer.text import safe_repr
 
 ALL = "*"
 TAG = "TAG"
@@ -29,10 +30,12 @@ def parse_subscription(topic: str, expression: str | None = ALL, version: int = 
 
     Raises:
         ConfigError: the expression names no tag, such as "||". A broker would refuse it or deliver no message. Or one
-            of its tags looks like a mistake, such as "a | b", because no message has such a tag.
+            of its tags looks like a mistake, such as "a | b", because no message has such a tag. Or UTF-8 cannot
+            encode it.
     """
     if expression is None or expression in ("", ALL):
         return Subscription(topic, ALL, frozenset(), TAG, version)
+    check_expression(expression)
     tags = frozenset(tag for tag in (piece.strip(_JAVA_BLANKS) for piece in expression.split("||")) if tag)
     if not tags:
         raise ConfigError(
@@ -41,6 +44,18 @@ def parse_subscription(topic: str, expression: str | None = ALL, version: int = 
     if not expression.rstrip(_JAVA_BLANKS).endswith("||"):
         _check_intended(expression, tags)
     return Subscription(topic, expression, tags, TAG, version)
+
+
+def check_expression(expression: str) -> None:
+    """Raise ConfigError for an expression of tags or SQL92 that UTF-8 cannot encode, so that no request can have it."""
+    try:
+        expression.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"expression {safe_repr(expression, 200)} has an unpaired surrogate at position {error.start}, which UTF-8 "
+            "cannot encode; remove it, or give the text that was meant. Bytes that are not UTF-8 become surrogates, "
+            "for example in sys.argv"
+        ) from error
 
 
 def _check_intended(expression: str, tags: frozenset[str]) -> None:

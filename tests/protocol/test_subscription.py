@@ -79,6 +79,13 @@ def test_empty_and_star_select_all_and_no_tag_is_refused():
             parse_subscription("T", expression)
 
 
+@for_each("expression", ["a\udcff", "\ud83d", "a || \ude00"])
+def test_an_expression_that_no_request_can_have_is_refused(expression):
+    with pytest.raises(ConfigError, match=r"has an unpaired surrogate at position \d.*; remove it") as raised:
+        parse_subscription("T", expression)
+    assert ascii(expression) in str(raised.value)
+
+
 @for_each(
     "text, number",
     [

@@ -295,7 +295,7 @@ def test_a_list_is_its_listener_s_own(orders, options, kind, change):
 WRONG = [
     *((topic, print, "*") for topic in (None, 5, b"orders", "", "a b")),
     *(("orders", listener, "*") for listener in (None, "print", lambda: None, dict)),
-    *(("orders", print, selector) for selector in (None, 7, b"*", "||", sql(" "))),
+    *(("orders", print, selector) for selector in (None, 7, b"*", "||", "a\udcff", sql(" "), sql("a = '\udcff'"))),
 ]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pyrocket_consumer import ConfigError, ConsumeResult, MessageQueue, PushConsumer
+from pyrocket_consumer import ConfigError, ConsumeResult, MessageQueue, PushConsumer, sql
 from pyrocket_consumer.consumer import AsyncPushConsumer
 from tests.consuming import consuming
 
@@ -48,6 +48,15 @@ def test_an_option_that_is_not_allowed_is_named(kind, name):
 def test_auto_commit_off_needs_orderly():
     with pytest.raises(ConfigError, match="orderly"):
         PushConsumer("G", name_server="127.0.0.1:9876", auto_commit=False)
+
+
+@pytest.mark.parametrize("selector", ["a\udcff", sql("region = '\udcff'")])
+async def test_a_selector_that_utf_8_cannot_encode_is_refused_before_the_start(selector):
+    """Text of a command line is like this, if its bytes were not UTF-8."""
+    with pytest.raises(ConfigError, match=r"\\udcff.*remove it"):
+        PushConsumer("G", name_server="127.0.0.1:9876").subscribe("T", listen, selector)
+    with pytest.raises(ConfigError, match=r"\\udcff.*remove it"):
+        await AsyncPushConsumer("G", name_server="127.0.0.1:9876").subscribe("T", listen, selector)
 
 
 CALLS = {
