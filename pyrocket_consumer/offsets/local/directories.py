@@ -61,7 +61,7 @@ def read_store(directory: str | os.PathLike[str]) -> RecoveredStore:
 
 
 def last_write_time(directory: str | os.PathLike[str]) -> float | None:
-    """Return the time of the last write to the store in `directory`, or None if there is no store."""
+    """Return the time of the last write to the store in `directory`, or None if there is no readable store."""
     times = []
     for name in (MAIN_FILE, BACKUP_FILE, JOURNAL_FILE):
         try:
@@ -87,6 +87,7 @@ def find_orphans(base: str | os.PathLike[str], client_id: str, group: str) -> li
     """Return the stores of `group` under other client ids than `client_id` and its slots, newest first.
 
     A client id changes with the host's address or the instance name, and the member then uses another directory.
+    Directories that cannot be read, such as those of other users, are ignored.
     """
     mine = set(slot_ids(client_id))
     orphans = []
@@ -96,7 +97,7 @@ def find_orphans(base: str | os.PathLike[str], client_id: str, group: str) -> li
         return []
     for sibling in siblings:
         directory = Path(sibling.path, group)
-        times = [path.stat().st_mtime for name in (MAIN_FILE, BACKUP_FILE) if (path := directory / name).is_file()]
-        if times:
-            orphans.append(Orphan(sibling.name, directory, max(times)))
+        written = last_write_time(directory)
+        if written is not None:
+            orphans.append(Orphan(sibling.name, directory, written))
     return sorted(orphans, key=lambda orphan: orphan.modified_at, reverse=True)

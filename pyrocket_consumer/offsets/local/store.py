@@ -272,14 +272,14 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                 if self._ownership is not None:
                     self._check_open()
                     return
-                self._take_ownership(wait_for_closing)
                 try:
+                    self._take_ownership(wait_for_closing)
                     self._recover()
+                    self._report_orphans()
+                    self._report_slot_change()
                 except BaseException:
                     self._release()
                     raise
-                self._report_orphans()
-                self._report_slot_change()
         finally:
             self._emit_events()
         log.info(
