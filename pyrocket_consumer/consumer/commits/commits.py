@@ -15,8 +15,9 @@ from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.errors import BrokerError, OffsetStoreError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore, OffsetStore, QueueReset, ReadOffsetType, ResetEpochs
+from pyrocket_consumer.offsets.base import MAX_OFFSET
 from pyrocket_consumer.offsets.database.claim import Claim
-from pyrocket_consumer.text import logger
+from pyrocket_consumer.text import logger, safe_repr
 
 log = logger("consumer")
 
@@ -389,6 +390,7 @@ class StoreCommits:
         kind = ReadOffsetType.MEMORY_FIRST_THEN_STORE if self._memory_first else ReadOffsetType.READ_FROM_STORE
         offset = await self._run(self._store.read_offset, queue, kind)
         if offset is not None:
+            self._check_number("read_offset", queue, offset, "None if it has no offset")
             _call_store(self._store.update_offset, queue, offset)
             self._persisted[queue] = offset
         return offset
@@ -426,8 +428,23 @@ class StoreCommits:
         return self._epoch_store is not None
 
     def reset_epoch(self, queue: MessageQueue) -> int:
-        store = self._epoch_store
-        return _call_store(store.reset_epoch, queue) if store is not None else self._epochs.get(queue, 0)
+        if self._epoch_store is None:
+            return self._epochs.get(queue, 0)
+        epoch = _call_store(self._epoch_store.reset_epoch, queue)
+        self._check_number("reset_epoch", queue, epoch, "0 if there was no reset")
+        return epoch
+
+    def _check_number(self, method: str, queue: MessageQueue, number: object, or_else: str) -> None:
+        """Check what the store returned, because users write stores.
+
+        Raises:
+            OffsetStoreError: it is no offset and no epoch. The text names the store's class.
+        """
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_OFFSET:
+            raise OffsetStoreError(
+                f"{type(self._store).__qualname__}.{method} returned {safe_repr(number)} for {queue}; correct it: it "
+                f"must return a whole number from 0 to 2**63 - 1, or {or_else}"
+            )
 
     async def apply_resets(self, resets: Mapping[MessageQueue, QueueReset]) -> None:
         moving = {queue: reset.offset for queue, reset in resets.items() if reset.offset is not None}

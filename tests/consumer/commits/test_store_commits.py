@@ -11,6 +11,7 @@ from pyrocket_consumer.consumer.commits.commits import StoreCommits
 from pyrocket_consumer.errors import OffsetStoreError, RequestTimeout
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore, ReadOffsetType
+from tests.for_each import for_each
 
 RUN = asyncio.run  # with threads
 ONE, TWO, FAR = MessageQueue("orders", "a", 0), MessageQueue("orders", "a", 1), MessageQueue("orders", "b", 0)
@@ -175,3 +176,23 @@ async def test_a_store_that_hangs_is_not_waited_for_longer(commits, store):
     with pytest.raises(RequestTimeout, match="closing got no response from the offset store"):
         await commits.close(until=until)
     store.gate.set()
+
+
+class WithEpochs(MemoryOffsetStore):
+    """A store of the user that returns `epoch` for each queue."""
+
+    epoch: object = 0
+
+    def reset_epoch(self, mq):
+        return self.epoch
+
+    def persist_resets(self, resets):
+        pass
+
+
+@for_each("epoch", ["5", b"5", -1, True, None])
+def test_a_wrong_epoch_names_the_store_and_the_remedy(epoch):
+    store = WithEpochs()
+    store.epoch = epoch
+    with pytest.raises(OffsetStoreError, match=r"WithEpochs.reset_epoch returned .* 2\*\*63 - 1, or 0 if there was"):
+        StoreCommits(store, memory_first=True).reset_epoch(ONE)

@@ -137,6 +137,29 @@ def test_a_store_that_fails_once_delays_the_start_of_a_queue(orders, method):
         assert consumer.state is ConsumerState.RUNNING
 
 
+class Returning(MemoryOffsetStore):
+    """A store of the user that returns `value` as each stored offset, as long as it is set."""
+
+    value: object = None
+
+    def read_offset(self, mq, *arguments):
+        return super().read_offset(mq, *arguments) if self.value is None else self.value
+
+
+@pytest.mark.parametrize("value", ["5", b"5", -1, 2.5, True, 2**63], ids=repr)
+def test_a_store_that_returns_no_offset_is_reported_and_asked_again(orders, value):
+    orders.fill(3)
+    store = Returning()
+    store.value = value
+    with orders.consuming(offset_store=store, start_wait_s=0.1, **OPTIONS) as (consumer, seen):
+        expected = f"Returning.read_offset returned {value!r} for orders/broker-a/0; correct it: it must return a whole"
+        until(lambda: any(expected in each.text for each in orders.events.of("broker-unreachable")), "it is reported")
+        store.value = None
+        seen.wait_for(3)
+        until(lambda: [each.persisted for each in of(consumer)] == [3], "stored")
+        assert consumer.state is ConsumerState.RUNNING
+
+
 def of(consumer):
     """Return the progress of each queue of the topic."""
     return [each for queue, each in consumer.progress().items() if queue.topic == TOPIC]
