@@ -139,8 +139,10 @@ def trusting(ca_file: str, what: str, where: str = "") -> SSLContext:
     """Return a TLS context that trusts the authorities in `ca_file`. Errors name the option, `what`, and `where`.
 
     Raises:
-        ConfigError: it is not there, or not such a file.
+        ConfigError: the name is empty, or the file is missing or not such a file.
     """
+    if not ca_file:  # with an empty name, Python would trust the system's authorities
+        raise ConfigError(f"{what}{ca_file!r} is empty; it must be a file of certificates in PEM{where}")
     try:
         return create_default_context(cafile=ca_file)
     except OSError as error:

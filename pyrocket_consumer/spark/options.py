@@ -149,7 +149,7 @@ class ClientOptions:
             ConfigError: the file of authorities is missing or cannot be read.
         """
         tls: bool | SSLContext = self.tls
-        if self.tls and self.tls_ca_file:
+        if self.tls and self.tls_ca_file is not None:
             tls = trusting(self.tls_ca_file, "option tlsCaFile=", ", here and on every executor")
         return ClientConfig(
             name_server=self.name_server,

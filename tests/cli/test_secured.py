@@ -60,12 +60,13 @@ def test_a_secured_cluster_is_used_from_the_shell(secured):
     [
         (("--tls",), ACCOUNT, "certificate verify failed"),
         (("--tls-ca", "no-such.pem"), ACCOUNT, "--tls-ca 'no-such.pem' cannot be used: No such file"),
+        (("--tls-ca", ""), ACCOUNT, "--tls-ca '' is empty; it must be a file of certificates in PEM"),
         (("--tls-ca", __file__), ACCOUNT, "it must be a file of certificates in PEM"),
         (TRUSTING, {"PYROCKET_ACCESS_KEY": ACCESS_KEY}, "PYROCKET_SECRET_KEY is missing"),
         (TRUSTING, {"PYROCKET_SECRET_KEY": SECRET_KEY}, "PYROCKET_ACCESS_KEY is missing"),
         (TRUSTING, {**ACCOUNT, "PYROCKET_SECRET_KEY": "wrong"}, "ignature"),
     ],
-    ids=["unknown authority", "no file", "no certificates", "no secret", "no access key", "wrong secret"],
+    ids=["unknown authority", "no file", "empty name", "no certificates", "no secret", "no access key", "wrong secret"],
 )
 def test_a_missing_part_of_an_account_is_one_sentence(secured, options, account, reason):
     code, _, stderr = secured("offsets", "show", "some-group", "orders", *options, account=account)

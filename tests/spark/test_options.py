@@ -229,6 +229,7 @@ WRONG = [
     ("accessKey", "k", "secretKey is missing", {}),
     ("secretKey", "k\n", "printable ASCII", {"accessKey": "k"}),
     ("tlsCaFile", "ca.pem", "tls=true", {}),
+    ("tlsCaFile", "", "is empty; give a value, or remove it", {"tls": "true"}),
     ("allowedAddresses", "10.0.0.1/8", "allowedAddresses: '10.0.0.1/8'", {}),
     ("sendRetries", "0", "from 1 to 99", {}),
     ("nameServer", "here", "nameServer 'here' is not host:port", {}),
