@@ -11,7 +11,7 @@ import pytest
 
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.protocol.codes import RequestCode
-from pyrocket_consumer.testing import EmbeddedCluster, drop
+from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from tests.admin.foreign import ForeignMember
 from tests.cli.shell import Running
 from tests.consuming import Events, consuming, until
@@ -157,6 +157,24 @@ def test_exit_code_3_if_a_member_has_not_moved(embedded, offsets, stores):
         assert (code, done["result"]["verified"], stderr) == (3, False, "")
         assert {each["who"]: each["state"] for each in done["result"]["outcomes"]}[java.client_id] == "unreached"
         assert java.client_id in done["plan"]["problems"][0]
+
+
+def test_exit_code_3_and_every_queue_if_a_broker_refuses_half_of_a_reset(embedded, consumed_before, offsets):
+    embedded.broker("broker-a").on(
+        RequestCode.UPDATE_CONSUMER_OFFSET,
+        answer(1, "disk full"),
+        times=None,
+        when=lambda command: command.fields["queueId"] == "1",
+    )
+    code, text, _ = offsets("reset", "G", "T", "--to", "earliest", "--execute", "-o", "json")
+    result = json.loads(text)["result"]
+    assert (code, result["verified"]) == (3, False)
+    assert [(each["who"], each["state"]) for each in result["outcomes"]] == [
+        ("broker-a/0", "moved"),
+        ("broker-a/1", "unreached"),
+    ]
+    assert "disk full" in result["outcomes"][1]["text"]
+    assert embedded.committed("G", "T") == {0: 0, 1: 10}
 
 
 def test_exact_offsets_and_single_queues(embedded, consumed_before, offsets):

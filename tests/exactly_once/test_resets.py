@@ -14,7 +14,8 @@ from pyrocket_consumer import ConsumeResult
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.testing import EmbeddedCluster, answer
 from tests.consuming import WAIT_S, RecordingListener, consuming
 from tests.exactly_once.booking import billing, consumed, send, until_all, until_at
 from tests.exactly_once.ledgers import BODIES, GROUP, TOPIC, every_database, offsets_driven, once
@@ -432,3 +433,17 @@ def test_an_epoch_from_the_future_spoils_no_reset(embedded, ledger, reset):
     with billing(embedded, ledger):
         until_all(embedded, ledger)
     assert ledger.bodies() == once(BODIES)
+
+
+@pytest.mark.cluster(brokers=2)
+def test_a_reset_is_verified_despite_a_broker_that_does_not_list_members(embedded, ledger):
+    """Members of another broker show who is online."""
+    consumed(embedded, ledger)
+    with billing(embedded, ledger), Admin(name_server=embedded.name_server) as admin:
+        embedded.wait_until(lambda: len(embedded.members(GROUP)) == 1)
+        plan = admin.plan_reset(GROUP, TOPIC, "earliest", store=ledger.offsets)
+        refused = answer(1, "not well")
+        embedded.broker("broker-b").on(RequestCode.GET_CONSUMER_CONNECTION_LIST, refused, times=None)
+        result = plan.execute()
+    assert result.verified, str(result)
+    assert all("claimed again by" in each.text for each in result.outcomes), str(result)

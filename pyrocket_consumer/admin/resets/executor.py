@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from pyrocket_consumer.admin.groups import check_group_exists
@@ -26,7 +27,7 @@ from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.cluster.reset_record import MAX_EPOCH_ATTEMPTS, EpochTaken, GroupUnknown, ResetRecord
 from pyrocket_consumer.cluster.responses import read_body
-from pyrocket_consumer.errors import RocketError
+from pyrocket_consumer.errors import BrokerError, ClientClosed, ConnectError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.offsets.database.claim import StoredOffset
@@ -45,6 +46,7 @@ MAX_TABLE_ATTEMPTS = 5
 _RETRYABLE = frozenset({RelayStatus.SILENT, RelayStatus.FAILED})
 
 
+T = TypeVar("T")
 ProgressCallback = Callable[[ResetProgress], None]
 
 
@@ -107,10 +109,29 @@ class _ResetExecution:
     def _targets_at(self, broker_name: str) -> dict[int, int]:
         return {queue.queue_id: to for queue, to in self._targets.items() if queue.broker_name == broker_name}
 
-    async def _online(self) -> tuple[RemoteMember, ...]:
-        """Return the members that are online now, from the brokers that are not skipped."""
+    async def _online(self, failures: dict[str, RocketError] | None = None) -> tuple[RemoteMember, ...]:
+        """Return the members that are online now, from the brokers that are not skipped.
+
+        With `failures`, a broker that fails raises nothing; its error is added there under its name.
+        """
         brokers = {name: broker.address for name, broker in self._brokers.items() if name not in self._notes}
-        return (await fetch_group_members(self._cluster, self._group, brokers)).members
+        found = await fetch_group_members(self._cluster, self._group, brokers, failures)
+        _raise_if_closed((failures or {}).values())
+        return found.members
+
+    async def _for_each_queue(
+        self, queues: Iterable[MessageQueue], work: Callable[[MessageQueue], Coroutine[Any, Any, ResetOutcome]]
+    ) -> list[ResetOutcome]:
+        """Return the outcome of `work` for each queue. An error is the outcome of its queue, and hides no other."""
+
+        async def attempt(queue: MessageQueue) -> ResetOutcome:
+            try:
+                return self._report_outcome(await work(queue))
+            except RocketError as error:
+                _raise_if_closed([error])
+                return self._report_outcome(_failed_outcome(queue, error))
+
+        return list((await _one_per_broker_first(queues, attempt)).values())
 
     # --- broadcasting: record, notify, verify
 
@@ -140,9 +161,13 @@ class _ResetExecution:
         targets = {queue: to for queue, to in self._targets.items() if queue.broker_name not in self._notes}
         plan = PlanBody(self._topic, epoch, targets)
         planned = {each.client_id: each for each in self._plan.members}
-        online = {
-            member.client_id: member for member in await self._online() if self._plan.member in (None, member.client_id)
-        }
+        try:
+            present = await self._online()
+        except RocketError as error:
+            if self._plan.member is None:
+                error.add_note("The reset is recorded, so members follow it within a minute. It is safe to repeat.")
+            raise
+        online = {member.client_id: member for member in present if self._plan.member in (None, member.client_id)}
         outcomes = {client_id: self._gone_outcome(client_id) for client_id in planned.keys() - online.keys()}
         foreign = [each for each in planned.values() if each.reply.kind is RelayStatus.FOREIGN]
         capable = [
@@ -342,7 +367,7 @@ class _ResetExecution:
         at_reset = {row.queue: row for row in rows if row.reset_epoch == epoch}
         self._report("store", repr(store), f"queues set: {len(at_reset)}")
         claimed: dict[MessageQueue, str] = {}
-        while awaited := set() if plan.unsubscribed else {member.client_id for member in await self._online()}:
+        while awaited := set() if plan.unsubscribed else await self._awaited():
             for row in await asyncio.to_thread(store.offsets, self._group, self._topic):
                 if row.queue in at_reset and row.epoch > at_reset[row.queue].epoch and row.owner:
                     claimed[row.queue] = row.owner
@@ -363,6 +388,12 @@ class _ResetExecution:
         except RocketError as error:  # for this group, the offsets at brokers are for information only
             self._report("broker", self._topic, f"not committed: {error}")
         return ResetResult(self._id, epoch, tuple(outcomes), self._notes)
+
+    async def _awaited(self) -> set[str]:
+        """Return the members that should claim queues again. If a broker fails, those of the plan may still run."""
+        failures: dict[str, RocketError] = {}
+        online = {member.client_id for member in await self._online(failures)}
+        return online | {each.client_id for each in self._plan.members if failures}
 
     # --- clustering
 
@@ -396,12 +427,13 @@ class _ResetExecution:
         left, pause_s = dict(self._targets), 0.1
         refusals, silent = dict[str, str](), dict[str, str]()
         while left:
-            online = await self._online()
-            if not online:
+            failures: dict[str, RocketError] = {}
+            online = await self._online(failures)
+            if not online and not failures:
                 break
             body = encode_plan(PlanBody(self._topic, max(1, int(time.time() * 1000)), left))
             replies = await relay_to_all(self._cluster, self._group, online, "reset", self._id, body, self._left_s)
-            refusals, silent = {}, {}
+            refusals, silent = {}, {name: str(error) for name, error in failures.items()}
             for client_id, reply in sorted(replies.items()):
                 if reply.kind in (RelayStatus.FOREIGN, RelayStatus.FORBIDDEN) or reply.state == "refused":
                     refusals[client_id] = reply.reason or reply.kind
@@ -443,42 +475,33 @@ class _ResetExecution:
             else:
                 await self._cluster.broker(queue.broker_name).commit_offset(self._group, queue, targets[queue])
             text = f"committed for the group, but its owner did not confirm it ({why})"
-            return self._report_outcome(ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, text))
+            return ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, text)
 
-        return list((await gather_limited(sorted(targets), leave)).values())
+        return await self._for_each_queue(sorted(targets), leave)
 
     async def _commit(self, targets: Mapping[MessageQueue, int] | None = None) -> list[ResetOutcome]:
         """Commit the targets for a group without online members."""
         wanted = self._targets if targets is None else targets
-        accepted = await self._commit_all(wanted)
 
-        async def confirm(queue: MessageQueue) -> ResetOutcome:
+        async def commit(queue: MessageQueue) -> ResetOutcome:
             broker, target = self._cluster.broker(queue.broker_name), wanted[queue]
-            if not accepted[queue]:
+            if not await broker.commit_offset(self._group, queue, target):
                 # An earlier reset waits for the next pull of the group. Until then no commit counts, so replace it.
                 await self._reset_at_broker(queue, target)
             now = await broker.query_offset(self._group, queue, set_zero_if_not_found=False)
             if now == target:
-                return self._report_outcome(ResetOutcome(queue_name(queue), ResetState.MOVED, "committed"))
-            return self._report_outcome(
-                ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, f"the broker has {now}")
-            )
+                return ResetOutcome(queue_name(queue), ResetState.MOVED, "committed")
+            return ResetOutcome(queue_name(queue), ResetState.UNCONFIRMED, f"the broker has {now}")
 
-        return list((await gather_limited(sorted(wanted), confirm)).values())
+        return await self._for_each_queue(sorted(wanted), commit)
 
-    async def _commit_all(self, offsets: Mapping[MessageQueue, int]) -> dict[MessageQueue, bool]:
-        """Commit offsets for the group. Return whether the broker accepted each.
+    async def _commit_all(self, offsets: Mapping[MessageQueue, int]) -> None:
+        """Commit offsets for the group."""
 
-        One commit per broker goes first. If two concurrent commits are the first of a group in a topic, a broker may
-        lose one.
-        """
+        async def commit(queue: MessageQueue) -> None:
+            await self._cluster.broker(queue.broker_name).commit_offset(self._group, queue, offsets[queue])
 
-        async def commit(queue: MessageQueue) -> bool:
-            return await self._cluster.broker(queue.broker_name).commit_offset(self._group, queue, offsets[queue])
-
-        first = {queue.broker_name: queue for queue in sorted(offsets, reverse=True)}.values()
-        others = [queue for queue in sorted(offsets) if queue not in first]
-        return await gather_limited(first, commit) | await gather_limited(others, commit)
+        await _one_per_broker_first(sorted(offsets), commit)
 
     async def _reset_at_broker(self, queue: MessageQueue, target: int) -> None:
         """Let a broker that keeps resets mark one queue."""
@@ -495,18 +518,31 @@ class _ResetExecution:
             before[queue] = now or 0
         online = [each.member for each in members]
         resets_before = await self._fetch_reset_counts(online)
+        failed: dict[MessageQueue, RocketError] = {}
+
+        async def mark(queue: MessageQueue) -> None:
+            try:
+                await self._reset_at_broker(queue, self._targets[queue])
+            except RocketError as error:
+                failed[queue] = error
+
         for broker in self._brokers.values():
             queues = [queue for queue in self._targets if queue.broker_name == broker.name]
             if broker.server_side:
-                await gather_limited(queues, lambda queue: self._reset_at_broker(queue, self._targets[queue]))
+                await gather_limited(queues, mark)
             elif queues:
-                await self._send_table(broker, queues)
+                try:
+                    await self._send_table(broker, queues)
+                except RocketError as error:
+                    failed |= dict.fromkeys(queues, error)
             self._report("broker", broker.name, f"queues to reset: {len(queues)}")
+        _raise_if_closed(failed.values())
         outcomes: dict[MessageQueue, ResetOutcome] = {
             queue: ResetOutcome(queue_name(queue), ResetState.ALREADY, "it was there before")
             for queue, target in self._targets.items()
             if before[queue] == target
         }
+        outcomes |= {queue: self._report_outcome(_failed_outcome(queue, error)) for queue, error in failed.items()}
         while len(outcomes) < len(self._targets) and self._left_s:
             await asyncio.sleep(POLL_S)
             for queue, text in (await self._find_moved(online, resets_before, before)).items():
@@ -563,6 +599,32 @@ class _ResetExecution:
             if all(sent.get(queue) == self._targets[queue] for queue in queues):
                 return
             self._report("broker", broker.name, "a member committed at the same time; repeated")
+
+
+async def _one_per_broker_first(
+    queues: Iterable[MessageQueue], work: Callable[[MessageQueue], Coroutine[Any, Any, T]]
+) -> dict[MessageQueue, T]:
+    """Run `work` for each queue, and for one queue per broker before the others.
+
+    If two concurrent commits are the first of a group in a topic, a broker may lose one.
+    """
+    everything = sorted(queues)
+    first = {queue.broker_name: queue for queue in reversed(everything)}.values()
+    others = [queue for queue in everything if queue not in first]
+    return await gather_limited(first, work) | await gather_limited(others, work)
+
+
+def _failed_outcome(queue: MessageQueue, error: RocketError) -> ResetOutcome:
+    """Return the outcome of a queue whose request failed. Without a response, the broker may have moved it."""
+    was_refused = isinstance(error, (BrokerError, ConnectError))
+    return ResetOutcome(queue_name(queue), ResetState.UNREACHED if was_refused else ResetState.UNCONFIRMED, str(error))
+
+
+def _raise_if_closed(errors: Iterable[RocketError]) -> None:
+    """Raise the error of a client that was closed, because that is no state of a queue or broker."""
+    for error in errors:
+        if isinstance(error, ClientClosed):
+            raise error
 
 
 def _store_outcome(
