@@ -37,6 +37,9 @@ Consumed = list[tuple[Listener, list[Message]]]
 HELD_UP_AFTER_S = 5.0
 """A lane that has waited this long, for an earlier call or for a COMMIT, is reported."""
 
+ACK_EVERY_S = 1.0
+"""How often the finished messages of running batches are acknowledged. Otherwise a call that hangs holds them back."""
+
 
 class QueueLane:
     """The waiting messages of one window. Confined to the I/O thread, except `uncommitted`."""
@@ -168,6 +171,7 @@ class OrderlyService(ConsumeService):
         self._lanes: dict[MessageQueue, QueueLane] = {}
         # The lanes with messages at a worker, or on the way to the dead letters.
         self._busy_lanes: dict[MessageQueue, QueueLane] = {}
+        self._next_ack: asyncio.TimerHandle | None = None
 
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
         """Add `messages` at the end of their lane."""
@@ -236,6 +240,18 @@ class OrderlyService(ConsumeService):
         chunk.lane_batch = QueueLaneBatch(self, lane, chunk, workers)
         self._busy_lanes[window.queue] = lane
         workers.put(chunk)
+        if self.auto_commit and self._next_ack is None:
+            self._next_ack = self._loop.call_later(ACK_EVERY_S, self._ack_finished)
+
+    def _ack_finished(self) -> None:
+        """Acknowledge the finished messages of batches that are still running."""
+        self._next_ack = None
+        for workers in self.workers():
+            for slot in workers.slots:
+                if (chunk := slot.chunk) is not None and chunk.done:
+                    workers.report_finished(chunk)
+        if self._busy_lanes and not self.stopped:
+            self._next_ack = self._loop.call_later(ACK_EVERY_S, self._ack_finished)
 
     def batch_ended(self, lane_batch: QueueLaneBatch) -> None:
         """Handle the end of a batch. Workers call this."""
@@ -312,3 +328,6 @@ class OrderlyService(ConsumeService):
             for slot in workers.slots:
                 if (chunk := slot.chunk) is not None:
                     chunk.todo.clear()
+        if self._next_ack is not None:
+            self._next_ack.cancel()
+            self._ack_finished()

@@ -304,6 +304,30 @@ def test_a_slow_call_is_reported_and_continues(orders, held, model):
     assert not orders.cluster.messages(RETRY)
 
 
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("ends", [False, True], ids=["by the timer", "at close"])
+@pytest.mark.parametrize("how", [{}, {"order_by": "sharding_key"}], ids=["by queue", "by key"])
+def test_messages_before_a_call_that_hangs_are_committed(orders, held, kind, ends, how):
+    """Earlier calls were quick, so a worker has many messages at once."""
+    held.begun.set()  # the first call is not kept
+    orders.fill(20)
+
+    def hold_the_tenth(message):
+        if message.queue_offset == 10:
+            held.begun.clear()
+        held(message)
+
+    listener = listener_of(kind, hold_the_tenth, blocks=True)
+    with orders.consuming(listener, orderly=True, **how) as (consumer, _):
+        held.wait_for(11)
+        if ends:
+            consumer.close(timeout_s=0.2)
+        else:
+            orders.wait_committed(10)
+        assert orders.committed == {0: 10}
+        held.released.set()
+
+
 def test_a_queue_whose_call_outlives_the_close_stays_locked(orders, broker, held):
     """The next member gets it when the lock expires, because it must not begin while the call runs."""
     orders.make(queues=2)
