@@ -11,9 +11,10 @@ from ssl import create_default_context
 
 import pytest
 
-from pyrocket_consumer import Admin, ConfigError, Producer, PushConsumer
+from pyrocket_consumer import Admin, AsyncProducer, AsyncPushConsumer, ConfigError, Producer, PushConsumer
 from pyrocket_consumer.config import ClientConfig, ConsumerConfig, ProducerConfig
 from pyrocket_consumer.offsets.local.adopt import adopt_store
+from pyrocket_consumer.producer import TransactionProducer
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
 
@@ -189,6 +190,44 @@ def test_a_wrong_value_is_refused_with_the_allowed_ones(name, value):
 def test_a_wrong_topic_is_refused_before_the_start(topic):
     with pytest.raises(ConfigError):
         PushConsumer("g", **NAME_SERVER).subscribe(topic, print)
+
+
+def transactions(group="DEFAULT_PRODUCER", **options):
+    return TransactionProducer(group, check=print, **options)
+
+
+def one_config(client):
+    kind = {Admin: ClientConfig, PushConsumer: ConsumerConfig, AsyncPushConsumer: ConsumerConfig}
+    return kind.get(client, ProducerConfig)(**NAME_SERVER, **({} if client is Admin else {"group": "g"}))
+
+
+IN_GROUPS = [Producer, AsyncProducer, transactions, PushConsumer, AsyncPushConsumer]
+
+
+@for_each("client", IN_GROUPS)
+def test_a_group_other_than_that_of_the_config_is_refused(client):
+    config = one_config(client)
+    assert client(config=config).config is client("g", config=config).config is config
+    with pytest.raises(ConfigError, match="group='payments' is not allowed with config=, whose group is 'g'"):
+        client("payments", config=config)
+
+
+@for_each("client", [*IN_GROUPS, Admin])
+def test_a_config_excludes_single_options(client):
+    config = one_config(client)
+    for option in (NAME_SERVER, {"call_timeout_s": 1}):
+        with pytest.raises(ConfigError, match=f"config= is the whole configuration; put '{min(option)}' into it"):
+            client(config=config, **option)
+
+
+@for_each("client", [*IN_GROUPS, Admin])
+def test_a_config_of_another_kind_is_refused(client):
+    kind = type(one_config(client))
+    other = ProducerConfig if kind is ConsumerConfig else partial(ConsumerConfig, group="g")
+    for config in (5, ACCOUNT, *([] if client is Admin else [other(**NAME_SERVER), ClientConfig(**NAME_SERVER)])):
+        with pytest.raises(ConfigError, match=f"^config=.* is not allowed; it must be a {kind.__name__}") as raised:
+            client(config=config)
+        assert_hidden(str(raised.value))
 
 
 def error_of(name, value):

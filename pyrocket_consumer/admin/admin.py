@@ -29,6 +29,7 @@ from pyrocket_consumer.config import (
     NameServers,
     check_bool,
     check_choice,
+    check_config,
     check_group,
     check_int,
     check_names,
@@ -108,11 +109,8 @@ class Admin:
         """
         if config is None:
             config = ClientConfig.from_options({"name_server": name_server, **options})
-        elif options or name_server is not None:
-            given = sorted(options) or ["name_server"]
-            raise ConfigError(f"config= is the whole configuration; put {given[0]!r} into it, or pass options only")
-        if not isinstance(config, ClientConfig):
-            raise ConfigError(f"config={config!r} is not allowed; it must be a ClientConfig or None")
+        else:
+            config = check_config(ClientConfig, config, name_server, options)
         check_range("timeout_s", timeout_s, 0.01, 3600)
         self.config = config
         self._timeout_s = timeout_s

@@ -22,7 +22,7 @@ from pyrocket_consumer.config.checks import (
     parse_name_servers,
     trusting,
 )
-from pyrocket_consumer.config.client import ClientConfig
+from pyrocket_consumer.config.client import ClientConfig, check_config
 from pyrocket_consumer.config.consumer import Allocation, ConsumerConfig, OrderBy
 from pyrocket_consumer.config.keywords import ClientOptions, ConsumerOptions, ProducerOptions
 from pyrocket_consumer.config.producer import MAX_MESSAGE_BYTES, ProducerConfig
@@ -44,6 +44,7 @@ __all__ = [
     "Secret",
     "check_bool",
     "check_choice",
+    "check_config",
     "check_group",
     "check_int",
     "check_names",

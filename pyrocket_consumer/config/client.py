@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from ssl import SSLContext
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pyrocket_consumer.config.checks import (
     MAX_TOPIC_CHARACTERS,
@@ -17,7 +17,7 @@ from pyrocket_consumer.config.checks import (
 )
 from pyrocket_consumer.config.option import MIB, Check, option, option_of, seconds, whole
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.text import safe_repr
+from pyrocket_consumer.text import safe_repr, safe_repr_unless_secret
 
 MAX_PART_CHARACTERS = 255
 
@@ -138,3 +138,30 @@ class ClientConfig:
             hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown option {unknown[0]!r}{hint}")
         return cls(**options)
+
+
+C = TypeVar("C", bound=ClientConfig)
+
+
+def check_config(
+    kind: type[C], config: object, name_server: object, options: Mapping[str, Any], group: object = None
+) -> C:
+    """Return `config`, which replaces single options. `group` is None if the caller omitted it, or has none.
+
+    Raises:
+        ConfigError: it is of another kind, or a single option is given, too.
+    """
+    if not isinstance(config, kind):
+        raise ConfigError(
+            f"config={safe_repr_unless_secret(config)} is not allowed; it must be a {kind.__name__}, or None"
+        )
+    given = sorted(options) or ([] if name_server is None else ["name_server"])
+    if given:
+        raise ConfigError(f"config= is the whole configuration; put {given[0]!r} into it, or pass options only")
+    own = getattr(config, "group", None)
+    if group is not None and group != own:
+        raise ConfigError(
+            f"group={safe_repr(group)} is not allowed with config=, whose group is {own!r}; put it into the config, or "
+            "leave it out"
+        )
+    return config

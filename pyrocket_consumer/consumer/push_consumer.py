@@ -22,6 +22,7 @@ from pyrocket_consumer.config import (
     ConsumerConfig,
     ConsumerOptions,
     NameServers,
+    check_config,
     check_queues,
     check_range,
     check_topic,
@@ -166,8 +167,7 @@ class _BaseConsumer:
             ConfigError: an option is unknown, or its value is not allowed; the text names the allowed values.
         """
         if config is not None:
-            if options or name_server is not None or (group is not None and group != config.group):
-                raise ConfigError("pass either config= or single options, not both")
+            config = check_config(ConsumerConfig, config, name_server, options, group)
         else:
             if group is None:
                 raise ConfigError("a consumer needs its group: PushConsumer('orders-app', …)")

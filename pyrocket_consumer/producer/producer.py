@@ -16,7 +16,7 @@ from typing import Self, TypeVar, Unpack
 
 from pyrocket_consumer.cluster import Cluster, local_ip, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
+from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_config, check_range
 from pyrocket_consumer.errors import ClientClosed, ConfigError, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
 from pyrocket_consumer.producer import at_exit
@@ -242,10 +242,9 @@ class Producer:
         """
         if config is None:
             config = ProducerConfig.from_options({"group": group, "name_server": name_server, **options})
-        elif options or name_server is not None:
-            given = sorted(options) or ["name_server"]
-            raise ConfigError(f"config= is the whole configuration; put {given[0]!r} into it, or pass options only")
-        assert isinstance(config, ProducerConfig)
+        else:
+            unless_default = None if group == ProducerConfig.group else group
+            config = check_config(ProducerConfig, config, name_server, options, unless_default)
         compress(b"-", config.compression)  # raises if the package is not installed
         self.config = config
         self._group = wrap(config.namespace, config.group)
