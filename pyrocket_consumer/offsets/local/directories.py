@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError
 from pyrocket_consumer.offsets.local.disk import LocalDisk
+from pyrocket_consumer.offsets.local.ownership import LOCK_FILE
 from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, RecoveredStore, recover
 
 BASE_VARIABLE = "ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR"
@@ -73,7 +74,7 @@ def last_write_time(directory: str | os.PathLike[str]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """A store of the same group under another client id, which no process uses now."""
+    """A store of the same group under another client id, which no process had when it was found."""
 
     client_id: str
     directory: Path
@@ -84,13 +85,13 @@ class Orphan:
 
 
 def find_orphans(base: str | os.PathLike[str], client_id: str, group: str) -> list[Orphan]:
-    """Return the stores of `group` under other client ids than `client_id` and its slots, newest first.
+    """Return the unused stores of `group` under other client ids than `client_id` and its slots, newest first.
 
     A client id changes with the host's address or the instance name, and the member then uses another directory.
     Directories that cannot be read, such as those of other users, are ignored.
     """
     mine = set(slot_ids(client_id))
-    orphans = []
+    orphans, disk = [], LocalDisk()
     try:
         siblings = [entry for entry in os.scandir(base) if entry.name not in mine]
     except OSError:
@@ -98,6 +99,6 @@ def find_orphans(base: str | os.PathLike[str], client_id: str, group: str) -> li
     for sibling in siblings:
         directory = Path(sibling.path, group)
         written = last_write_time(directory)
-        if written is not None:
+        if written is not None and not disk.is_locked(os.path.join(directory, LOCK_FILE)):
             orphans.append(Orphan(sibling.name, directory, written))
     return sorted(orphans, key=lambda orphan: orphan.modified_at, reverse=True)

@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 import sys
+import time
 import weakref
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from filelock import lock_descriptor, unlock_descriptor
 _ON_WINDOWS = sys.platform == "win32"
 _LOCK_ATTEMPTS = 10
 _O_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_LOCK_FLAGS = os.O_RDWR | _O_NOFOLLOW | getattr(os, "O_NONBLOCK", 0)
+_LOCK_PAUSES_S = (0.003, 0.01)  # between attempts to lock a file
 
 MAX_FILE_BYTES = 1 << 30
 """The size of the largest file that is read. A journal is at most this large, so a larger file is not from a store."""
@@ -305,19 +308,18 @@ class LocalDisk:
             os.close(fd)
 
     def lock(self, path: str) -> DiskLock | None:
-        flags = os.O_RDWR | _O_NOFOLLOW | getattr(os, "O_NONBLOCK", 0)
         for _ in range(_LOCK_ATTEMPTS):
             try:
-                fd, is_new = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
+                fd, is_new = os.open(path, _LOCK_FLAGS | os.O_CREAT | os.O_EXCL, 0o600), True
             except FileExistsError:
                 try:
-                    fd, is_new = os.open(path, flags), False
+                    fd, is_new = os.open(path, _LOCK_FLAGS), False
                 except FileNotFoundError:
                     continue  # removed in between
             lock = _LocalLock(path, fd, is_new)
             is_ours = False
             try:
-                if not lock_descriptor(fd, blocking=False):
+                if not _lock_soon(fd):
                     return None
                 is_ours = lock.is_in_place()  # False if the file was removed or replaced in between
                 if is_ours:
@@ -326,3 +328,30 @@ class LocalDisk:
                 if not is_ours:
                     lock.close()
         raise OSError(errno.ENOLCK, "another process replaces the lock file at each attempt", path)
+
+    def is_locked(self, path: str) -> bool:
+        """Return whether a process has locked the file. Return True if that cannot be determined."""
+        try:
+            fd = os.open(path, _LOCK_FLAGS)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+        try:
+            if not _lock_soon(fd):
+                return True
+            unlock_descriptor(fd)
+        except OSError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+
+def _lock_soon(fd: int) -> bool:
+    """Lock the file unless another process keeps it locked. `is_locked` has the lock only for an instant."""
+    for pause in _LOCK_PAUSES_S:
+        if lock_descriptor(fd, blocking=False):
+            return True
+        time.sleep(pause)
+    return lock_descriptor(fd, blocking=False)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +14,8 @@ import pytest
 
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from tests.offsets.local.driving import QUEUE, leave_offsets
+from pyrocket_consumer.offsets.local.disk import LocalDisk
+from tests.offsets.local.driving import QUEUE, leave_offsets, put
 
 ANOTHER_USER = 12345
 
@@ -58,3 +61,44 @@ def test_a_store_that_may_not_be_read_is_ignored(shared, unreadable):
     (found,) = events
     assert (found.kind, found.facts["orphans"]) == ("store-orphaned", 1)
     assert "10.0.0.5@DEFAULT" in found.text
+
+
+def test_a_store_in_use_is_not_left_behind(tmp_path):
+    """Members with instance names of their own share a directory. Only stores without owner are left."""
+    events = []
+    living, new, later = (
+        store_of(tmp_path, f"10.0.0.5@{name}", instance_name=name, on_event=events.append)
+        for name in ("living", "new", "later")
+    )
+    with living:
+        put(living, QUEUE, 5)
+        with new:
+            assert new.found.source == "new"
+    assert events == []
+    with later:
+        (found,) = events
+        assert (found.kind, found.facts["orphans"]) == ("store-orphaned", 1)
+        assert f"{living.directory}" in found.text
+
+
+def test_a_search_changes_nothing_in_the_stores_it_finds(tmp_path):
+    """A store of a Java client has no lock file."""
+    events, javas = [], tmp_path / "10.0.0.5@DEFAULT" / "g"
+    leave_offsets(javas, [QUEUE], 5)
+    (javas / "offsets.lock").unlink()
+    before = {path: path.stat().st_mtime_ns for path in [javas, *javas.iterdir()]}
+    with store_of(tmp_path, "10.0.0.9@mine", instance_name="mine", on_event=events.append):
+        assert [event.kind for event in events] == ["store-orphaned"]
+    assert {path: path.stat().st_mtime_ns for path in [javas, *javas.iterdir()]} == before
+
+
+@pytest.mark.virtual
+def test_a_search_does_not_keep_an_owner_out(tmp_path):
+    """It locks each store that it finds for an instant, perhaps just when the store's owner starts again."""
+    directory = tmp_path / "10.0.0.5@mine" / "g"
+    leave_offsets(directory, [QUEUE], 5)
+    searching = LocalDisk().lock(str(directory / "offsets.lock"))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: (time.sleep(0.005), searching.release()))
+        with store_of(tmp_path, "10.0.0.5@mine", instance_name="mine") as store:
+            assert store.read_offset(QUEUE) == 5
