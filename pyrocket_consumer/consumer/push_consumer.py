@@ -172,7 +172,6 @@ class _BaseConsumer:
             if group is None:
                 raise ConfigError("a consumer needs its group: PushConsumer('orders-app', …)")
             config = ConsumerConfig.from_options({"group": group, "name_server": name_server, **options})
-        assert isinstance(config, ConsumerConfig)
         self.config = config
         self._subscriptions: dict[str, tuple[Subscription, Listener]] = {}
         self._lifecycle = ConsumerLifecycle(config, self._workers_for)
@@ -234,6 +233,7 @@ class _BaseConsumer:
         lifecycle = self._lifecycle
         if lifecycle.is_forked:
             raise ClientClosed("this consumer was started before a fork; make a new one in the child process")
+        self._raise_failure()
         if lifecycle.member is None or lifecycle.member.state is not ConsumerState.RUNNING:
             raise ClientClosed(f"{self!r} is not running; call start() first, and after close() create a new one")
         return lifecycle.member
@@ -297,6 +297,7 @@ class PushConsumer(_BaseConsumer):
                 you may try again.
             OffsetStoreError: the offset store cannot be opened.
             ClientClosed: the consumer was started before, or is closed.
+            RocketError: the consumer failed; the text has the cause.
         """
         self._check_unstarted()
         lifecycle = self._lifecycle
@@ -309,6 +310,7 @@ class PushConsumer(_BaseConsumer):
                     raise  # raised by the start itself
                 raise RequestTimeout("starting", "the I/O thread", lifecycle.start_timeout_s) from error
             except concurrent.futures.CancelledError:
+                self._raise_failure()
                 raise ClientClosed("the consumer was closed while it started") from None
         except BaseException as error:
             if isinstance(error, ClientClosed) and lifecycle.is_ending:
@@ -321,7 +323,11 @@ class PushConsumer(_BaseConsumer):
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         assert self._lifecycle.cluster is not None
-        return self._lifecycle.cluster.run(work, timeout_s)
+        try:
+            return self._lifecycle.cluster.run(work, timeout_s)
+        except ClientClosed:
+            self._raise_failure()
+            raise
 
     def subscribe(self, topic: str, listener: MessageListener, selector: str = "*") -> None:
         """Call `listener` with the messages of `topic`, before or after `start()`.
@@ -342,6 +348,7 @@ class PushConsumer(_BaseConsumer):
         self._subscriptions[checked[0].topic] = checked
         if self._lifecycle.member is not None:
             self._run(self._subscribable_member().subscribe(*checked), CALL_TIMEOUT_S)
+            self._raise_failure()
 
     def unsubscribe(self, topic: str) -> None:
         """Stop receiving `topic`, and return when its running calls have ended and its offsets are stored.
@@ -465,7 +472,7 @@ class AsyncPushConsumer(_BaseConsumer):
         lifecycle, self._own_loop = self._lifecycle, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(lifecycle.start_timeout_s) as limit:
-                await _await_io_thread(lifecycle.start(self._subscriptions))
+                await self._await_io_thread(lifecycle.start(self._subscriptions))
         except BaseException as error:
             if isinstance(error, ClientClosed) and lifecycle.is_ending:
                 raise
@@ -479,7 +486,18 @@ class AsyncPushConsumer(_BaseConsumer):
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
         assert self._lifecycle.cluster is not None
-        return await _await_io_thread(self._lifecycle.cluster.submit(work))
+        return await self._await_io_thread(self._lifecycle.cluster.submit(work))
+
+    async def _await_io_thread(self, future: concurrent.futures.Future[T]) -> T:
+        """Return the result of work on the I/O thread. A cancellation of that work does not cancel the caller."""
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
+                raise
+            self._raise_failure()
+            raise ClientClosed("the consumer was closed while the call waited") from None
 
     async def subscribe(self, topic: str, listener: MessageListener, selector: str = "*") -> None:
         """Call `listener` with the messages of `topic`; see `PushConsumer.subscribe`."""
@@ -487,6 +505,7 @@ class AsyncPushConsumer(_BaseConsumer):
         self._subscriptions[checked[0].topic] = checked
         if self._lifecycle.member is not None:
             await self._run(self._subscribable_member().subscribe(*checked))
+            self._raise_failure()
 
     async def unsubscribe(self, topic: str) -> None:
         """Stop receiving `topic`; see `PushConsumer.unsubscribe`."""
@@ -567,17 +586,6 @@ class AsyncPushConsumer(_BaseConsumer):
         except RocketError:
             if error is None:
                 raise
-
-
-async def _await_io_thread(future: concurrent.futures.Future[T]) -> T:
-    """Return the result of work on the I/O thread. A cancellation of that work does not cancel the caller."""
-    try:
-        return await asyncio.wrap_future(future)
-    except asyncio.CancelledError:
-        caller = asyncio.current_task()
-        if caller is not None and caller.cancelling():
-            raise
-        raise ClientClosed("the consumer was closed while the call waited") from None
 
 
 async def _finish_shielded(work: Coroutine[Any, Any, object]) -> None:

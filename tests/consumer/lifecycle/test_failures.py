@@ -407,6 +407,81 @@ def test_a_damaged_record_with_a_slow_listener_fails_nothing(orders, orderly):
         assert consumer.state is ConsumerState.RUNNING
 
 
+class Limits(dict[str, int]):
+    """A mapping of the user that raises, once the test sets it. The member needs it when a queue begins."""
+
+    raises = False
+
+    def get(self, *arguments):
+        if self.raises:
+            raise ZeroDivisionError("in the limits")
+        return super().get(*arguments)
+
+
+CAUSE = r"consumer 'app' failed: ZeroDivisionError\('in the limits'\)"
+
+
+def test_a_start_that_fails_names_the_cause_and_may_be_tried_again(orders):
+    orders.fill(1)
+    limits = Limits()
+    limits.raises = True
+    consumer = orders.consumer(seen := RecordingListener(), max_cached_messages=limits, **{**QUICK, **OPTIONS})
+    with pytest.raises(RocketError, match=CAUSE) as raised:
+        consumer.start()
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert orders.members == []
+    limits.raises = False
+    with consumer:
+        seen.wait_for(1)
+
+
+async def test_a_start_of_an_asyncio_consumer_that_fails_names_the_cause(orders):
+    limits = Limits()
+    limits.raises = True
+
+    async def listen(message):
+        pass
+
+    with pytest.raises(RocketError, match=CAUSE) as raised:
+        await orders.begun(listen, max_cached_messages=limits, **{**QUICK, **OPTIONS})
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert orders.members == []
+
+
+def test_calls_of_a_consumer_that_failed_raise_the_cause(orders):
+    limits, other = Limits(), orders.make(1, "other")
+    consumer = begun(orders, RecordingListener(), max_cached_messages=limits)
+    limits.raises = True
+    calls = {
+        "subscribe": lambda: consumer.subscribe(other, RecordingListener()),
+        "unsubscribe": lambda: consumer.unsubscribe(TOPIC),
+        "pause": consumer.pause,
+        "progress": consumer.progress,
+        "reset_offsets": lambda: consumer.reset_offsets(TOPIC, "first"),
+        "join": consumer.join,
+        "close": consumer.close,
+    }
+    for name, call in calls.items():
+        with pytest.raises(RocketError, match=CAUSE):
+            call()
+        assert consumer.state is ConsumerState.FAILED, name
+    consumer.close()
+
+
+async def test_calls_of_an_asyncio_consumer_that_failed_raise_the_cause(orders):
+    limits, other = Limits(), orders.make(1, "other")
+
+    async def listen(message):
+        pass
+
+    consumer = await orders.begun(listen, max_cached_messages=limits, **{**QUICK, **OPTIONS})
+    limits.raises = True
+    for call in (lambda: consumer.subscribe(other, listen), consumer.progress, consumer.join, consumer.close):
+        with pytest.raises(RocketError, match=CAUSE):
+            await call()
+    assert consumer.state is ConsumerState.FAILED
+
+
 def test_a_consumer_whose_loop_has_ended_fails_and_leaves(orders):
     """`asyncio.run` has ended, and the program has not closed the consumer."""
     orders.make(queues=2)
