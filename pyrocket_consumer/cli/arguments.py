@@ -5,11 +5,19 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 from pyrocket_consumer.config import OffsetSpec, check_offset_spec, trusting
 from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.text import safe_repr
+
+MAX_WAIT_S = 120
+"""The longest time that a reset waits for members."""
+
+_MAX_DIGITS = 19
+"""The number of digits of the largest offset, 2⁶³-1. Python refuses to parse a number of more than 4300 digits."""
 
 _ACCOUNT = ("access_key", "secret_key", "security_token")
 
@@ -90,35 +98,53 @@ def offset_spec(text: str) -> OffsetSpec:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def parse_number(text: str) -> int | None:
+    """Return a whole number from zero, or None if the text has another form or too many digits."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS else None
+
+
 def whole_number(text: str) -> int:
     """Parse a whole number from zero."""
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
-    return int(text)
+    number = parse_number(text)
+    if number is None:
+        raise argparse.ArgumentTypeError(
+            f"{safe_repr(text)} is not a whole number from 0 of at most {_MAX_DIGITS} digits"
+        )
+    return number
 
 
 def queue_name(text: str) -> tuple[str, int]:
     """Parse a queue without its topic: broker name and queue id."""
     broker, _, queue_id = text.rpartition("/")
-    if not broker or not (queue_id.isascii() and queue_id.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not like broker-a/3")
-    return broker, int(queue_id)
+    number = parse_number(queue_id)
+    if not broker or number is None:
+        raise argparse.ArgumentTypeError(f"{safe_repr(text)} is not like broker-a/3")
+    return broker, number
 
 
-def seconds(text: str) -> float:
-    """Parse a duration."""
+def check_once(option: str, names: Iterable[str], wrong_usage: Callable[[str], NoReturn]) -> None:
+    """Report wrong usage if a name occurs twice. Otherwise only the last would count."""
+    for name, times in Counter(names).items():
+        if times > 1:
+            wrong_usage(f"{option} {safe_repr(name)} is given {times} times; give it once")
+
+
+def wait_seconds(text: str) -> float:
+    """Parse the time that a reset waits for members."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
+    if not 0 <= number <= MAX_WAIT_S:
+        raise argparse.ArgumentTypeError(f"{safe_repr(text)} is not a number of seconds from 0 to {MAX_WAIT_S}")
     return number
 
 
 def positive_number(text: str) -> int:
     """Parse a whole number above zero."""
-    number = int(text) if text.isascii() and text.isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    number = parse_number(text)
+    if not number:
+        raise argparse.ArgumentTypeError(
+            f"{safe_repr(text)} is not a whole number above zero of at most {_MAX_DIGITS} digits"
+        )
     return number

@@ -6,10 +6,11 @@ import argparse
 import threading
 from contextlib import closing
 
-from pyrocket_consumer.cli.arguments import add_command, positive_number
+from pyrocket_consumer.cli.arguments import add_command, check_once, parse_number, positive_number
 from pyrocket_consumer.cli.streams import Interrupts, print_line
 from pyrocket_consumer.config import check_topic
 from pyrocket_consumer.errors import ConfigError, RocketError
+from pyrocket_consumer.text import safe_repr
 
 _EXAMPLES = """\
   pyrocket broker --topic orders:4                      # prints the name server's address; Ctrl-C ends it
@@ -33,12 +34,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="NAME[:QUEUES]",
         help="create a topic (4 queues); repeatable",
     )
+    command.set_defaults(wrong_usage=command.error)
 
 
 def _port(text: str) -> int:
-    port = int(text) if text.isdecimal() else 0
-    if not 1 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    port = parse_number(text)
+    if not port or port > 65535:
+        raise argparse.ArgumentTypeError(f"{safe_repr(text)} is not a port from 1 to 65535")
     return port
 
 
@@ -50,15 +52,18 @@ def _topic(text: str) -> tuple[str, int]:
         check_topic(name)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    count = 4 if text == name else int(queues) if queues.isdecimal() else 0
-    if not 1 <= count <= MAX_QUEUES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like orders or orders:4, with 1 to {MAX_QUEUES} queues")
+    count = 4 if text == name else parse_number(queues)
+    if not count or count > MAX_QUEUES:
+        raise argparse.ArgumentTypeError(
+            f"{safe_repr(text)} is not like orders or orders:4, with 1 to {MAX_QUEUES} queues"
+        )
     return name, count
 
 
 def run(options: argparse.Namespace) -> int:
     from pyrocket_consumer.testing import EmbeddedCluster
 
+    check_once("--topic", (name for name, _ in options.topic), options.wrong_usage)
     cluster = EmbeddedCluster(brokers=options.brokers, port=options.port)
     try:
         cluster.start()

@@ -14,6 +14,7 @@ from pyrocket_consumer.cli.arguments import (
     add_command,
     add_connection,
     add_output,
+    check_once,
     connection,
     offset_spec,
     positive_number,
@@ -195,6 +196,7 @@ def _body_text(message: Message) -> str:
 
 def run(options: argparse.Namespace) -> int:
     named = options.queue or []
+    check_once("--queue", (f"{broker}/{queue_id}" for broker, queue_id in named), options.wrong_usage)
     if options.sql is not None and options.selector != "*":
         options.wrong_usage("--selector and --sql exclude each other; give one of them")
     if options.raw and options.output == "json":

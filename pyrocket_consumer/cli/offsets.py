@@ -13,18 +13,21 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from pyrocket_consumer.cli.arguments import (
+    MAX_WAIT_S,
     add_command,
     add_connection,
     add_output,
+    check_once,
     connection,
     offset_spec,
     queue_name,
-    seconds,
+    wait_seconds,
     whole_number,
 )
 from pyrocket_consumer.cli.streams import Interrupts, print_json, print_line, print_to_stderr
 from pyrocket_consumer.cli.tables import print_table
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.text import safe_repr
 
 if TYPE_CHECKING:
     from pyrocket_consumer.admin import Admin, GroupLag, QueueLag, ResetPlan, ResetProgress, ResetResult
@@ -152,7 +155,11 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--unsubscribed", action="store_true", help="reset even if no online member subscribes to the topic"
     )
     reset.add_argument(
-        "--wait", type=seconds, default=30.0, metavar="SECONDS", help="total time to wait for members (default: 30)"
+        "--wait",
+        type=wait_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help=f"total time to wait for members, from 0 to {MAX_WAIT_S} (default: 30)",
     )
 
 
@@ -175,7 +182,7 @@ def _queue(text: str) -> tuple[str, int, int | None]:
     try:
         return *queue_name(name), whole_number(offset) if "=" in text else None
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like broker-a/3 or broker-a/3=120") from None
+        raise argparse.ArgumentTypeError(f"{safe_repr(text)} is not like broker-a/3 or broker-a/3=120") from None
 
 
 def _admin(options: argparse.Namespace) -> Admin:
@@ -448,6 +455,7 @@ def _print_undo(plan: ResetPlan, commands: Sequence[str]) -> None:
 
 def _reset_targets(options: argparse.Namespace) -> tuple[Any, list[MessageQueue] | None]:
     """Return the target of the reset, and the queues."""
+    check_once("--queue", (f"{broker}/{queue_id}" for broker, queue_id, _ in options.queue), options.wrong_usage)
     named = {MessageQueue(options.topic, broker, queue_id): offset for broker, queue_id, offset in options.queue}
     exact = {queue: offset for queue, offset in named.items() if offset is not None}
     if exact and (len(exact) < len(named) or options.to is not None):

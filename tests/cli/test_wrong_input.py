@@ -190,6 +190,29 @@ def test_values_that_the_cluster_or_the_protocol_does_not_allow(fail_with, clust
             "--to",
             "give either --to",
         ),
+        (
+            ["offsets", "reset", "G", "T", *AWAY, "--queue", "broker-a/0=1", "--queue", "broker-a/0=0"],
+            "--queue 'broker-a/0' is given 2 times",
+            "give it once",
+        ),
+        (
+            ["offsets", "reset", "G", "T", *AWAY, "--queue", "broker-a/0=1", "--queue", "broker-a/0"],
+            "--queue 'broker-a/0' is given 2 times",
+            "give it once",
+        ),
+        (
+            ["offsets", "reset", "G", "T", *AWAY, "--to", "first", "--queue", "broker-a/0", "--queue", "broker-a/00"],
+            "--queue 'broker-a/0' is given 2 times",
+            "give it once",
+        ),
+        (
+            ["consume", "T", *AWAY, "--queue", "broker-a/0", "--queue", "broker-a/0", "--offset", "1"],
+            "--queue 'broker-a/0' is given 2 times",
+            "give it once",
+        ),
+        (["broker", "--topic", "T", "--topic", "T:8"], "--topic 'T' is given 2 times", "give it once"),
+        (["offsets", "reset", "G", "T", "--to", "latest", "--wait", "250"], "--wait: '250'", "from 0 to 120"),
+        (["offsets", "reset", "G", "T", "--to", "latest", "--wait", "120.1"], "--wait: '120.1'", "from 0 to 120"),
         (["offsets", "adopt", "here"], "directory", "are required"),
         (["broker", "--brokers", "0"], "'0'", "a whole number above zero"),
         (["broker", "--port", "0"], "'0'", "a port from 1 to 65535"),
@@ -206,6 +229,40 @@ def test_values_that_the_cluster_or_the_protocol_does_not_allow(fail_with, clust
 def test_wrong_usage(fail_with, command, value, allowed):
     code, sentence = fail_with(*command)
     assert (code, value in sentence, allowed in sentence) == (2, True, True), sentence
+
+
+LONG = "9" * 5000
+
+
+@for_each(
+    "command, allowed",
+    [
+        (["consume", "T", "--count", LONG], "a whole number above zero of at most 19 digits"),
+        (["consume", "T", "--offset", LONG], "a whole number from 0 of at most 19 digits"),
+        (["consume", "T", "--queue", f"broker-a/{LONG}"], "like broker-a/3"),
+        (["consume", "T", "--from", LONG], "use 'first' or 'earliest'"),
+        (["demo", "--messages", LONG], "a whole number above zero of at most 19 digits"),
+        (["offsets", "lag", "G", "--max", LONG], "a whole number from 0 of at most 19 digits"),
+        (["offsets", "reset", "G", "T", "--queue", f"broker-a/{LONG}"], "like broker-a/3 or broker-a/3=120"),
+        (["offsets", "reset", "G", "T", "--queue", f"broker-a/0={LONG}"], "like broker-a/3 or broker-a/3=120"),
+        (["offsets", "reset", "G", "T", "--queue", f"{LONG}/0=x"], "like broker-a/3 or broker-a/3=120"),
+        (["offsets", "reset", "G", "T", "--to", LONG], "use 'first' or 'earliest'"),
+        (["offsets", "reset", "G", "T", "--to", "first", "--wait", LONG], "a number of seconds from 0 to 120"),
+        (["broker", "--brokers", LONG], "a whole number above zero of at most 19 digits"),
+        (["broker", "--port", LONG], "a port from 1 to 65535"),
+        (["broker", "--topic", f"T:{LONG}"], "like orders or orders:4, with 1 to 10000 queues"),
+        (["broker", "--topic", f"{LONG}"], "has 5000 characters"),
+    ],
+)
+def test_a_value_of_thousands_of_digits_is_named_in_a_short_line(fail_with, command, allowed):
+    code, sentence = fail_with(*command)
+    assert (code, allowed in sentence) == (2, True), sentence
+    assert len(sentence) < 400, sentence
+
+
+def test_the_limit_of_wait_is_in_the_help(pyrocket):
+    _, printed, _ = pyrocket("offsets", "reset", "--help")
+    assert "from 0 to 120" in " ".join(printed.split())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there arguments are text")
