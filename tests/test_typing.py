@@ -15,9 +15,9 @@ OPTIONS = """
     import ssl
     from datetime import datetime, timezone
     from pyrocket_consumer import (
-        Admin, AsyncProducer, AsyncPushConsumer, ConsumerConfig, ConsumerEvent, MessageModel, Producer, PushConsumer
+        Admin, AsyncProducer, AsyncPushConsumer, ConsumerConfig, ConsumerEvent, MessageModel, Producer, PushConsumer,
+        in_machine_rooms,
     )
-    from pyrocket_consumer.consumer.membership.allocation import in_machine_rooms
     from pyrocket_consumer.offsets import MemoryOffsetStore
     from pyrocket_consumer.producer import TransactionProducer, TransactionState
 

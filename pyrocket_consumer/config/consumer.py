@@ -19,7 +19,7 @@ from pyrocket_consumer.text import safe_repr, safe_repr_unless_secret
 DEFAULT_MAX_RECONSUME_TIMES = 16
 
 Allocation = (
-    Literal["average", "circle", "hash", "machine-room"]
+    Literal["average", "circle", "hash"]
     | Callable[[str, str, Sequence[MessageQueue], Sequence[str]], Sequence[MessageQueue]]
 )
 """A strategy's name, or a callable (group, own client id, all queues, all client ids) -> own queues."""
@@ -180,8 +180,11 @@ class ConsumerConfig(ClientConfig):
         if not self.auto_commit and not self.orderly:
             raise ConfigError("auto_commit=False works with orderly=True only; leave it out, or consume orderly")
         self._check_order_by()
-        if not callable(self.allocation):
-            check_choice("allocation", self.allocation, ["average", "circle", "hash", "machine-room"])
+        if not callable(self.allocation) and self.allocation not in ("average", "circle", "hash"):
+            raise ConfigError(
+                f"allocation={safe_repr(self.allocation)} is not allowed; use 'average', 'circle', 'hash', a function, "
+                "or pyrocket_consumer.in_machine_rooms('room1', 'room2') with the names of your rooms"
+            )
         self._check_offset_store()
         if self.on_event is not None and not callable(self.on_event):
             raise ConfigError(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.text import safe_repr
 
 Strategy = Callable[[str, str, Sequence[MessageQueue], Sequence[str]], Sequence[MessageQueue]]
 """(group, own client id, all queues sorted, all client ids sorted) -> own queues."""
@@ -46,43 +48,51 @@ def _ring_point(text: str) -> int:
     return int.from_bytes(hashlib.md5(text.encode(), usedforsecurity=False).digest()[:4])
 
 
-def machine_room(  # english: allow (the term of the Java client)
-    group: str, client_id: str, queues: Sequence[MessageQueue], members: Sequence[str], rooms: frozenset[str]
-) -> list[MessageQueue]:
-    """Take queues only of brokers named `room@…` with one of `rooms`. Source: AllocateMessageQueueByMachineRoom."""
-    eligible = [queue for queue in queues if len(parts := queue.broker_name.split("@")) == 2 and parts[0] in rooms]
-    index, (share, rest) = members.index(client_id), divmod(len(eligible), len(members))
-    own = eligible[share * index : share * (index + 1)]
-    return own + ([eligible[share * len(members) + index]] if index < rest else [])
-
-
 STRATEGIES: dict[str, Strategy] = {"average": average, "circle": circle, "hash": consistent_hash}
 
 
+@dataclass(frozen=True)
+class _InMachineRooms:
+    """A strategy that can be pickled. Source: AllocateMessageQueueByMachineRoom."""
+
+    rooms: frozenset[str]
+
+    def __call__(
+        self, group: str, client_id: str, queues: Sequence[MessageQueue], members: Sequence[str]
+    ) -> list[MessageQueue]:
+        eligible = [
+            queue for queue in queues if len(parts := queue.broker_name.split("@")) == 2 and parts[0] in self.rooms
+        ]
+        index, (share, rest) = members.index(client_id), divmod(len(eligible), len(members))
+        own = eligible[share * index : share * (index + 1)]
+        return own + ([eligible[share * len(members) + index]] if index < rest else [])
+
+    def __repr__(self) -> str:
+        return f"in_machine_rooms({', '.join(map(repr, sorted(self.rooms)))})"
+
+
 def in_machine_rooms(*rooms: str) -> Strategy:
-    """Return the "machine-room" strategy for these rooms; pass it as `allocation=`."""
+    """Return a strategy for `allocation=` that takes queues only of brokers in these rooms, named `room@…`.
+
+    Each name is an argument of its own: `in_machine_rooms("room1", "room2")`.
+
+    Raises:
+        ConfigError: there is no name, or one is not text, is empty, or has an @.
+    """
     if not rooms:
         raise ConfigError("machine-room allocation needs the names of its rooms: allocation=in_machine_rooms('room1')")
-    chosen = frozenset(rooms)
-    return lambda group, client_id, queues, members: machine_room(group, client_id, queues, members, chosen)
+    for room in rooms:
+        if not isinstance(room, str) or not room or "@" in room:
+            raise ConfigError(
+                f"in_machine_rooms: {safe_repr(room)} is not allowed; pass the text before the @ in names of brokers, "
+                "each as an argument: in_machine_rooms('room1', 'room2')"
+            )
+    return _InMachineRooms(frozenset(rooms))
 
 
 def strategy_of(allocation: str | Strategy) -> Strategy:
-    """Return the strategy an option names.
-
-    Raises:
-        ConfigError: the name is unknown, or needs more than a name.
-    """
-    if callable(allocation):
-        return allocation
-    if allocation in STRATEGIES:
-        return STRATEGIES[allocation]
-    if allocation == "machine-room":
-        raise ConfigError(
-            "allocation='machine-room' must know its rooms; pass allocation=in_machine_rooms('room1', 'room2') "
-            "from pyrocket_consumer.consumer.membership.allocation"
-        )
-    raise ConfigError(f"allocation={allocation!r} is unknown; choose one of {sorted(STRATEGIES)} or pass a callable")
+    """Return the strategy of an option, which is checked: a name of a strategy, or the strategy."""
+    return allocation if callable(allocation) else STRATEGIES[allocation]
 
 
 def allocate(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from pyrocket_consumer.consumer.membership import allocation
+from pyrocket_consumer import ConsumerConfig, PushConsumer, in_machine_rooms
 from pyrocket_consumer.consumer.membership.allocation import allocate, average, circle, consistent_hash
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
@@ -54,7 +56,7 @@ def test_every_queue_has_exactly_one_owner(strategy, members, count):
 
 def test_machine_rooms_take_only_their_queues():
     everything = queues(4, "room1@broker-a") + queues(3, "room2@broker-a") + queues(2, "broker-plain")
-    strategy = allocation.in_machine_rooms("room1")
+    strategy = in_machine_rooms("room1")
     mine = [allocate(strategy, "g", each, everything, ["a", "b"]) for each in ("a", "b")]
     assert [[queue.queue_id for queue in share] for share in mine] == [[0, 1], [2, 3]]
     assert {queue.broker_name for share in mine for queue in share} == {"room1@broker-a"}
@@ -75,7 +77,25 @@ def test_a_user_s_strategy_is_checked():
         allocate(lambda *given: [greedy], "g", "a", queues(2), ["a"])
 
 
-@for_each("name", ["machine-room", "nonsense"])
-def test_the_error_for_an_incomplete_name_has_the_remedy(name):
-    with pytest.raises(ConfigError, match="in_machine_rooms|choose one of"):
-        allocation.strategy_of(name)
+@for_each("value", ["machine-room", "nonsense", 5, None, ["average"]])
+def test_a_wrong_allocation_is_refused_before_the_start_with_the_allowed_ones(value):
+    expected = r"allocation=.* use 'average', 'circle', 'hash', a function, or pyrocket_consumer\.in_machine_rooms\("
+    with pytest.raises(ConfigError, match=expected):
+        PushConsumer("g", name_server="127.0.0.1:9876", allocation=value)
+
+
+@for_each("rooms", [(["room1", "room2"],), (5,), ("",), ("room1", None), ("room1@broker-a",)])
+def test_machine_rooms_are_names(rooms):
+    with pytest.raises(ConfigError, match=r"in_machine_rooms: .* is not allowed; .*in_machine_rooms\('room1', 'room2'\)"):
+        in_machine_rooms(*rooms)
+
+
+def test_a_config_with_machine_rooms_is_pickled():
+    config = ConsumerConfig(
+        group="g", name_server="127.0.0.1:9876", allocation=in_machine_rooms("room2", "room1", "room2")
+    )
+    there = pickle.loads(pickle.dumps(config))
+    assert there == config
+    assert repr(there.allocation) == "in_machine_rooms('room1', 'room2')"
+    everything = queues(2, "room1@broker-a") + queues(2, "room3@broker-a")
+    assert allocate(there.allocation, "g", "a", everything, ["a"]) == everything[:2]
