@@ -17,9 +17,20 @@ from pyrocket_consumer import MessageQueue, PushConsumer
 from pyrocket_consumer.errors import DatabaseError
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.testing import Gate, RequestCode
-from tests.consuming import consuming
-from tests.exactly_once.booking import billing, booked_once, consumed, continues_after, dead, refused, send, until_all
+from tests.consuming import WAIT_S, consuming
+from tests.exactly_once.booking import (
+    billing,
+    booked_once,
+    consumed,
+    continues_after,
+    dead,
+    refused,
+    send,
+    until_all,
+    until_at,
+)
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, every_database, once
+from tests.resets import held
 
 SOME, MORE = BODIES[:10], BODIES[10:20]
 servers = pytest.mark.databases("postgresql", "mariadb")
@@ -263,6 +274,70 @@ def test_an_invalid_row_is_named_and_stops_no_member(embedded, ledger, events, c
         time.sleep(0.3)  # a few checks of all claims
         assert consumer.state.value == "running"
     assert not events.of("consumer-failed")
+
+
+@every_database
+@pytest.mark.parametrize("when", ["idle", "in a call"])
+def test_a_queue_continues_after_its_row_was_deleted(embedded, ledger, events, when):
+    """By a clean-up, for example. Otherwise `consume_from="last"` would skip the waiting messages."""
+    running, deleted = threading.Event(), threading.Event()
+
+    def book(messages, connection):
+        if when == "in a call" and messages[0].queue_offset == 8:
+            running.set()
+            assert deleted.wait(WAIT_S)
+        ledger.book(messages, connection)
+
+    send(embedded, [], queues=1)
+    with billing(embedded, ledger, book, consume_from="last", on_event=events) as (consumer, _):
+        embedded.wait_until(lambda: held(consumer, TOPIC))
+        send(embedded, SOME[:8], queues=1)
+        until_at(embedded, ledger, 8)
+        if when == "in a call":
+            send(embedded, SOME[8:], queues=1)
+            assert running.wait(WAIT_S)
+        ledger.execute("DELETE FROM pyrocket_offsets")
+        deleted.set()
+        send(embedded, MORE, queues=1)
+        until_all(embedded, ledger, [*SOME[:8], *(SOME[8:] if when == "in a call" else []), *MORE])
+    event = next(each for each in events.of("offset-forgotten") if each.queue.topic == TOPIC)
+    assert (event.facts["offset"], "its row was deleted" in events.of("queue-fenced")[0].text) == (8, True)
+    assert set(ledger.bodies().values()) == {1}
+
+
+@pytest.mark.databases("sqlite")
+def test_a_row_with_another_offset_is_believed(embedded, ledger, events):
+    """A row is believed, even a lower one; only a missing row is replaced by what the member knows."""
+    send(embedded, SOME, queues=1)
+    with billing(embedded, ledger, on_event=events):
+        until_at(embedded, ledger, 10)
+        ledger.execute("UPDATE pyrocket_offsets SET next_offset = 5, epoch = epoch + 1 WHERE topic = :t", t=TOPIC)
+        embedded.wait_until(lambda: len(ledger.rows()) >= 15)
+    assert not events.of("offset-forgotten")
+
+
+@pytest.mark.databases("sqlite")
+def test_a_new_topic_without_a_row_begins_like_a_new_one(embedded, ledger, events):
+    """The member does not use its offset of the former topic."""
+    send(embedded, SOME, queues=1)
+    with billing(embedded, ledger, on_event=events):
+        until_at(embedded, ledger, 10)
+        embedded.delete_topic(TOPIC)
+        send(embedded, MORE + BODIES[20:30], queues=1)
+        ledger.execute("DELETE FROM pyrocket_offsets")
+        until_all(embedded, ledger, BODIES[:30])
+    assert not [each for each in events.of("offset-forgotten") if each.queue.topic == TOPIC]
+
+
+@pytest.mark.databases("sqlite")
+def test_a_row_that_was_deleted_keeps_its_reset(embedded, ledger, events):
+    send(embedded, SOME, queues=1)
+    with billing(embedded, ledger, on_event=events):
+        until_at(embedded, ledger, 10)
+        ledger.offsets.reset(GROUP, {MessageQueue(TOPIC, "broker-a", 0): 10}, 7)
+        embedded.wait_until(lambda: ledger.offsets.offsets(GROUP, TOPIC)[0].epoch == 3)  # begun, reset, claimed
+        ledger.execute("DELETE FROM pyrocket_offsets WHERE topic = :t", t=TOPIC)
+        embedded.wait_until(lambda: [each.reset_epoch for each in ledger.offsets.offsets(GROUP, TOPIC)] == [7])
 
 
 # --- forks

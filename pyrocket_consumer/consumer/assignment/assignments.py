@@ -283,8 +283,8 @@ class Assignments:
                 if is_wanted() and (origin != "stored" or offset == 0):  # brokers of 4.9 return 0 for "no offset"
                     storing = True
                     await self._store_start(queue, offset)
-                    if claim is None and recorded is not None:  # the queue is new; store the epoch, so that no
-                        # later owner follows this reset
+                    if claim is None and recorded is not None and recorded.epoch > self._commits.reset_epoch(queue):
+                        # the queue is new; store the epoch, so that no later owner follows this reset
                         await self._commits.apply_resets({queue: QueueReset(None, recorded.epoch)})
             except Fenced:  # another member began it first
                 await self._unlock(queue)
@@ -555,6 +555,11 @@ class Assignments:
             text = "the broker has lost the offset of this group; continuing at the last offset that this member knows"
             context.emit(EventKind.OFFSET_FORGOTTEN, text, queue, {"offset": known}, level=logging.WARNING)
             return known, "last known by this member"
+        lost = commits.lost_claim(queue)
+        if lost is not None and await self._divergence_check.is_same_log(lost):
+            text = "the database has lost the row of this queue; continuing at the last offset that was stored there"
+            context.emit(EventKind.OFFSET_FORGOTTEN, text, queue, {"offset": lost.stored}, level=logging.WARNING)
+            return lost.stored, "last known by this member"
         # Keep the first start until it is stored, because the queue's end may advance while a broker stores it.
         if queue not in self._first_starts:
             self._first_starts[queue] = await self._first_start(queue, is_new)

@@ -36,6 +36,9 @@ class Commits(Protocol):
     def claim_of(self, queue: MessageQueue) -> Claim | None:
         """Return the claim on the queue, None if this kind of store has no claims."""
 
+    def lost_claim(self, queue: MessageQueue) -> Claim | None:
+        """Return the last claim on a queue that was fenced and not claimed again, None if this store has no claims."""
+
     def update(self, queue: MessageQueue, offset: int) -> None:
         """Record in memory that everything below `offset` is consumed. Ignore an offset below the recorded one."""
 
@@ -138,6 +141,9 @@ class BrokerCommits:
         self._unanswered_commits: set[MessageQueue] = set()  # the last commit got no response, or an error
 
     def claim_of(self, queue: MessageQueue) -> Claim | None:
+        return None
+
+    def lost_claim(self, queue: MessageQueue) -> Claim | None:
         return None
 
     def update(self, queue: MessageQueue, offset: int) -> None:
@@ -349,6 +355,9 @@ class StoreCommits:
         self._thread = thread or SerialExecutor("pyrocket-store")
 
     def claim_of(self, queue: MessageQueue) -> Claim | None:
+        return None
+
+    def lost_claim(self, queue: MessageQueue) -> Claim | None:
         return None
 
     async def _run(self, work: Callable[..., T], *arguments: object) -> T:

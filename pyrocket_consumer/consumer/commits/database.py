@@ -29,6 +29,9 @@ STORE_CHECK_EVERY_S = 5.0
 STABLE_CLAIM_S = 60.0
 """A queue that was held for this time is claimed again without a pause after another member has claimed it."""
 
+LOST_CLAIM_S = 300.0
+"""How long a lost claim is remembered after the last try to claim its queue again. Later it may be out of date."""
+
 MAX_CLAIMED_TOGETHER = 500
 """The largest number of queues in one transaction that claims."""
 
@@ -60,6 +63,7 @@ class DatabaseCommits:
         self._memory = MemoryOffsetStore()
         self._claims: dict[MessageQueue, Claim] = {}
         self._claimed_at: dict[MessageQueue, float] = {}
+        self._lost: dict[MessageQueue, tuple[Claim, float]] = {}  # fenced ones, and the time of the last try
         self._pauses: dict[MessageQueue, tuple[float, float]] = {}  # how long, and until when
         self._next_check_at = 0.0
         self._call_lock = asyncio.Lock()  # one call at a time, so that its timeout begins with it
@@ -117,9 +121,12 @@ class DatabaseCommits:
         except RuntimeError:
             pass  # the consumer has ended before its listener
 
-    def _lose_claim(self, claim: Claim, why: str = "another member has claimed it, or it was reset") -> None:
+    def _lose_claim(
+        self, claim: Claim, why: str = "another member has claimed it, it was reset, or its row was deleted"
+    ) -> None:
         queue = claim.queue
         if self._claims.get(queue) is claim:
+            self._lost[queue] = claim.copy(), self._loop.time()
             if self._loop.time() - self._claimed_at[queue] < STABLE_CLAIM_S:
                 self._pause(queue)
             self.on_fenced(queue, why)
@@ -154,6 +161,9 @@ class DatabaseCommits:
     def claim_of(self, queue: MessageQueue) -> Claim | None:
         return self._claims.get(queue)
 
+    def lost_claim(self, queue: MessageQueue) -> Claim | None:
+        return self._lost[queue][0] if queue in self._lost else None
+
     def update(self, queue: MessageQueue, offset: int) -> None:
         self._memory.update_offset(queue, offset, True)
 
@@ -172,6 +182,9 @@ class DatabaseCommits:
 
     async def start_offset(self, queue: MessageQueue) -> int | None:
         self.forget(queue)
+        now, (lost, tried_at) = self._loop.time(), self._lost.pop(queue, (None, 0.0))
+        if lost is not None and now - tried_at < LOST_CLAIM_S:
+            self._lost[queue] = lost, now
         claimed: asyncio.Future[Claim | None] = self._loop.create_future()
         self._to_claim[queue] = claimed
         if self._claiming is None or self._claiming.done():
@@ -225,22 +238,25 @@ class DatabaseCommits:
     def _add_claim(self, claim: Claim) -> int:
         self._claims[claim.queue] = claim
         self._claimed_at[claim.queue] = self._loop.time()
+        self._lost.pop(claim.queue, None)
         self._memory.update_offset(claim.queue, claim.stored)
         return claim.stored
 
     def last_known(self, queue: MessageQueue) -> int | None:
-        return None  # the database does not lose offsets
+        return None  # a row counts, whatever its offset; see `lost_claim` about a missing row
 
     def may_have_lost(self, queue: MessageQueue) -> bool:
         return False
 
     def invalidate(self, queue: MessageQueue) -> None:
-        pass
+        self._lost.pop(queue, None)
 
     async def store_start(self, queue: MessageQueue, offset: int) -> None:
         if queue not in self._claims:
-            what, begin = f"beginning {queue} at {offset}", self._store.begin
+            what, begin, lost = f"beginning {queue} at {offset}", self._store.begin, self.lost_claim(queue)
             self._add_claim(await self._run(what, begin, self, self._group, queue, self._owner, offset))
+            if lost is not None and lost.reset_epoch:
+                await self._move(queue, offset, lost.reset_epoch)  # so that no later owner follows that reset again
 
     async def overwrite(self, queue: MessageQueue, offset: int) -> None:
         await self._move(queue, offset, None)

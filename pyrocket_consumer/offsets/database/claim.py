@@ -151,6 +151,11 @@ class Claim:
     def __repr__(self) -> str:
         return f"Claim({self.queue}, epoch={self.epoch}, stored={self.stored}{', lost' if self.lost else ''})"
 
+    def copy(self) -> Claim:
+        """Return a claim with the same numbers, which does not keep the messages of the last call in memory."""
+        row = StoredOffset(self.queue, self.stored, self.epoch, self.reset_epoch, self.owner, self.last)
+        return Claim(self.store, self.holder, self.group, row)
+
     @property
     def has_last_message(self) -> bool:
         """Whether the row names a consumed message to compare the log with."""
