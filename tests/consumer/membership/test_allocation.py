@@ -86,7 +86,9 @@ def test_a_wrong_allocation_is_refused_before_the_start_with_the_allowed_ones(va
 
 @for_each("rooms", [(["room1", "room2"],), (5,), ("",), ("room1", None), ("room1@broker-a",)])
 def test_machine_rooms_are_names(rooms):
-    with pytest.raises(ConfigError, match=r"in_machine_rooms: .* is not allowed; .*in_machine_rooms\('room1', 'room2'\)"):
+    with pytest.raises(
+        ConfigError, match=r"in_machine_rooms: .* is not allowed; .*in_machine_rooms\('room1', 'room2'\)"
+    ):
         in_machine_rooms(*rooms)
 
 
