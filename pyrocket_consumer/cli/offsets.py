@@ -264,17 +264,31 @@ def run_lag(options: argparse.Namespace) -> int:
     with _admin(options) as admin, _store(options) as store:
         found = admin.lag(options.group, brokers=options.broker, store=store)
     totals = _by_topic(found)
-    too_far = options.max is not None and (not found.is_complete or any(each[-1] > options.max for each in totals))
+    too_far = [] if options.max is None else _describe_excess(found, totals, options.max)
     code = 3 if too_far or found.missing else 0
     if options.output == "json":
         _print_indented_json(_lag_as_json(found))
+        for line in too_far:
+            print_to_stderr(line)
         return code
     broadcasting = any(row.member for row in found.rows)
     heads = [*(["member"] if broadcasting else []), "topic", "queues", "lag"]
     rows = [[*([member] if broadcasting else []), topic, queues, lag] for member, topic, queues, lag in totals]
     print_table(f"Group {found.group}{_online(found)}", heads, rows)
     _print_unreached(found)
+    for line in too_far:
+        print_to_stderr(line)
     return code
+
+
+def _describe_excess(found: GroupLag, totals: Sequence[tuple[str | None, str, int, int]], limit: int) -> list[str]:
+    """Return a line for each topic whose lag is above the limit, and one if a part of the lag is unknown."""
+    lines = [
+        f"{topic}: lag {lag} {f'of {member} ' if member else ''}is above --max {limit}"
+        for member, topic, _, lag in totals
+        if lag > limit
+    ]
+    return lines if found.is_complete else [*lines, f"a part of the lag is unknown, and counts as above --max {limit}"]
 
 
 def _by_topic(found: GroupLag) -> list[tuple[str | None, str, int, int]]:

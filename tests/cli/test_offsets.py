@@ -65,8 +65,12 @@ def test_lag_of_a_group_and_its_threshold(embedded, consumed_before, offsets):
     fill(embedded, "T", 6, start=20)
     code, text, _ = offsets("lag", "G")
     assert (code, [line.split() for line in text.splitlines() if line.split()[:1] == ["T"]]) == (0, [["T", "2", "6"]])
-    assert offsets("lag", "G", "--max", "6")[0] == 0
-    assert offsets("lag", "G", "--max", "5")[0] == 3
+    assert (offsets("lag", "G", "--max", "6")[0], offsets("lag", "G", "--max", "6")[2]) == (0, "")
+    code, text, stderr = offsets("lag", "G", "--max", "5")
+    assert (code, stderr) == (3, "T: lag 6 is above --max 5\n")
+    assert "--max" not in text
+    code, text, stderr = offsets("lag", "G", "--max", "5", "-o", "json")
+    assert (code, json.loads(text)["lag"], stderr) == (3, 6, "T: lag 6 is above --max 5\n")
 
 
 def test_a_broadcasting_member_that_reports_no_offsets_is_named(embedded, offsets, stores):
@@ -78,7 +82,13 @@ def test_a_broadcasting_member_that_reports_no_offsets_is_named(embedded, offset
         code, text, stderr = offsets("lag", "G")
         assert (code, consumer.client_id in text) == (0, True)
         assert f"{silent.client_id} did not report its offsets" in stderr
-        assert offsets("lag", "G", "--max", "1000")[0] == 3, "what is not known may be above"
+        code, _, stderr = offsets("lag", "G", "--max", "1000", "-o", "json")
+        assert code == 3, "what is not known may be above"
+        assert stderr == "a part of the lag is unknown, and counts as above --max 1000\n"
+        consumer.pause()
+        fill(embedded, "T", 6, start=20)
+        _, _, stderr = offsets("lag", "G", "--max", "1")
+        assert f"T: lag 6 of {consumer.client_id} is above --max 1\n" in stderr
 
 
 def test_a_plan_changes_nothing_and_execute_does_it(embedded, offsets, stores):
