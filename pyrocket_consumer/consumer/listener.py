@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -44,6 +44,10 @@ class Retry:
         if isinstance(self.delay_level, bool) or not isinstance(self.delay_level, int) or self.delay_level > 18:
             raise ConfigError(
                 f"delay_level={safe_repr(self.delay_level)} is not allowed; use -1 (give up), 0, or 1 to 18"
+            )
+        if not isinstance(self.messages, Iterable):
+            raise ConfigError(
+                f"messages={safe_repr(self.messages)} is not allowed; give a list of messages, or omit it for all"
             )
         object.__setattr__(self, "messages", tuple(self.messages))
 
@@ -106,14 +110,24 @@ class Listener:
         """Inspect the signature of `function`.
 
         Raises:
-            ConfigError: `function` cannot be called with a message (or a list of them), with or without a context.
+            ConfigError: `function` cannot be called with a message (or a list of them), with or without a context. Or
+                a call would not run it, because it is a generator.
         """
         if isinstance(function, type) or not callable(function):
             raise ConfigError(
                 f"the listener must be a function of one message, not {safe_repr(function)}; "
                 "for example: def handle(message): ..."
             )
-        takes = _positional_parameters(function)
+        if _has_kind(function, inspect.isgeneratorfunction) or _has_kind(function, inspect.isasyncgenfunction):
+            raise ConfigError(
+                f"the listener {_name(function)} has a yield, so a call would not run it; use a function without yield"
+            )
+        takes, keywords = _positional_parameters(function), _required_keywords(function)
+        if keywords:
+            raise ConfigError(
+                f"the listener {_name(function)} needs the keyword argument {keywords[0]!r}, which it does not get; "
+                "give it a default"
+            )
         if takes is not None and not takes[0] <= 2 <= max(takes[1], 2):
             raise ConfigError(
                 f"the listener {_name(function)} needs {takes[0]} arguments; it gets a message and, "
@@ -121,17 +135,31 @@ class Listener:
             )
         if takes is not None and takes[1] < 1:
             raise ConfigError(f"the listener {_name(function)} takes no argument; it must take the message")
-        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is async
-        )
+        is_async = _has_kind(function, inspect.iscoroutinefunction)
         return cls(function, batch_size, is_async, takes is not None and takes[1] >= 2 and takes[2])
+
+
+def _has_kind(function: Callable[..., Any], is_kind: Callable[[object], bool]) -> bool:
+    """Return whether a function, or the `__call__` of an object, is of a kind."""
+    return is_kind(function) or is_kind(getattr(function, "__call__", None))  # noqa: B004 - its own __call__
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some built-ins have no signature
+        return None
+
+
+def _required_keywords(function: Callable[..., Any]) -> list[str]:
+    parameters = _parameters(function) or []
+    return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
 
 
 def _positional_parameters(function: Callable[..., Any]) -> tuple[int, int, bool] | None:
     """Return the required and the largest number of positional arguments, and whether the second one is the context."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-ins have no signature
+    parameters = _parameters(function)
+    if parameters is None:
         return None
     positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     needed = sum(each.default is each.empty for each in positional)
@@ -142,7 +170,7 @@ def _positional_parameters(function: Callable[..., Any]) -> tuple[int, int, bool
 
 
 def _name(function: object) -> str:
-    return getattr(function, "__qualname__", repr(function))
+    return getattr(function, "__qualname__", safe_repr(function))
 
 
 def find_failed(result: object, messages: Sequence[Message]) -> tuple[list[FailedMessage], bool]:

@@ -56,7 +56,12 @@ def sql(expression: str) -> Sql:
     """Select messages by their properties: `consumer.subscribe("orders", handle, sql("region = 'eu' AND price > 5"))`.
 
     The broker needs `enablePropertyFilter=true`. Without it, `start()` fails.
+
+    Raises:
+        ConfigError: the expression is not a text.
     """
+    if not isinstance(expression, str):
+        raise ConfigError(f"sql({safe_repr(expression)}) is not allowed; give a text, for example sql('price > 5')")
     return Sql(expression)
 
 

@@ -35,6 +35,26 @@ class AsyncCallable:
         pass
 
 
+def with_a_keyword(message, *, key):
+    pass
+
+
+def generator(message):
+    yield
+
+
+async def async_generator(message):
+    yield
+
+
+class CallableGenerator:
+    def __call__(self, message):
+        yield
+
+
+NEVER_RUN = [with_a_keyword, generator, async_generator, CallableGenerator(), functools.partial(generator)]
+
+
 @for_each(
     "function, is_async, wants_context",
     [
@@ -46,6 +66,8 @@ class AsyncCallable:
         (AsyncCallable(), True, True),
         (print, False, False),
         (functools.partial(with_context, context=None), False, False),
+        (functools.partial(with_a_keyword, key=None), False, False),
+        (lambda message, *, key=None: None, False, False),
         ([].append, False, False),
     ],
 )
@@ -54,7 +76,7 @@ def test_properties_of_a_listener_are_found(function, is_async, wants_context):
     assert (listener.is_async, listener.wants_context) == (is_async, wants_context)
 
 
-@for_each("wrong", [None, "handle", 5, Callable, lambda: None, lambda a, b, c: None])
+@for_each("wrong", [None, "handle", 5, Callable, lambda: None, lambda a, b, c: None, *NEVER_RUN])
 def test_a_wrong_listener_is_refused_with_a_remedy(wrong):
     with pytest.raises(ConfigError, match="listener"):
         Listener.of(wrong)
@@ -75,6 +97,18 @@ def test_results():
 def test_a_wrong_delay_level_is_refused(level):
     with pytest.raises(ConfigError, match="delay_level"):
         Retry(delay_level=level)
+
+
+@for_each("messages", [None, 5])
+def test_wrong_messages_are_refused(messages):
+    with pytest.raises(ConfigError, match="messages=.* give a list of messages, or omit it"):
+        Retry(messages)
+
+
+@for_each("expression", [None, 5, b"price > 5"])
+def test_an_sql_expression_that_is_not_text_is_refused(expression):
+    with pytest.raises(ConfigError, match=r"sql\(.*\) is not allowed; give a text"):
+        sql(expression)
 
 
 # --- whole consumers
@@ -294,7 +328,7 @@ def test_a_list_is_its_listener_s_own(orders, options, kind, change):
 
 WRONG = [
     *((topic, print, "*") for topic in (None, 5, b"orders", "", "a b")),
-    *(("orders", listener, "*") for listener in (None, "print", lambda: None, dict)),
+    *(("orders", listener, "*") for listener in (None, "print", lambda: None, dict, *NEVER_RUN)),
     *(("orders", print, selector) for selector in (None, 7, b"*", "||", "a\udcff", sql(" "), sql("a = '\udcff'"))),
 ]
 
