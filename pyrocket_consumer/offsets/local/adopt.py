@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pyrocket_consumer.config import check_bool
 from pyrocket_consumer.errors import OffsetStoreError
+from pyrocket_consumer.offsets.local.directories import absolute_path
+from pyrocket_consumer.offsets.local.disk import LocalDisk
 from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE
 from pyrocket_consumer.offsets.local.store import LocalFileOffsetStore
 
@@ -19,16 +21,17 @@ def adopt_store(orphan: str | os.PathLike[str], directory: str | os.PathLike[str
     renamed to `<orphan>.adopted-<seconds>`. With `replace`, they replace offsets that `directory` already has.
 
     Raises:
+        ConfigError: `orphan` or `directory` is no path.
         OffsetStoreError: `orphan` is no store, or `directory` holds offsets and `replace` is not set. Or `orphan`
             belongs to a client id, and `directory` to another group or to none. Or only the renaming failed.
         OffsetStoreLocked: one of the stores is in use.
-        OffsetStoreUnwritable: the offsets could not be written; `orphan` is unchanged.
+        OffsetStoreUnwritable: a store cannot be opened, or the offsets not be written; `orphan` is unchanged.
     """
     check_bool("replace", replace)
-    source, target = (Path(os.path.abspath(given)) for given in (orphan, directory))
-    if source.resolve() == target.resolve():
+    source, target = Path(absolute_path(orphan, "orphan")), Path(absolute_path(directory))
+    if os.path.realpath(source) == os.path.realpath(target):
         raise OffsetStoreError(f"{source} cannot adopt itself; name the store left behind first, then the one used now")
-    if not any((source / name).exists() for name in (MAIN_FILE, BACKUP_FILE, JOURNAL_FILE)):
+    if not any(LocalDisk().exists(os.path.join(source, name)) for name in (MAIN_FILE, BACKUP_FILE, JOURNAL_FILE)):
         raise OffsetStoreError(
             f"{source} is no offset store; name the directory with offsets.json in it: DIRECTORY/CLIENT-ID/GROUP"
         )

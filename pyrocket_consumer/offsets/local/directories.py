@@ -11,13 +11,57 @@ from pyrocket_consumer.errors import ConfigError, OffsetStoreError
 from pyrocket_consumer.offsets.local.disk import LocalDisk
 from pyrocket_consumer.offsets.local.ownership import LOCK_FILE
 from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, RecoveredStore, recover
+from pyrocket_consumer.text import safe_repr
 
 BASE_VARIABLE = "ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR"
 
 
 def base_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
-    """Return `chosen`, else ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR, else `~/.rocketmq_offsets`, as Java does."""
-    return Path(chosen or os.environ.get(BASE_VARIABLE) or Path.home() / ".rocketmq_offsets").expanduser()
+    """Return `chosen`, else ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR, else `~/.rocketmq_offsets`, as Java does.
+
+    The path is absolute.
+
+    Raises:
+        ConfigError: no directory can have this path, or its home directory is unknown.
+        OffsetStoreError: it is relative, and the working directory was removed.
+    """
+    if chosen:
+        given, origin = os.fspath(chosen), "offset_store_dir"
+    elif variable := os.environ.get(BASE_VARIABLE):
+        given, origin = variable, BASE_VARIABLE
+    else:
+        given, origin = "~/.rocketmq_offsets", "the default"
+    try:
+        path = Path(given).expanduser()
+    except (RuntimeError, UnicodeEncodeError):
+        raise ConfigError(
+            f"offsets cannot be stored in {safe_repr(given, 200)} ({origin}): the home directory "
+            f"of {safe_repr(Path(given).parts[0])} is unknown; set offset_store_dir to a path without ~"
+        ) from None
+    return Path(absolute_path(str(path), origin))
+
+
+def absolute_path(directory: str | os.PathLike[str], name: str = "directory") -> str:
+    """Return the absolute path of `directory`, which a later chdir() does not change. `name` is its option.
+
+    Raises:
+        ConfigError: no directory can have this path.
+        OffsetStoreError: it is relative, and the working directory was removed.
+    """
+    try:
+        path = os.fspath(directory)
+        is_allowed = isinstance(path, str) and path and "\0" not in path and os.fsencode(path)
+    except (TypeError, UnicodeEncodeError):
+        is_allowed = False
+    if not is_allowed:
+        raise ConfigError(f"{name}={safe_repr(directory, 200)} is not allowed; name the directory of the store")
+    try:
+        return os.path.abspath(path)
+    except OSError as error:
+        raise OffsetStoreError(
+            f"{name}={safe_repr(directory, 200)}: the working directory cannot be found ({error.strerror or error}); "
+            "name an absolute path"
+        ) from error
 
 
 def store_directory(base: str | os.PathLike[str], client_id: str, group: str) -> Path:

@@ -27,7 +27,6 @@ from typing import Literal, Self
 
 from pyrocket_consumer.config import ConsumerConfig, check_bool, check_choice, check_int, check_range
 from pyrocket_consumer.errors import (
-    ConfigError,
     OffsetStoreCorrupt,
     OffsetStoreError,
     OffsetStoreLocked,
@@ -44,6 +43,7 @@ from pyrocket_consumer.offsets.base import (
 )
 from pyrocket_consumer.offsets.local.checkpoint import CheckpointFile
 from pyrocket_consumer.offsets.local.directories import (
+    absolute_path,
     base_directory,
     find_orphans,
     last_write_time,
@@ -180,7 +180,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._reminded_at = 0.0
 
         # Under the write lock. `_written` counts the writes so far; the journal counts how many of them are durable.
-        self._set_directory(_absolute_path(directory))
+        self._set_directory(absolute_path(directory))
         self._stored_entries: list[_FileOffset] = []  # in the order of offsets.json
         self._templates: list[bytes] = []  # by name_index: the template of an entry of offsets.json
         self._epochs_text: bytes | None = None
@@ -197,7 +197,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         Processes of one host share a client id unless each has an instance name. The first process to load gets that
         store, the next one gets `…@DEFAULT-1`, and so on. `client_id` and `directory` name it after `load`.
         """
-        base = Path(_absolute_path(base_directory(config.offset_store_dir)))
+        base = base_directory(config.offset_store_dir)
         store = cls(
             store_directory(base, client_id, config.group),
             config.durability,
@@ -908,17 +908,6 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
                     self._on_event(event)
                 except Exception:
                     log.exception("on_event failed for %s", event.kind)
-
-
-def _absolute_path(directory: str | os.PathLike[str]) -> str:
-    """Return the absolute path of `directory`, which a later chdir() does not change."""
-    try:
-        path = os.fspath(directory)
-    except TypeError:
-        path = ""
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise ConfigError(f"directory={directory!r} is not allowed; name the directory of the store")
-    return os.path.abspath(path)
 
 
 def _reason_and_remedy(error: BaseException | None, remedy: str = "check the directory") -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
+from pyrocket_consumer.errors import ConfigError, OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local.adopt import adopt_store
 from pyrocket_consumer.offsets.local.directories import find_orphans, read_store
-from tests.offsets.local.driving import ORDERS, leave_offsets
+from tests.for_each import for_each
+from tests.offsets.local.driving import ORDERS, leave_offsets, without_privileges
 
 QUEUES = ORDERS[:3]
 
@@ -64,3 +67,32 @@ def test_a_store_is_adopted_only_within_its_group(tmp_path, target):
         adopt_store(old, tmp_path / target)
     assert not (tmp_path / target).exists()
     assert read_store(old).offsets == dict.fromkeys(QUEUES[:2], 70)
+
+
+@for_each("directory", ["", None, 7, b"/tmp/x", "x\0", "x\ud800"])
+def test_a_wrong_path_is_refused(tmp_path, directory):
+    fill(tmp_path / "old", 70)
+    with pytest.raises(ConfigError, match="orphan=.* is not allowed; name the directory"):
+        adopt_store(directory, tmp_path / "new")
+    with pytest.raises(ConfigError, match="directory=.* is not allowed; name the directory"):
+        adopt_store(tmp_path / "old", directory)
+
+
+def test_links_that_lead_nowhere_are_no_stores(tmp_path):
+    fill(tmp_path / "old", 70)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OffsetStoreError, match="loop/g"):
+        adopt_store(tmp_path / "loop" / "g", tmp_path / "new")
+    with pytest.raises(OffsetStoreError, match="loop/g"):
+        adopt_store(tmp_path / "old", tmp_path / "loop" / "g")
+    assert read_store(tmp_path / "old").offsets == dict.fromkeys(QUEUES[:2], 70)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="owners and modes are POSIX")
+def test_a_store_that_may_not_be_read_is_not_adopted(shared):
+    fill(shared / "his" / "g", 70)
+    (shared / "his").chmod(0)
+    with without_privileges(), pytest.raises(OffsetStoreError, match="his/g cannot be opened: Permission denied"):
+        adopt_store(shared / "his" / "g", shared / "new")
+    (shared / "his").chmod(0o700)
+    assert not (shared / "new").exists()

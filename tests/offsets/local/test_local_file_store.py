@@ -11,6 +11,7 @@ from itertools import islice
 
 import pytest
 
+from pyrocket_consumer import PushConsumer
 from pyrocket_consumer.cluster.client_id import make_client_id
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, OffsetStoreLocked
@@ -19,6 +20,7 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
 from pyrocket_consumer.offsets.local.directories import base_directory, find_orphans, read_store, slot_ids
 from pyrocket_consumer.offsets.local.journal import decode_header, replay
 from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
 from tests.offsets.local.disks import MemoryDisk, WatchedDisk
 from tests.offsets.local.driving import (
@@ -262,10 +264,63 @@ def test_a_relative_base_directory_does_not_follow_it_either(tmp_path, monkeypat
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-@for_each("directory", ["", None, 7, b"/tmp/offsets", "offsets\0"])
+@for_each("directory", ["", None, 7, b"/tmp/offsets", "offsets\0", "offsets\ud800"])
 def test_an_invalid_directory_is_refused(directory):
     with pytest.raises(ConfigError, match="directory=.* is not allowed; name the directory"):
         LocalFileOffsetStore(directory)
+
+
+def start_with(base):
+    """Start a broadcasting consumer that keeps its offsets in `base`."""
+    options = {"message_model": "broadcasting", "offset_store_dir": base}
+    with EmbeddedCluster() as cluster, PushConsumer("g", name_server=cluster.name_server, **options) as consumer:
+        assert consumer is None, "it must not start"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="homes of users are POSIX")
+@pytest.mark.parametrize(("base", "variable"), [("~nosuchuser/x", None), ("~\ud800/x", None), (None, "~nosuchuser/x")])
+def test_an_unknown_home_directory_is_an_error_of_the_configuration(monkeypatch, base, variable):
+    if variable is not None:
+        monkeypatch.setenv("ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR", variable)
+    with pytest.raises(ConfigError) as refused:
+        start_with(base)
+    assert f"offsets cannot be stored in {base or variable!r} (" in str(refused.value)
+    assert ("offset_store_dir" if base else "ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR") + "):" in str(refused.value)
+    assert "is unknown; set offset_store_dir to a path without ~" in str(refused.value)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="homes of users are POSIX")
+def test_a_user_without_home_directory_must_name_one(monkeypatch):
+    """In a container the user may have neither HOME nor a line in /etc/passwd."""
+
+    def getpwuid(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", getpwuid)
+    with pytest.raises(
+        ConfigError, match=r"in '~/.rocketmq_offsets' \(the default\): .* set offset_store_dir to a path"
+    ):
+        start_with(None)
+
+
+def test_a_base_directory_that_no_path_can_name_is_refused():
+    with pytest.raises(ConfigError, match=r"offset_store_dir='/tmp/.ud800' is not allowed; name the directory"):
+        start_with("/tmp/\ud800")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows does not remove a working directory")
+def test_a_relative_directory_needs_a_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(
+        OffsetStoreError, match="offset_store_dir='base': the working directory .*; name an absolute path"
+    ):
+        start_with("base")
+    with pytest.raises(OffsetStoreError, match="directory='store': the working directory .*; name an absolute path"):
+        LocalFileOffsetStore("store")
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local.disk import LocalDisk
-from tests.offsets.local.driving import QUEUE, leave_offsets, put
-
-ANOTHER_USER = 12345
-
-
-@contextmanager
-def without_privileges() -> Iterator[None]:
-    """Root may read every directory, so be another user meanwhile."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(ANOTHER_USER)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """Return a directory that every user may write to, unlike `tmp_path`."""
-    with tempfile.TemporaryDirectory() as directory:
-        os.chmod(directory, 0o777)
-        yield Path(directory)
+from tests.offsets.local.driving import QUEUE, leave_offsets, put, without_privileges
 
 
 def store_of(base, client_id, **options):
