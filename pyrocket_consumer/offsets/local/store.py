@@ -858,10 +858,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         self._forked = self._ownership is not None
 
     def _unwritable_error(self, error: OSError) -> OffsetStoreUnwritable:
-        return OffsetStoreUnwritable(
-            f"offsets cannot be written to {self._directory}: {_reason_and_remedy(error)}. "
-            "They are kept in memory, and the next persist tries again"
-        )
+        return OffsetStoreUnwritable(f"offsets cannot be written to {self._directory}: {_reason_and_remedy(error)}")
 
     def _note_unwritable(self, error: OSError) -> None:
         now = self._clock()
@@ -870,7 +867,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         elif now - self._reminded_at < _REMIND_INTERVAL_S:
             return
         self._reminded_at = now
-        text = str(self._unwritable_error(error))
+        text = f"{self._unwritable_error(error)}. They are kept in memory, and the next persist tries again"
         if self._written <= self._journal.durable and not self._durability_unknown:
             text = (
                 f"not every file in {self._directory} can be written: {_reason_and_remedy(error)}. Nothing is lost, "

@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer import MessageQueue, OffsetStoreLocked
+from pyrocket_consumer import MessageQueue, OffsetStoreLocked, OffsetStoreUnwritable
 from pyrocket_consumer.offsets.local.directories import store_directory
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import numbered, until
 from tests.hazards.members import broadcasting, faulty, filled, full_disk, give_time_to, ours
 from tests.hazards.naive import NaiveMember
 from tests.resets import fill, queue
+
+KEPT = "They are kept in memory, and the next persist tries again"
 
 
 class KeepsOffsetsInTheHomeDirectory(NaiveMember):
@@ -192,6 +194,19 @@ def test_a_store_removed_under_its_member_is_written_again(embedded, names, tmp_
         fill(embedded, topic, 2, start=6)
         until(lambda: sum(consumer.stored().values()) == 8, "consumed")
     assert not consumer.events.of("commit-failed")
+
+
+def test_an_offset_that_a_closing_member_cannot_store_is_not_kept(embedded, names, tmp_path):
+    """Only the event of the store, emitted while it is open, promises that the next persist tries again."""
+    topic, group = filled(embedded, names, queues=1, messages=3)
+    with ours(embedded, topic, group, **broadcasting(tmp_path, commit_interval_s=3600)) as consumer:
+        until(lambda: consumer.held() == {queue(topic, 0): 3}, "consumed")
+        with full_disk(), pytest.raises(OffsetStoreUnwritable, match="Messages consumed since the last persist"):
+            consumer.close()
+        (failed,), (unwritable,) = (consumer.events.of(kind) for kind in ("commit-failed", "store-unwritable"))
+    assert failed.text.startswith("final offset not stored, messages may be redelivered: offsets cannot be written to ")
+    assert failed.text.endswith("File too large; raise the limit on file sizes")
+    assert unwritable.text == f"{failed.text.partition('redelivered: ')[2]}. {KEPT}"
 
 
 class HasAnEqualClientId(NaiveMember):
