@@ -6,12 +6,16 @@ import argparse
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pyrocket_consumer.config import OffsetSpec, check_offset_spec, trusting
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.text import safe_repr
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.cluster import Cluster
 
 MAX_WAIT_S = 120
 """The longest time that a reset waits for members."""
@@ -83,6 +87,21 @@ def connection(options: argparse.Namespace) -> dict[str, Any]:
         "allowed_addresses": allowed if allowed is None else allowed.split(","),
         **account,
     }
+
+
+@contextmanager
+def connected(options: argparse.Namespace) -> Iterator[Cluster]:
+    """Yield the cluster, connected, for work that Admin does not do."""
+    from pyrocket_consumer.cluster import Cluster, make_client_id
+    from pyrocket_consumer.config import ClientConfig
+
+    config = ClientConfig(**connection(options))
+    cluster = Cluster(config, make_client_id(config))
+    cluster.start()
+    try:
+        yield cluster
+    finally:
+        cluster.close()
 
 
 def add_output(command: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from pyrocket_consumer.cli.arguments import (
     add_connection,
     add_output,
     check_once,
+    connected,
     connection,
     offset_spec,
     queue_name,
@@ -26,6 +27,7 @@ from pyrocket_consumer.cli.arguments import (
 )
 from pyrocket_consumer.cli.streams import Interrupts, print_json, print_line, print_to_stderr
 from pyrocket_consumer.cli.tables import print_table
+from pyrocket_consumer.config import check_group, check_topic
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.text import safe_repr
 
@@ -67,6 +69,7 @@ _INTERRUPTED = (
     "stopped during the reset; members that have moved stay moved, and the records that were written apply. "
     "Repeat the reset, which is safe, or undo it"
 )
+_FORGET_WITHIN_S = 30.0
 _DDL_EXAMPLES = """\
   pyrocket offsets ddl --dialect postgresql                           # for a user who may create tables
   pyrocket offsets ddl --dialect mysql --table billing_offsets --inbox
@@ -590,12 +593,18 @@ def _result_as_json(result: ResetResult) -> Mapping[str, Any]:
 
 
 def run_forget(options: argparse.Namespace) -> int:
-    with _admin(options) as admin:
-        admin.forget_reset(options.group, options.topic)
+    from pyrocket_consumer.admin.resets.executor import forget_reset  # that of Admin returns nothing
+
+    check_group(options.group)
+    check_topic(options.topic)
+    with connected(options) as cluster:
+        forgotten = cluster.run(forget_reset(cluster, options.group, options.topic), _FORGET_WITHIN_S)
     if options.output == "json":
-        _print_indented_json({"group": options.group, "topic": options.topic, "forgotten": True})
-    else:
+        _print_indented_json({"group": options.group, "topic": options.topic, "forgotten": forgotten})
+    elif forgotten:
         print_line(f"the recorded resets of {options.group} in {options.topic} were removed")
+    else:
+        print_line(f"no reset of {options.group} in {options.topic} was recorded; nothing was removed")
     return 0
 
 

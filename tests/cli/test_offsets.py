@@ -11,13 +11,14 @@ import pytest
 
 from pyrocket_consumer.cli import main
 from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.reset_format import record_areas
 from pyrocket_consumer.testing import EmbeddedCluster, answer, drop
 from tests.admin.foreign import ForeignMember
 from tests.cli.shell import Running
 from tests.consuming import Events, consuming, until
 from tests.for_each import for_each
 from tests.producer.programs import within
-from tests.resets import fill, wait_until_seen, wait_until_stored
+from tests.resets import fill, record, wait_until_seen, wait_until_stored
 
 CLUSTER = {"relay_timeout_s": 0.3, "status_timeout_s": 0.3}
 TOPIC, QUEUES = "T", 2
@@ -203,9 +204,26 @@ def test_recorded_resets_can_be_removed(embedded, offsets, stores):
     with consuming(embedded, "T", "G", **stores) as (_, seen):
         wait_until_seen(seen, 1, 20)
         assert offsets("reset", "G", "T", "--to", "earliest", "--execute")[0] == 0
-    assert offsets("forget-reset", "G", "T")[0] == 0
+    code, text, _ = offsets("forget-reset", "G", "T")
+    assert (code, text) == (0, "the recorded resets of G in T were removed\n")
     recorded = embedded.committed("G", "%RETRY%G")
     assert sorted(recorded.values())[:-1] == [0] * (len(recorded) - 1), "only the name of the place is left"
+    code, text, _ = offsets("forget-reset", "G", "T")
+    assert (code, text) == (0, "no reset of G in T was recorded; nothing was removed\n")
+
+
+def test_forget_reset_as_json_has_whether_one_was_recorded(embedded, consumed_before, offsets):
+    broker = embedded.broker("broker-a")
+    for is_recorded in (False, True, False):
+        if is_recorded:
+            record(broker, 1000, {0: 5})
+        code, text, stderr = offsets("forget-reset", "G", "T", "-o", "json")
+        assert stderr == ""
+        assert (code, json.loads(text)) == (0, {"group": "G", "topic": "T", "forgotten": is_recorded})
+    record(broker, 1000, {0: 5})
+    area = next(record_areas("T"))
+    broker.commit("G", "%RETRY%G", {area.head: 0})  # a reset that stopped half-way has no head
+    assert json.loads(offsets("forget-reset", "G", "T", "-o", "json")[1])["forgotten"] is True
 
 
 def test_errors_are_one_sentence_and_an_exit_code(offsets):

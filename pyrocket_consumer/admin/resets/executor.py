@@ -68,15 +68,20 @@ async def execute_plan(
     return await run.clustering()
 
 
-async def forget_reset(cluster: Cluster, group: str, topic: str) -> None:
-    """Remove the resets recorded for a group and topic on every master."""
+async def forget_reset(cluster: Cluster, group: str, topic: str) -> bool:
+    """Remove the resets recorded for a group and topic on every master. Return whether there was one."""
     namespace = cluster.config.namespace
     wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
     route = await cluster.route(wire_topic, refresh=True)
     await check_group_exists(cluster, group)
+    was_recorded = False
     for data in route.queues:
         record = ResetRecord(cluster, wire_group, wire_topic, data.broker_name)
-        await record.forget(range(max(data.read_queues, data.write_queues)))
+        queue_ids = range(max(data.read_queues, data.write_queues))
+        # The head is None if it is invalid, and 0 if a reset ended before it was written.
+        was_recorded |= await record.head() != 0 or bool(await record.read(queue_ids))
+        await record.forget(queue_ids)
+    return was_recorded
 
 
 class _ResetExecution:
