@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from pyrocket_consumer.cli.arguments import (
     add_connection,
     add_output,
     check_once,
+    connected,
     connection,
     offset_spec,
     positive_number,
@@ -31,7 +31,7 @@ from pyrocket_consumer.cli.streams import (
     wait_writable,
 )
 from pyrocket_consumer.config import check_topic
-from pyrocket_consumer.errors import ConfigError, ProtocolError
+from pyrocket_consumer.errors import ConfigError, PermissionDenied, ProtocolError
 from pyrocket_consumer.protocol.properties import PropertyName
 from pyrocket_consumer.text import escape_controls
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pyrocket_consumer.cli.topic_tail import TopicTailer
     from pyrocket_consumer.cluster import Cluster
     from pyrocket_consumer.consumer import ConsumeResult, PushConsumer, Suspend
-    from pyrocket_consumer.model import MessageQueue, Subscription
+    from pyrocket_consumer.model import MessageModel, MessageQueue, Subscription
     from pyrocket_consumer.protocol.message import Message
 
 _EXAMPLES = """\
@@ -271,7 +271,7 @@ def _consume(options: argparse.Namespace, printer: Printer) -> None:
         shutdown_timeout_s=_CLOSE_WITHIN_S,
     )
     consumer.subscribe(options.topic, print_queue.listen, options.selector if options.sql is None else sql(options.sql))
-    with _connected(options) as cluster:
+    with connected(options) as cluster:
         cluster.run(_check_model(cluster, options), None)
     try:
         with consumer:
@@ -287,39 +287,46 @@ def _consume(options: argparse.Namespace, printer: Printer) -> None:
 
 
 async def _check_model(cluster: Cluster, options: argparse.Namespace) -> None:
-    """Raise ConfigError if the group is broadcasting, where each member stores its own offsets."""
+    """Raise ConfigError if the group is broadcasting, where each member stores its own offsets.
+
+    Its online members show that, or else a recorded reset, as for `offsets show`.
+    """
     from pyrocket_consumer.cluster.admin_relay import fetch_group_members
     from pyrocket_consumer.model import MessageModel
 
     names = {data.broker_name for data in (await cluster.route(options.topic, refresh=True)).queues}
     addresses = {name: address for name in names if (address := cluster.address(name, only_this=True)) is not None}
-    if (await fetch_group_members(cluster, options.group, addresses)).model is MessageModel.BROADCASTING:
+    found = await fetch_group_members(cluster, options.group, addresses)
+    model, remedy = found.model, ""
+    if not found.members:
+        model = await _recorded_model(cluster, options)
+        remedy = (
+            f". If it is a clustering group now, first remove its recorded resets: pyrocket offsets forget-reset "
+            f"{options.group} {options.topic}"
+        )
+    if model is MessageModel.BROADCASTING:
         raise ConfigError(
             f"{options.group} is a broadcasting group: each member gets every message, and stores its own offsets; "
-            "read the topic without --group"
+            f"read the topic without --group{remedy}"
         )
+
+
+async def _recorded_model(cluster: Cluster, options: argparse.Namespace) -> MessageModel | None:
+    """Return the model that `offsets show` reports for a group without members, None if it is not known."""
+    from pyrocket_consumer.admin.lag import group_lag
+
+    try:
+        return (await group_lag(cluster, options.group, options.topic, (), {}, {})).model
+    except (ConfigError, PermissionDenied):  # a new group, or an account that may only consume
+        return None
 
 
 # --- without a group
 
 
-@contextmanager
-def _connected(options: argparse.Namespace) -> Iterator[Cluster]:
-    from pyrocket_consumer.cluster import Cluster, make_client_id
-    from pyrocket_consumer.config import ClientConfig
-
-    config = ClientConfig(**connection(options))
-    cluster = Cluster(config, make_client_id(config))
-    cluster.start()
-    try:
-        yield cluster
-    finally:
-        cluster.close()
-
-
 def _tail(options: argparse.Namespace, printer: Printer) -> None:
     subscription = _subscription(options)
-    with _connected(options) as cluster:
+    with connected(options) as cluster:
         tailer = cluster.run(_open_tailer(cluster, options, subscription), None)
         while not printer.ended and (messages := cluster.run(tailer.next_messages(), None)):
             _print(messages, printer)

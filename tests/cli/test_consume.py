@@ -159,6 +159,38 @@ def test_a_broadcasting_group_is_not_joined(orders, pyrocket, tmp_path):
     assert orders.committed("g", "orders") == {}
 
 
+def test_an_offline_group_with_a_recorded_reset_is_not_joined(orders, pyrocket, tmp_path):
+    """`offsets show` calls such a group broadcasting, too, until it has committed something."""
+
+    def run(*arguments):
+        return pyrocket(*arguments, "-n", orders.name_server)
+
+    options = {"message_model": "broadcasting", "offset_store_dir": tmp_path, "consume_from": "first"}
+    with consuming(orders, "orders", "g", **options) as (_, seen):
+        seen.wait_for(5)
+        assert run("offsets", "reset", "g", "orders", "--to", "earliest", "--execute")[0] == 0
+        seen.wait(lambda seen: len(seen.messages) == 10)
+    until(lambda: orders.members("g") == [], "it has left")
+    assert "(broadcasting, 0 online" in run("offsets", "show", "g", "orders")[1]
+    code, printed, stderr = run("consume", "orders", *MEMBER, "--count", "2")
+    assert (code, printed, "g is a broadcasting group" in stderr) == (2, "", True), stderr
+    assert orders.committed("g", "orders") == {}
+    remedy = stderr.partition("first remove its recorded resets: pyrocket ")[2].split()
+    assert run(*remedy)[0] == 0
+    code, printed, stderr = run("consume", "orders", *MEMBER, "--count", "2")
+    assert (code, len(printed.splitlines())) == (0, 2), stderr
+
+
+@pytest.mark.parametrize("code", [RequestCode.GET_BROKER_CLUSTER_INFO, RequestCode.GET_CONSUME_STATS], ids=str)
+def test_an_account_that_may_only_consume_can_join(orders, consume, code):
+    for node in (*orders.nodes, *orders.name_server_nodes):
+        node.on(code, answer(16, "no permission"), times=None)
+    printed, _ = consume(*MEMBER, "--count", "2")
+    assert len(printed) == 2
+    printed, _ = consume(*MEMBER, "--count", "3")
+    assert len(printed) == 3
+
+
 # --- without a group
 
 
