@@ -19,6 +19,14 @@ OnUnreadable = Literal["raise", "backup", "start_over"]
 Source = Literal["new", "file", "backup", "started-over"]
 
 
+class Unrecoverable(OffsetStoreCorrupt):
+    """Files are unreadable, and `on_unreadable` does not allow to continue. `policies` are the values that would."""
+
+    def __init__(self, reason: str, policies: str) -> None:
+        super().__init__(f"{reason}. Restore the file from a copy")
+        self.policies = policies
+
+
 @dataclass(slots=True)
 class RecoveredStore:
     """The offsets in the files, the file that each comes from, and the damage found.
@@ -46,7 +54,7 @@ def recover(
     """Return the offsets of a store with these files; pass None for a missing file.
 
     Raises:
-        OffsetStoreCorrupt: files are unreadable, and `on_unreadable` does not allow to continue.
+        Unrecoverable: files are unreadable, and `on_unreadable` does not allow to continue.
         OffsetStoreError: a newer version of this package wrote the journal.
     """
     result = RecoveredStore()
@@ -81,7 +89,9 @@ def _read_journal(result: RecoveredStore, journal: bytes | None, on_unreadable: 
         result.header = decode_header(journal)
     except ProtocolError as error:
         if on_unreadable == "raise":
-            raise _corrupt_error(f"{JOURNAL_FILE} is unreadable: {error}") from error
+            raise Unrecoverable(
+                f"{JOURNAL_FILE} is unreadable: {error}", f"'backup' begins with {MAIN_FILE} only"
+            ) from error
         result.unreadable.append(JOURNAL_FILE)
         result.add_note(
             f"{JOURNAL_FILE} is unreadable: {error}; offsets persisted since the last checkpoint are lost, so their "
@@ -123,7 +133,9 @@ def _read_checkpoint(
             result.source = "file"
             return
     if on_unreadable == "raise":
-        raise _corrupt_error(reason)
+        raise Unrecoverable(
+            reason, f"'backup' uses {BACKUP_FILE}; 'start_over' begins with the journal only if that is unreadable, too"
+        )
     if backup is None:
         reason += f"; there is no {BACKUP_FILE}"
     else:
@@ -140,10 +152,7 @@ def _read_checkpoint(
             )
             return
     if on_unreadable == "backup":
-        raise _corrupt_error(reason)
+        raise Unrecoverable(reason, "'start_over' begins with the journal only")
     result.source = "started-over"
-    result.add_note(f"{reason}; starting over with the offsets of the journal")
-
-
-def _corrupt_error(reason: str) -> OffsetStoreCorrupt:
-    return OffsetStoreCorrupt(f"{reason}. Restore the file from a copy")
+    rest = "with the offsets of the journal" if result.header is not None else "without offsets"
+    result.add_note(f"{reason}; starting over {rest}")

@@ -55,7 +55,15 @@ from pyrocket_consumer.offsets.local.journal import MIN_JOURNAL_BYTES
 from pyrocket_consumer.offsets.local.journal_file import JournaledOffset, JournalFile
 from pyrocket_consumer.offsets.local.offsets_json import encode_epochs, entry_template, fill_templates
 from pyrocket_consumer.offsets.local.ownership import Ownership, StoreClosing, read_owner
-from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, OnUnreadable, Source, recover
+from pyrocket_consumer.offsets.local.recovery import (
+    BACKUP_FILE,
+    JOURNAL_FILE,
+    MAIN_FILE,
+    OnUnreadable,
+    Source,
+    Unrecoverable,
+    recover,
+)
 from pyrocket_consumer.text import logger
 
 log = logger("offsets")
@@ -95,7 +103,7 @@ _REMEDIES = {
 class FoundOffsets:
     """The result of `load`. `source` names where the offsets were found.
 
-    It is "new" if there was no store, and "started-over" if no file was readable.
+    It is "new" if there was no store, and "started-over" if neither offsets.json nor its backup was readable.
     """
 
     source: Source
@@ -130,7 +138,7 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
     `checkpoint_interval_s` old while the store is open.
 
     `on_unreadable`, for a damaged offsets.json: "raise"; "backup" (default) uses offsets.json.bak, and raises if that
-    is damaged, too; "start_over" then begins without offsets. Unreadable files are set aside, never overwritten.
+    is damaged, too; "start_over" then begins with the journal only. Unreadable files are set aside, never overwritten.
 
     `existing_only`: raise instead of creating a new store, for a group that must have one.
     """
@@ -713,13 +721,12 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         journal, main, backup = (self._read(name) for name in (JOURNAL_FILE, MAIN_FILE, BACKUP_FILE))
         try:
             found = recover(main, backup, journal, self._on_unreadable)
-        except OffsetStoreCorrupt as error:
+        except Unrecoverable as error:
             chosen = f"on_unreadable_store={self._on_unreadable!r}"
             if self._member is None:  # created without a consumer
                 chosen = f"LocalFileOffsetStore(…, on_unreadable={self._on_unreadable!r})"
             raise OffsetStoreCorrupt(
-                f"offset store {self._directory}: {error}, or choose another policy than {chosen}: "
-                f"'backup' uses {BACKUP_FILE}; 'start_over' begins without offsets if that is unreadable, too"
+                f"offset store {self._directory}: {error}, or choose another policy than {chosen}: {error.policies}"
             ) from error
         except OffsetStoreError as error:
             raise type(error)(f"offset store {self._directory}: {error}") from error

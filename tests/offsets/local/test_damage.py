@@ -175,8 +175,36 @@ def test_with_neither_file_readable_the_policy_decides(main, backup):
             loaded({MAIN: main, BACKUP: backup}, on_unreadable=policy)
     offsets, events, disk = loaded({MAIN: main, BACKUP: backup}, on_unreadable="start_over")
     assert offsets == {QUEUES[0]: 130, QUEUES[1]: 122}  # from the journal, which is the newest file
-    assert "starting over" in events[0].text
+    assert "starting over with the offsets of the journal" in events[0].text
     assert sorted(set_aside(disk)) == sorted(data for data in (main, backup) if data is not None)
+
+
+def test_starting_over_without_a_journal_begins_without_offsets():
+    for journal in (None, b"x" * 4096):
+        offsets, events, _ = loaded({MAIN: b"{", BACKUP: None, JOURNAL: journal}, on_unreadable="start_over")
+        assert offsets == {}
+        assert "starting over without offsets" in events[-1].text
+
+
+@for_each(
+    "policy, files, advice",
+    [
+        (
+            "raise",
+            {MAIN: b"{"},
+            "'backup' uses offsets.json.bak; 'start_over' begins with the journal only if that is unreadable, too",
+        ),
+        ("backup", {MAIN: b"{", BACKUP: b"}"}, "'start_over' begins with the journal only"),
+        ("raise", {JOURNAL: b"x" * 4096}, "'backup' begins with offsets.json only"),
+    ],
+)
+def test_the_error_advises_only_policies_that_help(policy, files, advice):
+    with pytest.raises(OffsetStoreCorrupt) as refused:
+        loaded(files, on_unreadable=policy)
+    text = (
+        f"Restore the file from a copy, or choose another policy than LocalFileOffsetStore(…, on_unreadable={policy!r})"
+    )
+    assert str(refused.value).endswith(f"{text}: {advice}")
 
 
 def damage(directory):

@@ -222,8 +222,8 @@ POLICIES = [partial(ours, on_unreadable=policy) for policy in ("raise", "backup"
 def test_unreadable_files_emit_an_event_or_stop_the_start(make, backup):
     """If neither offsets.json nor its backup is readable, the consumer does not start.
 
-    With `on_unreadable_store="start_over"` it starts without offsets, emits an event, and keeps the unreadable file
-    under another name.
+    With `on_unreadable_store="start_over"` it starts with the journal only, emits an event, and keeps the unreadable
+    file under another name.
 
     Faulty: Java silently starts without offsets if there is no backup, and Go if the file is empty.
     """
