@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from datetime import datetime
 from ipaddress import ip_network
@@ -248,6 +249,31 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ConfigError(f"{name}={safe_repr(value)} is not allowed; choose one of {', '.join(map(repr, allowed))}")
+
+
+_NOT_RUN_BY_A_CALL: Mapping[Callable[[object], bool], str] = {
+    inspect.iscoroutinefunction: "is an async def",
+    inspect.isasyncgenfunction: "has a yield",
+    inspect.isgeneratorfunction: "has a yield",
+}
+
+
+def check_function(name: str, function: Callable[..., Any], *arguments: str, may_yield: bool = False) -> None:
+    """Raise ConfigError for a function that can never work: it cannot take these arguments, or a call runs nothing."""
+    shown = f"{name}={safe_repr(function)}"
+    call = getattr(function, "__call__", None)  # noqa: B004 - of an object it may be async
+    for is_kind, what in _NOT_RUN_BY_A_CALL.items():
+        is_allowed = may_yield and is_kind is inspect.isgeneratorfunction
+        if (is_kind(function) or is_kind(call)) and not is_allowed:
+            raise ConfigError(f"{shown} {what}; pass a plain function, because a call would not run this one")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some built-ins have no signature
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{shown} cannot be called: {error}; pass a function of ({', '.join(arguments)})") from error
 
 
 OffsetSpec = Literal["first", "last"] | datetime

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pyrocket_consumer.config.checks import check_choice, check_group, check_offset_spec
+from pyrocket_consumer.config.checks import check_choice, check_function, check_group, check_offset_spec
 from pyrocket_consumer.config.client import ClientConfig
 from pyrocket_consumer.config.option import MIB, flag, one_of, option, per_topic, seconds, whole
 from pyrocket_consumer.errors import ConfigError
@@ -185,20 +185,22 @@ class ConsumerConfig(ClientConfig):
                 f"allocation={safe_repr(self.allocation)} is not allowed; use 'average', 'circle', 'hash', a function, "
                 "or pyrocket_consumer.in_machine_rooms('room1', 'room2') with the names of your rooms"
             )
+        if callable(self.allocation):
+            names = ("group", "client_id", "queues", "client_ids")
+            check_function("allocation", self.allocation, *names, may_yield=True)
         self._check_offset_store()
-        if self.on_event is not None and not callable(self.on_event):
-            raise ConfigError(
-                f"on_event={safe_repr(self.on_event)} is not callable; pass a function of one ConsumerEvent"
-            )
+        if self.on_event is not None:
+            if not callable(self.on_event):
+                raise ConfigError(
+                    f"on_event={safe_repr(self.on_event)} is not callable; pass a function of one ConsumerEvent"
+                )
+            check_function("on_event", self.on_event, "event")
 
     def _check_order_by(self) -> None:
         key_of = self.order_by
         if key_of is None:
             return
         shown_by = f"order_by={safe_repr(key_of)}"
-        call = getattr(key_of, "__call__", None)  # noqa: B004 - of an object it may be async
-        if inspect.iscoroutinefunction(key_of) or inspect.iscoroutinefunction(call):
-            raise ConfigError(f"{shown_by} is an async def; pass a plain function: a message's key is not waited for")
         if not callable(key_of) and not (isinstance(key_of, str) and key_of == "sharding_key"):
             raise ConfigError(
                 f"{shown_by} is not allowed; use 'sharding_key', or a function that returns the key of a message"
@@ -209,12 +211,7 @@ class ConsumerConfig(ClientConfig):
                 "key of a message"
             )
         if callable(key_of):
-            try:
-                inspect.signature(key_of).bind(None)
-            except ValueError:
-                pass  # some built-ins have no signature
-            except TypeError as error:
-                raise ConfigError(f"{shown_by} cannot be called with a message: {error}") from error
+            check_function("order_by", key_of, "message")
         if not self.orderly:
             raise ConfigError(f"{shown_by} works with orderly=True only; leave it out, or consume orderly")
         if not self.auto_commit:

@@ -45,6 +45,68 @@ def test_an_option_that_is_not_allowed_is_named(kind, name):
             kind("G", **{"name_server": "127.0.0.1:9876", name: value})
 
 
+def takes_none():
+    pass
+
+
+def takes_two(first, second):
+    pass
+
+
+async def awaited(*arguments):
+    pass
+
+
+async def async_generator(*arguments):
+    yield
+
+
+class Awaited:
+    async def __call__(self, *arguments):
+        pass
+
+
+def generator(*arguments):
+    yield
+
+
+class Unreadable:
+    __signature__ = "(self)"
+
+    def __call__(self, *arguments):
+        pass
+
+
+FUNCTIONS = {
+    "allocation": "(group, client_id, queues, client_ids)",
+    "on_event": "(event)",
+    "order_by": "(message)",
+}
+
+
+@pytest.mark.parametrize("option", FUNCTIONS)
+def test_a_function_that_can_never_work_is_refused(option):
+    def make(function):
+        PushConsumer("G", name_server="127.0.0.1:9876", orderly=True, **{option: function})
+
+    for wrong in (takes_none, takes_two, lambda *arguments, key: None):
+        with pytest.raises(ConfigError, match=f"{option}=.* cannot be called: .*; pass a function of ") as raised:
+            make(wrong)
+        assert str(raised.value).endswith(FUNCTIONS[option])
+    for wrong in (awaited, Awaited()):
+        with pytest.raises(ConfigError, match=f"{option}=.* is an async def; pass a plain function"):
+            make(wrong)
+    for wrong in (async_generator,) if option == "allocation" else (async_generator, generator):
+        with pytest.raises(ConfigError, match=f"{option}=.* has a yield; pass a plain function"):
+            make(wrong)
+    for right in (print, lambda *arguments: None, min, Unreadable()):  # a signature that cannot be read may be right
+        make(right)
+
+
+def test_a_strategy_may_yield_its_queues():
+    PushConsumer("G", name_server="127.0.0.1:9876", allocation=generator)
+
+
 def test_auto_commit_off_needs_orderly():
     with pytest.raises(ConfigError, match="orderly"):
         PushConsumer("G", name_server="127.0.0.1:9876", auto_commit=False)
