@@ -27,6 +27,7 @@ from typing import Literal, Self
 
 from pyrocket_consumer.config import ConsumerConfig, check_bool, check_choice, check_int, check_range
 from pyrocket_consumer.errors import (
+    ConfigError,
     OffsetStoreCorrupt,
     OffsetStoreError,
     OffsetStoreLocked,
@@ -64,7 +65,7 @@ from pyrocket_consumer.offsets.local.recovery import (
     Unrecoverable,
     recover,
 )
-from pyrocket_consumer.text import logger
+from pyrocket_consumer.text import logger, safe_repr
 
 log = logger("offsets")
 
@@ -358,9 +359,14 @@ class LocalFileOffsetStore(OffsetTable[_FileOffset]):
         """Set offsets and epochs in one step, and return when they are durable. A crash leaves all of them or none.
 
         Raises:
-            ConfigError: an offset or epoch is not a whole number from 0 to 2**63 - 1. No offset was set.
+            ConfigError: `resets` has another type, or an offset or epoch is not a whole number from 0 to 2**63 - 1.
+                No offset was set.
             OffsetStoreUnwritable: they are not durable. Memory has them, and a later persist tries again.
         """
+        if not isinstance(resets, Mapping) or not all(isinstance(reset, QueueReset) for reset in resets.values()):
+            raise ConfigError(
+                f"resets={safe_repr(resets)} is not allowed; pass a mapping from MessageQueue to QueueReset"
+            )
         for mq, reset in resets.items():
             check_queue(mq)
             check_epoch(mq, reset.epoch)

@@ -352,6 +352,14 @@ def test_a_wrong_epoch_sets_nothing(epoch):
         assert (store.clone_offset_table(), store.reset_epoch(QUEUE), store.reset_epoch(ORDERS[1])) == ({}, 0, 0)
 
 
+@for_each("resets", [None, [], "resets", 7, {QUEUE: None}, {QUEUE: 5}, {ORDERS[1]: QueueReset(3, 1), QUEUE: (5, 1)}])
+def test_resets_of_another_type_set_nothing(resets):
+    with LocalFileOffsetStore("/s", disk=MemoryDisk()) as store:
+        with pytest.raises(ConfigError, match="pass a mapping from MessageQueue to QueueReset"):
+            store.persist_resets(resets)
+        assert store.clone_offset_table() == {}
+
+
 def test_a_store_that_is_dropped_leaves_no_file_and_no_lock(tmp_path):
     def lowest_free():
         fd = os.open(os.devnull, os.O_RDONLY)
