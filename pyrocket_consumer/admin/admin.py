@@ -22,6 +22,7 @@ from pyrocket_consumer.admin.resets.result import ResetProgress, ResetResult
 from pyrocket_consumer.admin.topics import MAX_QUEUES, OffsetRange, check_attributes, check_perm
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.not_copied import NotCopied
 from pyrocket_consumer.cluster.offset_lookup import To, check_to
 from pyrocket_consumer.config import (
     ClientConfig,
@@ -50,7 +51,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Admin:
+class Admin(NotCopied):
     """Manages topics, groups and their offsets. It starts with the first call, or with `with`.
 
         with Admin(name_server="127.0.0.1:9876") as admin:
@@ -120,6 +121,10 @@ class Admin:
         self._connecting: Cluster | None = None
         self._closed = False
         self._seen: dict[str, frozenset[MessageQueue]] = {}  # by topic; confined to the I/O thread
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "created" if self._cluster is None else "running"
+        return f"{type(self).__name__}(state={state!r}, name_server={';'.join(self.config.name_servers)!r})"
 
     # --- life
 

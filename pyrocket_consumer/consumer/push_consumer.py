@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.not_copied import NotCopied
 from pyrocket_consumer.cluster.offset_lookup import (
     To,
     check_to,
@@ -77,7 +78,7 @@ def _subscription(topic: str, selector: str) -> Subscription:
     return parse_subscription(topic, selector)
 
 
-class _BaseConsumer:
+class _BaseConsumer(NotCopied):
     """The parts that the blocking and the asyncio consumer share."""
 
     def __init__(

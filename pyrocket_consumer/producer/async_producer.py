@@ -12,6 +12,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, ParamSpec, Self, Unpack
 
+from pyrocket_consumer.cluster.not_copied import NotCopied
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
 from pyrocket_consumer.errors import ClientClosed, ConfigError, ConnectError, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import MessageQueue
@@ -72,7 +73,7 @@ class _LoopResults:
             _resolve(sink.future, result, error)
 
 
-class AsyncProducer:
+class AsyncProducer(NotCopied):
     """`Producer` for asyncio: each send is a coroutine, and no call blocks the event loop.
 
     async with AsyncProducer(name_server="127.0.0.1:9876") as producer:
@@ -111,6 +112,10 @@ class AsyncProducer:
         self._unfinished: dict[_LoopSink, None] = {}
         self._messages = self._bytes = 0  # in flight
         self._is_closed = False
+
+    def __repr__(self) -> str:
+        servers = ";".join(self.config.name_servers)
+        return f"{type(self).__name__}(group={self.group!r}, state={self.state.value!r}, name_server={servers!r})"
 
     # --- life
 

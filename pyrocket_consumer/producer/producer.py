@@ -16,6 +16,7 @@ from typing import Self, TypeVar, Unpack
 
 from pyrocket_consumer.cluster import Cluster, local_ip, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.not_copied import NotCopied
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_config, check_range
 from pyrocket_consumer.errors import ClientClosed, ConfigError, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
@@ -174,7 +175,7 @@ def _do_nothing() -> None:
     """Do nothing: there is nothing to flush."""
 
 
-class Producer:
+class Producer(NotCopied):
     """Sends messages. Safe to share between threads; it starts with the first message, or with `start()`.
 
         with Producer(name_server="127.0.0.1:9876") as producer:
@@ -258,6 +259,10 @@ class Producer:
         self._closed = threading.Event()  # the first close has ended
         self._closed_by: threading.Thread | None = None
         self._wire_topics: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        servers = ";".join(self.config.name_servers)
+        return f"{type(self).__name__}(group={self.group!r}, state={self.state.value!r}, name_server={servers!r})"
 
     # --- life
 

@@ -172,7 +172,7 @@ def test_an_admin_that_could_not_start_can_try_again(embedded):
 
 
 def test_an_unclosed_admin_warns_and_leaves_nothing(embedded):
-    with pytest.warns(ResourceWarning, match=r"unclosed <pyrocket_consumer.*Admin.*call close\(\)"):
+    with pytest.warns(ResourceWarning, match=r"unclosed Admin\(.*call close\(\)"):
         Admin(name_server=embedded.name_server).topics()
     embedded.wait_until(lambda: not any(node.connections for node in (*embedded.nodes, *embedded.name_server_nodes)))
 

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from pyrocket_consumer import consumer, producer
+from pyrocket_consumer.cluster.not_copied import NotCopied
 from pyrocket_consumer.compat.rocketmq.consts import MessageProperty as MessageProperty
 from pyrocket_consumer.compat.rocketmq.exceptions import (
     ConsumerException,
@@ -274,7 +275,7 @@ class ReceivedMessage:
 _C = TypeVar("_C", ConsumerConfig, ProducerConfig)
 
 
-class _Client(Generic[_C]):
+class _Client(NotCopied, Generic[_C]):
     """The base of the clients. Applications set options one by one before the start."""
 
     _config: _C  # its group and name servers are placeholders until the start
@@ -299,12 +300,6 @@ class _Client(Generic[_C]):
     @property
     def _is_running(self) -> bool:
         raise NotImplementedError
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            f"a {type(self).__name__} cannot be pickled, because it may hold an account; create it in the process that "
-            "uses it"
-        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} group={self._group!r} {'running' if self._is_running else 'not running'}>"
