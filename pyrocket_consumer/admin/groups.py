@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from pyrocket_consumer.admin.masters import call_many, cluster_info, find_masters
+from pyrocket_consumer.admin.masters import NO_MASTER, BrokerMissing, call_many, cluster_info, find_masters
 from pyrocket_consumer.admin.topics import MAX_QUEUES, delete_topic
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.gather import gather_limited
@@ -138,7 +138,7 @@ async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str,
         address = masters[name]
         try:
             if address is None:
-                raise ConnectError(f"broker {name}", "the name server knows no master of it")
+                raise BrokerMissing(f"broker {name}", NO_MASTER)
             response = await cluster.call(address, GetAllSubscriptionGroupsHeader())
             known.update(await read_body(decode_subscription_groups, response.body))
         except PermissionDenied:

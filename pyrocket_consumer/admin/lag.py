@@ -9,7 +9,7 @@ from datetime import datetime
 from itertools import chain
 
 from pyrocket_consumer.admin.groups import check_group_exists
-from pyrocket_consumer.admin.masters import cluster_info
+from pyrocket_consumer.admin.masters import NO_MASTER, BrokerMissing, cluster_info
 from pyrocket_consumer.admin.topics import list_topics, to_datetime
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.admin_relay import GroupMembers, RemoteMember, fetch_group_members, fetch_member_offsets
@@ -18,11 +18,12 @@ from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.cluster.offset_lookup import fetch_committed_offsets, fetch_first_and_last
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.cluster.responses import read_body
-from pyrocket_consumer.errors import ClientClosed, ConnectError, PermissionDenied, RocketError, RouteNotFound
+from pyrocket_consumer.errors import ClientClosed, PermissionDenied, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, retry_topic
 from pyrocket_consumer.offsets.database.claim import StoredOffset
 from pyrocket_consumer.protocol.bodies import QueueConsumeStats, decode_consume_stats
 from pyrocket_consumer.protocol.command import GetConsumeStatsHeader
+from pyrocket_consumer.text import join_truncated
 
 _ROUTES_AT_ONCE = 100
 
@@ -117,12 +118,13 @@ class _Survey:
         """
         info = await cluster_info(cluster)
         self._registered = set(info.brokers)
+        known = join_truncated(sorted(info.brokers))
         failures: dict[str, RocketError] = {}
         for name in sorted({*info.brokers, *expected}):
             address = info.brokers[name].addresses.get(MASTER_ID) if name in info.brokers else None
             if address is None:
-                what = "knows no master of it now" if name in info.brokers else "does not know it"
-                failures[name] = ConnectError(f"broker {name}", f"the name server {what}")
+                unknown = f"no broker of that name is known; check the name, and that it runs (known: {known})"
+                failures[name] = BrokerMissing(f"broker {name}", NO_MASTER if name in info.brokers else unknown)
             else:
                 self.brokers[name] = address
         found = await fetch_group_members(cluster, group, self.brokers, failures)
@@ -139,7 +141,7 @@ class _Survey:
             if isinstance(error, ClientClosed):
                 raise error
             self.brokers.pop(name, None)
-            self.missing[name] = str(error)
+            self.missing[name] = error.reason if isinstance(error, BrokerMissing) else str(error)
         if failures and not self.brokers:
             raise failures[min(failures)]
 

@@ -12,9 +12,19 @@ from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
 from pyrocket_consumer.model import MASTER_ID
 from pyrocket_consumer.protocol.bodies import ClusterInfo, decode_cluster_info
 from pyrocket_consumer.protocol.command import GetClusterInfoHeader
-from pyrocket_consumer.text import join_truncated
+from pyrocket_consumer.text import escape_controls, join_truncated
 
 T = TypeVar("T")
+
+
+class BrokerMissing(ConnectError):
+    """The name server knows no master of a broker. So there is no address to check."""
+
+    def __str__(self) -> str:
+        return escape_controls(f"{self.address}: {self.reason}")
+
+
+NO_MASTER = "the name server knows no master of it now; check that it runs"
 
 
 async def cluster_info(cluster: Cluster) -> ClusterInfo:
@@ -61,7 +71,7 @@ async def find_masters(
     without = [name for name, address in found.items() if address is None]
     if without or not found:
         what = f"broker {join_truncated(without)}" if without else "the cluster"
-        raise ConnectError(what, "the name server knows no master of it")
+        raise BrokerMissing(what, NO_MASTER)
     return {name: address for name, address in found.items() if address is not None}
 
 

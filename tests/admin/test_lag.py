@@ -209,7 +209,22 @@ def test_an_expected_broker_that_is_missing_is_reported(pair, pair_admin):
     pair.broker("broker-b").stop()
     assert pair_admin.lag("G", brokers=["broker-a"]).is_complete
     found = pair_admin.lag("G", brokers=["broker-a", "broker-b"])
-    assert (list(found.missing), "does not know it" in found.missing["broker-b"]) == (["broker-b"], True)
+    assert found.missing == {
+        "broker-b": "no broker of that name is known; check the name, and that it runs (known: broker-a)"
+    }
+
+
+def test_a_broker_without_a_master_is_reported_without_an_address(pair, pair_admin):
+    pair.broker("broker-b").stop(keep_route=True)
+    body = {"brokerAddrTable": {}, "clusterAddrTable": {}}
+    for name, node in (("broker-a", pair.broker("broker-a")), ("broker-b", None)):
+        addresses = {} if node is None else {"0": node.address}
+        body["brokerAddrTable"][name] = {"brokerName": name, "cluster": "c", "brokerAddrs": addresses}
+    pair.name_server_node.on(RequestCode.GET_BROKER_CLUSTER_INFO, answer(0, body=json.dumps(body).encode()), times=None)
+    reason = pair_admin.lag("G").missing["broker-b"]
+    assert reason.startswith("the name server knows no master of it now; check that it runs")
+    with pytest.raises(ConnectError, match="^broker broker-b: the name server knows no master of it now; check that"):
+        pair_admin.create_group("G2")
 
 
 def test_without_a_response_of_any_broker_lag_is_an_error(pair, pair_admin):

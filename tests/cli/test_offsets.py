@@ -74,6 +74,13 @@ def test_lag_of_a_group_and_its_threshold(embedded, consumed_before, offsets):
     assert (code, json.loads(text)["lag"], stderr) == (3, 6, "T: lag 6 is above --max 5\n")
 
 
+@for_each("command", [["show", "G", "T"], ["lag", "G"]], ids=" ".join)
+def test_a_broker_of_an_unknown_name_is_missing(consumed_before, offsets, command):
+    code, _, stderr = offsets(*command, "--broker", "broker-a", "--broker", "broker-z")
+    known = "no broker of that name is known; check the name, and that it runs (known: broker-a)"
+    assert (code, stderr) == (3, f"  broker-z is missing: {known}\n")
+
+
 def test_a_broadcasting_member_that_reports_no_offsets_is_named(embedded, offsets, stores):
     with (
         consuming(embedded, "T", "G", **stores) as (consumer, seen),
