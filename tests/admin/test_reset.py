@@ -279,6 +279,7 @@ def test_a_frozen_member_is_waited_for_until_the_timeout(embedded, admin, stores
 def test_a_plan_shows_its_effect_and_the_clients(embedded, admin, stores):
     with caught_up(embedded, "T", "G", 10, **stores) as (consumer, seen):
         text = str(admin.plan_reset("G", "T", "earliest"))
+        assert text.startswith("Reset of group G (broadcasting) in topic T: "), "as in the shell"
         assert f"{consumer.client_id} (pyrocket_consumer): will be notified and verified" in text
         assert "will be recorded" in text
         assert "4.9.4" not in text

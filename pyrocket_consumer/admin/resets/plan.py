@@ -255,7 +255,7 @@ class ResetPlan:
         return self._execute(self, progress, partial, wait_s)
 
     def __str__(self) -> str:
-        lines = [f"Reset of {self.subject} on topic {self.topic}: {self.way_text}", ""]
+        lines = [f"Reset of {self.subject} in topic {self.topic}: {self.way_text}", ""]
         heads = ["queue", "current", "target", "replayed", "skipped"]
         rows: list[list[object]] = []
         notes = {each.queue: each for each in self.targets}
