@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import pickle
@@ -43,6 +44,7 @@ from pyrocket_consumer.compat.rocketmq.client import (
 from pyrocket_consumer.compat.rocketmq.exceptions import (
     ConsumerException,
     NullPointerException,
+    ProducerSendAsyncFailed,
     ProducerSendOnewayFailed,
     ProducerSendOrderlyFailed,
     ProducerSendSyncFailed,
@@ -806,6 +808,12 @@ WRONG = [
 def test_a_wrong_argument_is_refused(name, value, error, expected):
     with pytest.raises(error, match=expected or None):
         CALLS[name](value)
+
+
+def test_the_error_of_an_asynchronous_send_is_pickled_and_copied():
+    error = ProducerSendAsyncFailed("refused", 14, "client.cpp", 7, "MQClientException")
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert (type(other), other.args, vars(other)) == (ProducerSendAsyncFailed, ("refused",), vars(error))
 
 
 def test_functions_are_checked_before_anything_is_sent(cluster, topic):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pyrocket_consumer.compat.rocketmq.ffi import _CStatus
 
@@ -75,6 +75,9 @@ class ProducerSendAsyncFailed(ProducerException):
         self.file = file
         self.line = line
         self.type = type
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self.args, self.error, self.file, self.line, self.type)
 
 
 class ConsumerException(RocketMQException):
