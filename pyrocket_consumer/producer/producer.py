@@ -145,8 +145,8 @@ class _Session:
 
     def _disconnect(self, timeout_s: float | None) -> None:
         try:
-            if self.in_flight.messages:
-                abandoned = self.cluster.run(self._abandon(), _CLOSE_STEP_S)
+            # The last send may end meanwhile.
+            if self.in_flight.messages and (abandoned := self.cluster.run(self._abandon(), _CLOSE_STEP_S)):
                 log.error("group=%s closed with %d sends in flight", self._config.group, abandoned)
             self.cluster.run(self._unregister(), _CLOSE_STEP_S)
         except RocketError as error:
