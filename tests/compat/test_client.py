@@ -784,14 +784,15 @@ CALLS = {
 }
 TEXTS = [name for name in SETTERS if name not in ("set_body", "send_sync")]
 NO_TEXTS = [1, 1.5, bytearray(b"x"), ["x"], object()]
-NO_CALLBACKS = [None, "x", lambda: None, lambda a, b: None, coroutine]
+NO_CALLBACKS = [None, "x", lambda: None, lambda a, b: None, coroutine, ReceivedMessage]
 WRONG = [
     *[(name, value, ArgumentError, type(value).__name__) for name in SETTERS for value in NO_TEXTS],
     *[(name, None, NullPointerException, "") for name in SETTERS],
     *[(name, b"\xff", RocketMQException, "UTF-8") for name in TEXTS],
-    *[(name, "3", ArgumentError, "whole number") for name in NUMBERS],
+    *[(name, value, ArgumentError, "whole number, not") for name in NUMBERS for value in ("3", True, False)],
     *[("timeout", value, RocketMQException, "between|least|from|to") for value in (0, 10**9)],
     *[("threads", value, RocketMQException, "between|least|from|to") for value in (-1, 9999)],
+    ("batch", -1, RocketMQException, "max_size=-1 is not allowed; use 1 or more"),
     ("max_message_size", -1, RocketMQException, "between|least|from|to"),
     *[
         ("set_timeout", value, RocketMQException, f"timeout={value} is not allowed.* 10 to 600000, in milliseconds")

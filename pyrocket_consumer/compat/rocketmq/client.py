@@ -708,6 +708,8 @@ class PushConsumer(_Client[ConsumerConfig]):
         """Do nothing. A callback gets one message, as in the old package."""
         if to_number("max_size", max_size) == 0:
             raise NullPointerException("max_size is 0; use 1 or more")
+        if max_size < 1:
+            raise RocketMQException(f"max_size={max_size} is not allowed; use 1 or more")
         if max_size != 1:
             warn_once("set_message_batch_max_size", "a callback gets one message at a time; batches have no effect")
 
@@ -803,7 +805,7 @@ def _listener(callback: Callback, subscriber: PushConsumer) -> Callable[[wire.Me
     Raises:
         ConsumerException: it cannot be called with a message, or is a coroutine function.
     """
-    if not callable(callback):
+    if isinstance(callback, type) or not callable(callback):
         raise ConsumerException(f"callback must be a function of a message, not {safe_repr(callback)}")
     if inspect.iscoroutinefunction(callback):
         raise ConsumerException(

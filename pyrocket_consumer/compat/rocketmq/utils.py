@@ -64,8 +64,8 @@ def to_number(what: str, value: object) -> int:
     """Return a whole number; `what` names it in errors.
 
     Raises:
-        ctypes.ArgumentError: it is not a whole number.
+        ctypes.ArgumentError: it is not a whole number, or is True or False.
     """
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
     raise ArgumentError(f"{what} must be a whole number, not {type(value).__name__} ({safe_repr(value)})")
