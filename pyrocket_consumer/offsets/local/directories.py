@@ -30,7 +30,7 @@ def base_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
     elif variable := os.environ.get(BASE_VARIABLE):
         given, origin = variable, BASE_VARIABLE
     else:
-        given, origin = "~/.rocketmq_offsets", "the default"
+        given, origin = os.path.join("~", ".rocketmq_offsets"), "the default"
     try:
         path = Path(given).expanduser()
     except (RuntimeError, UnicodeEncodeError):
