@@ -151,6 +151,20 @@ def test_listeners_leave_a_connection_for_the_rest(embedded, ledger, events):
     assert not events.of("store-unreachable")
 
 
+@every_database
+def test_effects_are_repeated_if_a_database_lost_them_with_their_offsets(embedded, ledger):
+    """As after a failover to a server that lagged: neither the effects nor the offset are there."""
+    send(embedded, SOME, queues=1)
+    with billing(embedded, ledger):
+        until_at(embedded, ledger, 10)
+        with ledger.engine.begin() as connection:
+            connection.execute(text("DELETE FROM ledger WHERE queue_offset >= 5"))
+            connection.execute(text("UPDATE pyrocket_offsets SET next_offset = 5 WHERE topic = :t"), {"t": TOPIC})
+        send(embedded, MORE, queues=1)
+        until_all(embedded, ledger, [*SOME, *MORE])
+    assert ledger.bodies() == once([*SOME, *MORE])
+
+
 # --- a start, and its end
 
 

@@ -176,7 +176,9 @@ class Statements:
             )
         )
         self.persist = self._compile(
-            update(offsets).where(*own_row, row.next_offset < _value("next")).values(next_offset=_value("next"), **now)
+            update(offsets)
+            .where(*own_row, row.next_offset < _value("next"), row.next_offset >= _value("known"))
+            .values(next_offset=_value("next"), **now)
         )
         moved = {"next_offset": _value("next"), "reset_epoch": _value("reset_epoch"), "epoch": row.epoch + one}
         self.move = self._compile(update(offsets).where(*own_row).values(**moved, **no_last_message, **now))

@@ -273,8 +273,9 @@ class DatabaseOffsets:
         if self._advance(self._database.executor(connection), claim, messages):
             claim.count_messages(index, len(messages), in_own_transaction=True)
             return
+        stored = claim.stored
         row = self._database.run_separately(lambda execute: self._read_row(execute, claim.group, claim.queue))
-        if row is None or row.epoch != claim.epoch:
+        if row is None or row.epoch != claim.epoch or row.next_offset < stored:
             self._fence(claim)
         elif row.next_offset < claim.promised:
             claim.holder.on_uncommitted(claim, row)
@@ -386,8 +387,9 @@ class DatabaseOffsets:
         self, claim: Claim, messages: list[Message], call: Callable[..., Any], attempt: _Attempt, *, is_single: bool
     ) -> Sequence[Message]:
         """Consume messages in one transaction. Return the messages skipped, because they had their effect before."""
+        stored = claim.stored
         with self._database.transaction() as scope:
-            left = self._unconsumed(scope.execute, claim, messages) if claim.may_be_committed else messages
+            left = self._unconsumed(scope.execute, claim, messages, stored) if claim.may_be_committed else messages
             fresh, notes = (
                 self._exclude_duplicates(scope.execute, claim, left) if left and self.has_inbox else (left, {})
             )
@@ -434,7 +436,7 @@ class DatabaseOffsets:
             **self._key(claim.group, claim.queue),
             "epoch": claim.epoch,
             "first": messages[0].queue_offset,
-            "known": claim.promised,
+            "known": max(claim.promised, claim.stored),
             "next": last.queue_offset + 1,
             "last_offset": last.queue_offset,
             "message_id": claim.pending_last.message_id,
@@ -442,14 +444,16 @@ class DatabaseOffsets:
         }
         return execute(self._sql.advance, values).changed
 
-    def _unconsumed(self, execute: Execute, claim: Claim, messages: Sequence[Message]) -> list[Message]:
+    def _unconsumed(self, execute: Execute, claim: Claim, messages: Sequence[Message], stored: int) -> list[Message]:
         """Return the messages that have not had their effect yet, after an unconfirmed commit.
 
+        `stored` was the offset known to be committed before this transaction.
+
         Raises:
-            Fenced: this member no longer has the queue.
+            Fenced: this member no longer has the queue, or the database has lost commits.
         """
         row = self._read_row(execute, claim.group, claim.queue)
-        if row is None or row.epoch != claim.epoch:
+        if row is None or row.epoch != claim.epoch or row.next_offset < stored:
             raise Fenced(str(claim.queue))
         if row.next_offset < claim.promised:
             claim.holder.on_uncommitted(claim, row)
@@ -648,10 +652,11 @@ class DatabaseOffsets:
         """Advance to `offset` without a listener's effect: past gaps in the queue, and past messages given up.
 
         Raises:
-            Fenced: this member no longer has the queue, or a listener has called `advance` and not committed.
+            Fenced: this member no longer has the queue, the database has lost commits, or a listener has called
+                `advance` and not committed.
             DatabaseError: the statement could not be executed.
         """
-        promised = min(claim.promised, offset)
+        promised, stored = min(claim.promised, offset), claim.stored
 
         def work(execute: Execute) -> StoredOffset | None:
             key = self._key(claim.group, claim.queue)
@@ -660,10 +665,10 @@ class DatabaseOffsets:
                 if row is not None and row.epoch == claim.epoch and row.next_offset < promised:
                     claim.holder.on_uncommitted(claim, row)
                     raise Fenced(str(claim.queue))
-            if execute(self._sql.persist, {**key, "epoch": claim.epoch, "next": offset}).changed:
+            if execute(self._sql.persist, {**key, "epoch": claim.epoch, "known": stored, "next": offset}).changed:
                 return None
             row = self._read_row(execute, claim.group, claim.queue)
-            if row is None or row.epoch != claim.epoch:
+            if row is None or row.epoch != claim.epoch or row.next_offset < stored:
                 raise Fenced(str(claim.queue))
             return row
 
