@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, make_url
 
 from pyrocket_consumer import ConsumerEvent, Message
 from pyrocket_consumer.errors import OffsetStoreError
@@ -92,6 +94,17 @@ def dead(ledger: Ledger) -> Iterator[None]:
     ledger.engine.dispose()
 
 
+@contextmanager
+def replaced(ledger: Ledger) -> Iterator[None]:
+    """Remove the file of the database, and put a copy of it in its place, as in a restore."""
+    path = str(make_url(ledger.database.url).database)
+    shutil.copy(path, f"{path}.copy")
+    os.remove(path)
+    yield
+    os.replace(f"{path}.copy", path)
+    ledger.engine.dispose()
+
+
 def continues_after(
     trouble: Callable[[], AbstractContextManager[None]],
     cluster: Any,
@@ -99,11 +112,12 @@ def continues_after(
     events: Events,
     listener: Any = None,
     offsets: Any = None,
+    **options: Any,
 ) -> ConsumerEvent:
     """Consume before, during and after a failure of the database, which fails no message. Return its event."""
     before, after = BODIES[:10], BODIES[10:]
     send(cluster, before)
-    with billing(cluster, ledger, listener, offsets, max_reconsume_times=0, on_event=events):
+    with billing(cluster, ledger, listener, offsets, max_reconsume_times=0, on_event=events, **options):
         until_all(cluster, ledger, before)
         with trouble():
             send(cluster, after)

@@ -16,7 +16,7 @@ from pyrocket_consumer import AsyncPushConsumer
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.offsets import DatabaseOffsets
 from tests.consuming import QUICK, consuming
-from tests.exactly_once.booking import billing, booked_once, continues_after, dead, send, until_all
+from tests.exactly_once.booking import billing, booked_once, continues_after, dead, replaced, send, until_all
 from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, INSERT, TOPIC, once, row
 
 
@@ -189,6 +189,12 @@ def test_django(embedded, ledger, events, alias):
 def test_django_continues_after_its_database_was_down(embedded, ledger, events, alias):
     book = partial(book_in_django, alias)
     continues_after(lambda: dead(ledger), embedded, ledger, events, book, DatabaseOffsets.django(alias))
+
+
+@pytest.mark.databases("sqlite")
+def test_django_continues_after_its_file_was_replaced(embedded, ledger, events, alias):
+    book, offsets = partial(book_in_django, alias), DatabaseOffsets.django(alias)
+    continues_after(lambda: replaced(ledger), embedded, ledger, events, book, offsets, consume_threads=1)
 
 
 @pytest.mark.databases("sqlite")

@@ -2,6 +2,8 @@
 
 import asyncio
 import multiprocessing
+import os
+import shutil
 import socket
 import threading
 import time
@@ -9,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from sqlalchemy import create_engine, event, text
+from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import sessionmaker
 from sqlalchemy.pool import NullPool
 
 from pyrocket_consumer import MessageQueue, PushConsumer
@@ -25,11 +28,12 @@ from tests.exactly_once.booking import (
     continues_after,
     dead,
     refused,
+    replaced,
     send,
     until_all,
     until_at,
 )
-from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, TOPIC, every_database, once
+from tests.exactly_once.ledgers import BODIES, EXACTLY_ONCE, GROUP, INSERT, TOPIC, every_database, once, row
 from tests.resets import held
 
 SOME, MORE = BODIES[:10], BODIES[10:20]
@@ -149,6 +153,45 @@ def test_listeners_leave_a_connection_for_the_rest(embedded, ledger, events):
     booked_once(embedded, ledger, book, queues=16, offsets=DatabaseOffsets(engine), on_event=events)
     engine.dispose()
     assert not events.of("store-unreachable")
+
+
+@pytest.mark.databases("sqlite")
+@pytest.mark.parametrize("face", ["plain", "session", "async"])
+def test_a_file_that_is_replaced_is_no_failure(embedded, ledger, events, face):
+    make, url = (create_async_engine, "async_url") if face == "async" else (create_engine, "url")
+    engine = make(getattr(ledger.database, url), pool_size=1, max_overflow=0)  # which no new connection replaces
+
+    def book(messages, handle):
+        handle.execute(INSERT, [row(message) for message in messages])
+
+    async def book_async(messages, connection):
+        await connection.execute(INSERT, [row(message) for message in messages])
+
+    offsets = DatabaseOffsets(sessionmaker(engine) if face == "session" else engine)
+    listener = book_async if face == "async" else book
+    continues_after(lambda: replaced(ledger), embedded, ledger, events, listener, offsets)
+    if face == "async":
+        asyncio.run(engine.dispose())
+    else:
+        engine.dispose()
+
+
+@pytest.mark.databases("sqlite")
+def test_an_older_file_gets_the_effects_that_it_lacks(embedded, ledger):
+    path = make_url(ledger.database.url).database
+    offsets = DatabaseOffsets(engine := create_engine(ledger.database.url))
+    send(embedded, SOME, queues=1)
+    with billing(embedded, ledger, offsets=offsets):
+        until_at(embedded, ledger, 10)
+        shutil.copy(path, f"{path}.copy")
+        send(embedded, MORE, queues=1)
+        until_at(embedded, ledger, 20)
+        os.replace(f"{path}.copy", path)
+        ledger.engine.dispose()
+        send(embedded, BODIES[20:30], queues=1)
+        until_all(embedded, ledger, BODIES[:30])
+    engine.dispose()
+    assert ledger.bodies() == once(BODIES[:30])
 
 
 @every_database

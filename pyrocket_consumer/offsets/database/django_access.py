@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.offsets.database.errors import ErrorKind, classify_driver_error
+from pyrocket_consumer.offsets.database.errors import ErrorKind, classify_driver_error, is_file_replaced
 from pyrocket_consumer.offsets.database.sqlalchemy_access import (
     IDLE,
     LOCK_TIMEOUT_S,
@@ -68,8 +68,13 @@ class DjangoDatabase(Database):
         # A CONN_MAX_AGE of 0 is meant for web requests. A new connection for each call would cost more than the call.
         if not connection.in_atomic_block and (connection.errors_occurred or connection.settings_dict["CONN_MAX_AGE"]):
             connection.close_if_unusable_or_obsolete()
-        with transaction.atomic(using=self._alias, durable=True):
-            yield _DjangoScope(connection)
+        try:
+            with transaction.atomic(using=self._alias, durable=True):
+                yield _DjangoScope(connection)
+        except Exception as error:
+            if is_file_replaced(error.__cause__, connection.settings_dict["NAME"]):
+                connection.close()
+            raise
 
     def run(self, work: Callable[[Execute], T]) -> T:
         set_timeout, reset_timeout = _LOCK_TIMEOUTS.get(self.dialect.name, (None, None))

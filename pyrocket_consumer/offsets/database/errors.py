@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from typing import Literal
 
@@ -69,6 +70,17 @@ def classify_driver_error(error: BaseException | None, dialect: str) -> ErrorKin
     if isinstance(state, str):
         return next((_SQLSTATES[state[:size]] for size in (5, 3, 2) if state[:size] in _SQLSTATES), "listener")
     return "disconnected" if _is_disconnected(error) else None
+
+
+def is_file_replaced(error: BaseException | None, path: object) -> bool:
+    """Return whether the error means that another file is at the path of a SQLite database now.
+
+    Its connections can no longer write. While there is no file, keep them: a new one would create an empty file.
+    """
+    if getattr(error, "sqlite_errorcode", 0) != sqlite3.SQLITE_READONLY_DBMOVED:
+        return False
+    name = str(path)
+    return os.path.exists(name.removeprefix("file:").partition("?")[0] if name.startswith("file:") else name)
 
 
 def _is_disconnected(error: BaseException | None) -> bool:

@@ -32,7 +32,7 @@ from sqlalchemy.pool import NullPool, StaticPool
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.offsets.database.errors import ErrorKind, classify_driver_error
+from pyrocket_consumer.offsets.database.errors import ErrorKind, classify_driver_error, is_file_replaced
 from pyrocket_consumer.offsets.database.statements import (
     DIALECTS,
     Execute,
@@ -151,7 +151,7 @@ class _SqlScope:
     def __init__(self, connection: Connection, handle: Any, sync_handle: Any) -> None:
         """Wrap a transaction. `handle` is the user's connection or session, and `sync_handle` its synchronous form.
 
-        Until `restore`, commit, rollback and close of `sync_handle` raise an error.
+        Until `guard` ends, commit, rollback and close of `sync_handle` raise an error.
         """
         self.execute = _executor(connection)
         self.arguments = (handle,)
@@ -181,9 +181,14 @@ class _SqlScope:
         driver = self._connection.connection.driver_connection
         return bool(getattr(driver, "closed", False)) or getattr(driver, "open", True) is False
 
-    def restore(self) -> None:
-        """Restore commit, rollback and close after the transaction has ended."""
-        del self._sync_handle.commit, self._sync_handle.rollback, self._sync_handle.close
+    @contextmanager
+    def guard(self) -> Generator[None]:
+        """Restore commit, rollback and close at the end, and discard a connection that is of no use now."""
+        try:
+            with _discard_if_replaced(self._connection):
+                yield
+        finally:
+            del self._sync_handle.commit, self._sync_handle.rollback, self._sync_handle.close
 
 
 def _sqlite_executor(driver: sqlite3.Connection) -> Execute:
@@ -277,17 +282,13 @@ class SqlDatabase(Database):
         if self._sessions is None:
             with self.engine.connect() as connection, connection.begin():
                 scope = _SqlScope(connection, connection, connection)
-                try:
+                with scope.guard():
                     yield scope
-                finally:
-                    scope.restore()
         else:
             with self._sessions() as session, session.begin():
                 scope = _SqlScope(session.connection(), session, session)
-                try:
+                with scope.guard():
                     yield scope
-                finally:
-                    scope.restore()
 
     def executor(self, given: Any) -> Execute:
         if isinstance(given, Session):
@@ -346,10 +347,8 @@ class AsyncDatabase(SqlDatabase):
             with sync_handle.begin():
                 connection = sync_handle if isinstance(sync_handle, Connection) else sync_handle.connection()
                 scope = _SqlScope(connection, handle, sync_handle)
-                try:
+                with scope.guard():
                     yield scope
-                finally:
-                    scope.restore()
         finally:
             await_only(handle.close())
 
@@ -424,9 +423,20 @@ def _copy_engine(engine: Engine) -> Engine:
     return copy
 
 
+@contextmanager
+def _discard_if_replaced(connection: Connection) -> Generator[None]:
+    """Discard the connection if an error shows that its SQLite file was replaced."""
+    try:
+        yield
+    except Exception as error:
+        if is_file_replaced(getattr(error, "orig", error), connection.engine.url.database):
+            connection.invalidate()
+        raise
+
+
 def _run_on(engine: Engine, work: Callable[[Execute], T]) -> T:
     """Run `work` in a transaction of a bookkeeping engine."""
-    with engine.connect() as connection, connection.begin():
+    with engine.connect() as connection, connection.begin(), _discard_if_replaced(connection):
         if engine.dialect.name == "postgresql":
             connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
         elif engine.dialect.name in ("mysql", "mariadb"):
