@@ -29,7 +29,7 @@ from pyrocket_consumer.config import (
 )
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
-from pyrocket_consumer.protocol.subscription import ALL, SQL92, parse_subscription
+from pyrocket_consumer.protocol.subscription import ALL, SQL92, check_expression, parse_subscription
 from pyrocket_consumer.spark.retry_policy import RetryPolicy
 from pyrocket_consumer.text import safe_repr
 
@@ -557,6 +557,7 @@ def _selector(given: _RawOptions) -> Subscription:
         raise ConfigError(f"options {name} and sqlFilter exclude each other; give one of them")
     if not sql.strip():
         raise ConfigError(f"option sqlFilter={sql!r} is empty; give an SQL92 expression on properties, or remove it")
+    _check_option(check_expression, "sqlFilter", sql)
     return Subscription("", sql, frozenset(), SQL92)
 
 

@@ -177,6 +177,7 @@ WRONG = [
     ("subExpression", "a", "sqlFilter exclude each other", {"sqlFilter": "b = 1"}),
     ("subExpression", "a", "are the same", {"tags": "a"}),
     ("sqlFilter", "  ", "empty", {}),
+    ("sqlFilter", "a = '\udcff'", "unpaired surrogate at position 5", {}),
     ("startingOffsets", "yesterday", "'earliest', 'latest', 'group'", {}),
     ("startingOffsets", "{", "is not JSON", {}),
     ("startingOffsets", '{"orders": 5}', "5 for orders", {}),
