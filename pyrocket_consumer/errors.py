@@ -129,7 +129,7 @@ class OffsetStoreLocked(OffsetStoreError):
 
 
 class OffsetStoreCorrupt(OffsetStoreError):
-    """Neither the store's file nor its backup is readable, and `on_unreadable_store` is "raise"."""
+    """A file of the store is unreadable, and `on_unreadable_store` allows no other copy; the text names the remedy."""
 
 
 class OffsetStoreUnwritable(OffsetStoreError):
