@@ -190,7 +190,7 @@ def on_a_package_index_no_link_of_the_readme_leads_nowhere(built):
     shown, readme = built.metadata.get_payload(decode=True).decode(), (ROOT / "README.md").read_text()
     assert [path for _, path in LINK.findall(shown) if not path.startswith("https://")] == []
     assert "docs/spark.md" in shown
-    assert "a part is compiled (docs/reference.md#the-compiled-part)" in shown
+    assert "compiles a part (docs/reference.md#the-compiled-part)" in shown
     block = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
     assert block.findall(shown) == block.findall(readme)
 
