@@ -149,6 +149,7 @@ def test_a_message_in_flight_at_a_signal_is_counted(cluster):
 def test_a_reader_that_leaves(cluster):
     with ProduceProcess(cluster, "-o", "json") as reading:
         reading.give(b"a\n", 1)
+        reading.read(1)  # or the command would notice at once
         reading.leave()
         reading.give(b"b\n", 2)
         assert (reading.end(), reading.stderr) == (1, stopped(2))

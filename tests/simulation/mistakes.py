@@ -207,8 +207,9 @@ def _with_statement(name: str, old: str, new: str, without: str = "") -> None:
 
 @mistake()
 def advance_without_the_epoch():
-    """A former owner of a queue can advance it."""
+    """A former owner of a queue can advance it, also from an offset before its own."""
     _with_statement("advance", " AND pyrocket_offsets.epoch = ?", "", "epoch")
+    _with_statement("advance", " AND pyrocket_offsets.next_offset >= ?", "", "known")
 
 
 @mistake()
