@@ -18,6 +18,7 @@ import pytest
 
 import pyrocket_consumer
 from tests.for_each import for_each
+from tests.speed import slowness
 
 ROOT = Path(pyrocket_consumer.__file__).parent.parent
 
@@ -65,7 +66,7 @@ def test_importing_has_no_side_effects():
 @pytest.mark.slow("starts seventeen interpreters")
 @pytest.mark.live
 def test_importing_is_quick(tmp_path):
-    """An import takes at most 100 ms more than a bare interpreter. Compares the best of several alternating runs."""
+    """An import takes at most 100 ms more than a bare interpreter, at the usual speed, by the best of several runs."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)  # compiled once, as pip does
 
@@ -78,7 +79,7 @@ def test_importing_is_quick(tmp_path):
     seconds("import pyrocket_consumer")
     pairs = [(seconds("pass"), seconds("import pyrocket_consumer")) for _ in range(8)]
     bare, imported = (min(column) for column in zip(*pairs, strict=True))
-    assert imported - bare < 0.1
+    assert (imported - bare) / slowness() < 0.1
 
 
 OPTIONAL = {"django", "lz4", "numpy", "pyarrow", "pyspark", "rich", "rocketmq", "sqlalchemy", "zstandard"}
