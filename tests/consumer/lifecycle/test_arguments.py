@@ -71,7 +71,7 @@ def generator(*arguments):
 
 
 class Unreadable:
-    __signature__ = "(self)"
+    __signature__ = 5  # not a signature
 
     def __call__(self, *arguments):
         pass
