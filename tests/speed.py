@@ -13,6 +13,9 @@ SAMPLES = 9
 USUAL_S = 0.008
 """The CPU time of one sample at the usual speed, that of a quiet machine with two cores."""
 
+MAX_SLOWNESS = 3.0
+"""A limit must still find quadratic work on a machine that is very slow."""
+
 
 def _sample_s() -> float:
     began = time.thread_time()
@@ -24,8 +27,8 @@ def _sample_s() -> float:
 
 
 def slowness() -> float:
-    """Return how many times slower than usual the machine is now, at least 1."""
-    return max(1.0, max(_sample_s() for _ in range(SAMPLES)) / USUAL_S)
+    """Return how many times slower than usual the machine is now: at least 1, at most `MAX_SLOWNESS`."""
+    return min(max(1.0, max(_sample_s() for _ in range(SAMPLES)) / USUAL_S), MAX_SLOWNESS)
 
 
 @contextmanager

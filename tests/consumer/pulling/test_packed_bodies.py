@@ -268,7 +268,7 @@ def one_failed_message(orders, batch, sys_flag, orderly=False):
     send(orders.cluster, TOPIC, b"next")
     bodies = []
     with orders.consuming(lambda message: bodies.append(message.body), orderly=orderly):
-        assert orders.events.wait_for("message-too-large", timeout_s=600).facts["offset"] == 0
+        assert orders.events.wait_for("message-too-large", timeout_s=120).facts["offset"] == 0
         orders.wait_committed(2)
     assert bodies == [b"next"]
 
