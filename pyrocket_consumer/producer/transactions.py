@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Unpack
@@ -83,14 +84,28 @@ class _Transactions:
         self._pending: dict[str, _PendingCheck] = {}  # by message id
         self._waiting: dict[str, deque[Message]] = {}  # by broker that requested first; the next broker is in front
         self._bytes_of: Counter[str] = Counter()
+        self._running: set[str] = set()  # ids of messages between their send and the broker's answer to the result
         self._is_full = self._is_closed = False
         cluster.on_request(RequestCode.CHECK_TRANSACTION_STATE, self._on_check)
+
+    @contextmanager
+    def running(self, message_id: str) -> Iterator[None]:
+        """Ignore requests to check this transaction. `check` would not find a result yet, and could roll it back."""
+        with self._lock:
+            self._running.add(message_id)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.discard(message_id)
 
     def _on_check(self, request: RemotingCommand, address: str) -> None:
         header = CheckTransactionStateHeader.from_fields(request.fields)
         message = decode_message(request.body)
         header_bytes = sum(map(len, request.fields.values()))
         with self._lock:
+            if message.message_id in self._running:
+                return
             before = self._pending.get(message.message_id)
             message_bytes, more = len(request.body), header_bytes  # as stored; `check` decompresses bodies
             if before is not None:  # its message is kept, and this copy is not
@@ -193,7 +208,7 @@ class TransactionProducer(Producer):
     """A producer whose messages are delivered only if a transaction of the application commits.
 
         def check(message: Message) -> TransactionState:
-            return TransactionState.COMMIT if is_paid(message.message_id) else TransactionState.ROLLBACK
+            return results.get(message.message_id, TransactionState.UNKNOWN)  # results: a table of your database
 
         with TransactionProducer("payments", check=check, name_server="127.0.0.1:9876") as producer:
             producer.send_in_transaction(OutgoingMessage(b"...", topic="orders"), pay)
@@ -201,6 +216,8 @@ class TransactionProducer(Producer):
     The broker holds a message back until it receives the result of the transaction. Without a result it asks a running
     producer of the group, perhaps in another process. `check(message)` must find the result, for example by
     `message.message_id`. It runs on a thread of its own, one message at a time; if it raises, the broker asks again.
+    It is not called while the transaction runs in this producer. Return UNKNOWN while it may run in another process.
+    After ROLLBACK the message can be lost although that transaction commits later.
     Repeated requests for a waiting message count once. `close()` waits for the running check only.
 
     Brokers ask only connected producers. A producer connects to the brokers of the topics that it sends to, and at its
@@ -282,24 +299,27 @@ class TransactionProducer(Producer):
         half = {PropertyName.TRANSACTION_PREPARED: "true", PropertyName.PRODUCER_GROUP: self._group}
         outcome, flag = ThreadFuture[SendResult](), int(SysFlag.TRANSACTION_PREPARED)
         request = self._make_request(message.topic, message, outcome, None, None, timeout_s, half, flag)
-        self._submit(request)
-        sent = wait_for_result(outcome, request.timeout_s)
-        # Parsed before `run`, because a transaction without an offset could not end.
-        _, _, commit_log_offset = parse_offset_message_id(sent.offset_message_id)
-        state = _as_state(run(sent), sent.message_id)
-        header = EndTransactionHeader(
-            producer_group=self._group,
-            tran_state_table_offset=sent.queue_offset,
-            commit_log_offset=commit_log_offset,
-            commit_or_rollback=state.value,
-            from_transaction_check=False,
-            msg_id=sent.message_id,
-            transaction_id=sent.transaction_id,
-            topic=request.topic,
-            broker_name=sent.queue.broker_name,
-        )
-        reason = self._transactions.end_transaction(header, state, self._transactions.address(sent.queue.broker_name))
-        return TransactionResult(sent, TransactionState.UNKNOWN if reason else state, state, reason)
+        self._ensure_session()
+        transactions = self._transactions
+        with transactions.running(request.message_ids[0]):
+            self._submit(request)
+            sent = wait_for_result(outcome, request.timeout_s)
+            # Parsed before `run`, because a transaction without an offset could not end.
+            _, _, commit_log_offset = parse_offset_message_id(sent.offset_message_id)
+            state = _as_state(run(sent), sent.message_id)
+            header = EndTransactionHeader(
+                producer_group=self._group,
+                tran_state_table_offset=sent.queue_offset,
+                commit_log_offset=commit_log_offset,
+                commit_or_rollback=state.value,
+                from_transaction_check=False,
+                msg_id=sent.message_id,
+                transaction_id=sent.transaction_id,
+                topic=request.topic,
+                broker_name=sent.queue.broker_name,
+            )
+            reason = transactions.end_transaction(header, state, transactions.address(sent.queue.broker_name))
+            return TransactionResult(sent, TransactionState.UNKNOWN if reason else state, state, reason)
 
 
 def _as_state(state: object, message_id: str) -> TransactionState:

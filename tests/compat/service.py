@@ -34,6 +34,7 @@ SEND_ATTEMPTS = 3
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS charges (order_id INTEGER PRIMARY KEY, amount INTEGER);
+CREATE TABLE IF NOT EXISTS declined (order_id INTEGER PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, order_id INTEGER, step TEXT, keys TEXT, worker TEXT);
 CREATE TABLE IF NOT EXISTS mails (msg_id TEXT PRIMARY KEY, order_id INTEGER, kind TEXT, tries INTEGER, late INTEGER);
 CREATE TABLE IF NOT EXISTS receipts (order_id INTEGER PRIMARY KEY, amount INTEGER);
@@ -121,16 +122,23 @@ class Shop:
         """Run the local transaction. Some cards are declined, and sometimes the result is unknown."""
         order_id, amount = int(msg.get_property("order")), json.loads(msg.body)["amount"]
         if order_id % 5 == 3:
+            self.database.write("INSERT INTO declined VALUES (?)", order_id)
             return TransactionStatus.ROLLBACK
         if order_id % 5 != 0:
             self.database.write("INSERT INTO charges VALUES (?, ?)", order_id, amount)
+        else:
+            self.database.write("INSERT INTO declined VALUES (?)", order_id)
         return TransactionStatus.COMMIT if order_id % 5 in (1, 2) else TransactionStatus.UNKNOWN
 
     def check_charge(self, msg):
         order_id = int(msg["order"])
-        charged = self.database.read("SELECT 1 FROM charges WHERE order_id = ?", order_id)
-        print_words("checked", order_id, "charged" if charged else "not charged")
-        return TransactionStatus.COMMIT if charged else TransactionStatus.ROLLBACK
+        if self.database.read("SELECT 1 FROM charges WHERE order_id = ?", order_id):
+            print_words("checked", order_id, "charged")
+            return TransactionStatus.COMMIT
+        if self.database.read("SELECT 1 FROM declined WHERE order_id = ?", order_id):
+            print_words("checked", order_id, "not charged")
+            return TransactionStatus.ROLLBACK
+        return TransactionStatus.UNKNOWN  # it still runs, perhaps in another process
 
     def publish_prices(self):
         for number, product in enumerate(PRODUCTS):
