@@ -91,21 +91,19 @@ class _Transactions:
     @contextmanager
     def running(self, message_id: str) -> Iterator[None]:
         """Ignore requests to check this transaction. `check` would not find a result yet, and could roll it back."""
-        with self._lock:
-            self._running.add(message_id)
+        self._running.add(message_id)  # without the lock, which a signal handler that sends could not get
         try:
             yield
         finally:
-            with self._lock:
-                self._running.discard(message_id)
+            self._running.discard(message_id)
 
     def _on_check(self, request: RemotingCommand, address: str) -> None:
         header = CheckTransactionStateHeader.from_fields(request.fields)
         message = decode_message(request.body)
+        if message.message_id in self._running:
+            return
         header_bytes = sum(map(len, request.fields.values()))
         with self._lock:
-            if message.message_id in self._running:
-                return
             before = self._pending.get(message.message_id)
             message_bytes, more = len(request.body), header_bytes  # as stored; `check` decompresses bodies
             if before is not None:  # its message is kept, and this copy is not
