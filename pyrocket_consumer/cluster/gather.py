@@ -1,4 +1,4 @@
-"""Concurrent calls with a limit."""
+"""Requests to several brokers at once: queues by broker, and concurrent calls with a limit."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from pyrocket_consumer.model import MessageQueue
+
 K = TypeVar("K")
 V = TypeVar("V")
 
 MAX_CONCURRENT_CALLS = 16
 """The most concurrent calls to one broker."""
+
+
+def by_broker(queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
+    """Return broker name -> its queues, in the given order."""
+    found: dict[str, list[MessageQueue]] = {}
+    for queue in queues:
+        found.setdefault(queue.broker_name, []).append(queue)
+    return found
 
 
 async def gather_limited(

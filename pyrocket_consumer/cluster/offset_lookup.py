@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.cluster import Cluster
-from pyrocket_consumer.cluster.gather import gather_limited
+from pyrocket_consumer.cluster.gather import by_broker, gather_limited
 from pyrocket_consumer.config import OffsetSpec, check_offset_spec, check_queues
 from pyrocket_consumer.errors import ConfigError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MessageQueue
@@ -132,16 +132,14 @@ async def _fetch_by_broker(
     failures: dict[str, RocketError] | None = None,
 ) -> dict[MessageQueue, V]:
     """Return the results of `fetch`, called for the queues of each broker. `what` begins the text of its error."""
-    by_broker: dict[str, list[MessageQueue]] = {}
-    for queue in queues:
-        by_broker.setdefault(queue.broker_name, []).append(queue)
+    at_broker = by_broker(queues)
     failed: dict[str, RocketError] = {}
 
     async def fetch_all_from(name: str) -> dict[MessageQueue, V]:
         found: dict[MessageQueue, V] = {}
         try:
-            for begin in range(0, len(by_broker[name]), _MAX_QUEUES_PER_ROUND):
-                batch = by_broker[name][begin : begin + _MAX_QUEUES_PER_ROUND]
+            for begin in range(0, len(at_broker[name]), _MAX_QUEUES_PER_ROUND):
+                batch = at_broker[name][begin : begin + _MAX_QUEUES_PER_ROUND]
                 for queue, offset in (await fetch(cluster.broker(name), batch)).items():
                     if isinstance(offset, RocketError):
                         raise offset
@@ -151,12 +149,12 @@ async def _fetch_by_broker(
             failed[name] = error
         return found
 
-    responses = await asyncio.gather(*map(fetch_all_from, by_broker))
+    responses = await asyncio.gather(*map(fetch_all_from, at_broker))
     if failures is not None:
         failures.update(failed)
     elif failed:
         reasons = "; ".join(f"{name}: {error}" for name, error in sorted(failed.items()))
-        raise RocketError(f"{what} not known of {len(failed)} of {len(by_broker)} brokers: {reasons}") from next(
+        raise RocketError(f"{what} not known of {len(failed)} of {len(at_broker)} brokers: {reasons}") from next(
             iter(failed.values())
         )
     return {queue: offset for response in responses for queue, offset in response.items()}

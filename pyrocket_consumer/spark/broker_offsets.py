@@ -20,6 +20,7 @@ from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.admin.topics import list_topics
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.broker import Broker
+from pyrocket_consumer.cluster.gather import by_broker
 from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.errors import (
     BrokerError,
@@ -316,7 +317,9 @@ class BrokerOffsets:
             return await _fetch_in_groups(queues, lambda some: _fetch_all(some, partial(fetch, broker), self._retry))
 
         found: dict[MessageQueue, int] = {}
-        for responses in await asyncio.gather(*(at(name, each) for name, each in _by_broker(queues).items())):
+        for responses in await asyncio.gather(
+            *(at(name, each) for name, each in by_broker(sorted(queues, key=in_order)).items())
+        ):
             found |= responses
         return found
 
@@ -422,8 +425,9 @@ class BrokerOffsets:
     async def _fetch_each_async(
         self, queues: Collection[MessageQueue], fetch: Callable[[MessageQueue], Awaitable[T]]
     ) -> dict[MessageQueue, T]:
-        by_broker = (_gather_limited(each, fetch, MAX_CONCURRENT_LOOKUPS) for each in _by_broker(queues).values())
-        return {queue: response for responses in await asyncio.gather(*by_broker) for queue, response in responses}
+        at_broker = by_broker(sorted(queues, key=in_order)).values()
+        found = await asyncio.gather(*(_gather_limited(each, fetch, MAX_CONCURRENT_LOOKUPS) for each in at_broker))
+        return {queue: response for responses in found for queue, response in responses}
 
     # --- offsets for a running query: brokers may be unreachable
 
@@ -464,7 +468,7 @@ class BrokerOffsets:
         elif now - self._discovered_at >= self._discovery_interval_s:
             requests[_DISCOVERY] = partial(self._rediscover, known)
         queues = self._queues
-        for broker, each in _by_broker(queues).items():
+        for broker, each in by_broker(sorted(queues, key=in_order)).items():
             if broker not in self._unreachable or now >= self._unreachable[broker].until:
                 requests[broker] = partial(self._fetch_bounds, broker, each, known)
         responses = await self._poll.poll(requests)
@@ -568,13 +572,6 @@ class BrokerOffsets:
 def now_ms() -> int:
     """Return the next millisecond, counted since 1970."""
     return time.time_ns() // 1_000_000 + 1
-
-
-def _by_broker(queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
-    found: dict[str, list[MessageQueue]] = {}
-    for queue in sorted(queues, key=in_order):
-        found.setdefault(queue.broker_name, []).append(queue)
-    return found
 
 
 async def _fetch_all(
