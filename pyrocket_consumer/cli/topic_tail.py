@@ -13,13 +13,15 @@ from pyrocket_consumer.cluster.offset_lookup import TOOLS_GROUP
 from pyrocket_consumer.errors import BrokerError, PermissionDenied, RocketError
 from pyrocket_consumer.model import MessageQueue, PullResponse, PullStatus, Subscription, TopicRoute
 from pyrocket_consumer.protocol.message import Message
+from pyrocket_consumer.transport.backoff import Backoff
 
 MAX_MESSAGES = 4096
 """Most messages to keep of all queues while they are merged; at least one of each."""
 
 _LARGEST_PULL = 32
 _TRIES = 3
-_FIRST_IDLE_PAUSE_S, _PAUSE_S = 0.01, 1.0
+_PAUSE_S = 1.0
+_IDLE_PAUSES = Backoff(0.02, _PAUSE_S, free=_TRIES)
 _UNHELD_S = 0.5
 _HOLD_S = 15.0
 
@@ -103,7 +105,7 @@ class TopicTailer:
 
     async def _pull(self, cursor: _QueueCursor, hold_s: float) -> tuple[PullResponse, list[Message]]:
         if cursor.empty_responses > _TRIES:  # some brokers hold no pull, or advance by a few offsets only
-            await asyncio.sleep(min(_FIRST_IDLE_PAUSE_S * 2 ** min(cursor.empty_responses - _TRIES, 10), _PAUSE_S))
+            await asyncio.sleep(_IDLE_PAUSES.pause_s(cursor.empty_responses))
         requested_at = self._cluster.loop.time()
         try:
             response, messages = await self._cluster.broker(cursor.queue.broker_name).pull(

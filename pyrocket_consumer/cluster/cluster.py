@@ -39,6 +39,7 @@ from pyrocket_consumer.protocol.command import GetRouteInfoHeader, Header, reque
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.addresses import Addresses, OnAddressRefused
+from pyrocket_consumer.transport.backoff import Backoff
 from pyrocket_consumer.transport.connection import Connection, OnLateResponse, Sign
 from pyrocket_consumer.transport.connections import MAYBE_PLAINTEXT, Connections
 from pyrocket_consumer.transport.io_thread import IoThread
@@ -54,6 +55,7 @@ _FIRST_REGISTER_PAUSE_S = 0.1
 _LONGEST_REGISTER_PAUSE_S = 5.0
 _LOSS_WINDOW_S = 10.0  # losses of a connection at most this far from each other count as consecutive
 _LOGGED_LOSSES = 3  # consecutive losses that are logged as warnings and cause an immediate heartbeat
+_LOSS_PAUSES = Backoff(0.2, _LONGEST_REGISTER_PAUSE_S, free=_LOGGED_LOSSES)
 _MAX_UNANSWERED = 2  # consecutive calls without a response, after which the connection is closed
 _JITTER = 0.1  # of an interval, so that clients that start together do not send all later requests together
 
@@ -651,19 +653,18 @@ class Cluster:
             self.spawn(self._register_until_known(address), f"send a heartbeat to {address}")
 
     async def _register_until_known(self, address: str) -> None:
-        pause_s = _FIRST_REGISTER_PAUSE_S
-        excess = min(self._losses.get(address, (0.0, 0))[1] - _LOGGED_LOSSES, 16)
+        backoff = Backoff(_FIRST_REGISTER_PAUSE_S, _LONGEST_REGISTER_PAUSE_S, jitter=self._random.random)
+        losses = self._losses.get(address, (0.0, 0))[1]
         try:
-            if excess > 0:  # it accepts connections and closes them
-                await asyncio.sleep(min(_FIRST_REGISTER_PAUSE_S * 2**excess, _LONGEST_REGISTER_PAUSE_S))
+            if losses > _LOGGED_LOSSES:  # it accepts connections and closes them
+                await asyncio.sleep(_LOSS_PAUSES.pause_s(losses))
             while self._heartbeats.is_needed and address in self._heartbeat_targets():
                 try:
                     await self.open_registered_connection(address)
                     return
                 except RocketError as error:
                     log.debug("broker=%s not reached reason=%s", address, error)
-                await asyncio.sleep(pause_s * (0.5 + self._random.random() / 2))
-                pause_s = min(2 * pause_s, _LONGEST_REGISTER_PAUSE_S)
+                await asyncio.sleep(backoff.failed())
         finally:
             self._registering.discard(address)
 

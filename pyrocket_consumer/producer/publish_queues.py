@@ -9,6 +9,7 @@ from functools import cached_property
 from pyrocket_consumer.model import MASTER_ID, PERM_WRITE, MessageQueue, QueueData, TopicRoute
 from pyrocket_consumer.protocol.subscription import java_string_hash
 from pyrocket_consumer.text import truncate
+from pyrocket_consumer.transport.backoff import Backoff
 
 _FIRST_AVOIDANCE_S = 1.0
 _LONGEST_AVOIDANCE_S = 30.0
@@ -85,14 +86,13 @@ class FailedBrokers:
     """
 
     def __init__(self) -> None:
-        self._failures: dict[str, tuple[int, float]] = {}
+        self._failures: dict[str, Backoff] = {}
 
     def add_failure(self, broker_name: str, now: float) -> None:
         """Prefer other brokers for a while. Of thousands of simultaneous failures only the first counts."""
-        count, until = self._failures.get(broker_name, (0, 0.0))
-        if now >= until:
-            pause_s = min(_FIRST_AVOIDANCE_S * 2 ** min(count, 10), _LONGEST_AVOIDANCE_S)
-            self._failures[broker_name] = (count + 1, now + pause_s)
+        backoff = self._failures.setdefault(broker_name, Backoff(_FIRST_AVOIDANCE_S, _LONGEST_AVOIDANCE_S))
+        if now >= backoff.until:
+            backoff.failed(now)
 
     def forget(self, broker_name: str) -> None:
         """Stop avoiding the broker."""
@@ -103,4 +103,4 @@ class FailedBrokers:
         """Return the brokers to avoid at `now`."""
         if not self._failures:
             return set()
-        return {name for name, (_, until) in self._failures.items() if until > now}
+        return {name for name, backoff in self._failures.items() if backoff.until > now}

@@ -38,6 +38,7 @@ from pyrocket_consumer.protocol.codes import version_name, version_ordinal
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.send_template import SendTemplate
 from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.backoff import Backoff
 from pyrocket_consumer.transport.connection import Connection
 
 log = logger("producer")
@@ -88,6 +89,7 @@ class SendDispatcher:
         self._group = group
         self._on_finished = on_finished
         self._random = rng or random.Random()
+        self._retry_pauses = Backoff(_FIRST_RETRY_PAUSE_S, _LONGEST_RETRY_PAUSE_S, jitter=self._random.random)
         self._queues: dict[str, PublishQueues] = {}
         self._brokers_seen: dict[str, set[str]] = {}
         self._templates: dict[tuple[MessageQueue, bool], SendTemplate] = {}
@@ -346,8 +348,7 @@ class SendDispatcher:
 
     def _pause_s(self, request: SendRequest) -> float:
         request.pauses += 1
-        longest = min(_FIRST_RETRY_PAUSE_S * 2 ** min(request.pauses - 1, 10), _LONGEST_RETRY_PAUSE_S)
-        return float(longest) * (0.5 + self._random.random() / 2)
+        return self._retry_pauses.pause_s(request.pauses)
 
     def _send_on(self, request: SendRequest, queue: MessageQueue, connection: Connection) -> None:
         received_before, timeout_s = connection.received_bytes, self._attempt_timeout_s(request)

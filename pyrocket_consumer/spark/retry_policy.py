@@ -6,8 +6,9 @@ import random
 import time
 from collections.abc import Callable
 
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 2.0
+from pyrocket_consumer.transport.backoff import Backoff
+
+_PAUSES = Backoff(0.1, 2.0)
 
 WARN_AFTER_FAILURES = 3
 """The number of failures in a row after which to log a warning."""
@@ -34,8 +35,7 @@ class RetryPolicy:
         self.failures += 1
         if now >= self._deadline or (self._retries is not None and self.failures > self._retries):
             return None
-        pause_s: float = min(_FIRST_PAUSE_S * 2 ** min(self.failures - 1, 10), _LONGEST_PAUSE_S)
-        return min(pause_s * (0.75 + random.random() / 4), self._deadline - now)
+        return min(_PAUSES.pause_s(self.failures) * (0.75 + random.random() / 4), self._deadline - now)
 
     def reset(self) -> None:
         """Forget the failures."""

@@ -13,6 +13,7 @@ from pyrocket_consumer.config import parse_address
 from pyrocket_consumer.errors import ClientClosed, ConnectError
 from pyrocket_consumer.protocol.frame import MAX_FRAME_BYTES
 from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.backoff import Backoff
 from pyrocket_consumer.transport.connection import Connection, OnLost, OnRequest, Sign
 
 log = logger("net")
@@ -23,7 +24,7 @@ _TRUST = "to trust its authority pass tls=ssl.create_default_context(cafile=...)
 Resolve = Callable[[str], tuple[str, int]]
 """Returns host and port of an address, or raises AddressRefused."""
 
-_FIRST_CONNECT_PAUSE_S = 0.05
+_FIRST_CONNECT_PAUSE_S = 0.1
 _LONGEST_CONNECT_PAUSE_S = 1.0
 _LONGEST_DAMAGED_PAUSE_S = 30.0  # while a server keeps sending data that are not frames
 
@@ -66,7 +67,9 @@ class Connections:
         self._tls = tls
         self._sign = sign
         self._max_frame_bytes = max_frame_bytes
-        self._random = rng or random.Random()
+        jitter = (rng or random.Random()).random
+        self._pauses = Backoff(_FIRST_CONNECT_PAUSE_S, _LONGEST_CONNECT_PAUSE_S, jitter=jitter)
+        self._damaged_pauses = Backoff(_FIRST_CONNECT_PAUSE_S, _LONGEST_DAMAGED_PAUSE_S, jitter=jitter)
         self._targets: dict[str, _Target] = {}
         self._closed = False
 
@@ -124,13 +127,10 @@ class Connections:
             return connection
         except ConnectError:
             target.failures += 1
-            target.not_before = self._loop.time() + self._pause_s(target.failures, _LONGEST_CONNECT_PAUSE_S)
+            target.not_before = self._loop.time() + self._pauses.pause_s(target.failures)
             raise
         finally:
             target.attempt = None
-
-    def _pause_s(self, failures: int, longest_s: float) -> float:
-        return min(_FIRST_CONNECT_PAUSE_S * 2.0 ** min(failures, 20), longest_s) * (0.5 + self._random.random() / 2)
 
     async def _connect(self, address: str) -> Connection:
         host, port = self._resolve(address)
@@ -153,7 +153,7 @@ class Connections:
         if target is not None and connection.is_damaged:
             now = self._loop.time()
             target.damages = target.damages + 1 if now - target.opened_at < 2 * _LONGEST_DAMAGED_PAUSE_S else 1
-            target.not_before, target.damage = now + self._pause_s(target.damages, _LONGEST_DAMAGED_PAUSE_S), reason
+            target.not_before, target.damage = now + self._damaged_pauses.pause_s(target.damages), reason
         log.debug("connection=%s ended reason=%s", connection.address, reason)
         self._on_lost(connection, reason)
 

@@ -34,6 +34,7 @@ from pyrocket_consumer.offsets.database.claim import StoredOffset
 from pyrocket_consumer.protocol.bodies import decode_offset_table
 from pyrocket_consumer.protocol.command import ResetOffsetHeader, UpdateConsumerOffsetHeader
 from pyrocket_consumer.protocol.reset_format import PlanBody, encode_plan, encode_status_request, is_valid_epoch
+from pyrocket_consumer.transport.backoff import Backoff
 
 STATUS_DELAYS_S = (2.0, 3.0, 5.0)
 """A member without a result is asked for its status after 2, 5 and 10 s, and every 5 s from then on."""
@@ -429,7 +430,7 @@ class _ResetExecution:
     async def _reset_through_owners(self) -> list[ResetOutcome]:
         """Notify the members repeatedly, until the owner of each queue has moved it."""
         outcomes: list[ResetOutcome] = []
-        left, pause_s = dict(self._targets), 0.1
+        left, backoff = dict(self._targets), Backoff(0.1, 2.0)
         refusals, silent = dict[str, str](), dict[str, str]()
         while left:
             failures: dict[str, RocketError] = {}
@@ -452,8 +453,7 @@ class _ResetExecution:
             if left and not self._left_s:
                 break
             if left:
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, 2.0)
+                await asyncio.sleep(backoff.failed())
         if left and not refusals and not silent:
             outcomes += await self._commit(left)  # no member owns them, or will
         elif left and not refusals:

@@ -12,6 +12,7 @@ from pyrocket_consumer.errors import MOST_OF_A_REMARK, ProtocolError
 from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.text import escape_controls, logger, safe_repr, truncate
+from pyrocket_consumer.transport.backoff import Backoff
 
 log = logger("consumer")
 
@@ -52,7 +53,8 @@ LIMITED_IN_LOG = frozenset(
 EVENT_BURST = 20
 """The number of events of one kind and queue without a limit. Later ones are emitted at growing intervals."""
 
-FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 1.0, 60.0
+LONGEST_INTERVAL_S = 60.0
+INTERVALS = Backoff(1.0, LONGEST_INTERVAL_S, free=EVENT_BURST - 1)
 MAX_KNOWN_SERIES = 4096
 
 
@@ -91,10 +93,7 @@ class EventLimiter:
                 series.suppressed += 1
                 return None
             series.emitted += 1
-            if series.emitted >= EVENT_BURST:
-                series.quiet_until = now + min(
-                    FIRST_INTERVAL_S * 2 ** min(series.emitted - EVENT_BURST, 16), LONGEST_INTERVAL_S
-                )
+            series.quiet_until = now + INTERVALS.pause_s(series.emitted)
             suppressed, series.suppressed = series.suppressed, 0
             return suppressed
 

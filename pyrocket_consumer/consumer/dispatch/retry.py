@@ -28,6 +28,7 @@ from pyrocket_consumer.protocol.command import SendMessageHeader
 from pyrocket_consumer.protocol.message import Message, has_compressed_body, stored_body
 from pyrocket_consumer.protocol.properties import PropertyName, encode_properties
 from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.backoff import Backoff
 
 log = logger("consumer")
 
@@ -67,9 +68,8 @@ class UnansweredSendBack:
     message: Message
     last_sent: Message
     """The copy of the latest unanswered request. `message` is the copy that represents all others."""
-    pause_s: float
-    due_at: float
-    """The loop's time of the next attempt, unless a response arrives before."""
+    backoff: Backoff
+    """Its `until` is the loop's time of the next attempt, unless a response arrives before."""
     answered: asyncio.Event
 
 
@@ -152,7 +152,7 @@ class Retries:
         """Send a message back, or wait until its listener may get it again."""
         window, message = send_back.window, send_back.message
         if (unanswered := self._find_unanswered(window, message)) is not None and not message._done:
-            await self._wait_to_retry(unanswered.due_at - self._context.loop.time(), unanswered)
+            await self._wait_to_retry(unanswered.backoff.until - self._context.loop.time(), unanswered)
         while not message._done and not window.dropped:
             try:
                 async with self._slots.setdefault(window.queue.broker_name, asyncio.Semaphore(SEND_BACK_LIMIT)):
@@ -258,16 +258,13 @@ class Retries:
         now = self._context.loop.time()
         if (unanswered := self._find_unanswered(window, message)) is not None:
             unanswered.last_sent = message
-            unanswered.pause_s = min(2 * unanswered.pause_s, MAX_SEND_BACK_PAUSE_S)
-            unanswered.due_at = now + unanswered.pause_s
-            return unanswered.pause_s
+            return unanswered.backoff.failed(now)
         self._unanswered = {
             key: each for key, each in self._unanswered.items() if not each.message._done and not each.window.dropped
         }
-        self._unanswered[identity(message)] = UnansweredSendBack(
-            window, message, message, pause_s, now + pause_s, asyncio.Event()
-        )
-        return pause_s
+        backoff = Backoff(pause_s, MAX_SEND_BACK_PAUSE_S)
+        self._unanswered[identity(message)] = UnansweredSendBack(window, message, message, backoff, asyncio.Event())
+        return backoff.failed(now)
 
     # --- requests
 
@@ -279,7 +276,7 @@ class Retries:
         Raises:
             RocketError: no broker accepted it. After one of UNANSWERED, a broker may have done so.
         """
-        context, pause_s = self._context, FIRST_SEND_BACK_PAUSE_S
+        context, backoff = self._context, Backoff(FIRST_SEND_BACK_PAUSE_S, MAX_SEND_BACK_PAUSE_S)
         most = context.config.most_attempts
         given_up = delay_level < 0 or (most is not None and stored_times(message) >= most)
         for _ in range(MAX_TRIES):
@@ -290,8 +287,7 @@ class Retries:
                 return given_up
             except FlowControl as busy:
                 error: RocketError = busy
-                await asyncio.sleep(pause_s)
-                pause_s *= 2
+                await asyncio.sleep(backoff.failed())
             except UNANSWERED:
                 raise
             except RocketError as refused:

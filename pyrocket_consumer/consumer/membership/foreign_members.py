@@ -21,6 +21,7 @@ from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MASTER_ID, EventKind
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.text import escape_controls, join_truncated, logger, truncate
+from pyrocket_consumer.transport.backoff import Backoff
 
 MEMBER_STATUS_TIMEOUT_S = 3.0
 """How long brokers have to return the group's members, and then the members to report their offset stores."""
@@ -42,10 +43,9 @@ log = logger("consumer")
 
 @dataclass(slots=True)
 class _Unidentified:
-    """A member whose client or offset store is unknown: when to send it a request, and the pause after that."""
+    """A member whose client or offset store is unknown: the pauses between requests to it, and why it is unknown."""
 
-    request_at: float
-    pause_s: float = 0.0
+    backoff: Backoff
     why: str = "no request sent yet"
 
 
@@ -117,11 +117,14 @@ class ForeignMembers:
         now, due = self._context.loop.time(), list[tuple[float, RemoteMember]]()
         for member in new:
             if member.client_id not in foreign:
-                member_state = self._unidentified.setdefault(member.client_id, _Unidentified(now))
-                due.append((member_state.request_at, member))
+                if (member_state := self._unidentified.get(member.client_id)) is None:
+                    backoff = Backoff(self._context.config.rebalance_interval_s, MAX_STATUS_PAUSE_S, free=1)
+                    backoff.until = now
+                    member_state = self._unidentified[member.client_id] = _Unidentified(backoff)
+                due.append((member_state.backoff.until, member))
         due.sort(key=itemgetter(0))  # the longest waiting first
         foreign |= await self._request_status(
-            [member for request_at, member in due if request_at <= now][:MAX_MEMBERS_PER_CHECK]
+            [member for due_at, member in due if due_at <= now][:MAX_MEMBERS_PER_CHECK]
         )
         for client_id in foreign:
             self._mark_known(client_id)
@@ -172,10 +175,7 @@ class ForeignMembers:
                 else:
                     member_state = self._unidentified[client_id]
                     member_state.why = reply.reason
-                    member_state.request_at = context.loop.time() + member_state.pause_s
-                    member_state.pause_s = min(
-                        max(2 * member_state.pause_s, context.config.rebalance_interval_s), MAX_STATUS_PAUSE_S
-                    )
+                    member_state.backoff.failed(context.loop.time())
         return foreign
 
     def _mark_known(self, client_id: str) -> None:

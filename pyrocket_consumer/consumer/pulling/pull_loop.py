@@ -32,6 +32,7 @@ from pyrocket_consumer.protocol.message import (
     mark_batch_unreadable,
 )
 from pyrocket_consumer.protocol.subscription import matches
+from pyrocket_consumer.transport.backoff import Backoff
 from pyrocket_consumer.transport.connection import Connection
 
 DEFAULT_RESPONSE_BYTES = 1024
@@ -214,6 +215,10 @@ class PullLoop:
         self._timeout_s = max(2 * hold_s, hold_s + HOLD_TICK_S + call_timeout_s)  # Java waits for twice its hold
         self._unheld_s = min(UNHELD_S, hold_s / 2)
         self._retry_delay_s = retry_delay_s
+        self._idle_pauses = Backoff(0.01, retry_delay_s)
+        self._step_pauses = Backoff(0.01, min(MAX_STEP_PAUSE_S, retry_delay_s), free=UNHELD_LIMIT + read_ahead)
+        self._busy = Backoff(0.02, retry_delay_s, steady=MAX_FAST_BUSY_RESPONSES)
+        self._damaged = Backoff(retry_delay_s, MAX_PAUSE_FACTOR * retry_delay_s)
         self._read_ahead = read_ahead
         self._broker_id = MASTER_ID
         self._master_next = False
@@ -225,8 +230,6 @@ class PullLoop:
         self._step = 0  # how far the last responses advanced the offset, 0 while they differ
         self._last_step = 0
         self._empty_responses = 0  # empty responses in a row to pulls that the broker did not hold
-        self._damaged_responses = 0  # invalid responses in a row
-        self._busy_responses = 0  # responses in a row that report a busy broker
         self._retry: asyncio.TimerHandle | None = None
         self._is_blocked = False  # waits for a connection, a heartbeat or the consumer's decision on an offset
         self._large_batches: list[Message] = []  # inner batches of the present response for another thread
@@ -410,12 +413,11 @@ class PullLoop:
         undecodable = self._undecodable_responses
         waited_s = self._host.loop.time() - pull.sent_at
         is_idle = step < self._batch and waited_s < self._unheld_s
-        self._empty_responses = min(self._empty_responses + 1, 16) if is_idle else 0
+        self._empty_responses = self._empty_responses + 1 if is_idle else 0
         if is_found:
             # By now at least one of these responses was put, and `_put` ends the count if it had a wanted message.
             if self._empty_responses > UNHELD_LIMIT + self._read_ahead:
-                excess = self._empty_responses - UNHELD_LIMIT - self._read_ahead
-                self._pause(min(0.005 * 2**excess, MAX_STEP_PAUSE_S, self._retry_delay_s))
+                self._pause(self._step_pauses.pause_s(self._empty_responses))
             count = min(step, self._batch)  # a response with few matches advances far
             self._undelivered += count
             self.pulls += 1
@@ -427,7 +429,7 @@ class PullLoop:
         if is_idle and (
             self._empty_responses > UNHELD_LIMIT or (not step and header.status is PullStatus.NO_MATCHED_MESSAGE)
         ):
-            self._pause(min(0.005 * 2**self._empty_responses, self._retry_delay_s))
+            self._pause(self._idle_pauses.pause_s(self._empty_responses))
         return lambda: self._deliver(pull, b"", next_offset, 0, undecodable)
 
     def _deliver(self, pull: PullRequest, body: bytes, next_offset: int, count: int, undecodable: int) -> None:
@@ -480,7 +482,7 @@ class PullLoop:
         if subscription is not None and subscription.tags:
             messages = [message for message in messages if _wanted(subscription, message)]
             rest = [message for message in rest if message in self._large_batches or _wanted(subscription, message)]
-        self._damaged_responses = self._busy_responses = 0
+        self._damaged.failures = self._busy.failures = 0
         if self.window.put(messages, next_offset, len(body)) and messages:
             self.last_read = identify(messages[-1])
             self.pulled += len(messages)
@@ -573,8 +575,7 @@ class PullLoop:
             self._pause(self._retry_delay_s)
             self._run_then_pull(partial(self._host.refresh_route, self.queue))
         elif response.code == ResponseCode.FLOW_CONTROL:
-            self._busy_responses = min(self._busy_responses + 1, 16)
-            self._pause(min(0.02 * 2 ** max(0, self._busy_responses - MAX_FAST_BUSY_RESPONSES), self._retry_delay_s))
+            self._pause(self._busy.failed())
         else:
             self._pause(self._retry_delay_s)
 
@@ -585,8 +586,7 @@ class PullLoop:
         if isinstance(error, (ConnectionLost, ConnectError)):
             self._pause(min(0.1, self._retry_delay_s))
         elif isinstance(error, ProtocolError):
-            self._pause(self._retry_delay_s * min(2**self._damaged_responses, MAX_PAUSE_FACTOR))
-            self._damaged_responses = min(self._damaged_responses + 1, 16)
+            self._pause(self._damaged.failed())
         else:
             self._pause(self._retry_delay_s)
 

@@ -12,6 +12,7 @@ from pyrocket_consumer.errors import BrokerError, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
 from pyrocket_consumer.protocol.bodies import ConsumerConnection, decode_consumer_connection
 from pyrocket_consumer.protocol.command import GetConsumerConnectionListHeader
+from pyrocket_consumer.transport.backoff import Backoff
 
 FIRST_HEARTBEAT_PAUSE_S = 0.05
 
@@ -37,7 +38,8 @@ class Resubscriber:
         self._context = context
         self._heartbeat_lock = asyncio.Lock()
         self._heartbeats = 0
-        self._refusals_in_a_row = 0
+        longest_s = MAX_HEARTBEAT_PAUSE_FACTOR * context.config.pull_retry_delay_s
+        self._backoff = Backoff(FIRST_HEARTBEAT_PAUSE_S, longest_s)
         self._last_at = float("-inf")
         self._is_reported = False
 
@@ -52,11 +54,10 @@ class Resubscriber:
     async def _heartbeat(self, queue: MessageQueue) -> None:
         context = self._context
         if context.loop.time() - self._last_at > FORGET_REFUSALS_AFTER_S:
-            self._refusals_in_a_row, self._is_reported = 0, False
-        longest_s = MAX_HEARTBEAT_PAUSE_FACTOR * context.config.pull_retry_delay_s
-        await asyncio.sleep(min(FIRST_HEARTBEAT_PAUSE_S * 2**self._refusals_in_a_row, longest_s))
-        self._refusals_in_a_row = min(self._refusals_in_a_row + 1, 16)
-        if self._refusals_in_a_row >= COMPARE_AFTER_REFUSALS and not self._is_reported:
+            self._backoff.reset()
+            self._is_reported = False
+        await asyncio.sleep(self._backoff.failed())
+        if self._backoff.failures >= COMPARE_AFTER_REFUSALS and not self._is_reported:
             await self._compare(queue)
         await context.cluster.heartbeat()
         self._last_at = context.loop.time()

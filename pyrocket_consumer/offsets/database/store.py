@@ -34,6 +34,7 @@ from pyrocket_consumer.offsets.database.claim import (
 from pyrocket_consumer.offsets.database.message_ids import MAX_KEY_CHARACTERS, id_of, inbox_id_of
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.text import safe_repr
+from pyrocket_consumer.transport.backoff import Backoff
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
@@ -849,10 +850,9 @@ class DatabaseOffsets:
 
 def retry_pauses() -> Iterable[float | None]:
     """Yield the pause before each next attempt, then None."""
-    longest_s = FIRST_RETRY_PAUSE_S
+    backoff = Backoff(FIRST_RETRY_PAUSE_S, LONGEST_RETRY_PAUSE_S, jitter=random.random)
     for _ in range(MAX_ATTEMPTS - 1):
-        yield random.uniform(longest_s / 2, longest_s)
-        longest_s = min(2 * longest_s, LONGEST_RETRY_PAUSE_S)
+        yield backoff.failed()
     yield None
 
 
