@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.heartbeat import Heartbeats
+from pyrocket_consumer.cluster.membership import BrokerLink
 from pyrocket_consumer.cluster.name_servers import NameServers
 from pyrocket_consumer.cluster.responses import check_response, read_error
 from pyrocket_consumer.cluster.routes import AddressTable, Routes
@@ -474,11 +475,21 @@ class Cluster:
         """Return the typed calls to one broker."""
         return Broker(self, broker_name)
 
+    def link(self, broker_name: str, broker_id: int = MASTER_ID, *, only_this: bool = False) -> BrokerLink:
+        """Return the way to the broker with this id or, unless `only_this`, to that with the next best id."""
+        return BrokerLink(self, broker_name, broker_id, only_this)
+
+    @property
+    def link_version(self) -> int:
+        """A number that changes when a link may lead to another connection, or to none."""
+        return self._heartbeats.version
+
     def on_route_changed(self, hook: Callable[[str, TopicRoute], None]) -> None:
         """Call `hook(topic, route)` on the I/O thread when a route is new or has changed."""
         self._route_hooks.append(hook)
 
     def _route_changed(self, route: TopicRoute | None, added: frozenset[str], removed: frozenset[str]) -> None:
+        self._heartbeats.version += 1
         for address in added & self._lingering.keys():
             del self._lingering[address]
         former = {address: name for name, ids in self._routes.former.items() for address in ids.values()}

@@ -40,15 +40,19 @@ class Heartbeats:
         self._locks: dict[str, asyncio.Lock] = {}
         self._unreachable: set[str] = set()
         self.versions: dict[str, int] = {}
+        self.version = 0
+        """A number that grows when a registered connection may no longer count as registered."""
 
     def add_consumer(self, group: str, data: Callable[[], ConsumerData]) -> None:
         self._consumers[group] = data
+        self.version += 1
 
     def remove_consumer(self, group: str) -> None:
         self._consumers.pop(group, None)
 
     def add_producer(self, group: str) -> None:
         self._producers.add(group)
+        self.version += 1
 
     def remove_producer(self, group: str) -> None:
         self._producers.discard(group)
@@ -79,8 +83,10 @@ class Heartbeats:
                 return connection
             response = await self._call(connection, request(HeartbeatHeader(), self._body()))
             self.versions[address] = response.version
-            reconnected = address in self._registered_once and self._registered.get(address) is not connection
+            is_new = self._registered.get(address) is not connection
+            reconnected = is_new and address in self._registered_once
             self._registered[address] = connection
+            self.version += is_new
             self._registered_once.add(address)
         if reconnected:
             self._on_reconnected(address)
@@ -137,6 +143,7 @@ class Heartbeats:
     def forget(self, address: str) -> None:
         """Forget the connection to a broker that no route names. If the broker returns, that counts as a reconnect."""
         self._registered.pop(address, None)
+        self.version += 1
         self._locks.pop(address, None)
         self._unreachable.discard(address)
         self.versions.pop(address, None)

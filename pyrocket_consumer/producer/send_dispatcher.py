@@ -11,6 +11,7 @@ from functools import partial
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.broker import DEGRADED_CODES, STORED_CODES
+from pyrocket_consumer.cluster.membership import BrokerLink
 from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.config import ProducerConfig
 from pyrocket_consumer.errors import (
@@ -95,15 +96,21 @@ class SendDispatcher:
         self._templates: dict[tuple[MessageQueue, bool], SendTemplate] = {}
         self._stored_codes = STORED_CODES if config.accept_degraded else STORED_CODES - DEGRADED_CODES
         self._failed_brokers = FailedBrokers()
+        self._links: dict[str, BrokerLink] = {}
         self._unfinished: set[SendRequest] = set()
         self._lanes: dict[LaneKey, Lane] = {}
         self._suspected_connections: set[Connection] = set()
         cluster.keep_reachable(self._awaits_responses)
 
     def _awaits_responses(self, broker_name: str) -> bool:
-        address = self._cluster.address(broker_name, only_this=True)
-        connection = self._cluster.find_registered_connection(address) if address is not None else None
+        connection = self._cluster.link(broker_name, only_this=True).connection
         return connection is not None and connection.waiting > 0
+
+    def _link_to(self, broker_name: str) -> BrokerLink:
+        """Return the way to the master with this name."""
+        if (link := self._links.get(broker_name)) is None:
+            link = self._links[broker_name] = self._cluster.link(broker_name, only_this=True)
+        return link
 
     def dispatch(self, request: SendRequest) -> None:
         """Start to send a message. Its sink gets the result."""
@@ -122,8 +129,7 @@ class SendDispatcher:
             queues = self._known_queues(request.topic)
             queue = self._choose(request, queues) if queues is not None else None
             if queue is not None and not request.is_oneway and not request.needs_timer:
-                address = self._cluster.address(queue.broker_name, only_this=True)
-                connection = self._cluster.find_registered_connection(address) if address is not None else None
+                connection = self._link_to(queue.broker_name).connection
                 if connection is not None and self._cluster.loop.time() < request.deadline:
                     self._send_on(request, queue, connection)
                     return
@@ -208,16 +214,15 @@ class SendDispatcher:
             _AttemptFailed: no connection is available now.
             RocketError: the broker is not suitable.
         """
-        address = self._cluster.address(queue.broker_name, only_this=True)
-        if address is None:
+        link = self._link_to(queue.broker_name)
+        if (address := link.address) is None:
             raise _AttemptFailed(ConnectError(queue.broker_name, "it has no master now"))
         lane = self._lanes[request.lane_key] if request.lane_key is not None else None
         needs_heartbeat = lane is not None and (request.possible_stores > 0 or lane.is_unsure)
-        connect = self._cluster.open_registered_connection if needs_heartbeat else self._cluster.connection
         timeout_s = self._attempt_timeout_s(request)
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await connect(address)
+                connection = await (link.open() if needs_heartbeat else self._cluster.connection(address))
                 if request.needs_timer:
                     await self._check_timer(queue, address)
         except TimeoutError as error:

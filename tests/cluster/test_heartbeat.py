@@ -124,6 +124,47 @@ def test_a_registered_connection_has_had_one_heartbeat(client, broker):
     assert broker.members("app") == [client.client_id]
 
 
+def test_a_link_leads_to_the_master_if_there_is_one(with_slaves, connect):
+    client, master = connect(with_slaves), with_slaves.broker("broker-a")
+    assert join(client, consumer="app") == 4
+    link = client.link("broker-a")
+    assert link.connection is client.find_registered_connection(master.address) is link.connection
+    for step, broker_id in ((master.kill, 1), (master.start, 0)):
+        step()
+        find_route(client, refresh=True)
+        until(lambda: link.connection is not None, "a connection")
+        addresses = client.broker_addresses()["broker-a"]
+        assert (link.address, link.connection.address) == (addresses[broker_id], addresses[broker_id])
+    assert client.link("broker-a", 1).address == addresses[1]
+
+
+def test_a_link_needs_an_open_connection_of_a_broker_in_a_route(two_brokers, connect):
+    client = connect(two_brokers)
+    assert join(client, consumer="app") == 2
+    link = client.link("broker-b")
+    first = link.connection
+    client.run(to_coroutine(first.close, "by the test"), 30)
+    assert link.connection is None
+    assert client.run(link.open(), 30) is link.connection is not first
+    leave_routes(two_brokers, client)
+    assert (link.address, link.connection) == (None, None)
+    with pytest.raises(ConnectError, match="no route names an address"):
+        client.run(link.open(), 30)
+
+
+def test_a_link_needs_a_heartbeat_from_the_first_group_on(client, broker):
+    find_route(client)
+    link, connection = client.link("broker-a"), client.run(client.connection(broker.address), 30)
+    assert link.connection is connection
+    client.run(to_coroutine(client.add_producer, "maker"), 30)
+    assert link.connection is None
+    assert client.run(link.open(), 30) is link.connection is connection
+
+
+async def to_coroutine(work, *arguments):
+    work(*arguments)
+
+
 def test_a_new_broker_gets_a_heartbeat_as_soon_as_a_route_names_it(two_brokers, connect):
     two_brokers.create_topic("few", brokers=["broker-a"])
     client = connect(two_brokers)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from pyrocket_consumer.cluster.membership import BrokerLink
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.dispatch.delivery import Delivery
 from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop
 from pyrocket_consumer.consumer.pulling.resubscribe import Resubscriber
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
-from pyrocket_consumer.errors import ConnectError, ProtocolError
+from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import EventKind, MessageQueue, PullResponse, Subscription
 from pyrocket_consumer.protocol.message import Message
-from pyrocket_consumer.transport.connection import Connection
 
 
 class MemberPullHost:
@@ -57,17 +57,8 @@ class MemberPullHost:
     def subscription(self, topic: str) -> Subscription | None:
         return self._context.subscriptions.subscription(topic)
 
-    def connection_to(self, broker_name: str, broker_id: int) -> Connection | None:
-        cluster = self._context.cluster
-        address = cluster.address(broker_name, broker_id)
-        return cluster.find_registered_connection(address) if address is not None else None
-
-    async def connect_to(self, broker_name: str, broker_id: int) -> None:
-        cluster = self._context.cluster
-        address = cluster.address(broker_name, broker_id)
-        if address is None:
-            raise ConnectError(broker_name, "no route names an address of this broker now")
-        await cluster.open_registered_connection(address)
+    def link(self, broker_name: str, broker_id: int) -> BrokerLink:
+        return self._context.cluster.link(broker_name, broker_id)
 
     async def wait_registered(self, queue: MessageQueue) -> None:
         await self._resubscriber.wait_registered(queue)

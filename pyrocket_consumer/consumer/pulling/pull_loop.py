@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from pyrocket_consumer.cluster.broker import HOLD_TICK_S, RESET_REMARK, read_pull_response
+from pyrocket_consumer.cluster.membership import BrokerLink
 from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
@@ -91,11 +92,8 @@ class PullHost(Protocol):
     def paused(self, queue: MessageQueue) -> bool:
         """Return whether the user paused `queue`."""
 
-    def connection_to(self, broker_name: str, broker_id: int) -> Connection | None:
-        """Return an open connection on which the broker knows this member, or None."""
-
-    async def connect_to(self, broker_name: str, broker_id: int) -> None:
-        """Open the connection, and wait for the response to the heartbeat."""
+    def link(self, broker_name: str, broker_id: int) -> BrokerLink:
+        """Return the way to a broker, by its name and suggested id."""
 
     async def wait_registered(self, queue: MessageQueue) -> None:
         """Send heartbeats to a broker that does not know the subscription. Return once the loop may pull again."""
@@ -220,6 +218,7 @@ class PullLoop:
         self._busy = Backoff(0.02, retry_delay_s, steady=MAX_FAST_BUSY_RESPONSES)
         self._damaged = Backoff(retry_delay_s, MAX_PAUSE_FACTOR * retry_delay_s)
         self._read_ahead = read_ahead
+        self._link: BrokerLink | None = None
         self._broker_id = MASTER_ID
         self._master_next = False
         self._in_flight: deque[PullRequest] = deque()
@@ -273,10 +272,13 @@ class PullLoop:
                 self.window.settle(expected)
                 return  # unsubscribed; the next rebalance drops this queue
             broker_id = MASTER_ID if self._master_next else self._broker_id
-            connection = self._host.connection_to(self.queue.broker_name, broker_id)
+            link = self._link
+            if link is None or link.broker_id != broker_id:
+                link = self._link = self._host.link(self.queue.broker_name, broker_id)
+            connection = link.connection
             if connection is None:
                 self.window.settle(expected)
-                self._run_then_pull(partial(self._host.connect_to, self.queue.broker_name, broker_id))
+                self._run_then_pull(link.open)
                 return
             self._master_next = False
             self._send_pull(connection, offset, expected, subscription)
@@ -604,7 +606,7 @@ class PullLoop:
         if delivery is not None:
             delivery()
 
-    def _run_then_pull(self, work: Callable[[], Awaitable[None]]) -> None:
+    def _run_then_pull(self, work: Callable[[], Awaitable[object]]) -> None:
         """Run work that takes time, then continue to pull."""
         self._is_blocked = True
 

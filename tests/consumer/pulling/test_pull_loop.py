@@ -79,6 +79,24 @@ class FakeConnection:
         return 1
 
 
+class FakeLink:
+    """The way to one of the queue's brokers."""
+
+    def __init__(self, host: Host, broker_id: int) -> None:
+        self._host, self.broker_id = host, broker_id
+
+    @property
+    def connection(self) -> FakeConnection | None:
+        return self._host.connections[self.broker_id] if self.broker_id in self._host.known_at else None
+
+    async def open(self) -> None:
+        self._host.connected.append(self.broker_id)
+        await self._host.gate.wait()
+        if self._host.connect_error is not None:
+            raise self._host.connect_error
+        self._host.known_at.add(self.broker_id)
+
+
 class Host:
     """A fake consumer. It records the calls of its pull loop, and the test decides the rest."""
 
@@ -94,7 +112,7 @@ class Host:
         self.gate = asyncio.Event()  # a connection waits for it
         self.connect_error: Exception | None = None
         self.subscribed: Subscription | None = parse_subscription("orders", selector, 7)
-        self._connections = {broker_id: FakeConnection(self, broker_id, signs) for broker_id in (0, 1)}
+        self.connections = {broker_id: FakeConnection(self, broker_id, signs) for broker_id in (0, 1)}
 
     def subscription(self, topic):
         return self.subscribed
@@ -102,15 +120,8 @@ class Host:
     def paused(self, queue):
         return self.is_paused
 
-    def connection_to(self, broker_name, broker_id):
-        return self._connections[broker_id] if broker_id in self.known_at else None
-
-    async def connect_to(self, broker_name, broker_id):
-        self.connected.append(broker_id)
-        await self.gate.wait()
-        if self.connect_error is not None:
-            raise self.connect_error
-        self.known_at.add(broker_id)
+    def link(self, broker_name, broker_id):
+        return FakeLink(self, broker_id)
 
     async def wait_registered(self, queue):
         self.refreshed.append("heartbeat")
