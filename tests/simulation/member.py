@@ -12,7 +12,7 @@ from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.commits.commits import BrokerCommits, Commits, StoreCommits
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
 from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
-from pyrocket_consumer.consumer.dispatch.concurrent import AsyncWorkers, ListenerReporter
+from pyrocket_consumer.consumer.dispatch.workers import AsyncWorkers, ListenerReporter
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import RocketError

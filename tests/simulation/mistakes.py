@@ -13,7 +13,7 @@ from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.commits.commits import BrokerCommits
 from pyrocket_consumer.consumer.context.tasks import Tasks
 from pyrocket_consumer.consumer.dispatch.by_key import KeyedService, KeyLane, KeyLaneBatch, KeyLanes
-from pyrocket_consumer.consumer.dispatch.concurrent import _ChunkRunner, pop_all
+from pyrocket_consumer.consumer.dispatch.workers import Workers, pop_all
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue, QueueState
 from pyrocket_consumer.errors import Fenced
@@ -93,7 +93,7 @@ async def cancelled_move(right, self, work, what):
     return await work
 
 
-@mistake(_ChunkRunner, "report_finished")
+@mistake(Workers, "report_finished")
 def chunk_that_keeps_a_failure(right, self, chunk):
     """A failed message is sent back only after the worker has finished its whole chunk."""
     chunk.window.ack(pop_all(chunk.done))

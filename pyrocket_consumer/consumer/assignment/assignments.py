@@ -20,7 +20,7 @@ from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.context.events import describe_id, describe_key
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts, Totals
-from pyrocket_consumer.consumer.dispatch.concurrent import Workers
+from pyrocket_consumer.consumer.dispatch.workers import Workers
 from pyrocket_consumer.consumer.pulling.pull_host import MemberPullHost
 from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop
 from pyrocket_consumer.consumer.window.memory_budget import MemoryBudget

@@ -19,18 +19,18 @@ from hashlib import sha256
 from typing import Any
 
 from pyrocket_consumer.config import OrderBy
-from pyrocket_consumer.consumer.dispatch.concurrent import (
+from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService
+from pyrocket_consumer.consumer.dispatch.orderly import HELD_UP_AFTER_S, GiveUp
+from pyrocket_consumer.consumer.dispatch.workers import (
     CHUNK_TIME_S,
     LARGEST_CHUNK,
     STUCK_AFTER_S,
     Chunk,
-    ConsumeService,
     Workers,
     messages_of,
     pop_all,
     units_of,
 )
-from pyrocket_consumer.consumer.dispatch.orderly import HELD_UP_AFTER_S, GiveUp
 from pyrocket_consumer.consumer.listener import SUSPEND_S, ConsumeResult, Listener, find_failed_tail
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ProtocolError

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from pyrocket_consumer.consumer.dispatch.concurrent import (
+from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService
+from pyrocket_consumer.consumer.dispatch.workers import (
     CHUNK_TIME_S,
     LARGEST_CHUNK,
     Chunk,
-    ConsumeService,
     Workers,
     messages_of,
     units_of,

@@ -21,7 +21,7 @@ from pyrocket_consumer.consumer.commits.commits import (
 )
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
 from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
-from pyrocket_consumer.consumer.dispatch.concurrent import ListenerReporter, Workers
+from pyrocket_consumer.consumer.dispatch.workers import ListenerReporter, Workers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import ClientClosed, ConfigError, OffsetStoreError

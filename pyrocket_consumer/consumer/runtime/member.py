@@ -19,12 +19,13 @@ from pyrocket_consumer.consumer.context.events import describe_id
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts, Statistics
 from pyrocket_consumer.consumer.dispatch.by_key import KeyedService
-from pyrocket_consumer.consumer.dispatch.concurrent import ConcurrentService, ListenerReporter, Workers
+from pyrocket_consumer.consumer.dispatch.concurrent import ConcurrentService
 from pyrocket_consumer.consumer.dispatch.delivery import Delivery
 from pyrocket_consumer.consumer.dispatch.orderly import OrderlyService
 from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
 from pyrocket_consumer.consumer.dispatch.retry import GIVE_UP_RETRY_S, Retries
 from pyrocket_consumer.consumer.dispatch.stuck import StuckCalls
+from pyrocket_consumer.consumer.dispatch.workers import ListenerReporter, Workers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.membership.broker_requests import BrokerRequests
 from pyrocket_consumer.consumer.membership.foreign_members import ForeignMembers

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer.consumer.dispatch import concurrent
-from pyrocket_consumer.consumer.dispatch.concurrent import (
+from pyrocket_consumer.consumer.dispatch.concurrent import ConcurrentService
+from pyrocket_consumer.consumer.dispatch.workers import (
+    LARGEST_CHUNK,
+    STUCK_AFTER_S,
     AsyncWorkers,
     Chunk,
-    ConcurrentService,
     Slot,
     ThreadWorkers,
     Workers,
@@ -409,7 +410,7 @@ def dispatched(count: int, time_s: float = 1e-6) -> tuple[ConcurrentService, Fak
 async def test_chunks_are_sized_by_the_time_the_listener_takes(listener_time_s, sizes):
     service, fake_workers, _, messages = dispatched(100, listener_time_s)
     assert [len(chunk.todo) for chunk in fake_workers.chunks] == sizes
-    assert max(sizes) <= concurrent.LARGEST_CHUNK
+    assert max(sizes) <= LARGEST_CHUNK
     assert [message for chunk in fake_workers.chunks for message in chunk.todo] == messages
     service.stop()
 
@@ -420,9 +421,9 @@ async def test_unstarted_units_of_a_stuck_worker_go_to_others():
     chunk.done.append(chunk.current)
     chunk.current = chunk.todo.popleft()
     chunk.failed.append((messages[31], 7))
-    await asyncio.sleep(concurrent.STUCK_AFTER_S / 2)
+    await asyncio.sleep(STUCK_AFTER_S / 2)
     assert (window.finished, len(fake_workers.chunks)) == (0, 0)
-    await asyncio.sleep(2 * concurrent.STUCK_AFTER_S)
+    await asyncio.sleep(2 * STUCK_AFTER_S)
     assert [list(each.todo) for each in fake_workers.chunks] == [[message] for message in messages[2:]]
     assert (window.commit_offset(), window.finished) == (1, 1)
     assert fake_workers.failed == [(messages[31], 7)]
@@ -436,7 +437,7 @@ async def test_finished_messages_do_not_wait_for_the_end_of_their_chunk():
     chunk = fake_workers.begin(0, asyncio.get_running_loop().time() + 0.001)
     chunk.failed.append((chunk.current, 0))
     chunk.current = chunk.todo.popleft()
-    await asyncio.sleep(10 * concurrent.STUCK_AFTER_S)
+    await asyncio.sleep(10 * STUCK_AFTER_S)
     assert fake_workers.failed == [(messages[0], 0)]
     service.stop()
 

@@ -10,8 +10,8 @@ from collections import Counter, defaultdict, deque
 import pytest
 
 from pyrocket_consumer import Suspend
-from pyrocket_consumer.consumer.dispatch.concurrent import Chunk, Slot
 from pyrocket_consumer.consumer.dispatch.orderly import HELD_UP_AFTER_S, OrderlyService
+from pyrocket_consumer.consumer.dispatch.workers import Chunk, Slot
 from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, drop, drop_answer

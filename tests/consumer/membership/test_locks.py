@@ -12,7 +12,7 @@ from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.assignment.locks import LOCK_VALID_S, since_boot
 from pyrocket_consumer.consumer.commits.commits import BrokerCommits
-from pyrocket_consumer.consumer.dispatch.concurrent import ThreadWorkers
+from pyrocket_consumer.consumer.dispatch.workers import ThreadWorkers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import GroupMember
 from pyrocket_consumer.protocol.bodies import LockRequest, encode_lock_request
