@@ -15,17 +15,15 @@ from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.admin_relay import GroupMembers, RemoteMember, fetch_group_members, fetch_member_offsets
 from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
-from pyrocket_consumer.cluster.offset_lookup import fetch_committed_offsets, fetch_first_and_last
+from pyrocket_consumer.cluster.offset_lookup import fetch_committed_offsets, fetch_first_and_last, fetch_queues
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.cluster.responses import read_body
-from pyrocket_consumer.errors import ClientClosed, PermissionDenied, RocketError, RouteNotFound
+from pyrocket_consumer.errors import ClientClosed, PermissionDenied, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, retry_topic
 from pyrocket_consumer.offsets.database.claim import StoredOffset
 from pyrocket_consumer.protocol.bodies import QueueConsumeStats, decode_consume_stats
 from pyrocket_consumer.protocol.command import GetConsumeStatsHeader
 from pyrocket_consumer.text import join_truncated
-
-_ROUTES_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +145,7 @@ class _Survey:
 
     async def queues(self, cluster: Cluster, topics: Collection[str]) -> dict[str, list[MessageQueue]]:
         """Return the queues of each topic on responding brokers. A topic that does not exist has none."""
-        routed = await gather_limited(topics, lambda topic: _readable_queues(cluster, topic), limit=_ROUTES_AT_ONCE)
+        routed = await fetch_queues(cluster, topics)
         for topic, queues in routed.items():
             gone = {queue for queue in self._seen.get(topic, frozenset()) if queue.broker_name not in self._registered}
             if queues or gone:
@@ -194,9 +192,8 @@ async def group_lag(
     found = await survey.find_brokers(cluster, wire_group, expected)
     concerned: set[str] | None = None
     if topic is not None:
-        concerned = {queue.broker_name for queue in await _readable_queues(cluster, wrap(namespace, topic))} | {
-            *expected
-        }
+        (queues,) = (await fetch_queues(cluster, [wrap(namespace, topic)])).values()
+        concerned = {queue.broker_name for queue in queues} | {*expected}
     if not found.members and not stored:
         await check_group_exists(cluster, group, survey.brokers)
     unreached: dict[str, str] = {}
@@ -294,14 +291,6 @@ async def _rows_of_brokers(
         for queue, (low, high) in ends.items()
     ]
     return [row for row in rows if row.queue in stats or row.queue in stored or row.committed or row.lag]
-
-
-async def _readable_queues(cluster: Cluster, topic: str) -> list[MessageQueue]:
-    """Return the current readable queues of a topic. A topic that does not exist has none."""
-    try:
-        return (await cluster.route(topic, refresh=True)).consume_queues()
-    except RouteNotFound:
-        return []
 
 
 _OFFLINE = "(offline)"

@@ -11,7 +11,16 @@ from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.cluster import Cluster
 from pyrocket_consumer.cluster.gather import by_broker, gather_limited
 from pyrocket_consumer.config import OffsetSpec, check_offset_spec, check_queues
-from pyrocket_consumer.errors import ConfigError, PermissionDenied, RocketError
+from pyrocket_consumer.errors import (
+    ClientClosed,
+    ConfigError,
+    ConnectError,
+    ConnectionLost,
+    PermissionDenied,
+    RequestTimeout,
+    RocketError,
+    RouteNotFound,
+)
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.reset_format import MAX_RECORDED_OFFSET
 
@@ -23,10 +32,17 @@ TOOLS_GROUP = "TOOLS_CONSUMER"
 
 _FIRST, _LAST = "the first offsets are", "the last offsets are"
 
-_MAX_QUEUES_PER_ROUND = 200
-"""How many requests to one broker are sent at once."""
+MAX_CONCURRENT_LOOKUPS = 64
+"""Most requests in progress to one broker. Sent at once, they take less than half the time of single ones."""
+
+_MAX_CONCURRENT_ROUTES = 100
+
+_NO_RESPONSE = (ClientClosed, ConnectError, ConnectionLost, RequestTimeout)
 
 V = TypeVar("V", int, int | None)
+
+FetchOffsets = Callable[[Broker, Sequence[MessageQueue]], Awaitable[Mapping[MessageQueue, V | RocketError]]]
+"""Requests an offset of each queue from its broker, which has them all. An error is the result of its queue."""
 
 
 def check_to(to: object) -> OffsetSpec | dict[MessageQueue, int]:
@@ -48,6 +64,18 @@ def check_to(to: object) -> OffsetSpec | dict[MessageQueue, int]:
                 f"offset {offset!r} of {queue} is not allowed; it must be a whole number from 0 to 2**63 - 2"
             )
     return dict(to)
+
+
+async def fetch_queues(cluster: Cluster, topics: Iterable[str]) -> dict[str, list[MessageQueue]]:
+    """Return the current readable queues of each topic. A topic that does not exist has none."""
+
+    async def fetch(topic: str) -> list[MessageQueue]:
+        try:
+            return (await cluster.route(topic, refresh=True)).consume_queues()
+        except RouteNotFound:
+            return []
+
+    return await gather_limited(topics, fetch, _MAX_CONCURRENT_ROUTES)
 
 
 async def fetch_offsets_at(
@@ -79,7 +107,7 @@ async def fetch_offsets_at(
         assert denied is not None, "`groups` is empty"
         return denied
 
-    async def fetch(broker: Broker, batch: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError]:
+    async def fetch(broker: Broker, batch: Sequence[MessageQueue]) -> Mapping[MessageQueue, int | RocketError]:
         return await gather_limited(batch, lambda queue: search(broker, queue))
 
     return await _fetch_by_broker(cluster, queues, fetch, f"the offsets at {spec.isoformat()} are")
@@ -112,11 +140,12 @@ async def fetch_committed_offsets(
     Raises:
         RocketError: as for `fetch_offsets_at`.
     """
+    return await _fetch_by_broker(cluster, queues, committed_by(group), "the committed offsets are", failures)
 
-    async def fetch(broker: Broker, batch: Collection[MessageQueue]) -> Mapping[MessageQueue, int | RocketError | None]:
-        return await broker.query_offsets(group, batch)
 
-    return await _fetch_by_broker(cluster, queues, fetch, "the committed offsets are", failures)
+def committed_by(group: str) -> FetchOffsets[int | None]:
+    """Return the function for `fetch_each` that requests the offsets that `group` has committed."""
+    return lambda broker, queues: broker.query_offsets(group, queues)
 
 
 def nearest_available(offset: int, first: int, last: int) -> int:
@@ -124,32 +153,44 @@ def nearest_available(offset: int, first: int, last: int) -> int:
     return min(max(offset, first), max(first, last))
 
 
+async def fetch_each(
+    broker: Broker, queues: Sequence[MessageQueue], fetch: FetchOffsets[V]
+) -> dict[MessageQueue, V | RocketError]:
+    """Return the result of `fetch` for each of the queues, which are all at `broker`, or the error of that queue.
+
+    It passes many queues at a time. If the broker responds for none of them, the rest have the same error.
+    """
+    found: dict[MessageQueue, V | RocketError] = {}
+    for begin in range(0, len(queues), MAX_CONCURRENT_LOOKUPS):
+        batch = queues[begin : begin + MAX_CONCURRENT_LOOKUPS]
+        try:
+            responses = await fetch(broker, batch)
+        except RocketError as error:
+            responses = dict.fromkeys(batch, error)
+        found |= responses
+        if all(isinstance(each, _NO_RESPONSE) for each in responses.values()):
+            return dict.fromkeys(queues, responses[batch[0]]) | found
+    return found
+
+
 async def _fetch_by_broker(
     cluster: Cluster,
     queues: Iterable[MessageQueue],
-    fetch: Callable[[Broker, Collection[MessageQueue]], Awaitable[Mapping[MessageQueue, V | RocketError]]],
+    fetch: FetchOffsets[V],
     what: str,
     failures: dict[str, RocketError] | None = None,
 ) -> dict[MessageQueue, V]:
-    """Return the results of `fetch`, called for the queues of each broker. `what` begins the text of its error."""
+    """Return the results of `fetch` from all brokers concurrently. `what` begins the text of its error."""
     at_broker = by_broker(queues)
+    surveys = await asyncio.gather(*(fetch_each(cluster.broker(name), each, fetch) for name, each in at_broker.items()))
+    found: dict[MessageQueue, V] = {}
     failed: dict[str, RocketError] = {}
-
-    async def fetch_all_from(name: str) -> dict[MessageQueue, V]:
-        found: dict[MessageQueue, V] = {}
-        try:
-            for begin in range(0, len(at_broker[name]), _MAX_QUEUES_PER_ROUND):
-                batch = at_broker[name][begin : begin + _MAX_QUEUES_PER_ROUND]
-                for queue, offset in (await fetch(cluster.broker(name), batch)).items():
-                    if isinstance(offset, RocketError):
-                        raise offset
-                    # A broker returns -1 for a queue that it does not have yet.
-                    found[queue] = offset if offset is None else max(0, offset)
-        except RocketError as error:
-            failed[name] = error
-        return found
-
-    responses = await asyncio.gather(*map(fetch_all_from, at_broker))
+    for name, responses in zip(at_broker, surveys, strict=True):
+        for queue, offset in responses.items():
+            if isinstance(offset, RocketError):
+                failed.setdefault(name, offset)
+            else:  # a broker returns -1 for a queue that it does not have yet
+                found[queue] = offset if offset is None else max(0, offset)
     if failures is not None:
         failures.update(failed)
     elif failed:
@@ -157,4 +198,4 @@ async def _fetch_by_broker(
         raise RocketError(f"{what} not known of {len(failed)} of {len(at_broker)} brokers: {reasons}") from next(
             iter(failed.values())
         )
-    return {queue: offset for response in responses for queue, offset in response.items()}
+    return found

@@ -12,16 +12,24 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.admin.topics import list_topics
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.broker import Broker
-from pyrocket_consumer.cluster.gather import by_broker
+from pyrocket_consumer.cluster.gather import StragglerPoll, by_broker, gather_at_brokers
 from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.offset_lookup import (
+    MAX_CONCURRENT_LOOKUPS,
+    FetchOffsets,
+    committed_by,
+    fetch_each,
+    fetch_queues,
+)
 from pyrocket_consumer.errors import (
     BrokerError,
     ConfigError,
@@ -51,23 +59,16 @@ from pyrocket_consumer.spark.options import (
 from pyrocket_consumer.spark.pushed_filters import Span
 from pyrocket_consumer.spark.ranges import QueueRange, in_order
 from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES, RetryPolicy
-from pyrocket_consumer.spark.straggler_poll import StragglerPoll
 from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.backoff import Backoff
 
 log = logger("spark")
 
 T = TypeVar("T")
-Q = TypeVar("Q")
-
-FetchOffsets = Callable[[Broker, Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int | RocketError]]]
-
-MAX_CONCURRENT_LOOKUPS = 64
-"""Most calls in progress to one broker."""
+V = TypeVar("V", int, int | None)
 
 CLOCK_SKEW_MS = 10_000
 """The most by which the clocks of one queue's masters may differ."""
-
-_GROUP_SIZE = 32  # calls that are sent and awaited as one: that takes less than half the time of single calls
 
 _FIRST_PAUSE_S = 0.1
 _MAX_RECONNECT_PAUSE_S = 5.0  # between two attempts to reach an unreachable broker
@@ -109,11 +110,10 @@ class _QueueBounds:
 
 @dataclass(slots=True)
 class _UnreachableBroker:
-    """A broker that did not respond: when to try again, and how long to pause if that fails, too."""
+    """A broker that did not respond: when to try again, and why."""
 
-    until: float
-    pause_s: float
-    reason: str
+    backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _MAX_RECONNECT_PAUSE_S))
+    reason: str = ""
 
 
 class BrokerOffsets:
@@ -261,18 +261,8 @@ class BrokerOffsets:
         self._queues, self._gone, self._discovered_at = found, gone - found, time.monotonic()
 
     async def _find_queues(self, known_topics: Iterable[str]) -> frozenset[MessageQueue]:
-        topics = {*await self._named_topics(), *known_topics}
-        outcomes = await asyncio.gather(
-            *(self.cluster.route(topic, refresh=True) for topic in topics), return_exceptions=True
-        )
-        found = set[MessageQueue]()
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                if not isinstance(outcome, RouteNotFound):
-                    raise outcome
-            else:
-                found.update(filter(self.selects, outcome.consume_queues()))
-        return frozenset(found)
+        found = await fetch_queues(self.cluster, {*await self._named_topics(), *known_topics})
+        return frozenset(filter(self.selects, chain.from_iterable(found.values())))
 
     async def _check_filter(self, queues: Collection[MessageQueue]) -> None:
         """Have each broker check the SQL filter, because reads with a bad one would return everything."""
@@ -303,24 +293,48 @@ class BrokerOffsets:
 
     def begins(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int]:
         """Return the offset of the oldest message of each queue."""
-        return self.cluster.run(self._fetch_offsets(queues, Broker.min_offsets), None) if queues else {}
+        return self._fetch_offsets(queues, Broker.min_offsets)
 
     def ends(self, queues: Collection[MessageQueue]) -> dict[MessageQueue, int]:
         """Return the end offset of each queue, which its next message will have."""
-        return self.cluster.run(self._fetch_offsets(queues, Broker.max_offsets), None) if queues else {}
+        return self._fetch_offsets(queues, Broker.max_offsets)
 
-    async def _fetch_offsets(self, queues: Collection[MessageQueue], fetch: FetchOffsets) -> dict[MessageQueue, int]:
+    def _fetch_offsets(self, queues: Collection[MessageQueue], fetch: FetchOffsets[V]) -> dict[MessageQueue, V]:
         """Return the offset that `fetch` gives for each queue; retry those that failed."""
 
-        async def at(name: str, queues: Sequence[MessageQueue]) -> dict[MessageQueue, int]:
-            broker = self.cluster.broker(name)
-            return await _fetch_in_groups(queues, lambda some: _fetch_all(some, partial(fetch, broker), self._retry))
+        async def fetch_all() -> dict[MessageQueue, V]:
+            found: dict[MessageQueue, V] = {}
+            at_broker = by_broker(sorted(queues, key=in_order))
+            for responses in await asyncio.gather(
+                *(self._fetch_all(each, fetch, self._retry) for each in at_broker.values())
+            ):
+                found |= responses
+            return found
 
-        found: dict[MessageQueue, int] = {}
-        for responses in await asyncio.gather(
-            *(at(name, each) for name, each in by_broker(sorted(queues, key=in_order)).items())
-        ):
-            found |= responses
+        return self.cluster.run(fetch_all(), None) if queues else {}
+
+    async def _fetch_all(
+        self,
+        queues: Sequence[MessageQueue],
+        fetch: FetchOffsets[V],
+        retry: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]],
+    ) -> dict[MessageQueue, V]:
+        """Return the result of `fetch` for each queue of a broker. Each call by `retry` fetches those that failed."""
+        found: dict[MessageQueue, V] = {}
+
+        async def fetch_rest() -> None:
+            failed = list[RocketError]()
+            rest = [queue for queue in queues if queue not in found]
+            for queue, response in (await fetch_each(self.cluster.broker(rest[0].broker_name), rest, fetch)).items():
+                if isinstance(response, RocketError):
+                    failed.append(response)
+                else:
+                    found[queue] = response
+            if failed:  # raise a permanent error first
+                raise next(filter(_is_refusal, failed), failed[0])
+
+        if queues:
+            await retry(fetch_rest)
         return found
 
     def resolve(
@@ -351,7 +365,7 @@ class BrokerOffsets:
             return self.begins(queues)
         if bound is NamedOffset.LATEST:
             return self.ends(queues)
-        committed = self._fetch_each(queues, lambda queue: self._retry(lambda: self._fetch_committed(queue)))
+        committed = self._fetch_offsets(queues, committed_by(self._options.read.group))
         found = {queue: offset for queue, offset in committed.items() if offset is not None}
         return {**found, **self.begins([queue for queue in queues if queue not in found])}
 
@@ -412,22 +426,13 @@ class BrokerOffsets:
         _, found = await broker.pull(queue, offset, group=group, subscription=subscription, max_messages=1)
         return found[0].stored_at_ms if found and found[0].queue_offset == offset else None
 
-    async def _fetch_committed(self, queue: MessageQueue) -> int | None:
-        broker = self.cluster.broker(queue.broker_name)
-        return await broker.query_offset(self._options.read.group, queue, set_zero_if_not_found=False)
-
     def _fetch_each(
-        self, queues: Collection[MessageQueue], fetch: Callable[[MessageQueue], Awaitable[T]]
+        self, queues: Collection[MessageQueue], fetch: Callable[[MessageQueue], Coroutine[Any, Any, T]]
     ) -> dict[MessageQueue, T]:
         """Return the result of `fetch` for each queue, with a limited number of calls to each broker."""
-        return self.cluster.run(self._fetch_each_async(queues, fetch), None) if queues else {}
-
-    async def _fetch_each_async(
-        self, queues: Collection[MessageQueue], fetch: Callable[[MessageQueue], Awaitable[T]]
-    ) -> dict[MessageQueue, T]:
-        at_broker = by_broker(sorted(queues, key=in_order)).values()
-        found = await asyncio.gather(*(_gather_limited(each, fetch, MAX_CONCURRENT_LOOKUPS) for each in at_broker))
-        return {queue: response for responses in found for queue, response in responses}
+        if not queues:
+            return {}
+        return self.cluster.run(gather_at_brokers(sorted(queues, key=in_order), fetch, MAX_CONCURRENT_LOOKUPS), None)
 
     # --- offsets for a running query: brokers may be unreachable
 
@@ -469,7 +474,7 @@ class BrokerOffsets:
             requests[_DISCOVERY] = partial(self._rediscover, known)
         queues = self._queues
         for broker, each in by_broker(sorted(queues, key=in_order)).items():
-            if broker not in self._unreachable or now >= self._unreachable[broker].until:
+            if broker not in self._unreachable or now >= self._unreachable[broker].backoff.until:
                 requests[broker] = partial(self._fetch_bounds, broker, each, known)
         responses = await self._poll.poll(requests)
         self._last_bounds |= responses
@@ -505,24 +510,18 @@ class BrokerOffsets:
 
         A queue without unread messages needs no first offset, so none is requested.
         """
-        requested_ms, broker = now_ms(), self.cluster.broker(name)
-        begins: dict[MessageQueue, int] = {}
-
-        async def some_ends(some: Sequence[MessageQueue]) -> dict[MessageQueue, int]:
-            ends = await _fetch_all(some, broker.max_offsets, _retry_once)
-            unread = [queue for queue, end in ends.items() if queue not in known or end > known[queue]]
-            begins.update(await _fetch_all(unread, broker.min_offsets, _retry_once))
-            return ends
-
+        requested_ms = now_ms()
         try:
-            ends = await some_ends(queues[:1])
-            ends |= await _fetch_in_groups(queues[1:], some_ends)
+            ends = await self._fetch_all(queues[:1], Broker.max_offsets, _retry_once)
+            ends |= await self._fetch_all(queues[1:], Broker.max_offsets, _retry_once)
+            unread = [queue for queue, end in ends.items() if queue not in known or end > known[queue]]
+            begins = await self._fetch_all(unread, Broker.min_offsets, _retry_once)
         except (*_TRANSIENT, BrokerError) as error:
             if isinstance(error, BrokerError) and not (error.retryable or error.code == ResponseCode.TOPIC_NOT_EXIST):
                 raise
-            unreachable = self._unreachable.get(name)
-            pause_s = _FIRST_PAUSE_S if unreachable is None else min(2 * unreachable.pause_s, _MAX_RECONNECT_PAUSE_S)
-            self._unreachable[name] = _UnreachableBroker(time.monotonic() + pause_s, pause_s, str(error))
+            unreachable = self._unreachable.setdefault(name, _UnreachableBroker())
+            unreachable.backoff.failed(time.monotonic())
+            unreachable.reason = str(error)
             return None
         self._unreachable.pop(name, None)
         return _QueueBounds(requested_ms, begins, ends)
@@ -543,7 +542,7 @@ class BrokerOffsets:
         """Make the next snapshot discover queues again, and try every broker."""
         self._discovered_at = None
         for unreachable in self._unreachable.values():
-            unreachable.until = 0.0
+            unreachable.backoff.until = 0.0
 
     # --- retries
 
@@ -554,10 +553,7 @@ class BrokerOffsets:
             try:
                 return await call()
             except (*_TRANSIENT, BrokerError) as error:
-                is_permanent = isinstance(error, _NoSuchTopic) or (
-                    isinstance(error, BrokerError) and not error.retryable
-                )
-                if is_permanent or (pause_s := retry_policy.failed()) is None:
+                if isinstance(error, _NoSuchTopic) or _is_refusal(error) or (pause_s := retry_policy.failed()) is None:
                     raise
                 self._warn_retrying(error, retry_policy)
             await asyncio.sleep(pause_s)
@@ -574,26 +570,9 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000 + 1
 
 
-async def _fetch_all(
-    queues: Sequence[MessageQueue],
-    fetch: Callable[[Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int | RocketError]]],
-    retry: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]],
-) -> dict[MessageQueue, int]:
-    """Return the result of `fetch` for each queue. Each call that `retry` makes fetches only those that failed."""
-    found: dict[MessageQueue, int] = {}
-
-    async def fetch_rest() -> None:
-        failed = list[RocketError]()
-        for queue, response in (await fetch([queue for queue in queues if queue not in found])).items():
-            if isinstance(response, RocketError):
-                failed.append(response)
-            else:
-                found[queue] = response
-        if failed:  # raise a permanent error first
-            raise next((error for error in failed if isinstance(error, BrokerError) and not error.retryable), failed[0])
-
-    await retry(fetch_rest)
-    return found
+def _is_refusal(error: RocketError) -> bool:
+    """Return whether a broker refused the request, and would refuse it again."""
+    return isinstance(error, BrokerError) and not error.retryable
 
 
 async def _retry_once(call: Callable[[], Awaitable[None]]) -> None:
@@ -601,31 +580,3 @@ async def _retry_once(call: Callable[[], Awaitable[None]]) -> None:
         await call()
     except (ConnectError, ConnectionLost):
         await call()  # the connection had closed since the last snapshot
-
-
-async def _fetch_in_groups(
-    queues: Sequence[MessageQueue], fetch: Callable[[Sequence[MessageQueue]], Awaitable[dict[MessageQueue, int]]]
-) -> dict[MessageQueue, int]:
-    """Return the result of `fetch` for each queue of one broker, several queues per call."""
-    parts = [queues[first : first + _GROUP_SIZE] for first in range(0, len(queues), _GROUP_SIZE)]
-    found: dict[MessageQueue, int] = {}
-    for _, responses in await _gather_limited(parts, fetch, MAX_CONCURRENT_LOOKUPS // _GROUP_SIZE):
-        found |= responses
-    return found
-
-
-async def _gather_limited(requests: Iterable[Q], fetch: Callable[[Q], Awaitable[T]], limit: int) -> list[tuple[Q, T]]:
-    """Return each request with the result of `fetch`; at most `limit` are in progress."""
-    rest, responses = iter(requests), list[tuple[Q, T]]()
-
-    async def work() -> None:
-        for request in rest:
-            responses.append((request, await fetch(request)))
-
-    workers = [asyncio.create_task(work()) for _ in range(limit)]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for worker in workers:
-            worker.cancel()
-    return responses

@@ -12,10 +12,11 @@ from copy import deepcopy
 
 import pytest
 
+from pyrocket_consumer.cluster.offset_lookup import MAX_CONCURRENT_LOOKUPS
 from pyrocket_consumer.errors import ConfigError, ConnectError, FlowControl, PermissionDenied, RequestTimeout
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, SysFlag
 from pyrocket_consumer.protocol.message import StoredMessage, encode_message
-from pyrocket_consumer.spark.broker_offsets import MAX_CONCURRENT_LOOKUPS, BrokerOffsets
+from pyrocket_consumer.spark.broker_offsets import BrokerOffsets
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import parse_source
 from pyrocket_consumer.spark.source import NotReached

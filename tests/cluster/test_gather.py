@@ -1,14 +1,16 @@
-"""Several servers are polled at once, and a late one does not delay the others."""
+"""Concurrent calls have a limit, and a late server does not delay the others."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
-from pyrocket_consumer.spark.straggler_poll import StragglerPoll
+from pyrocket_consumer.cluster.gather import StragglerPoll, gather_at_brokers, gather_limited
+from pyrocket_consumer.model import MessageQueue
 
 GRACE_S = 0.05
 
@@ -74,3 +76,33 @@ async def test_the_error_of_a_request_is_raised():
         with pytest.raises(ValueError, match="no"):
             await poll.poll({"quick": quick.respond, "bad": fail})
         assert await poll.poll({"quick": quick.respond}) == {"quick": 2}
+
+
+async def test_a_limit_counts_for_each_broker():
+    running, most = Counter[str](), Counter[str]()
+
+    async def work(queue: MessageQueue) -> int:
+        running[queue.broker_name] += 1
+        most[queue.broker_name] = max(most[queue.broker_name], running[queue.broker_name])
+        await asyncio.sleep(0)
+        running[queue.broker_name] -= 1
+        return queue.queue_id
+
+    queues = [MessageQueue("T", broker, number) for number in range(9) for broker in ("broker-a", "broker-b")]
+    assert await gather_at_brokers(queues, work, limit=3) == {queue: queue.queue_id for queue in queues}
+    assert most == {"broker-a": 3, "broker-b": 3}
+
+
+async def test_the_first_failure_is_raised_after_all_calls():
+    ended = list[int]()
+
+    async def work(number: int) -> None:
+        for _ in range(10 - number):
+            await asyncio.sleep(0)
+        ended.append(number)
+        if number in (2, 5):
+            raise ValueError(number)
+
+    with pytest.raises(ValueError, match="2"):
+        await gather_limited(range(8), work, limit=4)
+    assert sorted(ended) == list(range(8))
