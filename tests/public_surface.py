@@ -269,7 +269,8 @@ def _in_python(cls: type) -> type:
     (path,) = [
         path
         for path in PRODUCT.rglob("*.py")
-        if "testing" not in path.parts and re.search(rf"^class {cls.__name__}\b", path.read_text(), re.MULTILINE)
+        if path.relative_to(PRODUCT).parts[0] != "testing"
+        and re.search(rf"^class {cls.__name__}\b", path.read_text(), re.MULTILINE)
     ]
     found = getattr(importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)), cls.__name__)
     lacking = {name for name in vars(cls) if not name.startswith("_")} - {*vars(found), *found.__annotations__}

@@ -86,7 +86,7 @@ def send_reset_to_members(broker: EmbeddedBroker, group: str, topic: str, body: 
     order = RemotingCommand(code, fields, body, flag=ONEWAY_FLAG, language="JAVA", version=CLIENT_VERSION)
 
     def send() -> None:
-        for member in broker.core.state.members.group(group).members.values():
+        for member in broker.core.members.group(group).members.values():
             member.connection.oneway(order)
 
     broker.cluster.call(send)

@@ -60,7 +60,7 @@ class RequestSender:
 def stored(broker: EmbeddedBroker, topic: str) -> bytes:
     """Return the stored record of the last message of a topic."""
     message = broker.messages(topic)[-1]
-    found = broker.cluster.call(lambda: broker.core.state.store.record_at(message.commit_log_offset))
+    found = broker.cluster.call(lambda: broker.core.store.record_at(message.commit_log_offset))
     assert found is not None
     return bytes(found[1])
 

@@ -30,36 +30,8 @@ if TYPE_CHECKING:
         reset_connection,
         rewrite,
     )
-    from pyrocket_consumer.testing.feed import Sent
+    from pyrocket_consumer.testing.messages import Sent, message
     from pyrocket_consumer.testing.recording import Recorded
-    from pyrocket_consumer.testing.sample import message
-
-_HOMES = {  # imported when first used: the pytest plugin is loaded in every run of a user's tests
-    "testing.cluster": ("EmbeddedCluster",),
-    "testing.embedded_node": ("EmbeddedBroker", "EmbeddedNameServer", "EmbeddedNode"),
-    "testing.faults": (
-        "Exchange",
-        "Fault",
-        "Gate",
-        "answer",
-        "close_connection",
-        "cut_after",
-        "delay",
-        "delay_request",
-        "drop",
-        "drop_answer",
-        "duplicate",
-        "garbage",
-        "handle_and_close",
-        "now_and_then",
-        "reset_connection",
-        "rewrite",
-    ),
-    "testing.feed": ("Sent",),
-    "testing.recording": ("Recorded",),
-    "testing.sample": ("message",),
-    "protocol.codes": ("RequestCode", "ResponseCode"),
-}
 
 __all__ = [
     "EmbeddedBroker",
@@ -90,10 +62,15 @@ __all__ = [
 ]
 
 
+_HOMES = ("protocol.codes", "testing.messages", "testing.faults", "testing.embedded_node", "testing.cluster")
+"""Imported in this order until one has the name: the pytest plugin is loaded in every run of a user's tests."""
+
+
 def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"pyrocket_consumer.{module}"), name)
+    for home in _HOMES if name in __all__ else ():
+        module = import_module(f"pyrocket_consumer.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -6,6 +6,7 @@ Source: AdminBrokerProcessor, QueryMessageProcessor.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
@@ -24,10 +25,12 @@ from pyrocket_consumer.protocol.command import (
 )
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import PropertyName, decode_messages
-from pyrocket_consumer.testing.broker_state import BrokerState, Refused
-from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers
+from pyrocket_consumer.testing.node import Connection, Handlers, Refused
 from pyrocket_consumer.testing.topics import LONGEST_TOPIC, TopicConfig, is_system_topic, name_defect
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.testing.broker import Broker
+
 
 GET_ALL_TOPIC_CONFIG = 21
 GET_BROKER_RUNTIME_INFO = 28
@@ -44,8 +47,8 @@ _ATTRIBUTES = frozenset(("message.type", "queue.type", "cleanup.policy"))
 class AdminRequests:
     """Handles the requests of admin tools at one broker."""
 
-    def __init__(self, state: BrokerState) -> None:
-        self._state = state
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
         self._config_changes = 0
 
     def handlers(self) -> Handlers:
@@ -69,16 +72,16 @@ class AdminRequests:
             GET_ALL_CONSUMER_OFFSETS: self.all_offsets,
             DELETE_EXPIRED_COMMITLOG: lambda command, connection: command.make_response(),
         }
-        if self._state.release.is_v5:
+        if self._broker.release.is_v5:
             handlers.update({GET_TOPIC_CONFIG: self.topic_config, GET_SUBSCRIPTIONGROUP_CONFIG: self.group_config})
         return handlers
 
     # --- topics and groups
 
     def create_topic(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        state, release = self._state, self._state.release
+        broker, release = self._broker, self._broker.release
         header = CreateTopicHeader.from_fields(command.fields)
-        if state.is_slave and not release.is_v5:
+        if broker.is_slave and not release.is_v5:
             raise Refused(ResponseCode.SYSTEM_ERROR, "Can't modify topic or subscription group from slave broker")
         if defect := name_defect("topic", header.topic, LONGEST_TOPIC, release):
             raise Refused(release.bad_topic_name, defect)
@@ -87,7 +90,7 @@ class AdminRequests:
         if header.topic_filter_type not in ("SINGLE_TAG", "MULTI_TAG") or "topicFilterType" not in command.fields:
             raise Refused(ResponseCode.SYSTEM_ERROR, "java.lang.NullPointerException: Name is null")
         attributes = _attributes(header.attributes or "") if release.is_v5 else {}
-        state.topics.put(
+        broker.topics.put(
             TopicConfig(
                 header.topic,
                 header.read_queue_nums,
@@ -104,7 +107,7 @@ class AdminRequests:
     def delete_topic(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = DeleteTopicHeader.from_fields(command.fields)
         if is_system_topic(header.topic):
-            release = self._state.release
+            release = self._broker.release
             code = ResponseCode.INVALID_PARAMETER if release.number >= (5, 3, 3) else ResponseCode.SYSTEM_ERROR
             raise Refused(code, f"The topic[{header.topic}] is conflict with system topic.")
         self.drop_topic(header.topic)
@@ -112,18 +115,18 @@ class AdminRequests:
 
     def drop_topic(self, topic: str) -> None:
         """Delete a topic and its messages; from 5.0 on also the offsets of its groups."""
-        self._state.topics.delete(topic)
-        self._state.store.delete_topic(topic)
-        if self._state.release.deletes_offsets_with_topic:
-            self._state.offsets.remove(topic=topic)
+        self._broker.topics.delete(topic)
+        self._broker.store.delete_topic(topic)
+        if self._broker.release.deletes_offsets_with_topic:
+            self._broker.offsets.remove(topic=topic)
 
     def create_group(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         group = bodies.decode_subscription_group(command.body)
-        release = self._state.release
+        release = self._broker.release
         defect = name_defect("group", group.group_name, release.longest_group, release)
         if release.checks_group_names and defect:
             raise Refused(ResponseCode.INVALID_PARAMETER, defect)
-        self._state.groups[group.group_name] = group
+        self._broker.groups[group.group_name] = group
         return command.make_response()
 
     def delete_group(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
@@ -131,60 +134,60 @@ class AdminRequests:
             name = command.fields["groupName"]
         except KeyError:
             raise ProtocolError("DeleteSubscriptionGroupHeader: field groupName is missing") from None
-        self._state.groups.pop(name, None)
-        if command.fields.get(self._state.release.clean_offset_field) == "true":
-            self._state.offsets.remove(group=name)
+        self._broker.groups.pop(name, None)
+        if command.fields.get(self._broker.release.clean_offset_field) == "true":
+            self._broker.offsets.remove(group=name)
         return command.make_response()
 
     def clone_offsets(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = CloneGroupOffsetHeader.from_fields(command.fields)
-        offsets = self._state.offsets
+        offsets = self._broker.offsets
         for topic in [header.topic] if header.topic else offsets.topics_of(header.src_group):
             for queue_id, offset in offsets.table(topic, header.src_group).items():
                 offsets.commit(topic, header.dest_group, queue_id, offset)
         return command.make_response()
 
     def all_topics(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        table = {topic.name: _topic_object(topic) for topic in self._state.topics}
+        table = {topic.name: _topic_object(topic) for topic in self._broker.topics}
         return command.make_response(
             body=fastjson.dumps({"dataVersion": self._data_version(), "topicConfigTable": table})
         )
 
     def topic_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         name = command.fields.get("topic", "")
-        topic = self._state.topics.get(name)
+        topic = self._broker.topics.get(name)
         if topic is None:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"No topic in this broker. topic: {name}")
         return command.make_response(body=fastjson.dumps({"attributes": topic.attributes, **_topic_object(topic)}))
 
     def group_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         name = command.fields.get("group", "")
-        group = self._state.groups.get(name)
+        group = self._broker.groups.get(name)
         if group is None:
             raise Refused(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"No group in this broker. group: {name}")
         return command.make_response(body=bodies.encode_subscription_group(group))
 
     def all_groups(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         table = {
-            name: fastjson.loads(bodies.encode_subscription_group(group)) for name, group in self._state.groups.items()
+            name: fastjson.loads(bodies.encode_subscription_group(group)) for name, group in self._broker.groups.items()
         }
         return command.make_response(
             body=fastjson.dumps({"dataVersion": self._data_version(), "subscriptionGroupTable": table})
         )
 
     def all_offsets(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        table = {f"{topic}@{group}": offsets for (topic, group), offsets in self._state.offsets.items()}
+        table = {f"{topic}@{group}": offsets for (topic, group), offsets in self._broker.offsets.items()}
         return command.make_response(body=fastjson.dumps({"dataVersion": self._data_version(), "offsetTable": table}))
 
     # --- statistics
 
     def _queue(self, topic: str, queue_id: int) -> MessageQueue:
-        return MessageQueue(topic, self._state.config.broker_name, queue_id)
+        return MessageQueue(topic, self._broker.config.broker_name, queue_id)
 
     def topic_stats(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        state, release = self._state, self._state.release
+        broker, release = self._broker, self._broker.release
         header = GetTopicStatsInfoHeader.from_fields(command.fields)
-        topic = state.topics.get(header.topic)
+        topic = broker.topics.get(header.topic)
         if topic is None:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{header.topic}] not exist")
         covered = topic.write_queues
@@ -192,7 +195,7 @@ class AdminRequests:
             covered = max(covered, topic.read_queues)
         queues = {}
         for queue_id in range(covered):
-            queue = state.store.queue(topic.name, queue_id)
+            queue = broker.store.queue(topic.name, queue_id)
             last = queue.stored_at_ms[-1] if queue is not None and queue.stored_at_ms else 0
             low, high = (queue.min_offset, queue.max_offset) if queue is not None else (0, 0)
             queues[self._queue(topic.name, queue_id)] = bodies.QueueStats(low, high, last)
@@ -204,14 +207,14 @@ class AdminRequests:
         group = header.consumer_group
         if header.topic:
             topics = [header.topic]
-        elif header.topic_list and self._state.release.number >= (5, 3, 2):
+        elif header.topic_list and self._broker.release.number >= (5, 3, 2):
             topics = [topic for topic in header.topic_list.split(";") if topic]
         else:
-            topics = sorted(self._state.offsets.topics_of(group))
-        online = self._state.members.group(group)
+            topics = sorted(self._broker.offsets.topics_of(group))
+        online = self._broker.members.group(group)
         queues = {}
         for name in topics:
-            topic = self._state.topics.get(name)
+            topic = self._broker.topics.get(name)
             if topic is None or online is not None and name not in online.subscriptions:
                 continue
             for queue_id in range(topic.read_queues):
@@ -219,18 +222,18 @@ class AdminRequests:
         return command.make_response(body=bodies.encode_consume_stats(bodies.ConsumeStats(queues)))
 
     def _progress(self, topic: str, group: str, queue_id: int) -> bodies.QueueConsumeStats:
-        state = self._state
-        queue = state.store.queue(topic, queue_id)
-        consumed = max(0, state.offsets.committed(topic, group, queue_id) or 0)
+        broker = self._broker
+        queue = broker.store.queue(topic, queue_id)
+        consumed = max(0, broker.offsets.committed(topic, group, queue_id) or 0)
         last = 0
         if queue is not None and queue.min_offset <= consumed - 1 < queue.max_offset:
             last = queue.stored_at_ms[consumed - 1 - queue.min_offset]
-        pulled = state.offsets.last_pulled(topic, group, queue_id) if state.release.returns_pull_offset else None
-        return bodies.QueueConsumeStats(state.store.max_offset(topic, queue_id), consumed, last, pulled)
+        pulled = broker.offsets.last_pulled(topic, group, queue_id) if broker.release.returns_pull_offset else None
+        return bodies.QueueConsumeStats(broker.store.max_offset(topic, queue_id), consumed, last, pulled)
 
     def consumer_connections(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         name = GetConsumerConnectionListHeader.from_fields(command.fields).consumer_group
-        group = self._state.members.group(name)
+        group = self._broker.members.group(name)
         if group is None:
             raise Refused(ResponseCode.CONSUMER_NOT_ONLINE, f"the consumer group[{name}] not online")
         connections = tuple(
@@ -248,41 +251,41 @@ class AdminRequests:
 
     def groups_of_topic(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         topic = QueryTopicConsumeByWhoHeader.from_fields(command.fields).topic
-        state = self._state
-        online = [group.name for group in state.members.groups() if topic in group.subscriptions]
-        if state.release.lists_topic_as_group and online:
+        broker = self._broker
+        online = [group.name for group in broker.members.groups() if topic in group.subscriptions]
+        if broker.release.lists_topic_as_group and online:
             online = [topic]  # the defect of 5.3.3
-        groups = sorted({*online, *state.offsets.groups_of(topic)})
+        groups = sorted({*online, *broker.offsets.groups_of(topic)})
         return command.make_response(body=bodies.encode_group_list(groups))
 
     # --- settings
 
     def _data_version(self) -> dict[str, int]:
-        version = {"counter": self._config_changes, "timestamp": self._state.clock.now_ms()}
-        return version | {"stateVersion": 0} if self._state.release.is_v5 else version
+        version = {"counter": self._config_changes, "timestamp": self._broker.clock.now_ms()}
+        return version | {"stateVersion": 0} if self._broker.release.is_v5 else version
 
     def get_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        settings = self._state.config.properties(self._state.release)
+        settings = self._broker.config.properties(self._broker.release)
         version = fastjson.dumps(self._data_version()).decode()
         return command.make_response(fields={"version": version}, body=bodies.encode_java_properties(settings))
 
     def update_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         settings = bodies.decode_java_properties(command.body)
-        forbidden = self._state.release.black_list & settings.keys()
+        forbidden = self._broker.release.black_list & settings.keys()
         if forbidden:
             remark = f"Can not update config in black list: {', '.join(sorted(forbidden))}"
             raise Refused(ResponseCode.NO_PERMISSION, remark)
         for name, value in settings.items():
-            self._state.config.update(name, value)
+            self._broker.config.update(name, value)
         self._config_changes += 1
-        self._state.config_changed()
+        self._broker.on_topics_changed()
         return command.make_response()
 
     def runtime_info(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        state = self._state
+        broker = self._broker
         table = {
-            "brokerVersion": str(state.release.ordinal),
-            "brokerVersionDesc": f"V{state.release.name.replace('.', '_')}",
+            "brokerVersion": str(broker.release.ordinal),
+            "brokerVersionDesc": f"V{broker.release.name.replace('.', '_')}",
             "putTps": "0.0 0.0 0.0",
             "getTransferredTps": "0.0 0.0 0.0",
             "getTransferedTps": "0.0 0.0 0.0",
@@ -307,7 +310,7 @@ class AdminRequests:
 
     def view_message(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         offset = ViewMessageHeader.from_fields(command.fields).offset
-        found = self._state.store.record_at(offset)
+        found = self._broker.store.record_at(offset)
         if found is None:
             raise Refused(ResponseCode.SYSTEM_ERROR, f"can not find message by the offset, {offset}")
         return command.make_response(body=found[1])
@@ -328,13 +331,13 @@ class AdminRequests:
         return command.make_response(fields=fields, body=b"".join(found[-header.max_num :]))
 
     def _indexed(self, topic: str) -> Iterator[tuple[bytes, tuple[str, ...], str | None, int]]:
-        for _, its_topic, record in self._state.store.records():
+        for _, its_topic, record in self._broker.store.records():
             if its_topic == topic:
                 message = decode_messages(record)[0]
                 yield record, message.keys, message.property(PropertyName.UNIQUE_KEY), message.stored_at_ms
 
     def _last_indexed(self) -> tuple[int, int]:
-        return self._state.clock.now_ms(), max((offset for offset, _, _ in self._state.store.records()), default=0)
+        return self._broker.clock.now_ms(), max((offset for offset, _, _ in self._broker.store.records()), default=0)
 
 
 def _topic_object(topic: TopicConfig) -> dict[str, object]:

@@ -1,34 +1,39 @@
-"""One broker: requests in, responses out. It uses no sockets, and reads the time from its clock only."""
+"""One broker: its state, and the parts that handle its requests. Source: BrokerController, PlainAccessValidator."""
 
 from __future__ import annotations
 
+import hmac
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from pyrocket_consumer.errors import ConfigError, ProtocolError
+from pyrocket_consumer.protocol.acl import ACCESS_KEY, SIGNATURE, signature
+from pyrocket_consumer.protocol.bodies import SubscriptionGroupConfig
 from pyrocket_consumer.protocol.codes import ResponseCode
-from pyrocket_consumer.protocol.frame import JSON_HEADER, RemotingCommand
-from pyrocket_consumer.testing.acl import Accounts
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.ids import UniqueIds, encode_host
 from pyrocket_consumer.testing.admin_requests import AdminRequests
-from pyrocket_consumer.testing.broker_state import BrokerState, Refused
-from pyrocket_consumer.testing.clock import Clock, Timer
 from pyrocket_consumer.testing.config import BrokerConfig, Timing
-from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers, error_response
 from pyrocket_consumer.testing.intake import Intake
-from pyrocket_consumer.testing.membership import Membership
-from pyrocket_consumer.testing.offset_requests import OffsetRequests
+from pyrocket_consumer.testing.membership import Members, Membership, QueueLocks
+from pyrocket_consumer.testing.message_store import MessageStore
+from pyrocket_consumer.testing.node import Clock, Connection, Node, Refused, Timer
+from pyrocket_consumer.testing.offsets import ConsumerOffsets, OffsetRequests
 from pyrocket_consumer.testing.pulls import Pulls
 from pyrocket_consumer.testing.relays import Relays
 from pyrocket_consumer.testing.release import Release
 from pyrocket_consumer.testing.sends import Sends
+from pyrocket_consumer.testing.topics import Topics, name_defect
 from pyrocket_consumer.testing.transactions import Transactions
 
+_UNIQUE_KEY_QUERY = "_UNIQUE_KEY_QUERY"
+_SIGNS_WITHOUT_UNTIL = 399
 
-class Broker:
-    """A master or slave: its state, and the handlers of its requests. Everything runs on the clock's loop.
 
-    `handle` returns the response, or returns None and responds later through the connection (held pulls, relays).
+class Broker(Node):
+    """A master or slave. Everything runs on the clock's loop.
+
+    A handler returns the response, or returns None and responds later through the connection (held pulls, relays).
     `start` and `stop` act like a process on the same "disk". Topics, groups, messages and offsets survive a stop;
     members, locks and reset marks do not.
     """
@@ -42,35 +47,40 @@ class Broker:
         address: str,
         *,
         seed: int = 0,
-        accounts: Accounts | None = None,
+        account: tuple[str, str] | None = None,
     ) -> None:
+        super().__init__(release)
         self.on_topics_changed: Callable[[], None] = lambda: None  # updates the routes
         self.on_timer: Callable[[], None] = lambda: None  # called after changes that no request caused
-        self.state = BrokerState(
-            config, timing, release, clock, address, seed=seed, topics_changed=lambda: self.on_topics_changed()
-        )
-        self.pulls = Pulls(self.state)
-        self.intake = Intake(self.state, self.pulls.arrived, lambda: self.on_timer())
-        self.sends = Sends(self.state, self.intake)
-        self.membership = Membership(self.state)
-        self.transactions = Transactions(self.state, self.intake)
-        self.admin = AdminRequests(self.state)
+        self.config = config
+        self.timing = timing
+        self.clock = clock
+        self.address = address
         self.master: Broker | None = None
         self.running = False
-        self._accounts = accounts
-        self._handlers: Handlers = {}
-        for part in (
-            self.pulls,
-            self.sends,
-            self.membership,
-            self.transactions,
-            self.admin,
-            OffsetRequests(self.state),
-            Relays(self.state),
-        ):
-            self._handlers.update(part.handlers())
+        self.random = random.Random(seed)  # chooses queues; it protects nothing
+        self.topics = Topics(config, lambda: self.on_topics_changed())
+        self.groups: dict[str, SubscriptionGroupConfig] = {}
+        self.store = MessageStore()
+        self.offsets = ConsumerOffsets()
+        self.members = Members()
+        self.locks = QueueLocks(clock.monotonic_s, timing.lock_expiry_s)
+        pid, value = self.random.getrandbits(16), self.random.getrandbits(32)
+        self.ids = UniqueIds("127.0.0.1", pid, value, lambda: clock.now_ms() / 1000)
+        self.suggest_broker_id = 0
+        self.on_disk = False  # if True, messages count as no longer in memory (smaller pulls, no zero rule)
+        self._account = account
+        self._id_prefix = encode_host(address).hex().upper()
+        self.pulls = Pulls(self)
+        self.intake = Intake(self)
+        self.membership = Membership(self)
+        self.transactions = Transactions(self)
+        self.admin = AdminRequests(self)
+        others = (Sends(self), OffsetRequests(self), Relays(self))
+        for part in (self.pulls, self.membership, self.transactions, self.admin, *others):
+            self._handlers |= part.handlers()
         self._timers = [
-            self._timer(lambda: config.flush_consumer_offset_interval / 1000, self.state.offsets.flush),
+            self._timer(lambda: config.flush_consumer_offset_interval / 1000, self.offsets.flush),
             self._timer(lambda: timing.scan_interval_s, self.membership.expire),
             self._timer(lambda: config.transaction_check_interval / 1000, self.transactions.check),
             self._timer(lambda: timing.slave_sync_s, self.sync_with_master),
@@ -81,39 +91,63 @@ class Broker:
             action()
             self.on_timer()
 
-        return Timer(self.state.clock, interval_s, fire)
+        return Timer(self.clock, interval_s, fire)
 
     @property
     def name(self) -> str:
-        return self.state.config.broker_name
+        return self.config.broker_name
 
-    def handle(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
-        """Return the response to a request; None if the broker sends it later."""
-        handler = self._handlers.get(command.code)
-        try:
-            if handler is None:
-                raise Refused(ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f" request type {command.code} not supported")
-            if self._accounts is not None:
-                self._accounts.check(command, self.state.release)
-            response = handler(command, connection)
-        except Refused as refused:
-            response = error_response(command, refused)
-        except (ProtocolError, ConfigError) as error:  # brokers respond with the text of a Java exception here
-            response = command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
-        if response is not None:
-            response.language, response.version = "JAVA", self.state.release.ordinal
-            response.header_type = command.header_type if self.state.release.mirrors_header_type else JSON_HEADER
-        return response
+    @property
+    def is_slave(self) -> bool:
+        return self.config.broker_id != 0
+
+    def offset_message_id(self, commit_log_offset: int) -> str:
+        return f"{self._id_prefix}{commit_log_offset:016X}"
+
+    def group(self, name: str) -> SubscriptionGroupConfig | None:
+        """Return a group's settings. Create the group on demand if that is allowed, else return None."""
+        known = self.groups.get(name)
+        if known is None and (self.config.auto_create_subscription_group or name.startswith("CID_RMQ_SYS_")):
+            if self.release.checks_group_names and name_defect("group", name, self.release.longest_group, self.release):
+                return None
+            known = self.groups[name] = SubscriptionGroupConfig(name)
+        return known
+
+    def group_or_refuse(self, name: str, remark: str) -> SubscriptionGroupConfig:
+        group = self.group(name)
+        if group is None:
+            raise Refused(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, remark + self.release.faq)
+        return group
+
+    def check_account(self, command: RemotingCommand) -> None:
+        """Refuse a request without the account's signature. The account may do everything."""
+        if self._account is None:
+            return
+        known_key, secret_key = self._account
+        access_key, signed = command.fields.get(ACCESS_KEY), command.fields
+        old = self.release.number < (5, 3, 3)
+        if not self.release.is_v5 or old and command.version <= _SIGNS_WITHOUT_UNTIL:
+            signed = {name: value for name, value in signed.items() if name != _UNIQUE_KEY_QUERY}
+        if access_key is None:
+            remark = "No accessKey is configured" if old else "username cannot be null."
+        elif access_key != known_key:
+            remark = f"No acl config for {access_key}" if old else f"User:{access_key} is not found."
+        elif not hmac.compare_digest(signature(signed, command.body, secret_key), command.fields.get(SIGNATURE, "")):
+            remark = f"Check signature failed for accessKey={access_key}" if old else "check signature failed."
+        else:
+            return
+        remark = f"org.apache.rocketmq.acl.common.AclException: {remark}, null" if old else remark
+        raise Refused(self.release.refused_by_acl, remark)
 
     def lost(self, connection: Connection) -> None:
         """Remove the members and held pulls of a connection that ended."""
-        self.pulls.long_poll.lost(connection)
+        self.pulls.lost(connection)
         if self.running:
             self.membership.lost(connection)
 
     def start(self) -> None:
         self.running = True
-        self.pulls.long_poll.start()
+        self.pulls.start()
         self.intake.schedule.start()
         self.sync_with_master()
         for timer in self._timers:
@@ -122,33 +156,31 @@ class Broker:
     def stop(self, *, lose_unflushed: bool = False) -> None:
         """Stop. A killed broker may lose the offsets that were not flushed. It always loses the rest of its memory."""
         self.running = False
-        self.pulls.long_poll.stop()
+        self.pulls.stop()
         self.intake.schedule.stop()
         for timer in self._timers:
             timer.stop()
-        state = self.state
         if not lose_unflushed:
-            state.offsets.flush()
-        state.offsets.restart(lose_unflushed)
-        state.members.clear()
-        state.locks.clear()
+            self.offsets.flush()
+        self.offsets.restart(lose_unflushed)
+        self.members.clear()
+        self.locks.clear()
 
     def take_over(self, old: Broker) -> None:
         """Become the master in place of `old`, which becomes a slave with this id."""
-        mine, its = self.state.config, old.state.config
-        mine.broker_id, its.broker_id = 0, mine.broker_id
+        self.config.broker_id, old.config.broker_id = 0, self.config.broker_id
         self.master, old.master = None, self
-        self.state.store.promote()
+        self.store.promote()
         self.intake.schedule.take_over(old.intake.schedule)
         self.transactions.take_over(old.transactions)
-        old.state.store.replicas = []
-        old.state.store.copy_from(self.state.store)
+        old.store.replicas = []
+        old.store.copy_from(self.store)
         old.sync_with_master()
 
     def sync_with_master(self) -> None:
         """Copy the master's topics, groups and offsets. The store replicates messages separately."""
         master = self.master
-        if master is not None and self.state.is_slave:
-            self.state.topics.copy_from(master.state.topics)
-            self.state.groups = {name: replace(group) for name, group in master.state.groups.items()}
-            self.state.offsets.copy_from(master.state.offsets)
+        if master is not None and self.is_slave:
+            self.topics.copy_from(master.topics)
+            self.groups = {name: replace(group) for name, group in master.groups.items()}
+            self.offsets.copy_from(master.offsets)

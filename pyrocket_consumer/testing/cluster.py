@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 import traceback
@@ -10,35 +11,38 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.protocol.message import Message
-from pyrocket_consumer.testing.acl import Accounts
-from pyrocket_consumer.testing.arguments import (
-    check_account,
+from pyrocket_consumer.config import (
+    MAX_TOPIC_CHARACTERS,
     check_bool,
+    check_choice,
     check_int,
     check_names,
-    check_tls,
+    check_range,
+    check_secret,
     check_topic,
 )
+from pyrocket_consumer.config.checks import check_name
+from pyrocket_consumer.errors import ConfigError, RequestTimeout
+from pyrocket_consumer.protocol.message import Message, PropertyName
 from pyrocket_consumer.testing.broker import Broker
-from pyrocket_consumer.testing.clock import Clock
-from pyrocket_consumer.testing.config import BrokerConfig, Timing
+from pyrocket_consumer.testing.config import LONGEST_S, BrokerConfig, Timing
 from pyrocket_consumer.testing.embedded_node import EmbeddedBroker, EmbeddedNameServer
-from pyrocket_consumer.testing.feed import Feed, Sent, check_body, make_properties
-from pyrocket_consumer.testing.loop_thread import LoopThread
+from pyrocket_consumer.testing.messages import Feed, Sent, check_body, make_properties
 from pyrocket_consumer.testing.name_server import NameServer
+from pyrocket_consumer.testing.node import Clock
 from pyrocket_consumer.testing.recording import Changes, describe
 from pyrocket_consumer.testing.release import DEFAULT_RELEASE, Release
 from pyrocket_consumer.testing.server import Server
 from pyrocket_consumer.testing.topics import READ_WRITE, TopicConfig
+from pyrocket_consumer.text import safe_repr
+from pyrocket_consumer.transport.io_thread import IoThread
 
-_N = TypeVar("_N", int, float)
 _T = TypeVar("_T")
 
 HOST = "127.0.0.1"
 
 _MOST_QUEUES = 65535
+_CALL_TIMEOUT_S = 30.0
 
 
 class EmbeddedCluster:
@@ -101,9 +105,26 @@ class EmbeddedCluster:
         self.changes = Changes()
         self._release = Release(version)
         self._names = _broker_names(brokers)
-        self._slaves = _within("slaves", slaves, 0, 26)
-        self._name_server_count = _within("name_servers", name_servers, 1, 26)
-        self._port = _within("port", port, 0, 65535)
+        for name, number, least, most in (
+            ("slaves", slaves, 0, 26),
+            ("name_servers", name_servers, 1, 26),
+            ("port", port, 0, 65535),
+            ("seed", seed, -(2**63), 2**63),
+            ("record_limit", record_limit, 0, 2**31 - 1),
+            *([] if first_port is None else [("first_port", first_port, 1, 65535)]),
+        ):
+            check_int(name, number, least, most)
+        for name, period_s, longest_s in (
+            ("member_expiry_s", member_expiry_s, LONGEST_S),
+            ("flush_offsets_s", flush_offsets_s, LONGEST_S),
+            ("idle_timeout_s", idle_timeout_s, LONGEST_S),
+            ("side_by_side_s", side_by_side_s, 60),
+        ):
+            check_range(name, period_s, 0, longest_s)
+        check_name(cluster_name, "cluster_name", MAX_TOPIC_CHARACTERS)
+        self._slaves = slaves
+        self._name_server_count = name_servers
+        self._port = port
         self._loop = loop
         self._wall_clock = wall_clock
         self._first_port = first_port
@@ -121,6 +142,8 @@ class EmbeddedCluster:
         check_bool("auto_create_groups", auto_create_groups)
         if server_side_reset is not None:
             check_bool("server_side_reset", server_side_reset)
+        if not isinstance(settings, Mapping | None):
+            raise ConfigError(f"settings={safe_repr(settings)} is not allowed; give values by their Java names")
         self._settings: dict[str, object] = {
             "autoCreateTopicEnable": auto_create_topics,
             "autoCreateSubscriptionGroup": auto_create_groups,
@@ -134,23 +157,31 @@ class EmbeddedCluster:
         BrokerConfig().change(self._settings)  # raises ConfigError now if one of them is wrong
         if server_side_reset and not self._release.has_server_side_reset:
             raise ConfigError(f"server_side_reset: brokers {version} cannot do that; 5.1.0 and later can")
-        self._accounts = Accounts(dict([check_account(account)])) if account is not None else None
-        self._tls = check_tls(tls) if tls is not None else None
+        self._account = None if account is None else _check_account(account)
+        if not isinstance(tls, ssl.SSLContext | None):
+            raise ConfigError(
+                f"tls={safe_repr(tls)} is not allowed; it must be an ssl.SSLContext with a certificate, or None"
+            )
+        self._tls = tls
         self._idle_timeout_s = idle_timeout_s
-        self._side_by_side_s = _within("side_by_side_s", side_by_side_s, 0, 60)
+        self._side_by_side_s = side_by_side_s
         self._record_limit = record_limit
         self._seed = seed
         self._failures: list[str] = []
-        self._thread: LoopThread | None = None
+        self._thread: IoThread | None = None
+        self._pid = os.getpid()
         self._clock: Clock
         self._feed: Feed
         self._name_servers: list[tuple[EmbeddedNameServer, NameServer]] = []
         self._brokers: dict[str, list[EmbeddedBroker]] = {}
         self._servers: list[Server] = []
 
-    def _make_nodes(self) -> LoopThread:
-        self._thread = thread = LoopThread(self._loop)
-        self._clock = Clock(thread.loop, self._wall_clock)
+    def _make_nodes(self) -> None:
+        loop = self._loop
+        if loop is None:
+            self._thread = IoThread("rocketmq-embedded")
+            loop = self._thread.loop
+        self._clock = Clock(loop, self._wall_clock)
         self._feed = Feed(self._clock, self._release, self._cluster_name)
         for index in range(self._name_server_count):
             core = NameServer(self._release)
@@ -159,7 +190,6 @@ class EmbeddedCluster:
             self._name_servers.append((EmbeddedNameServer(self, server, core), core))
         for name in self._names:
             self._brokers[name] = self._make_brokers(name, self._slaves)
-        return thread
 
     def _make_brokers(self, name: str, slaves: int) -> list[EmbeddedBroker]:
         made: list[EmbeddedBroker] = []
@@ -175,7 +205,7 @@ class EmbeddedCluster:
                 self._clock,
                 server.address,
                 seed=self._seed + len(self._servers),
-                accounts=self._accounts,
+                account=self._account,
             )
             server.node = core
             broker = EmbeddedBroker(self, server, core)
@@ -183,7 +213,7 @@ class EmbeddedCluster:
             core.on_timer = self.changes.notify
             if made:
                 core.master = made[0].core
-                made[0].core.state.store.replicas.append(core.state.store)
+                made[0].core.store.replicas.append(core.store)
             made.append(broker)
         return made
 
@@ -214,12 +244,13 @@ class EmbeddedCluster:
         Raises:
             OSError: another process uses the port.
         """
-        if self._thread is not None:
+        if self._name_servers:
             raise RuntimeError("the embedded cluster was started already; make a new one")
         try:
-            thread = self._make_nodes()
-            thread.start()
-            thread.run(self._open_nodes())
+            self._make_nodes()
+            if self._thread is not None:
+                self._thread.start()
+            self.run(self._open_nodes())
         except BaseException:
             self._end()
             raise
@@ -244,9 +275,9 @@ class EmbeddedCluster:
         Raises:
             RuntimeError: a node failed at a request (a defect of the embedded cluster); the text has the traceback.
         """
-        if self._thread is not None and self._thread.is_forked:
+        if self._pid != os.getpid():
             return
-        if self._thread is not None and self._servers:
+        if self._servers:
             servers = list(self._servers)
             self.end(servers, self.shut)
             self.run(_close_accepted(servers))
@@ -259,7 +290,7 @@ class EmbeddedCluster:
             server.release_port()
         self._servers.clear()
         if self._thread is not None:
-            self._thread.stop()
+            self._thread.stop(_CALL_TIMEOUT_S)
 
     def shut(self) -> None:
         """Stop all nodes from the loop given at construction."""
@@ -281,26 +312,48 @@ class EmbeddedCluster:
 
     def call(self, action: Callable[[], _T]) -> _T:
         """Run `action` on the cluster's thread and return its result."""
-        return self._running().call(action)
+
+        async def run() -> _T:
+            return action()
+
+        return action() if self._runs_here() else self.run(run())
 
     def end(self, servers: Sequence[Server], close: Callable[[], None]) -> None:
         """Run `close`, which closes `servers`, on the cluster's thread. Finish connections that are being accepted.
 
         A call on that thread itself cannot wait for them. asyncio then leaves open the sockets it has just accepted.
         """
-        running = self._running()
-        if not running.is_current_thread:
-            running.run(_finish_accepting(servers))
-        running.call(close)
+        if not self._runs_here():
+            self.run(_finish_accepting(servers))
+        self.call(close)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the cluster's loop and return its result; not from that loop."""
-        return self._running().run(coroutine)
+        try:
+            if self._runs_here() or self._thread is None:
+                raise RuntimeError("this call waits for the loop that runs on this thread; await open() instead")
+            if self._pid != os.getpid():
+                raise RuntimeError(
+                    "the embedded cluster runs in the process that started it, not in this forked one; "
+                    "create clients here that connect to its name_server"
+                )
+            if not self._thread.is_running:
+                raise RuntimeError("the embedded cluster was closed; make a new one")
+        except RuntimeError:
+            coroutine.close()
+            raise
+        try:
+            return self._thread.run(coroutine, _CALL_TIMEOUT_S)
+        except RequestTimeout:
+            raise TimeoutError(
+                f"the embedded cluster's thread was busy for {_CALL_TIMEOUT_S:g} s; does a fault wait there?"
+            ) from None
 
-    def _running(self) -> LoopThread:
-        if self._thread is None:
+    def _runs_here(self) -> bool:
+        """Return whether the caller runs on the cluster's loop, so that calls need no hand-over."""
+        if not self._name_servers:
             raise RuntimeError("the embedded cluster is not running; call start(), or use it in a with statement")
-        return self._thread
+        return self._thread is None or self._thread.is_current
 
     def _failed(self, address: str, error: BaseException) -> None:
         self._failures.append(f"{address}: " + "".join(traceback.format_exception(error)))
@@ -320,19 +373,21 @@ class EmbeddedCluster:
     @property
     def name_server_nodes(self) -> list[EmbeddedNameServer]:
         """All name servers, for faults and recorded requests."""
-        self._running()
+        self._runs_here()
         return [name_server for name_server, _ in self._name_servers]
 
     def broker(self, name: str) -> EmbeddedBroker:
         """Return the master of a broker name ("broker-a"), or its slave with an id ("broker-a-1").
 
         Raises:
-            KeyError: the cluster has no such broker.
+            ConfigError: the cluster has no such broker.
         """
-        for broker in self.nodes:
-            if name == (broker.name if broker.broker_id == 0 else f"{broker.name}-{broker.broker_id}"):
-                return broker
-        raise KeyError(name)
+        labels = {
+            broker.name if broker.broker_id == 0 else f"{broker.name}-{broker.broker_id}": broker
+            for broker in self.nodes
+        }
+        check_choice("broker", name, sorted(labels))
+        return labels[name]
 
     @property
     def brokers(self) -> list[EmbeddedBroker]:
@@ -342,7 +397,7 @@ class EmbeddedCluster:
     @property
     def nodes(self) -> list[EmbeddedBroker]:
         """All brokers, including slaves."""
-        self._running()
+        self._runs_here()
         return [broker for name in self._names for broker in self._brokers[name]]
 
     def stop_name_server(self) -> None:
@@ -370,7 +425,7 @@ class EmbeddedCluster:
             self.unregister(broker)
         new.core.take_over(old.core)
         slaves = [broker.core for broker in self._brokers[name] if broker is not new]
-        new.core.state.store.replicas = [slave.state.store for slave in slaves]
+        new.core.store.replicas = [slave.store for slave in slaves]
         for slave in slaves:
             slave.master = new.core
         for broker in (new, old):
@@ -387,7 +442,6 @@ class EmbeddedCluster:
 
     def register(self, broker: EmbeddedBroker) -> None:
         """Register a broker and its topics at the running name servers."""
-        state = broker.core.state
         for node, name_server in self._name_servers:
             if node.running:
                 name_server.register(
@@ -395,8 +449,8 @@ class EmbeddedCluster:
                     broker.name,
                     broker.broker_id,
                     broker.address,
-                    state.topics,
-                    state.config.broker_permission,
+                    broker.core.topics,
+                    broker.core.config.broker_permission,
                 )
 
     def register_brokers(self) -> None:
@@ -427,8 +481,7 @@ class EmbeddedCluster:
 
         Raises:
             ConfigError: brokers do not accept the name, or a number is out of range. `queues` is 1 to 65535,
-                `read_queues` and `write_queues` are 0 to 65535, and `perm` is 0 to 7.
-            KeyError: there is no such broker.
+                `read_queues` and `write_queues` are 0 to 65535, and `perm` is 0 to 7. Or there is no such broker.
         """
         check_topic(name)
         check_int("queues", queues, 1, _MOST_QUEUES)
@@ -448,7 +501,7 @@ class EmbeddedCluster:
                     perm,
                     order=order,
                 )
-                broker.core.state.topics.put(config)
+                broker.core.topics.put(config)
                 for slave in self._brokers[broker.name]:
                     slave.core.sync_with_master()
             self.changes.notify()
@@ -489,19 +542,22 @@ class EmbeddedCluster:
         created on demand. `stored_at_ms` sets the store time, which must not be older than that of earlier messages.
 
         Raises:
-            ConfigError: an argument is not allowed, or the topic does not exist and may not be created.
-            KeyError: there is no such broker.
+            ConfigError: an argument is not allowed, the topic does not exist and may not be created, or there is no
+                such broker.
         """
         check_topic(topic)
         if not callable(body):
-            check_body(body)
+            body = check_body(body)
         check_int("count", count, 0, 2**31 - 1)
         if broker_name is not None:
             check_names("broker_name", [broker_name])
         for what, number in (("queue_id", queue_id), ("stored_at_ms", stored_at_ms)):
             if number is not None:
                 check_int(what, number, 0, 2**31 - 1 if what == "queue_id" else 2**63 - 1)
-        wanted = make_properties(tags, keys, properties, delay_level)
+        check_int("delay_level", delay_level, 0, 2**31 - 1)
+        wanted = make_properties(tags, keys, properties)
+        if delay_level:
+            wanted[PropertyName.DELAY] = str(delay_level)
 
         def put() -> list[Sent]:
             brokers = self.brokers if broker_name is None else [self.broker(broker_name)]
@@ -541,20 +597,22 @@ class EmbeddedCluster:
         return True
 
 
-def _within(what: str, number: _N, least: int, most: int) -> _N:
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not least <= number <= most:
-        raise ConfigError(f"{what}={number!r}; give {least} to {most}")
-    return number
+def _check_account(account: object) -> tuple[str, str]:
+    """Return an access key and its secret key. Errors never contain them."""
+    if not isinstance(account, tuple) or len(account) != 2:
+        raise ConfigError("account must be a pair of texts, (access key, secret key)")
+    return check_secret("account's access key", account[0]), check_secret("account's secret key", account[1])
 
 
-def _broker_names(brokers: int | Sequence[str]) -> list[str]:
-    if isinstance(brokers, int):
+def _broker_names(brokers: object) -> list[str]:
+    if isinstance(brokers, int) and not isinstance(brokers, bool):
         if not 1 <= brokers <= 26:
             raise ConfigError(f"brokers={brokers}; give 1 to 26, or their names")
         return [f"broker-{chr(ord('a') + index)}" for index in range(brokers)]
-    if isinstance(brokers, str) or not brokers or len(set(brokers)) != len(brokers):
+    names = check_names("brokers", brokers)
+    if isinstance(brokers, str) or not names or len(set(names)) != len(names):
         raise ConfigError(f"brokers={brokers!r}; give a number, or different names such as ['broker-a', 'broker-b']")
-    return list(brokers)
+    return names
 
 
 async def _finish_accepting(servers: Sequence[Server]) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from pyrocket_consumer.config import check_range
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.testing.release import Release
 from pyrocket_consumer.text import safe_repr
 
 DEFAULT_TOPIC = "TBW102"
+LONGEST_S = 366 * 86400.0
 DELAY_LEVELS = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -69,9 +70,12 @@ class BrokerConfig:
         for each in fields(self):
             if _camel(each.name) == name:
                 try:
-                    setattr(self, each.name, _parsed(value, type(getattr(self, each.name))))
-                except ValueError:
+                    parsed = _parsed(value, type(getattr(self, each.name)))
+                    if each.name == "message_delay_level":
+                        _delays_s(value)
+                except (ValueError, LookupError):
                     return False
+                setattr(self, each.name, parsed)
                 return True
         return False
 
@@ -90,7 +94,7 @@ class BrokerConfig:
 
     def delay_levels_s(self) -> list[float]:
         """Return the delays of levels 1, 2, … in seconds."""
-        return [int(level[:-1]) * _UNIT_S[level[-1]] for level in self.message_delay_level.split()]
+        return _delays_s(self.message_delay_level)
 
 
 @dataclass(slots=True)
@@ -109,8 +113,9 @@ class Timing:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if not 0 <= value < math.inf or (value == 0 and each.name != "delay_scale"):
-                raise ConfigError(f"{each.name} is {safe_repr(value)}; give a number above 0 (delay_scale may be 0)")
+            check_range(each.name, value, 0, LONGEST_S)
+            if value == 0 and each.name != "delay_scale":
+                raise ConfigError(f"{each.name}=0 is not allowed; give a number above 0 (delay_scale may be 0)")
 
 
 def _camel(name: str) -> str:
@@ -120,6 +125,10 @@ def _camel(name: str) -> str:
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _delays_s(levels: str) -> list[float]:
+    return [int(level[:-1]) * _UNIT_S[level[-1]] for level in levels.split()]
 
 
 def _parsed(value: str, kind: type) -> object:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.config import check_group, check_int, check_topic
+from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol import fastjson
 from pyrocket_consumer.protocol.bodies import decode_subscription_group
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import Message, decode_messages
-from pyrocket_consumer.testing.arguments import check_group, check_topic
 from pyrocket_consumer.testing.broker import Broker
 from pyrocket_consumer.testing.faults import Fault
 from pyrocket_consumer.testing.name_server import NameServer
@@ -156,7 +156,7 @@ class EmbeddedBroker(EmbeddedNode):
     @property
     def broker_id(self) -> int:
         """0 for the master, a higher number for a slave."""
-        return self.core.state.config.broker_id
+        return self.core.config.broker_id
 
     # --- start and stop
 
@@ -206,7 +206,7 @@ class EmbeddedBroker(EmbeddedNode):
 
     def committed(self, group: str, topic: str) -> dict[int, int]:
         """Return the offsets that a group committed here, by queue id, as they are stored."""
-        return self.cluster.call(lambda: self.core.state.offsets.table(topic, group))
+        return self.cluster.call(lambda: self.core.offsets.table(topic, group))
 
     def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
         """Store offsets by queue id, without a check of their range.
@@ -223,19 +223,19 @@ class EmbeddedBroker(EmbeddedNode):
 
         def store() -> None:
             for queue_id, offset in offsets.items():
-                self.core.state.offsets.commit(topic, group, queue_id, offset)
+                self.core.offsets.commit(topic, group, queue_id, offset)
 
         self._change(store)
 
     def flush_offsets(self) -> None:
         """Write the offsets to "disk" now: a kill loses only later commits."""
-        self._change(self.core.state.offsets.flush)
+        self._change(self.core.offsets.flush)
 
     def messages(self, topic: str, queue_id: int | None = None) -> list[Message]:
         """Return the messages of a topic on this broker, by queue and offset."""
 
         def read() -> list[Message]:
-            store, found = self.core.state.store, []
+            store, found = self.core.store, []
             for each in sorted(store.queue_ids(topic)) if queue_id is None else [queue_id]:
                 queue = store.queue(topic, each)
                 if queue is not None:
@@ -246,29 +246,31 @@ class EmbeddedBroker(EmbeddedNode):
 
     def min_offset(self, topic: str, queue_id: int) -> int:
         """Return the offset of the oldest message in a queue."""
-        return self.cluster.call(lambda: self.core.state.store.min_offset(topic, queue_id))
+        return self.cluster.call(lambda: self.core.store.min_offset(topic, queue_id))
 
     def max_offset(self, topic: str, queue_id: int) -> int:
         """Return the offset of the next message of a queue."""
-        return self.cluster.call(lambda: self.core.state.store.max_offset(topic, queue_id))
+        return self.cluster.call(lambda: self.core.store.max_offset(topic, queue_id))
 
     def delete_before(self, topic: str, queue_id: int, offset: int) -> None:
         """Delete a queue's older messages, as the expiry of files does. Its min offset becomes `offset`."""
-        self._change(lambda: self.core.state.store.delete_before(topic, queue_id, offset))
+        check_int("offset", offset, 0, 2**63 - 1)
+        self._change(lambda: self.core.store.delete_before(topic, queue_id, offset))
 
     def truncate(self, topic: str, queue_id: int, offset: int) -> None:
         """Lose a queue's newest messages, as a crash can. Its max offset becomes `offset`."""
-        self._change(lambda: self.core.state.store.truncate(topic, queue_id, offset))
+        check_int("offset", offset, 0, 2**63 - 1)
+        self._change(lambda: self.core.store.truncate(topic, queue_id, offset))
 
     def lose_data(self, *, messages: bool = True, offsets: bool = True) -> None:
         """Lose all messages (every queue starts at 0 again), all committed offsets, or both. Keep topics and groups."""
 
         def lose() -> None:
             if messages:
-                self.core.state.store.clear()
+                self.core.store.clear()
                 self.core.intake.schedule.clear()
             if offsets:
-                self.core.state.offsets.clear()
+                self.core.offsets.clear()
 
         self._change(lose)
 
@@ -278,7 +280,7 @@ class EmbeddedBroker(EmbeddedNode):
         """Return the client ids online in a group, sorted."""
 
         def read() -> list[str]:
-            online = self.core.state.members.group(group)
+            online = self.core.members.group(group)
             return sorted(online.client_ids()) if online is not None else []
 
         return self.cluster.call(read)
@@ -287,7 +289,7 @@ class EmbeddedBroker(EmbeddedNode):
         """Return the subscriptions of an online group, by topic."""
 
         def read() -> dict[str, Subscription]:
-            online = self.core.state.members.group(group)
+            online = self.core.members.group(group)
             return dict(online.subscriptions) if online is not None else {}
 
         return self.cluster.call(read)
@@ -298,27 +300,30 @@ class EmbeddedBroker(EmbeddedNode):
         Settings have their Java names and Java's defaults.
 
         Raises:
-            ConfigError: brokers do not accept the name.
+            ConfigError: brokers do not accept the name, or a setting has the wrong type.
         """
         check_group(group)
-        config = decode_subscription_group(fastjson.dumps({"groupName": group, **settings}))
-        self._change(lambda: self.core.state.groups.__setitem__(group, config))
+        try:
+            config = decode_subscription_group(fastjson.dumps({"groupName": group, **settings}))
+        except (ProtocolError, TypeError) as error:
+            raise ConfigError(f"settings of group {group} are not allowed: {error}") from error
+        self._change(lambda: self.core.groups.__setitem__(group, config))
 
     def locks(self, group: str) -> dict[MessageQueue, str]:
         """Return the locked queues of a group, and the client id that holds each lock."""
-        return self.cluster.call(lambda: self.core.state.locks.held(group))
+        return self.cluster.call(lambda: self.core.locks.held(group))
 
     def expire_locks(self) -> None:
         """Let every lock expire now."""
-        self._change(self.core.state.locks.clear)
+        self._change(self.core.locks.clear)
 
     def held_pulls(self, topic: str | None = None) -> int:
         """Return how many pulls wait for messages."""
-        return self.cluster.call(lambda: self.core.pulls.long_poll.held(topic))
+        return self.cluster.call(lambda: self.core.pulls.held(topic))
 
     def tick(self) -> None:
         """Check the held pulls now, as the broker does every `long_poll_tick_s` seconds."""
-        self._change(self.core.pulls.long_poll.tick)
+        self._change(self.core.pulls.tick)
 
     # --- settings
 
@@ -330,26 +335,26 @@ class EmbeddedBroker(EmbeddedNode):
         """
 
         def change() -> None:
-            self.core.state.config.change(settings)
-            self.core.state.config_changed()
+            self.core.config.change(settings)
+            self.core.on_topics_changed()
 
         self._change(change)
 
     def suggest_broker(self, broker_id: int) -> None:
         """Suggest this broker id for the next pull, in every pull response."""
-        self._change(lambda: setattr(self.core.state, "suggest_broker_id", broker_id))
+        self._change(lambda: setattr(self.core, "suggest_broker_id", broker_id))
 
     def count_as_on_disk(self, on_disk: bool = True) -> None:
         """Treat messages as on disk only: pulls return 8 messages or 64 KiB, and no group starts at offset 0."""
-        self._change(lambda: setattr(self.core.state, "on_disk", on_disk))
+        self._change(lambda: setattr(self.core, "on_disk", on_disk))
 
     def pause_replication(self) -> None:
         """Stop replication from the master, at a slave."""
-        self._change(self.core.state.store.pause_replication)
+        self._change(self.core.store.pause_replication)
 
     def resume_replication(self) -> None:
         """Resume replication, at a slave, with the messages that the master stored meanwhile."""
-        self._change(self.core.state.store.resume_replication)
+        self._change(self.core.store.resume_replication)
 
     def sync_with_master(self) -> None:
         """Copy the master's topics, groups and offsets to a slave now, not at the next timer."""

@@ -7,27 +7,43 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from inspect import iscoroutine
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
+from pyrocket_consumer.config import check_int, check_range
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.protocol.frame import RemotingCommand, encode_command
-from pyrocket_consumer.testing.connection import Connection
+from pyrocket_consumer.testing.config import LONGEST_S
+from pyrocket_consumer.testing.node import Connection
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.testing.server import Server
 
 
-class Exchange(Protocol):
+class Exchange:
     """One request that a fault handles."""
 
-    request: RemotingCommand
-    connection: Connection
+    def __init__(self, server: Server, connection: Connection, request: RemotingCommand) -> None:
+        self.request = request
+        self.connection = connection
+        self._server = server
 
     def handle(self, on_answer: Callable[[RemotingCommand], None]) -> None:
         """Let the node handle the request. `on_answer` gets its response (later, if the node holds the request)."""
+        if not self.request.is_oneway:
+            self.connection.diverted[self.request.opaque] = on_answer
+        self._server.handle(self.connection, self.request)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Call `action` on the node's loop after `delay_s` seconds. May be called from any thread."""
+        loop = self._server.clock.loop
+        if delay_s <= 0:
+            loop.call_soon_threadsafe(action)
+        else:
+            loop.call_soon_threadsafe(loop.call_later, delay_s, action)
 
     def answer(self, answer: RemotingCommand) -> None:
         """Send a response as the node would."""
+        self.connection.respond(self.request, answer)
 
 
 Fault = Callable[[Exchange], None]
@@ -163,7 +179,10 @@ class Gate:
 
         Raises:
             TimeoutError: fewer arrived within `timeout_s`.
+            ConfigError: a number is out of range.
         """
+        check_int("count", count, 0, 2**31 - 1)
+        check_range("timeout_s", timeout_s, 0, LONGEST_S)
         with self._condition:
             if not self._condition.wait_for(lambda: len(self._waiting) >= count, timeout_s):
                 raise TimeoutError(f"{len(self._waiting)} of {count} requests reached the gate within {timeout_s:g} s")

@@ -1,18 +1,82 @@
-"""The entry of all messages into a broker: stored immediately, delayed, or kept as half messages."""
+"""The entry of all messages into a broker: stored immediately, delayed, or kept as half messages.
+
+Source: HookUtils, ScheduleMessageService.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING
 
 from pyrocket_consumer.protocol.codes import ResponseCode, SysFlag
 from pyrocket_consumer.protocol.message import PropertyName, StoredMessage
 from pyrocket_consumer.protocol.subscription import tag_hash
-from pyrocket_consumer.testing.broker_state import BrokerState, Refused
-from pyrocket_consumer.testing.message_store import AppendResult
-from pyrocket_consumer.testing.records import properties_of, properties_text, write_record
-from pyrocket_consumer.testing.schedule import Schedule
+from pyrocket_consumer.testing.message_store import AppendResult, properties_of, properties_text, write_record
+from pyrocket_consumer.testing.node import Clock, Refused
 from pyrocket_consumer.testing.topics import HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.testing.broker import Broker
+
+
+class Schedule:
+    """Delivers each message when it is due. Delivers messages that were due during a stop at the next start."""
+
+    def __init__(self, clock: Clock, deliver: Callable[[StoredMessage], None]) -> None:
+        self._clock = clock
+        self._deliver = deliver
+        self._due: list[tuple[float, int, StoredMessage]] = []
+        self._order = count()
+        self._running = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def add(self, message: StoredMessage, delay_s: float) -> None:
+        heappush(self._due, (self._clock.monotonic_s() + delay_s, next(self._order), message))
+        self._arm()
+
+    def start(self) -> None:
+        self._running = True
+        self._arm()
+
+    def stop(self) -> None:
+        self._running = False
+        self._disarm()
+
+    def take_over(self, other: Schedule) -> None:
+        """Take the pending messages of another schedule."""
+        for due_s, _, message in sorted(other._due, key=lambda due: due[:2]):
+            heappush(self._due, (due_s, next(self._order), message))
+        other.clear()
+        self._arm()
+
+    def clear(self) -> None:
+        self._due.clear()
+        self._disarm()
+
+    def _arm(self) -> None:
+        self._disarm()
+        if self._running and self._due:
+            self._timer = self._clock.loop.call_at(self._due[0][0], self._fire)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _fire(self) -> None:
+        # Add a millisecond, because a loop may call slightly early, and another timer for the rest is waste.
+        now = self._clock.monotonic_s() + 0.001
+        while self._due and self._due[0][0] <= now:
+            self._deliver(heappop(self._due)[2])
+        self._arm()
+
 
 TIMERS = {PropertyName.TIMER_DELAY_SEC: 1000, PropertyName.TIMER_DELAY_MS: 1, PropertyName.TIMER_DELIVER_MS: 1}
 """The properties that make a timer, in the order in which brokers check them, and their units in milliseconds."""
@@ -21,18 +85,11 @@ _TIMER_PRECISION_MS = 1000  # brokers keep timers by the second; each fires at t
 
 
 class Intake:
-    """Stores messages of one broker.
+    """Stores messages of one broker, and wakes the pulls that wait for them."""
 
-    Calls `arrived(topic, queue_id, tag_code)` for each, and `delivered()` after a delayed one.
-    """
-
-    def __init__(
-        self, state: BrokerState, arrived: Callable[[str, int, int], None], delivered: Callable[[], None]
-    ) -> None:
-        self._state = state
-        self._arrived = arrived
-        self._delivered = delivered
-        self.schedule = Schedule(state.clock, self._deliver)
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self.schedule = Schedule(broker.clock, self._deliver)
 
     def put(self, message: StoredMessage) -> AppendResult:
         """Store a message and return its position, which is in a system topic for a delayed or half message."""
@@ -42,7 +99,7 @@ class Intake:
             return self.store(_in_system_topic(half, HALF_TOPIC, 0))
         level = _number(properties.get(PropertyName.DELAY))
         if level > 0:
-            levels = self._state.config.delay_levels_s()
+            levels = self._broker.config.delay_levels_s()
             level = min(level, len(levels))
             message = replace(message, properties={**properties, PropertyName.DELAY: str(level)})
             result = self.store(_in_system_topic(message, SCHEDULE_TOPIC, level - 1))
@@ -55,16 +112,16 @@ class Intake:
 
     def store_now(self, message: StoredMessage) -> None:
         """Store a message in its real queue, and ignore its delay properties."""
-        self.store(replace(message, stored_at_ms=self._state.clock.now_ms()))
+        self.store(replace(message, stored_at_ms=self._broker.clock.now_ms()))
 
     def _deliver(self, message: StoredMessage) -> None:
         self.store_now(message)
-        self._delivered()
+        self._broker.on_timer()
 
     def store(self, message: StoredMessage) -> AppendResult:
         """Store a message unchanged, and wake the pulls that match it."""
         result, tag_code = self._append(message)
-        self._arrived(message.topic, message.queue_id, tag_code)
+        self._broker.pulls.arrived(message.topic, message.queue_id, tag_code)
         return result
 
     def store_all(self, messages: Iterable[StoredMessage]) -> list[AppendResult]:
@@ -76,14 +133,14 @@ class Intake:
             results.append(result)
             wake[message.topic, message.queue_id, tag_code] = None
         for arrived in wake:
-            self._arrived(*arrived)
+            self._broker.pulls.arrived(*arrived)
         return results
 
     def store_copies(self, message: StoredMessage, unique_keys: Iterable[str]) -> list[AppendResult]:
         """Store the same message under several unique keys, as a fast way to fill queues."""
         placeholder = "0" * 32
         properties = {**properties_of(message), PropertyName.UNIQUE_KEY: placeholder}
-        template = write_record(replace(message, properties=properties_text(properties, self._state.release)))
+        template = write_record(replace(message, properties=properties_text(properties, self._broker.release)))
         key_at = template.rindex(f"{PropertyName.UNIQUE_KEY}\x01{placeholder}".encode())
         key_at += len(PropertyName.UNIQUE_KEY) + 1
         tag_code, results = _tag_code(properties), []
@@ -91,17 +148,17 @@ class Intake:
             record = bytearray(template)
             record[key_at : key_at + 32] = key.encode()
             results.append(
-                self._state.store.append(message.topic, message.queue_id, record, tag_code, message.stored_at_ms)
+                self._broker.store.append(message.topic, message.queue_id, record, tag_code, message.stored_at_ms)
             )
         if results:
-            self._arrived(message.topic, message.queue_id, tag_code)
+            self._broker.pulls.arrived(message.topic, message.queue_id, tag_code)
         return results
 
     def _append(self, message: StoredMessage) -> tuple[AppendResult, int]:
         tag_code = _tag_code(properties_of(message))
-        text = properties_text(message.properties, self._state.release)
+        text = properties_text(message.properties, self._broker.release)
         record = write_record(replace(message, properties=text))
-        result = self._state.store.append(message.topic, message.queue_id, record, tag_code, message.stored_at_ms)
+        result = self._broker.store.append(message.topic, message.queue_id, record, tag_code, message.stored_at_ms)
         return result, tag_code
 
     def timer_out_ms(self, properties: dict[str, str]) -> int | None:
@@ -111,8 +168,8 @@ class Intake:
             Refused: the time is further away than timerMaxDelaySec, or is not a number.
         Source: HookUtils.transformTimerMessage.
         """
-        config, now_ms = self._state.config, self._state.clock.now_ms()
-        if not self._state.release.timers or _number(properties.get(PropertyName.DELAY)) > 0:
+        config, now_ms = self._broker.config, self._broker.clock.now_ms()
+        if not self._broker.release.timers or _number(properties.get(PropertyName.DELAY)) > 0:
             return None
         if decided := properties.get(PropertyName.TIMER_OUT_MS):
             return int(decided)
@@ -140,7 +197,7 @@ class Intake:
         return (due_ms - 1) // _TIMER_PRECISION_MS * _TIMER_PRECISION_MS
 
     def _put_timer(self, message: StoredMessage, properties: dict[str, str], out_ms: int) -> AppendResult:
-        now_ms = self._state.clock.now_ms()
+        now_ms = self._broker.clock.now_ms()
         properties = {**properties, PropertyName.TIMER_OUT_MS: str(out_ms), PropertyName.TIMER_ENQUEUE_MS: str(now_ms)}
         message = replace(message, properties=properties)
         result = self.store(_in_system_topic(message, TIMER_TOPIC, 0))
@@ -149,7 +206,7 @@ class Intake:
 
     def _delay(self, message: StoredMessage, delay_s: float) -> None:
         delivered = replace(message, properties=_with_real_queue(message))
-        self.schedule.add(delivered, delay_s * self._state.timing.delay_scale)
+        self.schedule.add(delivered, delay_s * self._broker.timing.delay_scale)
 
 
 def _in_system_topic(message: StoredMessage, topic: str, queue_id: int) -> StoredMessage:

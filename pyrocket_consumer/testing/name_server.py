@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import BrokerData, QueueData, TopicRoute
 from pyrocket_consumer.protocol import bodies
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
@@ -16,10 +15,8 @@ from pyrocket_consumer.protocol.command import (
     GetRouteInfoHeader,
     PutKvConfigHeader,
 )
-from pyrocket_consumer.protocol.frame import JSON_HEADER, RemotingCommand
-from pyrocket_consumer.testing.broker_state import Refused
-from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers, error_response
+from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.testing.node import Connection, Node, Refused
 from pyrocket_consumer.testing.release import Release
 from pyrocket_consumer.testing.topics import TopicConfig
 
@@ -29,16 +26,16 @@ _STANDARD_JSON_SINCE = 401
 _ORDER_NAMESPACE = "ORDER_TOPIC_CONFIG"
 
 
-class NameServer:
+class NameServer(Node):
     """Stores the brokers of each topic, as they registered. Loses all routes when it stops."""
 
     def __init__(self, release: Release) -> None:
-        self._release = release
+        super().__init__(release)
         self._brokers: dict[str, BrokerData] = {}
         self._topics: dict[str, dict[str, QueueData]] = {}
         self._settings: dict[str, dict[str, str]] = {}
         self.order_message_enable = False
-        self._handlers: Handlers = {
+        self._handlers = {
             RequestCode.GET_ROUTEINFO_BY_TOPIC: self.route,
             RequestCode.GET_BROKER_CLUSTER_INFO: self.cluster_info,
             RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER: self.topic_list,
@@ -113,37 +110,22 @@ class NameServer:
     # --- requests of clients
 
     def handle(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
-        handler = self._handlers.get(command.code)
-        if handler is None and not self._release.name_server_refuses_unknown_code:
+        if command.code not in self._handlers and not self.release.name_server_refuses_unknown_code:
             return None
-        try:
-            if handler is None:
-                raise Refused(ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f" request type {command.code} not supported")
-            response = handler(command, connection)
-        except Refused as refused:
-            response = error_response(command, refused)
-        except ProtocolError as error:
-            response = command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
-        if response is not None:
-            response.language, response.version = "JAVA", self._release.ordinal
-            response.header_type = command.header_type if self._release.mirrors_header_type else JSON_HEADER
-        return response
-
-    def lost(self, connection: Connection) -> None:
-        """Ignore the end of a connection, because a name server keeps no state of clients."""
+        return super().handle(command, connection)
 
     def route(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = GetRouteInfoHeader.from_fields(command.fields)
         route = self.topic_route(header.topic)
         if route is None:
-            remark = f"No topic route info in name server for the topic: {header.topic}{self._release.faq}"
+            remark = f"No topic route info in name server for the topic: {header.topic}{self.release.faq}"
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, remark)
         wants_standard = command.fields.get("acceptStandardJsonOnly", "").lower() == "true"
         standard = wants_standard or command.version >= _STANDARD_JSON_SINCE
         return command.make_response(body=bodies.encode_route(route, standard, self._acting_master()))
 
     def _acting_master(self) -> bool | None:
-        return False if self._release.routes_have_acting_master else None
+        return False if self.release.routes_have_acting_master else None
 
     def cluster_info(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         clusters: dict[str, tuple[str, ...]] = {}

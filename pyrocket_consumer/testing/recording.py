@@ -11,9 +11,11 @@ from inspect import iscoroutine
 from pathlib import Path
 from typing import NamedTuple
 
+from pyrocket_consumer.config import check_int, check_range
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.protocol.codes import request_name
 from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.testing.config import LONGEST_S
 
 STEP_S = 0.05
 
@@ -50,8 +52,7 @@ class Changes:
         """
         if not callable(condition):
             raise ConfigError(f"{condition!r} is not a condition; give a function, for example lambda: len(seen) == 3")
-        if not isinstance(timeout_s, (int, float)) or not timeout_s >= 0:
-            raise ConfigError(f"timeout_s={timeout_s!r} is not allowed; give 0 or more seconds")
+        check_range("timeout_s", timeout_s, 0, LONGEST_S)
         deadline = time.monotonic() + timeout_s
         while True:
             over = time.monotonic() >= deadline
@@ -117,6 +118,9 @@ class RequestLog:
         Raises:
             TimeoutError: fewer arrived within `timeout_s`; the text has their number.
         """
+        check_int("count", count, 0, 2**31 - 1)
+        if when is not None and not callable(when):
+            raise ConfigError(f"when={when!r} is not a condition; give a function of the request")
         found: list[Recorded] = []
 
         def enough() -> bool:

@@ -6,6 +6,7 @@ Source: Broker2Client, AdminBrokerProcessor.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
@@ -20,11 +21,13 @@ from pyrocket_consumer.protocol.command import (
 )
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import parse_offset_message_id
-from pyrocket_consumer.testing.broker_state import BrokerState, Refused
-from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.handlers import Handlers
-from pyrocket_consumer.testing.members import Member
-from pyrocket_consumer.testing.offset_requests import search_offset
+from pyrocket_consumer.testing.membership import Member
+from pyrocket_consumer.testing.node import Connection, Handlers, Refused
+from pyrocket_consumer.testing.offsets import search_offset
+
+if TYPE_CHECKING:
+    from pyrocket_consumer.testing.broker import Broker
+
 
 _RESETS_SINCE = 28
 _RELAYS_SINCE = 62
@@ -34,8 +37,8 @@ _NOT_SET = "not set any response code"
 class Relays:
     """Relays an admin's requests to the members of one broker's groups."""
 
-    def __init__(self, state: BrokerState) -> None:
-        self._state = state
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
 
     def handlers(self) -> Handlers:
         return {
@@ -44,10 +47,6 @@ class Relays:
             RequestCode.GET_CONSUMER_RUNNING_INFO: self.running_info,
             RequestCode.CONSUME_MESSAGE_DIRECTLY: self.consume_directly,
         }
-
-    def _as_broker(self, command: RemotingCommand) -> RemotingCommand:
-        command.language, command.version = "JAVA", self._state.release.ordinal
-        return command
 
     # --- one member: 307, 309
 
@@ -62,12 +61,12 @@ class Relays:
             commit_log_offset = parse_offset_message_id(header.msg_id or "")[2]
         except ProtocolError as error:
             raise Refused(ResponseCode.SYSTEM_ERROR, f"{error}") from error
-        found = self._state.store.record_at(commit_log_offset)
+        found = self._broker.store.record_at(commit_log_offset)
         if found is None:
             remark = f"java.lang.NullPointerException: no message at {commit_log_offset}"
             raise Refused(ResponseCode.SYSTEM_ERROR, remark)
-        fields = {**command.fields, "brokerName": self._state.config.broker_name}
-        if self._state.release.is_v5:
+        fields = {**command.fields, "brokerName": self._broker.config.broker_name}
+        if self._broker.release.is_v5:
             fields.update(topicSysFlag="0", groupSysFlag="0")
         relayed = RemotingCommand(command.code, fields, found[1])
         self._relay(command, connection, header.consumer_group, header.client_id or "", relayed)
@@ -75,7 +74,7 @@ class Relays:
     def _relay(
         self, command: RemotingCommand, connection: Connection, group: str, client_id: str, relayed: RemotingCommand
     ) -> None:
-        online = self._state.members.group(group)
+        online = self._broker.members.group(group)
         member = online.find(client_id) if online is not None else None
         if member is None:
             raise Refused(ResponseCode.SYSTEM_ERROR, f"The Consumer <{group}> <{client_id}> not online")
@@ -88,17 +87,17 @@ class Relays:
 
         def on_response(response: RemotingCommand | None) -> None:
             if response is None:
-                remark = f"consumer <{group}> <{client_id}> Timeout: {self._state.timing.relay_timeout_s:g} s"
-                response = self._as_broker(command.make_response(ResponseCode.CONSUME_MSG_TIMEOUT, remark))
+                remark = f"consumer <{group}> <{client_id}> Timeout: {self._broker.timing.relay_timeout_s:g} s"
+                response = self._broker.as_sender(command.make_response(ResponseCode.CONSUME_MSG_TIMEOUT, remark))
             connection.respond(command, response)  # the member's own code, remark, fields, language and body
 
-        member.connection.call(self._as_broker(relayed), self._state.timing.relay_timeout_s, on_response)
+        member.connection.call(self._broker.as_sender(relayed), self._broker.timing.relay_timeout_s, on_response)
 
     # --- every member: 223
 
     def status(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
         header = GetConsumerStatusHeader.from_fields(command.fields)
-        online = self._state.members.group(header.group)
+        online = self._broker.members.group(header.group)
         if online is None:
             raise Refused(
                 ResponseCode.SYSTEM_ERROR,
@@ -113,7 +112,7 @@ class Relays:
 
         def finish() -> None:
             response = command.make_response(remark=_NOT_SET, body=encode_consumer_status_table(found))
-            connection.respond(command, self._as_broker(response))
+            connection.respond(command, self._broker.as_sender(response))
 
         self._request_each(queried, header, found, finish)
         return None
@@ -142,25 +141,27 @@ class Relays:
         status_request = RemotingCommand(
             RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, {"topic": header.topic, "group": header.group}
         )
-        member.connection.call(self._as_broker(status_request), self._state.timing.status_timeout_s, on_response)
+        member.connection.call(
+            self._broker.as_sender(status_request), self._broker.timing.status_timeout_s, on_response
+        )
 
     # --- resets: 222
 
     def reset(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         header = ResetOffsetHeader.from_fields(command.fields)
-        if self._state.release.has_server_side_reset and self._state.config.use_server_side_reset_offset:
+        if self._broker.release.has_server_side_reset and self._broker.config.use_server_side_reset_offset:
             targets = self._reset_at_broker(header)
             return command.make_response(body=encode_offset_table(targets))
         targets = self._reset_at_members(header, command.language)
         return command.make_response(remark=_NOT_SET, body=encode_offset_table(targets))
 
     def _queue(self, topic: str, queue_id: int) -> MessageQueue:
-        return MessageQueue(topic, self._state.config.broker_name, queue_id)
+        return MessageQueue(topic, self._broker.config.broker_name, queue_id)
 
     def _reset_at_members(self, header: ResetOffsetHeader, language: str) -> dict[MessageQueue, int]:
         """Compute targets and send them to every member (220). Do not change committed offsets."""
-        state, release = self._state, self._state.release
-        topic = state.topics.get(header.topic)
+        broker, release = self._broker, self._broker.release
+        topic = broker.topics.get(header.topic)
         if topic is None:
             raise Refused(
                 release.reset_unknown_topic,
@@ -168,17 +169,17 @@ class Relays:
             )
         targets: dict[MessageQueue, int] = {}
         for queue_id in range(topic.write_queues):
-            committed = state.offsets.committed(header.topic, header.group, queue_id)
+            committed = broker.offsets.committed(header.topic, header.group, queue_id)
             if committed is None or committed < 0:
                 raise Refused(ResponseCode.SYSTEM_ERROR, f"THe consumer group <{header.group}> not exist")
             if header.timestamp == -1:
-                target = state.store.max_offset(header.topic, queue_id)
+                target = broker.store.max_offset(header.topic, queue_id)
             else:
-                target = search_offset(state, header.topic, queue_id, header.timestamp)
+                target = search_offset(broker, header.topic, queue_id, header.timestamp)
             if not header.is_force:
                 target = min(target, committed)
             targets[self._queue(header.topic, queue_id)] = max(0, target)
-        online = state.members.group(header.group)
+        online = broker.members.group(header.group)
         if online is None:
             raise Refused(
                 ResponseCode.CONSUMER_NOT_ONLINE,
@@ -199,33 +200,33 @@ class Relays:
                 oneway=True,
                 code=RequestCode.RESET_CONSUMER_CLIENT_OFFSET,
             )
-            member.connection.oneway(self._as_broker(notice))
+            member.connection.oneway(self._broker.as_sender(notice))
         return targets
 
     def _reset_at_broker(self, header: ResetOffsetHeader) -> dict[MessageQueue, int]:
         """Store targets and mark their queues. The next pull of each queue gets OFFSET_RESET."""
-        state, release = self._state, self._state.release
-        if state.is_slave:
+        broker, release = self._broker, self._broker.release
+        if broker.is_slave:
             raise Refused(ResponseCode.SYSTEM_ERROR, "can not reset offset in slave broker")
-        topic = state.topics.get(header.topic)
+        topic = broker.topics.get(header.topic)
         if topic is None:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"Topic {header.topic} does not exist")
-        if header.group not in state.groups:
+        if header.group not in broker.groups:
             raise Refused(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"Group {header.group} does not exist")
         targets = {
             queue_id: self._target(header, queue_id)
             for queue_id in (range(topic.read_queues) if header.queue_id in (None, -1) else [header.queue_id])
             if queue_id is not None
         }
-        had_offsets = bool(state.offsets.table(header.topic, header.group))
+        had_offsets = bool(broker.offsets.table(header.topic, header.group))
         for queue_id, target in targets.items():
             if release.reset_always_commits or had_offsets:
-                state.offsets.commit(header.topic, header.group, queue_id, target)
-            state.offsets.mark(header.topic, header.group, queue_id, target)
+                broker.offsets.commit(header.topic, header.group, queue_id, target)
+            broker.offsets.mark(header.topic, header.group, queue_id, target)
         return {self._queue(header.topic, queue_id): target for queue_id, target in targets.items()}
 
     def _target(self, header: ResetOffsetHeader, queue_id: int) -> int:
-        store = self._state.store
+        store = self._broker.store
         low, high = store.min_offset(header.topic, queue_id), store.max_offset(header.topic, queue_id)
         if header.queue_id not in (None, -1) and header.offset not in (None, -1):
             target = header.offset or 0
@@ -236,4 +237,4 @@ class Relays:
             return target
         if header.timestamp < 0:
             return high
-        return search_offset(self._state, header.topic, queue_id, header.timestamp)
+        return search_offset(self._broker, header.topic, queue_id, header.timestamp)

@@ -18,7 +18,7 @@ class Release:
     """
 
     def __init__(self, name: str) -> None:
-        found = re.fullmatch(r"(\d)\.(\d)\.(\d)", name)
+        found = re.fullmatch(r"(\d)\.(\d)\.(\d)", name) if isinstance(name, str) else None
         number = tuple(int(part) for part in found.groups()) if found else ()
         if len(number) != 3 or not (4, 9, 4) <= number <= (5, 5, 9):
             raise ConfigError(f"version {name!r} is not a release from 4.9.4 to 5.5.x, such as '4.9.7' or '5.5.0'")

@@ -10,27 +10,16 @@ import struct
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.protocol.frame import FrameBuffer, RemotingCommand
-from pyrocket_consumer.testing.clock import Clock, Timer
-from pyrocket_consumer.testing.connection import Connection
-from pyrocket_consumer.testing.faults import Faults, apply_fault
+from pyrocket_consumer.testing.faults import Exchange, Faults, apply_fault
+from pyrocket_consumer.testing.node import Clock, Connection, Node, Timer
 from pyrocket_consumer.testing.recording import Changes, Recorded, RequestLog
 from pyrocket_consumer.transport.forks import close_in_children
 
 _LINGER_ZERO = struct.pack("ii", 1, 0)  # close() sends RST at once and forgets what is unsent
-
-
-class Node(Protocol):
-    """A broker or a name server, which a server gives commands. It uses no sockets."""
-
-    def handle(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
-        """Return the response, or None if it follows later through `connection.respond`, or never."""
-
-    def lost(self, connection: Connection) -> None:
-        """Handle the end of a connection."""
 
 
 class Server:
@@ -173,7 +162,7 @@ class Server:
         try:
             fault = self.faults.take(command)
             if fault is not None:
-                apply_fault(fault, _SocketExchange(self, connection, command))
+                apply_fault(fault, Exchange(self, connection, command))
         except Exception as error:  # raised by the test's fault or condition; closing the cluster raises it again
             self.on_failure(self.address, error)
             connection.close(True)
@@ -200,30 +189,6 @@ class Server:
         protocol.connection.lost()
         self.node.lost(protocol.connection)
         self.changes.notify()
-
-
-class _SocketExchange:
-    """The exchange of a fault: one request on one connection of a server."""
-
-    def __init__(self, server: Server, connection: Connection, request: RemotingCommand) -> None:
-        self.request = request
-        self.connection = connection
-        self._server = server
-
-    def handle(self, on_answer: Callable[[RemotingCommand], None]) -> None:
-        if not self.request.is_oneway:
-            self.connection.diverted[self.request.opaque] = on_answer
-        self._server.handle(self.connection, self.request)
-
-    def answer(self, answer: RemotingCommand) -> None:
-        self.connection.respond(self.request, answer)
-
-    def later(self, delay_s: float, action: Callable[[], None]) -> None:
-        loop = self._server.clock.loop
-        if delay_s <= 0:
-            loop.call_soon_threadsafe(action)
-        else:
-            loop.call_soon_threadsafe(loop.call_later, delay_s, action)
 
 
 class _ServerProtocol(asyncio.BufferedProtocol):

@@ -88,13 +88,13 @@ class TopicConfig:
 class Topics:
     """The topics of one broker. It calls `changed` after each change, to register them at the name servers."""
 
-    def __init__(self, config: BrokerConfig, levels: int, changed: Callable[[], None]) -> None:
+    def __init__(self, config: BrokerConfig, changed: Callable[[], None]) -> None:
         self._config = config
         self._changed = changed
         self._topics: dict[str, TopicConfig] = {}
         for name, queues, perm in (
             (DEFAULT_TOPIC, config.default_topic_queue_nums, READ_WRITE | PERM_INHERIT),
-            (SCHEDULE_TOPIC, levels, READ_WRITE),
+            (SCHEDULE_TOPIC, len(config.delay_levels_s()), READ_WRITE),
             (HALF_TOPIC, 1, READ_WRITE),
             ("SELF_TEST_TOPIC", 1, READ_WRITE),
             ("OFFSET_MOVED_EVENT", 1, READ_WRITE),

@@ -123,7 +123,7 @@ def when_the_head_is_written(embedded, write) -> None:
 
     def fault(exchange):
         exchange.handle(exchange.answer)
-        write(embedded.broker("broker-a").core.state.offsets)
+        write(embedded.broker("broker-a").core.offsets)
 
     embedded.broker("broker-a").on(
         RequestCode.UPDATE_CONSUMER_OFFSET, fault, when=lambda command: command.fields["queueId"] == str(area().head)
@@ -495,7 +495,7 @@ def test_an_old_broker_with_a_java_member_resets_only_all_queues():
 
 def test_a_mark_that_waits_is_replaced_when_nobody_is_online(embedded, admin):
     consumed_before(embedded, "T", "G", 10)
-    embedded.call(lambda: embedded.broker("broker-a").core.state.offsets.mark("T", "G", 0, 1))
+    embedded.call(lambda: embedded.broker("broker-a").core.offsets.mark("T", "G", 0, 1))
     assert reset(admin, "G", "T", {queue("T", 0): 3, queue("T", 1): 4}).verified
     with consuming(embedded, "T", "G") as (_, again):
         again.wait(lambda seen: len(seen.messages) >= 3)

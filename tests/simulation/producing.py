@@ -307,7 +307,7 @@ class ProducerScenario:
 
     def _with_topic(self) -> list[str]:
         """Return the brokers that have the topic."""
-        return [broker.name for broker in self.embedded.brokers if TOPIC in broker.core.state.topics]
+        return [broker.name for broker in self.embedded.brokers if TOPIC in broker.core.topics]
 
     def _disturb(self, node: EmbeddedNode, kind: str, seconds: float) -> None:
         """Make a broker faulty for a while."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pyrocket_consumer import ConfigError
-from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.testing import EmbeddedCluster, Gate
 from tests.for_each import for_each
 
 NO_NAMES = ["bad name!", "", 5, None, b"T", "x" * 128, ["T"], "ö"]
@@ -20,10 +20,14 @@ CALLS = {
             "write_queues": [-1, "4", True],
             "perm": [-1, 8, "rw", None],
             "order": ["yes", 1],
-            "brokers": [5, [5], b"broker-a"],
+            "brokers": [5, [5], b"broker-a", ["broker-z"]],
         },
     ),
     "delete_topic": ({"name": "T"}, {"name": NO_NAMES}),
+    "broker": ({"name": "broker-a"}, {"name": ["broker-z", "broker-a-1", 5, None, []]}),
+    "switch_master": ({"name": "broker-a"}, {"name": ["broker-z", 5, None, []]}),
+    "committed": ({"group": "G", "topic": "T"}, {"broker_name": ["broker-z", 5]}),
+    "members": ({"group": "G"}, {"broker_name": ["broker-z", 5]}),
     "send": (
         {"topic": "T"},
         {
@@ -35,7 +39,7 @@ CALLS = {
             "properties": [5, "a=b", {"a": 1}, {1: "a"}],
             "queue_id": [-1, "0", True],
             "delay_level": [-1, "1", None],
-            "broker_name": [5, ""],
+            "broker_name": [5, "", "broker-z", []],
             "stored_at_ms": [-1, "now", 1.5],
         },
     ),
@@ -49,7 +53,13 @@ BROKER_CALLS = {
             "offsets": [5, None, [1], {"0": 1}, {0: "1"}, {0: None}],
         },
     ),
-    "create_group": ({"group": "H"}, {"group": NO_NAMES}),
+    "create_group": ({"group": "H"}, {"group": NO_NAMES, "retryMaxTimes": ["many"], "consumeEnable": [1j]}),
+    "delete_before": ({"topic": "T", "queue_id": 0, "offset": 0}, {"offset": ["1", None, -1, 0.5]}),
+    "truncate": ({"topic": "T", "queue_id": 0, "offset": 1}, {"offset": ["1", None, -1, 0.5]}),
+    "wait_for": (
+        {"code": 1, "count": 0, "timeout_s": 0},
+        {"count": ["1", None, -1], "timeout_s": ["1", None, -1], "when": [5, "always"]},
+    ),
 }
 TABLE = [
     (owner, method, name)
@@ -79,8 +89,30 @@ def test_a_wrong_argument_raises_and_changes_nothing(cluster, owner, method, nam
     assert cluster.committed("G", "T") == {}
 
 
-@for_each("option", ["slaves", "name_servers", "port", "side_by_side_s"])
-@for_each("value", ["1", None, True, -1, [1]])
+NO_NUMBERS = ["1", None, True, -1, [1]]
+WRONG_OPTIONS = {
+    **dict.fromkeys(["slaves", "name_servers", "port", "side_by_side_s", "record_limit"], NO_NUMBERS),
+    **dict.fromkeys(
+        ["member_expiry_s", "flush_offsets_s", "idle_timeout_s", "delay_scale", "lock_expiry_s"], NO_NUMBERS
+    ),
+    "seed": ["1", None, 0.5],
+    "first_port": ["1", 0.5],
+    "brokers": [None, 0.5, "broker-a", [], [5], True, 27],
+    "version": [None, 5, ["5.5.0"], "five"],
+    "cluster_name": [None, 5, "", "a b"],
+    "settings": [5, ["brokerPermission"], {"brokerPermission": "all"}, {"messageDelayLevel": "soon"}, {5: 5}],
+    "account": [5, "ak:sk", ("ak",), ("ak", 5), ("ak", "")],
+    "tls": [True, "cert.pem"],
+}
+
+
+@for_each("option, value", [(option, value) for option, values in WRONG_OPTIONS.items() for value in values])
 def test_wrong_options_raise_before_the_start(option, value):
-    with pytest.raises(ConfigError, match=option):
+    with pytest.raises(ConfigError, match="messageDelayLevel" if "soon" in str(value) else option[:7]):
         EmbeddedCluster(**{option: value})
+
+
+def test_a_gate_refuses_a_wrong_number_of_requests():
+    for count, timeout_s in (("1", 0), (None, 0), (-1, 0), (1, "1"), (1, None), (1, -1)):
+        with pytest.raises(ConfigError, match="count" if timeout_s == 0 else "timeout_s"):
+            Gate().wait_held(count, timeout_s)

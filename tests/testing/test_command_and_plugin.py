@@ -76,12 +76,12 @@ def test_it_ends_with_its_standard_input() -> None:
         ("--topic", "a:b", "orders:4"),
         ("--topic", "a:0", "queues=0 is not allowed; it must be a whole number from 1 to"),
         ("--brokers", "0", "26"),
-        ("--slaves", "-1", "slaves=-1; give 0 to"),
-        ("--port", "99999", "port=99999; give 0 to 65535"),
+        ("--slaves", "-1", "slaves=-1 is not allowed; it must be a whole number from 0 to"),
+        ("--port", "99999", "port=99999 is not allowed; it must be a whole number from 0 to 65535"),
         ("--fill", "-1", "'-1' is not a number from 0 on"),
         ("--body-bytes", "1k", "'1k' is not a number from 0 on"),
-        ("--delay-scale", "-1", "delay_scale is -1.0; give"),
-        ("--delay-scale", "nan", "delay_scale is nan; give"),
+        ("--delay-scale", "-1", "delay_scale=-1.0 is not allowed; it must be a number from 0 to"),
+        ("--delay-scale", "nan", "delay_scale=nan is not allowed; it must be a number from 0 to"),
     ],
 )
 def test_wrong_arguments_are_explained(capsys, option: str, value: str, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol import bodies, fastjson
 from pyrocket_consumer.protocol.codes import RequestCode
-from pyrocket_consumer.testing.queue_locks import QueueLocks
+from pyrocket_consumer.testing.membership import QueueLocks
 from tests.testing.brokers import broker_and_client, every_version
 from tests.testing.raw_client import RawClient
 
@@ -70,7 +70,7 @@ def test_notices_of_broadcasting_groups_ended_with_5_3_1(broker, client, version
         client.wait_received(NOTIFY)
     else:
         assert client.is_silent()
-    assert broker.core.state.topics.get("%RETRY%G") is not None
+    assert broker.core.topics.get("%RETRY%G") is not None
 
 
 def test_notices_can_be_switched_off(broker, client):
@@ -129,7 +129,7 @@ def test_groups_that_brokers_do_not_create(version: str) -> None:
     with broker_and_client(version=version, auto_create_groups=False) as (broker, client):
         assert client.heartbeat("G", "T").code == 0
         assert members(client) == (["c1"] if version == "4.9.7" else [])
-        assert broker.core.state.topics.get("%RETRY%G") is None
+        assert broker.core.topics.get("%RETRY%G") is None
         assert client.pull("T", 0, 0, sysFlag=0).code == 26
 
 
@@ -146,9 +146,9 @@ def test_a_silent_member_expires_and_its_connection_is_closed() -> None:
 def test_a_producer_that_unregisters_is_no_producer(broker, client):
     beat = bodies.encode_heartbeat(bodies.HeartbeatData("c1", producers=("P",)))
     assert client.call(RequestCode.HEART_BEAT, body=beat).code == 0
-    assert len(broker.core.state.members.producers("P")) == 1
+    assert len(broker.core.members.producers("P")) == 1
     client.call(RequestCode.UNREGISTER_CLIENT, {"clientID": "c1", "producerGroup": "P"})
-    assert broker.core.state.members.producers("P") == []
+    assert broker.core.members.producers("P") == []
 
 
 # --- locks

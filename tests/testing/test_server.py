@@ -63,5 +63,5 @@ def test_a_killed_broker_loses_the_requests_that_it_had_not_started() -> None:
 
 @pytest.mark.parametrize("side_by_side_s", [-1, 61, float("nan")])
 def test_side_by_side_s_has_limits(side_by_side_s: float) -> None:
-    with pytest.raises(ConfigError, match="side_by_side_s=.* give 0 to 60"):
+    with pytest.raises(ConfigError, match="side_by_side_s=.* from 0 to 60"):
         EmbeddedCluster(side_by_side_s=side_by_side_s)

@@ -188,7 +188,7 @@ def test_a_client_that_is_always_newer_blocks_no_admin_forever(embedded, broker,
 
         def write_a_newer_head(exchange):
             exchange.handle(exchange.answer)
-            broker.core.state.offsets.commit(RETRY, "G", area.head, next(newer))
+            broker.core.offsets.commit(RETRY, "G", area.head, next(newer))
 
         plan = admin.plan_reset("G", "T", "earliest")
         embedded.broker("broker-a").on(RequestCode.UPDATE_CONSUMER_OFFSET, write_a_newer_head, times=None)
