@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 import orjson
 
+from pyrocket_consumer.cluster.pull_core import pull_header
+from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.command import PullTemplate
 from pyrocket_consumer.protocol.frame import MAX_FRAME_BYTES
 
 _PREFIX = struct.Struct(">II")
 _LENGTH = struct.Struct(">I")
-_WITH_SUBSCRIPTION = 4  # sysFlag: no commit, no suspend, and no known group member
 
 
 def raw_pull(
@@ -40,11 +41,11 @@ def raw_pull(
     connection = socket.create_connection((host, int(port)), timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     pulls = [
-        PullTemplate(group, topic, queue_id, pull_batch, 0, 0, broker_name, expression="*").encode
-        for queue_id in range(queues)
+        PullTemplate(pull_header(group, queue, 0, pull_batch, Subscription(topic)).to_fields()).encode
+        for queue in (MessageQueue(topic, broker_name, queue_id) for queue_id in range(queues))
     ]
     # The opaque is the queue id, because one pull of each queue is in progress.
-    connection.sendall(b"".join(pull(queue_id, 0, _WITH_SUBSCRIPTION) for queue_id, pull in enumerate(pulls)))
+    connection.sendall(b"".join(pull(0, queue_id) for queue_id, pull in enumerate(pulls)))
     buffer = bytearray(2 * MAX_FRAME_BYTES)
     view, start, end = memoryview(buffer), 0, 0
     count, next_look, step = 0, 0, max(total // 100, 1)
@@ -64,7 +65,7 @@ def raw_pull(
             answer = load(view[start + 8 : body])
             if answer["code"] == ResponseCode.SUCCESS:
                 queue_id, following = answer["opaque"], int(answer["extFields"]["nextBeginOffset"])
-                again.append(pulls[queue_id](queue_id, following, _WITH_SUBSCRIPTION))
+                again.append(pulls[queue_id](following, queue_id))
                 bodies.append((body, stop))
             elif answer["code"] != ResponseCode.PULL_NOT_FOUND:  # it is the end of that queue
                 raise ConnectionAbortedError(f"a pull was answered {answer['code']}: {answer.get('remark')}")

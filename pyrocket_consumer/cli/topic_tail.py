@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.offset_lookup import TOOLS_GROUP
+from pyrocket_consumer.cluster.pull_core import PullCore, PullRequest
 from pyrocket_consumer.errors import BrokerError, PermissionDenied, RocketError
-from pyrocket_consumer.model import MessageQueue, PullResponse, PullStatus, Subscription, TopicRoute
+from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullStatus, Subscription, TopicRoute
 from pyrocket_consumer.protocol.message import Message
-from pyrocket_consumer.transport.backoff import Backoff
 
 MAX_MESSAGES = 4096
 """Most messages to keep of all queues while they are merged; at least one of each."""
@@ -21,25 +21,20 @@ MAX_MESSAGES = 4096
 _LARGEST_PULL = 32
 _TRIES = 3
 _PAUSE_S = 1.0
-_IDLE_PAUSES = Backoff(0.02, _PAUSE_S, free=_TRIES)
-_UNHELD_S = 0.5
 _HOLD_S = 15.0
 
 
 @dataclass(slots=True, eq=False)
 class _QueueCursor:
-    """One queue: its next offset, its end offset, and the messages that were pulled and not yet returned."""
+    """One queue: its pulls, its end offset, and the messages that were pulled and not yet returned."""
 
-    queue: MessageQueue
-    position: int
+    core: PullCore
     end: int
     pulled: deque[Message] = field(default_factory=deque)
-    empty_responses: int = 0
-    """Immediate responses in a row that had no message and hardly advanced."""
 
     @property
     def has_more(self) -> bool:
-        return self.position < self.end
+        return self.core.next_offset < self.end
 
 
 class TopicTailer:
@@ -59,10 +54,13 @@ class TopicTailer:
         self._cluster = cluster
         self._subscription = subscription
         self._report = report
-        self._cursors = [_QueueCursor(queue, begins[queue], ends[queue]) for queue in sorted(begins)]
-        self._pull_size = max(1, min(_LARGEST_PULL, MAX_MESSAGES // max(1, len(self._cursors))))
+        self._pull_size = max(1, min(_LARGEST_PULL, MAX_MESSAGES // max(1, len(begins))))
+        self._cursors = [self._cursor(queue, begins[queue], ends[queue]) for queue in sorted(begins)]
         self._arrived: asyncio.Queue[Message | RocketError] = asyncio.Queue(MAX_MESSAGES)
         self._reported: set[str] = set()  # unreachable brokers
+
+    def _cursor(self, queue: MessageQueue, begin: int, end: int) -> _QueueCursor:
+        return _QueueCursor(PullCore(queue, begin, self._pull_size), end)
 
     async def next_messages(self) -> list[Message]:
         """Return the next messages before the ends, the oldest first; none if all were returned.
@@ -89,28 +87,26 @@ class TopicTailer:
 
     async def _fill(self, cursor: _QueueCursor) -> None:
         """Pull once, and again after an error that may pass."""
+        core, position = cursor.core, cursor.core.next_offset
         for tries_left in reversed(range(_TRIES)):
             try:
-                response, messages = await self._pull(cursor, 0)
+                status, messages = await self._pull(core, 0)
                 break
             except RocketError as error:
                 if tries_left == 0 or (isinstance(error, BrokerError) and not error.retryable):
                     raise
                 await asyncio.sleep(_PAUSE_S)
-        if response.status is PullStatus.NO_NEW_MESSAGE or response.next_offset <= cursor.position:
-            cursor.end = cursor.position  # the queue has no more messages, so the reported end was wrong
-        else:
-            cursor.pulled.extend(each for each in messages if each.queue_offset < cursor.end)
-            cursor.position = response.next_offset
+        if status is PullStatus.NO_NEW_MESSAGE or core.next_offset <= position:
+            cursor.end = core.next_offset = position  # there are no more messages, so the reported end was wrong
+        cursor.pulled.extend(each for each in messages if each.queue_offset < cursor.end)
 
-    async def _pull(self, cursor: _QueueCursor, hold_s: float) -> tuple[PullResponse, list[Message]]:
-        if cursor.empty_responses > _TRIES:  # some brokers hold no pull, or advance by a few offsets only
-            await asyncio.sleep(_IDLE_PAUSES.pause_s(cursor.empty_responses))
-        requested_at = self._cluster.loop.time()
+    async def _pull(self, core: PullCore, hold_s: float) -> tuple[PullStatus, list[Message]]:
+        """Return the result of the next pull. Pause after it if the broker holds no pull, or hardly advances."""
+        queue, pull = core.queue, PullRequest(core.next_offset, self._pull_size, MASTER_ID, self._cluster.loop.time())
         try:
-            response, messages = await self._cluster.broker(cursor.queue.broker_name).pull(
-                cursor.queue,
-                cursor.position,
+            response, messages = await self._cluster.broker(queue.broker_name).pull(
+                queue,
+                pull.offset,
                 group=TOOLS_GROUP,
                 subscription=self._subscription,
                 max_messages=self._pull_size,
@@ -119,28 +115,28 @@ class TopicTailer:
         except PermissionDenied as error:
             error.add_note(f"Without --group, the account needs the right to subscribe with group {TOOLS_GROUP}.")
             raise
-        if response.status is PullStatus.OFFSET_MOVED and response.next_offset != cursor.position:
-            self._report(f"{cursor.queue} has nothing at {cursor.position}; continuing at {response.next_offset}")
-        far = (
-            response.status is PullStatus.NO_MATCHED_MESSAGE and response.next_offset >= cursor.position + _LARGEST_PULL
-        )
-        was_held = self._cluster.loop.time() - requested_at > _UNHELD_S
-        cursor.empty_responses = 0 if messages or far or was_held else cursor.empty_responses + 1
-        return response, messages
+        if response.status is PullStatus.OFFSET_MOVED and response.next_offset != pull.offset:
+            self._report(f"{queue} has nothing at {pull.offset}; continuing at {response.next_offset}")
+        pause_s = core.advance(pull, response, self._cluster.loop.time())
+        if messages:
+            core.progressed(True)
+        elif pause_s:
+            await asyncio.sleep(pause_s)
+        return response.status, messages
 
     # --- new messages
 
     def follow(self, new_queues: bool) -> None:
         """Begin to wait for messages; with `new_queues` also in queues that the topic gets later."""
         for cursor in self._cursors:
-            self._cluster.spawn(self._follow(cursor), f"follow {cursor.queue}")
+            self._cluster.spawn(self._follow(cursor), f"follow {cursor.core.queue}")
         if new_queues:
             self._cluster.on_route_changed(self._follow_new)
 
     def _follow_new(self, topic: str, route: TopicRoute) -> None:
         if topic == self._subscription.topic:
-            for queue in sorted(set(route.consume_queues()) - {each.queue for each in self._cursors}):
-                cursor = _QueueCursor(queue, 0, 0)
+            for queue in sorted(set(route.consume_queues()) - {each.core.queue for each in self._cursors}):
+                cursor = self._cursor(queue, 0, 0)
                 self._cursors.append(cursor)
                 self._cluster.spawn(self._follow(cursor), f"follow {queue}")
 
@@ -161,10 +157,10 @@ class TopicTailer:
         return found
 
     async def _follow(self, cursor: _QueueCursor) -> None:
-        name = cursor.queue.broker_name
+        name = cursor.core.queue.broker_name
         while True:
             try:
-                response, messages = await self._pull(cursor, _HOLD_S)
+                _, messages = await self._pull(cursor.core, _HOLD_S)
             except RocketError as error:
                 if isinstance(error, BrokerError) and not error.retryable:
                     await self._arrived.put(error)
@@ -175,7 +171,6 @@ class TopicTailer:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             self._reported.discard(name)
-            cursor.position = response.next_offset
             for message in messages:
                 await self._arrived.put(message)
 

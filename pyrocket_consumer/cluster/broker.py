@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Container
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from pyrocket_consumer.cluster.pull_core import HOLD_TICK_S, PULL_CODES, pull_header, read_pull_response
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus, Subscription
@@ -15,7 +16,7 @@ from pyrocket_consumer.protocol.bodies import (
     decode_lock_response,
     encode_lock_request,
 )
-from pyrocket_consumer.protocol.codes import PullFlag, RequestCode, ResponseCode, version_ordinal
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, version_ordinal
 from pyrocket_consumer.protocol.command import (
     ConsumerSendMsgBackHeader,
     GetConsumerListByGroupHeader,
@@ -24,7 +25,6 @@ from pyrocket_consumer.protocol.command import (
     Header,
     LockBatchHeader,
     OffsetResponseHeader,
-    PullMessageHeader,
     QueryConsumerOffsetHeader,
     SearchOffsetHeader,
     SendMessageHeader,
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 
 H = TypeVar("H", bound=Header)
 
-HOLD_TICK_S = 5.0
-"""How often a broker checks held pulls. A response may arrive that much after the hold time."""
-
 DEGRADED_CODES = frozenset(
     {
         ResponseCode.FLUSH_DISK_TIMEOUT,
@@ -67,18 +64,6 @@ STORED_CODES = DEGRADED_CODES | {ResponseCode.SUCCESS}
 
 MAX_MEMBERS = 10_000
 """The most members that a response may list. Larger groups do not exist, because each member lists all others."""
-
-_PULL_CODES = frozenset(status.value for status in PullStatus)
-MAX_READ_AHEAD = 1024
-"""How far the next offset of a pull response may be beyond its max offset, because brokers read the max offset first.
-
-For one pull they scan 800 entries of the queue, or `max_messages` if that is more, at most 1024.
-"""
-
-_MAX_LONG = (1 << 63) - 1
-
-RESET_REMARK = "OFFSET_RESET"
-"""The remark that marks a corrected offset as a reset made at the broker."""
 
 _STORED_REMARKS = frozenset({"FLUSH_DISK_TIMEOUT", "FLUSH_SLAVE_TIMEOUT", "SLAVE_NOT_AVAILABLE"})
 """Remarks of errors to a send back that mean "stored, but not flushed or replicated in time"."""
@@ -130,21 +115,9 @@ class Broker:
         is the one that the last response suggested.
         """
         address = await self._address(queue.topic, broker_id, any_id=True)
-        header = PullMessageHeader(
-            consumer_group=group,
-            topic=queue.topic,
-            queue_id=queue.queue_id,
-            queue_offset=offset,
-            max_msg_nums=max_messages,
-            sys_flag=PullFlag.SUBSCRIPTION | (PullFlag.SUSPEND if hold_s > 0 else 0),
-            suspend_timeout_millis=round(hold_s * 1000),
-            sub_version=subscription.version,
-            subscription=subscription.expression,
-            expression_type=subscription.expression_type,
-            broker_name=self.name,
-        )
+        header = pull_header(group, queue, offset, max_messages, subscription, hold_s=hold_s)
         timeout_s = hold_s + HOLD_TICK_S + self._cluster.config.call_timeout_s
-        response = await self._cluster.call(address, header, timeout_s=timeout_s, accept=_PULL_CODES)
+        response = await self._cluster.call(address, header, timeout_s=timeout_s, accept=PULL_CODES)
         found = read_pull_response(response, offset)
         if found.status is not PullStatus.FOUND:
             return found, []
@@ -433,54 +406,6 @@ def _read_offset(response: RemotingCommand) -> int:
     if offset > MAX_RECORDED_OFFSET:
         raise ProtocolError(f"a broker sent the offset {offset}; the largest of a queue is {MAX_RECORDED_OFFSET}")
     return offset
-
-
-def read_pull_response(response: RemotingCommand, requested_offset: int) -> PullResponse:
-    """Return the header of the response to a pull at `requested_offset`. Its code must be one of PullStatus.
-
-    It reads single fields instead of a header class, because that is faster and every pull needs it.
-
-    Raises:
-        ProtocolError: a field is missing or not a number, the offsets contradict each other, or the queue belongs to
-            a static topic.
-    """
-    fields = response.fields
-    if fields.get("offsetDelta", "0") != "0":
-        raise ProtocolError("the queue belongs to a static topic (offsetDelta), which this client does not support")
-    try:
-        next_offset = int(fields["nextBeginOffset"])
-        min_offset, max_offset = int(fields["minOffset"]), int(fields["maxOffset"])
-        is_reset = response.code == ResponseCode.PULL_OFFSET_MOVED and response.remark == RESET_REMARK
-        if not 0 <= next_offset <= _MAX_LONG or not -1 <= min_offset <= max_offset <= MAX_RECORDED_OFFSET:
-            raise ValueError("offsets that a queue can have")
-        if next_offset > max_offset and next_offset > _max_next_offset(
-            response.code, requested_offset, max_offset, is_reset
-        ):
-            raise ProtocolError(f"pull response: next offset {next_offset} is beyond the queue's end, {max_offset}")
-        return PullResponse(
-            PullStatus(response.code),
-            next_offset,
-            min_offset,
-            max_offset,
-            int(fields.get("suggestWhichBrokerId", MASTER_ID)),
-            is_reset,
-        )
-    except (KeyError, ValueError) as error:
-        raise ProtocolError(
-            f"pull response lacks {error!s:.200} (code {response.code}, fields {fields!s:.200})"
-        ) from error
-
-
-def _max_next_offset(code: int, requested_offset: int, end: int, is_reset: bool) -> int:
-    """Return the largest next offset that a pull response with the max offset `end` may have.
-
-    Source: DefaultMessageStore.getMessage, which reads the max offset first, and messages only if there are any.
-    """
-    if is_reset and end == 0:  # such a response does not contain the max offset
-        return MAX_RECORDED_OFFSET
-    if code == ResponseCode.PULL_OFFSET_MOVED:
-        return end
-    return end + MAX_READ_AHEAD if requested_offset < end else requested_offset
 
 
 def _check_offset(offset: int) -> int:

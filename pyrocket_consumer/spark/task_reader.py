@@ -7,7 +7,6 @@ worker's I/O thread only finds brokers.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import selectors
 import time
@@ -17,17 +16,17 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from pyrocket_consumer.cluster import Cluster, make_client_id
-from pyrocket_consumer.errors import ClientClosed, ConfigError, ProtocolError, RocketError
+from pyrocket_consumer.errors import ConfigError, ProtocolError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.columns import PulledRecords, record_batches
 from pyrocket_consumer.protocol.compression import BodyTooLarge
 from pyrocket_consumer.spark.executor_cache import discard, get_or_create
 from pyrocket_consumer.spark.options import DamagedBodies, ReadOptions
-from pyrocket_consumer.spark.range_puller import RangePuller, ReadFailed
+from pyrocket_consumer.spark.range_puller import RangePuller, ReadFailed, SharedPulls
 from pyrocket_consumer.spark.ranges import QueueRange
 from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.polled_connection import IdleConnections, PolledConnection
+from pyrocket_consumer.transport.polled_connection import PolledConnection
 
 log = logger("spark")
 
@@ -35,13 +34,9 @@ BATCH_ROWS = 2048
 BATCH_BYTES = 4 * 1024 * 1024
 """The most bytes of stored records in a batch. It has more only if a single response has."""
 
-MAX_AHEAD_BYTES = 32 * 1024 * 1024
-"""Most bytes to pull ahead of the next messages, estimated by the size of the last response."""
-
 MAX_CONCURRENT_QUEUES = 16
 """Most ranges of a task to pull at once; the others follow when these are read."""
 
-_FIRST_RESPONSE_BYTES = 1024 * 1024  # the assumed size of a response until the first one
 _MAX_BODIES_LOGGED = 5  # damaged bodies that the log names
 _CONNECT_CHECK_INTERVAL_S = 0.02  # between checks for a new connection, while responses may arrive
 _LONGEST_WAIT_S = 5.0
@@ -136,81 +131,80 @@ class _TaskReader:
     """Reads the ranges of one task."""
 
     def __init__(self, cluster: Cluster, ranges: Sequence[QueueRange], options: ReadOptions) -> None:
-        self.cluster = cluster
-        self.options = options
-        self.in_flight = 0
-        self._idle = get_or_create(IdleConnections, options.client, IdleConnections)
-        self._attempts: dict[str, asyncio.Task[PolledConnection]] = {}  # used on the I/O thread only
+        self._shared = SharedPulls(cluster, options)
         self._connections: dict[PolledConnection, None] = {}
         self._selector = selectors.DefaultSelector()
         self._pending = deque(ranges)
-        self._pullers: dict[RangePuller, None] = {}
-        self._waiting_pullers: dict[RangePuller, None] = {}
-        self._ready: deque[tuple[PulledRecords, int]] = deque()  # delivered, with most rows
-        self._ready_rows = self._ready_bytes = 0
-        self._response_bytes = _FIRST_RESPONSE_BYTES  # of the last response
-        self._error: RocketError | None = None
-        self._suspended_s = 0.0
-
-    # --- the task's loop
+        self._pullers: list[RangePuller] = []
 
     def portions(self) -> Iterator[list[PulledRecords]]:
         """Yield the records of each batch as soon as there are enough. The next one reuses their buffers."""
+        shared = self._shared
         self._start_ranges()
-        while self._pullers or self._ready:
-            while self._pullers and self._ready_rows < BATCH_ROWS and self._ready_bytes < BATCH_BYTES:
+        while self._pullers or shared.ready:
+            while self._pullers and shared.ready_rows < BATCH_ROWS and shared.ready_bytes < BATCH_BYTES:
                 self._poll_connections()
             suspended_at = time.monotonic()
-            yield self._portion()
-            self._suspended_s += time.monotonic() - suspended_at
-            wanted = [pulled.records for pulled, _ in self._ready]
+            yield shared.take(BATCH_ROWS, BATCH_BYTES)
+            shared.suspended_s += time.monotonic() - suspended_at
+            wanted = [pulled.records for pulled, _ in shared.ready]
             for puller in self._pullers:
                 wanted += puller.pending_bodies()
             for connection in self._connections:
                 connection.release_except(wanted)
             self._expire()
 
-    def _portion(self) -> list[PulledRecords]:
-        portion, rows, size = list[PulledRecords](), 0, 0
-        while self._ready:
-            pulled, most = self._ready[0]
-            rows, size = rows + most, size + len(pulled.records)
-            if portion and (rows > BATCH_ROWS or size > BATCH_BYTES):
-                break
-            portion.append(pulled)
-            self._ready.popleft()
-            self._ready_rows -= most
-            self._ready_bytes -= len(pulled.records)
-        return portion
+    def _start_ranges(self) -> None:
+        """Replace the ranges that were read by others."""
+        self._pullers = [each for each in self._pullers if not each.is_finished]
+        while self._pending and len(self._pullers) < MAX_CONCURRENT_QUEUES:
+            puller = RangePuller(self._shared, self._pending.popleft())
+            self._pullers.append(puller)
+            puller.pull()
 
     def _poll_connections(self) -> None:
         """Send pending requests and read responses; wait a moment if none has arrived."""
         has_received = False
         for connection in list(self._connections):
             connection.flush()
-            has_received |= connection.receive()
+            if connection.receive():
+                has_received = True
+                self._start_ranges()
             connection.flush()  # the broker works while columns are made
         self._drop_closed()
         if not has_received:
             self._wait()
-        if self._waiting_pullers:
-            waiting, self._waiting_pullers = self._waiting_pullers, {}
-            for puller in waiting:
+        for puller in self._pullers:
+            if puller.is_waiting:
                 puller.wake()
-                if puller.is_waiting:
-                    self._waiting_pullers[puller] = None
-        if self._error is not None:
-            raise self._error
+                if puller.connection is not None:
+                    self._watch(puller.connection)
+        for puller in self._pullers:
+            if puller.error is not None:
+                raise puller.error
+        self._start_ranges()
+
+    def _watch(self, connection: PolledConnection) -> None:
+        """Begin to receive from `connection`."""
+        self._drop_closed()
+        if connection not in self._connections and not connection.closed:
+            self._connections[connection] = None
+            self._selector.register(connection.socket, selectors.EVENT_READ)
+
+    def _drop_closed(self) -> None:
+        for connection in [each for each in self._connections if each.closed]:
+            del self._connections[connection]
+            self._selector.unregister(connection.socket)
 
     def _wait(self) -> None:
         """Wait until a response may have arrived, a connection is open, or a time is due."""
         if self._expire():
             return
-        now = self.now()
-        times = [puller.due for puller in self._waiting_pullers if puller.due is not None]
+        now = self._shared.now()
+        times = [puller.due for puller in self._pullers if puller.due is not None]
         times += [each.next_deadline for each in self._connections if each.next_deadline is not None]
         timeout_s = max(0.0, min([*(each - now for each in times), _LONGEST_WAIT_S]))
-        connecting = [puller.connecting for puller in self._waiting_pullers if puller.connecting is not None]
+        connecting = [puller.connecting for puller in self._pullers if puller.connecting is not None]
         if any(connection.waiting for connection in self._connections):
             for connection in self._connections:
                 self._selector.modify(connection.socket, _READ_WRITE if connection.has_unsent else selectors.EVENT_READ)
@@ -222,7 +216,7 @@ class _TaskReader:
 
     def _expire(self) -> bool:
         """Abandon overdue pulls; return whether there were any."""
-        now = self.now()
+        now = self._shared.now()
         late = [each for each in self._connections if each.next_deadline is not None and each.next_deadline <= now]
         for connection in late:
             connection.expire(now)
@@ -234,76 +228,4 @@ class _TaskReader:
             puller.stop()
         self._pullers.clear()
         self._selector.close()
-        mine = list(self._connections)
-        for connection in mine:
-            self._idle.put(connection)
-        try:
-            self.cluster.loop.call_soon_threadsafe(self._stop_attempts, mine)
-        except (RuntimeError, ClientClosed):
-            pass  # the I/O thread has ended
-
-    # --- PullerHost
-
-    def _start_ranges(self) -> None:
-        while self._pending and len(self._pullers) < MAX_CONCURRENT_QUEUES and self._error is None:
-            puller = RangePuller(self, self._pending.popleft())
-            self._pullers[puller] = None
-            puller.pull()
-
-    def now(self) -> float:
-        return time.monotonic() - self._suspended_s
-
-    def may_pull_ahead(self) -> bool:
-        return self.in_flight * self._response_bytes < MAX_AHEAD_BYTES
-
-    def deliver(self, pulled: PulledRecords, rows: int) -> None:
-        self._response_bytes = len(pulled.records)
-        self._ready.append((pulled, rows))
-        self._ready_rows += rows
-        self._ready_bytes += len(pulled.records)
-
-    def watch(self, connection: PolledConnection) -> None:
-        self._drop_closed()
-        if connection not in self._connections and not connection.closed:
-            self._connections[connection] = None
-            self._selector.register(connection.socket, selectors.EVENT_READ)
-
-    def _drop_closed(self) -> None:
-        for connection in [each for each in self._connections if each.closed]:
-            del self._connections[connection]
-            self._selector.unregister(connection.socket)
-
-    def wake_later(self, puller: RangePuller) -> None:
-        self._waiting_pullers[puller] = None
-
-    def finished(self, puller: RangePuller) -> None:
-        self._pullers.pop(puller, None)
-        self._start_ranges()
-
-    def fail(self, error: RocketError) -> None:
-        if self._error is None:
-            self._error = error
-            for puller in self._pullers:
-                puller.stop()
-
-    # --- on the I/O thread
-
-    async def connection(self, address: str) -> PolledConnection:
-        attempt = self._attempts.get(address)
-        if attempt is None or (attempt.done() and ((found := _result(attempt)) is None or found.closed)):
-            attempt = self._attempts[address] = self.cluster.loop.create_task(self._open(address))
-        return await asyncio.shield(attempt)
-
-    async def _open(self, address: str) -> PolledConnection:
-        return self._idle.take(address) or await self.cluster.open_polled_connection(address)
-
-    def _stop_attempts(self, known: Sequence[PolledConnection]) -> None:
-        for attempt in self._attempts.values():
-            if not attempt.done():
-                attempt.cancel()
-            elif (found := _result(attempt)) is not None and found not in known:
-                self._idle.put(found)
-
-
-def _result(attempt: asyncio.Task[PolledConnection]) -> PolledConnection | None:
-    return None if attempt.cancelled() or attempt.exception() is not None else attempt.result()
+        self._shared.release(list(self._connections))

@@ -18,7 +18,7 @@ from zlib import crc32
 
 import pyarrow as pa
 
-from pyrocket_consumer.cluster.broker import read_pull_response
+from pyrocket_consumer.cluster.pull_core import read_pull_response
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, ProtocolError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.local import journal

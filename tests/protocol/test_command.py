@@ -169,9 +169,11 @@ LONGS = st.integers(-(2**63), 2**63 - 1)
 @settings(max_examples=trials(300), deadline=None)
 def test_a_pull_template_writes_what_the_header_would(names, numbers, offset, broker_name, selector, sys_flag, opaque):
     queue_id, most, *rest = numbers
-    frame = headers.PullTemplate(*names, *numbers, broker_name, *selector).encode(opaque, offset, sys_flag)
     header = headers.PullMessageHeader(
         *names, queue_id, offset, most, sys_flag, 0, *rest, *selector, broker_name=broker_name
     )
+    template = headers.PullTemplate(header.to_fields())
+    frame = template.encode(offset, opaque)
     assert decode_command(frame) == headers.request(header, opaque=opaque)
+    assert template.command(offset) == headers.request(header)
     assert len(frame) == len(encode_command(headers.request(header, opaque=opaque)))

@@ -16,7 +16,7 @@ from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, SysFlag
 from pyrocket_consumer.protocol.message import BatchItem, StoredMessage, compress, encode_batch, encode_message
 from pyrocket_consumer.protocol.subscription import parse_subscription
-from pyrocket_consumer.spark import task_reader
+from pyrocket_consumer.spark import range_puller, task_reader
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.options import ClientOptions, DamagedBodies, ReadOptions
 from pyrocket_consumer.spark.ranges import QueueRange
@@ -587,7 +587,7 @@ def test_pulls_ahead_are_limited_by_bytes(embedded, broker):
     embedded.send("orders", b"x" * 1_000_000, count=100, queue_id=0)
     found = batches(embedded, wanted(0, 100), columns=("queueOffset", "body"), pulls_in_flight=200)
     taken = [offset for batch in islice(found, 5) for offset in batch["queueOffset"].to_pylist()]
-    most = len(taken) + (task_reader.MAX_AHEAD_BYTES + task_reader.BATCH_BYTES) // 1_000_000 + 4
+    most = len(taken) + (range_puller.MAX_AHEAD_BYTES + task_reader.BATCH_BYTES) // 1_000_000 + 4
     broker.wait_for(PULL, len(taken) + 20, WAIT_S)
     time.sleep(0.3)  # there is no event to wait for, because nothing may happen
     assert len(taken) + 20 <= len(pulls(broker)) <= most
