@@ -1,6 +1,6 @@
 """The push consumer: rebalance, pull, consume, commit."""
 
-from pyrocket_consumer.consumer.assignment.assignments import QueueProgress
+from pyrocket_consumer.consumer.assignment.held_queue import QueueProgress
 from pyrocket_consumer.consumer.listener import (
     ConsumeContext,
     ConsumeResult,

@@ -28,7 +28,7 @@ from pyrocket_consumer.config import (
     check_range,
     check_topic,
 )
-from pyrocket_consumer.consumer.assignment.assignments import QueueProgress
+from pyrocket_consumer.consumer.assignment.held_queue import QueueProgress
 from pyrocket_consumer.consumer.dispatch.workers import AsyncWorkers, ListenerReporter, ThreadWorkers, Workers
 from pyrocket_consumer.consumer.listener import Listener, MessageListener
 from pyrocket_consumer.consumer.runtime.lifecycle import CLOSE_MARGIN_S, ConsumerLifecycle

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from pyrocket_consumer.consumer.context.member_context import MemberContext
-from pyrocket_consumer.model import EventKind, MessageQueue, PullResponse, Subscription
+from pyrocket_consumer.model import EventKind, Subscription
 from pyrocket_consumer.offsets.database.claim import Claim
 from pyrocket_consumer.offsets.database.message_ids import id_of
 from pyrocket_consumer.protocol.message import Message
@@ -18,21 +17,27 @@ FIRST_CHECK_PAUSE_S, MAX_CHECK_PAUSE_S = 1.0, 60.0
 """The pauses between two checks of a log that has changed."""
 
 
+class LogChecks:
+    """The checks in a row that found another log of one queue."""
+
+    __slots__ = ("failed", "not_before")
+
+    def __init__(self) -> None:
+        self.failed = 0
+        self.not_before = 0.0
+
+    def are_paused(self, now: float) -> bool:
+        """Return whether it is too early to check the log again."""
+        return now < self.not_before
+
+
 class DivergenceCheck:
     """Checks the logs of queues that begin. Confined to the I/O thread."""
 
-    def __init__(self, context: MemberContext, on_reset: Callable[[MessageQueue, PullResponse], None]) -> None:
-        """Call `on_reset` for a reset in the response to a check, because the broker sends it only once."""
+    def __init__(self, context: MemberContext) -> None:
         self._context = context
-        self._on_reset = on_reset
-        self._failed_checks: dict[MessageQueue, tuple[int, float]] = {}
-        """The number of checks in a row that found a change, and the time of the next check."""
 
-    def is_paused(self, queue: MessageQueue) -> bool:
-        """Return whether it is too early to check the log of `queue` again."""
-        return self._context.loop.time() < self._failed_checks.get(queue, (0, 0.0))[1]
-
-    async def may_begin(self, claim: Claim) -> bool:
+    async def may_begin(self, claim: Claim, checks: LogChecks) -> bool:
         """Return whether a queue may be consumed. Emit an event, once, if its log has changed.
 
         Raises:
@@ -41,20 +46,20 @@ class DivergenceCheck:
         queue, context = claim.queue, self._context
         found, is_sure = await self._find_change(claim)
         if not found:
-            self._failed_checks.pop(queue, None)
+            checks.failed, checks.not_before = 0, 0.0
             claim.log_checked_at = context.loop.time()
             return True
-        checks = self._failed_checks.get(queue, (0, 0.0))[0] + 1
+        checks.failed += 1
         pause_s = (
             FIRST_CHECK_PAUSE_S
-            if checks < MAX_SHORT_CHECKS
-            else min(2.0 ** (checks - MAX_SHORT_CHECKS), MAX_CHECK_PAUSE_S)
+            if checks.failed < MAX_SHORT_CHECKS
+            else min(2.0 ** (checks.failed - MAX_SHORT_CHECKS), MAX_CHECK_PAUSE_S)
         )
-        self._failed_checks[queue] = checks, context.loop.time() + pause_s
-        if not is_sure and checks < MAX_SHORT_CHECKS:
+        checks.not_before = context.loop.time() + pause_s
+        if not is_sure and checks.failed < MAX_SHORT_CHECKS:
             return False
         stops = claim.store.on_divergence == "stop"
-        if checks == (1 if is_sure else MAX_SHORT_CHECKS) or not stops:
+        if checks.failed == (1 if is_sure else MAX_SHORT_CHECKS) or not stops:
             last = claim.last
             assert last is not None
             facts = {"offset": last.offset, "expected": last.message_id, "stored_at_ms": last.stored_at_ms}
@@ -66,7 +71,7 @@ class DivergenceCheck:
             text = f"the log is not the one that was consumed: {found}; {remedy}"
             context.emit(EventKind.LOG_DIVERGED, text, queue, facts, level=logging.ERROR)
         if not stops:
-            del self._failed_checks[queue]
+            checks.failed, checks.not_before = 0, 0.0
         return not stops
 
     async def is_same_log(self, claim: Claim) -> bool:
@@ -89,7 +94,7 @@ class DivergenceCheck:
             queue, last.offset, group=context.name, subscription=Subscription(queue.topic), max_messages=1
         )
         if response.offset_reset:
-            self._on_reset(queue, response)
+            context.member.late_reset(queue, response)
             return "", True
         if response.max_offset <= last.offset:
             return f"it ends at {response.max_offset}, and {last.offset} was the last consumed", False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
 from pyrocket_consumer.consumer.context.member_context import MemberContext
-from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
+from pyrocket_consumer.consumer.window.process_queue import Lease, ProcessQueue
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue
 
@@ -31,12 +31,12 @@ class QueueLocks:
     def __init__(self, context: MemberContext) -> None:
         self._context = context
 
-    async def acquire(self, queue: MessageQueue) -> float | None:
-        """Lock a queue. Return when the lock expires (`MemberContext.lock_clock`), or None if another member has it."""
+    async def acquire(self, queue: MessageQueue) -> Lease | None:
+        """Lock a queue at its broker. Return its lease, or None if another member has the lock."""
         context = self._context
         requested_at = context.lock_clock()  # before the broker starts its lock, so it expires here first
         granted = await context.cluster.broker(queue.broker_name).lock(context.name, [queue])
-        return requested_at + LOCK_VALID_S if queue in granted else None
+        return Lease(context.lock_clock, requested_at + LOCK_VALID_S) if queue in granted else None
 
     async def release(self, queues: Iterable[MessageQueue]) -> None:
         """Unlock queues whose last offsets are stored. If a broker cannot be reached, its locks expire in a minute."""
@@ -50,22 +50,20 @@ class QueueLocks:
             text = f"queues of {broker_name} stay locked for up to a minute: {error}"
             context.emit_throttled(EventKind.BROKER_UNREACHABLE, text)
 
-    async def renew_all(
+    async def renew(
         self,
-        windows: Callable[[], Mapping[MessageQueue, ProcessQueue]],
+        windows: Iterable[ProcessQueue],
         on_confirmed: Callable[[ProcessQueue], None],
         on_lost: Callable[[ProcessQueue], Coroutine[Any, Any, None]],
     ) -> None:
-        """Renew the locks of all `windows` until cancelled; call `on_confirmed` or `on_lost` for each."""
-        while True:
-            await asyncio.sleep(RENEW_EVERY_S)
-            held = windows()
-            await asyncio.gather(
-                *(
-                    self._renew(name, [held[queue] for queue in at_broker], on_confirmed, on_lost)
-                    for name, at_broker in _by_broker(held).items()
-                )
+        """Renew the locks of `windows`; call `on_confirmed` or `on_lost` for each."""
+        held = {window.queue: window for window in windows}
+        await asyncio.gather(
+            *(
+                self._renew(name, [held[queue] for queue in at_broker], on_confirmed, on_lost)
+                for name, at_broker in _by_broker(held).items()
             )
+        )
 
     async def _renew(
         self,
@@ -87,7 +85,7 @@ class QueueLocks:
                 # on_lost may wait for the queue's lock, so do not await it before the other locks
                 context.start_in_background(partial(on_lost, window), f"losing {window.queue}")
             elif not window.dropped:
-                window.locked_until = requested_at + LOCK_VALID_S
+                window.lease.valid_until = requested_at + LOCK_VALID_S
                 on_confirmed(window)
 
 

@@ -18,7 +18,7 @@ from pyrocket_consumer.consumer.context.events import LIMITED_KINDS, EventLimite
 from pyrocket_consumer.consumer.context.subscriptions import Subscriptions
 from pyrocket_consumer.consumer.context.tasks import Tasks
 from pyrocket_consumer.errors import RocketError
-from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
+from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue, PullResponse
 from pyrocket_consumer.protocol.bodies import ConsumerData
 from pyrocket_consumer.text import logger
 
@@ -30,6 +30,25 @@ THROTTLE_S = 10.0
 
 MAX_THROTTLED = 1000
 """The number of throttled events that are remembered. At this number the older half is forgotten."""
+
+
+class MemberEvents:
+    """What the parts of a member report to it. The member overrides all methods; here they do nothing."""
+
+    def offset_moved(self, queue: MessageQueue, pull_offset: int, response: PullResponse) -> None:
+        """Follow the response to a pull, which moves the queue. Its pull loop waits."""
+
+    def late_reset(self, queue: MessageQueue, response: PullResponse) -> None:
+        """Follow a reset in the response to a pull that nobody waits for. The broker sends it only once."""
+
+    def reset_waiting(self, queue: MessageQueue) -> None:
+        """Pull from the master next. It has ignored a commit, because the next pull of the queue gets a reset."""
+
+    def claim_lost(self, queue: MessageQueue, why: str) -> None:
+        """End a queue that another member has claimed, or that was reset in the database."""
+
+    def unexpected_error(self, what: str, error: BaseException) -> None:
+        """Fail, because of an error that must not happen."""
 
 
 class MemberContext:
@@ -56,7 +75,7 @@ class MemberContext:
         """True once the member closes. No queue begins after that."""
         self.rebalance_wanted = asyncio.Event()
         """Set by any part that has a reason for a new rebalance round."""
-        self.on_unexpected_error: Callable[[str, BaseException], None] = lambda what, error: None
+        self.member = MemberEvents()
         self.lock_clock = lock_clock or cluster.loop.time
         """Measures the age of a broker lock. It includes the time that the machine was suspended."""
         self._wall_clock = wall_clock
@@ -120,7 +139,7 @@ class MemberContext:
 
     def report_unexpected(self, what: str, error: BaseException) -> None:
         """Report an error that must not happen. It fails the member."""
-        self.on_unexpected_error(what, error)
+        self.member.unexpected_error(what, error)
 
     # --- background work
 

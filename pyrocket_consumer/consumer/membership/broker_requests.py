@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.assignment.locks import LOCK_VALID_S
-from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.context.events import describe_error
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Statistics
@@ -66,7 +65,6 @@ class BrokerRequests:
         self,
         context: MemberContext,
         assignments: Assignments,
-        commits: Commits,
         resets: ResetFollower,
         statistics: Statistics,
         calls: ConsumeService,
@@ -74,7 +72,6 @@ class BrokerRequests:
         self.started_at_ms = 0
         self._context = context
         self._assignments = assignments
-        self._commits = commits
         self._resets = resets
         self._statistics = statistics
         self._calls = calls
@@ -148,7 +145,7 @@ class BrokerRequests:
         if header.group != self._context.name:
             return command.make_response(body=bodies.encode_consumer_status({}))
         async with self._decoding:
-            table = self._commits.table(header.topic)
+            table = self._assignments.offsets(header.topic)
             return command.make_response(body=await _encode(bodies.encode_consumer_status, table, len(table)))
 
     async def _on_running_info(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
@@ -175,18 +172,20 @@ class BrokerRequests:
             return int(now - 1000 * (loop_now - loop_time))
 
         queues = {}
-        for queue, assignment in self._assignments.all().items():
-            window, pull_loop = assignment.window, assignment.pull_loop
+        for held in self._assignments.all():
+            window, pull_loop = held.window, held.pulls
+            assert window is not None
+            assert pull_loop is not None
             count, size, _ = window.unfinished()
             low, high = window.cached_range()
-            queues[queue] = bodies.QueueRunningInfo(
-                commit_offset=offset if (offset := self._commits.current(queue)) is not None else -1,
+            queues[held.queue] = bodies.QueueRunningInfo(
+                commit_offset=offset if (offset := held.commit.current()) is not None else -1,
                 cached_msg_min_offset=low,
                 cached_msg_max_offset=high,
                 cached_msg_count=count,
                 cached_msg_size_in_mib=size >> 20,
-                locked=is_locked and lock_now < window.locked_until,
-                last_lock_timestamp=int(now - 1000 * (lock_now + LOCK_VALID_S - window.locked_until))
+                locked=is_locked and lock_now < window.lease.valid_until,
+                last_lock_timestamp=int(now - 1000 * (lock_now + LOCK_VALID_S - window.lease.valid_until))
                 if is_locked
                 else 0,
                 dropped=window.dropped,

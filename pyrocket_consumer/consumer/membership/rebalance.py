@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
+from pyrocket_consumer.consumer.assignment.held_queue import HeldQueue
 from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.membership.allocation import allocate, strategy_of
@@ -77,8 +78,6 @@ class Rebalance:
         self._no_route: set[str] = set()
         self._has_others = False  # the group has other members
         self._announced: dict[str, frozenset[MessageQueue]] = {}  # the queues as of the last subscription version
-        self._due_at: dict[MessageQueue, float] = {}  # when each new queue may begin
-        self._beginning: dict[MessageQueue, asyncio.Task[bool]] = {}
         self._strategy_thread = SerialExecutor("pyrocket-allocation")
         self._strategy_lock = asyncio.Lock()
         self._hanging_call: asyncio.Future[list[MessageQueue]] | None = None
@@ -130,7 +129,8 @@ class Rebalance:
         return self._not_begun()
 
     def _not_begun(self) -> list[str]:
-        return [*sorted(self._undecided), *map(str, sorted({*self._due_at, *self._beginning}))]
+        waiting = [each.queue for each in self._assignments.known() if each.due_at is not None or each.beginning]
+        return [*sorted(self._undecided), *map(str, sorted(waiting))]
 
     def forget(self, topic: str) -> None:
         """Forget `topic`, which is no longer subscribed to. If it is subscribed to again, it counts as new."""
@@ -147,13 +147,19 @@ class Rebalance:
         context = self._context
         settled, wanted = await self._wanted()
         for topic, own in wanted.items():
-            held = [*self._assignments.held(topic), *(queue for queue in self._beginning if queue.topic == topic)]
-            change = plan(held, own)
+            known = [each for each in self._assignments.known() if each.queue.topic == topic]
+            beginning = [each.queue for each in known if each.beginning is not None]
+            change = plan([*self._assignments.held(topic), *beginning], own)
             for queue in change.drop:
-                self._revoke(queue)
+                self._revoke(self._assignments.queue(queue))
             due_at = context.loop.time() + (HANDOVER_S if self._has_others else 0.0)
-            due = {queue: self._due_at.get(queue, due_at) for queue in change.add}
-            self._due_at = {queue: at for queue, at in self._due_at.items() if queue.topic != topic} | due
+            added = set(change.add)
+            for each in known:
+                if each.queue not in added:
+                    each.due_at = None
+            for each in map(self._assignments.queue, change.add):
+                if each.due_at is None:
+                    each.due_at = due_at
         changed_topics = [topic for topic, own in wanted.items() if self._announced.get(topic, frozenset()) != own]
         if changed_topics:
             self._announced.update((topic, wanted[topic]) for topic in changed_topics)
@@ -161,24 +167,26 @@ class Rebalance:
             # the heartbeat has the new subscription version, and must arrive before the first pull with it
             await self._heartbeat()
         now = context.loop.time()
-        for queue in [queue for queue, at in self._due_at.items() if at <= now + _SOON_S]:
-            del self._due_at[queue]
-            self._begin(queue)
-        pause_s = context.config.rebalance_interval_s
-        if not settled or self._beginning:
+        for each in self._assignments.known():
+            if each.due_at is not None and each.due_at <= now + _SOON_S:
+                each.due_at = None
+                self._begin(each)
+        known, pause_s = self._assignments.known(), context.config.rebalance_interval_s
+        if not settled or any(each.beginning for each in known):
             pause_s = min(pause_s, RETRY_ROUND_S)
-        return min([pause_s, *(at - now for at in self._due_at.values())])
+        return min([pause_s, *(each.due_at - now for each in known if each.due_at is not None)])
 
     async def _heartbeat(self) -> None:
         heartbeat = self._context.tasks.begin(self._context.cluster.heartbeat(), "a heartbeat")
         await asyncio.wait([heartbeat], timeout=HEARTBEAT_WAIT_S)
 
-    def _revoke(self, queue: MessageQueue) -> None:
-        self._beginning.pop(queue, None)  # a queue that is beginning stops by itself, unless it has just begun
-        if self._assignments.get(queue) is not None:
-            self._context.start_in_background(partial(self._assignments.end, queue, "revoked"), f"giving up {queue}")
+    def _revoke(self, held: HeldQueue) -> None:
+        held.beginning = None  # a queue that is beginning stops by itself, unless it has just begun
+        if held.is_held:
+            self._context.start_in_background(partial(held.end, "revoked"), f"giving up {held.queue}")
 
-    def _begin(self, queue: MessageQueue) -> None:
+    def _begin(self, held: HeldQueue) -> None:
+        queue = held.queue
         slots = self._begin_slots.setdefault(queue.broker_name, asyncio.Semaphore(BEGIN_LIMIT))
 
         async def begin() -> bool:
@@ -193,19 +201,17 @@ class Rebalance:
                     EventKind.BROKER_UNREACHABLE, f"{queue} does not begin yet: {error}", queue
                 )
                 return False
-            recorded = await self._resets.read_record_before_begin(queue)  # follow resets made during an absence
-            return await self._assignments.begin(
-                queue, is_new=self.is_new(queue), is_ours=lambda: self._beginning.get(queue) is task, recorded=recorded
-            )
+            await self._resets.read_record_before_begin(queue)  # follow resets made during an absence
+            return await held.begin(is_new=self.is_new(queue), is_ours=lambda: held.beginning is task)
 
         def begun(done: asyncio.Task[bool]) -> None:
-            if self._beginning.get(queue) is done:
-                del self._beginning[queue]
+            if held.beginning is done:
+                held.beginning = None
                 if not done.cancelled() and done.exception() is None and not done.result():
-                    self._due_at[queue] = self._context.loop.time() + RETRY_ROUND_S
+                    held.due_at = self._context.loop.time() + RETRY_ROUND_S
             self._changed.set()
 
-        task = self._beginning[queue] = self._context.tasks.begin(begin(), f"beginning {queue}")
+        task = held.beginning = self._context.tasks.begin(begin(), f"beginning {queue}")
         task.add_done_callback(begun)
 
     async def _wanted(self) -> tuple[bool, dict[str, frozenset[MessageQueue]]]:
@@ -219,7 +225,8 @@ class Rebalance:
         self._undecided = {
             topic for topic, (own, is_sure) in zip(topics, found, strict=True) if own is None and not is_sure
         } - self._no_route
-        gone = (self._assignments.topics() | {queue.topic for queue in self._beginning}) - set(topics)
+        known = {each.queue.topic for each in self._assignments.known() if each.is_held or each.beginning is not None}
+        gone = known - set(topics)
         return all(is_sure for _, is_sure in found), wanted | dict.fromkeys(gone, frozenset())
 
     async def _allocation(self, topic: str, members: _Members) -> tuple[list[MessageQueue] | None, bool]:

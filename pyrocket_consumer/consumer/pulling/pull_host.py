@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from pyrocket_consumer.cluster.membership import BrokerLink
@@ -22,10 +22,6 @@ class MemberPullHost:
     def __init__(self, context: MemberContext, delivery: Delivery) -> None:
         self.loop = context.loop
         self.group = context.name
-        self.on_moved: Callable[[PullLoop, int, PullResponse], None] = lambda pull_loop, pull_offset, response: None
-        """Called when the broker moves the queue of a pull loop, which then waits."""
-        self.on_late_reset: Callable[[MessageQueue, PullResponse], None] = lambda queue, response: None
-        """Called when the response to an abandoned pull contains a reset."""
         self._context = context
         self._delivery = delivery
         self._resubscriber = Resubscriber(context)
@@ -74,10 +70,10 @@ class MemberPullHost:
         self._delivery.deliver(window, messages)
 
     def offset_moved(self, pull_loop: PullLoop, pull_offset: int, response: PullResponse) -> None:
-        self.on_moved(pull_loop, pull_offset, response)
+        self._context.member.offset_moved(pull_loop.queue, pull_offset, response)
 
     def late_reset(self, queue: MessageQueue, response: PullResponse) -> None:
-        self.on_late_reset(queue, response)
+        self._context.member.late_reset(queue, response)
 
     def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
         kind = EventKind.ANSWER_REFUSED if isinstance(error, ProtocolError) else EventKind.BROKER_UNREACHABLE

@@ -7,6 +7,7 @@ import logging
 from functools import partial
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
+from pyrocket_consumer.consumer.assignment.held_queue import HeldQueue
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop, identify
 from pyrocket_consumer.consumer.resets.resets import ResetFollower
@@ -44,12 +45,13 @@ class CorrectionFollower:
         self._assignments = assignments
         self._resets = resets
 
-    def on_offset_moved(self, pull_loop: PullLoop, pull_offset: int, response: PullResponse) -> None:
+    def on_offset_moved(self, queue: MessageQueue, pull_offset: int, response: PullResponse) -> None:
         """Follow the response to a pull at `pull_offset`, which has another offset. The pull loop waits meanwhile."""
-        pull_loop.moves = 0 if pull_loop.pulled else pull_loop.moves + 1
-        self._context.start_in_background(
-            partial(self._follow, pull_loop, pull_offset, response), f"following the broker on {pull_loop.queue}"
-        )
+        held = self._assignments.get(queue)
+        if held is not None and (pull_loop := held.pulls) is not None:
+            pull_loop.moves = 0 if pull_loop.pulled else pull_loop.moves + 1
+            work = partial(self._follow, held, pull_loop, pull_offset, response)
+            self._context.start_in_background(work, f"following the broker on {queue}")
 
     def on_late_reset(self, queue: MessageQueue, response: PullResponse) -> None:
         """Follow a reset in the response to an abandoned pull. The broker sends it only once."""
@@ -59,13 +61,13 @@ class CorrectionFollower:
 
     def on_reset_waiting(self, queue: MessageQueue) -> None:
         """Pull from the master next, because it has a reset of `queue` and ignores commits until a pull fetches it."""
-        assignment = self._assignments.get(queue)
-        if assignment is not None:
-            assignment.pull_loop.pull_from_master_next()
+        held = self._assignments.get(queue)
+        if held is not None and held.pulls is not None:
+            held.pulls.pull_from_master_next()
 
-    async def _follow(self, pull_loop: PullLoop, pull_offset: int, response: PullResponse) -> None:
+    async def _follow(self, held: HeldQueue, pull_loop: PullLoop, pull_offset: int, response: PullResponse) -> None:
         """Follow a correction or reset; confirm a correction backwards first, because the broker may be loading."""
-        queue = pull_loop.queue
+        queue = held.queue
         await self._pause_before_following(pull_loop)
         if response.offset_reset:
             await self._resets.on_pull_reset(queue, response, pull_offset)
@@ -85,10 +87,10 @@ class CorrectionFollower:
             return
         if target < pull_offset and self._needs_log_check(pull_loop.window, response):
             why = f"the broker's log ends at {response.max_offset}, before {pull_offset}, so it is checked first"
-            await self._assignments.end_and_reassign(queue, why)
+            await held.end_and_reassign(why)
             return
         facts = {"from": pull_offset, "to": target, "min": response.min_offset, "max": response.max_offset}
-        if await self._assignments.move(queue, target, pull_loop.window, "correction"):
+        if await held.move(target, "correction", expected=pull_loop.window):
             emit = self._context.emit
             emit(EventKind.OFFSET_CORRECTED, f"{pull_offset} -> {target}", queue, facts, level=logging.WARNING)
             if target > pull_offset:

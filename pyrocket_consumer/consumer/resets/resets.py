@@ -17,6 +17,7 @@ from pyrocket_consumer.cluster.admin_relay import RelayStatus, RemoteMember, rel
 from pyrocket_consumer.cluster.reset_record import MAX_EPOCH_ATTEMPTS, EpochTaken, GroupUnknown, ResetRecord
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
+from pyrocket_consumer.consumer.assignment.held_queue import HeldQueue, move_together
 from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.tasks import Throttle
@@ -65,6 +66,18 @@ _REASON_CHARACTERS = 300
 _REFUSES = "this consumer has remote_reset='refuse'"
 
 
+class TopicRecord:
+    """The record of resets of one topic at one broker, as far as this member has read it."""
+
+    def __init__(self, record: ResetRecord) -> None:
+        self.record = record
+        self.head: int | None = None  # as of the last read; an equal head means no new reset
+        self.is_unread = False  # the last read has failed
+        self.read_lock = asyncio.Lock()
+        self.unrecorded: dict[MessageQueue, int] = {}  # targets followed, but neither recorded nor forwarded yet
+        self.forward_lock = asyncio.Lock()
+
+
 class ResetFollower:
     """Follows the resets of one group. Confined to the I/O thread."""
 
@@ -72,19 +85,9 @@ class ResetFollower:
         self._context = context
         self._assignments = assignments
         self._commits = commits
-        self._records: dict[tuple[str, str], ResetRecord] = {}
-        self._heads: dict[tuple[str, str], int] = {}  # the head of each record read; an equal head means no new reset
-        self._read_locks: dict[tuple[str, str], asyncio.Lock] = {}
-        self._recorded: dict[MessageQueue, QueueReset] = {}  # for the member that claims the queue
-        self._unread: set[tuple[str, str]] = set()
+        self._records: dict[tuple[str, str], TopicRecord] = {}  # by topic and broker name
         self._read_soon = asyncio.Event()
-        self._recent: dict[MessageQueue, tuple[float, int]] = {}  # the time, and the target
-        self._followed: set[MessageQueue] = set()
-        self._unpersisted: set[MessageQueue] = set()
-        self._unrecorded: dict[tuple[str, str], dict[MessageQueue, int]] = {}  # followed, but not forwarded yet
-        self._forward_locks: dict[tuple[str, str], asyncio.Lock] = {}
         self._plans: dict[str, dict[MessageQueue, int]] = {}  # clustering: the queues that each plan has moved
-        self._resets: dict[MessageQueue, tuple[int, int]] = {}  # the number of resets, and the last target
         self._is_memory_only_reported = False
         self._route_requested_at = float("-inf")
         self._decoding = Throttle(context.loop)
@@ -93,8 +96,8 @@ class ResetFollower:
         self, queue: MessageQueue, target: int, why: str, old_offset: int | None = None, epoch: int | None = None
     ) -> None:
         """Emit the event that a queue was reset."""
-        count, _ = self._resets.get(queue, (0, 0))
-        self._resets[queue] = count + 1, target
+        resets = self._assignments.queue(queue).resets
+        resets.count, resets.target = resets.count + 1, target
         facts: dict[str, object] = {"from": old_offset, "to": target, "epoch": epoch}
         known = {name: value for name, value in facts.items() if value is not None}
         self._context.emit(EventKind.OFFSET_RESET, f"-> {target} ({why})", queue, known, level=logging.WARNING)
@@ -152,7 +155,8 @@ class ResetFollower:
             if not isinstance(error, RocketError):
                 raise error
             return self._refusal(command, reset_id, str(error))
-        unstored = self._unpersisted.intersection(plan.targets)
+        known = [held for queue in plan.targets if (held := self._assignments.find(queue)) is not None]
+        unstored = [held for held in known if held.resets.is_unpersisted]
         state = "pending" if unstored else "applied" if work.result() else "already"
         reason = (
             f"{len(unstored)} queues moved in memory only, because the store cannot be written" if unstored else None
@@ -197,13 +201,13 @@ class ResetFollower:
     def _report_record_error(self, text: str) -> None:
         self._context.emit_throttled(EventKind.RECORD_IGNORED, text)
 
-    def _epoch(self, queue: MessageQueue) -> int:
+    def _epoch(self, held: HeldQueue) -> int:
         """Return the epoch of the newest reset that the queue has followed. An invalid epoch does not count."""
-        epoch = self._commits.reset_epoch(queue)
+        epoch = self._commits.reset_epoch(held.commit)
         if not epoch or is_valid_epoch(epoch, self._context.now_ms()):
             return epoch
         self._report_record_error(
-            f"the stored epoch {epoch} of {queue} is more than a day ahead of this clock, so it is ignored. "
+            f"the stored epoch {epoch} of {held.queue} is more than a day ahead of this clock, so it is ignored. "
             "The consumer may follow an earlier reset a second time"
         )
         return 0
@@ -221,18 +225,23 @@ class ResetFollower:
 
     def report(self, topic: str, reset_id: str) -> ReportBody:
         """Return this member's report on a topic. It has the epochs of durable resets only."""
-        commits, store = self._commits, self._context.config.offset_store
-        queues = {queue for queue in self._followed if queue.topic == topic}
-        queues.update(self._assignments.held(topic))
-        epochs = {queue: self._epoch(queue) for queue in queues - self._unpersisted}
+        store, of_topic = self._context.config.offset_store, self._assignments.known()
+        of_topic = [held for held in of_topic if held.queue.topic == topic]
+        is_holding = set(self._assignments.held(topic))
+        epochs = {
+            held.queue: self._epoch(held)
+            for held in of_topic
+            if (held.resets.is_followed or held.queue in is_holding) and not held.resets.is_unpersisted
+        }
+        offsets = self._assignments.offsets(topic)
         return ReportBody(
             topic,
             reset_id,
             {queue: epoch for queue, epoch in epochs.items() if epoch},
-            {queue: offset for queue, offset in commits.table(topic).items() if offset <= MAX_RECORDED_OFFSET},
+            {queue: offset for queue, offset in offsets.items() if offset <= MAX_RECORDED_OFFSET},
             dict(self._plans.get(reset_id, {})),
-            {queue: target for queue, (_, target) in self._resets.items() if queue.topic == topic},
-            {queue: count for queue, (count, _) in self._resets.items() if queue.topic == topic},
+            {held.queue: held.resets.target for held in of_topic if held.resets.count},
+            {held.queue: held.resets.count for held in of_topic if held.resets.count},
             str(self._context.config.message_model),
             store.identity if isinstance(store, DatabaseOffsets) else "",
         )
@@ -250,37 +259,39 @@ class ResetFollower:
         Queues that this member does not hold yet get their target, too. A recorded reset does not move a queue that
         this member has never consumed, because `consume_from` decides where such a queue begins.
         """
-        context, assignments, commits = self._context, self._assignments, self._commits
-        async with assignments.lock_queues(resets):
-            newer: dict[MessageQueue, QueueReset] = {}
-            for queue, reset in resets.items():
-                if reset.epoch <= self._epoch(queue):
+        newer: dict[HeldQueue, QueueReset] = {}
+        moving: dict[HeldQueue, int] = {}
+        before: dict[HeldQueue, int | None] = {}
+        async with self._assignments.lock_queues(resets) as locked:
+            for held in locked:
+                reset = resets[held.queue]
+                if reset.epoch <= self._epoch(held):
                     continue
-                never_consumed = recorded and assignments.get(queue) is None and not await self._is_stored(queue)
-                newer[queue] = QueueReset(None, reset.epoch) if never_consumed else reset
+                never_consumed = recorded and not held.is_held and await self._commits.start_offset(held.commit) is None
+                if not never_consumed and reset.offset is not None:
+                    moving[held], before[held] = reset.offset, held.commit.current()
+                newer[held] = QueueReset(moving.get(held), reset.epoch)
             if not newer:
                 return False
-            moving = {queue: reset.offset for queue, reset in newer.items() if reset.offset is not None}
-            fenced = [assignment for queue in moving if (assignment := assignments.fence(queue)) is not None]
-            before = {queue: commits.current(queue) for queue in moving}
-            self._followed.update(newer)
-            try:
-                await commits.apply_resets(newer)
-                self._unpersisted.difference_update(newer)
-            except RocketError as error:
-                context.emit(EventKind.STORE_UNWRITABLE, f"continuing from memory: {error}", level=logging.ERROR)
-                self._unpersisted.update(newer)
-            now = context.loop.time()
-            self._recent.update({queue: (now, offset) for queue, offset in moving.items()})
-            for assignment in fenced:
-                assignments.begin_next(assignment, moving[assignment.window.queue], "reset")
-        for queue, offset in moving.items():
-            self.report_reset(queue, offset, why, before[queue], newer[queue].epoch)
+            await move_together(moving, "reset", lambda: self._store(newer))
+        for held, offset in moving.items():
+            self.report_reset(held.queue, offset, why, before[held], newer[held].epoch)
         self._report_memory_only()
         return True
 
-    async def _is_stored(self, queue: MessageQueue) -> bool:
-        return await self._commits.start_offset(queue) is not None
+    async def _store(self, resets: Mapping[HeldQueue, QueueReset]) -> bool:
+        """Store resets in one durable write. If that fails, continue from memory."""
+        is_stored = True
+        try:
+            await self._commits.apply_resets({held.commit: reset for held, reset in resets.items()})
+        except RocketError as error:
+            self._context.emit(EventKind.STORE_UNWRITABLE, f"continuing from memory: {error}", level=logging.ERROR)
+            is_stored = False
+        for held, reset in resets.items():
+            held.resets.is_followed, held.resets.is_unpersisted = True, not is_stored
+            if reset.offset is not None:
+                held.resets.followed_at, held.resets.followed_to = self._context.loop.time(), reset.offset
+        return is_stored
 
     def _report_memory_only(self) -> None:
         if not self._is_memory_only_reported and not self._commits.keeps_epochs:
@@ -294,26 +305,27 @@ class ResetFollower:
 
     async def persist(self) -> None:
         """Try again to store the resets that are in memory only."""
-        if queues := list(self._unpersisted):
+        if unpersisted := [held for held in self._assignments.known() if held.resets.is_unpersisted]:
             try:
-                await self._commits.retry_resets(queues)
+                await self._commits.retry_resets([held.commit for held in unpersisted])
             except RocketError as error:
                 self._context.emit_throttled(EventKind.COMMIT_FAILED, f"resets are not stored yet: {error}")
             else:
-                self._unpersisted.difference_update(queues)
+                for held in unpersisted:
+                    held.resets.is_unpersisted = False
 
     # --- the record of broadcasting groups, and of groups with offsets in a database
 
-    async def read_record_before_begin(self, queue: MessageQueue) -> QueueReset | None:
+    async def read_record_before_begin(self, queue: MessageQueue) -> None:
         """Read the record of the queue's topic at its broker before the first pull, unless it was read already.
 
-        A broadcasting member follows it at once. For other groups, return the recorded reset, which the member follows
-        when it claims the queue.
+        A broadcasting member follows it at once. For other groups, `HeldQueue` keeps the recorded reset, and the member
+        follows it when it claims the queue.
         """
-        key = queue.topic, queue.broker_name
-        if self._reads_records(queue.topic) and key not in self._heads and key not in self._unread:
-            await self._read(*key, first=True)
-        return self._recorded.get(queue)
+        if self._reads_records(queue.topic):
+            record = self._record(queue.topic, queue.broker_name)
+            if record.head is None and not record.is_unread:
+                await self._read(record, first=True)
 
     def _reads_records(self, topic: str) -> bool:
         config = self._context.config
@@ -326,25 +338,26 @@ class ResetFollower:
         while True:
             interval_s = context.config.reset_record_interval_s * context.rng.uniform(0.9, 1.1)
             try:
-                async with asyncio.timeout(min(interval_s, RECORD_RETRY_S) if self._unread else interval_s):
+                is_unread = any(record.is_unread for record in self._records.values())
+                async with asyncio.timeout(min(interval_s, RECORD_RETRY_S) if is_unread else interval_s):
                     await self._read_soon.wait()
             except TimeoutError:
                 pass
             self._read_soon.clear()
-            await asyncio.gather(*(self._read(topic, broker_name) for topic, broker_name in self._record_keys()))
+            await asyncio.gather(*map(self._read, self._readable_records()))
 
     def read_records_soon(self) -> None:
         """Read the records soon, because a broker has reconnected and may have recorded resets meanwhile."""
         self._read_soon.set()
 
-    def _record_keys(self) -> list[tuple[str, str]]:
-        keys = []
+    def _readable_records(self) -> list[TopicRecord]:
+        records = []
         for topic in self._context.subscriptions.topics():
             route = self._context.cluster.known_route(topic) if self._reads_records(topic) else None
             for broker in route.brokers if route is not None else ():
                 if MASTER_ID in broker.addresses and self._queue_ids(topic, broker.broker_name):
-                    keys.append((topic, broker.broker_name))
-        return keys
+                    records.append(self._record(topic, broker.broker_name))
+        return records
 
     def _queue_ids(self, topic: str, broker_name: str) -> range:
         route = self._context.cluster.known_route(topic)
@@ -353,11 +366,10 @@ class ResetFollower:
                 return range(max(data.read_queues, data.write_queues))
         return range(0)
 
-    def _record(self, topic: str, broker_name: str) -> ResetRecord:
-        key = topic, broker_name
+    def _record(self, topic: str, broker_name: str) -> TopicRecord:
+        key, context = (topic, broker_name), self._context
         if key not in self._records:
-            context = self._context
-            self._records[key] = ResetRecord(
+            record = ResetRecord(
                 context.cluster,
                 context.name,
                 topic,
@@ -365,55 +377,55 @@ class ResetFollower:
                 now_ms=context.now_ms,
                 on_invalid=self._report_record_error,
             )
+            self._records[key] = TopicRecord(record)
         return self._records[key]
 
-    async def _read(self, topic: str, broker_name: str, *, first: bool = False) -> None:
+    async def _read(self, record: TopicRecord, *, first: bool = False) -> None:
         """Follow the new resets of a record. Emit an event if the record cannot be read, and try again."""
-        context, key = self._context, (topic, broker_name)
-        async with self._read_locks.setdefault(key, asyncio.Lock()):
-            if first and (key in self._heads or key in self._unread):
+        context, topic = self._context, record.record.topic
+        async with record.read_lock:
+            if first and (record.head is not None or record.is_unread):
                 return  # the topic's queues begin at the same time, and one of them has read it for all
             try:
-                await self._read_in_turn(topic, broker_name)
+                await self._read_in_turn(record)
             except PermissionDenied as error:
-                self._heads.setdefault(key, 0)
-                context.emit_throttled(
-                    EventKind.BROKER_UNREACHABLE, f"no permission to read the resets recorded for {topic}: {error}"
-                )
+                record.head = record.head or 0
+                text = f"no permission to read the resets recorded for {topic}: {error}"
+                context.emit_throttled(EventKind.BROKER_UNREACHABLE, text)
             except RocketError as error:
-                self._unread.add(key)
-                context.emit_throttled(
-                    EventKind.BROKER_UNREACHABLE, f"the resets recorded for {topic} cannot be read: {error}"
-                )
+                record.is_unread = True
+                text = f"the resets recorded for {topic} cannot be read: {error}"
+                context.emit_throttled(EventKind.BROKER_UNREACHABLE, text)
             else:
-                self._unread.discard(key)
+                record.is_unread = False
 
-    async def _read_in_turn(self, topic: str, broker_name: str) -> None:
-        commits, key = self._commits, (topic, broker_name)
-        record = self._record(topic, broker_name)
-        head = await record.head()
-        if head is not None and head == self._heads.get(key, 0):
-            self._heads[key] = head
+    async def _read_in_turn(self, record: TopicRecord) -> None:
+        topic, broker_name = record.record.topic, record.record.broker_name
+        head = await record.record.head()
+        if head is not None and head == (record.head or 0):
+            record.head = head
             return
 
-        def followed(queue_id: int) -> int:
-            return self._epoch(MessageQueue(topic, broker_name, queue_id))
+        def queue(queue_id: int) -> HeldQueue:
+            return self._assignments.queue(MessageQueue(topic, broker_name, queue_id))
 
-        found = await record.read(self._queue_ids(topic, broker_name), followed)
-        resets = {
-            MessageQueue(topic, broker_name, queue_id): QueueReset(reset.target, reset.epoch)
-            for queue_id, reset in found.items()
-        }
+        found = await record.record.read(
+            self._queue_ids(topic, broker_name), lambda queue_id: self._epoch(queue(queue_id))
+        )
+        resets = {queue(queue_id): QueueReset(reset.target, reset.epoch) for queue_id, reset in found.items()}
         if not self._context.config.broadcasting:
-            self._recorded.update(resets)
-        elif not commits.keeps_epochs and key not in self._heads:
+            for held, reset in resets.items():
+                held.resets.recorded = reset
+        elif not self._commits.keeps_epochs and record.head is None:
             # At the first read, a reset that was followed before a restart looks like one that was missed. To follow
             # the same reset again at every start would be worse than to miss one.
-            await commits.apply_resets({queue: QueueReset(None, reset.epoch) for queue, reset in resets.items()})
+            epochs = {held.commit: QueueReset(None, reset.epoch) for held, reset in resets.items()}
+            await self._commits.apply_resets(epochs)
             self._report_memory_only()
         elif resets:
-            await self._follow_all(resets, "recorded while this member did not receive it", recorded=True)
-        self._heads[key] = head or 0
+            by_queue = {held.queue: reset for held, reset in resets.items()}
+            await self._follow_all(by_queue, "recorded while this member did not receive it", recorded=True)
+        record.head = head or 0
 
     # --- resets made by brokers
 
@@ -446,30 +458,33 @@ class ResetFollower:
     async def move_held(self, topic: str, targets: Mapping[MessageQueue, int], why: str) -> dict[MessageQueue, int]:
         """Move the held queues of `topic` to their targets. Return the moved ones once their offsets are durable."""
 
-        async def move(queue: MessageQueue, target: int) -> tuple[MessageQueue, int] | None:
-            if not await self._assignments.move(queue, target, None, "reset"):
-                self._commits.invalidate(queue)  # if it is assigned later, it must begin at the reset's target
+        async def move(held: HeldQueue, target: int) -> tuple[MessageQueue, int] | None:
+            if not await held.move(target, "reset"):
+                held.commit.invalidate()  # if it is assigned later, it must begin at the reset's target
                 return None
-            self.report_reset(queue, target, why)
-            return queue, target
+            self.report_reset(held.queue, target, why)
+            return held.queue, target
 
-        chosen = [(queue, target) for queue, target in self._select_begun(targets) if queue.topic == topic]
-        moved = await asyncio.gather(*(move(queue, target) for queue, target in chosen))
+        chosen = [(held, target) for held, target in self._select_begun(targets) if held.queue.topic == topic]
+        moved = await asyncio.gather(*(move(held, target) for held, target in chosen))
         return dict(each for each in moved if each is not None)
 
-    def _select_begun(self, targets: Mapping[MessageQueue, int]) -> list[tuple[MessageQueue, int]]:
+    def _select_begun(self, targets: Mapping[MessageQueue, int]) -> list[tuple[HeldQueue, int]]:
         """Return the targets of queues that are held or just beginning. Forget the last known offsets of all others."""
         chosen = []
         for queue, target in targets.items():
-            if self._assignments.is_begun(queue):
-                chosen.append((queue, target))
-            else:
-                self._commits.invalidate(queue)
+            held = self._assignments.find(queue)
+            if held is not None and held.is_begun:
+                chosen.append((held, target))
+            elif held is not None:
+                held.commit.invalidate()
         return chosen
 
     def _is_repeated(self, queue: MessageQueue, target: int) -> bool:
-        at, offset = self._recent.get(queue, (0.0, -1))
-        return offset == target and self._context.loop.time() - at < SAME_RESET_WITHIN_S
+        held = self._assignments.find(queue)
+        if held is None or held.resets.followed_to != target:
+            return False
+        return self._context.loop.time() - held.resets.followed_at < SAME_RESET_WITHIN_S
 
     async def on_pull_reset(self, queue: MessageQueue, response: PullResponse, pull_offset: int | None) -> None:
         """Follow a reset in a response to a pull. The broker sends it once, to the pull that comes first.
@@ -479,40 +494,34 @@ class ResetFollower:
         """
         context, target = self._context, response.next_offset
         how = "from the response to an abandoned pull" if pull_offset is None else "made at the broker"
+        held = self._assignments.queue(queue)
         if context.config.remote_reset == "refuse":
-            await self._keep_offset(queue)
-            return
-        if context.config.broadcasting and response.max_offset > 0 and not self._is_repeated(queue, target):
-            epoch = max(
-                context.now_ms(),
-                self._epoch(queue) + 1,
-                self._heads.get((queue.topic, queue.broker_name), 0) + 1,
-            )
+            await self._keep_offset(held)
+        elif context.config.broadcasting and response.max_offset > 0 and not self._is_repeated(queue, target):
+            record = self._record(queue.topic, queue.broker_name)
+            epoch = max(context.now_ms(), self._epoch(held) + 1, (record.head or 0) + 1)
             await self._follow_all({queue: QueueReset(target, epoch)}, how)
-            self._unrecorded.setdefault((queue.topic, queue.broker_name), {})[queue] = target
-            await self._record_and_forward(queue.topic, queue.broker_name)
-            return
-        if await self._assignments.move(queue, target, None, "reset"):
+            record.unrecorded[queue] = target
+            await self._record_and_forward(record)
+        elif await held.move(target, "reset"):
             self.report_reset(queue, target, how, pull_offset)
         elif not context.config.broadcasting:
-            self._commits.invalidate(queue)
+            held.commit.invalidate()
             if not context.closing:
                 await self._forward_reset(queue, target)
 
-    async def _keep_offset(self, queue: MessageQueue) -> None:
-        assignment = self._assignments.get(queue)
-        offset = assignment.window.commit_offset() if assignment is not None else None
-        if assignment is not None and offset is not None:
-            self.report_refusal(f"a reset of {queue}")
-            await self._assignments.move(queue, offset, assignment.window, "reset refused")
+    async def _keep_offset(self, held: HeldQueue) -> None:
+        if held.is_held and (offset := held.commit.current()) is not None:
+            self.report_refusal(f"a reset of {held.queue}")
+            await held.move(offset, "reset refused", expected=held.window)
 
     # --- forwarding to other members
 
-    async def _record_and_forward(self, topic: str, broker_name: str) -> None:
+    async def _record_and_forward(self, record: TopicRecord) -> None:
         """Record resets that only this member has received, and forward them to the others, several at a time."""
-        context, key = self._context, (topic, broker_name)
-        async with self._forward_locks.setdefault(key, asyncio.Lock()):
-            targets = self._unrecorded.pop(key, {})
+        context = self._context
+        async with record.forward_lock:
+            targets, record.unrecorded = record.unrecorded, {}
             if not targets:
                 return  # an earlier call has forwarded them
             epoch = await self._assign_epoch(targets, 0)
@@ -521,9 +530,7 @@ class ResetFollower:
             failure = ""
             while True:
                 try:
-                    await self._record(topic, broker_name).write(
-                        epoch, {queue.queue_id: target for queue, target in targets.items()}
-                    )
+                    await record.record.write(epoch, {queue.queue_id: target for queue, target in targets.items()})
                     failure = ""
                     break
                 except EpochTaken as error:
@@ -536,7 +543,8 @@ class ResetFollower:
                     if not pauses or context.closing or isinstance(error, (PermissionDenied, GroupUnknown)):
                         break
                     await asyncio.sleep(pauses.pop(0))
-            informed, _ = await self._forward_to_members(broker_name, PlanBody(topic, epoch, targets))
+            plan = PlanBody(record.record.topic, epoch, targets)
+            informed, _ = await self._forward_to_members(record.record.broker_name, plan)
         text = f"received by this member, forwarded to {informed or 'no other member'}"
         if failure:
             text += f"; not recorded for members that are down: {failure}"
@@ -547,7 +555,7 @@ class ResetFollower:
 
     async def _assign_epoch(self, targets: Mapping[MessageQueue, int], at_least: int) -> int:
         """Return one epoch for resets that this member has followed, and store it as their epoch."""
-        epoch = max(at_least, *(self._epoch(queue) for queue in targets))
+        epoch = max(at_least, *(self._epoch(self._assignments.queue(queue)) for queue in targets))
         await self._follow_all({queue: QueueReset(None, epoch) for queue in targets}, "spread")
         return epoch
 
@@ -600,13 +608,13 @@ class ResetFollower:
         while len(self._plans) > MAX_REMEMBERED_PLANS:
             del self._plans[next(iter(self._plans))]
 
-        async def move(queue: MessageQueue, target: int) -> None:
-            if await self._assignments.move(queue, target, None, "reset", unless=lambda: queue in moved):
-                moved[queue] = target
-                self.report_reset(queue, target, f"reset {reset_id}")
-            elif self._assignments.get(queue) is None:
-                self._commits.invalidate(queue)
+        async def move(held: HeldQueue, target: int) -> None:
+            if await held.move(target, "reset", unless=lambda: held.queue in moved):
+                moved[held.queue] = target
+                self.report_reset(held.queue, target, f"reset {reset_id}")
+            elif not held.is_held:
+                held.commit.invalidate()
 
         before = len(moved)
-        await asyncio.gather(*(move(queue, target) for queue, target in self._select_begun(plan.targets)))
+        await asyncio.gather(*(move(held, target) for held, target in self._select_begun(plan.targets)))
         return len(moved) > before

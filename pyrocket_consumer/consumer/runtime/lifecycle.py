@@ -12,15 +12,11 @@ from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.assignment.locks import since_boot
-from pyrocket_consumer.consumer.commits.commits import (
-    BrokerCommits,
-    Commits,
-    StoreCommits,
-    consume_exception,
-    wait_for_all,
-)
+from pyrocket_consumer.consumer.commits.broker import BrokerCommits
+from pyrocket_consumer.consumer.commits.commits import Commits, consume_exception, wait_for_all
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
 from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
+from pyrocket_consumer.consumer.commits.store import StoreCommits
 from pyrocket_consumer.consumer.dispatch.workers import ListenerReporter, Workers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember

@@ -6,17 +6,17 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
-from pyrocket_consumer.consumer.assignment.assignments import Assignments, QueueProgress
+from pyrocket_consumer.consumer.assignment.assignments import Assignments
+from pyrocket_consumer.consumer.assignment.held_queue import QueueProgress
 from pyrocket_consumer.consumer.assignment.locks import QueueLocks
-from pyrocket_consumer.consumer.commits.commits import Commits
+from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
-from pyrocket_consumer.consumer.context.events import describe_id
-from pyrocket_consumer.consumer.context.member_context import MemberContext
+from pyrocket_consumer.consumer.context.member_context import MemberContext, MemberEvents
 from pyrocket_consumer.consumer.context.statistics import Counts, Statistics
 from pyrocket_consumer.consumer.dispatch.by_key import KeyedService
 from pyrocket_consumer.consumer.dispatch.concurrent import ConcurrentService
@@ -43,6 +43,7 @@ from pyrocket_consumer.model import (
     ConsumerEvent,
     EventKind,
     MessageQueue,
+    PullResponse,
     Subscription,
     TopicRoute,
 )
@@ -68,7 +69,7 @@ class ConsumerState(Enum):
     FAILED = "failed"
 
 
-class GroupMember:
+class GroupMember(MemberEvents):
     """One member of a consumer group, with all its parts: it subscribes, rebalances, pulls, consumes and commits."""
 
     def __init__(
@@ -90,7 +91,8 @@ class GroupMember:
         self.on_ended: Callable[[], None] = lambda: None
         """Called when the member has failed, and when it is closed."""
         self.context = context = MemberContext(config, cluster, rng, wall_clock, lock_clock)
-        context.on_unexpected_error = self._on_unexpected_error
+        context.member = self
+        commits.attach(context)
         counts = Counts()
         self.locks = QueueLocks(context) if self._needs_locks(config) else None
         self.service = self._service(lambda is_async: workers_for(is_async, self._reports), counts)
@@ -101,22 +103,11 @@ class GroupMember:
         self._pull_host = MemberPullHost(context, delivery)
         self.assignments = Assignments(context, commits, self._pull_host, self.service, self.locks, counts)
         self.resets = ResetFollower(context, self.assignments, commits)
-        if isinstance(commits, DatabaseCommits):
-            commits.on_database_wait = lambda queue, why: context.emit_throttled(
-                EventKind.STORE_UNREACHABLE, why, queue
-            )
-            commits.on_not_atomic = lambda queue, why: context.emit(
-                EventKind.OFFSET_APART, why, queue, level=logging.WARNING
-            )
-            commits.on_duplicate_messages = self._report_duplicates
-        corrections = CorrectionFollower(context, self.assignments, self.resets)
-        self._pull_host.on_moved = corrections.on_offset_moved
-        self._pull_host.on_late_reset = corrections.on_late_reset
-        commits.on_reset_waiting = corrections.on_reset_waiting
+        self._corrections = CorrectionFollower(context, self.assignments, self.resets)
         self._expression_checker = ExpressionChecker(context)
         self._rebalance = Rebalance(context, self.assignments, self.resets, self._expression_checker)
         self._statistics = Statistics(context.loop.time, self.assignments.totals, self.assignments.listener_time_s)
-        self._requests = BrokerRequests(context, self.assignments, commits, self.resets, self._statistics, self.service)
+        self._requests = BrokerRequests(context, self.assignments, self.resets, self._statistics, self.service)
         self._foreign_members: ForeignMembers | None = None
         if isinstance(config.offset_store, DatabaseOffsets) and not config.offset_store.allow_foreign_members:
             self._foreign_members = ForeignMembers(context, config.offset_store)
@@ -135,10 +126,21 @@ class GroupMember:
                 return GIVE_UP_RETRY_S
         return await self.retries.give_up(window, message)
 
-    def _report_duplicates(self, queue: MessageQueue, messages: Sequence[Message]) -> None:
-        text = f"{len(messages)} messages skipped, because their producer has stored them twice"
-        facts = {"offset": messages[0].queue_offset, "message_id": describe_id(messages[0])}
-        self.context.emit(EventKind.MESSAGE_LEFT_OUT, text, queue, facts)
+    # --- events of its parts
+
+    def offset_moved(self, queue: MessageQueue, pull_offset: int, response: PullResponse) -> None:
+        self._corrections.on_offset_moved(queue, pull_offset, response)
+
+    def late_reset(self, queue: MessageQueue, response: PullResponse) -> None:
+        self._corrections.on_late_reset(queue, response)
+
+    def reset_waiting(self, queue: MessageQueue) -> None:
+        self._corrections.on_reset_waiting(queue)
+
+    def claim_lost(self, queue: MessageQueue, why: str) -> None:
+        self.assignments.queue(queue).lose_claim(why)
+
+    # --- its parts
 
     @staticmethod
     def _needs_locks(config: ConsumerConfig) -> bool:
@@ -212,8 +214,7 @@ class GroupMember:
     async def _unsubscribe(self, topic: str) -> None:
         self.context.subscriptions.remove(topic)
         if self.state is ConsumerState.RUNNING:
-            ending = (self.assignments.end(queue, "unsubscribed") for queue in self.assignments.held(topic))
-            await asyncio.gather(*ending)
+            await self.assignments.end(topic, "unsubscribed")
             await self.context.cluster.heartbeat()
             if self.context.subscriptions.get(topic) is None:  # not subscribed again meanwhile
                 self._rebalance.forget(topic)
@@ -234,7 +235,7 @@ class GroupMember:
         self._requests.begin()
         cluster.on_route_changed(self._on_route_changed)
         cluster.on_address_refused(self._on_address_refused)
-        cluster.on_broker_lost(lambda address, reason: self._for_brokers_at(address, self.commits.broker_lost))
+        cluster.on_broker_lost(lambda address, reason: self._for_brokers_at(address, self._on_broker_lost))
         cluster.on_broker_reconnected(self._on_broker_reconnected)
         cluster.on_failure(lambda error: context.report_unexpected("a background task of the cluster ended", error))
         await asyncio.gather(*map(self._fetch_route, context.subscriptions.topics()))
@@ -247,8 +248,7 @@ class GroupMember:
         tasks.keep_running(self._rebalance.run(), "the rebalance loop")
         tasks.keep_running(CommitTimer(context, self.assignments, self.commits, self.resets).run(), "the commit timer")
         if self.locks is not None:
-            keeping = self.locks.renew_all(self.assignments.windows, self.service.resume_calls, self.assignments.lose)
-            tasks.keep_running(keeping, "keeping locks")
+            tasks.keep_running(self.assignments.keep_locks(self.locks), "keeping locks")
         if self.config.broadcasting and self.config.remote_reset == "accept":
             tasks.keep_running(self.resets.keep_reading_records(), "reading recorded resets")
         tasks.keep_running(StuckCalls(context, self.service, self.retries).watch(), "the watch over listeners")
@@ -317,11 +317,11 @@ class GroupMember:
         self.retries.cancel()
         # Keep the lock of a queue with a running call. Its next owner must not begin while it runs, and begins when
         # the lock expires.
-        free = [queue for queue, window in self.assignments.windows().items() if not self.service.running(window)]
-        queues = self.assignments.fence_all()
+        held = self.assignments.close()
+        free = [each.queue for each in held if not self.service.running(each.window)]
         self.service.abandon()
         last_request_at = loop.time() + LAST_REQUESTS_S
-        unstored = await self._store_last(queues, last_request_at)
+        unstored = await self._store_last([each.commit for each in held], last_request_at)
         # Also keep the lock of an unstored queue, because the broker may execute its commit after the next owner's.
         free = [queue for queue in free if queue not in unstored]
         leaving = context.tasks.begin(self._leave(free), "leaving the group")
@@ -343,18 +343,19 @@ class GroupMember:
     async def _store_early(self) -> None:
         """Store the offsets so far. `_store_last` stores, or reports, those that cannot be stored now."""
         try:
-            await self.commits.persist(self.assignments.all(), until=self.context.loop.time() + LAST_REQUESTS_S)
+            records = [held.commit for held in self.assignments.all()]
+            await self.commits.persist(records, until=self.context.loop.time() + LAST_REQUESTS_S)
         except Exception as error:  # of the user's store
             log.info("group=%s offsets not stored before listener calls end: %s", self.context.name, error)
         self.on_stored()
 
-    async def _store_last(self, queues: list[MessageQueue], until: float) -> Collection[MessageQueue]:
-        """Store the last offsets of `queues`. Report and return the queues whose offsets could not be stored."""
+    async def _store_last(self, records: list[CommitRecord], until: float) -> Collection[MessageQueue]:
+        """Store the last offsets of queues. Report and return the queues whose offsets could not be stored."""
         unstored: Mapping[MessageQueue, Exception]
         try:
-            unstored = await self.commits.persist(queues, until=until)
+            unstored = await self.commits.persist(records, until=until)
         except Exception as error:  # of the user's store
-            unstored = dict.fromkeys(queues, error)
+            unstored = dict.fromkeys((record.queue for record in records), error)
         if unstored:
             queue, reason = next(iter(unstored.items()))
             log.warning(
@@ -379,7 +380,7 @@ class GroupMember:
         except RocketError as error:
             log.info("group=%s not unregistered everywhere: %s", context.name, error)
 
-    def _on_unexpected_error(self, what: str, error: BaseException) -> None:
+    def unexpected_error(self, what: str, error: BaseException) -> None:
         """Fail the member after an error of its own code: emit an event, and leave the queues to other members."""
         context = self.context
         log.error("group=%s failed: %s: %r", context.name, what, error, exc_info=error)
@@ -414,10 +415,15 @@ class GroupMember:
         self.resets.read_records_soon()
         self.context.rebalance_wanted.set()
 
+    def _on_broker_lost(self, broker_name: str) -> None:
+        """Note that a broker may have lost its latest acknowledged commits, if it has died."""
+        for record in self.assignments.records(broker_name):
+            record.on_broker_lost(self.context.loop.time())
+
     def _on_broker_gap(self, broker_name: str) -> None:
         """Commit again, and check claimed logs, because a broker may have lost commits or its last messages."""
-        self.commits.mark_unpersisted(broker_name)
-        self.assignments.recheck_log(broker_name)
+        self.commits.mark_unpersisted(self.assignments.records(), broker_name)
+        self.assignments.recheck_logs(broker_name)
 
     def _for_brokers_at(self, address: str, action: Callable[[str], None]) -> None:
         for broker_name, addresses in self.context.cluster.broker_addresses().items():

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from pyrocket_consumer.consumer.window.memory_budget import MemoryBudget, PullWaiter, wake_all
 from pyrocket_consumer.model import MessageQueue
@@ -15,33 +14,7 @@ from pyrocket_consumer.offsets.database.claim import Claim
 from pyrocket_consumer.protocol.accelerator import mark_done
 from pyrocket_consumer.protocol.message import Message
 
-
-class QueueState(Enum):
-    """The states of a queue that this member holds."""
-
-    ASSIGNED = "assigned"  # held; the member still reads its start offset
-    PULLING = "pulling"  # messages are pulled and consumed
-    DROPPED = "dropped"  # given up: no more messages are accepted, but acks still count
-    FENCED = "fenced"  # the final offset is known, and later acks are ignored
-
-
-class QueueEvent(Enum):
-    """The events that change the state of a queue."""
-
-    START = "start"
-    DROP = "drop"
-    FENCE = "fence"
-
-
-TRANSITIONS = {
-    (QueueState.ASSIGNED, QueueEvent.START): QueueState.PULLING,
-    (QueueState.ASSIGNED, QueueEvent.DROP): QueueState.DROPPED,
-    (QueueState.PULLING, QueueEvent.DROP): QueueState.DROPPED,
-    (QueueState.DROPPED, QueueEvent.DROP): QueueState.DROPPED,  # rebalance and shutdown may both drop
-    (QueueState.DROPPED, QueueEvent.FENCE): QueueState.FENCED,
-    (QueueState.FENCED, QueueEvent.DROP): QueueState.FENCED,
-    (QueueState.FENCED, QueueEvent.FENCE): QueueState.FENCED,
-}
+NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,41 +32,68 @@ INITIAL_LISTENER_TIME_S = 0.001
 """The assumed duration of a listener call before the first measurement."""
 
 
-class ProcessQueue:
-    """The unfinished messages of one queue, for one period in which this member holds it.
+class Lease:
+    """The right to begin listener calls of a queue: a lock at its broker, a claim in a database, or none is needed.
 
-    The I/O thread puts messages, and workers acknowledge them. A queue that is assigned again gets a new window;
-    `epoch` distinguishes the periods. When the lower edge moves, the window calls `update_offset(queue,
-    commit_offset)` under its lock, so that a fence and an update cannot interleave.
+    The I/O thread changes it, and workers read it before each call of an ordered queue.
+    """
+
+    __slots__ = ("clock", "valid_until", "claim", "is_suspended")
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, valid_until: float = NEVER, claim: Claim | None = None
+    ) -> None:
+        self.clock = clock  # it may also count while the machine sleeps
+        self.valid_until = valid_until
+        self.claim = claim
+        self.is_suspended = False  # while the log of the queue is checked
+
+    def is_valid(self) -> bool:
+        """Return whether the next listener call may begin."""
+        return self.clock() < self.valid_until and not self.is_suspended
+
+
+class ProcessQueue:
+    """The unfinished messages of one queue, from one start offset until the queue moves or ends.
+
+    The I/O thread puts messages, and workers acknowledge them. A queue that moves or begins again gets a new window;
+    `epoch` distinguishes them. `drop` ends the listener calls, and `fence` the acknowledgements.
     """
 
     def __init__(
         self,
         queue: MessageQueue,
         epoch: int,
+        offset: int,
         limits: Limits,
-        update_offset: Callable[[MessageQueue, int], None],
         wake: Callable[[ProcessQueue], None] = lambda window: None,
         clock: Callable[[], float] = time.monotonic,
         *,
+        on_edge: Callable[[MessageQueue, int], None] | None = None,
         budget: MemoryBudget | None = None,
+        lease: Lease | None = None,
     ) -> None:
+        """Begin at `offset`; messages below it are not delivered.
+
+        When the lower edge moves, the window calls `on_edge(queue, commit_offset)` under its lock, so that a fence and
+        an update cannot interleave.
+        """
         self.queue = queue
         self.epoch = epoch
         self.limits = limits
         self.budget = budget or MemoryBudget()
-        self.dropped = False
-        self.claim: Claim | None = None  # of a queue whose offset is in a database
+        self.lease = lease or Lease(clock)
+        self.claim = self.lease.claim
+        self.dropped = False  # no more messages, and no more listener calls; acks still count
+        self.fenced = False  # the final offset is known, and later acks are ignored
         self.listener_time_s = INITIAL_LISTENER_TIME_S
         self.last_consumed_at = 0.0
-        self.locked_until = float("inf")  # only orderly clustering queues are locked
-        self.clock = self.lock_clock = clock  # the lock's clock may also count while the machine sleeps
-        self._update_offset = update_offset
+        self.clock = clock
+        self._on_edge = on_edge
         self._wake = wake
         self._lock = threading.Lock()
-        self._state = QueueState.ASSIGNED
         self._window: deque[Message] = deque()
-        self._next_offset: int | None = None
+        self._next_offset = offset
         self._count = 0
         self._bytes = 0
         self._waiting_for = 0  # the number of messages for which there is no space yet
@@ -101,37 +101,21 @@ class ProcessQueue:
         self._finished = 0
 
     def __repr__(self) -> str:
-        return f"ProcessQueue({self.queue}, epoch={self.epoch}, {self._state.value}, unfinished={self._count})"
+        state = "fenced" if self.fenced else "dropped" if self.dropped else "open"
+        return f"ProcessQueue({self.queue}, epoch={self.epoch}, {state}, unfinished={self._count})"
 
-    # --- states
-
-    @property
-    def state(self) -> QueueState:
-        return self._state
-
-    def _move(self, event: QueueEvent) -> None:
-        try:
-            self._state = TRANSITIONS[self._state, event]
-        except KeyError:
-            raise AssertionError(f"{self!r} cannot {event.value}") from None
-
-    def start(self, offset: int) -> None:
-        """Begin at `offset`; messages below it are not delivered."""
-        with self._lock:
-            self._move(QueueEvent.START)
-            self._next_offset = offset
+    # --- the end
 
     def drop(self) -> None:
         """Accept no more messages and begin no more listener calls. Running calls may still acknowledge theirs."""
         with self._lock:
-            self._move(QueueEvent.DROP)
             self.dropped = True
         self.stop_waiting()
 
-    def fence(self) -> int | None:
-        """End this period and return the final commit offset, or None if it never started."""
+    def fence(self) -> int:
+        """End this window and return the final commit offset."""
         with self._lock:
-            self._move(QueueEvent.FENCE)
+            self.dropped = self.fenced = True
             final = self._edge()
             woken = self.budget.free(self._bytes)
             self._bytes = 0
@@ -139,8 +123,8 @@ class ProcessQueue:
         return final
 
     def may_consume(self) -> bool:
-        """Return whether listener calls may begin, because this member holds the queue and its lock."""
-        return not self.dropped and self.lock_clock() < self.locked_until
+        """Return whether listener calls may begin, because this member holds the queue and its lease."""
+        return not self.dropped and self.lease.is_valid()
 
     # --- messages
 
@@ -151,7 +135,7 @@ class ProcessQueue:
         message is unfinished. Return whether the messages were added; a dropped queue adds none.
         """
         with self._lock:
-            if self._state is not QueueState.PULLING:
+            if self.dropped:
                 return False
             self._next_offset = next_offset
             if messages:
@@ -159,8 +143,8 @@ class ProcessQueue:
                 self._count += len(messages)
                 self._bytes += size
                 self.budget.add(size)
-            elif not self._window:
-                self._update_offset(self.queue, next_offset)
+            elif not self._window and self._on_edge is not None:
+                self._on_edge(self.queue, next_offset)
             return True
 
     def ack(self, messages: Iterable[Message], elapsed_s: float = 0.0, units: int = 0) -> None:
@@ -170,7 +154,7 @@ class ProcessQueue:
         """
         wake: list[PullWaiter] = []
         with self._lock:
-            if self._state is QueueState.FENCED:
+            if self.fenced:
                 return
             if units:
                 taken = elapsed_s / units
@@ -190,9 +174,8 @@ class ProcessQueue:
                 freed = self._bytes * (held - len(window)) // held  # an average share; exact when the window is empty
                 self._bytes -= freed
                 wake = self.budget.free(freed)
-                edge = window[0].queue_offset if window else self._next_offset
-                assert edge is not None
-                self._update_offset(self.queue, edge)
+                if self._on_edge is not None:
+                    self._on_edge(self.queue, self._edge())
             if (
                 self._waiting_for
                 and self._has_space(self._waiting_for)
@@ -205,11 +188,11 @@ class ProcessQueue:
 
     # --- offsets
 
-    def _edge(self) -> int | None:
+    def _edge(self) -> int:
         return self._window[0].queue_offset if self._window else self._next_offset
 
-    def commit_offset(self) -> int | None:
-        """Return the offset of the oldest unfinished message, else the next offset to pull; None before the start."""
+    def commit_offset(self) -> int:
+        """Return the offset of the oldest unfinished message, else the next offset to pull."""
         with self._lock:
             return self._edge()
 
