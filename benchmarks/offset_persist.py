@@ -38,7 +38,8 @@ from benchmarks import java_program
 from benchmarks.arguments import new_file, one_or_more
 from benchmarks.environment import environment, header
 from benchmarks.plots import pyplot
-from pyrocket_consumer.consumer.commits.commits import StoreCommits
+from pyrocket_consumer.consumer.commits.commits import CommitRecord
+from pyrocket_consumer.consumer.commits.store import StoreCommits
 from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
@@ -443,12 +444,11 @@ def measure_bookkeeping(base: Path) -> dict[str, float]:
     record = StoredMessage(topic="orders", body=bytes(1024), queue_id=3)
     body = b"".join(encode_message(replace(record, queue_offset=offset)) for offset in range(messages))
     with tempfile.TemporaryDirectory(dir=base) as directory, LocalFileOffsetStore(directory) as store:
-        commits = StoreCommits(store, memory_first=True)
+        update = StoreCommits(store, memory_first=True).edge_listener(CommitRecord(queue))
         for size in (32, 1):
             costs = []
             for _ in range(40):
-                window = ProcessQueue(queue, 1, Limits(), commits.update)
-                window.start(0)
+                window = ProcessQueue(queue, 1, 0, Limits(), on_edge=update)
                 decoded = decode_messages(body, queue)
                 window.put(decoded, messages, len(body))
                 chunks = [decoded[at : at + size] for at in range(0, messages, size)]
@@ -461,7 +461,7 @@ def measure_bookkeeping(base: Path) -> dict[str, float]:
         for _ in range(40):
             began = time.process_time()
             for offset in range(messages):
-                commits.update(queue, offset)
+                update(queue, offset)
             costs.append((time.process_time() - began) / messages * 1e6)
         result["update_offset_us_per_call"] = round(statistics.median(costs), 3)
     return result

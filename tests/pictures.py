@@ -10,7 +10,7 @@ import subprocess
 from html import escape, unescape
 from pathlib import Path
 
-from pyrocket_consumer.consumer.window.process_queue import TRANSITIONS
+from pyrocket_consumer.consumer.assignment.held_queue import TRANSITIONS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 
@@ -119,24 +119,26 @@ def path_of_an_offset() -> str:
         node("store", "Offset store", "the brokers, a local file,<br/>or your database", "kept"),
         node("reset", "Reset or correction", "ends the ProcessQueue;<br/>then a new one begins"),
         node("window", "ProcessQueue", "its lower edge is the<br/>oldest unfinished message"),
-        node("memory", "Table in memory", "one offset for each queue"),
+        node("memory", "CommitRecord", "of each HeldQueue: what<br/>is stored, and was known"),
         node("listener", "Your listener", "finishes messages<br/>in any order", "user"),
         row("window", "memory"),
         row("reset", "store"),
         edge("reset", "store", "stores the|target first"),
         edge("store", "window", "start offset"),
         edge("window", "listener", "each finished message|may move the edge", "dir=back"),
-        edge("window", "memory", "the edge, at once"),
+        edge("window", "memory", "the edge, when asked"),
         edge("store", "memory", "commit: every 5 s,|and when the queue ends", "dir=back"),
         more="nodesep=1; ranksep=0.6;",
     )
 
 
 STATES = {
-    "ASSIGNED": "belongs to this member,<br/>has no start offset yet",
-    "PULLING": "pulls messages, and<br/>calls the listener",
-    "DROPPED": "begins no more calls;<br/>acks still count",
-    "FENCED": "has ended;<br/>nothing counts",
+    "FREE": "not held by<br/>this member",
+    "STARTING": "reads and stores<br/>the start offset",
+    "CONSUMING": "pulls messages, and<br/>calls the listener",
+    "CHECKING": "calls wait: is the<br/>log still the same?",
+    "MOVING": "fenced; stores<br/>the next offset",
+    "ENDING": "begins no more calls;<br/>stores the final offset",
 }
 """The meaning of each state."""
 
@@ -145,7 +147,7 @@ def states_of_a_queue() -> str:
     arrows: dict[tuple[str, str], list[str]] = {}
     for (state, event), following in TRANSITIONS.items():
         arrows.setdefault((state.name, following.name), []).append(event.value)
-    kinds = {"PULLING": "user", "FENCED": "kept"}
+    kinds = {"CONSUMING": "user", "FREE": "kept"}
     return graph(
         "states_of_a_queue",
         *(node(name, name, text, kinds.get(name, "")) for name, text in STATES.items()),

@@ -55,7 +55,7 @@ def test_public_names_have_a_docstring(public):
 
 
 def test_the_design_notes_print_the_table_of_states():
-    from pyrocket_consumer.consumer.window.process_queue import QueueState
+    from pyrocket_consumer.consumer.assignment.held_queue import QueueState
 
     notes = (ROOT / "docs" / "design.md").read_text()
     assert all(state.name in notes for state in QueueState)

@@ -9,9 +9,11 @@ from typing import Any
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
-from pyrocket_consumer.consumer.commits.commits import BrokerCommits, Commits, StoreCommits
+from pyrocket_consumer.consumer.commits.broker import BrokerCommits
+from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
 from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
+from pyrocket_consumer.consumer.commits.store import StoreCommits
 from pyrocket_consumer.consumer.dispatch.workers import AsyncWorkers, ListenerReporter
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
@@ -217,7 +219,7 @@ class Member:
         held = sorted(member.assignments.held(TOPIC))
         if held:
             queue = held[int(chance() * len(held))]
-            offset = int(chance() * ((member.commits.current(queue) or 0) + 1))
+            offset = int(chance() * ((member.assignments.queue(queue).commit.current() or 0) + 1))
             self._run(self._reset(member, queue, offset), cancelled_at)
 
     async def _reset(self, member: GroupMember, queue: MessageQueue, offset: int) -> None:
@@ -283,7 +285,8 @@ class Member:
         if kind == "pause":
             self.pause(rng.uniform(0, 3))
         elif kind == "reset" and message.queue.topic == TOPIC and message.queue in member.assignments.held(TOPIC):
-            edge = member.commits.current(message.queue) or 0  # a higher target would skip messages of concurrent calls
+            # a higher target would skip messages of concurrent calls
+            edge = member.assignments.queue(message.queue).commit.current() or 0
             await self._reset(member, message.queue, max(0, edge - rng.randrange(3)))
         elif kind == "close":
             world.run_as(None, self.close())  # outside of the process, which ends during the call

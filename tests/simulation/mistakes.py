@@ -6,16 +6,19 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from sqlalchemy.util import await_only
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
-from pyrocket_consumer.consumer.commits.commits import BrokerCommits
+from pyrocket_consumer.consumer.assignment.held_queue import HeldQueue
+from pyrocket_consumer.consumer.commits.broker import BrokerCommits
+from pyrocket_consumer.consumer.commits.commits import CommitRecord
 from pyrocket_consumer.consumer.context.tasks import Tasks
 from pyrocket_consumer.consumer.dispatch.by_key import KeyedService, KeyLane, KeyLaneBatch, KeyLanes
 from pyrocket_consumer.consumer.dispatch.workers import Workers, pop_all
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
-from pyrocket_consumer.consumer.window.process_queue import ProcessQueue, QueueState
+from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import Fenced
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
@@ -46,44 +49,63 @@ def mistake(owner: Any = None, name: str = "", of: dict[str, Callable[[], None]]
     return keep
 
 
-@mistake(ProcessQueue, "ack")
-def late_ack(right, self, messages, elapsed_s=0.0, units=0):
+@mistake()
+def late_ack():
     """An acknowledgement after a reset is stored anyway."""
-    finished = list(messages)
-    if self.state is QueueState.FENCED and finished:
-        self._update_offset(self.queue, max(message.queue_offset for message in finished) + 1)
-    right(self, finished, elapsed_s, units)
+    queues: WeakKeyDictionary[ProcessQueue, HeldQueue] = WeakKeyDictionary()
+
+    def open_window(right, self, held, *rest):
+        window, pulls = right(self, held, *rest)
+        queues[window] = held
+        return window, pulls
+
+    def ack(right, self, messages, elapsed_s=0.0, units=0):
+        finished = list(messages)
+        if self.fenced and finished:
+            commit = queues[self].commit
+            commit.window, commit.offset = None, max(message.queue_offset for message in finished) + 1
+        right(self, finished, elapsed_s, units)
+
+    replace(Assignments, "_open", open_window)
+    replace(ProcessQueue, "ack", ack)
 
 
-@mistake(ProcessQueue, "put")
-def commit_on_no_new_message(right, self, messages, next_offset, size):
+@mistake()
+def commit_on_no_new_message():
     """A pull response without messages moves the offset although messages are in flight."""
-    if not messages and self.state is QueueState.PULLING:
-        self._update_offset(self.queue, next_offset)
-    return right(self, messages, next_offset, size)
+    moved: WeakKeyDictionary[ProcessQueue, int] = WeakKeyDictionary()
+
+    def put(right, self, messages, next_offset, size):
+        if not messages and not self.dropped:
+            moved[self] = next_offset
+        return right(self, messages, next_offset, size)
+
+    replace(ProcessQueue, "put", put)
+    replace(ProcessQueue, "commit_offset", lambda right, self: max(right(self), moved.get(self, 0)))
 
 
 @mistake(BrokerCommits, "release")
-async def drop_without_persist(right, self, queue):
+async def drop_without_persist(right, self, record):
     """A member gives up a queue without storing its last offset."""
-    self.forget(queue)
+    self.forget(record)
 
 
-@mistake(Assignments, "_store")
-async def correction_without_store(right, self, queue, target, *rest, **more):
+@mistake(HeldQueue, "_store")
+async def correction_without_store(right, self, target):
     """A member follows a correction before it stores the new offset."""
-    self._commits.forget(queue)
+    self._parts.commits.forget(self.commit)
+    return True
 
 
 @mistake(BrokerCommits, "release")
-async def unlock_before_commit(right, self, queue):
+async def unlock_before_commit(right, self, record):
     """An orderly queue is unlocked before its last offset is stored."""
-    await self._cluster.broker(queue.broker_name).unlock(self._group, [queue])
-    await right(self, queue)
+    await self._cluster.broker(record.queue.broker_name).unlock(self._group, [record.queue])
+    await right(self, record)
 
 
-@mistake(Assignments, "_store_start")
-async def start_not_stored(right, self, queue, offset):
+@mistake(HeldQueue, "_store_start")
+async def start_not_stored(right, self, offset):
     """The start offset of a queue is not stored before its first pull."""
 
 
@@ -102,25 +124,25 @@ def chunk_that_keeps_a_failure(right, self, chunk):
 @mistake()
 def commit_after_the_grace():
     """A member stores a queue that it gives up only after the running listener calls, or their grace time, end."""
-    waiting: set[tuple[Any, MessageQueue]] = set()
+    waiting: set[CommitRecord] = set()
 
-    async def end_late(end, self, queue, why):
-        waiting.add((self._commits, queue))
-        await end(self, queue, why)
+    async def end_late(end, self, why):
+        waiting.add(self.commit)
+        await end(self, why)
 
-    async def end_of_grace(grace, self, window):
-        await grace(self, window)
-        waiting.discard((self._commits, window.queue))
+    async def end_of_grace(grace, self):
+        await grace(self)
+        waiting.discard(self.commit)
 
-    async def persist_late(persist, self, queues, **options):
-        return await persist(self, [queue for queue in queues if (self, queue) not in waiting], **options)
+    async def persist_late(persist, self, records, **options):
+        return await persist(self, [record for record in records if record not in waiting], **options)
 
-    replace(Assignments, "_end", end_late)
-    replace(Assignments, "_wait_for_calls", end_of_grace)
+    replace(HeldQueue, "_end", end_late)
+    replace(HeldQueue, "_wait_for_calls", end_of_grace)
     replace(BrokerCommits, "persist", persist_late)
 
 
-@mistake(GroupMember, "_on_unexpected_error")
+@mistake(GroupMember, "unexpected_error")
 def failed_member_stays(right, self, what, error):
     """A failed member consumes nothing, and still sends heartbeats."""
     self.state, self.failure = ConsumerState.FAILED, error

@@ -76,7 +76,7 @@ class Assignments:
         return found if found is not None and found.is_held else None
 
     def known(self) -> list[HeldQueue]:
-        """Return all queues of which something is known."""
+        """Return all queues that this member holds or has held, and those that it may hold soon."""
         return list(self._queues.values())
 
     def all(self) -> list[HeldQueue]:

@@ -18,7 +18,6 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import QueueReset
 from pyrocket_consumer.offsets.database.claim import Claim
 
-
 FLUSHED_WITHIN_S = 30.0
 """The age at which an acknowledged offset is safe: brokers write every 5 s, and their slaves copy every 10 s."""
 
@@ -70,7 +69,7 @@ class CommitRecord:
         self.claim: Claim | None = None
         self.claimed_at = 0.0
         self.lost_claim: Claim | None = None  # the last one that was fenced, until the queue is claimed again
-        self.lost_at = 0.0  # when the queue was last fenced or claimed in vain
+        self.lost_at = 0.0  # when the queue was last fenced, or could not be claimed
         self.claim_pause_s = 0.0
         self.claim_not_before = 0.0
         self.published: CommitRecord | None = None  # what brokers have, for tools
@@ -116,7 +115,7 @@ class Commits(ABC):
         self.context = context
 
     def edge_listener(self, record: CommitRecord) -> Callable[[MessageQueue, int], None] | None:
-        """Return what to call, on any thread, whenever the lower edge of the queue's window moves."""
+        """Return a function to call, on any thread, whenever the lower edge of the queue's window moves."""
         return None
 
     def table(self, topic: str, records: Iterable[CommitRecord]) -> dict[MessageQueue, int]:

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer.consumer.commits.commits import BrokerCommits, StoreCommits
+from pyrocket_consumer.consumer.commits.broker import BrokerCommits
+from pyrocket_consumer.consumer.commits.commits import CommitRecord
+from pyrocket_consumer.consumer.commits.store import StoreCommits
 from pyrocket_consumer.consumer.context.tasks import Tasks
 from pyrocket_consumer.consumer.runtime.commit_timer import CommitTimer
 from pyrocket_consumer.errors import BrokerError, ConnectionLost, RequestTimeout
 from pyrocket_consumer.model import EventKind, MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore
+from tests.consumer.commits.ledger import Ledger
 
 ONE, TWO, FAR = MessageQueue("orders", "a", 0), MessageQueue("orders", "a", 1), MessageQueue("orders", "b", 0)
 
@@ -63,8 +66,8 @@ def brokers() -> Brokers:
 
 
 @pytest.fixture
-def commits(brokers: Brokers) -> BrokerCommits:
-    return BrokerCommits(brokers, "app")  # type: ignore[arg-type]
+def commits(brokers: Brokers) -> Ledger:
+    return Ledger(BrokerCommits(brokers, "app"))  # type: ignore[arg-type]
 
 
 REFUSED, UNANSWERED = BrokerError(1, "no", "a:1"), RequestTimeout("UPDATE_CONSUMER_OFFSET", "a:1", 3)
@@ -128,8 +131,6 @@ async def test_after_a_commit_without_an_answer_the_next_is_made_twice(commits, 
 
 
 async def test_a_commit_ignored_for_a_reset_is_not_taken_for_stored(commits, brokers):
-    waiting: list[MessageQueue] = []
-    commits.on_reset_waiting = waiting.append
     commits.update(ONE, 5)
     commits.update(TWO, 1)
     brokers.answers = [False]
@@ -137,7 +138,7 @@ async def test_a_commit_ignored_for_a_reset_is_not_taken_for_stored(commits, bro
     assert commits.persisted(ONE) is None
     await commits.persist([ONE, TWO])
     assert brokers.stored == {ONE: 5, TWO: 1}
-    assert waiting == [ONE], "one call for each ignored commit"
+    assert commits.resets_waiting == [ONE], "one call for each ignored commit"
 
 
 async def test_commits_of_a_queue_run_one_at_a_time_with_the_newest_value(commits, brokers):
@@ -217,7 +218,7 @@ async def test_the_last_known_offset_of_a_queue_is_remembered(commits, brokers):
 
 def test_queues_are_grouped_by_broker_or_in_one_store(commits):
     assert commits.by_store([ONE, FAR, TWO]) == {"a": [ONE, TWO], "b": [FAR]}
-    assert StoreCommits(MemoryOffsetStore(), memory_first=True).by_store([ONE, FAR]) == {"": [ONE, FAR]}
+    assert Ledger(StoreCommits(MemoryOffsetStore(), memory_first=True)).by_store([ONE, FAR]) == {"": [ONE, FAR]}
 
 
 async def test_offsets_that_a_broker_may_have_lost_are_stored_again(commits, brokers):
@@ -238,7 +239,7 @@ async def test_offsets_that_a_broker_may_have_lost_are_stored_again(commits, bro
 MANY = [MessageQueue("orders", "a", number) for number in range(100)]
 
 
-async def persist_many(commits: BrokerCommits) -> dict[MessageQueue, Exception]:
+async def persist_many(commits: Ledger) -> dict[MessageQueue, Exception]:
     for queue in MANY:
         commits.update(queue, 7)
     return await commits.persist(MANY)
@@ -321,19 +322,22 @@ class Member:
     def emit_throttled(self, kind: EventKind, text: str, queue: MessageQueue | None = None) -> None:
         self.emitted.append((self.loop.time(), kind, text))
 
-    def all(self) -> list[MessageQueue]:
-        return [ONE, FAR]
+    def all(self) -> list[Any]:
+        return [SimpleNamespace(commit=CommitRecord(queue)) for queue in (ONE, FAR)]
 
-    def by_store(self, queues: list[MessageQueue]) -> dict[str, list[MessageQueue]]:
-        return {queue.broker_name: [queue] for queue in queues}
+    def records(self) -> list[CommitRecord]:
+        return []
 
-    def mark_unpersisted(self) -> None:
+    def by_store(self, records: list[CommitRecord]) -> dict[str, list[CommitRecord]]:
+        return {record.queue.broker_name: [record] for record in records}
+
+    def mark_unpersisted(self, records: list[CommitRecord]) -> None:
         pass
 
-    async def persist(self, queues: Any = ()) -> dict[MessageQueue, Exception]:
-        if any(queue.broker_name in self.hangs for queue in queues):
+    async def persist(self, records: Any = ()) -> dict[MessageQueue, Exception]:
+        if any(record.queue.broker_name in self.hangs for record in records):
             await self.lets_go.wait()
-        self.stored += queues
+        self.stored += [record.queue for record in records]
         return {}
 
 

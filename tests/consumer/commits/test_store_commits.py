@@ -7,10 +7,12 @@ import threading
 
 import pytest
 
-from pyrocket_consumer.consumer.commits.commits import StoreCommits
+from pyrocket_consumer.consumer.commits.commits import CommitRecord
+from pyrocket_consumer.consumer.commits.store import StoreCommits
 from pyrocket_consumer.errors import OffsetStoreError, RequestTimeout
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore, ReadOffsetType
+from tests.consumer.commits.ledger import Ledger
 from tests.for_each import for_each
 
 RUN = asyncio.run  # with threads
@@ -60,8 +62,8 @@ def store() -> Store:
 
 
 @pytest.fixture
-def commits(store: Store) -> StoreCommits:
-    return StoreCommits(store, memory_first=True)
+def commits(store: Store) -> Ledger:
+    return Ledger(StoreCommits(store, memory_first=True))
 
 
 def stored(store: Store, *queues: MessageQueue) -> list[int | None]:
@@ -130,7 +132,7 @@ async def test_a_store_that_cannot_write_is_asked_again(commits, store):
 
 @pytest.mark.parametrize(("memory_first", "expected"), [(True, 9), (False, 5)])
 async def test_broadcasting_reads_memory_first_and_clustering_the_store(store, memory_first, expected):
-    commits = StoreCommits(store, memory_first=memory_first)
+    commits = Ledger(StoreCommits(store, memory_first=memory_first))
     commits.update(ONE, 5)
     await commits.persist([ONE])
     commits.update(ONE, 9)
@@ -195,4 +197,4 @@ def test_a_wrong_epoch_names_the_store_and_the_remedy(epoch):
     store = WithEpochs()
     store.epoch = epoch
     with pytest.raises(OffsetStoreError, match=r"WithEpochs.reset_epoch returned .* 2\*\*63 - 1, or 0 if there was"):
-        StoreCommits(store, memory_first=True).reset_epoch(ONE)
+        StoreCommits(store, memory_first=True).reset_epoch(CommitRecord(ONE))

@@ -122,10 +122,10 @@ async def test_messages_that_arrive_during_a_batch_follow_it():
 async def test_a_batch_has_messages_of_one_listener():
     serving = Serving(6)
     first, second = Listener.of(one), Listener.of(other)
-    serving.window.locked_until = 0
+    serving.window.lease.valid_until = 0
     for number, listener in enumerate([first, first, second, second, first, second]):
         serving.dispatch(listener, number, number + 1)
-    serving.window.locked_until = float("inf")
+    serving.window.lease.valid_until = float("inf")
     serving.service.resume_calls(serving.window)
     turns = []
     while serving.fake_workers.chunks:

@@ -11,7 +11,7 @@ import pytest
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.assignment.locks import LOCK_VALID_S, since_boot
-from pyrocket_consumer.consumer.commits.commits import BrokerCommits
+from pyrocket_consumer.consumer.commits.broker import BrokerCommits
 from pyrocket_consumer.consumer.dispatch.workers import ThreadWorkers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import GroupMember

@@ -144,22 +144,36 @@ class Queues:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self.queues: dict[MessageQueue, HeldQueue] = {}
 
-    def topics(self):
-        return {queue.topic for queue in self.group.mine}
+    def known(self):
+        return [self.queue(queue) for queue in {**self.queues, **dict.fromkeys(self.group.mine)}]
 
-    def get(self, queue):
-        return queue if queue in self.group.mine else None
+    def queue(self, queue):
+        return self.queues.setdefault(queue, HeldQueue(self.group, queue))
 
     def held(self, topic):
         return [queue for queue in self.group.mine if queue.topic == topic]
 
-    async def end(self, queue, why):
-        self.group.happened.append(("end", queue.queue_id))
-        self.group.mine.discard(queue)
 
-    async def begin(self, queue, *, is_new, is_ours, recorded):
-        group = self.group
+class HeldQueue:
+    """A fake queue."""
+
+    def __init__(self, group: Group, queue: MessageQueue) -> None:
+        self.group, self.queue = group, queue
+        self.due_at: float | None = None
+        self.beginning: Any = None
+
+    @property
+    def is_held(self):
+        return self.queue in self.group.mine
+
+    async def end(self, why):
+        self.group.happened.append(("end", self.queue.queue_id))
+        self.group.mine.discard(self.queue)
+
+    async def begin(self, *, is_new, is_ours):
+        group, queue = self.group, self.queue
         group.happened.append(("begin", queue.queue_id))
         await asyncio.sleep(group.begin_s.get(queue, 0))
         if queue in group.refuses:

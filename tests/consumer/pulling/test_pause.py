@@ -102,8 +102,9 @@ class QueuesExpire(LongPause):
             pulls = [each for each in requests if request_matcher(SIMULATED)(each.command)]
             if self.world.now - pulls[-1].at_s > 120:
                 for mq in owner.member.assignments.held(SIMULATED):
-                    await self.world.run_as(owner.process, owner.member.assignments.end(mq, "expired"))
-                    beginning = owner.member.assignments.begin(mq, is_new=False, is_ours=lambda: True)
+                    held = owner.member.assignments.queue(mq)
+                    await self.world.run_as(owner.process, held.end("expired"))
+                    beginning = held.begin(is_new=False, is_ours=lambda: True)
                     await self.world.run_as(owner.process, beginning)
                 return
 

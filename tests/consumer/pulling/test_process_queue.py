@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer.consumer.window import memory_budget
 from pyrocket_consumer.consumer.window.memory_budget import MemoryBudget
-from pyrocket_consumer.consumer.window.process_queue import TRANSITIONS, Limits, ProcessQueue, QueueEvent, QueueState
+from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.message import Message, StoredMessage, decode_messages, encode_message
 from tests.trials import trials
@@ -34,9 +34,7 @@ class Edges(list):
 def started_window(
     offset: int, edges: Edges | None = None, budget: MemoryBudget | None = None, **limits: int
 ) -> ProcessQueue:
-    window = ProcessQueue(QUEUE, 1, Limits(**limits), edges or Edges(), budget=budget)
-    window.start(offset)
-    return window
+    return ProcessQueue(QUEUE, 1, offset, Limits(**limits), on_edge=edges, budget=budget)
 
 
 def put(window: ProcessQueue, *offsets: int) -> list[Message]:
@@ -53,30 +51,7 @@ def test_after_a_drop_acks_count_and_after_the_fence_nothing():
     window.ack([first])
     assert window.fence() == 1
     window.ack([second])
-    assert (window.commit_offset(), edges) == (1, [])
-
-
-def test_a_window_that_never_started_has_no_offset():
-    window = ProcessQueue(QUEUE, 1, Limits(), Edges())
-    window.drop()
-    assert window.fence() is None
-
-
-@pytest.mark.parametrize("state", list(QueueState))
-@pytest.mark.parametrize("event", list(QueueEvent))
-def test_moves_outside_the_table_are_refused(state, event):
-    window = ProcessQueue(QUEUE, 1, Limits(), Edges())
-    act = {QueueEvent.START: lambda: window.start(0), QueueEvent.DROP: window.drop, QueueEvent.FENCE: window.fence}
-    path = {"ASSIGNED": [], "PULLING": ["START"], "DROPPED": ["DROP"], "FENCED": ["DROP", "FENCE"]}[state.name]
-    for step in path:
-        act[QueueEvent[step]]()
-    assert window.state is state
-    if (state, event) in TRANSITIONS:
-        act[event]()
-        assert window.state is TRANSITIONS[state, event]
-    else:
-        with pytest.raises(AssertionError, match=event.value):
-            act[event]()
+    assert (window.commit_offset(), edges) == (1, [1])
 
 
 def test_space_by_count_bytes_and_span():
@@ -96,8 +71,7 @@ def filled(budget: MemoryBudget | None = None, **limits: int) -> ProcessQueue:
 
 def test_a_window_is_woken_once_when_it_has_space():
     woken: list[ProcessQueue] = []
-    window = ProcessQueue(QUEUE, 1, Limits(messages=2), Edges(), woken.append)
-    window.start(0)
+    window = ProcessQueue(QUEUE, 1, 0, Limits(messages=2), woken.append)
     first, second = put(window, 0, 1)
     assert not window.may_pull(1)
     window.ack([first])
@@ -124,9 +98,7 @@ class Sharing:
         self.budget = budget or MemoryBudget(limit)
         self.woken: list[int] = []
         queues = (MessageQueue("orders", "a", number) for number in range(count))
-        self.windows = [ProcessQueue(each, 1, Limits(), Edges(), self.wake, budget=self.budget) for each in queues]
-        for window in self.windows:
-            window.start(0)
+        self.windows = [ProcessQueue(each, 1, 0, Limits(), self.wake, budget=self.budget) for each in queues]
 
     def wake(self, window: ProcessQueue) -> None:
         self.woken.append(window.queue.queue_id)
@@ -252,8 +224,7 @@ async def test_a_window_continues_when_others_have_freed_memory():
 async def test_a_window_with_space_but_without_memory_waits_for_bytes():
     woken: list[ProcessQueue] = []
     budget = MemoryBudget(1000, asyncio.get_running_loop())
-    window = ProcessQueue(QUEUE, 1, Limits(messages=2), Edges(), woken.append, budget=budget)
-    window.start(0)
+    window = ProcessQueue(QUEUE, 1, 0, Limits(messages=2), woken.append, budget=budget)
     _, second = put(window, 0, 1)
     assert not window.may_pull(1, 100), "two are there"
     budget.add(900)

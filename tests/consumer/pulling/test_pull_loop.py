@@ -159,8 +159,7 @@ class Pulling:
         self.host = host or Host()
         self.edges: list[int] = []
         on_edge = lambda queue, offset: self.edges.append(offset)  # noqa: E731
-        self.window = ProcessQueue(QUEUE, 1, Limits(**limits), on_edge, lambda window: self.wake())
-        self.window.start(start)
+        self.window = ProcessQueue(QUEUE, 1, start, Limits(**limits), lambda window: self.wake(), on_edge=on_edge)
         options = {"hold_s": hold_s, "call_timeout_s": 3.0, "retry_delay_s": 1.0, "read_ahead": read_ahead}
         self.pull_loop = PullLoop(self.host, self.window, start, batch=BATCH, **options)
         self.pull_loop.pull()
