@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from pyrocket_consumer.consumer.window.decompression_budget import DecompressionBudget
 from pyrocket_consumer.protocol.compression import MAX_BODY_BYTES
@@ -17,11 +16,18 @@ OVER_LIMIT_EVERY_S = 0.1
 """The time between two pulls beyond the limit. The broker may hold the first one for long, or never respond."""
 
 
-class PullWaiter(Protocol):
+class PullWaiter:
     """A window that waits until it may pull."""
+
+    granted: int | None = None
+    """The bytes that the budget counts for a window that was woken and has not pulled yet."""
+
+    is_over_limit = False
+    """Whether the window pulls although the limit is reached."""
 
     def wake(self) -> None:
         """Pull, or withdraw."""
+        raise NotImplementedError
 
 
 class MemoryBudget:
@@ -57,9 +63,8 @@ class MemoryBudget:
         self._expected = 0
         self._arrived = 0  # bytes of responses that no window has yet; part of _expected
         self._waiting: dict[PullWaiter, int] = {}  # empty windows in their order, with the bytes that they expect
-        self._granted: dict[PullWaiter, int] = {}  # windows that were woken and have not pulled yet
         self._short_of_memory: dict[PullWaiter, int] = {}  # windows that hold more bytes than are left, and how many
-        self._over_limit: set[PullWaiter] = set()  # windows that pull although the limit is reached
+        self._over_limit = 0  # how many windows pull although the limit is reached
         self._next_over_limit_at = 0.0
         self._next_check: asyncio.TimerHandle | None = None
 
@@ -92,9 +97,9 @@ class MemoryBudget:
         """
         with self._lock:
             self._short_of_memory.pop(window, None)
-            granted = self._granted.pop(window, None)
-            if granted is not None:
-                self._expected -= granted
+            if window.granted is not None:
+                self._expected -= window.granted
+                window.granted = None
             elif self._waiting or held >= self._left():
                 if not ahead:
                     (self._short_of_memory if held else self._waiting).setdefault(window, held or expected)
@@ -113,7 +118,7 @@ class MemoryBudget:
         If no memory is left, the pull must be sent again later.
         """
         with self._lock:
-            if self._held + self._arrived >= self._limit and window not in self._over_limit:
+            if self._held + self._arrived >= self._limit and not window.is_over_limit:
                 return False
             self._expected += size - expected
             self._arrived += size
@@ -135,7 +140,7 @@ class MemoryBudget:
         with self._lock:
             self._expected -= expected
             self._arrived -= arrived
-            self._over_limit.discard(window)
+            self._end_over_limit(window)
             return self._grant_waiting()
 
     def stop_waiting(self, window: PullWaiter) -> list[PullWaiter]:
@@ -143,10 +148,15 @@ class MemoryBudget:
         with self._lock:
             self._waiting.pop(window, None)
             self._short_of_memory.pop(window, None)
-            if (granted := self._granted.pop(window, None)) is not None:
-                self._expected -= granted
-                self._over_limit.discard(window)
+            if window.granted is not None:
+                self._expected -= window.granted
+                window.granted = None
+                self._end_over_limit(window)
             return self._grant_waiting()
+
+    def _end_over_limit(self, window: PullWaiter) -> None:
+        self._over_limit -= window.is_over_limit
+        window.is_over_limit = False
 
     def _grant_waiting(self) -> list[PullWaiter]:
         woken: list[PullWaiter] = []
@@ -156,8 +166,8 @@ class MemoryBudget:
 
     def _grant_next(self) -> PullWaiter:
         window = next(iter(self._waiting))
-        self._granted[window] = expected = self._waiting.pop(window)
-        self._expected += expected
+        window.granted = self._waiting.pop(window)
+        self._expected += window.granted
         return window
 
     def _check_later(self) -> None:
@@ -178,7 +188,8 @@ class MemoryBudget:
             elif is_idle and (not self._over_limit or now >= self._next_over_limit_at):
                 woken = [window := self._grant_next()]
                 if self._held >= self._limit:
-                    self._over_limit.add(window)
+                    self._over_limit += not window.is_over_limit
+                    window.is_over_limit = True
                     self._next_over_limit_at = now + OVER_LIMIT_EVERY_S
             if self._waiting or self._short_of_memory:
                 self._check_later()

@@ -53,7 +53,7 @@ class Lease:
         return self.clock() < self.valid_until and not self.is_suspended
 
 
-class ProcessQueue:
+class ProcessQueue(PullWaiter):
     """The unfinished messages of one queue, from one start offset until the queue moves or ends.
 
     The I/O thread puts messages, and workers acknowledge them. A queue that moves or begins again gets a new window;
