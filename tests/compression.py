@@ -41,7 +41,7 @@ def send(cluster, topic, *bodies, sys_flag=0, queue_id=0):
             )
 
             async def sent(header=header, body=body):
-                await with_cluster.route(topic)
+                await with_cluster.routes.get(topic)
                 await with_cluster.broker("broker-a").send(header, body)
 
             with_cluster.run(sent(), WAIT_S)

@@ -187,7 +187,7 @@ async def group_lag(
     namespace = cluster.config.namespace
     wire_group = wrap(namespace, group)
     if topic is not None:
-        await cluster.route(wrap(namespace, topic), refresh=True)
+        await cluster.routes.get(wrap(namespace, topic), refresh=True)
     survey = _Survey(seen)
     found = await survey.find_brokers(cluster, wire_group, expected)
     concerned: set[str] | None = None

@@ -29,7 +29,7 @@ NO_MASTER = "the name server knows no master of it now; check that it runs"
 
 async def cluster_info(cluster: Cluster) -> ClusterInfo:
     """Return the brokers and clusters that the name server knows."""
-    return await cluster.read_from_name_server(GetClusterInfoHeader(), decode_cluster_info)
+    return await cluster.name_servers.read(GetClusterInfoHeader(), decode_cluster_info)
 
 
 def check_targets(brokers: Iterable[str] | None, cluster_name: str | None) -> list[str] | None:

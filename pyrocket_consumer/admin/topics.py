@@ -142,8 +142,8 @@ async def delete_topic(cluster: Cluster, name: str) -> None:
     """
     topic = wrap(cluster.config.namespace, name)
     await call_many(await find_masters(cluster), lambda address: cluster.call(address, DeleteTopicHeader(topic)))
-    await cluster.call_every_name_server(DeleteTopicInNameServerHeader(topic))
-    cluster.forget_topic(topic)
+    await cluster.name_servers.call_every(DeleteTopicInNameServerHeader(topic))
+    cluster.routes.forget(topic)
     await _wait_routed(cluster, topic, lambda route: route is None)
 
 
@@ -157,7 +157,7 @@ async def _wait_routed(
 
     Meanwhile `verify` is called from time to time. It raises an error if the route will never be as wanted.
     """
-    for address in cluster.name_servers:
+    for address in cluster.config.name_servers:
         polls = 0
         try:
             async with asyncio.timeout(_ROUTE_TIMEOUT_S):
@@ -179,7 +179,7 @@ async def _route_at(cluster: Cluster, name_server: str, topic: str) -> TopicRout
 
 async def list_topics(cluster: Cluster, *, include_system: bool) -> list[str]:
     """Return all topics, sorted."""
-    found = await cluster.read_from_name_server(GetAllTopicsHeader(), decode_topic_list)
+    found = await cluster.name_servers.read(GetAllTopicsHeader(), decode_topic_list)
     namespace = cluster.config.namespace
     if include_system:
         return sorted(found)
@@ -199,8 +199,8 @@ async def list_topics(cluster: Cluster, *, include_system: bool) -> list[str]:
 async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, OffsetRange]:
     """Return the offset range of every queue of a topic."""
     topic = wrap(cluster.config.namespace, name)
-    route = await cluster.route(topic, refresh=True)
-    addresses = {data.broker_name: cluster.address(data.broker_name) for data in route.queues}
+    route = await cluster.routes.get(topic, refresh=True)
+    addresses = {data.broker_name: cluster.routes.address(data.broker_name) for data in route.queues}
     responses = await call_many(
         {broker: address for broker, address in addresses.items() if address is not None},
         lambda address: cluster.call(address, GetTopicStatsInfoHeader(topic)),

@@ -294,8 +294,10 @@ async def _check_model(cluster: Cluster, options: argparse.Namespace) -> None:
     from pyrocket_consumer.cluster.admin_relay import fetch_group_members
     from pyrocket_consumer.model import MessageModel
 
-    names = {data.broker_name for data in (await cluster.route(options.topic, refresh=True)).queues}
-    addresses = {name: address for name in names if (address := cluster.address(name, only_this=True)) is not None}
+    names = {data.broker_name for data in (await cluster.routes.get(options.topic, refresh=True)).queues}
+    addresses = {
+        name: address for name in names if (address := cluster.routes.address(name, only_this=True)) is not None
+    }
     found = await fetch_group_members(cluster, options.group, addresses)
     model, remedy = found.model, ""
     if not found.members:
@@ -381,7 +383,7 @@ async def _open_tailer(cluster: Cluster, options: argparse.Namespace, subscripti
 async def _queues(cluster: Cluster, options: argparse.Namespace) -> list[MessageQueue]:
     from pyrocket_consumer.model import MessageQueue
 
-    existing = (await cluster.route(options.topic, refresh=True)).consume_queues()
+    existing = (await cluster.routes.get(options.topic, refresh=True)).consume_queues()
     if not options.queue:
         return existing
     named = {MessageQueue(options.topic, broker, queue_id) for broker, queue_id in options.queue}

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster import Cluster, ClusterEvents
 from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.offset_lookup import TOOLS_GROUP
 from pyrocket_consumer.cluster.pull_core import PullCore, PullRequest
@@ -37,7 +37,7 @@ class _QueueCursor:
         return self.core.next_offset < self.end
 
 
-class TopicTailer:
+class TopicTailer(ClusterEvents):
     """Reads queues from `begins` up to `ends` in order of time, then new messages. Confined to the I/O thread.
 
     It calls `report` with a sentence for the user.
@@ -131,9 +131,10 @@ class TopicTailer:
         for cursor in self._cursors:
             self._cluster.spawn(self._follow(cursor), f"follow {cursor.core.queue}")
         if new_queues:
-            self._cluster.on_route_changed(self._follow_new)
+            self._cluster.events = self
 
-    def _follow_new(self, topic: str, route: TopicRoute) -> None:
+    def route_changed(self, topic: str, route: TopicRoute) -> None:
+        """Follow the queues that the topic has now."""
         if topic == self._subscription.topic:
             for queue in sorted(set(route.consume_queues()) - {each.core.queue for each in self._cursors}):
                 cursor = self._cursor(queue, 0, 0)

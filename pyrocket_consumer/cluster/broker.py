@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from pyrocket_consumer.cluster.client import Client
 from pyrocket_consumer.cluster.pull_core import HOLD_TICK_S, PULL_CODES, pull_header, read_pull_response
 from pyrocket_consumer.cluster.responses import read_body
+from pyrocket_consumer.cluster.routes import Routes
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus, Subscription
 from pyrocket_consumer.protocol.bodies import (
@@ -44,9 +46,6 @@ from pyrocket_consumer.protocol.message import (
 from pyrocket_consumer.protocol.reset_format import MAX_RECORDED_OFFSET
 from pyrocket_consumer.protocol.subscription import matches
 from pyrocket_consumer.transport.connection import OnLateResponse
-
-if TYPE_CHECKING:
-    from pyrocket_consumer.cluster.cluster import Cluster
 
 H = TypeVar("H", bound=Header)
 
@@ -89,11 +88,12 @@ class Broker:
     address or no server accepts a connection there, and RequestTimeout or ConnectionLost if no response arrives.
     """
 
-    __slots__ = ("name", "_cluster")
+    __slots__ = ("_client", "_routes", "name")
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, client: Client, routes: Routes, name: str) -> None:
         self.name = name
-        self._cluster = cluster
+        self._client = client
+        self._routes = routes
 
     # --- messages
 
@@ -116,8 +116,8 @@ class Broker:
         """
         address = await self._address(queue.topic, broker_id, any_id=True)
         header = pull_header(group, queue, offset, max_messages, subscription, hold_s=hold_s)
-        timeout_s = hold_s + HOLD_TICK_S + self._cluster.config.call_timeout_s
-        response = await self._cluster.call(address, header, timeout_s=timeout_s, accept=PULL_CODES)
+        timeout_s = hold_s + HOLD_TICK_S + self._client.config.call_timeout_s
+        response = await self._client.call(address, header, timeout_s=timeout_s, accept=PULL_CODES)
         found = read_pull_response(response, offset)
         if found.status is not PullStatus.FOUND:
             return found, []
@@ -134,7 +134,7 @@ class Broker:
         have stored the message; a repeated send may store it twice.
         """
         address = await self._address(header.topic)
-        response = await self._cluster.call(
+        response = await self._client.call(
             address,
             header,
             body,
@@ -215,7 +215,7 @@ class Broker:
         commands = [
             request(QueryConsumerOffsetHeader(group, queue.topic, queue.queue_id, False, self.name)) for queue in wanted
         ]
-        responses = await self._cluster.call_many(await self._address(wanted[0].topic), commands) if wanted else []
+        responses = await self._client.call_many(await self._address(wanted[0].topic), commands) if wanted else []
         found: dict[MessageQueue, int | RocketError | None] = {}
         for queue, response in zip(wanted, responses, strict=True):
             if isinstance(response, RocketError):
@@ -308,7 +308,7 @@ class Broker:
             for same in (prepared[queue.topic],)
         ]
         address = await self._address(next(iter(queues)).topic)
-        responses = await self._cluster.call_many(address, commands)
+        responses = await self._client.call_many(address, commands)
         return {queue: _read_offset_or_error(response) for queue, response in zip(queues, responses, strict=True)}
 
     async def _fetch_offset(self, header: Header, queue: MessageQueue) -> int:
@@ -322,7 +322,7 @@ class Broker:
         header = GetConsumerListByGroupHeader(group)
         address = await self._address(topic, any_id=True)
         try:
-            response = await self._cluster.call(address, header)
+            response = await self._client.call(address, header)
         except BrokerError as error:
             if error.code == ResponseCode.SYSTEM_ERROR and _NO_CONSUMER_REMARK in error.remark:
                 return []
@@ -341,14 +341,14 @@ class Broker:
         """
         if not queues:
             return set()
-        body = encode_lock_request(LockRequest(group, self._cluster.client_id, frozenset(queues)))
+        body = encode_lock_request(LockRequest(group, self._client.client_id, frozenset(queues)))
         response = await self._call(LockBatchHeader(), next(iter(queues)).topic, body)
         return set(queues).intersection(await read_body(decode_lock_response, response.body))
 
     async def unlock(self, group: str, queues: Collection[MessageQueue]) -> None:
         """Release this client's locks of `queues`. Return when the broker has acknowledged it."""
         if queues:
-            body = encode_lock_request(LockRequest(group, self._cluster.client_id, frozenset(queues)))
+            body = encode_lock_request(LockRequest(group, self._client.client_id, frozenset(queues)))
             await self._call(UnlockBatchHeader(), next(iter(queues)).topic, body)
 
     # --- addresses
@@ -362,7 +362,7 @@ class Broker:
         accept: Container[int] = (0,),
         on_late: OnLateResponse | None = None,
     ) -> RemotingCommand:
-        return await self._cluster.call(await self._address(topic), header, body, accept=accept, on_late=on_late)
+        return await self._client.call(await self._address(topic), header, body, accept=accept, on_late=on_late)
 
     async def _address(self, topic: str | None, broker_id: int = MASTER_ID, *, any_id: bool = False) -> str:
         """Return the address of the master; with `any_id`, that of `broker_id` or the next best one.
@@ -371,14 +371,14 @@ class Broker:
         """
         address = self._known_address(broker_id, any_id)
         if address is None and topic is not None:
-            await self._cluster.route(topic, refresh=True)
+            await self._routes.get(topic, refresh=True)
             address = self._known_address(broker_id, any_id)
         if address is None:
             raise ConnectError(f"broker {self.name!r}", "no known route names an address of its master")
         return address
 
     def _known_address(self, broker_id: int, any_id: bool = False) -> str | None:
-        return self._cluster.address(self.name, broker_id, only_this=not any_id)
+        return self._routes.address(self.name, broker_id, only_this=not any_id)
 
 
 def _read_offset_or_error(response: RemotingCommand | RocketError) -> int | RocketError:

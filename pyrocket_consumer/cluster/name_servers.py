@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Container
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import TypeVar
 
+from pyrocket_consumer.cluster.client import Client
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import (
     BrokerError,
@@ -15,7 +16,10 @@ from pyrocket_consumer.errors import (
     PermissionDenied,
     RequestTimeout,
     RocketError,
+    RouteNotFound,
 )
+from pyrocket_consumer.model import TopicRoute
+from pyrocket_consumer.protocol.bodies import decode_route
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.command import GetRouteInfoHeader, Header
 from pyrocket_consumer.protocol.frame import RemotingCommand
@@ -31,27 +35,13 @@ _ANY_TOPIC = "TBW102"
 _UNAVAILABLE_CODES = frozenset({ResponseCode.SYSTEM_ERROR, ResponseCode.SYSTEM_BUSY, ResponseCode.GO_AWAY})
 
 
-class Call(Protocol):
-    """One call to one address: `Cluster.call`."""
-
-    async def __call__(
-        self,
-        address: str,
-        header: Header,
-        body: bytes = b"",
-        *,
-        timeout_s: float | None = None,
-        accept: Container[int] = (0,),
-    ) -> RemotingCommand: ...
-
-
 class NameServers:
     """The name servers of a cluster. All have the same routes, so any one suffices. Confined to the I/O thread."""
 
-    def __init__(self, addresses: tuple[str, ...], call: Call, rng: random.Random) -> None:
-        self.addresses = addresses
-        self._call = call
-        self._current = rng.randrange(len(addresses))  # so that clients spread over them
+    def __init__(self, client: Client) -> None:
+        self.addresses = client.config.name_servers
+        self._client = client
+        self._current = client.rng.randrange(len(self.addresses))  # so that clients spread over them
 
     def __str__(self) -> str:
         return ";".join(self.addresses)
@@ -111,6 +101,20 @@ class NameServers:
 
         return await self._call_first(read_one)
 
+    async def fetch_route(self, topic: str) -> TopicRoute:
+        """Return the route of `topic`.
+
+        Raises:
+            RouteNotFound: the name server does not know the topic, or no broker that has it is up.
+            ProtocolError, ConnectError, BrokerError: as for `read`.
+        """
+        try:
+            return await self.read(GetRouteInfoHeader(topic), partial(decode_route, topic))
+        except BrokerError as error:
+            if error.code == ResponseCode.TOPIC_NOT_EXIST:
+                raise RouteNotFound(topic, error.address) from error
+            raise
+
     async def _call_first(self, call: Callable[[str], Awaitable[T]]) -> T:
         """Return the result of `call(address)` for the first name server that responds, beginning with the current."""
         failures: dict[str, RocketError] = {}
@@ -138,9 +142,9 @@ class NameServers:
         self, address: str, header: Header, body: bytes, timeout_s: float | None, accept: Container[int]
     ) -> RemotingCommand:
         try:
-            return await self._call(address, header, body, timeout_s=timeout_s, accept=accept)
+            return await self._client.call(address, header, body, timeout_s=timeout_s, accept=accept)
         except ConnectionLost:  # name servers close idle connections, and all requests to them can be repeated
-            return await self._call(address, header, body, timeout_s=timeout_s, accept=accept)
+            return await self._client.call(address, header, body, timeout_s=timeout_s, accept=accept)
 
     def _use(self, index: int) -> None:
         if index != self._current:

@@ -71,7 +71,7 @@ async def fetch_queues(cluster: Cluster, topics: Iterable[str]) -> dict[str, lis
 
     async def fetch(topic: str) -> list[MessageQueue]:
         try:
-            return (await cluster.route(topic, refresh=True)).consume_queues()
+            return (await cluster.routes.get(topic, refresh=True)).consume_queues()
         except RouteNotFound:
             return []
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from pyrocket_consumer.errors import ConnectError, ConnectionLost, RequestTimeout, RocketError
 from pyrocket_consumer.model import MASTER_ID, BrokerData, QueueData, TopicRoute
@@ -36,6 +37,8 @@ class Routes:
         self.brokers: AddressTable = {}  # replaced, never mutated
         self.former: AddressTable = {}  # the last addresses of brokers in no route; also replaced, never mutated
         self.addresses: frozenset[str] = frozenset()
+        self.lingering: Mapping[str, str] = {}
+        """Address -> broker name, of brokers in no route whose address was not released."""
 
     @property
     def topics(self) -> list[str]:
@@ -127,7 +130,33 @@ class Routes:
         left = {
             name: {its_id: each for its_id, each in ids.items() if each != address} for name, ids in self.former.items()
         }
-        self.former = {name: ids for name, ids in left.items() if ids}
+        self._keep_former(left)
+
+    def _keep_former(self, former: AddressTable) -> None:
+        self.former = {name: ids for name, ids in former.items() if ids}
+        self.lingering = {
+            address: name
+            for name, ids in self.former.items()
+            for address in ids.values()
+            if address not in self.addresses
+        }
+
+    @property
+    def all_addresses(self) -> frozenset[str]:
+        """The addresses of all brokers in routes, and of lingering ones."""
+        return self.addresses | self.lingering.keys() if self.lingering else self.addresses
+
+    @property
+    def all_brokers(self) -> AddressTable:
+        """Broker name -> id -> address, from all known routes and of lingering brokers. Any thread may read it."""
+        named, former = self.brokers, self.former
+        if not former:
+            return MappingProxyType(named)
+        return {name: {**former.get(name, {}), **named.get(name, {})} for name in named.keys() | former.keys()}
+
+    def names_at(self, address: str) -> list[str]:
+        """Return the names of the brokers at `address`, in routes or lingering."""
+        return [name for name, ids in self.all_brokers.items() if address in ids.values()]
 
     def _update_brokers(self) -> tuple[frozenset[str], frozenset[str]]:
         now = address_table(self._known.values())
@@ -137,12 +166,12 @@ class Routes:
             for name in names
             for ids in ({**self.former.get(name, {}), **self.brokers.get(name, {})},)
         }
-        self.former = {name: ids for name, ids in gone.items() if ids}
         self.brokers = now
         before, self.addresses = (
             self.addresses,
             frozenset(address for ids in self.brokers.values() for address in ids.values()),
         )
+        self._keep_former(gone)
         return self.addresses - before, before - self.addresses
 
     def masters(self) -> frozenset[str]:

@@ -48,19 +48,16 @@ class ServerRequests:
 
     def __init__(self, is_broker: Callable[[str], bool]) -> None:
         """`is_broker` returns whether an address is that of a broker whose topics or queues are in use."""
+        self.on_refused: OnRefused = self._log_refused
+        """Called for each refused request. By default, the first one of each kind is logged."""
         self._is_broker = is_broker
         self._handlers: dict[int, RequestHandler] = {}
-        self._refused_hooks: list[OnRefused] = []
         self._in_flight: dict[str, _InFlight] = {}  # by address
         self._logged: set[tuple[int, str]] = set()
 
     def on_request(self, code: RequestCode, handler: RequestHandler) -> None:
         """Handle requests of brokers with this `code` by `handler`."""
         self._handlers[code] = handler
-
-    def on_refused(self, hook: OnRefused) -> None:
-        """Call `hook` for every refused request. Without a hook, the first request of each kind is logged."""
-        self._refused_hooks.append(hook)
 
     def handle(self, command: RemotingCommand, connection: Connection) -> Awaitable[RemotingCommand | None] | None:
         """Handle or refuse a request. Return an awaitable of the response, None if the request is finished."""
@@ -101,7 +98,7 @@ class ServerRequests:
             why = "it does not read the responses"
         else:
             return None
-        self._notify_refused(command.code, connection.address, why)
+        self.on_refused(command.code, connection.address, why)
         return command.make_response(refusal_code, f"{request_name(command.code)} is refused: {why}")
 
     async def _run_handler(
@@ -121,16 +118,14 @@ class ServerRequests:
 
     def _failure_response(self, command: RemotingCommand, address: str, error: Exception) -> RemotingCommand:
         if isinstance(error, RocketError):
-            self._notify_refused(command.code, address, str(error))
+            self.on_refused(command.code, address, str(error))
             return command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
         if self._is_first_of_kind(command.code, type(error).__name__):
             log.error("request=%s broker=%s failed", request_name(command.code), address, exc_info=error)
         return command.make_response(ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
 
-    def _notify_refused(self, code: int, address: str, why: str) -> None:
-        for hook in self._refused_hooks:
-            hook(code, address, why)
-        if not self._refused_hooks and self._is_first_of_kind(code, address):
+    def _log_refused(self, code: int, address: str, why: str) -> None:
+        if self._is_first_of_kind(code, address):
             log.warning("request=%s from=%s refused: %s", request_name(code), address, why)
 
     def _is_first_of_kind(self, code: int, of: str) -> bool:

@@ -162,8 +162,7 @@ class _Session:
         return self._dispatcher.abandon()
 
     async def _unregister(self) -> None:
-        self.cluster.remove_producer(self._group)
-        await self.cluster.unregister(producer_group=self._group)
+        await self.cluster.membership.unregister(producer_group=self._group)
 
 
 def new_ids(config: ProducerConfig) -> UniqueIds:
@@ -288,7 +287,7 @@ class Producer(NotCopied):
             if self._session is not None:
                 return
             cluster = Cluster(self.config, make_client_id(self.config))
-            cluster.add_producer(self._group)
+            cluster.membership.add_producer(self._group)
             close_hook = self._prepare(cluster)
             self._connecting = cluster
             cluster.start()

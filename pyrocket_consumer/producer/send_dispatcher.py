@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster import Cluster, ClusterEvents
 from pyrocket_consumer.cluster.broker import DEGRADED_CODES, STORED_CODES
 from pyrocket_consumer.cluster.membership import BrokerLink
 from pyrocket_consumer.cluster.responses import read_error
@@ -62,7 +62,7 @@ class _AttemptFailed(Exception):
         self.error = error
 
 
-class SendDispatcher:
+class SendDispatcher(ClusterEvents):
     """Sends the requests that InFlightLimiter passes to the I/O thread. Confined to that thread.
 
     `_send_or_prepare` sends at once, without a task, if a route and a connection are available. Otherwise `_prepare`
@@ -100,9 +100,10 @@ class SendDispatcher:
         self._unfinished: set[SendRequest] = set()
         self._lanes: dict[LaneKey, Lane] = {}
         self._suspected_connections: set[Connection] = set()
-        cluster.keep_reachable(self._awaits_responses)
+        cluster.events = self
 
-    def _awaits_responses(self, broker_name: str) -> bool:
+    def uses_broker(self, broker_name: str) -> bool:
+        """Return whether the broker may still respond to requests in flight."""
         connection = self._cluster.link(broker_name, only_this=True).connection
         return connection is not None and connection.waiting > 0
 
@@ -239,12 +240,12 @@ class SendDispatcher:
 
     async def _check_timer(self, queue: MessageQueue, address: str) -> None:
         """Raise an error if the broker is too old to deliver at a given time. It would deliver the message at once."""
-        if self._cluster.broker_version(address) is None:
+        if self._cluster.membership.versions.get(address) is None:
             try:
-                await self._cluster.heartbeat_broker(address)
+                await self._cluster.membership.heartbeat_broker(address)
             except RocketError as error:
                 raise _AttemptFailed(ConnectError(address, f"no heartbeat: {error}")) from error
-        version = self._cluster.broker_version(address) or 0
+        version = self._cluster.membership.versions.get(address) or 0
         if version < _FIRST_TIMER_VERSION:
             raise RocketError(
                 f"{queue.broker_name} ({address}) is {version_name(version)}, and brokers before 5.0 ignore "
@@ -255,7 +256,7 @@ class SendDispatcher:
 
     def _known_queues(self, topic: str) -> PublishQueues | None:
         """Return the queues of the known route, or None if no route is known."""
-        route = self._cluster.known_route(topic)
+        route = self._cluster.routes.known(topic)
         if route is None:
             return None
         queues = self._queues.get(topic)
@@ -274,20 +275,20 @@ class SendDispatcher:
         """
         topic, after = request.topic, request.wants_route_after
         try:
-            if self._cluster.known_route(topic) is None or after is None:
-                await self._cluster.route(topic)
+            if self._cluster.routes.known(topic) is None or after is None:
+                await self._cluster.routes.get(topic)
             else:
                 async with asyncio.timeout(_ROUTE_WAIT_S):
-                    await self._cluster.route(topic, after=after)
+                    await self._cluster.routes.get(topic, after=after)
         except RouteNotFound as error:
-            gone = self._cluster.known_route(topic) is None or is_topic_missing(request.last_error)
+            gone = self._cluster.routes.known(topic) is None or is_topic_missing(request.last_error)
             if gone and self._config.auto_create_topic:
                 return await self._auto_created_queues(topic, after)
             if gone:
                 raise
             self._note_failure(request, str(error), error)  # its brokers are unreachable
         except (TimeoutError, RocketError):
-            if self._cluster.known_route(topic) is None:
+            if self._cluster.routes.known(topic) is None:
                 raise
         queues = self._known_queues(topic)
         assert queues is not None
@@ -301,11 +302,11 @@ class SendDispatcher:
         Source: MQClientInstance.updateTopicRouteInfoFromNameServer with the default topic.
         """
         try:
-            template = await self._cluster.route(_AUTO_CREATE_TOPIC)
+            template = await self._cluster.routes.get(_AUTO_CREATE_TOPIC)
             if after is not None:
                 with contextlib.suppress(TimeoutError, RocketError):  # its brokers or the name servers are unreachable
                     async with asyncio.timeout(_ROUTE_WAIT_S):
-                        template = await self._cluster.route(_AUTO_CREATE_TOPIC, after=after)
+                        template = await self._cluster.routes.get(_AUTO_CREATE_TOPIC, after=after)
         except RouteNotFound as error:
             raise RouteNotFound(topic, error.name_servers) from error
         queues = tuple(

@@ -86,7 +86,7 @@ class _Transactions:
         self._bytes_of: Counter[str] = Counter()
         self._running: set[str] = set()  # ids of messages between their send and the broker's answer to the result
         self._is_full = self._is_closed = False
-        cluster.on_request(RequestCode.CHECK_TRANSACTION_STATE, self._on_check)
+        cluster.requests.on_request(RequestCode.CHECK_TRANSACTION_STATE, self._on_check)
 
     @contextmanager
     def running(self, message_id: str) -> Iterator[None]:
@@ -174,7 +174,7 @@ class _Transactions:
 
     def address(self, broker_name: str) -> str | None:
         """Return the address of the broker that keeps a message, or None if it has no master."""
-        return self._cluster.address(broker_name, only_this=True)
+        return self._cluster.routes.address(broker_name, only_this=True)
 
     def end_transaction(self, header: EndTransactionHeader, state: TransactionState, address: str | None) -> str | None:
         """Send the result of a transaction to the broker. Return the reason if the broker did not accept it."""
@@ -262,7 +262,7 @@ class TransactionProducer(Producer):
         cluster = self._ensure_session().cluster
         try:
             for topic in self._topics_to_know:
-                cluster.run(cluster.route(topic), self.config.send_timeout_s)
+                cluster.run(cluster.routes.get(topic), self.config.send_timeout_s)
         except RocketError:
             self.close()
             raise

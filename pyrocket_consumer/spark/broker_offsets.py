@@ -189,7 +189,7 @@ class BrokerOffsets:
     async def _discover(self, startup_grace: RetryPolicy, follows: bool) -> frozenset[MessageQueue]:
         named = list(await self._named_topics())
         outcomes = await asyncio.gather(
-            *(self.cluster.route(topic, refresh=True) for topic in named), return_exceptions=True
+            *(self.cluster.routes.get(topic, refresh=True) for topic in named), return_exceptions=True
         )
         existing = list[MessageQueue]()
         for topic, outcome in zip(named, outcomes, strict=True):
@@ -220,7 +220,7 @@ class BrokerOffsets:
     async def _creates_topics(self) -> bool:
         """Return whether a broker creates topics on demand."""
         try:
-            await self.cluster.route(_AUTO_CREATE_TOPIC, refresh=True)
+            await self.cluster.routes.get(_AUTO_CREATE_TOPIC, refresh=True)
         except RouteNotFound:
             return False
         return True
@@ -270,7 +270,7 @@ class BrokerOffsets:
         if selector.expression_type == TAG:
             return
         for broker, topic in {queue.broker_name: queue.topic for queue in sorted(queues)}.items():
-            address = self.cluster.address(broker)
+            address = self.cluster.routes.address(broker)
             if broker in self._filter_checked or address is None:
                 continue
             subscription = replace(selector, topic=topic)
@@ -491,7 +491,7 @@ class BrokerOffsets:
             unreachable={queue: self._why_unreachable(queue) for queue in known if queue not in ends},
             gone=self._gone.intersection(known) - queues,
             unresponsive=frozenset(queue.broker_name for queue in queues if queue not in ends)
-            | frozenset(() if self._knows_queues else self.cluster.name_servers),
+            | frozenset(() if self._knows_queues else self.cluster.config.name_servers),
             requested_ms={broker: bounds.requested_ms for broker, bounds in found.items()},
         )
 

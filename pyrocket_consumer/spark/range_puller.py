@@ -251,13 +251,13 @@ class RangePuller:
     async def _address(self) -> str:
         name = self._queue.broker_name
         lost: RocketError | None = None
-        if self._retry_policy.failures or self._startup_grace.failures or name not in self._cluster.broker_addresses():
+        if self._retry_policy.failures or self._startup_grace.failures or name not in self._cluster.routes.all_brokers:
             try:
-                await self._cluster.route(self._queue.topic, refresh=True)
+                await self._cluster.routes.get(self._queue.topic, refresh=True)
             except RocketError as error:
                 lost = error
         broker_id = self._core.broker_id
-        address = self._cluster.address(name, broker_id)
+        address = self._cluster.routes.address(name, broker_id)
         if address is None and isinstance(lost, RouteNotFound):  # its brokers know whether it is deleted
             broker = (await cluster_info(self._cluster)).brokers.get(name)
             address = choose_address(broker.addresses, broker_id) if broker is not None else None
@@ -344,7 +344,7 @@ class RangePuller:
         """Pull from the broker that the response suggests, if the route has it."""
         if broker_id == self._core.broker_id or self._avoided.get(broker_id, 0) > self._shared.now():
             return
-        if self._cluster.address(self._queue.broker_name, broker_id, only_this=True) is not None:
+        if self._cluster.routes.address(self._queue.broker_name, broker_id, only_this=True) is not None:
             self._pull_from(broker_id)
 
     # --- failures
@@ -358,7 +358,7 @@ class RangePuller:
             self._startup_grace.reset()
         if is_transient and self._retry(str(error), self._startup_grace if is_gone else self._retry_policy):
             self._avoided[broker_id] = self._shared.now() + _AVOIDED_S
-            ids = sorted(self._cluster.broker_addresses().get(self._queue.broker_name, {}))
+            ids = sorted(self._cluster.routes.all_brokers.get(self._queue.broker_name, {}))
             self._pull_from(next((each for each in ids if each > broker_id), MASTER_ID))
         elif is_gone:
             self._skip_or_fail(self._wanted.end, None)

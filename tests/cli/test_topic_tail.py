@@ -42,7 +42,7 @@ def seen(client, tailer, count):
 
 def following(client, new_queues):
     async def follow():
-        await client.route("orders")
+        await client.routes.get("orders")
         tailer = TopicTailer(client, Subscription("orders"), {FIRST: 0}, {FIRST: 0}, lambda text: None)
         tailer.follow(new_queues)
         return tailer
@@ -82,7 +82,7 @@ def test_messages_of_several_queues_are_in_the_order_of_store_times(orders, clie
     orders.send("orders", lambda number: b"%d" % number, count=300)
 
     async def read_all():
-        queues = (await client.route("orders")).consume_queues()
+        queues = (await client.routes.get("orders")).consume_queues()
         ends = dict.fromkeys(queues, 50)
         tailer = TopicTailer(client, Subscription("orders"), dict.fromkeys(queues, 0), ends, lambda text: None)
         found = []

@@ -54,7 +54,7 @@ def connect() -> Iterator[Connect]:
         )
         for _ in range(10):
             client = Cluster(config, make_client_id(config))
-            client.on_failure(failures.append)
+            client.events.client_failed = failures.append
             clients.append(client)
             try:
                 client.start()
@@ -105,17 +105,17 @@ def join(client: Cluster, *, consumer: str = "", producer: str = "", topic: str 
 
     async def work() -> int:
         if consumer:
-            client.add_consumer(consumer, consumer_of(consumer, topic))
+            client.membership.add_consumer(consumer, consumer_of(consumer, topic))
         if producer:
-            client.add_producer(producer)
-        await client.route(topic)
-        return await client.heartbeat()
+            client.membership.add_producer(producer)
+        await client.routes.get(topic)
+        return await client.membership.heartbeat()
 
     return client.run(work(), 30)
 
 
 def find_route(client: Cluster, topic: str = "orders", *, refresh: bool = False) -> TopicRoute:
-    return client.run(client.route(topic, refresh=refresh), 30)
+    return client.run(client.routes.get(topic, refresh=refresh), 30)
 
 
 def consumer_of(group: str, topic: str = "orders") -> Callable[[], ConsumerData]:

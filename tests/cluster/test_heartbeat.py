@@ -31,20 +31,16 @@ def two_brokers(cluster_of):
     return cluster_of(brokers=2)
 
 
-def watch(client, *hooks):
-    """Record the calls of hooks from now on."""
-    calls = [RecordedCalls() for _ in hooks]
-
-    async def work():
-        for hook, each in zip(hooks, calls, strict=True):
-            getattr(client, hook)(each)
-
-    client.run(work(), 30)
+def watch(client, *events):
+    """Record events from now on."""
+    calls = [RecordedCalls() for _ in events]
+    for event, each in zip(events, calls, strict=True):
+        setattr(client.events, event, each)
     return calls
 
 
 def beat(client, broker):
-    return client.run(client.heartbeat_broker(broker.address), 30)
+    return client.run(client.membership.heartbeat_broker(broker.address), 30)
 
 
 def nodes_with_heartbeat(cluster):
@@ -64,9 +60,9 @@ def test_a_consumer_is_known_to_slaves_and_a_producer_to_masters(with_slaves, co
 def test_heartbeats_are_sent_regularly_but_not_without_groups(broker, embedded, connect):
     client = connect(embedded, heartbeat_interval_s=0.05)
     assert join(client) == 0
-    address = client.address("broker-a")
-    connection = client.run(client.open_registered_connection(address), 30)
-    assert client.find_registered_connection(address) is connection
+    address = client.routes.address("broker-a")
+    connection = client.run(client.membership.connect(address), 30)
+    assert client.membership.find_connection(address) is connection
     assert broker.requests(HEARTBEAT) == []
     join(client, consumer="app")
     broker.wait_for(HEARTBEAT, 4)
@@ -85,9 +81,9 @@ def test_a_heartbeat_contains_all_groups_and_requests_no_v2(broker, client):
 def test_a_heartbeats_response_contains_the_brokers_version(cluster_of, connect, version):
     cluster = cluster_of(version=version)
     client, address = connect(cluster), cluster.broker("broker-a").address
-    assert client.broker_version(address) is None
+    assert client.membership.versions.get(address) is None
     join(client, consumer="app")
-    assert client.broker_version(address) == version_ordinal(*map(int, version.split(".")))
+    assert client.membership.versions.get(address) == version_ordinal(*map(int, version.split(".")))
 
 
 def test_a_heartbeat_to_one_broker_raises_its_error(embedded, broker, connect):
@@ -105,21 +101,21 @@ def test_a_heartbeat_to_one_broker_raises_its_error(embedded, broker, connect):
 
 def test_a_registered_connection_has_had_one_heartbeat(client, broker):
     async def pullers(count):
-        client.add_consumer("app", consumer_of("app"))
-        await client.route("orders")
-        assert client.find_registered_connection(broker.address) is None
-        return await asyncio.gather(*(client.open_registered_connection(broker.address) for _ in range(count)))
+        client.membership.add_consumer("app", consumer_of("app"))
+        await client.routes.get("orders")
+        assert client.membership.find_connection(broker.address) is None
+        return await asyncio.gather(*(client.membership.connect(broker.address) for _ in range(count)))
 
     broker.on(HEARTBEAT, answer(16, "no permission"), times=None)
     with pytest.raises(PermissionDenied):
         client.run(pullers(1), 30)
-    assert client.find_registered_connection(broker.address) is None
+    assert client.membership.find_connection(broker.address) is None
     broker.clear_faults()
     broker.forget_requests()
     broker.on(HEARTBEAT, delay(0.1))
     connections = client.run(pullers(8), 30)
     assert len(set(connections)) == 1
-    assert client.find_registered_connection(broker.address) is connections[0]
+    assert client.membership.find_connection(broker.address) is connections[0]
     assert len(broker.requests(HEARTBEAT)) == 1
     assert broker.members("app") == [client.client_id]
 
@@ -128,12 +124,12 @@ def test_a_link_leads_to_the_master_if_there_is_one(with_slaves, connect):
     client, master = connect(with_slaves), with_slaves.broker("broker-a")
     assert join(client, consumer="app") == 4
     link = client.link("broker-a")
-    assert link.connection is client.find_registered_connection(master.address) is link.connection
+    assert link.connection is client.membership.find_connection(master.address) is link.connection
     for step, broker_id in ((master.kill, 1), (master.start, 0)):
         step()
         find_route(client, refresh=True)
         until(lambda: link.connection is not None, "a connection")
-        addresses = client.broker_addresses()["broker-a"]
+        addresses = client.routes.all_brokers["broker-a"]
         assert (link.address, link.connection.address) == (addresses[broker_id], addresses[broker_id])
     assert client.link("broker-a", 1).address == addresses[1]
 
@@ -156,7 +152,7 @@ def test_a_link_needs_a_heartbeat_from_the_first_group_on(client, broker):
     find_route(client)
     link, connection = client.link("broker-a"), client.run(client.connection(broker.address), 30)
     assert link.connection is connection
-    client.run(to_coroutine(client.add_producer, "maker"), 30)
+    client.run(to_coroutine(client.membership.add_producer, "maker"), 30)
     assert link.connection is None
     assert client.run(link.open(), 30) is link.connection is connection
 
@@ -185,44 +181,44 @@ def leave_routes(cluster, client):
 
 def test_a_broker_that_no_route_names_is_disconnected(two_brokers, connect):
     client = connect(two_brokers)
-    (lost,) = watch(client, "on_broker_lost")
+    (lost,) = watch(client, "broker_lost")
     assert join(client, consumer="app") == 2
     removed = leave_routes(two_brokers, client)
     two_brokers.wait_until(lambda: not removed.connections)
-    assert set(client.broker_addresses()) == {"broker-a"}
-    assert client.address("broker-b") is None
+    assert set(client.routes.all_brokers) == {"broker-a"}
+    assert client.routes.address("broker-b") is None
     assert lost.is_empty
 
 
 def test_a_broker_that_left_the_routes_is_kept_while_in_use(two_brokers, connect):
     client = connect(two_brokers, route_refresh_interval_s=0.1)
     in_use = ["broker-b"]
-    client.keep_reachable(in_use.__contains__)
+    client.events.uses_broker = in_use.__contains__
     assert join(client, consumer="app") == 2
-    address = client.address("broker-b")
+    address = client.routes.address("broker-b")
     removed = leave_routes(two_brokers, client)
-    assert client.address("broker-b") == address
-    assert client.run(client.heartbeat(), 30) == 2
+    assert client.routes.address("broker-b") == address
+    assert client.run(client.membership.heartbeat(), 30) == 2
     assert removed.connections
     in_use.clear()
     two_brokers.wait_until(lambda: not removed.connections)
-    assert client.address("broker-b") is None
+    assert client.routes.address("broker-b") is None
 
 
 def test_a_lost_connection_refreshes_the_routes_at_once(two_brokers, connect):
     client = connect(two_brokers)  # the default route refresh is every 30 s
-    (changed,) = watch(client, "on_route_changed")
+    (changed,) = watch(client, "route_changed")
     join(client, consumer="app")
     changed.next()
     two_brokers.broker("broker-b").kill()
     topic, route = changed.next()
     assert (topic, {queue.broker_name for queue in route.consume_queues()}) == ("orders", {"broker-a"})
-    assert set(client.broker_addresses()) == {"broker-a"}
+    assert set(client.routes.all_brokers) == {"broker-a"}
 
 
 @pytest.mark.parametrize("end", ["kill", "stop", "close_connections"])
 def test_a_broker_that_returns_gets_a_heartbeat_and_is_reported(client, broker, end):
-    lost, returned = watch(client, "on_broker_lost", "on_broker_reconnected")
+    lost, returned = watch(client, "broker_lost", "broker_reconnected")
     join(client, consumer="app")
     for _ in range(2):
         getattr(broker, end)()
@@ -231,7 +227,7 @@ def test_a_broker_that_returns_gets_a_heartbeat_and_is_reported(client, broker, 
             broker.start()
         assert returned.next() == (broker.address,)
         assert broker.members("app") == [client.client_id]
-    assert client.find_registered_connection(broker.address) is not None
+    assert client.membership.find_connection(broker.address) is not None
 
 
 def test_a_broker_that_closes_each_connection_is_called_rarely(broker, client, caplog):
@@ -239,7 +235,7 @@ def test_a_broker_that_closes_each_connection_is_called_rarely(broker, client, c
         exchange.answer(exchange.request.make_response(0))
         exchange.later(0.001, lambda: exchange.connection.close(False))
 
-    client.add_consumer("app", consumer_of("app"))
+    client.membership.add_consumer("app", consumer_of("app"))
     broker.on(RequestCode.HEART_BEAT, respond_and_close, times=None)
     began = time.monotonic()
     find_route(client)
@@ -275,7 +271,7 @@ def test_calls_fail_when_the_broker_dies_and_succeed_later(embedded, broker, con
 
 def test_a_silent_broker_is_reconnected_after_two_heartbeats(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=1, heartbeat_interval_s=0.1)
-    lost, returned = watch(client, "on_broker_lost", "on_broker_reconnected")
+    lost, returned = watch(client, "broker_lost", "broker_reconnected")
     join(client, consumer="app")
     broker.on(HEARTBEAT, drop, times=2)
     address, reason = lost.next()
@@ -286,7 +282,7 @@ def test_a_silent_broker_is_reconnected_after_two_heartbeats(embedded, broker, c
 
 def test_slow_calls_end_no_connection_with_heartbeats(embedded, broker, connect):
     client = connect(embedded, call_timeout_s=1)
-    (lost,) = watch(client, "on_broker_lost")
+    (lost,) = watch(client, "broker_lost")
     join(client, consumer="app")
     queue = find_route(client).consume_queues()[0]
     broker.on(RequestCode.GET_MAX_OFFSET, drop, times=3)
@@ -303,15 +299,15 @@ def test_a_silent_or_unreachable_broker_does_not_delay_others(with_slaves, conne
     assert join(client, consumer="app") == 3
     with_slaves.broker("broker-a").kill()
     with_slaves.broker("broker-b").on(UNREGISTER, drop)
-    client.run(client.unregister(consumer_group="app"), 10)
+    client.run(client.membership.unregister(consumer_group="app"), 10)
 
 
 def test_leaving_a_group_is_known_at_once(with_slaves, connect):
     client = connect(with_slaves)
     join(client, consumer="app", producer="maker")
     assert with_slaves.members("app") == [client.client_id]
-    client.run(client.unregister(consumer_group="app"), 30)
-    client.run(client.unregister(producer_group="maker"), 30)
+    client.run(client.membership.unregister(consumer_group="app"), 30)
+    client.run(client.membership.unregister(producer_group="maker"), 30)
     assert with_slaves.members("app") == []
     for node in with_slaves.nodes:
         calls = [UnregisterClientHeader.from_fields(each.command.fields) for each in node.requests(UNREGISTER)]
@@ -323,14 +319,14 @@ def test_a_heartbeat_in_flight_does_not_register_a_leaving_group_again(client, b
     join(client, consumer="app")
     gate = Gate()
     broker.on(HEARTBEAT, gate)
-    heartbeat = client.submit(client.heartbeat())
+    heartbeat = client.submit(client.membership.heartbeat())
     gate.wait_held()
-    leaving = client.submit(client.unregister(consumer_group="app"))
+    leaving = client.submit(client.membership.unregister(consumer_group="app"))
     gate.open()
     leaving.result(30)
     assert heartbeat.result(30) == 1
     assert broker.members("app") == []
-    assert client.run(client.heartbeat(), 30) == 0
+    assert client.run(client.membership.heartbeat(), 30) == 0
 
 
 def test_a_refused_heartbeat_counts_as_a_response(embedded, broker, connect):

@@ -88,7 +88,7 @@ def test_close_and_deadlines_raise_in_waiting_calls(embedded, broker, connect):
     find_route(client)
     embedded.name_server_node.on(RequestCode.GET_ROUTEINFO_BY_TOPIC, drop)
     with pytest.raises(RequestTimeout):
-        client.run(client.route("orders", refresh=True), 0.2)
+        client.run(client.routes.get("orders", refresh=True), 0.2)
     broker.on(RequestCode.GET_MAX_OFFSET, drop)
     waiting = client.submit(client.broker("broker-a").max_offset(MessageQueue("orders", "broker-a", 0)))
     broker.wait_for(RequestCode.GET_MAX_OFFSET)
@@ -106,7 +106,7 @@ def test_a_client_that_is_not_running_raises_and_starts_once(embedded, connect):
     for client in (unstarted(embedded.name_server), closed):
         for call in (client.run, lambda coroutine, timeout_s, client=client: client.submit(coroutine)):
             with pytest.raises(ClientClosed, match="created|closed"):
-                call(client.route("orders"), 30)
+                call(client.routes.get("orders"), 30)
 
 
 def test_a_blocking_call_on_the_io_thread_is_refused(client):
@@ -147,9 +147,9 @@ def test_a_client_runs_on_a_loop_without_a_thread():
         config = ClientConfig(name_server=cluster.name_server, call_timeout_s=30, connect_timeout_s=30)
         client = Cluster(config, "me", io=Io())
         await client.start_on_loop()
-        await client.route("TBW102")
-        client.add_consumer("g", consumer_of("g"))
-        answered = await client.heartbeat()
+        await client.routes.get("TBW102")
+        client.membership.add_consumer("g", consumer_of("g"))
+        answered = await client.membership.heartbeat()
         await client.close_on_loop()
         cluster.shut()
         await asyncio.sleep(0.01)  # transports end in the loop's next rounds
@@ -162,12 +162,12 @@ def defect(*facts):
     raise ZeroDivisionError("a defect")
 
 
-@pytest.mark.parametrize("where", ["on_route_changed", "on_answer", "in the background"])
+@pytest.mark.parametrize("where", ["route_changed", "on_answer", "in the background"])
 def test_a_defect_is_reported_and_harms_no_call(embedded, where):
     client, calls = unstarted(embedded.name_server), RecordedCalls()
-    client.on_failure(calls)
-    if where == "on_route_changed":
-        client.on_route_changed(defect)
+    client.events.client_failed = calls
+    if where == "route_changed":
+        client.events.route_changed = defect
     client.start()
     route = find_route(client)
     assert len(route.consume_queues()) == 4
@@ -179,7 +179,7 @@ def test_a_defect_is_reported_and_harms_no_call(embedded, where):
         if where == "in the background":
             client.spawn(fail(), "doomed")
         elif where == "on_answer":
-            connection = await client.connection(client.address("broker-a"))
+            connection = await client.connection(client.routes.address("broker-a"))
             connection.send(lambda opaque: b"", defect, 0.01)
 
     client.run(work(), 30)
@@ -199,21 +199,21 @@ from pyrocket_consumer.errors import ClientClosed
 config = ClientConfig(name_server=sys.argv[1])
 made_before, started_before = Cluster(config, "a"), Cluster(config, "b")
 started_before.start()
-started_before.run(started_before.route("orders"), 30)
+started_before.run(started_before.routes.get("orders"), 30)
 child = os.fork()
 if child == 0:
     try:
-        started_before.run(started_before.route("orders"), 30)
+        started_before.run(started_before.routes.get("orders"), 30)
     except ClientClosed as error:
         assert "make a new one after the fork" in str(error), error
         started_before.close()
         made_before.start()
-        made_before.run(made_before.route("orders"), 30)
+        made_before.run(made_before.routes.get("orders"), 30)
         made_before.close()
         os._exit(7)
     os._exit(1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-started_before.run(started_before.route("orders", refresh=True), 30)
+started_before.run(started_before.routes.get("orders", refresh=True), 30)
 started_before.close()
 print("parent works on")
 """

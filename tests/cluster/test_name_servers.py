@@ -101,7 +101,7 @@ def test_changes_go_to_all_name_servers_or_the_error_names_one(three, connect):
     nodes = first, second, third = three.name_server_nodes
 
     def put(value):
-        return client.run(client.call_every_name_server(PutKvConfigHeader("space", "key", value)), 30)
+        return client.run(client.name_servers.call_every(PutKvConfigHeader("space", "key", value)), 30)
 
     def kept(node):
         return client.run(client.call(node.address, GetKvConfigHeader("space", "key")), 30).fields["value"]
@@ -121,11 +121,7 @@ def test_changes_go_to_all_name_servers_or_the_error_names_one(three, connect):
 def test_routes_in_use_stay_fresh_and_outlive_name_servers(embedded, connect):
     client = connect(embedded, route_refresh_interval_s=0.05)
     calls = RecordedCalls()
-
-    async def watch():
-        client.on_route_changed(calls)
-
-    client.run(watch(), 30)
+    client.events.route_changed = calls
     route = find_route(client)
     assert calls.next() == ("orders", route)
     embedded.create_topic("orders", queues=6)
@@ -140,7 +136,7 @@ def test_routes_in_use_stay_fresh_and_outlive_name_servers(embedded, connect):
     embedded.start_name_server(register=False)
     with pytest.raises(RouteNotFound):  # it knows nothing until brokers register
         find_route(client, refresh=True)
-    assert client.known_route("orders") == changed
+    assert client.routes.known("orders") == changed
     embedded.name_server_node.register()
     assert find_route(client, refresh=True) == changed
     assert calls.is_empty
@@ -159,7 +155,7 @@ def test_a_large_response_does_not_block_the_io_thread(embedded, client):
     async def longest_piece() -> float:
         """Return the longest CPU time of one step of the I/O thread while it fetches a route."""
         longest, last = 0.0, time.thread_time()
-        requested_nodes = asyncio.ensure_future(client.route("orders", refresh=True))
+        requested_nodes = asyncio.ensure_future(client.routes.get("orders", refresh=True))
         while not requested_nodes.done():
             await asyncio.sleep(0)
             last, before = time.thread_time(), last

@@ -34,7 +34,7 @@ def ask(embedded, connect, member):
 
 def handle(client, code, handler):
     async def register():
-        client.on_request(code, handler)
+        client.requests.on_request(code, handler)
 
     client.run(register(), 30)
 
@@ -118,8 +118,8 @@ def test_only_brokers_in_routes_or_in_use_may_send_requests(connect):
         async def response(command, address):
             return command.make_response(body=b"{}")
 
-        client.on_request_refused(calls)
-        client.keep_reachable(lambda broker_name: held)
+        client.requests.on_refused = calls
+        client.events.uses_broker = lambda broker_name: held
         join(client, consumer="app")
         handle(client, RUNNING_INFO, response)
         other, fields = embedded.broker("broker-b"), {"consumerGroup": "app", "clientId": client.client_id}
@@ -155,8 +155,8 @@ def test_the_number_of_requests_in_flight_is_limited(broker, member):
         return command.make_response(body=b"{}")
 
     async def register():
-        member.on_request_refused(calls)
-        member.on_request(RUNNING_INFO, slow)
+        member.requests.on_refused = calls
+        member.requests.on_request(RUNNING_INFO, slow)
 
     member.run(register(), 30)
     sender = RequestSender(broker)

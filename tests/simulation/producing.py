@@ -175,7 +175,7 @@ class ProducerScenario:
         config = ProducerConfig(name_server=self.embedded.name_server, **self.plan.options)
         rng = random.Random(self.random.random())
         self.cluster = Cluster(config, "10.0.0.1@1", io=WorldIoThread(self.world), rng=rng)  # type: ignore[arg-type]
-        self.cluster.add_producer(config.group)
+        self.cluster.membership.add_producer(config.group)
         await self.cluster.start_on_loop()
         self.config = config
         self.dispatcher = SendDispatcher(self.cluster, config, config.group, lambda sending: None, rng)

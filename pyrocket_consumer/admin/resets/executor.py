@@ -73,7 +73,7 @@ async def forget_reset(cluster: Cluster, group: str, topic: str) -> bool:
     """Remove the resets recorded for a group and topic on every master. Return whether there was one."""
     namespace = cluster.config.namespace
     wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
-    route = await cluster.route(wire_topic, refresh=True)
+    route = await cluster.routes.get(wire_topic, refresh=True)
     await check_group_exists(cluster, group)
     was_recorded = False
     for data in route.queues:

@@ -93,7 +93,7 @@ async def plan_reset(
     """Return the plan of a reset, with its effect on each queue."""
     namespace = cluster.config.namespace
     wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
-    route = await cluster.route(wire_topic, refresh=True)
+    route = await cluster.routes.get(wire_topic, refresh=True)
     chosen = _choose_queues(route, unwrap(namespace, topic), wire_topic, where, wanted)
     stored, retry_route = dict[MessageQueue, int](), None
     if store is not None:
@@ -189,7 +189,7 @@ async def _retry_route(
     if wire_topic == retry_topic(wire_group):
         return None
     try:
-        route = await cluster.route(retry_topic(wire_group), refresh=True)
+        route = await cluster.routes.get(retry_topic(wire_group), refresh=True)
     except RouteNotFound:
         return None
     return route if any(queue not in stored for queue in route.consume_queues()) else None
@@ -314,7 +314,7 @@ async def _fetch_brokers(cluster: Cluster, routes: Sequence[TopicRoute]) -> list
         try:
             response = await cluster.call(address, GetBrokerConfigHeader())
         except PermissionDenied:
-            return BrokerPlan(name, address, None, cluster.broker_version(address) or 0)
+            return BrokerPlan(name, address, None, cluster.membership.versions.get(address) or 0)
         except BrokerError as error:
             return BrokerPlan(name, address, problem=str(error))
         except RocketError as error:

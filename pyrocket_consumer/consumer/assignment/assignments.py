@@ -56,7 +56,6 @@ class Assignments:
         self._budgets: dict[str, MemoryBudget] = {}  # by topic, or one for all
         self._woken: deque[HeldQueue] = deque()
         self._wake_due = False
-        context.cluster.keep_reachable(self._holds_queue_of)
 
     # --- the queues
 
@@ -91,7 +90,8 @@ class Assignments:
         """Return the commit records of all known queues, or of those of one broker."""
         return [each.commit for each in self._queues.values() if broker_name in (None, each.queue.broker_name)]
 
-    def _holds_queue_of(self, broker_name: str) -> bool:
+    def holds_queue_of(self, broker_name: str) -> bool:
+        """Return whether a held queue is at this broker."""
         return any(each.queue.broker_name == broker_name for each in self.all())
 
     def topics(self) -> set[str]:

@@ -312,7 +312,7 @@ class Retries:
         properties.pop(PropertyName.TRANSACTION_PREPARED, None)
         properties[PropertyName.DELAY] = str(delay_level if delay_level > 0 else 3 + message.reconsume_times)
         limit = 0 if delay_level < 0 else context.config.most_attempts
-        route = await context.cluster.route(topic)
+        route = await context.cluster.routes.get(topic)
         error: RocketError | None = None
         # It stays compressed, because only the listener decompresses bodies.
         is_compressed = has_compressed_body(message)

@@ -83,13 +83,13 @@ class BrokerRequests:
 
     def begin(self) -> None:
         """Handle requests from now on."""
-        cluster, self.started_at_ms = self._context.cluster, self._context.now_ms()
-        cluster.on_request_refused(self._report_refused)
-        cluster.on_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, self._on_ids_changed)
-        cluster.on_request(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, self._on_reset)
-        cluster.on_request(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, self._on_status)
-        cluster.on_request(RequestCode.GET_CONSUMER_RUNNING_INFO, self._on_running_info)
-        cluster.on_request(RequestCode.CONSUME_MESSAGE_DIRECTLY, self._on_consume_directly)
+        requests, self.started_at_ms = self._context.cluster.requests, self._context.now_ms()
+        requests.on_refused = self._report_refused
+        requests.on_request(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, self._on_ids_changed)
+        requests.on_request(RequestCode.RESET_CONSUMER_CLIENT_OFFSET, self._on_reset)
+        requests.on_request(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, self._on_status)
+        requests.on_request(RequestCode.GET_CONSUMER_RUNNING_INFO, self._on_running_info)
+        requests.on_request(RequestCode.CONSUME_MESSAGE_DIRECTLY, self._on_consume_directly)
 
     def _report_refused(self, code: int, address: str, why: str) -> None:
         text = f"{request_name(code)} from {address} is refused: {why}"
@@ -280,8 +280,8 @@ class BrokerRequests:
             RocketError: no listener of this consumer takes the message; send it to another member.
         """
         stored = decode_message(record).queue
-        where = self._context.cluster.broker_name(address)
-        queue = MessageQueue(stored.topic, where or stored.broker_name, stored.queue_id)
+        names = self._context.cluster.routes.names_at(address)
+        queue = MessageQueue(stored.topic, names[0] if names else stored.broker_name, stored.queue_id)
         message = decode_message(record, queue, BodyLimit(self._context.config.max_body_bytes))
         if stored.topic.startswith(RETRY_PREFIX) and stored.topic != retry_topic(self._context.name):
             found = None

@@ -135,7 +135,7 @@ class ForeignMembers:
         context, cluster = self._context, self._context.cluster
         brokers: dict[str, str] = {}
         for topic in {*context.subscriptions.topics(), *topics}:
-            route = cluster.known_route(topic)
+            route = cluster.routes.known(topic)
             for broker in route.brokers if route is not None else ():
                 if (address := broker.addresses.get(MASTER_ID)) is not None:
                     brokers[broker.broker_name] = address

@@ -177,7 +177,7 @@ class Rebalance:
         return min([pause_s, *(each.due_at - now for each in known if each.due_at is not None)])
 
     async def _heartbeat(self) -> None:
-        heartbeat = self._context.tasks.begin(self._context.cluster.heartbeat(), "a heartbeat")
+        heartbeat = self._context.tasks.begin(self._context.cluster.membership.heartbeat(), "a heartbeat")
         await asyncio.wait([heartbeat], timeout=HEARTBEAT_WAIT_S)
 
     def _revoke(self, held: HeldQueue) -> None:
@@ -236,7 +236,7 @@ class Rebalance:
         """
         context = self._context
         try:
-            route = await context.cluster.route(topic)
+            route = await context.cluster.routes.get(topic)
             self._no_route.discard(topic)
             queues = route.consume_queues()
             self._known.setdefault(topic, frozenset(queues))
@@ -304,7 +304,7 @@ class _Members:
         if ids is not None and self._context.client_id not in ids:
             # the heartbeat has not arrived (yet), so the broker refuses pulls, and other members share the queues
             if self._heartbeat is None:
-                self._heartbeat = self._context.tasks.begin(self._context.cluster.heartbeat(), "a heartbeat")
+                self._heartbeat = self._context.tasks.begin(self._context.cluster.membership.heartbeat(), "a heartbeat")
                 await asyncio.wait([self._heartbeat], timeout=HEARTBEAT_WAIT_S)
                 self._fetches.clear()
             else:

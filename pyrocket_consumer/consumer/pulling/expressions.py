@@ -36,7 +36,7 @@ class ExpressionChecker:
         if subscription.expression_type == "TAG":
             return
         try:
-            route = await self._context.cluster.route(subscription.topic)
+            route = await self._context.cluster.routes.get(subscription.topic)
         except RocketError:
             return  # check_queue asks the brokers later
         checks = (self._check_at(subscription, broker.broker_name) for broker in route.brokers)
@@ -60,7 +60,7 @@ class ExpressionChecker:
         if key in self._checked:
             return
         context = self._context
-        address = context.cluster.address(broker_name)
+        address = context.cluster.routes.address(broker_name)
         if address is None:
             raise ConnectError(broker_name, "no route names an address of this broker now")
         body = encode_check_client_config(CheckClientConfig(context.client_id, context.name, subscription))

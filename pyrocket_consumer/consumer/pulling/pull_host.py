@@ -60,7 +60,7 @@ class MemberPullHost:
         await self._resubscriber.wait_registered(queue)
 
     async def refresh_route(self, queue: MessageQueue) -> None:
-        await self._context.cluster.route(queue.topic, refresh=True)
+        await self._context.cluster.routes.get(queue.topic, refresh=True)
         self._context.rebalance_wanted.set()
 
     def keep_running(self, work: Coroutine[Any, Any, None], what: str) -> None:

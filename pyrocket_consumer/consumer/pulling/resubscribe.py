@@ -59,13 +59,13 @@ class Resubscriber:
         await asyncio.sleep(self._backoff.failed())
         if self._backoff.failures >= COMPARE_AFTER_REFUSALS and not self._is_reported:
             await self._compare(queue)
-        await context.cluster.heartbeat()
+        await context.cluster.membership.heartbeat()
         self._last_at = context.loop.time()
 
     async def _compare(self, queue: MessageQueue) -> None:
         """Emit an event, once, if the broker has other subscriptions of the group than this member; name the others."""
         context = self._context
-        address = context.cluster.address(queue.broker_name)
+        address = context.cluster.routes.address(queue.broker_name)
         if address is None:
             return
         try:

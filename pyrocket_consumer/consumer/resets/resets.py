@@ -179,7 +179,7 @@ class ResetFollower:
         ):
             self._route_requested_at = context.loop.time()  # a queue may have been added just now
             try:
-                await context.cluster.route(plan.topic, refresh=True)
+                await context.cluster.routes.get(plan.topic, refresh=True)
             except RocketError as error:
                 log.info("group=%s the route of %s could not be fetched again: %s", context.name, plan.topic, error)
         unknown = self._unknown_queues(plan.topic, plan.targets)
@@ -353,14 +353,14 @@ class ResetFollower:
     def _readable_records(self) -> list[TopicRecord]:
         records = []
         for topic in self._context.subscriptions.topics():
-            route = self._context.cluster.known_route(topic) if self._reads_records(topic) else None
+            route = self._context.cluster.routes.known(topic) if self._reads_records(topic) else None
             for broker in route.brokers if route is not None else ():
                 if MASTER_ID in broker.addresses and self._queue_ids(topic, broker.broker_name):
                     records.append(self._record(topic, broker.broker_name))
         return records
 
     def _queue_ids(self, topic: str, broker_name: str) -> range:
-        route = self._context.cluster.known_route(topic)
+        route = self._context.cluster.routes.known(topic)
         for data in route.queues if route is not None else ():
             if data.broker_name == broker_name:
                 return range(max(data.read_queues, data.write_queues))
@@ -449,7 +449,7 @@ class ResetFollower:
                 return f"it names {queue}"
             if not 0 <= target <= MAX_RECORDED_OFFSET:
                 return f"{target} is no offset of {queue}"
-        if self._context.cluster.known_route(topic) is None:
+        if self._context.cluster.routes.known(topic) is None:
             return ""  # the subscription is new, and the route is not known yet
         # The broker may have a queue that no route names yet. Refuse a table only if it has no known queue.
         unknown = self._unknown_queues(topic, targets)
@@ -568,7 +568,7 @@ class ResetFollower:
         plan = PlanBody(queue.topic, context.now_ms(), {queue: target})
         informed, moved = await self._forward_to_members(queue.broker_name, plan)
         text = f"-> {target}, in the response to an old pull of this member; forwarded to {informed or 'no member'}"
-        address = context.cluster.address(queue.broker_name, only_this=True)
+        address = context.cluster.routes.address(queue.broker_name, only_this=True)
         if queue not in moved and address is not None:
             try:
                 header = ResetOffsetHeader(queue.topic, context.name, -1, True, queue.queue_id, target)
@@ -588,7 +588,7 @@ class ResetFollower:
             ids = await context.cluster.broker(broker_name).consumer_ids(context.name)
         except RocketError as error:
             return f"no other member, because the members are unknown: {error}", set()
-        address = context.cluster.address(broker_name, only_this=True)
+        address = context.cluster.routes.address(broker_name, only_this=True)
         if address is None:
             return "no other member, because the broker has no master now", set()
         others = [RemoteMember(each, (address,)) for each in ids if each != context.client_id]

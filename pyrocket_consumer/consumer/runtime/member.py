@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 
-from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster import Cluster, ClusterEvents
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.assignment.held_queue import QueueProgress
@@ -69,7 +69,7 @@ class ConsumerState(Enum):
     FAILED = "failed"
 
 
-class GroupMember(MemberEvents):
+class GroupMember(MemberEvents, ClusterEvents):
     """One member of a consumer group, with all its parts: it subscribes, rebalances, pulls, consumes and commits."""
 
     def __init__(
@@ -202,7 +202,7 @@ class GroupMember(MemberEvents):
         context.subscriptions.add(subscription, listener)
         if self.state is ConsumerState.RUNNING:
             await self._fetch_route(subscription.topic)
-            await context.cluster.heartbeat()
+            await context.cluster.membership.heartbeat()
             await self._wait_until_begun()
 
     async def unsubscribe(self, topic: str, *, wait: bool) -> None:
@@ -215,10 +215,10 @@ class GroupMember(MemberEvents):
         self.context.subscriptions.remove(topic)
         if self.state is ConsumerState.RUNNING:
             await self.assignments.end(topic, "unsubscribed")
-            await self.context.cluster.heartbeat()
+            await self.context.cluster.membership.heartbeat()
             if self.context.subscriptions.get(topic) is None:  # not subscribed again meanwhile
                 self._rebalance.forget(topic)
-                self.context.cluster.forget_topic(topic)
+                self.context.cluster.routes.forget(topic)
 
     # --- start and close
 
@@ -231,13 +231,9 @@ class GroupMember(MemberEvents):
             BrokerError: a broker refuses a subscription or the credentials; correct them. No task is left running.
         """
         context, cluster = self.context, self.context.cluster
-        cluster.add_consumer(context.name, context.heartbeat_data)
+        cluster.membership.add_consumer(context.name, context.heartbeat_data)
         self._requests.begin()
-        cluster.on_route_changed(self._on_route_changed)
-        cluster.on_address_refused(self._on_address_refused)
-        cluster.on_broker_lost(lambda address, reason: self._for_brokers_at(address, self._on_broker_lost))
-        cluster.on_broker_reconnected(self._on_broker_reconnected)
-        cluster.on_failure(lambda error: context.report_unexpected("a background task of the cluster ended", error))
+        cluster.events = self
         await asyncio.gather(*map(self._fetch_route, context.subscriptions.topics()))
         await asyncio.gather(*map(self._expression_checker.check, context.subscriptions.all()))
         tasks = context.tasks
@@ -275,7 +271,7 @@ class GroupMember(MemberEvents):
     async def _fetch_route(self, topic: str) -> None:
         context = self.context
         try:
-            await context.cluster.route(topic)
+            await context.cluster.routes.get(topic)
         except PermissionDenied:
             raise
         except RouteNotFound as error:
@@ -376,7 +372,7 @@ class GroupMember(MemberEvents):
         if self.locks is not None:
             await self.locks.release(queues)
         try:
-            await context.cluster.unregister(consumer_group=context.name)
+            await context.cluster.membership.unregister(consumer_group=context.name)
         except RocketError as error:
             log.info("group=%s not unregistered everywhere: %s", context.name, error)
 
@@ -397,11 +393,17 @@ class GroupMember(MemberEvents):
 
     # --- events of the cluster
 
-    def _on_address_refused(self, address: str, why: str) -> None:
+    def uses_broker(self, broker_name: str) -> bool:
+        return self.assignments.holds_queue_of(broker_name)
+
+    def client_failed(self, error: BaseException) -> None:
+        self.context.report_unexpected("a background task of the cluster ended", error)
+
+    def address_refused(self, address: str, why: str) -> None:
         facts = {"address": address}
         self.context.emit(EventKind.ADDRESS_REFUSED, why, facts=facts, level=logging.WARNING)
 
-    def _on_route_changed(self, topic: str, route: TopicRoute) -> None:
+    def route_changed(self, topic: str, route: TopicRoute) -> None:
         for broker in route.brokers:
             address = broker.addresses.get(MASTER_ID)
             if address is not None and self._masters.get(broker.broker_name) != address:
@@ -410,25 +412,21 @@ class GroupMember(MemberEvents):
         if self.context.subscriptions.get(topic) is not None:
             self.context.rebalance_wanted.set()
 
-    def _on_broker_reconnected(self, address: str) -> None:
-        self._for_brokers_at(address, self._on_broker_gap)
+    def broker_lost(self, address: str, reason: str) -> None:
+        for broker_name in self.context.cluster.routes.names_at(address):
+            for record in self.assignments.records(broker_name):
+                record.on_broker_lost(self.context.loop.time())  # it may have lost its latest commits, if it has died
+
+    def broker_reconnected(self, address: str) -> None:
+        for broker_name in self.context.cluster.routes.names_at(address):
+            self._on_broker_gap(broker_name)
         self.resets.read_records_soon()
         self.context.rebalance_wanted.set()
-
-    def _on_broker_lost(self, broker_name: str) -> None:
-        """Note that a broker may have lost its latest acknowledged commits, if it has died."""
-        for record in self.assignments.records(broker_name):
-            record.on_broker_lost(self.context.loop.time())
 
     def _on_broker_gap(self, broker_name: str) -> None:
         """Commit again, and check claimed logs, because a broker may have lost commits or its last messages."""
         self.commits.mark_unpersisted(self.assignments.records(), broker_name)
         self.assignments.recheck_logs(broker_name)
-
-    def _for_brokers_at(self, address: str, action: Callable[[str], None]) -> None:
-        for broker_name, addresses in self.context.cluster.broker_addresses().items():
-            if address in addresses.values():
-                action(broker_name)
 
     # --- requests of the user
 

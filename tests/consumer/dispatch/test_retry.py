@@ -40,7 +40,7 @@ class Member:
     def __init__(self, *send_backs: Exception | None, sends: Any = ()) -> None:
         self.config = SimpleNamespace(broadcasting=False, most_attempts=16, orderly=False)
         self.name, self.loop, self.rng = "app", asyncio.get_running_loop(), random.Random(1)
-        self.cluster = self
+        self.cluster = self.routes = self
         self.tasks = Tasks(self.loop, self.report_unexpected)
         self.answers = {"send_back": list(send_backs) or [None], "send": list(sends) or [None]}
         self.found: Any = route()
@@ -88,7 +88,7 @@ class Member:
         if answer is not None:
             raise answer
 
-    async def route(self, topic):
+    async def get(self, topic):
         assert topic == RETRY
         if isinstance(self.found, Exception):
             raise self.found

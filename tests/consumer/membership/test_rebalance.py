@@ -65,7 +65,8 @@ class Group:
         options = {"rebalance_interval_s": INTERVAL_S, "group": "app"}
         self.config = SimpleNamespace(allocation=allocation, broadcasting=broadcasting, **options)
         self.name, self.client_id, self.closing = "app", "me", False
-        self.cluster = self.subscriptions = self
+        self.subscriptions = self
+        self.cluster = SimpleNamespace(routes=SimpleNamespace(get=self._route), membership=self, broker=self.broker)
         self.loop = asyncio.get_running_loop()
         self.tasks = Tasks(self.loop, self.report_unexpected)
         self.rebalance_wanted = asyncio.Event()
@@ -100,7 +101,7 @@ class Group:
 
     # the cluster
 
-    async def route(self, topic):
+    async def _route(self, topic):
         found = self.routes[topic]
         if isinstance(found, Exception):
             raise found
