@@ -159,15 +159,3 @@ def test_the_core_needs_only_its_two_dependencies():
 def test_only_the_spark_source_imports_the_columns():
     importers = {name_of(module) for module in MODULES if "protocol.columns" in module.read_text()}
     assert {name.partition("/")[0] for name in importers} <= {"spark"}
-
-
-def test_bodies_are_imported_as_a_whole():
-    """Importing a module of a package while another thread imports the package is a deadlock that Python ends."""
-    past = {
-        name_of(module)
-        for module in MODULES
-        if "bodies" not in module.parts
-        for origin, name, _ in imports_of(module)
-        if origin != name and origin.startswith("pyrocket_consumer.protocol.bodies.")
-    }
-    assert not past

@@ -18,10 +18,9 @@ from pyrocket_consumer.cluster.responses import check_response, read_error
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.errors import ClientClosed, ConnectError, RequestTimeout, RocketError
 from pyrocket_consumer.model import TopicRoute
-from pyrocket_consumer.protocol.acl import sign
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.command import Header, request
-from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.frame import RemotingCommand, sign
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.addresses import Addresses
 from pyrocket_consumer.transport.connection import Connection, OnLateResponse, Sign

@@ -37,7 +37,7 @@ from pyrocket_consumer.producer.publish_queues import FailedBrokers, PublishQueu
 from pyrocket_consumer.producer.send_request import LaneKey, SendRequest
 from pyrocket_consumer.protocol.codes import version_name, version_ordinal
 from pyrocket_consumer.protocol.frame import RemotingCommand
-from pyrocket_consumer.protocol.send_template import SendTemplate
+from pyrocket_consumer.protocol.templates import SendTemplate
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.backoff import Backoff
 from pyrocket_consumer.transport.connection import Connection

@@ -10,7 +10,7 @@ from pyrocket_consumer.producer.result import SendResult, SendStatus
 from pyrocket_consumer.producer.send_future import ResultSink
 from pyrocket_consumer.protocol.command import SendMessageResponseHeader
 from pyrocket_consumer.protocol.frame import RemotingCommand
-from pyrocket_consumer.protocol.send_template import SendTemplate
+from pyrocket_consumer.protocol.templates import SendTemplate
 from pyrocket_consumer.text import truncate
 from pyrocket_consumer.transport.connection import Connection
 

@@ -1,22 +1,143 @@
 """The header fields of every request and response that a client uses, one frozen dataclass each.
 
-Their `==`, `hash` and `repr` are those of `Header`.
-
 Attributes are the Java field names in snake_case; `broker_name` is `bname` in frames. A field that older or newer peers
 omit is `None` if it is absent. Source: the *RequestHeader and *ResponseHeader classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform
 
+from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import ONEWAY_FLAG, RemotingCommand
-from pyrocket_consumer.protocol.header import Header as Header
-from pyrocket_consumer.protocol.header import wire
-from pyrocket_consumer.protocol.pull_template import PullTemplate as PullTemplate
+
+_LONG_DIGITS = 20  # a Java long has at most 19 digits and a sign
+
+
+class _Part(NamedTuple):
+    """The encoding of one attribute."""
+
+    attribute: str
+    name: str  # the name of its field
+    other_name: str | None  # the name of a second field with the same value
+    parse: Callable[[str], str | int | bool] | None  # None: it is text
+    absent: object  # the value for a missing field; MISSING if the field is required
+
+
+def wire(name: str, other_name: str | None = None, *, default: Any = MISSING) -> Any:
+    """Declare a field whose name is not its attribute's in camelCase; `other_name` is a second field of its value."""
+    return field(default=default, metadata={"names": (name, other_name)})
+
+
+def _number(text: str) -> int:
+    if len(text) > _LONG_DIGITS or not (text.isdecimal() or (text[:1] == "-" and text[1:].isdecimal())):
+        raise ValueError(text)
+    number = int(text)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(text)
+    return number
+
+
+def _boolean(text: str) -> bool:
+    return text.lower() == "true"  # like Boolean.parseBoolean, all other texts are false
+
+
+_PARSERS: dict[str, Callable[[str], str | int | bool] | None] = {"str": None, "int": _number, "bool": _boolean}
+
+_plans: dict[tuple[type[Header], bool], tuple[_Part, ...]] = {}
+
+
+def _plan(header: type[Header], long_names: bool = False) -> tuple[_Part, ...]:
+    """Return the encoding of each attribute of `header`, in the order of its constructor."""
+    known = _plans.get((header, long_names))
+    if known is not None:
+        return known
+    parts = []
+    for each in fields(header):  # type: ignore[arg-type]  # every header is a dataclass
+        kind, _, optional = str(each.type).partition(" | ")
+        first, *others = each.name.split("_")
+        name, other_name = "bname" if each.name == "broker_name" else first + "".join(map(str.capitalize, others)), None
+        if "names" in each.metadata and not long_names:
+            name, other_name = each.metadata["names"]
+        parts.append(_Part(each.name, name, other_name, _PARSERS[kind], None if optional else each.default))
+    return _plans.setdefault((header, long_names), tuple(parts))
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field, wire))
+class Header:
+    """Base of all headers. It converts itself to the string map of a frame, and back.
+
+    Each subclass is a frozen dataclass, and `code` is the code of its requests.
+    """
+
+    CODE: ClassVar[RequestCode]
+
+    def __init_subclass__(cls, code: RequestCode | None = None) -> None:
+        super().__init_subclass__()
+        if code is not None:
+            cls.CODE = code
+        dataclass(frozen=True, eq=False, repr=False)(cls)
+
+    # Defined once for all headers. If dataclasses generated them for each class, imports would take 50 % longer.
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).items()))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def to_fields(self) -> dict[str, str]:
+        """Return the fields as texts, without attributes that are None."""
+        written: dict[str, str] = {}
+        for attribute, name, other_name, parse, _ in _plan(type(self)):
+            value = getattr(self, attribute)
+            if value is not None:
+                text: str = value if parse is None else _text(value)
+                written[name] = text
+                if other_name is not None:
+                    written[other_name] = text
+        return written
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, str]) -> Self:
+        """Return the header in `fields`; unknown fields are ignored.
+
+        Raises:
+            ProtocolError: a field is missing or is not a number; the text names it.
+        """
+        return cls._read(fields)
+
+    @classmethod
+    def _read(cls, fields: Mapping[str, str], long_names: bool = False) -> Self:
+        values: list[Any] = []
+        for _, name, other_name, parse, absent in _plan(cls, long_names):
+            text = fields.get(name)
+            if text is None and other_name is not None:
+                text = fields.get(other_name)
+            if text is None:
+                if absent is MISSING:
+                    raise ProtocolError(f"{cls.__name__}: field {name} is missing")
+                values.append(absent)
+            elif parse is None:
+                values.append(text)
+            else:
+                try:
+                    values.append(parse(text))
+                except ValueError:
+                    raise ProtocolError(f"{cls.__name__}: field {name} is not a number: {text[:40]!r}") from None
+        return cls(*values)
+
+
+def _text(value: str | int | bool) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
 
 
 def request(
@@ -31,11 +152,8 @@ def request(
 # --- messages: pull, send, look up -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class PullMessageHeader(Header):
+class PullMessageHeader(Header, code=RequestCode.PULL_MESSAGE):
     """Pull messages of a queue; also LITE_PULL_MESSAGE. For many pulls of one queue see PullTemplate."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.PULL_MESSAGE
 
     consumer_group: str
     topic: str
@@ -53,14 +171,11 @@ class PullMessageHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class SendMessageHeader(Header):
+class SendMessageHeader(Header, code=RequestCode.SEND_MESSAGE_V2):
     """Store a message. `to_fields` writes the short names of codes 310 and 320; `from_fields_v1` reads those of 10.
 
     Source: SendMessageRequestHeader, SendMessageRequestHeaderV2.
     """
-
-    CODE: ClassVar[RequestCode] = RequestCode.SEND_MESSAGE_V2
 
     producer_group: str = wire("a")
     topic: str = wire("b")
@@ -87,7 +202,6 @@ class SendMessageHeader(Header):
         return cls._read(fields, long_names=True)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SendMessageResponseHeader(Header):
     """The location of a stored message. `msg_id` is the offset id; a batch has several, joined by commas."""
 
@@ -101,11 +215,8 @@ class SendMessageResponseHeader(Header):
     trace_on: bool | None = wire("TRACE_ON", default=None)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class ConsumerSendMsgBackHeader(Header):
+class ConsumerSendMsgBackHeader(Header, code=RequestCode.CONSUMER_SEND_MSG_BACK):
     """Have a message redelivered later. `offset` is the commit-log offset of the message."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.CONSUMER_SEND_MSG_BACK
 
     offset: int
     group: str
@@ -117,11 +228,8 @@ class ConsumerSendMsgBackHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class EndTransactionHeader(Header):
+class EndTransactionHeader(Header, code=RequestCode.END_TRANSACTION):
     """Commit (8) or roll back (12) a half message; 0 means "not decided yet"."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.END_TRANSACTION
 
     producer_group: str
     tran_state_table_offset: int
@@ -134,22 +242,16 @@ class EndTransactionHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class ViewMessageHeader(Header):
+class ViewMessageHeader(Header, code=RequestCode.VIEW_MESSAGE_BY_ID):
     """Read the message at a commit-log offset."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.VIEW_MESSAGE_BY_ID
 
     offset: int
     topic: str | None = None
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class QueryMessageHeader(Header):
+class QueryMessageHeader(Header, code=RequestCode.QUERY_MESSAGE):
     """Find messages by key, or by UNIQ_KEY, stored between two times."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.QUERY_MESSAGE
 
     topic: str
     key: str
@@ -163,11 +265,8 @@ class QueryMessageHeader(Header):
 # --- offsets ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class QueryConsumerOffsetHeader(Header):
+class QueryConsumerOffsetHeader(Header, code=RequestCode.QUERY_CONSUMER_OFFSET):
     """Fetch a group's committed offset of a queue."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.QUERY_CONSUMER_OFFSET
 
     consumer_group: str
     topic: str
@@ -176,18 +275,14 @@ class QueryConsumerOffsetHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OffsetResponseHeader(Header):
     """One offset: the response to 14, 29, 30 and 31."""
 
     offset: int
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class UpdateConsumerOffsetHeader(Header):
+class UpdateConsumerOffsetHeader(Header, code=RequestCode.UPDATE_CONSUMER_OFFSET):
     """Commit an offset. Never send a negative one, because brokers store it and read it as "none"."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.UPDATE_CONSUMER_OFFSET
 
     consumer_group: str
     topic: str
@@ -196,11 +291,8 @@ class UpdateConsumerOffsetHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetMaxOffsetHeader(Header):
+class GetMaxOffsetHeader(Header, code=RequestCode.GET_MAX_OFFSET):
     """Fetch the offset that the next message of a queue will have."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.GET_MAX_OFFSET
 
     topic: str
     queue_id: int
@@ -208,33 +300,24 @@ class GetMaxOffsetHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetMinOffsetHeader(Header):
+class GetMinOffsetHeader(Header, code=RequestCode.GET_MIN_OFFSET):
     """Fetch the offset of the oldest message that a queue still has."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.GET_MIN_OFFSET
-
     topic: str
     queue_id: int
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetEarliestStoreTimeHeader(Header):
+class GetEarliestStoreTimeHeader(Header, code=RequestCode.GET_EARLIEST_MSG_STORETIME):
     """Fetch the store time of a queue's oldest message."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.GET_EARLIEST_MSG_STORETIME
-
     topic: str
     queue_id: int
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class SearchOffsetHeader(Header):
+class SearchOffsetHeader(Header, code=RequestCode.SEARCH_OFFSET_BY_TIMESTAMP):
     """Fetch the offset of the first message stored at or after a time (4.9: the nearest)."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.SEARCH_OFFSET_BY_TIMESTAMP
 
     topic: str
     queue_id: int
@@ -243,11 +326,8 @@ class SearchOffsetHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class ResetOffsetHeader(Header):
+class ResetOffsetHeader(Header, code=RequestCode.INVOKE_BROKER_TO_RESET_OFFSET):
     """Reset a group's offsets: 222 from an admin to a broker, 220 from a broker to a member."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.INVOKE_BROKER_TO_RESET_OFFSET
 
     topic: str
     group: str
@@ -260,71 +340,47 @@ class ResetOffsetHeader(Header):
 # --- membership ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class HeartbeatHeader(Header):
+class HeartbeatHeader(Header, code=RequestCode.HEART_BEAT):
     """Register this client at a broker; the body has all data."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.HEART_BEAT
 
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class UnregisterClientHeader(Header):
+class UnregisterClientHeader(Header, code=RequestCode.UNREGISTER_CLIENT):
     """Leave one group. Set exactly one of the two groups."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.UNREGISTER_CLIENT
 
     client_id: str = wire("clientID")
     producer_group: str | None = None
     consumer_group: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetConsumerListByGroupHeader(Header):
+class GetConsumerListByGroupHeader(Header, code=RequestCode.GET_CONSUMER_LIST_BY_GROUP):
     """Fetch the client ids of a group's members."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.GET_CONSUMER_LIST_BY_GROUP
-
     consumer_group: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class NotifyConsumerIdsChangedHeader(Header):
+class NotifyConsumerIdsChangedHeader(Header, code=RequestCode.NOTIFY_CONSUMER_IDS_CHANGED):
     """Broker to client: the members of the group have changed."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.NOTIFY_CONSUMER_IDS_CHANGED
-
     consumer_group: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class LockBatchHeader(Header):
+class LockBatchHeader(Header, code=RequestCode.LOCK_BATCH_MQ):
     """Lock queues for an orderly consumer; the body has all data."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.LOCK_BATCH_MQ
 
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class UnlockBatchHeader(Header):
+class UnlockBatchHeader(Header, code=RequestCode.UNLOCK_BATCH_MQ):
     """Unlock queues; the body has all data."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.UNLOCK_BATCH_MQ
 
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class CheckClientConfigHeader(Header):
+class CheckClientConfigHeader(Header, code=RequestCode.CHECK_CLIENT_CONFIG):
     """Have a broker check a subscription; the body has all data."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.CHECK_CLIENT_CONFIG
 
 
 # --- broker to client ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class CheckTransactionStateHeader(Header):
+class CheckTransactionStateHeader(Header, code=RequestCode.CHECK_TRANSACTION_STATE):
     """Broker to producer: has the transaction of this half message (in the body) been committed?"""
-
-    CODE: ClassVar[RequestCode] = RequestCode.CHECK_TRANSACTION_STATE
 
     tran_state_table_offset: int
     commit_log_offset: int
@@ -335,36 +391,27 @@ class CheckTransactionStateHeader(Header):
     broker_name: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetConsumerStatusHeader(Header):
+class GetConsumerStatusHeader(Header, code=RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS):
     """Fetch members' offsets: 223 from an admin to a broker, 221 from there to the members.
 
     `client_addr` is compared with the client id; empty or absent means every member.
     """
-
-    CODE: ClassVar[RequestCode] = RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS
 
     topic: str
     group: str
     client_addr: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetConsumerRunningInfoHeader(Header):
+class GetConsumerRunningInfoHeader(Header, code=RequestCode.GET_CONSUMER_RUNNING_INFO):
     """Fetch the running info of a member; brokers relay it."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.GET_CONSUMER_RUNNING_INFO
 
     consumer_group: str
     client_id: str
     jstack_enable: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class ConsumeMessageDirectlyHeader(Header):
+class ConsumeMessageDirectlyHeader(Header, code=RequestCode.CONSUME_MESSAGE_DIRECTLY):
     """Have a member consume one message now. An admin sends its offset id; the broker adds its record as the body."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.CONSUME_MESSAGE_DIRECTLY
 
     consumer_group: str
     client_id: str | None = None
@@ -378,75 +425,51 @@ class ConsumeMessageDirectlyHeader(Header):
 # --- name server -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetRouteInfoHeader(Header):
+class GetRouteInfoHeader(Header, code=RequestCode.GET_ROUTEINFO_BY_TOPIC):
     """Fetch the route of a topic. Source: GetRouteInfoRequestHeader."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.GET_ROUTEINFO_BY_TOPIC
 
     topic: str
     accept_standard_json_only: bool | None = True
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetClusterInfoHeader(Header):
+class GetClusterInfoHeader(Header, code=RequestCode.GET_BROKER_CLUSTER_INFO):
     """Fetch all brokers of all clusters."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.GET_BROKER_CLUSTER_INFO
 
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetAllTopicsHeader(Header):
+class GetAllTopicsHeader(Header, code=RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER):
     """Fetch the names of all topics."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER
 
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class PutKvConfigHeader(Header):
+class PutKvConfigHeader(Header, code=RequestCode.PUT_KV_CONFIG):
     """Set a key at one name server; send it to each."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.PUT_KV_CONFIG
 
     namespace: str
     key: str
     value: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetKvConfigHeader(Header):
+class GetKvConfigHeader(Header, code=RequestCode.GET_KV_CONFIG):
     """Fetch the value of a key."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.GET_KV_CONFIG
-
     namespace: str
     key: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class DeleteKvConfigHeader(Header):
+class DeleteKvConfigHeader(Header, code=RequestCode.DELETE_KV_CONFIG):
     """Delete a key at one name server; send it to each."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.DELETE_KV_CONFIG
-
     namespace: str
     key: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetKvListHeader(Header):
+class GetKvListHeader(Header, code=RequestCode.GET_KVLIST_BY_NAMESPACE):
     """Fetch all keys and values of a namespace."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.GET_KVLIST_BY_NAMESPACE
 
     namespace: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class DeleteTopicInNameServerHeader(Header):
+class DeleteTopicInNameServerHeader(Header, code=RequestCode.DELETE_TOPIC_IN_NAMESRV):
     """Forget a topic's route at one name server; send it to each."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.DELETE_TOPIC_IN_NAMESRV
 
     topic: str
     cluster_name: str | None = None
@@ -455,11 +478,8 @@ class DeleteTopicInNameServerHeader(Header):
 # --- administration of brokers ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class CreateTopicHeader(Header):
+class CreateTopicHeader(Header, code=RequestCode.UPDATE_AND_CREATE_TOPIC):
     """Create a topic, or change it."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.UPDATE_AND_CREATE_TOPIC
 
     topic: str
     default_topic: str = "TBW102"
@@ -473,82 +493,55 @@ class CreateTopicHeader(Header):
     force: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class DeleteTopicHeader(Header):
+class DeleteTopicHeader(Header, code=RequestCode.DELETE_TOPIC_IN_BROKER):
     """Delete a topic at one broker."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.DELETE_TOPIC_IN_BROKER
 
     topic: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class CreateSubscriptionGroupHeader(Header):
+class CreateSubscriptionGroupHeader(Header, code=RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP):
     """Create a group, or change it; the body has all data."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP
 
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetAllSubscriptionGroupsHeader(Header):
+class GetAllSubscriptionGroupsHeader(Header, code=RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG):
     """Fetch the settings of all groups of a broker."""
 
-    CODE: ClassVar[RequestCode] = RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG
 
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class DeleteSubscriptionGroupHeader(Header):
+class DeleteSubscriptionGroupHeader(Header, code=RequestCode.DELETE_SUBSCRIPTIONGROUP):
     """Delete a group at one broker. 5.0 renamed the flag, so the request has both names."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.DELETE_SUBSCRIPTIONGROUP
 
     group_name: str
     clean_offset: bool = wire("cleanOffset", "removeOffset", default=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetConsumeStatsHeader(Header):
+class GetConsumeStatsHeader(Header, code=RequestCode.GET_CONSUME_STATS):
     """Fetch the progress of a group."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.GET_CONSUME_STATS
 
     consumer_group: str
     topic: str | None = None
     topic_list: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetTopicStatsInfoHeader(Header):
+class GetTopicStatsInfoHeader(Header, code=RequestCode.GET_TOPIC_STATS_INFO):
     """Fetch the smallest and largest offsets of a topic's queues."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.GET_TOPIC_STATS_INFO
 
     topic: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetConsumerConnectionListHeader(Header):
+class GetConsumerConnectionListHeader(Header, code=RequestCode.GET_CONSUMER_CONNECTION_LIST):
     """Fetch the connections and subscriptions of a group."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.GET_CONSUMER_CONNECTION_LIST
 
     consumer_group: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class QueryTopicConsumeByWhoHeader(Header):
+class QueryTopicConsumeByWhoHeader(Header, code=RequestCode.QUERY_TOPIC_CONSUME_BY_WHO):
     """Fetch the groups that consume a topic."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.QUERY_TOPIC_CONSUME_BY_WHO
 
     topic: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class CloneGroupOffsetHeader(Header):
+class CloneGroupOffsetHeader(Header, code=RequestCode.CLONE_GROUP_OFFSET):
     """Copy one group's offsets to another."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.CLONE_GROUP_OFFSET
 
     src_group: str
     dest_group: str
@@ -556,8 +549,5 @@ class CloneGroupOffsetHeader(Header):
     offline: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class GetBrokerConfigHeader(Header):
+class GetBrokerConfigHeader(Header, code=RequestCode.GET_BROKER_CONFIG):
     """Fetch the settings of a broker."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.GET_BROKER_CONFIG

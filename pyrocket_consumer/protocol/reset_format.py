@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, ClassVar
+from typing import Any
 from zlib import crc32
 
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol import fastjson
 from pyrocket_consumer.protocol.codes import RequestCode
-from pyrocket_consumer.protocol.header import Header, wire
+from pyrocket_consumer.protocol.command import Header, wire
 from pyrocket_consumer.protocol.json_object import read_number, read_object
 
 RELAY_VERSION = 1
@@ -80,11 +80,8 @@ def topic_digest(topic: str) -> int:
 # --- requests and responses
 
 
-@dataclass(frozen=True, slots=True)
-class RelayHeader(Header):
+class RelayHeader(Header, code=RequestCode.GET_CONSUMER_RUNNING_INFO):
     """A request of an admin of this package to one member, which any broker of the member relays."""
-
-    CODE: ClassVar[RequestCode] = RequestCode.GET_CONSUMER_RUNNING_INFO
 
     consumer_group: str
     client_id: str
@@ -94,7 +91,6 @@ class RelayHeader(Header):
     relay_version: int = wire("pyrocketV", default=RELAY_VERSION)
 
 
-@dataclass(frozen=True, slots=True)
 class RelayResponseHeader(Header):
     """The member's response. A response without `acknowledged` comes from another kind of client."""
 

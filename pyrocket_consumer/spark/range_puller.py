@@ -35,8 +35,8 @@ from pyrocket_consumer.errors import (
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.columns import PulledRecords
-from pyrocket_consumer.protocol.command import PullTemplate
 from pyrocket_consumer.protocol.frame import BufferSlice, RemotingCommand
+from pyrocket_consumer.protocol.templates import PullTemplate
 from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.executor_cache import get_or_create
 from pyrocket_consumer.spark.options import ReadOptions

@@ -7,10 +7,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from pyrocket_consumer.protocol.acl import ACCESS_KEY, SIGNATURE, signature
 from pyrocket_consumer.protocol.bodies import SubscriptionGroupConfig
 from pyrocket_consumer.protocol.codes import ResponseCode
-from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.frame import ACCESS_KEY, SIGNATURE, RemotingCommand, signature
 from pyrocket_consumer.protocol.ids import UniqueIds, encode_host
 from pyrocket_consumer.testing.admin_requests import AdminRequests
 from pyrocket_consumer.testing.config import BrokerConfig, Timing

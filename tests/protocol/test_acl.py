@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from pyrocket_consumer.protocol.acl import sign, signature
-from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.protocol.frame import RemotingCommand, sign, signature
 from tests.for_each import for_each
 
 

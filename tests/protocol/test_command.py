@@ -10,6 +10,7 @@ from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.protocol import command as headers
 from pyrocket_consumer.protocol.codes import PullFlag, RequestCode
 from pyrocket_consumer.protocol.frame import decode_command, encode_command
+from pyrocket_consumer.protocol.templates import PullTemplate
 from tests import golden
 from tests.for_each import for_each
 from tests.trials import trials
@@ -172,7 +173,7 @@ def test_a_pull_template_writes_what_the_header_would(names, numbers, offset, br
     header = headers.PullMessageHeader(
         *names, queue_id, offset, most, sys_flag, 0, *rest, *selector, broker_name=broker_name
     )
-    template = headers.PullTemplate(header.to_fields())
+    template = PullTemplate(header.to_fields())
     frame = template.encode(offset, opaque)
     assert decode_command(frame) == headers.request(header, opaque=opaque)
     assert template.command(offset) == headers.request(header)

@@ -7,9 +7,8 @@ import socket
 import threading
 from collections.abc import Collection, Mapping
 
-from pyrocket_consumer.protocol.acl import sign
 from pyrocket_consumer.protocol.codes import request_name
-from pyrocket_consumer.protocol.frame import RemotingCommand, decode_command, encode_command
+from pyrocket_consumer.protocol.frame import RemotingCommand, decode_command, encode_command, sign
 
 _opaques = itertools.count(1)
 

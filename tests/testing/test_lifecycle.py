@@ -15,8 +15,8 @@ from contextlib import suppress
 import pytest
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.protocol.acl import sign
 from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.frame import sign
 from pyrocket_consumer.protocol.message import decode_messages
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.testing.node import Clock

@@ -28,9 +28,9 @@ from pyrocket_consumer.consumer.pulling.pulled_messages import PulledMessages, r
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ProtocolError, RocketError
 from pyrocket_consumer.model import MessageQueue, PullResponse, Subscription
-from pyrocket_consumer.protocol.command import PullTemplate
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import Message
+from pyrocket_consumer.protocol.templates import PullTemplate
 from pyrocket_consumer.transport.connection import Connection
 
 DEFAULT_RESPONSE_BYTES = 1024

@@ -1,8 +1,9 @@
-"""A prepared send request, for many messages to one queue."""
+"""Prepared pull and send requests, because these are the most frequent ones. Only a few numbers and texts change."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Final
 
 import orjson
@@ -10,6 +11,40 @@ import orjson
 from pyrocket_consumer.protocol.codes import CLIENT_VERSION, LanguageCode, RequestCode
 from pyrocket_consumer.protocol.command import SendMessageHeader
 from pyrocket_consumer.protocol.frame import MAX_HEADER_BYTES, ONEWAY_FLAG, RemotingCommand
+
+
+def _prepare(code: int, fixed: Mapping[str, str], changing: bytes) -> bytes:
+    """Return a header with placeholders: those of the fields in `changing`, and one for the opaque number."""
+    head = b'{"code":%d,"extFields":{%b' % (code, orjson.dumps(fixed)[1:-1])
+    tail = b'},"flag":0,"language":"%b","opaque":' % LanguageCode.PYTHON.name.encode()
+    end = b',"serializeTypeCurrentRPC":"JSON","version":%d}' % CLIENT_VERSION
+    # Escape % in names, such as those of retry topics, because only the template's own % are placeholders.
+    return head.replace(b"%", b"%%") + changing + tail + b"%d" + end
+
+
+class PullTemplate:
+    """A prepared pull request of one queue, in which only the offset and the opaque change.
+
+    `fields` are those of a PullMessageHeader, which must not contain PullFlag.COMMIT.
+    """
+
+    __slots__ = ("_fields", "_header")
+
+    _PREFIX: Final = struct.Struct(">II")
+
+    def __init__(self, fields: Mapping[str, str]) -> None:
+        self._fields = {name: value for name, value in fields.items() if name != "queueOffset"}
+        self._header = _prepare(RequestCode.PULL_MESSAGE, self._fields, b',"queueOffset":"%d"')
+
+    def encode(self, queue_offset: int, opaque: int) -> bytes:
+        """Return the whole frame of one pull."""
+        header = self._header % (queue_offset, opaque)
+        size = len(header)
+        return self._PREFIX.pack(size + 4, size) + header
+
+    def command(self, queue_offset: int) -> RemotingCommand:
+        """Return one pull as a command, for a connection that signs requests."""
+        return RemotingCommand(RequestCode.PULL_MESSAGE, {**self._fields, "queueOffset": str(queue_offset)})
 
 
 class SendTemplate:
@@ -25,11 +60,7 @@ class SendTemplate:
             group, topic, queue_id=queue_id, batch=is_batch, broker_name=broker_name
         ).to_fields()
         fixed = {name: value for name, value in self._fields.items() if name not in ("f", "g", "h", "i")}
-        head = b'{"code":%d,"extFields":{%b' % (self._code, orjson.dumps(fixed)[1:-1])
-        tail = b'},"flag":0,"language":"%b","opaque":' % LanguageCode.PYTHON.name.encode()
-        end = b',"serializeTypeCurrentRPC":"JSON","version":%d}' % CLIENT_VERSION
-        # Escape % in names, such as those of retry topics, because only the template's own % are placeholders.
-        self._header = head.replace(b"%", b"%%") + b',"f":"%d","g":"%d","h":"%d"%b' + tail + b"%d" + end
+        self._header = _prepare(self._code, fixed, b',"f":"%d","g":"%d","h":"%d"%b')
 
     def request(
         self, body: bytes, properties: str, sys_flag: int, flag: int, born_at_ms: int, is_oneway: bool = False
