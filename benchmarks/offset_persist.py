@@ -43,7 +43,7 @@ from pyrocket_consumer.consumer.commits.store import StoreCommits
 from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.local.disk import DiskFile, LocalDisk
+from pyrocket_consumer.offsets.local.disk import Disk, DiskFile
 from pyrocket_consumer.protocol.message import StoredMessage, decode_messages, encode_message
 from tests.real_brokers.jars import NEWEST, CannotRun, check_machine, java_tool
 
@@ -315,7 +315,7 @@ def measure(count: int, threads: int, settings: Settings, java: JavaSide | None,
 # -- bytes, CPU, recovery ----------------------------------------------------------------------------------------
 
 
-class CountingDisk(LocalDisk):
+class CountingDisk(Disk):
     """The local disk, which counts the bytes written and the flushes."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pyrocket_consumer import Admin, AsyncProducer, AsyncPushConsumer, ConfigError, Producer, PushConsumer
 from pyrocket_consumer.config import ClientConfig, ConsumerConfig, ProducerConfig
-from pyrocket_consumer.offsets.local.adopt import adopt_store
+from pyrocket_consumer.offsets.local.store import adopt_store
 from pyrocket_consumer.producer import TransactionProducer
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each

@@ -612,7 +612,7 @@ def run_forget(options: argparse.Namespace) -> int:
 
 
 def run_adopt(options: argparse.Namespace) -> int:
-    from pyrocket_consumer.offsets.local.adopt import adopt_store
+    from pyrocket_consumer.offsets.local.store import adopt_store
 
     renamed = adopt_store(options.orphan, options.directory, replace=options.replace)
     if options.output == "json":

@@ -22,7 +22,7 @@ from pyrocket_consumer.cluster.pull_core import read_pull_response
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, ProtocolError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.local import journal
-from pyrocket_consumer.offsets.local.disk import LocalDisk
+from pyrocket_consumer.offsets.local.disk import Disk
 from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.offsets.local.ownership import read_owner
 from pyrocket_consumer.offsets.local.recovery import recover
@@ -458,7 +458,7 @@ def read_spark_offset(data: bytes) -> None:
     decode_offset(encoded)
 
 
-class OwnerFile(LocalDisk):
+class OwnerFile(Disk):
     """A disk whose files all have the same content."""
 
     def __init__(self, data: bytes) -> None:

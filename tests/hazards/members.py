@@ -26,13 +26,14 @@ from typing import Any, Protocol
 import pytest
 
 from pyrocket_consumer import Message, MessageQueue, PushConsumer
-from pyrocket_consumer.offsets.local.directories import read_store, store_directory
+from pyrocket_consumer.offsets.local.directories import store_directory
 from pyrocket_consumer.protocol.bodies import encode_offset_table
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import Exchange
 from tests import resets
 from tests.consuming import LONG_TIMEOUT_S, WAIT_S, Events, RecordingListener, started
+from tests.offsets.local.driving import read_store
 
 QUICK: dict[str, Any] = {
     "client_ip": "127.0.0.1",

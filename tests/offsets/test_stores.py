@@ -102,6 +102,40 @@ def test_an_invalid_queue_is_refused(store, queue):
         store.update_offset(queue, 1)
 
 
+WRONG_QUEUES = [[], {}, "orders", None, 5, MessageQueue("orders", [], 1), MessageQueue("orders", "b", "1")]
+
+
+@for_each("queue", WRONG_QUEUES)
+def test_every_call_refuses_a_wrong_queue(store, queue):
+    calls = {
+        "read_offset": lambda: store.read_offset(queue),
+        "read_offset from memory": lambda: store.read_offset(queue, MEMORY),
+        "read_offset from the store": lambda: store.read_offset(queue, STORE),
+        "update_offset": lambda: store.update_offset(queue, 1),
+        "update_offset upwards": lambda: store.update_offset(queue, 1, increase_only=True),
+        "persist": lambda: store.persist(queue),
+        "persist_all": lambda: store.persist_all([QUEUE, queue]),
+        "remove_offset": lambda: store.remove_offset(queue),
+    }
+    if isinstance(store, LocalFileOffsetStore):
+        calls["origin"] = lambda: store.origin(queue)
+        calls["reset_epoch"] = lambda: store.reset_epoch(queue)
+    store.update_offset(QUEUE, 5)
+    for name, call in calls.items():
+        with pytest.raises(ConfigError, match="MessageQueue|is not allowed"):
+            call()
+            pytest.fail(f"{name} has accepted it")
+    assert store.clone_offset_table() == {QUEUE: 5}
+
+
+@for_each("queues", [5, QUEUE, "orders"])
+def test_a_wrong_list_of_queues_is_not_persisted(store, queues):
+    store.update_offset(QUEUE, 5)
+    with pytest.raises(ConfigError):
+        store.persist_all(queues)
+    assert store.read_offset(QUEUE, STORE) is None
+
+
 def test_closing_twice_is_safe(store):
     store.close()
     store.close()

@@ -22,7 +22,7 @@ from pyrocket_consumer.errors import (
     RocketError,
 )
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets.base import check_epoch, check_offset, check_queue
+from pyrocket_consumer.offsets.base import check_offset, check_queue
 from pyrocket_consumer.offsets.database.claim import (
     Claim,
     ClaimHolder,
@@ -780,7 +780,7 @@ class DatabaseOffsets:
         for queue, offset in targets.items():
             check_queue(queue)
             check_offset(queue, offset)
-            check_epoch(queue, reset_epoch)
+            check_offset(queue, reset_epoch, "epoch")
 
         def work(execute: Execute) -> None:
             for queue, offset in sorted(targets.items()):

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError
-from pyrocket_consumer.offsets.local.disk import LocalDisk
-from pyrocket_consumer.offsets.local.ownership import LOCK_FILE
-from pyrocket_consumer.offsets.local.recovery import BACKUP_FILE, JOURNAL_FILE, MAIN_FILE, RecoveredStore, recover
+from pyrocket_consumer.model import EventKind
+from pyrocket_consumer.offsets.local.disk import Disk
+from pyrocket_consumer.offsets.local.journal import JOURNAL_FILE
+from pyrocket_consumer.offsets.local.offsets_json import BACKUP_FILE, MAIN_FILE
+from pyrocket_consumer.offsets.local.ownership import LOCK_FILE, read_owner
+from pyrocket_consumer.offsets.local.writer import StoreReports
 from pyrocket_consumer.text import safe_repr
+
+_MAX_SLOTS_CHECKED = 16  # when a load searches for a swapped store
+_SLOT_LAG_S = 10.0  # another slot counts as newer if it was written at least this much later
 
 BASE_VARIABLE = "ROCKETMQ_CLIENT_LOCALOFFSETSTOREDIR"
 
@@ -86,25 +94,6 @@ def slot_ids(client_id: str) -> Iterator[str]:
         yield "@".join([address, f"{instance}-{slot}", *rest])
 
 
-def read_store(directory: str | os.PathLike[str]) -> RecoveredStore:
-    """Return the contents of the store in `directory` without locking it; its owner may be writing.
-
-    Raises:
-        OffsetStoreCorrupt: neither its file nor the backup can be read.
-        OffsetStoreError: a file cannot be opened.
-    """
-
-    def read(name: str) -> bytes | None:
-        try:
-            return LocalDisk().read(os.path.join(directory, name))
-        except OSError as error:
-            raise OffsetStoreError(f"cannot read {Path(directory, name)}: {error.strerror or error}") from error
-
-    # Read the journal first. If the owner then writes a checkpoint, that has all offsets of these frames.
-    journal = read(JOURNAL_FILE)
-    return recover(read(MAIN_FILE), read(BACKUP_FILE), journal)
-
-
 def last_write_time(directory: str | os.PathLike[str]) -> float | None:
     """Return the time of the last write to the store in `directory`, or None if there is no readable store."""
     times = []
@@ -135,7 +124,7 @@ def find_orphans(base: str | os.PathLike[str], client_id: str, group: str) -> li
     Directories that cannot be read, such as those of other users, are ignored.
     """
     mine = set(slot_ids(client_id))
-    orphans, disk = [], LocalDisk()
+    orphans, disk = [], Disk()
     try:
         siblings = [entry for entry in os.scandir(base) if entry.name not in mine]
     except OSError:
@@ -146,3 +135,58 @@ def find_orphans(base: str | os.PathLike[str], client_id: str, group: str) -> li
         if written is not None and not disk.is_locked(os.path.join(directory, LOCK_FILE)):
             orphans.append(Orphan(sibling.name, directory, written))
     return sorted(orphans, key=lambda orphan: orphan.modified_at, reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDirectories:
+    """The directories of this host that a member of a group may use.
+
+    With `has_slots`, several processes share the client id. Each uses the first directory that no other one has.
+    """
+
+    base: Path
+    client_id: str
+    group: str
+    has_slots: bool
+
+    def candidates(self) -> Iterator[str]:
+        """Yield the directories, in the order in which a process tries them."""
+        for slot in slot_ids(self.client_id) if self.has_slots else (self.client_id,):
+            yield os.fspath(store_directory(self.base, slot, self.group))
+
+    def report_orphans(self, reports: StoreReports) -> None:
+        """Report `store-orphaned` about a new store, if the group has one under another client id."""
+        orphans = find_orphans(self.base, self.client_id, self.group)
+        if orphans:
+            reports.add(
+                EventKind.STORE_ORPHANED,
+                f"this store is new, but group {self.group} has one under another client id: {orphans[0]}. "
+                f"To use its offsets, stop, and adopt it: pyrocket offsets adopt {orphans[0]} {reports.directory}",
+                orphans=len(orphans),
+            )
+
+    def report_slot_change(self, disk: Disk, reports: StoreReports) -> None:
+        """Report `store-slot` if processes of this host without instance names may have swapped their stores."""
+        if not self.has_slots:
+            return
+        client_id = Path(reports.directory).parent.name
+        written = last_write_time(reports.directory)
+        age = None if written is None else max(0.0, time.time() - written)
+        store = "this store is new" if age is None else f"this store was last written {age:.0f} s ago"
+        remedy = "to let each keep its store, give each an instance_name of its own"
+        if client_id != self.client_id:
+            text = f"another process of this host has {self.client_id}, this one has {client_id}; {store}; {remedy}"
+            reports.add(EventKind.STORE_SLOT, text, client_id=client_id)
+            return
+        for slot in islice(slot_ids(client_id), 1, _MAX_SLOTS_CHECKED):
+            directory = os.fspath(store_directory(self.base, slot, self.group))
+            newer = last_write_time(directory)
+            if newer is None:
+                return
+            owner = read_owner(disk, directory)
+            if owner is not None and owner.is_alive and newer > (written or 0.0) + _SLOT_LAG_S:
+                text = (
+                    f"{store}, so messages since then are delivered here, too; {owner} continued with {slot}; {remedy}"
+                )
+                reports.add(EventKind.STORE_SLOT, text, client_id=client_id)
+                return

@@ -10,10 +10,10 @@ import os
 import stat
 import sys
 import time
-import weakref
-from typing import Protocol
 
 from filelock import lock_descriptor, unlock_descriptor
+
+from pyrocket_consumer.transport.forks import close_in_children
 
 _ON_WINDOWS = sys.platform == "win32"
 _LOCK_ATTEMPTS = 10
@@ -24,136 +24,50 @@ _LOCK_PAUSES_S = (0.003, 0.01)  # between attempts to lock a file
 MAX_FILE_BYTES = 1 << 30
 """The size of the largest file that is read. A journal is at most this large, so a larger file is not from a store."""
 
+if sys.platform == "win32":
 
-class DiskFile(Protocol):
+    def _pwrite(fd: int, data: bytes, position: int) -> int:
+        os.lseek(fd, position, os.SEEK_SET)  # the store writes from one thread at a time
+        return os.write(fd, data)
+else:
+    _pwrite = os.pwrite
+
+if sys.platform == "darwin":
+
+    def _sync(fd: int) -> None:
+        import fcntl
+
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)  # fsync does not reach the platter on macOS
+elif sys.platform == "win32":
+    _sync = os.fsync
+else:
+    _sync = os.fdatasync
+
+
+class DiskFile:
     """An open file, written at given positions."""
 
-    def write_at(self, data: bytes, position: int) -> None:
-        """Write all of `data` at `position`. It survives the end of the process, but not yet a power failure."""
-
-    def sync(self) -> None:
-        """Return when all data written to the file, through any descriptor, survives a power failure."""
-
-    def is_at(self, path: str) -> bool:
-        """Return whether `path` still names this file. Return True if that cannot be determined."""
-
-    def close(self) -> None:
-        """Close the file without syncing it."""
-
-
-class DiskLock(Protocol):
-    """An exclusive lock. It ends with the process, however the process ends."""
-
-    created_file: bool
-    """Whether locking created the file."""
-
-    def is_in_place(self) -> bool:
-        """Return whether the locked file still has its name, so that other processes find it locked."""
-
-    def release(self) -> None:
-        """Release the lock. Safe to call twice."""
-
-
-class Disk(Protocol):
-    """File operations by path. All raise OSError if the disk fails or a permission is missing."""
-
-    def make_directories(self, path: str) -> None:
-        """Create the directory and its missing parents, readable by this user only.
-
-        A directory of another user is an error, because that user could replace its files at any time.
-        """
-
-    def read(self, path: str) -> bytes | None:
-        """Return the contents of the file, or None if it does not exist.
-
-        A link, a pipe, a device, or a file of more than MAX_FILE_BYTES is an error, so this never blocks.
-        """
-
-    def open(self, path: str, *, create: bool) -> DiskFile:
-        """Open an existing file for writing; with `create`, replace it by a new one."""
-
-    def link(self, source: str, target: str) -> None:
-        """Give the file a second name; `target` must not exist."""
-
-    def replace(self, source: str, target: str) -> None:
-        """Rename `source` to `target` in one step. This survives a power failure once the directory is synced."""
-
-    def remove(self, path: str) -> None:
-        """Remove the file if it exists."""
-
-    def exists(self, path: str) -> bool:
-        """Return whether the file exists. Return True if that cannot be determined."""
-
-    def sync_directory(self, path: str) -> None:
-        """Return when all names in the directory survive a power failure."""
-
-    def lock(self, path: str) -> DiskLock | None:
-        """Lock the file without waiting, and create it if missing. Return None if another process has the lock."""
-
-
-_CANNOT_SYNC_DIRECTORIES = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-"""The errors of network and FUSE file systems that cannot sync directories. They still sync files."""
-
-
-class SyncedDirectory:
-    """A directory whose names are synced, if the file system supports that."""
-
-    def __init__(self, disk: Disk, directory: str) -> None:
-        self._disk = disk
-        self.directory = directory
-        self.sync_error: OSError | None = None
-        """The error of a file system that cannot sync directories."""
-
-    def sync(self) -> None:
-        """Return when all names survive a power failure, or when the file system cannot sync directories."""
-        try:
-            self._disk.sync_directory(self.directory)
-        except OSError as error:
-            if error.errno not in _CANNOT_SYNC_DIRECTORIES:
-                raise
-            self.sync_error = error
-
-
-class _LocalFile:
     __slots__ = ("_fd",)
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    if sys.platform == "win32":
+    def write_at(self, data: bytes, position: int) -> None:
+        """Write all of `data` at `position`. It survives the end of the process, but not yet a power failure."""
+        written = _pwrite(self._fd, data, position)
+        while written < len(data):  # a full disk takes a part first, then refuses the rest
+            written += _pwrite(self._fd, data[written:], position + written)
 
-        def write_at(self, data: bytes, position: int) -> None:
-            os.lseek(self._fd, position, os.SEEK_SET)  # the store writes from one thread at a time
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-
-        def sync(self) -> None:
-            os.fsync(self._fd)
-
-    else:
-
-        def write_at(self, data: bytes, position: int) -> None:
-            written = os.pwrite(self._fd, data, position)
-            while written < len(data):  # a full disk takes a part first, then refuses the rest
-                written += os.pwrite(self._fd, data[written:], position + written)
-
-        if sys.platform == "darwin":
-
-            def sync(self) -> None:
-                import fcntl
-
-                fcntl.fcntl(self._fd, fcntl.F_FULLFSYNC)  # fsync does not reach the platter on macOS
-
-        else:
-
-            def sync(self) -> None:
-                os.fdatasync(self._fd)
+    def sync(self) -> None:
+        """Return when all data written to the file, through any descriptor, survives a power failure."""
+        _sync(self._fd)
 
     def is_at(self, path: str) -> bool:
+        """Return whether `path` still names this file. Return True if that cannot be determined."""
         return _is_at(_identity(os.fstat(self._fd)), path)
 
     def close(self) -> None:
+        """Close the file without syncing it."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -161,27 +75,35 @@ class _LocalFile:
     __del__ = close
 
 
-class _LocalLock:
-    """An open, locked file. After a fork the parent keeps the lock, and the child only closes its descriptor."""
+class DiskLock:
+    """An exclusive lock on a file. It ends with the process, however that ends, and stays with it after a fork."""
 
     def __init__(self, path: str, fd: int, created_file: bool) -> None:
         self._path = path
-        self._fd: int | None = fd
+        self._fd = fd
         self._identity = _identity(os.fstat(fd))
         self.created_file = created_file
-        _locks.add(self)
+        """Whether locking created the file."""
+        close_in_children(self)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the file, -1 once it is closed."""
+        return self._fd
 
     def is_in_place(self) -> bool:
-        return self._fd is not None and _is_at(self._identity, self._path)
+        """Return whether the locked file still has its name, so that other processes find it locked."""
+        return self._fd >= 0 and _is_at(self._identity, self._path)
 
     def release(self) -> None:
-        if self._fd is not None:
+        """Release the lock. Safe to call twice."""
+        if self._fd >= 0:
             unlock_descriptor(self._fd)
             self.close()
 
     def close(self) -> None:
-        fd, self._fd = self._fd, None
-        if fd is not None:
+        """Close the file, which need not be locked."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             os.close(fd)
 
     __del__ = close
@@ -200,22 +122,14 @@ def _is_at(identity: tuple[int, int], path: str) -> bool:
         return True
 
 
-_locks: weakref.WeakSet[_LocalLock] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for lock in list(_locks):
-        lock.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-class LocalDisk:
-    """The disk of this machine."""
+class Disk:
+    """The disk of this machine. All operations raise OSError if the disk fails or a permission is missing."""
 
     def make_directories(self, path: str) -> None:
+        """Create the directory and its missing parents, readable by this user only.
+
+        A directory of another user is an error, because that user could replace its files at any time.
+        """
         missing = []
         while not os.path.isdir(path):
             missing.append(path)
@@ -230,22 +144,22 @@ class LocalDisk:
                 if not os.path.isdir(each):
                     raise
             path = each
-        self._check_owner(path)
-
-    @staticmethod
-    def _check_owner(directory: str) -> None:
         if _ON_WINDOWS:
             return
-        owner, us = os.stat(directory).st_uid, os.geteuid()
+        owner, us = os.stat(path).st_uid, os.geteuid()
         if owner not in (us, 0):
             raise PermissionError(
                 errno.EPERM,
                 f"it belongs to user {owner}, and this process runs as user {us}: run it as {owner}, or "
                 f"chown the directory to {us}",
-                directory,
+                path,
             )
 
     def read(self, path: str) -> bytes | None:
+        """Return the contents of the file, or None if it does not exist.
+
+        A link, a pipe, a device, or a file of more than MAX_FILE_BYTES is an error, so this never blocks.
+        """
         try:
             fd = os.open(path, os.O_RDONLY | _O_NOFOLLOW | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
@@ -267,29 +181,34 @@ class LocalDisk:
             return file.read(MAX_FILE_BYTES)
 
     def open(self, path: str, *, create: bool) -> DiskFile:
+        """Open an existing file for writing; with `create`, replace it by a new one."""
         flags = os.O_RDWR | _O_NOFOLLOW | getattr(os, "O_BINARY", 0)
         if not create:
-            return _LocalFile(os.open(path, flags))
+            return DiskFile(os.open(path, flags))
         flags |= os.O_CREAT | os.O_EXCL
         try:
-            return _LocalFile(os.open(path, flags, 0o600))
+            return DiskFile(os.open(path, flags, 0o600))
         except FileExistsError:  # left by a crash, or a link of another user, whose target must not be written
             os.remove(path)
-            return _LocalFile(os.open(path, flags, 0o600))
+            return DiskFile(os.open(path, flags, 0o600))
 
     def link(self, source: str, target: str) -> None:
+        """Give the file a second name; `target` must not exist."""
         os.link(source, target)
 
     def replace(self, source: str, target: str) -> None:
+        """Rename `source` to `target` in one step. This survives a power failure once the directory is synced."""
         os.replace(source, target)
 
     def remove(self, path: str) -> None:
+        """Remove the file if it exists."""
         try:
             os.remove(path)
         except FileNotFoundError:
             pass
 
     def exists(self, path: str) -> bool:
+        """Return whether the file exists. Return True if that cannot be determined."""
         try:
             os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -299,6 +218,7 @@ class LocalDisk:
         return True
 
     def sync_directory(self, path: str) -> None:
+        """Return when all names in the directory survive a power failure."""
         if _ON_WINDOWS:  # directories cannot be opened there, and NTFS journals renames
             return
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -308,6 +228,7 @@ class LocalDisk:
             os.close(fd)
 
     def lock(self, path: str) -> DiskLock | None:
+        """Lock the file without waiting, and create it if missing. Return None if another process has the lock."""
         for _ in range(_LOCK_ATTEMPTS):
             try:
                 fd, is_new = os.open(path, _LOCK_FLAGS | os.O_CREAT | os.O_EXCL, 0o600), True
@@ -316,7 +237,7 @@ class LocalDisk:
                     fd, is_new = os.open(path, _LOCK_FLAGS), False
                 except FileNotFoundError:
                     continue  # removed in between
-            lock = _LocalLock(path, fd, is_new)
+            lock = DiskLock(path, fd, is_new)
             is_ours = False
             try:
                 if not _lock_soon(fd):
@@ -355,3 +276,20 @@ def _lock_soon(fd: int) -> bool:
             return True
         time.sleep(pause)
     return lock_descriptor(fd, blocking=False)
+
+
+def write_file(disk: Disk, path: str, data: bytes) -> None:
+    """Write a complete file and sync it. Remove a partial file after a failure."""
+    try:
+        file = disk.open(path, create=True)
+        try:
+            file.write_at(data, 0)
+            file.sync()
+        finally:
+            file.close()
+    except OSError:
+        try:
+            disk.remove(path)
+        except OSError:
+            pass
+        raise

@@ -18,12 +18,14 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.base import MAX_NAME_BYTES, MAX_OFFSET, MAX_QUEUE_ID
 from pyrocket_consumer.protocol.fastjson import loads
 
+MAIN_FILE = "offsets.json"
+BACKUP_FILE = "offsets.json.bak"
+
 _EPOCHS = "resetEpochs"
 _CHUNK_ENTRIES = 256
-_BEFORE_EPOCHS = f',\n\t"{_EPOCHS}":'
 
-# One entry as every Java client writes it, with any white space. Its strings hold no quote and no backslash, so no
-# entry can begin inside a name. So findall() finds exactly the entries that the whole pattern has matched.
+# One entry as Java clients and this package write it, with any white space. Its strings hold no quote and no backslash,
+# so no entry can begin inside a name. So findall() finds exactly the entries that the whole pattern has matched.
 _TEXT = r'"([^"\\\x00-\x1f]*+)"'
 _ENTRY = (
     rf'\{{\s*"brokerName"\s*:\s*{_TEXT}\s*,\s*"queueId"\s*:\s*(-?\d{{1,10}})\s*,\s*"topic"\s*:\s*{_TEXT}\s*\}}'
@@ -32,7 +34,8 @@ _ENTRY = (
 _ENTRIES = re.compile(_ENTRY)
 _UNCAPTURED = re.sub(r"\((?!\?)", "(?:", _ENTRY)
 _DOCUMENT = re.compile(
-    rf'\s*+\{{\s*+"offsetTable"\s*+:\s*+\{{\s*+(?:(?>{_UNCAPTURED})(?:\s*+,\s*+(?>{_UNCAPTURED}))*+)?\s*+\}}\s*+\}}\s*+'
+    rf'\s*+\{{\s*+"offsetTable"\s*+:\s*+\{{\s*+(?:(?>{_UNCAPTURED})(?:\s*+,\s*+(?>{_UNCAPTURED}))*+)?\s*+\}}\s*+'
+    rf'(?:,\s*+"{_EPOCHS}"\s*+:\s*+(\{{[\s\S]*\}})\s*+)?\}}\s*+'
 )
 
 
@@ -84,7 +87,7 @@ def encode_epochs(epochs: Mapping[MessageQueue, int]) -> bytes:
     table: dict[str, dict[str, dict[str, int]]] = {}
     for queue, epoch in sorted(epochs.items()):
         table.setdefault(queue.topic, {}).setdefault(queue.broker_name, {})[str(queue.queue_id)] = epoch
-    return (_BEFORE_EPOCHS + json.dumps(table)).encode("ascii")
+    return f',\n\t"{_EPOCHS}":{json.dumps(table)}'.encode("ascii")
 
 
 def decode_checkpoint(text: bytes) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]]:
@@ -101,17 +104,7 @@ def decode_checkpoint(text: bytes) -> tuple[dict[MessageQueue, int], dict[Messag
         decoded = text.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ProtocolError(f"offsets.json is not UTF-8 at byte {error.start}") from None
-    epochs: dict[MessageQueue, int] = {}
-    own = _read_own_layout(text, decoded)
-    if own is not None:
-        found, epochs = own
-    elif _DOCUMENT.fullmatch(decoded):
-        found = {
-            MessageQueue(topic, broker_name, int(queue_id)): int(offset)
-            for broker_name, queue_id, topic, offset in _ENTRIES.findall(decoded)
-        }
-    else:
-        found, epochs = _read_any_layout(decoded)
+    found, epochs = _read_usual_layout(decoded) or _read_any_layout(decoded)
     if not found:
         return found, epochs
     queue_ids = {queue.queue_id for queue in found}
@@ -125,26 +118,21 @@ def decode_checkpoint(text: bytes) -> tuple[dict[MessageQueue, int], dict[Messag
     return found, epochs
 
 
-def _read_own_layout(text: bytes, decoded: str) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]] | None:
-    """Read a text of `encode_offsets`; return None for any other text. This is the fastest way for large stores.
-
-    It splits the text at its quotes, and does not check the text between the values. Encoding the result again proves
-    that the reading was right, because it must give the same bytes.
-    """
-    table, _, tail = decoded.partition(_BEFORE_EPOCHS)
-    parts = table.split('"')
-    if len(parts) < 13:  # no entries
+def _read_usual_layout(text: str) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]] | None:
+    """Read the text of a Java client or of `encode_offsets`; return None for any other text."""
+    document = _DOCUMENT.fullmatch(text)
+    if document is None:
         return None
     try:
-        epochs = _read_epochs(json.loads(tail[: -len("\n}")])) if tail else {}
-        brokers, topics = map(intern, parts[5::10]), map(intern, parts[11::10])
-        queue_ids = [int(part[1:-5]) for part in parts[8::10]]  # ":", number, ",\n\t\t\t"
-        offsets = [int(part[5:-6]) for part in parts[12:-1:10]]  # "\n\t\t}:", number, ",{\n\t\t\t"
-        offsets.append(int(parts[-1][5:].partition("\n")[0]))
-        found = dict(zip(map(MessageQueue, topics, brokers, queue_ids), offsets, strict=True))
+        epochs = None if document[1] is None else json.loads(document[1])
     except (ValueError, RecursionError):
         return None
-    return (found, epochs) if encode_offsets(found, epochs) == text else None
+    end = len(text) if document[1] is None else document.start(1)
+    offsets = {
+        MessageQueue(intern(topic), intern(broker_name), int(queue_id)): int(offset)
+        for broker_name, queue_id, topic, offset in _ENTRIES.findall(text, 0, end)
+    }
+    return offsets, _read_epochs(epochs)
 
 
 def _read_any_layout(text: str) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]]:

@@ -6,11 +6,10 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, astuple, dataclass, replace
-from typing import Self
+from dataclasses import asdict, dataclass, replace
 
 from pyrocket_consumer.errors import OffsetStoreLocked, ProtocolError
-from pyrocket_consumer.offsets.local.disk import Disk, DiskLock
+from pyrocket_consumer.offsets.local.disk import Disk
 from pyrocket_consumer.protocol.fastjson import loads
 from pyrocket_consumer.text import escape_controls
 
@@ -62,15 +61,7 @@ class StoreClosing(OffsetStoreLocked):
 class Ownership:
     """The lock on a store's directory. The operating system releases it when the process ends, even after kill -9."""
 
-    def __init__(self, lock: DiskLock, disk: Disk, directory: str) -> None:
-        self._lock = lock
-        self._disk = disk
-        self._directory = directory
-        self._owner = Owner(os.getpid(), socket.gethostname(), time.time())
-        self._write_owner(self._owner)
-
-    @classmethod
-    def take(cls, disk: Disk, directory: str) -> Self:
+    def __init__(self, disk: Disk, directory: str) -> None:
         """Become the owner of the store in the existing `directory`.
 
         Raises:
@@ -84,16 +75,11 @@ class Ownership:
                 f"offset store {directory} is in use by {owner or 'another process'}; stop it, "
                 "or give this one an instance_name or a directory of its own"
             )
-        return cls(lock, disk, directory)
-
-    @property
-    def created_lock_file(self) -> bool:
-        """Whether there was no lock file: the store is new, or someone removed the file, perhaps in use."""
-        return self._lock.created_file
-
-    def is_held(self) -> bool:
-        """Return whether other processes find the store locked. Its lock file may have been removed or replaced."""
-        return self._lock.is_in_place()
+        self.lock = lock
+        self.directory = directory
+        self._disk = disk
+        self._owner = Owner(os.getpid(), socket.gethostname(), time.time())
+        self._write_owner(self._owner)
 
     def lock_again(self) -> None:
         """Lock the current lock file, after the one locked before was removed or replaced.
@@ -102,28 +88,28 @@ class Ownership:
             OffsetStoreLocked: another process or store object owns the store, or has owned it meanwhile.
             OSError: the lock file cannot be created or opened.
         """
-        self._lock.release()
-        lock = self._disk.lock(os.path.join(self._directory, LOCK_FILE))
-        owner = read_owner(self._disk, self._directory)
+        self.lock.release()
+        lock = self._disk.lock(os.path.join(self.directory, LOCK_FILE))
+        owner = read_owner(self._disk, self.directory)
         if lock is not None:
-            if owner is None or (owner.pid, owner.host, owner.since) == astuple(self._owner)[:3]:
-                self._lock = lock
+            if owner is None or replace(owner, closes_by=None) == self._owner:
+                self.lock = lock
                 self._write_owner(self._owner)
                 return
             lock.release()
         raise OffsetStoreLocked(
-            f"offset store {self._directory} was taken by {owner or 'another process'}, because {LOCK_FILE} had been "
+            f"offset store {self.directory} was taken by {owner or 'another process'}, because {LOCK_FILE} had been "
             "removed or replaced while it was in use here. No more offsets are written here. Close the store, and open "
             "it when the other process has ended, or give this one an instance_name or a directory of its own"
         )
 
     def closes_within(self, seconds: float) -> None:
         """Announce to other processes that this one will release the store within `seconds`."""
-        if self.is_held():
+        if self.lock.is_in_place():
             self._write_owner(replace(self._owner, closes_by=time.time() + seconds))
 
     def _write_owner(self, owner: Owner) -> None:
-        path = os.path.join(self._directory, OWNER_FILE)
+        path = os.path.join(self.directory, OWNER_FILE)
         try:
             file = self._disk.open(path + ".new", create=True)
             try:
@@ -133,10 +119,6 @@ class Ownership:
             self._disk.replace(path + ".new", path)
         except OSError:
             pass  # a full disk, for example; other processes then only lack the name of this owner
-
-    def release(self) -> None:
-        """Release the lock, so that another process can own the store."""
-        self._lock.release()
 
 
 def read_owner(disk: Disk, directory: str) -> Owner | None:

@@ -8,12 +8,16 @@ from typing import Literal
 
 from pyrocket_consumer.errors import OffsetStoreCorrupt, ProtocolError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets.local.journal import JournalHeader, Replay, decode_header, replay
-from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
-
-MAIN_FILE = "offsets.json"
-BACKUP_FILE = "offsets.json.bak"
-JOURNAL_FILE = "offsets.journal"
+from pyrocket_consumer.offsets.local.journal import (
+    JOURNAL_FILE,
+    FileIdentity,
+    JournalHeader,
+    Replay,
+    decode_header,
+    identity,
+    replay,
+)
+from pyrocket_consumer.offsets.local.offsets_json import BACKUP_FILE, MAIN_FILE, decode_checkpoint
 
 OnUnreadable = Literal["raise", "backup", "start_over"]
 Source = Literal["new", "file", "backup", "started-over"]
@@ -39,7 +43,10 @@ class RecoveredStore:
     offsets: dict[MessageQueue, int] = field(default_factory=dict)
     from_journal: Collection[MessageQueue] = ()
     epochs: dict[MessageQueue, int] = field(default_factory=dict)
+    main: FileIdentity = (0, 0)
+    backup: FileIdentity = (0, 0)
     header: JournalHeader | None = None
+    journal_size: int | None = None
     journal_frames: int = 0
     unreadable: list[str] = field(default_factory=list)
     notes: list[tuple[str, Mapping[str, object]]] = field(default_factory=list)  # texts and facts for events
@@ -57,7 +64,7 @@ def recover(
         Unrecoverable: files are unreadable, and `on_unreadable` does not allow to continue.
         OffsetStoreError: a newer version of this package wrote the journal.
     """
-    result = RecoveredStore()
+    result = RecoveredStore(main=identity(main or b""), backup=identity(backup or b""))
     frames = _read_journal(result, journal, on_unreadable)
     _read_checkpoint(result, main, backup, journal is not None, on_unreadable)
     header = result.header
@@ -85,6 +92,7 @@ def recover(
 def _read_journal(result: RecoveredStore, journal: bytes | None, on_unreadable: OnUnreadable) -> Replay:
     if journal is None:
         return Replay()
+    result.journal_size = len(journal)
     try:
         result.header = decode_header(journal)
     except ProtocolError as error:

@@ -13,6 +13,8 @@ from typing import Any
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
+from pyrocket_consumer.offsets.local.disk import Disk
+from pyrocket_consumer.offsets.local.recovery import RecoveredStore, recover
 
 MEMORY, STORE = ReadOffsetType.READ_FROM_MEMORY, ReadOffsetType.READ_FROM_STORE
 DURABILITIES = ["fsync", "process", "checkpoint"]
@@ -38,6 +40,15 @@ def update(store: LocalFileOffsetStore, queues: Iterable[MessageQueue], offset: 
 def put(store: LocalFileOffsetStore, queue: MessageQueue, offset: int) -> None:
     store.update_offset(queue, offset)
     store.persist(queue)
+
+
+def read_store(directory: str | os.PathLike[str]) -> RecoveredStore:
+    """Return the contents of the store in `directory` without locking it; its owner may be writing."""
+    # Read the journal first. If the owner then writes a checkpoint, that has all offsets of these frames.
+    journal, main, backup = (
+        Disk().read(os.path.join(directory, name)) for name in ("offsets.journal", "offsets.json", "offsets.json.bak")
+    )
+    return recover(main, backup, journal)
 
 
 def leave_offsets(

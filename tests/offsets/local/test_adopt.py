@@ -8,10 +8,10 @@ import pytest
 
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.local.adopt import adopt_store
-from pyrocket_consumer.offsets.local.directories import find_orphans, read_store
+from pyrocket_consumer.offsets.local.directories import find_orphans
+from pyrocket_consumer.offsets.local.store import adopt_store
 from tests.for_each import for_each
-from tests.offsets.local.driving import ORDERS, leave_offsets, without_privileges
+from tests.offsets.local.driving import ORDERS, leave_offsets, read_store, without_privileges
 
 QUEUES = ORDERS[:3]
 

@@ -12,7 +12,7 @@ from itertools import count
 import pytest
 
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.local.disk import LocalDisk
+from pyrocket_consumer.offsets.local.disk import Disk
 from tests.offsets.local.disks import WatchedDisk
 from tests.offsets.local.driving import DURABILITIES, History, open_store, run_in_fork, step
 from tests.trials import crash_points, trials
@@ -49,7 +49,7 @@ def live(directory, durability, seed, last, report):
 
     history, rng = SentHistory(report), random.Random(seed)
     clock = lambda: rng.random() * 1e6 if rng.random() < 0.1 else 0.0  # noqa: E731
-    store = open_store(directory, durability, journal_bytes=4096, disk=WatchedDisk(LocalDisk(), kill), clock=clock)
+    store = open_store(directory, durability, journal_bytes=4096, disk=WatchedDisk(Disk(), kill), clock=clock)
     history.memory = store.clone_offset_table()
     for _ in range(12):
         step(store, history, rng)

@@ -17,7 +17,7 @@ from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
-from pyrocket_consumer.offsets.local.directories import base_directory, find_orphans, read_store, slot_ids
+from pyrocket_consumer.offsets.local.directories import base_directory, find_orphans, slot_ids
 from pyrocket_consumer.offsets.local.journal import decode_header, replay
 from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
 from pyrocket_consumer.testing import EmbeddedCluster
@@ -32,6 +32,7 @@ from tests.offsets.local.driving import (
     leave_offsets,
     open_store,
     put,
+    read_store,
     update,
 )
 

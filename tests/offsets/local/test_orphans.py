@@ -10,7 +10,7 @@ import pytest
 
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.local.disk import LocalDisk
+from pyrocket_consumer.offsets.local.disk import Disk
 from tests.offsets.local.driving import QUEUE, leave_offsets, put, without_privileges
 
 
@@ -70,7 +70,7 @@ def test_a_search_does_not_keep_an_owner_out(tmp_path):
     """It locks each store that it finds for an instant, perhaps just when the store's owner starts again."""
     directory = tmp_path / "10.0.0.5@mine" / "g"
     leave_offsets(directory, [QUEUE], 5)
-    searching = LocalDisk().lock(str(directory / "offsets.lock"))
+    searching = Disk().lock(str(directory / "offsets.lock"))
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: (time.sleep(0.005), searching.release()))
         with store_of(tmp_path, "10.0.0.5@mine", instance_name="mine") as store:

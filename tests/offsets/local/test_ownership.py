@@ -16,10 +16,9 @@ import pytest
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.local.directories import read_store
-from pyrocket_consumer.offsets.local.disk import LocalDisk
+from pyrocket_consumer.offsets.local.disk import Disk
 from pyrocket_consumer.offsets.local.ownership import read_owner
-from tests.offsets.local.driving import QUEUE, put, run_in_fork
+from tests.offsets.local.driving import QUEUE, put, read_store, run_in_fork
 
 ROOT = Path(__file__).parents[3]
 
@@ -82,7 +81,7 @@ def test_a_store_belongs_to_one_process_until_that_is_killed(tmp_path):
                 assert (fourth_id, offset) == ("10.0.0.5@DEFAULT-1", 204)
     with store:
         assert store.read_offset(QUEUE) == 104
-        assert read_owner(LocalDisk(), str(directory)).pid == os.getpid()
+        assert read_owner(Disk(), str(directory)).pid == os.getpid()
 
 
 def slot(base, instance="DEFAULT"):

@@ -10,10 +10,9 @@ import pytest
 
 from pyrocket_consumer.errors import OffsetStoreLocked
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
-from pyrocket_consumer.offsets.local.directories import read_store
-from pyrocket_consumer.offsets.local.disk import LocalDisk
+from pyrocket_consumer.offsets.local.disk import Disk
 from pyrocket_consumer.offsets.local.ownership import read_owner
-from tests.offsets.local.driving import DURABILITIES, ORDERS, QUEUE, leave_offsets, open_store, put, update
+from tests.offsets.local.driving import DURABILITIES, ORDERS, QUEUE, leave_offsets, open_store, put, read_store, update
 from tests.offsets.local.test_ownership import owner, persist
 
 QUEUES = ORDERS[:3]
@@ -76,7 +75,7 @@ def test_the_old_owner_stops_after_its_lock_is_removed(tmp_path):
         store.close()  # it is
         assert [str(event.kind) for event in events] == ["store-taken"]
         persist(process, 501)
-        assert read_owner(LocalDisk(), str(store.directory)).pid == process.pid
+        assert read_owner(Disk(), str(store.directory)).pid == process.pid
         with pytest.raises(OffsetStoreLocked, match="in use by"):
             store.load()
     with store:
@@ -99,7 +98,7 @@ def test_an_old_owner_does_no_damage_before_it_notices(tmp_path, durability):
         with pytest.raises(OffsetStoreLocked, match="this process"):
             first.persist(7)
         first.store.closes_within(30)
-        assert read_owner(LocalDisk(), str(tmp_path / "s")).closes_by is None
+        assert read_owner(Disk(), str(tmp_path / "s")).closes_by is None
         assert first.after_a_kill(tmp_path) == with_offset(500)
     with pytest.raises(OffsetStoreLocked):  # the other owner has ended, but its offsets are newer
         first.persist(7)
@@ -220,7 +219,7 @@ def test_a_directory_that_returns_still_belongs_to_its_owner(tmp_path):
 
 def test_a_lock_is_on_the_current_file(tmp_path):
     """This holds even after the file was removed, or replaced by another of the same name, more than once."""
-    disk, path = LocalDisk(), str(tmp_path / "offsets.lock")
+    disk, path = Disk(), str(tmp_path / "offsets.lock")
     first = disk.lock(path)
     assert (first.created_file, first.is_in_place(), disk.lock(path)) == (True, True, None)
     os.remove(path)

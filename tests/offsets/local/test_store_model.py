@@ -16,9 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pyrocket_consumer.errors import OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.offsets.local.directories import read_store
 from tests.offsets.local.disks import WRITES, FailureHook, MemoryDisk, WatchedDisk
-from tests.offsets.local.driving import DURABILITIES, MEMORY, STORE, open_store, update
+from tests.offsets.local.driving import DURABILITIES, MEMORY, STORE, open_store, read_store, update
 from tests.trials import trials
 
 QUEUES = [MessageQueue(topic, broker, n) for topic in ("orders", "%RETRY%g") for broker in ("a", "b") for n in range(2)]

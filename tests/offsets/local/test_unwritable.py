@@ -18,11 +18,20 @@ import pytest
 from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.local.directories import read_store
 from pyrocket_consumer.offsets.local.offsets_json import encode_offsets
 from tests.for_each import for_each
 from tests.offsets.local.disks import WRITES, FailureHook, MemoryDisk, WatchedDisk
-from tests.offsets.local.driving import DURABILITIES, MEMORY, ORDERS, QUEUE, open_store, put, run_in_fork, update
+from tests.offsets.local.driving import (
+    DURABILITIES,
+    MEMORY,
+    ORDERS,
+    QUEUE,
+    open_store,
+    put,
+    read_store,
+    run_in_fork,
+    update,
+)
 
 QUEUES = ORDERS[:4]
 TABLE = [MessageQueue("orders", "broker-a", number) for number in range(200)]  # too many for the journal
