@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from pyrocket_consumer.cluster.namespace import unwrap
@@ -22,12 +22,13 @@ from pyrocket_consumer.consumer.assignment.start_offsets import StartOffsets
 from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts, Totals
-from pyrocket_consumer.consumer.pulling.pull_host import MemberPullHost
 from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop
+from pyrocket_consumer.consumer.pulling.resubscribe import Resubscriber
 from pyrocket_consumer.consumer.window.memory_budget import MemoryBudget
 from pyrocket_consumer.consumer.window.process_queue import Lease, Limits, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.base import MAX_OFFSET
+from pyrocket_consumer.protocol.message import Message
 
 
 class Assignments:
@@ -37,7 +38,7 @@ class Assignments:
         self,
         context: MemberContext,
         commits: Commits,
-        pull_host: MemberPullHost,
+        deliver: Callable[[ProcessQueue, list[Message]], None],
         calls: ListenerCalls,
         locks: QueueLocks | None,
         counts: Counts,
@@ -46,7 +47,9 @@ class Assignments:
         starts = StartOffsets(context, commits, divergence)
         self._context = context
         self._commits = commits
-        self._pull_host = pull_host
+        self._deliver = deliver
+        self._resubscriber = Resubscriber(context)
+        self._are_all_paused = False
         self._calls = calls
         self._locks = locks
         self._counts = counts
@@ -131,21 +134,25 @@ class Assignments:
     def progress(self) -> dict[MessageQueue, QueueProgress]:
         """Return the progress of each held queue."""
         held = sorted(self.all(), key=lambda each: each.queue)
-        return {each.queue: each.progress(paused=self._pull_host.paused(each.queue)) for each in held}
+        return {each.queue: each.progress() for each in held}
 
     # --- pulling
 
-    def pause_pulls(self) -> None:
-        """Give up the pulls in flight of queues that are paused now."""
-        for each in self.all():
-            if each.pulls is not None and self._pull_host.paused(each.queue):
+    def pause(self, queues: Iterable[MessageQueue] | None) -> None:
+        """Pull no more from `queues`, or from all, and give up their pulls in flight."""
+        self._are_all_paused = self._are_all_paused or queues is None
+        for each in self.all() if queues is None else map(self.queue, queues):
+            each.is_paused = each.is_paused or queues is not None
+            if each.pulls is not None:
                 each.pulls.pause()
 
-    def pull_all(self) -> None:
-        """Pull again from all queues after a pause."""
-        for each in self.all():
-            if each.pulls is not None:
-                each.pulls.pull()
+    def resume(self, queues: Iterable[MessageQueue] | None) -> None:
+        """Pull again from `queues`, or from all."""
+        self._are_all_paused = self._are_all_paused and queues is not None
+        for each in self.known() if queues is None else map(self.queue, queues):
+            each.is_paused = False
+            if each.pulls is not None and not self._are_all_paused:
+                each.pulls.resume()
 
     def stop_pulling(self) -> None:
         """Stop all pulls; the cached messages stay."""
@@ -186,15 +193,9 @@ class Assignments:
             budget=self._budget(queue.topic),
             lease=lease,
         )
-        pulls = PullLoop(
-            self._pull_host,
-            window,
-            offset,
-            batch=min(self._topic_option("pull_batch_size", queue.topic), limits.messages),
-            hold_s=config.pull_hold_s,
-            call_timeout_s=config.call_timeout_s,
-            retry_delay_s=config.pull_retry_delay_s,
-        )
+        batch = min(self._topic_option("pull_batch_size", queue.topic), limits.messages)
+        pulls = PullLoop(self._context, self._deliver, self._resubscriber, window, offset, batch)
+        pulls.is_paused = held.is_paused or self._are_all_paused
         return window, pulls
 
     def _topic_option(self, option: str, topic: str) -> int:

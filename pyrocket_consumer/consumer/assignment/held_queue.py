@@ -169,6 +169,7 @@ class HeldQueue:
         self.log_checks = LogChecks()
         self.origin = ""
         self.start_offset = 0
+        self.is_paused = False  # by the user
         self.due_at: float | None = None  # when the rebalance may begin it
         self.beginning: asyncio.Task[bool] | None = None
         self.lock = asyncio.Lock()  # held during each step
@@ -534,7 +535,7 @@ class HeldQueue:
         assert self.pulls is not None
         return Totals(self.pulls.pulls, self.pulls.pull_time_s, self.pulls.pulled, self.window.finished)
 
-    def progress(self, *, paused: bool) -> QueueProgress:
+    def progress(self) -> QueueProgress:
         """Return the progress of a held queue."""
         assert self.window is not None
         assert self.pulls is not None
@@ -549,7 +550,7 @@ class HeldQueue:
             broker_max=self.pulls.max_offset,
             origin=self.origin,
             start_offset=self.start_offset,
-            paused=paused,
+            paused=self.pulls.is_paused,
             last_error=self.pulls.last_error,
             oldest_key=describe_key(oldest) if oldest else None,
         )

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Protocol
 
 from pyrocket_consumer.cluster.membership import BrokerLink
 from pyrocket_consumer.cluster.pull_core import (
@@ -24,10 +23,12 @@ from pyrocket_consumer.cluster.pull_core import (
     pull_header,
     read_late_reset,
 )
+from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.pulling.pulled_messages import PulledMessages, read_messages, unpack_in_thread
+from pyrocket_consumer.consumer.pulling.resubscribe import Resubscriber
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ProtocolError, RocketError
-from pyrocket_consumer.model import MessageQueue, PullResponse, Subscription
+from pyrocket_consumer.model import EventKind, Subscription
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.protocol.templates import PullTemplate
@@ -46,43 +47,6 @@ READ_AHEAD = 4
 """How many pulls of one queue may be in flight. Measured: with 4 queues, 4 are a tenth faster than 2."""
 
 
-class PullHost(Protocol):
-    """The services that a pull loop needs of its consumer."""
-
-    loop: asyncio.AbstractEventLoop
-    group: str
-
-    def subscription(self, topic: str) -> Subscription | None:
-        """Return the present subscription to `topic`, or None."""
-
-    def paused(self, queue: MessageQueue) -> bool:
-        """Return whether the user paused `queue`."""
-
-    def link(self, broker_name: str, broker_id: int) -> BrokerLink:
-        """Return the way to a broker, by its name and suggested id."""
-
-    async def wait_registered(self, queue: MessageQueue) -> None:
-        """Send heartbeats to a broker that does not know the subscription. Return once the loop may pull again."""
-
-    async def refresh_route(self, queue: MessageQueue) -> None:
-        """Fetch the route again."""
-
-    def keep_running(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        """Run `work` until the member ends. An error of it is unexpected, and fails the member."""
-
-    def deliver(self, window: ProcessQueue, messages: list[Message]) -> None:
-        """Give messages of the window to their listener."""
-
-    def offset_moved(self, pull_loop: PullLoop, pull_offset: int, response: PullResponse) -> None:
-        """Follow the broker, which corrects or resets the queue's offset. The pull loop waits."""
-
-    def late_reset(self, queue: MessageQueue, response: PullResponse) -> None:
-        """Follow a reset in the response to an abandoned pull. The broker sends it only once."""
-
-    def pull_failed(self, queue: MessageQueue, error: Exception) -> None:
-        """Report a failed pull, which the loop sends again."""
-
-
 MessageIdentity = tuple[int, int, int]
 """The queue offset, the commit log offset and the store time: another message at the same offset differs in them."""
 
@@ -97,16 +61,17 @@ class PullLoop:
 
     def __init__(
         self,
-        host: PullHost,
+        context: MemberContext,
+        deliver: Callable[[ProcessQueue, list[Message]], None],
+        resubscriber: Resubscriber,
         window: ProcessQueue,
         offset: int,
-        *,
         batch: int,
-        hold_s: float,
-        call_timeout_s: float,
-        retry_delay_s: float,
+        *,
         read_ahead: int = READ_AHEAD,
     ) -> None:
+        """Pull from `offset` on, at most `batch` messages at a time, and `deliver` them to their listener."""
+        hold_s, call_timeout_s = context.config.pull_hold_s, context.config.call_timeout_s
         self.window = window
         self.queue = window.queue
         self.core = PullCore(
@@ -115,16 +80,19 @@ class PullLoop:
             batch,
             read_ahead=read_ahead,
             unheld_s=min(UNHELD_S, hold_s / 2),
-            retry_delay_s=retry_delay_s,
+            retry_delay_s=context.config.pull_retry_delay_s,
         )
-        self.last_pull_at = host.loop.time()
+        self.is_paused = False  # by the user
+        self.last_pull_at = context.loop.time()
         self.last_error = ""
         self.pulls = 0  # pulls whose response had messages
         self.pull_time_s = 0.0  # the time between their requests and responses
         self.pulled = 0
         self.moves = 0  # responses in a row that moved the offset and had no message
         self.last_read: MessageIdentity | None = None  # shows later whether the broker's log is still the same
-        self._host = host
+        self._context = context
+        self._deliver_messages = deliver
+        self._resubscriber = resubscriber
         self._batch = batch
         self._hold_s = hold_s
         self._timeout_s = max(2 * hold_s, hold_s + HOLD_TICK_S + call_timeout_s)  # Java waits for twice its hold
@@ -153,7 +121,7 @@ class PullLoop:
 
     def pull(self) -> None:
         """Send as many pulls as the window has space for. Called at the start, after responses, and by a wake-up."""
-        if self._is_suspended() or self._host.paused(self.queue):
+        if self.is_paused or self._is_suspended():
             self.window.stop_waiting()
             return
         core = self.core
@@ -161,13 +129,13 @@ class PullLoop:
             expected = 0 if core.may_be_empty(offset) else self._usual_size
             if not self._has_space(offset, expected):
                 return
-            subscription = self._host.subscription(self.queue.topic)
+            subscription = self._context.subscriptions.subscription(self.queue.topic)
             if subscription is None:
                 self.window.settle(expected)
                 return  # unsubscribed; the next rebalance drops this queue
             link = self._link
             if link is None or link.broker_id != core.next_broker_id:
-                link = self._link = self._host.link(self.queue.broker_name, core.next_broker_id)
+                link = self._link = self._context.cluster.link(self.queue.broker_name, core.next_broker_id)
             if (connection := link.connection) is None:
                 self.window.settle(expected)
                 self._run_then_pull(link.open)
@@ -186,11 +154,11 @@ class PullLoop:
         return self.window.may_pull_ahead(wanted, offset, expected)
 
     def _send_pull(self, connection: Connection, offset: int, expected: int, subscription: Subscription) -> None:
-        self.last_pull_at = self._host.loop.time()
+        self.last_pull_at = self._context.loop.time()
         pull = self.core.sent(offset, self.last_pull_at)
         pull.expected = expected
         if self._template is None or self._template_of is not subscription:
-            group, hold_s = self._host.group, self._hold_s
+            group, hold_s = self._context.name, self._hold_s
             header = pull_header(group, self.queue, 0, self._batch, subscription, hold_s=hold_s, is_registered=True)
             self._template, self._template_of = PullTemplate(header.to_fields()), subscription
         template = self._template
@@ -241,7 +209,7 @@ class PullLoop:
         core, pull, header = self.core, pulled.pull, pulled.header
         core.broker_id = header.suggested_broker_id
         self.last_error = ""
-        now = self._host.loop.time()
+        now = self._context.loop.time()
         if pulled.is_found:
             self._usual_size = size = len(pulled.response.body)
             if not self.window.budget.accept(self.window, pull.expected, size):
@@ -268,7 +236,7 @@ class PullLoop:
         self.last_error = ""
         self._abandon()
         self._is_blocked = True
-        self._host.offset_moved(self, moved.pull.offset, moved.header)
+        self._context.member.offset_moved(self.queue, moved.pull.offset, moved.header)
 
     # --- messages
 
@@ -282,7 +250,7 @@ class PullLoop:
                 if decoded is not None:
                     self._is_unpacking = True
                     work = self._put_rest(pulled.pull, decoded, pulled.header.next_offset)
-                    self._host.keep_running(work, f"unpacking messages of {self.queue}")
+                    self._context.tasks.keep_running(work, f"unpacking messages of {self.queue}")
                     return
             self._settle(pulled.pull)
             if not self.core.in_flight:
@@ -295,7 +263,7 @@ class PullLoop:
             self.core.progressed(False)
             self.window.put((), next_offset, 0)
             return None
-        body, subscription = pulled.response.body, self._host.subscription(self.queue.topic)
+        body, subscription = pulled.response.body, self._context.subscriptions.subscription(self.queue.topic)
         try:
             found = read_messages(body, self.queue, offset, next_offset, subscription, self.window.budget.bodies)
         except (ProtocolError, ConfigError) as error:  # damaged, or compressed with a codec that is not installed
@@ -304,7 +272,7 @@ class PullLoop:
         has_messages = self._put_messages(found.messages, found.next_offset, len(body))
         self.core.progressed(has_messages)
         if has_messages:
-            self._host.deliver(self.window, found.messages)
+            self._deliver_messages(self.window, found.messages)
         return found if found.rest else None
 
     def _put_messages(self, messages: list[Message], next_offset: int, size: int) -> bool:
@@ -342,7 +310,7 @@ class PullLoop:
         while not self._stopped:
             async with window.budget.bodies.unpack_lock:
                 if window.may_unpack(self._batch):
-                    subscription = self._host.subscription(self.queue.topic)
+                    subscription = self._context.subscriptions.subscription(self.queue.topic)
                     items, size = await unpack_in_thread(batch, begin, end, subscription)
                     await self._put_unpacked(items, end, size)
                     return
@@ -352,7 +320,7 @@ class PullLoop:
         if self._put_messages(messages, next_offset, size):
             self.core.progressed(True)
             for start in range(0, len(messages), DELIVERY_CHUNK):
-                self._host.deliver(self.window, messages[start : start + DELIVERY_CHUNK])
+                self._deliver_messages(self.window, messages[start : start + DELIVERY_CHUNK])
                 await asyncio.sleep(0)
 
     def _settle(self, pull: PullRequest) -> None:
@@ -371,19 +339,27 @@ class PullLoop:
         self._on_failed(self.core.fail(None, error))
 
     def _on_failed(self, failed: Failed) -> None:
-        self.last_error = str(failed.error)
-        self._host.pull_failed(self.queue, failed.error)
+        self._report_error(failed.error)
         self._abandon()
         if failed.remedy == "register":
-            self._run_then_pull(partial(self._host.wait_registered, self.queue))
+            self._run_then_pull(partial(self._resubscriber.wait_registered, self.queue))
             return
         self._pause(failed.pause_s)
         if failed.remedy == "refresh route":
-            self._run_then_pull(partial(self._host.refresh_route, self.queue))
+            self._run_then_pull(self._refresh_route)
+
+    def _report_error(self, error: Exception) -> None:
+        self.last_error = str(error)
+        kind = EventKind.ANSWER_REFUSED if isinstance(error, ProtocolError) else EventKind.BROKER_UNREACHABLE
+        self._context.emit_throttled(kind, f"pull failed, tried again: {error}", self.queue)
+
+    async def _refresh_route(self) -> None:
+        await self._context.cluster.routes.get(self.queue.topic, refresh=True)
+        self._context.rebalance_wanted.set()
 
     def _pause(self, seconds: float) -> None:
         if self._retry is None and not self._stopped:
-            self._retry = self._host.loop.call_later(seconds, self._end_pause)
+            self._retry = self._context.loop.call_later(seconds, self._end_pause)
 
     def _end_pause(self) -> None:
         self._retry = None
@@ -408,7 +384,7 @@ class PullLoop:
                 self._is_blocked = False
                 self._resume()
 
-        self._host.keep_running(wait(), f"pulling {self.queue}")
+        self._context.tasks.keep_running(wait(), f"pulling {self.queue}")
 
     def _abandon(self) -> None:
         """Give up the pulls in flight. Their responses change nothing, except for a reset."""
@@ -419,14 +395,19 @@ class PullLoop:
     def _check_late_response(self, response: RemotingCommand | Exception | None) -> None:
         try:
             if (reset := read_late_reset(response)) is not None:
-                self._host.late_reset(self.queue, reset)
+                self._context.member.late_reset(self.queue, reset)
         except ProtocolError as error:
-            self.last_error = str(error)
-            self._host.pull_failed(self.queue, error)
+            self._report_error(error)
 
     def pause(self) -> None:
-        """Give up the pulls in flight; `pull` sends them again after the pause."""
+        """Give up the pulls in flight, and send none until `resume`."""
+        self.is_paused = True
         self._abandon()
+
+    def resume(self) -> None:
+        """Pull again."""
+        self.is_paused = False
+        self.pull()
 
     def stop(self) -> None:
         """Give up the pulls in flight, and send no more."""

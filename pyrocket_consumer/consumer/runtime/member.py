@@ -31,7 +31,6 @@ from pyrocket_consumer.consumer.membership.broker_requests import BrokerRequests
 from pyrocket_consumer.consumer.membership.foreign_members import ForeignMembers
 from pyrocket_consumer.consumer.membership.rebalance import Rebalance
 from pyrocket_consumer.consumer.pulling.expressions import ExpressionChecker
-from pyrocket_consumer.consumer.pulling.pull_host import MemberPullHost
 from pyrocket_consumer.consumer.resets.corrections import CorrectionFollower
 from pyrocket_consumer.consumer.resets.resets import ResetFollower
 from pyrocket_consumer.consumer.runtime.commit_timer import CommitTimer
@@ -100,8 +99,7 @@ class GroupMember(MemberEvents, ClusterEvents):
         self.retries = Retries(context, delivery, counts)
         delivery.on_unwanted = self.retries.add_unwanted
         self._reports = ListenerReports(context, self.retries, counts)
-        self._pull_host = MemberPullHost(context, delivery)
-        self.assignments = Assignments(context, commits, self._pull_host, self.service, self.locks, counts)
+        self.assignments = Assignments(context, commits, delivery.deliver, self.service, self.locks, counts)
         self.resets = ResetFollower(context, self.assignments, commits)
         self._corrections = CorrectionFollower(context, self.assignments, self.resets)
         self._expression_checker = ExpressionChecker(context)
@@ -432,13 +430,11 @@ class GroupMember(MemberEvents, ClusterEvents):
 
     def pause(self, queues: Iterable[MessageQueue] | None) -> None:
         """Pull no more from `queues`, or from all, and drop the pulls in flight."""
-        self._pull_host.pause(queues)
-        self.assignments.pause_pulls()
+        self.assignments.pause(queues)
 
     def resume(self, queues: Iterable[MessageQueue] | None) -> None:
         """Pull again from `queues`, or from all."""
-        self._pull_host.resume(queues)
-        self.assignments.pull_all()
+        self.assignments.resume(queues)
 
     async def reset(self, topic: str, targets: Mapping[MessageQueue, int]) -> dict[MessageQueue, int]:
         """Move the held queues of `topic` to their targets. Return the moved ones once their offsets are durable."""

@@ -7,6 +7,7 @@ import gc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,17 +99,19 @@ class FakeLink:
 
 
 class Host:
-    """A fake consumer. It records the calls of its pull loop, and the test decides the rest."""
+    """A fake member with its context. It records the calls of its pull loop, and the test decides the rest."""
 
     def __init__(self, selector: str = "*", signs: bool = False) -> None:
         self.loop = asyncio.get_running_loop()
-        self.group = "app"
+        self.name = "app"
+        self.config = SimpleNamespace(pull_hold_s=15.0, call_timeout_s=3.0, pull_retry_delay_s=1.0)
+        self.cluster = self.routes = self.member = self.subscriptions = self.tasks = self
+        self.rebalance_wanted = asyncio.Event()
         self.sent_pulls: deque[SentPull] = deque()
         self.has_asked = asyncio.Event()
         self.delivered, self.moved, self.late, self.failures = [], [], [], []  # notifications
-        self.refreshed, self.tasks, self.connected = [], [], []  # requests
+        self.refreshed, self.running, self.connected = [], [], []  # requests
         self.known_at = {0, 1}  # the broker ids with an open connection
-        self.is_paused = False
         self.gate = asyncio.Event()  # a connection waits for it
         self.connect_error: Exception | None = None
         self.subscribed: Subscription | None = parse_subscription("orders", selector, 7)
@@ -117,9 +120,6 @@ class Host:
     def subscription(self, topic):
         return self.subscribed
 
-    def paused(self, queue):
-        return self.is_paused
-
     def link(self, broker_name, broker_id):
         return FakeLink(self, broker_id)
 
@@ -127,23 +127,23 @@ class Host:
         self.refreshed.append("heartbeat")
         await asyncio.sleep(0.05)
 
-    async def refresh_route(self, queue):
+    async def get(self, topic, *, refresh):
         self.refreshed.append("route")
 
     def keep_running(self, work, what):
-        self.tasks.append(self.loop.create_task(work, name=what))
+        self.running.append(self.loop.create_task(work, name=what))
 
     def deliver(self, window, messages):
         self.delivered += messages
 
-    def offset_moved(self, pull_loop, sent, answer):
+    def offset_moved(self, queue, sent, answer):
         self.moved.append((sent, answer))
 
     def late_reset(self, queue, answer):
         self.late.append(answer)
 
-    def pull_failed(self, queue, error):
-        self.failures.append(error)
+    def emit_throttled(self, kind, text, queue):
+        self.failures.append(text)
 
     @property
     def offsets(self) -> list[int]:
@@ -160,8 +160,9 @@ class Pulling:
         self.edges: list[int] = []
         on_edge = lambda queue, offset: self.edges.append(offset)  # noqa: E731
         self.window = ProcessQueue(QUEUE, 1, start, Limits(**limits), lambda window: self.wake(), on_edge=on_edge)
-        options = {"hold_s": hold_s, "call_timeout_s": 3.0, "retry_delay_s": 1.0, "read_ahead": read_ahead}
-        self.pull_loop = PullLoop(self.host, self.window, start, batch=BATCH, **options)
+        host = self.host
+        host.config.pull_hold_s = hold_s
+        self.pull_loop = PullLoop(host, host.deliver, host, self.window, start, BATCH, read_ahead=read_ahead)
         self.pull_loop.pull()
 
     def wake(self) -> None:
@@ -454,11 +455,11 @@ async def test_a_member_that_ends_at_a_refusal_leaves_no_work(code, recwarn):
     pulling = Pulling()
     (await pulling.next_pull()).answer(answer(code, 0))
     pulling.pull_loop.stop()
-    for task in pulling.host.tasks:
+    for task in pulling.host.running:
         task.cancel()
-    await asyncio.gather(*pulling.host.tasks, return_exceptions=True)
+    await asyncio.gather(*pulling.host.running, return_exceptions=True)
     assert pulling.host.refreshed == []
-    pulling.host.tasks.clear()
+    pulling.host.running.clear()
     gc.collect()
     assert not recwarn.list
 
@@ -578,7 +579,7 @@ async def test_a_response_during_a_connect_to_a_slave_is_processed():
     await asyncio.sleep(0)
     assert host.connected == [1]
     fourth.found()
-    host.is_paused = True  # so that no further pull processes it
+    pulling.pull_loop.is_paused = True  # so that no further pull processes it
     host.gate.set()
     await asyncio.sleep(1)
     assert pulling.host.offsets == list(range(32))
@@ -607,12 +608,11 @@ async def test_a_full_window_whose_response_was_dropped_continues():
 async def test_paused_queues_continue_at_their_offsets():
     pulling = Pulling()
     sent = await pulling.next_pull()
-    pulling.host.is_paused = True
+    pulling.pull_loop.is_paused = True
     sent.found()
     assert pulling.host.offsets == list(range(BATCH))
     assert await pulling.stays_silent()
-    pulling.host.is_paused = False
-    pulling.pull_loop.pull()
+    pulling.pull_loop.resume()
     assert (await pulling.next_pull()).offset == BATCH
 
 
