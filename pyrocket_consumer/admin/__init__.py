@@ -2,8 +2,7 @@
 
 from pyrocket_consumer.admin.admin import Admin
 from pyrocket_consumer.admin.lag import GroupLag, QueueLag
-from pyrocket_consumer.admin.resets.plan import ResetPlan
-from pyrocket_consumer.admin.resets.result import ResetOutcome, ResetProgress, ResetResult, ResetState
+from pyrocket_consumer.admin.resets.plan import ResetOutcome, ResetPlan, ResetProgress, ResetResult, ResetState
 from pyrocket_consumer.admin.topics import OffsetRange
 
 __all__ = [

@@ -15,10 +15,8 @@ from pyrocket_consumer.admin import groups, topics
 from pyrocket_consumer.admin.groups import check_settings
 from pyrocket_consumer.admin.lag import GroupLag, group_lag, with_stored_offsets
 from pyrocket_consumer.admin.masters import check_targets
-from pyrocket_consumer.admin.resets.executor import execute_plan, forget_reset
-from pyrocket_consumer.admin.resets.plan import ResetPlan
-from pyrocket_consumer.admin.resets.planner import plan_reset
-from pyrocket_consumer.admin.resets.result import ResetProgress, ResetResult
+from pyrocket_consumer.admin.resets import execute_plan, forget_reset, plan_reset
+from pyrocket_consumer.admin.resets.plan import ResetPlan, ResetProgress, ResetResult
 from pyrocket_consumer.admin.topics import MAX_QUEUES, OffsetRange, check_attributes, check_perm
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.namespace import wrap

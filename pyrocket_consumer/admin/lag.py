@@ -157,6 +157,14 @@ class _Survey:
             topic: [queue for queue in queues if queue.broker_name in self.brokers] for topic, queues in routed.items()
         }
 
+    async def ranges(self, cluster: Cluster, queues: Iterable[MessageQueue]) -> dict[MessageQueue, tuple[int, int]]:
+        """Return the first and last offsets of the queues on responding brokers."""
+        failures: dict[str, RocketError] = {}
+        wanted = [queue for queue in queues if queue.broker_name in self.brokers]
+        found = await fetch_first_and_last(cluster, wanted, failures)
+        self.mark_missing(failures)
+        return found
+
     def missing_reasons(self, namespace: str | None, concerned: Collection[str] | None) -> dict[str, str]:
         """Return the missing brokers, with the reason and the number of their known queues.
 
@@ -212,14 +220,7 @@ async def group_lag(
                 names = ", ".join(sorted(str(_public_queue(namespace, queue)) for queue in unrecorded))
                 not_known = names and f"no member of {group} is online, and no reset of {names} is recorded"
     public_rows = tuple(
-        QueueLag(
-            _public_queue(namespace, row.queue),
-            row.committed,
-            row.min,
-            row.max,
-            row.member,
-            row.consumed_at,
-        )
+        replace(row, queue=_public_queue(namespace, row.queue))
         for row in sorted(rows, key=lambda row: (row.member or "", row.queue))
         if row.queue.broker_name in survey.brokers
     )
@@ -281,15 +282,9 @@ async def _rows_of_brokers(
     unsure = [queue for queue in {*offsets, *chain.from_iterable(there.values())} if not offsets.get(queue)]
     offsets |= await fetch_committed_offsets(cluster, group, unsure, failures)
     survey.mark_missing(failures)
-    wanted = [queue for queue in offsets if queue.broker_name in survey.brokers]
-    ends = await fetch_first_and_last(cluster, wanted, failures)  # fetched after the committed offsets, which move on
-    survey.mark_missing(failures)
-    rows = [
-        QueueLag(
-            queue, offsets[queue], low, high, None, to_datetime(stats[queue].last_timestamp) if queue in stats else None
-        )
-        for queue, (low, high) in ends.items()
-    ]
+    ends = await survey.ranges(cluster, offsets)  # after the committed offsets, which move on
+    times = {queue: to_datetime(each.last_timestamp) for queue, each in stats.items()}
+    rows = [QueueLag(queue, offsets[queue], *its_ends, None, times.get(queue)) for queue, its_ends in ends.items()]
     return [row for row in rows if row.queue in stats or row.queue in stored or row.committed or row.lag]
 
 
@@ -323,10 +318,7 @@ async def _rows_of_records(
         targets |= found
         without += [queue for queue in queues if found and queue not in found]
     survey.mark_missing(failures)
-    ends = await fetch_first_and_last(
-        cluster, [queue for queue in targets if queue.broker_name in survey.brokers], failures
-    )
-    survey.mark_missing(failures)
+    ends = await survey.ranges(cluster, targets)
     rows = [QueueLag(queue, targets[queue], *its_ends, _OFFLINE) for queue, its_ends in ends.items()]
     return rows, [queue for queue in without if queue.broker_name in survey.brokers]
 
@@ -348,24 +340,12 @@ async def _rows_of_members(
             unreached[member.client_id] = str(error)
 
     await gather_limited(found.members, fetch, limit=8)
-    ends = await _fetch_ranges(cluster, {queue for table in tables.values() for queue in table}, survey)
+    queues = {queue for table in tables.values() for queue in table}
+    there = await survey.queues(cluster, {queue.topic for queue in queues})
+    ends = await survey.ranges(cluster, (queue for queue in queues if there[queue.topic]))  # not of deleted topics
     return [
         QueueLag(queue, offset, *ends[queue], client_id)
         for client_id, table in tables.items()
         for queue, offset in table.items()
         if queue in ends and topic in (None, queue.topic)
     ]
-
-
-async def _fetch_ranges(
-    cluster: Cluster, queues: Iterable[MessageQueue], survey: _Survey
-) -> dict[MessageQueue, tuple[int, int]]:
-    """Return the ranges of the queues that still exist. Members also report queues of deleted topics."""
-    wanted = list(queues)
-    there = await survey.queues(cluster, {queue.topic for queue in wanted})
-    failures: dict[str, RocketError] = {}
-    ends = await fetch_first_and_last(
-        cluster, [queue for queue in wanted if there[queue.topic] and queue.broker_name in survey.brokers], failures
-    )
-    survey.mark_missing(failures)
-    return ends

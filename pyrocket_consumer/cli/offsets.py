@@ -593,7 +593,7 @@ def _result_as_json(result: ResetResult) -> Mapping[str, Any]:
 
 
 def run_forget(options: argparse.Namespace) -> int:
-    from pyrocket_consumer.admin.resets.executor import forget_reset  # that of Admin returns nothing
+    from pyrocket_consumer.admin.resets import forget_reset  # that of Admin returns nothing
 
     check_group(options.group)
     check_topic(options.topic)

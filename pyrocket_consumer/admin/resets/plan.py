@@ -1,12 +1,11 @@
-"""The plan of a reset: queues, targets, the way for each member, and the problems."""
+"""The plan of a reset (queues, targets, the way for each member, problems), and its result, with their text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pyrocket_consumer.admin.resets.result import ResetProgress, ResetResult, columns, queue_name
 from pyrocket_consumer.cluster.admin_relay import RelayResult, RelayStatus, RemoteMember
 from pyrocket_consumer.cluster.namespace import wrap
 from pyrocket_consumer.config import check_bool, check_range
@@ -134,8 +133,24 @@ class MemberPlan:
         """The name of the client library, as text."""
         return "pyrocket_consumer" if self.reply.kind is RelayStatus.OURS else self.member.client
 
+    @property
+    def needs_brokers(self) -> bool:
+        """Whether only brokers can reset the member, because it accepts no requests of this package or user."""
+        return self.reply.kind in (RelayStatus.FOREIGN, RelayStatus.FORBIDDEN)
 
-Execute = Callable[["ResetPlan", Callable[[ResetProgress], None] | None, bool, float], ResetResult]
+
+def way_for(members: Sequence[MemberPlan]) -> ResetWay:
+    """Return the way to reset a clustering group.
+
+    Only members of this package accept single queues and exact offsets with every broker. A member that does not
+    respond now may recover soon, so it does not change the way for the others.
+    """
+    if not members:
+        return ResetWay.COMMITS
+    return ResetWay.BROKERS if any(each.needs_brokers for each in members) else ResetWay.MEMBERS
+
+
+Execute = Callable[["ResetPlan", "Callable[[ResetProgress], None] | None", bool, float], "ResetResult"]
 
 
 @dataclass(frozen=True)
@@ -281,14 +296,94 @@ class ResetPlan:
         return self.model is MessageModel.BROADCASTING
 
 
-def way_for(model: MessageModel, members: Sequence[MemberPlan]) -> ResetWay:
-    """Return the way of a reset. Only members of this package accept single queues and exact offsets with every broker.
+# --- the result
 
-    A member that does not respond now may recover soon, so it does not change the way for the others.
-    """
-    if model is MessageModel.BROADCASTING:
-        return ResetWay.MEMBERS
-    if not members:
-        return ResetWay.COMMITS
-    needs_brokers = any(each.reply.kind in (RelayStatus.FOREIGN, RelayStatus.FORBIDDEN) for each in members)
-    return ResetWay.BROKERS if needs_brokers else ResetWay.MEMBERS
+
+class ResetState(StrEnum):
+    """The state of a reset at a member, or for a queue of a clustering group."""
+
+    MOVED = "moved"
+    ALREADY = "already"  # by the same reset or a newer one, earlier
+    GONE = "gone"  # the member has left, and will find the record
+    PENDING = "pending"  # it has started, and had not ended at the last status request
+    UNCONFIRMED = "unconfirmed"  # the member was notified, but no effect was observed
+    REFUSED = "refused"
+    UNREACHED = "unreached"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the reset is complete there."""
+        return self in (ResetState.MOVED, ResetState.ALREADY, ResetState.GONE)
+
+
+@dataclass(frozen=True, slots=True)
+class ResetOutcome:
+    """The outcome of the reset at one member (broadcasting), or for one queue (clustering)."""
+
+    subject: str
+    state: ResetState
+    text: str = ""
+
+    def __str__(self) -> str:
+        return escape_controls(f"{self.subject}: {self.state}" + (f" ({self.text})" if self.text else ""))
+
+
+@dataclass(frozen=True, slots=True)
+class ResetProgress:
+    """A step of a reset. `subject` is its broker, member or queue."""
+
+    step: str
+    subject: str
+    text: str
+
+    def __str__(self) -> str:
+        return escape_controls(f"{self.step} {self.subject}: {self.text}")
+
+
+@dataclass(frozen=True, slots=True)
+class ResetResult:
+    """The result of a reset. Members know it by `id` and `epoch`."""
+
+    id: str
+    epoch: int
+    outcomes: tuple[ResetOutcome, ...]
+    brokers: Mapping[str, str]
+    raced: tuple[MessageQueue, ...] = ()
+
+    @property
+    def verified(self) -> bool:
+        """Whether all online members have moved, and no other client reset the same queues meanwhile."""
+        return not self.raced and all(outcome.state.is_done for outcome in self.outcomes)
+
+    @property
+    def heading(self) -> str:
+        """The result in one line."""
+        done = "verified" if self.outcomes else "recorded; no member is online to verify it"
+        return f"Reset {self.id}: {done if self.verified else 'NOT verified'}"
+
+    @property
+    def unmoved(self) -> list[ResetOutcome]:
+        """The outcomes of members or queues that have not moved, or did not confirm it."""
+        return [outcome for outcome in self.outcomes if not outcome.state.is_done]
+
+    def __str__(self) -> str:
+        rows = [[outcome.subject, outcome.state, outcome.text] for outcome in self.outcomes]
+        lines = [self.heading, *(columns(["who", "state", ""], rows) if rows else [])]
+        lines += [f"  {name}: {text}" for name, text in sorted(self.brokers.items())]
+        if self.raced:
+            names = ", ".join(map(queue_name, self.raced))
+            lines.append(f"  Another client reset {names} at the same time; its reset was later, and counts.")
+        return "\n".join(map(escape_controls, lines))
+
+
+def queue_name(queue: MessageQueue) -> str:
+    """Return the name of a queue without its topic."""
+    return f"{queue.broker_name}/{queue.queue_id}"
+
+
+def columns(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return the rows as lines with aligned columns."""
+    texts = [list(heads), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[index]) for row in texts) for index in range(len(heads))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in texts]
+    return ["  " + line.rstrip() for line in lines]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from uuid import uuid4
 
@@ -16,9 +17,9 @@ from pyrocket_consumer.admin.resets.plan import (
     ResetPlan,
     ResetWay,
     RetryStart,
+    queue_name,
     way_for,
 )
-from pyrocket_consumer.admin.resets.result import queue_name
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.admin_relay import (
     MAX_CONCURRENT_RELAYS,
@@ -30,7 +31,7 @@ from pyrocket_consumer.cluster.admin_relay import (
     fetch_member_offsets,
     relay_to_all,
 )
-from pyrocket_consumer.cluster.gather import gather_limited
+from pyrocket_consumer.cluster.gather import by_broker, gather_limited
 from pyrocket_consumer.cluster.namespace import unwrap, wrap
 from pyrocket_consumer.cluster.offset_lookup import (
     TOOLS_GROUP,
@@ -41,11 +42,8 @@ from pyrocket_consumer.cluster.offset_lookup import (
 )
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.cluster.responses import read_body
-from pyrocket_consumer.config import (
-    OffsetSpec,
-)
+from pyrocket_consumer.config import OffsetSpec
 from pyrocket_consumer.errors import (
-    BrokerError,
     ConfigError,
     ConnectError,
     PermissionDenied,
@@ -91,73 +89,31 @@ async def plan_reset(
     store: DatabaseOffsets | None = None,
 ) -> ResetPlan:
     """Return the plan of a reset, with its effect on each queue."""
-    namespace = cluster.config.namespace
-    wire_group, wire_topic = wrap(namespace, group), wrap(namespace, topic)
-    route = await cluster.routes.get(wire_topic, refresh=True)
-    chosen = _choose_queues(route, unwrap(namespace, topic), wire_topic, where, wanted)
-    stored, retry_route = dict[MessageQueue, int](), None
+    planner = _Planner(cluster, group, topic, wait_s)
+    await planner.find_queues(where, wanted)
     if store is not None:
-        rows = await asyncio.to_thread(store.offsets, wire_group)
-        stored = {row.queue: row.next_offset for row in rows}
-        retry_route = await _retry_route(cluster, wire_group, wire_topic, stored)
-    brokers = await _fetch_brokers(cluster, [route] if retry_route is None else [route, retry_route])
-    usable = {broker.name: broker.address for broker in brokers if not broker.problem}
-    found = await fetch_group_members(cluster, wire_group, usable)
-    decided = MessageModel(model) if model is not None else None
-    replies: dict[str, RelayResult] = {}
-    if found.members:
-        question = encode_status_request(wire_topic)
-        replies = await relay_to_all(cluster, wire_group, found.members, "status", str(uuid4()), question, wait_s)
-        online = found.model or _reported_model(replies)
-        if online is not None and decided not in (None, online):
-            raise ConfigError(
-                f"group {group!r} is {online}, not {decided}, as its online members report ({len(found.members)}); "
-                "omit the model"
-            )
-        decided = decided or online
-    elif store is None:
-        await check_group_exists(cluster, group)
-        if decided is MessageModel.CLUSTERING:
-            await _check_not_recorded(cluster, wire_group, group, wire_topic, usable)
-    if store is not None:
-        _check_clustering(group, decided)
-        decided = MessageModel.CLUSTERING
-    if decided is None:
-        decided = await _infer_model(cluster, wire_group, group, chosen, brokers)
+        await planner.read_store(store)
+    await planner.find_brokers()
+    found, replies = await planner.find_members()
+    decided = await planner.decide_model(MessageModel(model) if model is not None else None, found, replies)
     if member is not None:
         found = _only_member(found, member, decided)
-    targets = await _fetch_targets(
-        cluster, wire_group, [queue for queue in chosen if queue.broker_name in usable], where
-    )
-    all_queues = all(
-        MessageQueue(wire_topic, data.broker_name, number) in chosen
-        for data in route.queues
-        for number in range(data.write_queues)
-    )
-    unsubscribed = _unsubscribed_text(found, wire_topic, group, namespace)
-    has_row = bool(unsubscribed) or any(queue.topic == wire_topic for queue in stored)
+    targets = await planner.fetch_targets(where)
+    unsubscribed = planner.unsubscribed_text(found)
+    way: _PlannedForGroup
+    if store is not None:
+        way = _PlannedInStore(planner, bool(unsubscribed))
+    elif decided is MessageModel.BROADCASTING:
+        way = _PlannedForMembers(planner, member)
+    else:
+        way = _PlannedForGroup(planner)
     members = tuple(
-        MemberPlan(each, replies[each.client_id], *_describe_claim(replies[each.client_id], has_row))
-        if store is not None
-        else _member_plan(
-            each, replies[each.client_id], decided, brokers, all_queues, is_single_member=member is not None
-        )
+        MemberPlan(each, replies[each.client_id], *way.describe(each, replies[each.client_id]))
         for each in found.members
     )
-    way = way_for(decided, members) if member is None else ResetWay.MEMBER
-    if store is not None:
-        way = ResetWay.STORE
-    if way is ResetWay.BROKERS:
-        _check_brokers_support(brokers, all_queues, members)
-    if store is None:
-        moves = await _plan_moves(cluster, wire_group, wire_topic, decided, members, targets, wait_s)
-    else:
-        moves = [QueueMove(each.queue, None, stored.get(each.queue), each.target) for each in targets]
-
-    left = [] if retry_route is None else retry_route.consume_queues()
-    retries = await _plan_retry_starts(
-        cluster, wire_group, [queue for queue in left if queue not in stored and queue.broker_name in usable]
-    )
+    chosen_way = way.choose(members)
+    moves = await way.moves(members, targets)
+    retries = await planner.plan_retry_starts()
 
     def public_queue(queue: MessageQueue, to: str = topic) -> MessageQueue:
         return MessageQueue(to, queue.broker_name, queue.queue_id)
@@ -166,91 +122,251 @@ async def plan_reset(
         group,
         topic,
         decided,
-        way,
-        tuple(QueueTarget(public_queue(t.queue), t.wanted, t.target, t.min, t.max) for t in targets),
-        tuple(QueueMove(public_queue(move.queue), move.member, move.current, move.target) for move in moves),
-        tuple(brokers),
+        chosen_way,
+        tuple(replace(each, queue=public_queue(each.queue)) for each in targets),
+        tuple(replace(each, queue=public_queue(each.queue)) for each in moves),
+        tuple(planner.brokers),
         members,
-        all_queues,
-        namespace,
+        planner.all_queues,
+        cluster.config.namespace,
         member,
         unsubscribed,
         store,
-        tuple(
-            RetryStart(public_queue(each.queue, retry_topic(group)), each.committed, each.target) for each in retries
-        ),
+        tuple(replace(each, queue=public_queue(each.queue, retry_topic(group))) for each in retries),
     )
 
 
-async def _retry_route(
-    cluster: Cluster, wire_group: str, wire_topic: str, stored: Mapping[MessageQueue, int]
-) -> TopicRoute | None:
-    """Return the route of the retry topic of the group, if it has queues without a row in the database."""
-    if wire_topic == retry_topic(wire_group):
-        return None
-    try:
-        route = await cluster.routes.get(retry_topic(wire_group), refresh=True)
-    except RouteNotFound:
-        return None
-    return route if any(queue not in stored for queue in route.consume_queues()) else None
+class _Planner:
+    """Finds the facts of a plan, by requests that change nothing. `group` and `topic` are the names that the user gave.
 
-
-async def _plan_retry_starts(cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue]) -> list[RetryStart]:
-    """Return the start of each queue of the retry topic that has no row in the database.
-
-    Without a row such a queue would start with its first message. With the offset of the brokers, no message is
-    consumed again, and none is lost.
+    Queues have the topic names of brokers.
     """
-    committed = await fetch_committed_offsets(cluster, wire_group, queues)
-    ends = await fetch_first_and_last(cluster, queues)
 
-    def start(queue: MessageQueue) -> RetryStart:
-        offset, (low, high) = committed[queue], ends[queue]
-        return RetryStart(queue, offset, low if offset is None else nearest_available(offset, low, high))
+    def __init__(self, cluster: Cluster, group: str, topic: str, wait_s: float) -> None:
+        self.cluster, self.group, self.topic, self.wait_s = cluster, group, topic, wait_s
+        namespace = cluster.config.namespace
+        self.wire_group, self.wire_topic = wrap(namespace, group), wrap(namespace, topic)
+        self.stored: dict[MessageQueue, int] | None = None
+        """The offsets in the database of the group, None without one."""
+        self.routes: list[TopicRoute] = []
+        """The route of the topic, and that of the retry topic if it has queues without a row in the database."""
+        self.chosen: list[MessageQueue] = []
+        self.brokers: list[BrokerPlan] = []
 
-    return [start(queue) for queue in sorted(queues)]
+    @property
+    def _public_topic(self) -> str:
+        return unwrap(self.cluster.config.namespace, self.topic)
 
+    @property
+    def usable(self) -> dict[str, str]:
+        """The brokers without a problem, and their addresses."""
+        return {broker.name: broker.address for broker in self.brokers if not broker.problem}
 
-def _check_clustering(group: str, model: MessageModel | None) -> None:
-    if model is MessageModel.BROADCASTING:
-        raise ConfigError(f"group {group!r} is broadcasting, and a database has no offsets of such a group; omit store")
+    @property
+    def all_queues(self) -> bool:
+        """Whether all queues with new messages are chosen."""
+        return all(
+            MessageQueue(self.wire_topic, data.broker_name, number) in self.chosen
+            for data in self.routes[0].queues
+            for number in range(data.write_queues)
+        )
 
+    # --- queues
 
-def _describe_claim(reply: RelayResult, has_row: bool) -> tuple[bool, str]:
-    if reply.kind is RelayStatus.FOREIGN or (reply.kind is RelayStatus.OURS and not reply.report.in_database):
-        return False, "uses the offsets of the broker, not those of the database"
-    if not has_row:
-        return False, "consumes the topic, but the database has no row of it; check its database and table"
-    return True, "will detect the reset within seconds, and claim its queues again"
+    async def find_queues(
+        self, to: OffsetSpec | Mapping[MessageQueue, int], wanted: Sequence[MessageQueue] | None
+    ) -> None:
+        """Find the queues to move: all, or `wanted`.
 
-
-def _unsubscribed_text(found: GroupMembers, wire_topic: str, group: str, namespace: str | None) -> str:
-    """Return a text if no online member subscribes to the topic, or "" if one does or it is unknown."""
-    if not found.topics or wire_topic in found.topics:
-        return ""
-    topics = sorted(unwrap(namespace, name) for name in found.topics if not name.startswith(RETRY_PREFIX))
-    return (
-        f"no online member of {group} subscribes to {unwrap(namespace, wire_topic)} "
-        f"(they subscribe to {join_truncated(topics) if topics else 'nothing'})"
-    )
-
-
-async def _check_not_recorded(
-    cluster: Cluster, wire_group: str, group: str, wire_topic: str, brokers: Iterable[str]
-) -> None:
-    """Raise ConfigError if a reset is recorded for offline members, which would follow it instead of a commit."""
-    for broker_name in brokers:
-        try:
-            recorded = await ResetRecord(cluster, wire_group, wire_topic, broker_name).head()
-        except PermissionDenied:
-            continue
-        if recorded:
-            topic = unwrap(cluster.config.namespace, wire_topic)
+        Raises:
+            ConfigError: a queue does not exist, or none is chosen.
+        """
+        self.routes = [await self.cluster.routes.get(self.wire_topic, refresh=True)]
+        topic, there = self._public_topic, self.routes[0].consume_queues()
+        if isinstance(to, Mapping):
+            wanted = list(to) if wanted is None else [queue for queue in wanted if queue in to]
+        chosen = there
+        if wanted is not None:
+            chosen = []
+            for queue in wanted:
+                if queue.topic not in (topic, self.wire_topic):
+                    raise ConfigError(f"{queue} is not a queue of topic {topic}; name queues of this topic only")
+                chosen.append(MessageQueue(self.wire_topic, queue.broker_name, queue.queue_id))
+            strangers = sorted(set(chosen) - set(there))
+            if strangers:
+                names = ", ".join(map(queue_name, there)) or "none"
+                raise ConfigError(f"topic {topic} has no queue {queue_name(strangers[0])}; its queues: {names}")
+        if not chosen:
+            raise ConfigError(f"no queue of topic {topic} is selected; {len(there)} of its queues are readable")
+        if max(queue.queue_id for queue in chosen) > MAX_RECORDED_QUEUE_ID:
             raise ConfigError(
-                f"group {group!r} is broadcasting: a reset of {topic} is recorded at {broker_name} for its members; "
-                "pass model='broadcasting' (in the shell --model broadcasting). If it is a clustering group now, "
-                "first remove the record with forget_reset (pyrocket offsets forget-reset)"
+                f"topic {topic} has queue ids above {MAX_RECORDED_QUEUE_ID}, which cannot be reset; name other queues"
             )
+        self.chosen = sorted(set(chosen))
+
+    async def fetch_targets(self, to: OffsetSpec | Mapping[MessageQueue, int]) -> list[QueueTarget]:
+        """Return the target of each queue whose broker has no problem."""
+        usable = self.usable
+        queues = [queue for queue in self.chosen if queue.broker_name in usable]
+        ends = await fetch_first_and_last(self.cluster, queues)
+        if isinstance(to, Mapping):
+            exact = {(queue.broker_name, queue.queue_id): offset for queue, offset in to.items()}
+            wanted = {queue: exact[queue.broker_name, queue.queue_id] for queue in queues}
+        else:
+            wanted = await fetch_offsets_at(self.cluster, to, queues, groups=(TOOLS_GROUP, self.wire_group))
+        return [
+            QueueTarget(queue, wanted[queue], nearest_available(wanted[queue], low, high), low, high)
+            for queue, (low, high) in ends.items()
+        ]
+
+    async def read_store(self, store: DatabaseOffsets) -> None:
+        """Read the offsets in the database, and find the retry topic if it has queues without a row there."""
+        rows = await asyncio.to_thread(store.offsets, self.wire_group)
+        self.stored = stored = {row.queue: row.next_offset for row in rows}
+        if self.wire_topic != retry_topic(self.wire_group):
+            with suppress(RouteNotFound):
+                route = await self.cluster.routes.get(retry_topic(self.wire_group), refresh=True)
+                if any(queue not in stored for queue in route.consume_queues()):
+                    self.routes.append(route)
+
+    async def plan_retry_starts(self) -> list[RetryStart]:
+        """Return the start of each queue of the retry topic that has no row in the database.
+
+        Without a row such a queue would start with its first message. With the offset of the brokers, no message is
+        consumed again, and none is lost.
+        """
+        usable, stored = self.usable, self.stored or {}
+        queues = sorted(
+            queue
+            for route in self.routes[1:]
+            for queue in route.consume_queues()
+            if queue not in stored and queue.broker_name in usable
+        )
+        committed = await fetch_committed_offsets(self.cluster, self.wire_group, queues)
+        ends = await fetch_first_and_last(self.cluster, queues)
+
+        def start(queue: MessageQueue) -> RetryStart:
+            offset, (low, high) = committed[queue], ends[queue]
+            return RetryStart(queue, offset, low if offset is None else nearest_available(offset, low, high))
+
+        return [start(queue) for queue in queues]
+
+    # --- brokers
+
+    async def find_brokers(self) -> None:
+        """Find the masters, and whether they keep resets."""
+        brokers = [broker for route in self.routes for broker in route.brokers]
+        addresses = {broker.broker_name: broker.addresses.get(MASTER_ID) for broker in brokers}
+        names = {data.broker_name for route in self.routes for data in route.queues}
+        found = await gather_limited(sorted(names), lambda name: self._fetch_broker(name, addresses.get(name)))
+        self.brokers = list(found.values())
+
+    async def _fetch_broker(self, name: str, address: str | None) -> BrokerPlan:
+        if address is None:
+            return BrokerPlan(name, problem="it has no known master now")
+        try:
+            response = await self.cluster.call(address, GetBrokerConfigHeader())
+        except PermissionDenied:
+            return BrokerPlan(name, address, None, self.cluster.membership.versions.get(address) or 0)
+        except RocketError as error:
+            return BrokerPlan(name, address, problem=str(error))
+        setting = (await read_body(decode_java_properties, response.body)).get(_SERVER_SIDE_SETTING)
+        if setting is None:  # brokers before 5.1 do not have it
+            server_side = response.version >= _SERVER_SIDE_SINCE
+        else:
+            server_side = setting.lower() == "true"
+        return BrokerPlan(name, address, server_side, response.version)
+
+    # --- members and model
+
+    async def find_members(self) -> tuple[GroupMembers, dict[str, RelayResult]]:
+        """Return the members that are online, and the status that each reports."""
+        found = await fetch_group_members(self.cluster, self.wire_group, self.usable)
+        if not found.members:
+            return found, {}
+        question = encode_status_request(self.wire_topic)
+        return found, await relay_to_all(
+            self.cluster, self.wire_group, found.members, "status", str(uuid4()), question, self.wait_s
+        )
+
+    async def decide_model(
+        self, model: MessageModel | None, found: GroupMembers, replies: Mapping[str, RelayResult]
+    ) -> MessageModel:
+        """Return the model: `model` if the members report no other, or the one that members or brokers show.
+
+        Raises:
+            ConfigError: the group is not `model`, no broker knows the group, or nothing shows its model.
+        """
+        if found.members:
+            online = found.model or _reported_model(replies)
+            if online is not None and model not in (None, online):
+                raise ConfigError(
+                    f"group {self.group!r} is {online}, not {model}, as its online members report "
+                    f"({len(found.members)}); omit the model"
+                )
+            model = model or online
+        elif self.stored is None:
+            await check_group_exists(self.cluster, self.group)
+            if model is MessageModel.CLUSTERING:
+                await self._check_not_recorded()
+        if self.stored is not None:
+            if model is MessageModel.BROADCASTING:
+                raise ConfigError(
+                    f"group {self.group!r} is broadcasting, and a database has no offsets of such a group; omit store"
+                )
+            return MessageModel.CLUSTERING
+        return model or await self._infer_model()
+
+    async def _check_not_recorded(self) -> None:
+        """Raise ConfigError if a reset is recorded for offline members, which would follow it instead of a commit."""
+        for broker_name in self.usable:
+            try:
+                recorded = await ResetRecord(self.cluster, self.wire_group, self.wire_topic, broker_name).head()
+            except PermissionDenied:
+                continue
+            if recorded:
+                raise ConfigError(
+                    f"group {self.group!r} is broadcasting: a reset of {self._public_topic} is recorded at "
+                    f"{broker_name} for its members; pass model='broadcasting' (in the shell --model broadcasting). If "
+                    "it is a clustering group now, first remove the record with forget_reset (pyrocket offsets "
+                    "forget-reset)"
+                )
+
+    async def _infer_model(self) -> MessageModel:
+        """Infer the model of a group without online members from what brokers have.
+
+        Only a clustering group commits offsets, and only a broadcasting group has recorded resets.
+
+        Raises:
+            ConfigError: brokers have neither.
+        """
+        for name, version in ((broker.name, broker.version) for broker in self.brokers if not broker.problem):
+            try:
+                if await ResetRecord(self.cluster, self.wire_group, self.wire_topic, name).head():
+                    return MessageModel.BROADCASTING
+                for queue in by_broker(self.chosen).get(name, ()):
+                    found = await self.cluster.broker(name).query_offset(
+                        self.wire_group, queue, set_zero_if_not_found=False
+                    )
+                    if found or (found == 0 and version >= _EXACT_ZERO_SINCE):
+                        return MessageModel.CLUSTERING
+            except ConnectError:
+                continue
+        raise ConfigError(
+            f"no member of group {self.group!r} is online, and brokers have no offset of it for {self.wire_topic}; "
+            "pass model='clustering' or model='broadcasting' (in the shell --model)"
+        )
+
+    def unsubscribed_text(self, found: GroupMembers) -> str:
+        """Return a text if no online member subscribes to the topic, or "" if one does or it is unknown."""
+        if not found.topics or self.wire_topic in found.topics:
+            return ""
+        namespace = self.cluster.config.namespace
+        topics = sorted(unwrap(namespace, name) for name in found.topics if not name.startswith(RETRY_PREFIX))
+        return (
+            f"no online member of {self.group} subscribes to {self._public_topic} "
+            f"(they subscribe to {join_truncated(topics) if topics else 'nothing'})"
+        )
 
 
 def _only_member(found: GroupMembers, client_id: str, model: MessageModel) -> GroupMembers:
@@ -271,65 +387,6 @@ def _only_member(found: GroupMembers, client_id: str, model: MessageModel) -> Gr
     return replace(found, members=one)
 
 
-def _choose_queues(
-    route: TopicRoute,
-    topic: str,
-    wire_topic: str,
-    to: OffsetSpec | Mapping[MessageQueue, int],
-    wanted: Sequence[MessageQueue] | None,
-) -> list[MessageQueue]:
-    """Return the queues to move, with the topic names of brokers."""
-    there = route.consume_queues()
-    if isinstance(to, Mapping):
-        wanted = list(to) if wanted is None else [queue for queue in wanted if queue in to]
-    if wanted is None:
-        chosen = there
-    else:
-        chosen = []
-        for queue in wanted:
-            if queue.topic not in (topic, wire_topic):
-                raise ConfigError(f"{queue} is not a queue of topic {topic}; name queues of this topic only")
-            chosen.append(MessageQueue(wire_topic, queue.broker_name, queue.queue_id))
-        strangers = sorted(set(chosen) - set(there))
-        if strangers:
-            names = ", ".join(map(queue_name, there)) or "none"
-            raise ConfigError(f"topic {topic} has no queue {queue_name(strangers[0])}; its queues: {names}")
-    if not chosen:
-        raise ConfigError(f"no queue of topic {topic} is selected; {len(there)} of its queues are readable")
-    if max(queue.queue_id for queue in chosen) > MAX_RECORDED_QUEUE_ID:
-        raise ConfigError(
-            f"topic {topic} has queue ids above {MAX_RECORDED_QUEUE_ID}, which cannot be reset; name other queues"
-        )
-    return sorted(set(chosen))
-
-
-async def _fetch_brokers(cluster: Cluster, routes: Sequence[TopicRoute]) -> list[BrokerPlan]:
-    brokers = [broker for route in routes for broker in route.brokers]
-    addresses = {broker.broker_name: broker.addresses.get(MASTER_ID) for broker in brokers}
-
-    async def fetch(name: str) -> BrokerPlan:
-        address = addresses.get(name)
-        if address is None:
-            return BrokerPlan(name, problem="it has no known master now")
-        try:
-            response = await cluster.call(address, GetBrokerConfigHeader())
-        except PermissionDenied:
-            return BrokerPlan(name, address, None, cluster.membership.versions.get(address) or 0)
-        except BrokerError as error:
-            return BrokerPlan(name, address, problem=str(error))
-        except RocketError as error:
-            return BrokerPlan(name, address, problem=str(error))
-        setting = (await read_body(decode_java_properties, response.body)).get(_SERVER_SIDE_SETTING)
-        if setting is None:  # brokers before 5.1 do not have it
-            server_side = response.version >= _SERVER_SIDE_SINCE
-        else:
-            server_side = setting.lower() == "true"
-        return BrokerPlan(name, address, server_side, response.version)
-
-    names = {data.broker_name for route in routes for data in route.queues}
-    return list((await gather_limited(sorted(names), fetch)).values())
-
-
 def _reported_model(replies: Mapping[str, RelayResult]) -> MessageModel | None:
     models = {reply.report.message_model for reply in replies.values() if reply.report.message_model}
     return (
@@ -337,148 +394,141 @@ def _reported_model(replies: Mapping[str, RelayResult]) -> MessageModel | None:
     )
 
 
-async def _infer_model(
-    cluster: Cluster, wire_group: str, group: str, queues: Sequence[MessageQueue], brokers: Sequence[BrokerPlan]
-) -> MessageModel:
-    """Infer the model of a group without online members from what brokers have.
-
-    Only a clustering group commits offsets, and only a broadcasting group has recorded resets.
-
-    Raises:
-        ConfigError: brokers have neither.
-    """
-    topic = queues[0].topic
-    for broker_name, version in ((broker.name, broker.version) for broker in brokers if not broker.problem):
-        try:
-            if await ResetRecord(cluster, wire_group, topic, broker_name).head():
-                return MessageModel.BROADCASTING
-            for queue in queues:
-                if queue.broker_name != broker_name:
-                    continue
-                found = await cluster.broker(broker_name).query_offset(wire_group, queue, set_zero_if_not_found=False)
-                if found or (found == 0 and version >= _EXACT_ZERO_SINCE):
-                    return MessageModel.CLUSTERING
-        except ConnectError:
-            continue
-    raise ConfigError(
-        f"no member of group {group!r} is online, and brokers have no offset of it for {topic}; "
-        "pass model='clustering' or model='broadcasting' (in the shell --model)"
-    )
+# --- the ways of resetting
 
 
-async def _fetch_targets(
-    cluster: Cluster, wire_group: str, queues: Sequence[MessageQueue], to: OffsetSpec | Mapping[MessageQueue, int]
-) -> list[QueueTarget]:
-    ends = await fetch_first_and_last(cluster, queues)
-    if isinstance(to, Mapping):
-        exact = {(queue.broker_name, queue.queue_id): offset for queue, offset in to.items()}
-        wanted = {queue: exact[queue.broker_name, queue.queue_id] for queue in queues}
-    else:
-        wanted = await fetch_offsets_at(cluster, to, queues, groups=(TOOLS_GROUP, wire_group))
-    return [
-        QueueTarget(queue, wanted[queue], nearest_available(wanted[queue], low, high), low, high)
-        for queue, (low, high) in ends.items()
-    ]
+_NO_PERMISSION = "this account may not send requests to members (RocketMQ requires Get on the group)"
 
 
-def _member_plan(
-    member: RemoteMember,
-    reply: RelayResult,
-    model: MessageModel,
-    brokers: Sequence[BrokerPlan],
-    all_queues: bool,
-    is_single_member: bool,
-) -> MemberPlan:
-    reachable, how = _describe_reach(member, reply, model, brokers, all_queues)
-    if is_single_member and reply.kind is RelayStatus.FOREIGN:
-        reachable, how = False, f"{member.client} cannot be reset alone by any call; {_MANUAL_RESET}"
-    if member.connections > 1:
-        how += f"; {member.connections} processes share this client id, and only one of them can receive requests"
-    return MemberPlan(member, reply, reachable, how)
+class _PlannedForGroup:
+    """What a reset does to members that are online, and to queues. The offsets of this group are at the brokers."""
 
+    forbidden = _NO_PERMISSION
+    silent = "it will be notified again, and may move its queues"
 
-def _describe_reach(
-    member: RemoteMember, reply: RelayResult, model: MessageModel, brokers: Sequence[BrokerPlan], all_queues: bool
-) -> tuple[bool, str]:
-    broadcasting = model is MessageModel.BROADCASTING
-    if reply.kind is RelayStatus.OURS:
-        if reply.state == "refused":
-            return False, f"refuses: {reply.reason}"
-        return True, "will be notified and verified"
-    if reply.kind is RelayStatus.FOREIGN:
-        if broadcasting:
-            return _describe_foreign_reach(member, brokers, all_queues)
+    def __init__(self, planner: _Planner) -> None:
+        self._planner = planner
+
+    def describe(self, member: RemoteMember, reply: RelayResult) -> tuple[bool, str]:
+        """Return whether the reset can reach a member, and how, or the reason why not."""
+        is_reachable, how = False, f"refuses: {reply.reason}"
+        if reply.kind is RelayStatus.FOREIGN:
+            is_reachable, how = self.describe_foreign(member)
+        elif reply.kind is RelayStatus.FORBIDDEN:
+            how = self.forbidden
+        elif reply.kind is not RelayStatus.OURS:
+            why = reply.reason or reply.kind
+            how = f"{why}; if it is a member of this package, {self.silent} when it responds again"
+        elif reply.state != "refused":
+            is_reachable, how = True, "will be notified and verified"
+        if member.connections > 1:
+            how += f"; {member.connections} processes share this client id, and only one of them can receive requests"
+        return is_reachable, how
+
+    def describe_foreign(self, member: RemoteMember) -> tuple[bool, str]:
+        """Return the same for a client that accepts no requests of this package."""
         return True, "will be reset by its broker, and verified if it can be observed"
-    if reply.kind is RelayStatus.FORBIDDEN:
-        text = "this account may not send requests to members (RocketMQ requires Get on the group)"
-        return False, f"{text}; it will follow the record within a minute, unconfirmed" if broadcasting else text
-    follows = "it will follow the record" if broadcasting else "it will be notified again, and may move its queues"
-    return False, f"{reply.reason or reply.kind}; if it is a member of this package, {follows} when it responds again"
 
+    def choose(self, members: Sequence[MemberPlan]) -> ResetWay:
+        """Return the way.
 
-def _describe_foreign_reach(member: RemoteMember, brokers: Sequence[BrokerPlan], all_queues: bool) -> tuple[bool, str]:
-    if any(broker.server_side is not False for broker in brokers):
-        return False, (
-            f"{member.client} cannot be reset in broadcasting while the broker keeps resets "
-            f"({_SERVER_SIDE_SETTING}=true, which an operator can change); {_MANUAL_RESET}"
-        )
-    java_obeys = member.language == "JAVA" and any(member.version in versions for versions in _RESETTABLE_JAVA_VERSIONS)
-    if not java_obeys and member.language != "GO":
-        return False, f"{member.client} cannot be reset in broadcasting by any call; {_MANUAL_RESET}"
-    if not all_queues:
-        return False, f"{member.client} can only be reset with all queues at once; name them all, or {_MANUAL_RESET}"
-    return True, "will be notified by the broker, with offsets committed for a moment; observed after 12 to 25 s"
+        Raises:
+            ConfigError: a broker cannot reset only the chosen queues.
+        """
+        way, brokers = way_for(members), self._planner.brokers
+        cannot = [broker.name for broker in brokers if broker.server_side is not True and not broker.problem]
+        if way is ResetWay.BROKERS and cannot and not self._planner.all_queues:
+            foreign = next(each.client_id for each in members if each.needs_brokers)
+            raise ConfigError(
+                f"{', '.join(cannot)} can reset only all queues of a topic at once, and member {foreign} does not "
+                "accept single ones; name all queues"
+            )
+        return way
 
-
-def _check_brokers_support(brokers: Sequence[BrokerPlan], all_queues: bool, members: Sequence[MemberPlan]) -> None:
-    """Raise ConfigError if a broker cannot reset only the selected queues."""
-    if all_queues:
-        return
-    cannot = [broker.name for broker in brokers if broker.server_side is not True and not broker.problem]
-    if cannot:
-        foreign = next(
-            each.client_id for each in members if each.reply.kind in (RelayStatus.FOREIGN, RelayStatus.FORBIDDEN)
-        )
-        raise ConfigError(
-            f"{', '.join(cannot)} can reset only all queues of a topic at once, and member {foreign} does not accept "
-            "single ones; name all queues"
-        )
-
-
-async def _plan_moves(
-    cluster: Cluster,
-    wire_group: str,
-    wire_topic: str,
-    model: MessageModel,
-    members: Sequence[MemberPlan],
-    targets: Sequence[QueueTarget],
-    wait_s: float,
-) -> list[QueueMove]:
-    if model is MessageModel.CLUSTERING:
+    async def moves(self, members: Sequence[MemberPlan], targets: Sequence[QueueTarget]) -> list[QueueMove]:
+        """Return the effect on each queue; for members with offsets of their own, at each of them."""
+        planner = self._planner
 
         async def committed(target: QueueTarget) -> int | None:
-            broker = cluster.broker(target.queue.broker_name)
-            return await broker.query_offset(wire_group, target.queue, set_zero_if_not_found=False)
+            broker = planner.cluster.broker(target.queue.broker_name)
+            return await broker.query_offset(planner.wire_group, target.queue, set_zero_if_not_found=False)
 
         found = await gather_limited(targets, committed)
         return [QueueMove(target.queue, None, found[target], target.target) for target in targets]
-    if not members:
-        return [QueueMove(target.queue, None, None, target.target) for target in targets]
 
-    async def offsets(number: int) -> Mapping[MessageQueue, int]:
-        member = members[number]
-        if member.reply.kind is RelayStatus.OURS:
-            return member.reply.report.offsets
-        if member.reply.kind is RelayStatus.FOREIGN:
-            try:
-                return await fetch_member_offsets(cluster, wire_group, member.member, wire_topic, wait_s)
-            except RocketError:
-                return {}
-        return {}
 
-    tables = await gather_limited(range(len(members)), offsets, limit=MAX_CONCURRENT_RELAYS)
-    return [
-        QueueMove(target.queue, member.client_id, table.get(target.queue), target.target)
-        for member, table in zip(members, tables.values(), strict=True)
-        for target in targets
-    ]
+class _PlannedForMembers(_PlannedForGroup):
+    """A broadcasting group, whose members keep their own offsets; all of them, or the one with `client_id`."""
+
+    forbidden = f"{_NO_PERMISSION}; it will follow the record within a minute, unconfirmed"
+    silent = "it will follow the record"
+
+    def __init__(self, planner: _Planner, client_id: str | None) -> None:
+        super().__init__(planner)
+        self._client_id = client_id
+
+    def describe_foreign(self, member: RemoteMember) -> tuple[bool, str]:
+        obeys = member.language == "GO" or (
+            member.language == "JAVA" and any(member.version in each for each in _RESETTABLE_JAVA_VERSIONS)
+        )
+        if self._client_id is not None:
+            problem = f"cannot be reset alone by any call; {_MANUAL_RESET}"
+        elif any(broker.server_side is not False for broker in self._planner.brokers):
+            problem = (
+                "cannot be reset in broadcasting while the broker keeps resets "
+                f"({_SERVER_SIDE_SETTING}=true, which an operator can change); {_MANUAL_RESET}"
+            )
+        elif not obeys:
+            problem = f"cannot be reset in broadcasting by any call; {_MANUAL_RESET}"
+        elif not self._planner.all_queues:
+            problem = f"can only be reset with all queues at once; name them all, or {_MANUAL_RESET}"
+        else:
+            text = "will be notified by the broker, with offsets committed for a moment; observed after 12 to 25 s"
+            return True, text
+        return False, f"{member.client} {problem}"
+
+    def choose(self, members: Sequence[MemberPlan]) -> ResetWay:
+        return ResetWay.MEMBERS if self._client_id is None else ResetWay.MEMBER
+
+    async def moves(self, members: Sequence[MemberPlan], targets: Sequence[QueueTarget]) -> list[QueueMove]:
+        planner = self._planner
+        if not members:
+            return [QueueMove(target.queue, None, None, target.target) for target in targets]
+
+        async def offsets(number: int) -> Mapping[MessageQueue, int]:
+            member = members[number]
+            if member.reply.kind is RelayStatus.FOREIGN:
+                with suppress(RocketError):
+                    return await fetch_member_offsets(
+                        planner.cluster, planner.wire_group, member.member, planner.wire_topic, planner.wait_s
+                    )
+            return member.reply.report.offsets if member.reply.kind is RelayStatus.OURS else {}
+
+        tables = await gather_limited(range(len(members)), offsets, limit=MAX_CONCURRENT_RELAYS)
+        return [
+            QueueMove(target.queue, member.client_id, table.get(target.queue), target.target)
+            for member, table in zip(members, tables.values(), strict=True)
+            for target in targets
+        ]
+
+
+class _PlannedInStore(_PlannedForGroup):
+    """A group whose offsets are in a database."""
+
+    def __init__(self, planner: _Planner, is_unsubscribed: bool) -> None:
+        super().__init__(planner)
+        self._stored = planner.stored or {}
+        self._has_row = is_unsubscribed or any(queue.topic == planner.wire_topic for queue in self._stored)
+
+    def describe(self, member: RemoteMember, reply: RelayResult) -> tuple[bool, str]:
+        if reply.kind is RelayStatus.FOREIGN or (reply.kind is RelayStatus.OURS and not reply.report.in_database):
+            return False, "uses the offsets of the broker, not those of the database"
+        if not self._has_row:
+            return False, "consumes the topic, but the database has no row of it; check its database and table"
+        return True, "will detect the reset within seconds, and claim its queues again"
+
+    def choose(self, members: Sequence[MemberPlan]) -> ResetWay:
+        return ResetWay.STORE
+
+    async def moves(self, members: Sequence[MemberPlan], targets: Sequence[QueueTarget]) -> list[QueueMove]:
+        return [QueueMove(each.queue, None, self._stored.get(each.queue), each.target) for each in targets]
