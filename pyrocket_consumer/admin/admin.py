@@ -371,10 +371,11 @@ class Admin(NotCopied):
         plan = cluster.run(planning, _SLOW_TIMEOUT_S)
         return replace(plan, _execute=self._execute)
 
-    def forget_reset(self, group: str, topic: str) -> None:
+    def forget_reset(self, group: str, topic: str) -> bool:
         """Remove the resets that brokers have recorded for a broadcasting group. It is never necessary.
 
-        Members that were offline then continue at their own offsets, instead of those of the last reset.
+        Returns whether a reset was recorded. Members that were offline then continue at their own offsets, instead of
+        those of the last reset.
 
         Raises:
             RouteNotFound: the topic does not exist.
@@ -382,7 +383,7 @@ class Admin(NotCopied):
         """
         check_group(group)
         check_topic(topic)
-        self._run(forget_reset, group, topic)
+        return self._run(forget_reset, group, topic)
 
     def _execute(
         self, plan: ResetPlan, progress: Callable[[ResetProgress], None] | None, partial: bool, wait_s: float

@@ -11,15 +11,19 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyrocket_consumer.cli.arguments import add_command, add_name_server, add_output, positive_number
-from pyrocket_consumer.cli.progress import Progress
-from pyrocket_consumer.cli.streams import Interrupts, print_json, print_line
-from pyrocket_consumer.cli.tables import print_table
+from pyrocket_consumer.cli.streams import Interrupts, Progress, print_json, print_line, print_table
 from pyrocket_consumer.errors import ConfigError, RocketError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from pyrocket_consumer.protocol.message import Message
 
 _EXAMPLES = """\
   pyrocket demo                                  # on an embedded cluster, without installing one
@@ -56,8 +60,8 @@ class RemoteMember:
         self.ready = threading.Event()
         self._command = [
             sys.executable,
-            "-m",
-            "pyrocket_consumer.cli.demo_member",
+            "-c",
+            "import sys; from pyrocket_consumer.cli.demo import run_member; run_member(*sys.argv[1:])",
             f"{topic}-{kind}",
             kind,
             topic,
@@ -114,6 +118,58 @@ class RemoteMember:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+# --- in the process of a member
+
+
+def run_member(group: str, kind: str, topic: str, name_server: str, directory: str) -> None:
+    """Consume until standard input ends: the parent process closes it, or ends."""
+    from pyrocket_consumer.consumer import PushConsumer
+
+    def close_at_end_of_input() -> None:
+        sys.stdin.read()
+        consumer.close()
+
+    listener, options = _ledger_listener(directory) if kind == "ledger" else _printing_listener(kind, directory)
+    with PushConsumer(
+        group, name_server=name_server, consume_from="first", rebalance_interval_s=2, **options
+    ) as consumer:
+        consumer.subscribe(topic, listener)
+        os.write(1, b"ready\n")
+        threading.Thread(target=close_at_end_of_input, daemon=True).start()
+        consumer.join()
+
+
+def _printing_listener(model: str, directory: str) -> tuple[Callable[[Message], None], dict[str, Any]]:
+    """Return a listener that prints the number in each message, and the options it needs.
+
+    It prints before it returns, so the parent process knows every message that this process has acknowledged.
+    """
+    from pyrocket_consumer.model import MessageModel
+
+    def print_number(message: Message) -> None:
+        os.write(1, message.body + b"\n")
+
+    return print_number, {"message_model": MessageModel(model), "offset_store_dir": directory, "commit_interval_s": 0.5}
+
+
+def _ledger_listener(directory: str) -> tuple[Callable[[list[Message]], Any], dict[str, Any]]:
+    """Return a listener that inserts the messages into the ledger, exactly once, and the options it needs."""
+    from sqlalchemy import URL, create_engine, text
+
+    from pyrocket_consumer.offsets import DatabaseOffsets
+
+    offsets = DatabaseOffsets(create_engine(URL.create("sqlite", database=f"{directory}/ledger.db")))
+    insert = text("INSERT INTO ledger(body) VALUES (:body)")
+
+    def book(messages: list[Message], connection: Connection) -> None:
+        connection.execute(insert, [{"body": message.body} for message in messages])
+
+    return offsets.exactly_once(book), {"orderly": True, "listener_batch_size": 64, "offset_store": offsets}
+
+
+# --- the run
 
 
 class Ledger:
@@ -234,7 +290,7 @@ class Demo:
     def _all_seen(self) -> bool:
         return min(self._progress().values()) >= self._sent
 
-    def _watch_until(self, reached: Any) -> None:
+    def _watch_until(self, reached: Callable[[], bool]) -> None:
         """Print progress until `reached()`, or until nothing has changed for a minute."""
         state, since = None, time.monotonic()
         while not reached():

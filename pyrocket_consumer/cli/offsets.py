@@ -18,21 +18,19 @@ from pyrocket_consumer.cli.arguments import (
     add_connection,
     add_output,
     check_once,
-    connected,
     connection,
     offset_spec,
     queue_name,
     wait_seconds,
     whole_number,
 )
-from pyrocket_consumer.cli.streams import Interrupts, print_json, print_line, print_to_stderr
-from pyrocket_consumer.cli.tables import print_table
-from pyrocket_consumer.config import check_group, check_topic
+from pyrocket_consumer.cli.streams import Interrupts, print_json, print_line, print_table, print_to_stderr
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.text import safe_repr
 
 if TYPE_CHECKING:
     from pyrocket_consumer.admin import Admin, GroupLag, QueueLag, ResetPlan, ResetProgress, ResetResult
+    from pyrocket_consumer.admin.resets.plan import QueueMove, QueueTarget, RetryStart
     from pyrocket_consumer.offsets import DatabaseOffsets
 
 _SUMMARY = "show the offsets of groups, and reset them"
@@ -69,7 +67,6 @@ _INTERRUPTED = (
     "stopped during the reset; members that have moved stay moved, and the records that were written apply. "
     "Repeat the reset, which is safe, or undo it"
 )
-_FORGET_WITHIN_S = 30.0
 _DDL_EXAMPLES = """\
   pyrocket offsets ddl --dialect postgresql                           # for a user who may create tables
   pyrocket offsets ddl --dialect mysql --table billing_offsets --inbox
@@ -346,12 +343,7 @@ def _lag_as_json(found: GroupLag) -> dict[str, Any]:
         "queues": [
             {
                 "topic": row.queue.topic,
-                "broker": row.queue.broker_name,
-                "queue": row.queue.queue_id,
-                "member": row.member,
-                "min": row.min,
-                "committed": row.committed,
-                "max": row.max,
+                **_as_json(row, "member min committed max"),
                 "lag": None if row.is_above_end else row.lag,
                 "consumed_at": row.consumed_at.isoformat() if row.consumed_at else None,
             }
@@ -485,16 +477,9 @@ def _reset_targets(options: argparse.Namespace) -> tuple[Any, list[MessageQueue]
 
 
 def _print_plan(plan: ResetPlan) -> None:
-    broadcasting = plan.broadcasting
-    clamped = {target.queue: target for target in plan.targets if target.clamped}
-    heads = [*(["member"] if broadcasting else []), "queue", "current", "target", "replayed", "skipped", ""]
-    rows = []
-    for move in plan.moves:
-        target = clamped.get(move.queue)
-        note = f"wanted {target.wanted}; the queue holds {target.min} to {target.max}" if target else ""
-        current, *amounts = ("?" if each is None else each for each in (move.current, move.replayed, move.skipped))
-        who = [move.member or "(offline)"] if broadcasting else []
-        rows.append([*who, _queue_name(move.queue), current, move.target, *amounts, note])
+    from pyrocket_consumer.admin.resets.plan import plan_table
+
+    heads, rows = plan_table(plan)
     print_table(f"Reset of {plan.subject} in topic {plan.topic}: {plan.way_text}", heads, rows)
     print_line()
     if plan.unsubscribed:
@@ -507,7 +492,7 @@ def _print_plan(plan: ResetPlan) -> None:
         print_line(f"  {each.client_id} ({each.client}): {each.how}")
     if not plan.members:
         print_line("  no member of the group is online")
-    if broadcasting and plan.member is None:
+    if plan.broadcasting and plan.member is None:
         print_line("  offline members will follow at their next start")
 
 
@@ -537,36 +522,9 @@ def _plan_as_json(plan: ResetPlan) -> dict[str, Any]:
         "way": plan.way,
         "problems": plan.problems,
         "unsubscribed": plan.unsubscribed or None,
-        "targets": [
-            {
-                **_queue_as_json(each.queue),
-                "wanted": each.wanted,
-                "target": each.target,
-                "min": each.min,
-                "max": each.max,
-            }
-            for each in plan.targets
-        ],
-        "moves": [
-            {
-                **_queue_as_json(each.queue),
-                "member": each.member,
-                "current": each.current,
-                "target": each.target,
-                "replayed": each.replayed,
-                "skipped": each.skipped,
-            }
-            for each in plan.moves
-        ],
-        "retries": [
-            {
-                "topic": each.queue.topic,
-                **_queue_as_json(each.queue),
-                "committed": each.committed,
-                "target": each.target,
-            }
-            for each in plan.retries
-        ],
+        "targets": [_as_json(each, "wanted target min max") for each in plan.targets],
+        "moves": [_as_json(each, "member current target replayed skipped") for each in plan.moves],
+        "retries": [{"topic": each.queue.topic, **_as_json(each, "committed target")} for each in plan.retries],
         "members": [
             {"client_id": each.client_id, "client": each.client, "reachable": each.reachable, "how": each.how}
             for each in plan.members
@@ -576,6 +534,11 @@ def _plan_as_json(plan: ResetPlan) -> dict[str, Any]:
 
 def _queue_as_json(queue: MessageQueue) -> dict[str, Any]:
     return {"broker": queue.broker_name, "queue": queue.queue_id}
+
+
+def _as_json(value: QueueLag | QueueMove | QueueTarget | RetryStart, names: str) -> dict[str, Any]:
+    """Return the queue of a value, and its attributes with these names."""
+    return {**_queue_as_json(value.queue), **{name: getattr(value, name) for name in names.split()}}
 
 
 def _result_as_json(result: ResetResult) -> Mapping[str, Any]:
@@ -593,12 +556,8 @@ def _result_as_json(result: ResetResult) -> Mapping[str, Any]:
 
 
 def run_forget(options: argparse.Namespace) -> int:
-    from pyrocket_consumer.admin.resets import forget_reset  # that of Admin returns nothing
-
-    check_group(options.group)
-    check_topic(options.topic)
-    with connected(options) as cluster:
-        forgotten = cluster.run(forget_reset(cluster, options.group, options.topic), _FORGET_WITHIN_S)
+    with _admin(options) as admin:
+        forgotten = admin.forget_reset(options.group, options.topic)
     if options.output == "json":
         _print_indented_json({"group": options.group, "topic": options.topic, "forgotten": forgotten})
     elif forgotten:

@@ -1,4 +1,4 @@
-"""Standard output and error, for terminals, files and pipes."""
+"""Standard output and error, for terminals, files and pipes: lines, JSON, tables, progress, and interrupts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
@@ -41,6 +42,53 @@ def print_json(value: object, indent: int | None = None) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
     text = json.dumps(value, ensure_ascii=codecs.lookup(encoding).name != "utf-8", indent=indent)
     print(escape_json_controls(text), flush=True)
+
+
+def print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table; columns of numbers are aligned to the right."""
+    texts = [[escape_controls(str(cell)) for cell in row] for row in rows]
+    numeric = [all(isinstance(row[index], (int, float)) for row in rows) for index in range(len(heads))]
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass
+        else:
+            table = Table(title=escape_controls(title), title_justify="left")
+            for head, right in zip(heads, numeric, strict=True):
+                table.add_column(head, justify="right" if right else "left")
+            for row in texts:
+                table.add_row(*row)
+            Console(markup=False, emoji=False).print(table)  # brackets are text
+            return
+    widths = [max(len(head), *(len(row[index]) for row in texts), 0) for index, head in enumerate(heads)]
+    print_line(title)
+    for row in [list(heads), ["-" * width for width in widths], *texts]:
+        cells = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        print_line("  " + "  ".join(cells).rstrip())
+
+
+class Progress:
+    """Prints lines on standard error, each with the seconds since the start."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._began = time.monotonic()
+
+    def print_line(self, text: str, is_transient: bool = False) -> None:
+        """Print a line. On a terminal the next line replaces a transient one; elsewhere few of those are printed."""
+        if self._quiet:
+            return
+        line = f"{time.monotonic() - self._began:5.1f} s  {escape_controls(text)}"
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{line}" + ("" if is_transient else "\n"))
+        elif not is_transient or int(time.monotonic() * 4) % 8 == 0:
+            sys.stderr.write(line + "\n")
+        sys.stderr.flush()
 
 
 def is_output_closed() -> bool:

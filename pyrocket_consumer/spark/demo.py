@@ -25,8 +25,7 @@ from pyspark.sql import functions as f
 
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.cli.arguments import add_name_server, add_output, positive_number
-from pyrocket_consumer.cli.progress import Progress
-from pyrocket_consumer.cli.tables import print_table
+from pyrocket_consumer.cli.streams import Progress, print_table
 from pyrocket_consumer.consumer import PushConsumer
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.producer import Producer

@@ -139,6 +139,19 @@ class MemberPlan:
         return self.reply.kind in (RelayStatus.FOREIGN, RelayStatus.FORBIDDEN)
 
 
+def plan_table(plan: ResetPlan) -> tuple[list[str], list[list[object]]]:
+    """Return the heads and rows of a table with the moves of a plan."""
+    rows: list[list[object]] = []
+    clamped = {target.queue: target for target in plan.targets if target.clamped}
+    for move in plan.moves:
+        target = clamped.get(move.queue)
+        note = f"wanted {target.wanted}; the queue holds {target.min} to {target.max}" if target else ""
+        current, *amounts = ("?" if each is None else each for each in (move.current, move.replayed, move.skipped))
+        who = [move.member or "(offline)"] if plan.broadcasting else []
+        rows.append([*who, queue_name(move.queue), current, move.target, *amounts, note])
+    return [*(["member"] if plan.broadcasting else []), "queue", "current", "target", "replayed", "skipped", ""], rows
+
+
 def way_for(members: Sequence[MemberPlan]) -> ResetWay:
     """Return the way to reset a clustering group.
 
@@ -270,17 +283,7 @@ class ResetPlan:
         return self._execute(self, progress, partial, wait_s)
 
     def __str__(self) -> str:
-        lines = [f"Reset of {self.subject} in topic {self.topic}: {self.way_text}", ""]
-        heads = ["queue", "current", "target", "replayed", "skipped"]
-        rows: list[list[object]] = []
-        notes = {each.queue: each for each in self.targets}
-        for move in self.moves:
-            target = notes[move.queue]
-            note = f" (wanted {target.wanted}; the queue has {target.min} to {target.max})" if target.clamped else ""
-            current, *amounts = ("?" if each is None else each for each in (move.current, move.replayed, move.skipped))
-            who = [move.member or "(offline members)"] if self.broadcasting else []
-            rows.append([*who, queue_name(move.queue), current, f"{move.target}{note}", *amounts])
-        lines += columns(["member", *heads] if self.broadcasting else heads, rows)
+        lines = [f"Reset of {self.subject} in topic {self.topic}: {self.way_text}", "", *columns(*plan_table(self))]
         lines += ["", "Retries:", *(f"  {each}" for each in self.retries)] if self.retries else []
         lines += ["", "Brokers:", *(f"  {broker}" for broker in self.brokers)]
         lines += ["", "Members online:" if self.members else "No member of the group is online."]
