@@ -71,7 +71,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = error.filename or "standard output or input"
         print_to_stderr(f"pyrocket: {name}: {error.strerror or error}")
         return ERROR
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -45,7 +45,7 @@ def add_command(
     return command
 
 
-def add_name_server(command: argparse.ArgumentParser, default: str = "NAMESRV_ADDR") -> None:
+def add_name_server(command: argparse._ActionsContainer, default: str = "NAMESRV_ADDR") -> None:
     """Add `-n`."""
     command.add_argument("-n", "--name-server", metavar="HOST:PORT[;...]", help=f"name servers (default: {default})")
 
@@ -58,7 +58,7 @@ def add_connection(command: argparse.ArgumentParser) -> None:
         "and PYROCKET_SECURITY_TOKEN its token, if it has one. They are not options,\n"
         "because every user of the machine can see the arguments of a command.",
     )
-    group.add_argument("-n", "--name-server", metavar="HOST:PORT[;...]", help="name servers (default: NAMESRV_ADDR)")
+    add_name_server(group)
     group.add_argument("--tls", action="store_true", help="encrypt, and trust the system's authorities")
     group.add_argument("--tls-ca", metavar="FILE", help="encrypt, and trust the authorities in this PEM file")
     group.add_argument(

@@ -63,7 +63,8 @@ class MembersReset:
             outcomes |= {outcome.subject: outcome for outcome in await at_foreign}
         finally:
             at_foreign.cancel()
-        return run.result((outcomes[client_id] for client_id in sorted(outcomes)), epoch, raced)
+        by_member = tuple(outcomes[client_id] for client_id in sorted(outcomes))
+        return ResetResult(run.id, epoch, by_member, run.notes, tuple(raced))
 
     # --- record
 
@@ -130,7 +131,7 @@ class MembersReset:
                 if outcome.state.is_done and processes > 1:
                     text = f"one of {processes} processes with this client id has moved"
                     outcome = ResetOutcome(client_id, ResetState.UNCONFIRMED, text)
-                run.report_outcome(outcome)
+                run.outcome(client_id, outcome.state, outcome.text)
                 if is_last or outcome.state is not ResetState.PENDING and reply.kind not in _RETRYABLE:
                     outcomes[client_id] = outcome
                     del waiting[client_id]

@@ -51,10 +51,12 @@ async def reset_clustering(run: ResetRun) -> ResetResult:
     if way is ResetWay.BROKERS and plan.way is not ResetWay.BROKERS and not plan.all_queues:
         raise RocketError("a member of another client has joined after the plan was made; plan again")
     if way is ResetWay.MEMBERS:
-        return run.result(await reset_through_owners(run))
-    if way is ResetWay.COMMITS:
-        return run.result(await commit_targets(run, run.targets))
-    return run.result(await BrokersReset(run, online).move())
+        outcomes = await reset_through_owners(run)
+    elif way is ResetWay.COMMITS:
+        outcomes = await commit_targets(run, run.targets)
+    else:
+        outcomes = await BrokersReset(run, online).move()
+    return ResetResult(run.id, 0, tuple(outcomes), run.notes)
 
 
 # --- commits
@@ -268,7 +270,7 @@ class StoreReset:
                 await run.commit_all({queue: to for queue, to in targets.items() if queue not in claimed})
         except RocketError as error:  # for this group, the offsets at brokers are for information only
             run.report("broker", run.topic, f"not committed: {error}")
-        return run.result(outcomes, epoch)
+        return ResetResult(run.id, epoch, tuple(outcomes), run.notes)
 
     async def _wait_for_claims(self, claims: Mapping[MessageQueue, int]) -> tuple[set[str], dict[MessageQueue, str]]:
         """Return the members that should claim queues again, and the queues that were claimed after `claims`."""

@@ -11,7 +11,6 @@ from pyrocket_consumer.admin.resets.plan import (
     ResetOutcome,
     ResetPlan,
     ResetProgress,
-    ResetResult,
     ResetState,
     queue_name,
 )
@@ -68,19 +67,14 @@ class ResetRun:
     # --- reports
 
     def report(self, step: str, subject: str, text: str) -> None:
-        """Tell the user about a step."""
+        """Report a step to the user."""
         self._on_progress(ResetProgress(step, subject, text))
 
     def outcome(self, subject: str | MessageQueue, state: ResetState, text: str = "") -> ResetOutcome:
         """Report and return the outcome at a member or for a queue."""
-        return self.report_outcome(
-            ResetOutcome(subject if isinstance(subject, str) else queue_name(subject), state, text)
-        )
-
-    def report_outcome(self, outcome: ResetOutcome) -> ResetOutcome:
-        """Report an outcome, and return it."""
+        outcome = ResetOutcome(subject if isinstance(subject, str) else queue_name(subject), state, text)
         step = "member" if self.plan.broadcasting else "queue"
-        self.report(step, outcome.subject, f"{outcome.state}" + (f" ({outcome.text})" if outcome.text else ""))
+        self.report(step, outcome.subject, f"{state} ({text})" if text else str(state))
         return outcome
 
     def failed(self, queue: MessageQueue, error: RocketError) -> ResetOutcome:
@@ -92,12 +86,6 @@ class ResetRun:
         raise_if_closed([error])
         was_refused = isinstance(error, (BrokerError, ConnectError))
         return self.outcome(queue, ResetState.UNREACHED if was_refused else ResetState.UNCONFIRMED, str(error))
-
-    def result(
-        self, outcomes: Iterable[ResetOutcome], epoch: int = 0, raced: Iterable[MessageQueue] = ()
-    ) -> ResetResult:
-        """Return the result of this reset."""
-        return ResetResult(self.id, epoch, tuple(outcomes), self.notes, tuple(raced))
 
     # --- members
 

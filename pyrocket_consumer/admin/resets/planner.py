@@ -401,7 +401,7 @@ _NO_PERMISSION = "this account may not send requests to members (RocketMQ requir
 
 
 class _PlannedForGroup:
-    """What a reset does to members that are online, and to queues. The offsets of this group are at the brokers."""
+    """The effect of a reset on online members and on queues, for a group with offsets at the brokers."""
 
     forbidden = _NO_PERMISSION
     silent = "it will be notified again, and may move its queues"
