@@ -141,9 +141,10 @@ class QueueParts:
 class ResetHistory:
     """The resets of one queue that this member has followed, and the one that waits for its owner."""
 
-    __slots__ = ("count", "target", "followed_at", "followed_to", "is_followed", "is_unpersisted", "recorded")
+    __slots__ = ("by_id", "count", "target", "followed_at", "followed_to", "is_followed", "is_unpersisted", "recorded")
 
     def __init__(self) -> None:
+        self.by_id: dict[str, int] = {}  # the targets of plans for held queues
         self.count = 0
         self.target = -1  # of the last reset
         self.followed_at = float("-inf")  # when the last reset with an epoch was followed, and its target

@@ -23,7 +23,8 @@ from pyrocket_consumer.consumer.context.statistics import Statistics
 from pyrocket_consumer.consumer.context.tasks import Throttle
 from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService
 from pyrocket_consumer.consumer.listener import ConsumeContext, Listener, find_failed
-from pyrocket_consumer.consumer.resets.resets import ResetFollower
+from pyrocket_consumer.consumer.resets.requests import ResetRequests
+from pyrocket_consumer.consumer.resets.resets import Resets
 from pyrocket_consumer.errors import ProtocolError, RocketError
 from pyrocket_consumer.model import RETRY_PREFIX, EventKind, MessageQueue, retry_topic
 from pyrocket_consumer.protocol import bodies
@@ -65,7 +66,7 @@ class BrokerRequests:
         self,
         context: MemberContext,
         assignments: Assignments,
-        resets: ResetFollower,
+        resets: Resets,
         statistics: Statistics,
         calls: ConsumeService,
     ) -> None:
@@ -73,6 +74,7 @@ class BrokerRequests:
         self._context = context
         self._assignments = assignments
         self._resets = resets
+        self._reset_requests = ResetRequests(context, assignments, resets)
         self._statistics = statistics
         self._calls = calls
         self._direct_calls: set[asyncio.Task[Any]] = set()
@@ -129,7 +131,7 @@ class BrokerRequests:
             self._resets.report_refusal(f"a reset of {header.topic}")
             return None
         try:
-            targets = await self._resets.read(bodies.decode_offset_table, command.body)
+            targets = await self._reset_requests.read(bodies.decode_offset_table, command.body)
         except ProtocolError as error:
             self._context.emit(
                 EventKind.OFFSET_RESET,
@@ -137,7 +139,7 @@ class BrokerRequests:
                 level=logging.ERROR,
             )
             return None
-        await self._resets.on_broker_reset(header.topic, targets)
+        await self._reset_requests.on_broker_reset(header.topic, targets)
         return None
 
     async def _on_status(self, command: RemotingCommand, address: str) -> RemotingCommand | None:
@@ -154,10 +156,10 @@ class BrokerRequests:
         if refusal is not None:
             return refusal
         if is_reset_order(command.fields):
-            return await self._resets.handle_relayed(command)
+            return await self._reset_requests.handle_relayed(command)
         async with self._decoding:
             if is_relay_request(command.fields):
-                return await self._resets.handle_relayed(command)
+                return await self._reset_requests.handle_relayed(command)
             stacks = await asyncio.to_thread(_format_stacks) if header.jstack_enable else None
             info = self.running_info(stacks)
             return command.make_response(body=await _encode(bodies.encode_running_info, info, len(info.queues)))

@@ -14,7 +14,7 @@ from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.membership.allocation import allocate, strategy_of
 from pyrocket_consumer.consumer.pulling.expressions import ExpressionChecker
-from pyrocket_consumer.consumer.resets.resets import ResetFollower
+from pyrocket_consumer.consumer.resets.records import ResetRecords
 from pyrocket_consumer.errors import ConfigError, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, TopicRoute
 from pyrocket_consumer.text import logger
@@ -67,11 +67,11 @@ class Rebalance:
     """
 
     def __init__(
-        self, context: MemberContext, assignments: Assignments, resets: ResetFollower, expressions: ExpressionChecker
+        self, context: MemberContext, assignments: Assignments, records: ResetRecords, expressions: ExpressionChecker
     ) -> None:
         self._context = context
         self._assignments = assignments
-        self._resets = resets
+        self._records = records
         self._expression_checker = expressions
         self._strategy = strategy_of(context.config.allocation)
         self._known: dict[str, frozenset[MessageQueue]] = {}
@@ -201,7 +201,7 @@ class Rebalance:
                     EventKind.BROKER_UNREACHABLE, f"{queue} does not begin yet: {error}", queue
                 )
                 return False
-            await self._resets.read_record_before_begin(queue)  # follow resets made during an absence
+            await self._records.read_before_begin(queue)  # follow resets made during an absence
             return await held.begin(is_new=self.is_new(queue), is_ours=lambda: held.beginning is task)
 
         def begun(done: asyncio.Task[bool]) -> None:

@@ -10,7 +10,8 @@ from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.assignment.held_queue import HeldQueue
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop, identify
-from pyrocket_consumer.consumer.resets.resets import ResetFollower
+from pyrocket_consumer.consumer.resets.records import ResetRecords
+from pyrocket_consumer.consumer.resets.resets import Resets
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, PullResponse, Subscription
@@ -40,10 +41,11 @@ LOG_CHECK_VALID_S = 60.0
 class CorrectionFollower:
     """Moves queues as brokers correct or reset their offsets. Confined to the I/O thread."""
 
-    def __init__(self, context: MemberContext, assignments: Assignments, resets: ResetFollower) -> None:
+    def __init__(self, context: MemberContext, assignments: Assignments, resets: Resets, records: ResetRecords) -> None:
         self._context = context
         self._assignments = assignments
         self._resets = resets
+        self._records = records
 
     def on_offset_moved(self, queue: MessageQueue, pull_offset: int, response: PullResponse) -> None:
         """Follow the response to a pull at `pull_offset`, which has another offset. The pull loop waits meanwhile."""
@@ -55,9 +57,7 @@ class CorrectionFollower:
 
     def on_late_reset(self, queue: MessageQueue, response: PullResponse) -> None:
         """Follow a reset in the response to an abandoned pull. The broker sends it only once."""
-        self._context.start_in_background(
-            partial(self._resets.on_pull_reset, queue, response, None), f"resetting {queue}"
-        )
+        self._context.start_in_background(partial(self._follow_reset, queue, response, None), f"resetting {queue}")
 
     def on_reset_waiting(self, queue: MessageQueue) -> None:
         """Pull from the master next, because it has a reset of `queue` and ignores commits until a pull fetches it."""
@@ -70,7 +70,7 @@ class CorrectionFollower:
         queue = held.queue
         await self._pause_before_following(pull_loop)
         if response.offset_reset:
-            await self._resets.on_pull_reset(queue, response, pull_offset)
+            await self._follow_reset(queue, response, pull_offset)
             return
         target = response.next_offset
         if target < pull_offset:
@@ -105,6 +105,31 @@ class CorrectionFollower:
         if claim.last is not None and response.max_offset <= claim.last.offset:
             return True
         return claim.has_advanced or self._context.loop.time() - claim.log_checked_at > LOG_CHECK_VALID_S
+
+    async def _follow_reset(self, queue: MessageQueue, response: PullResponse, pull_offset: int | None) -> None:
+        """Follow a reset in a response to a pull. The broker sends it once, to the pull that comes first.
+
+        `pull_offset` is the offset of the pull, or None for an abandoned pull, whose reset is the only copy, too. In
+        broadcasting, the reset is for every member, so this member forwards it to the others.
+        """
+        context, target = self._context, response.next_offset
+        how = "from the response to an abandoned pull" if pull_offset is None else "made at the broker"
+        held = self._assignments.queue(queue)
+        if context.config.remote_reset == "refuse":
+            await self._keep_offset(held)
+        elif context.config.broadcasting and response.max_offset > 0 and not self._resets.is_repeated(queue, target):
+            await self._records.follow_and_forward(held, target, how)
+        elif await held.move(target, "reset"):
+            self._resets.report_reset(queue, target, how, pull_offset)
+        elif not context.config.broadcasting:
+            held.commit.invalidate()
+            if not context.closing:
+                await self._records.forward(queue, target)
+
+    async def _keep_offset(self, held: HeldQueue) -> None:
+        if held.is_held and (offset := held.commit.current()) is not None:
+            self._resets.report_refusal(f"a reset of {held.queue}")
+            await held.move(offset, "reset refused", expected=held.window)
 
     async def _pause_before_following(self, pull_loop: PullLoop) -> None:
         """Pause if the broker moves the offset again and again, because each move costs a durable write."""
@@ -163,7 +188,7 @@ class CorrectionFollower:
             max_messages=1,
         )
         if response.offset_reset:  # the broker sends it once, to the pull that comes first
-            await self._resets.on_pull_reset(queue, response, None)
+            await self._follow_reset(queue, response, None)
         if not messages:
             return False
         if last is not None:

@@ -7,7 +7,7 @@ import asyncio
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits
 from pyrocket_consumer.consumer.context.member_context import MemberContext
-from pyrocket_consumer.consumer.resets.resets import ResetFollower
+from pyrocket_consumer.consumer.resets.resets import Resets
 from pyrocket_consumer.model import EventKind
 
 FULL_COMMIT_EVERY_S = 60.0
@@ -20,9 +20,7 @@ SLOW_STORE_S = 10.0
 class CommitTimer:
     """Commits the offsets of the held queues every `commit_interval_s`. Confined to the I/O thread."""
 
-    def __init__(
-        self, context: MemberContext, assignments: Assignments, commits: Commits, resets: ResetFollower
-    ) -> None:
+    def __init__(self, context: MemberContext, assignments: Assignments, commits: Commits, resets: Resets) -> None:
         self._context = context
         self._assignments = assignments
         self._commits = commits

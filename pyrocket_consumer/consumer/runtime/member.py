@@ -32,7 +32,8 @@ from pyrocket_consumer.consumer.membership.foreign_members import ForeignMembers
 from pyrocket_consumer.consumer.membership.rebalance import Rebalance
 from pyrocket_consumer.consumer.pulling.expressions import ExpressionChecker
 from pyrocket_consumer.consumer.resets.corrections import CorrectionFollower
-from pyrocket_consumer.consumer.resets.resets import ResetFollower
+from pyrocket_consumer.consumer.resets.records import ResetRecords
+from pyrocket_consumer.consumer.resets.resets import Resets
 from pyrocket_consumer.consumer.runtime.commit_timer import CommitTimer
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import DatabaseError, PermissionDenied, RocketError, RouteNotFound
@@ -100,10 +101,11 @@ class GroupMember(MemberEvents, ClusterEvents):
         delivery.on_unwanted = self.retries.add_unwanted
         self._reports = ListenerReports(context, self.retries, counts)
         self.assignments = Assignments(context, commits, delivery.deliver, self.service, self.locks, counts)
-        self.resets = ResetFollower(context, self.assignments, commits)
-        self._corrections = CorrectionFollower(context, self.assignments, self.resets)
+        self.resets = Resets(context, self.assignments, commits)
+        self._records = ResetRecords(context, self.assignments, commits, self.resets)
+        self._corrections = CorrectionFollower(context, self.assignments, self.resets, self._records)
         self._expression_checker = ExpressionChecker(context)
-        self._rebalance = Rebalance(context, self.assignments, self.resets, self._expression_checker)
+        self._rebalance = Rebalance(context, self.assignments, self._records, self._expression_checker)
         self._statistics = Statistics(context.loop.time, self.assignments.totals, self.assignments.listener_time_s)
         self._requests = BrokerRequests(context, self.assignments, self.resets, self._statistics, self.service)
         self._foreign_members: ForeignMembers | None = None
@@ -244,7 +246,7 @@ class GroupMember(MemberEvents, ClusterEvents):
         if self.locks is not None:
             tasks.keep_running(self.assignments.keep_locks(self.locks), "keeping locks")
         if self.config.broadcasting and self.config.remote_reset == "accept":
-            tasks.keep_running(self.resets.keep_reading_records(), "reading recorded resets")
+            tasks.keep_running(self._records.keep_reading(), "reading recorded resets")
         tasks.keep_running(StuckCalls(context, self.service, self.retries).watch(), "the watch over listeners")
         tasks.keep_running(self._statistics.sample(), "statistics")
         log.info(
@@ -418,7 +420,7 @@ class GroupMember(MemberEvents, ClusterEvents):
     def broker_reconnected(self, address: str) -> None:
         for broker_name in self.context.cluster.routes.names_at(address):
             self._on_broker_gap(broker_name)
-        self.resets.read_records_soon()
+        self._records.read_soon()
         self.context.rebalance_wanted.set()
 
     def _on_broker_gap(self, broker_name: str) -> None:
@@ -438,7 +440,8 @@ class GroupMember(MemberEvents, ClusterEvents):
 
     async def reset(self, topic: str, targets: Mapping[MessageQueue, int]) -> dict[MessageQueue, int]:
         """Move the held queues of `topic` to their targets. Return the moved ones once their offsets are durable."""
-        return await self.resets.move_held(topic, targets, "requested by this program")
+        of_topic = {queue: target for queue, target in targets.items() if queue.topic == topic}
+        return await self.resets.move_held(of_topic, "requested by this program")
 
     def progress(self) -> dict[MessageQueue, QueueProgress]:
         """Return the progress of each held queue."""

@@ -190,7 +190,7 @@ class DoesNothing:
     async def check_queue(self, queue):
         pass
 
-    async def read_record_before_begin(self, queue):
+    async def read_before_begin(self, queue):
         pass
 
 
