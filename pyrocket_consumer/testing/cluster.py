@@ -172,7 +172,7 @@ class EmbeddedCluster:
         self._pid = os.getpid()
         self._clock: Clock
         self._feed: Feed
-        self._name_servers: list[tuple[EmbeddedNameServer, NameServer]] = []
+        self._name_servers: list[EmbeddedNameServer] = []
         self._brokers: dict[str, list[EmbeddedBroker]] = {}
         self._servers: list[Server] = []
 
@@ -187,7 +187,7 @@ class EmbeddedCluster:
             core = NameServer(self._release)
             server = self._server(self._port if index == 0 else 0)
             server.node = core
-            self._name_servers.append((EmbeddedNameServer(self, server, core), core))
+            self._name_servers.append(EmbeddedNameServer(self, server, core))
         for name in self._names:
             self._brokers[name] = self._make_brokers(name, self._slaves)
 
@@ -261,7 +261,7 @@ class EmbeddedCluster:
         await self._open_nodes()
 
     async def _open_nodes(self) -> None:
-        for name_server, _ in self._name_servers:
+        for name_server in self._name_servers:
             await name_server.open(register=False)
         for broker in self.nodes:
             await broker.open()
@@ -297,7 +297,7 @@ class EmbeddedCluster:
         for brokers in self._brokers.values():
             for broker in brokers:
                 broker.stop_now()
-        for name_server, _ in self._name_servers:
+        for name_server in self._name_servers:
             name_server.stop_now()
         for server in self._servers:
             server.release_port()
@@ -374,7 +374,7 @@ class EmbeddedCluster:
     def name_server_nodes(self) -> list[EmbeddedNameServer]:
         """All name servers, for faults and recorded requests."""
         self._runs_here()
-        return [name_server for name_server, _ in self._name_servers]
+        return list(self._name_servers)
 
     def broker(self, name: str) -> EmbeddedBroker:
         """Return the master of a broker name ("broker-a"), or its slave with an id ("broker-a-1").
@@ -442,16 +442,9 @@ class EmbeddedCluster:
 
     def register(self, broker: EmbeddedBroker) -> None:
         """Register a broker and its topics at the running name servers."""
-        for node, name_server in self._name_servers:
-            if node.running:
-                name_server.register(
-                    self._cluster_name,
-                    broker.name,
-                    broker.broker_id,
-                    broker.address,
-                    broker.core.topics,
-                    broker.core.config.broker_permission,
-                )
+        for name_server in self._name_servers:
+            if name_server.running:
+                name_server.core.register(broker.core)
 
     def register_brokers(self) -> None:
         """Register every running broker at the name servers."""
@@ -461,8 +454,8 @@ class EmbeddedCluster:
 
     def unregister(self, broker: EmbeddedBroker) -> None:
         """Remove a broker from all routes, as name servers do when its connection ends."""
-        for _, name_server in self._name_servers:
-            name_server.unregister(broker.name, broker.address)
+        for name_server in self._name_servers:
+            name_server.core.unregister(broker.name, broker.address)
 
     # --- topics and messages
 
@@ -515,8 +508,8 @@ class EmbeddedCluster:
         def delete() -> None:
             for broker in self.nodes:
                 broker.core.admin.drop_topic(name)
-            for _, name_server in self._name_servers:
-                name_server.forget_topic(name)
+            for name_server in self._name_servers:
+                name_server.core.forget_topic(name)
             self.changes.notify()
 
         self.call(delete)

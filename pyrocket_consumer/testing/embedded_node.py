@@ -112,7 +112,7 @@ class EmbeddedNameServer(EmbeddedNode):
 
     def __init__(self, cluster: EmbeddedCluster, server: Server, name_server: NameServer) -> None:
         super().__init__(cluster, server)
-        self._name_server = name_server
+        self.core = name_server
 
     def stop(self) -> None:
         """Stop the name server. It loses its routes and keeps its settings."""
@@ -121,7 +121,7 @@ class EmbeddedNameServer(EmbeddedNode):
     def stop_now(self) -> None:
         """Do what `stop` does, from the cluster's own loop."""
         self._server.close()
-        self._name_server.forget()
+        self.core.forget()
 
     def start(self, *, register: bool = True) -> None:
         """Start the name server again on its port.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pyrocket_consumer.model import BrokerData, QueueData, TopicRoute
 from pyrocket_consumer.protocol import bodies
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
@@ -16,14 +14,13 @@ from pyrocket_consumer.protocol.command import (
     PutKvConfigHeader,
 )
 from pyrocket_consumer.protocol.frame import RemotingCommand
+from pyrocket_consumer.testing.broker import Broker
 from pyrocket_consumer.testing.node import Connection, Node, Refused
 from pyrocket_consumer.testing.release import Release
-from pyrocket_consumer.testing.topics import TopicConfig
 
 GET_TOPICS_BY_CLUSTER = 224
 
 _STANDARD_JSON_SINCE = 401
-_ORDER_NAMESPACE = "ORDER_TOPIC_CONFIG"
 
 
 class NameServer(Node):
@@ -34,7 +31,6 @@ class NameServer(Node):
         self._brokers: dict[str, BrokerData] = {}
         self._topics: dict[str, dict[str, QueueData]] = {}
         self._settings: dict[str, dict[str, str]] = {}
-        self.order_message_enable = False
         self._handlers = {
             RequestCode.GET_ROUTEINFO_BY_TOPIC: self.route,
             RequestCode.GET_BROKER_CLUSTER_INFO: self.cluster_info,
@@ -49,31 +45,20 @@ class NameServer(Node):
 
     # --- registration by brokers
 
-    def register(
-        self,
-        cluster: str,
-        broker_name: str,
-        broker_id: int,
-        address: str,
-        topics: Iterable[TopicConfig],
-        permission: int,
-    ) -> None:
+    def register(self, broker: Broker) -> None:
         """Store a broker's address and, if it is a master, its topics.
 
         Topics that it no longer has stay until they are deleted here.
         """
-        known = self._brokers.get(broker_name)
-        addresses = dict(known.addresses) if known is not None else {}
-        for its_id in [its_id for its_id, its_address in addresses.items() if its_address == address]:
-            del addresses[its_id]
-        addresses[broker_id] = address
-        self._brokers[broker_name] = BrokerData(cluster, broker_name, dict(sorted(addresses.items())))
-        if broker_id != 0:
-            return
-        for topic in topics:
-            perm = topic.perm if permission == 6 else topic.perm & permission
-            data = QueueData(broker_name, topic.read_queues, topic.write_queues, perm, topic.sys_flag)
-            self._topics.setdefault(topic.name, {})[broker_name] = data
+        config, known = broker.config, self._brokers.get(broker.name)
+        addresses = {number: at for number, at in known.addresses.items() if at != broker.address} if known else {}
+        addresses[config.broker_id] = broker.address
+        data = BrokerData(config.broker_cluster_name, broker.name, dict(sorted(addresses.items())))
+        self._brokers[broker.name] = data
+        for topic in () if broker.is_slave else broker.topics:
+            perm = topic.perm if config.broker_permission == 6 else topic.perm & config.broker_permission
+            queues = QueueData(broker.name, topic.read_queues, topic.write_queues, perm, topic.sys_flag)
+            self._topics.setdefault(topic.name, {})[broker.name] = queues
 
     def unregister(self, broker_name: str, address: str) -> None:
         """Remove a stopped broker from all routes. With the last broker of a name, remove its topics, too."""
@@ -104,8 +89,7 @@ class NameServer(Node):
         if not queues:
             return None
         brokers = tuple(self._brokers[name] for name in sorted(queues) if name in self._brokers)
-        order = self._settings.get(_ORDER_NAMESPACE, {}).get(topic) if self.order_message_enable else None
-        return TopicRoute(topic, tuple(queues[name] for name in sorted(queues)), brokers, order)
+        return TopicRoute(topic, tuple(queues[name] for name in sorted(queues)), brokers)
 
     # --- requests of clients
 
