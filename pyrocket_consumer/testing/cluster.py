@@ -16,12 +16,12 @@ from pyrocket_consumer.config import (
     check_bool,
     check_choice,
     check_int,
+    check_name,
     check_names,
     check_range,
     check_secret,
     check_topic,
 )
-from pyrocket_consumer.config.checks import check_name
 from pyrocket_consumer.errors import ConfigError, RequestTimeout
 from pyrocket_consumer.protocol.message import Message, PropertyName
 from pyrocket_consumer.testing.broker import Broker
