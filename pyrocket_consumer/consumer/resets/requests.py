@@ -137,7 +137,7 @@ class ResetRequests:
 
     def _unknown_queues(self, topic: str, queues: Iterable[MessageQueue]) -> list[MessageQueue]:
         """Return the queues that this member does not hold and the known route does not have."""
-        held = set(self._assignments.held(topic))
+        held = {each.queue for each in self._assignments.all()}
         ids = {name: queue_ids(self._context, topic, name) for name in {queue.broker_name for queue in queues}}
         return [queue for queue in queues if queue.queue_id not in ids[queue.broker_name] and queue not in held]
 
@@ -188,7 +188,8 @@ class ResetRequests:
             await self._resets.move_held(targets, "requested by the broker")
 
     def _table_error(self, topic: str, targets: Mapping[MessageQueue, int]) -> str:
-        if self._context.subscriptions.get(topic) is None and not self._assignments.held(topic):
+        is_held = topic in self._assignments.topics()  # also while its queues are given up
+        if self._context.subscriptions.get(topic) is None and not is_held:
             return f"this consumer does not subscribe to {topic}"
         for queue, target in targets.items():
             if queue.topic != topic:

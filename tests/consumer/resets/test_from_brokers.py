@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer
 from tests.consumer.commits.faults import PullsCarryCommits
+from tests.consumer.orders import GROUP, QUEUE, TOPIC
 from tests.consuming import WAIT_S, Events, RecordingListener, consuming, numbered, until
 from tests.hazards.connection import Wire
 from tests.hazards.members import (
@@ -33,7 +35,7 @@ from tests.hazards.members import (
 )
 from tests.hazards.naive import NaiveMember, Window
 from tests.real_brokers.remoting import Peer
-from tests.resets import caught_up, fill, queue, send_reset_to_members, wait_until_seen, wait_until_stored
+from tests.resets import caught_up, fill, held, queue, send_reset_to_members, wait_until_seen, wait_until_stored
 
 PULL, COMMIT = RequestCode.PULL_MESSAGE, RequestCode.UPDATE_CONSUMER_OFFSET
 SINGLE = queue("S", 0)
@@ -525,3 +527,35 @@ def test_a_reset_of_an_unsubscribed_topic_is_not_forwarded(embedded, broker, tmp
         assert not events.of("offset-reset")
         assert (0, 4) not in committed_values(broker, "S")
     assert len(seen.bodies) == 10
+
+
+@pytest.mark.parametrize("how", ["unsubscribed", "revoked"])
+def test_a_queue_that_is_given_up_is_reset(orders, how):
+    """A running call delays the end of an orderly queue. A reset that arrives meanwhile is its final offset."""
+    may_return, begun = threading.Event(), threading.Event()
+
+    def slow(message: Any) -> None:
+        if message.queue_offset == 3:
+            begun.set()
+            assert may_return.wait(WAIT_S)
+
+    orders.fill(4)
+    seen = RecordingListener(slow)
+    body = encode_offset_table({QUEUE: 1})
+    with orders.consuming(seen, orderly=True, instance_name="second") as (consumer, _):
+        assert begun.wait(WAIT_S)
+        other = orders.consumer(lambda message: None, orderly=True, instance_name="first")
+        give_up = partial(consumer.unsubscribe, TOPIC) if how == "unsubscribed" else other.start
+        ending = threading.Thread(target=give_up)
+        ending.start()
+        orders.wait_committed(3)
+        send_reset_to_members(orders.broker, GROUP, TOPIC, body)
+        orders.wait_committed(1)
+        may_return.set()
+        ending.join(WAIT_S)
+        if how == "revoked":
+            until(lambda: QUEUE in other.progress(), "it has begun")
+            assert other.progress()[QUEUE].start_offset == 1
+        other.close()
+        until(lambda: not held(consumer, TOPIC), "given up")
+        orders.wait_committed(1 if how == "unsubscribed" else 4)
