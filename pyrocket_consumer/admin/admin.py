@@ -19,8 +19,8 @@ from pyrocket_consumer.admin.resets import execute_plan, forget_reset, plan_rese
 from pyrocket_consumer.admin.resets.plan import ResetPlan, ResetProgress, ResetResult
 from pyrocket_consumer.admin.topics import MAX_QUEUES, OffsetRange, check_attributes, check_perm
 from pyrocket_consumer.cluster import Cluster, make_client_id
-from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.cluster.not_copied import NotCopied
+from pyrocket_consumer.cluster.client import NotCopied
+from pyrocket_consumer.cluster.names import wrap
 from pyrocket_consumer.cluster.offset_lookup import To, check_to
 from pyrocket_consumer.config import (
     ClientConfig,

@@ -12,7 +12,7 @@ from pyrocket_consumer.admin.masters import NO_MASTER, BrokerMissing, call_many,
 from pyrocket_consumer.admin.topics import MAX_QUEUES, delete_topic
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.gather import gather_limited
-from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.cluster.names import unwrap, wrap
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.config import check_bool, check_int
 from pyrocket_consumer.errors import (

@@ -14,7 +14,7 @@ from pyrocket_consumer.admin.topics import list_topics, to_datetime
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.admin_relay import GroupMembers, RemoteMember, fetch_group_members, fetch_member_offsets
 from pyrocket_consumer.cluster.gather import gather_limited
-from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.cluster.names import unwrap, wrap
 from pyrocket_consumer.cluster.offset_lookup import fetch_committed_offsets, fetch_first_and_last, fetch_queues
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.cluster.responses import read_body

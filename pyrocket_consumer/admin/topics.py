@@ -10,7 +10,7 @@ from functools import partial
 
 from pyrocket_consumer.admin.masters import call_many, cluster_info, find_masters
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.cluster.namespace import is_system, unwrap, wrap
+from pyrocket_consumer.cluster.names import is_system, unwrap, wrap
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import BrokerError, ConfigError, ProtocolError, RequestTimeout, RocketError
 from pyrocket_consumer.model import DLQ_PREFIX, PERM_READ, PERM_WRITE, RETRY_PREFIX, MessageQueue, TopicRoute

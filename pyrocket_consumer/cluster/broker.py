@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container
 from functools import partial
-from typing import TypeVar
 
 from pyrocket_consumer.cluster.client import Client
 from pyrocket_consumer.cluster.pull_core import HOLD_TICK_S, PULL_CODES, pull_header, read_pull_response
@@ -46,8 +45,6 @@ from pyrocket_consumer.protocol.message import (
 from pyrocket_consumer.protocol.reset_format import MAX_RECORDED_OFFSET
 from pyrocket_consumer.protocol.subscription import matches
 from pyrocket_consumer.transport.connection import OnLateResponse
-
-H = TypeVar("H", bound=Header)
 
 DEGRADED_CODES = frozenset(
     {

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Collection, Container, Coroutine
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pyrocket_consumer.cluster.responses import check_response, read_error
 from pyrocket_consumer.config import ClientConfig
@@ -431,6 +431,17 @@ class Client:
     def _report_failure(self, what: str, error: BaseException) -> None:
         log.error("client_id=%s failed: %s", self.client_id, what, exc_info=error)
         self.events.client_failed(error)
+
+
+class NotCopied:
+    """The base of clients. A copy would share the connections of the original, and close them."""
+
+    def __reduce__(self) -> NoReturn:
+        """Raise the error of `pickle`, `copy.copy` and `copy.deepcopy`."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled or copied, because it has connections and threads of its own; "
+            "create another one, in the process that uses it"
+        )
 
 
 def _to_result(response: RemotingCommand | Exception, address: str) -> RemotingCommand | RocketError:

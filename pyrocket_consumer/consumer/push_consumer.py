@@ -10,8 +10,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.cluster.not_copied import NotCopied
+from pyrocket_consumer.cluster.client import NotCopied
+from pyrocket_consumer.cluster.names import wrap
 from pyrocket_consumer.cluster.offset_lookup import (
     To,
     check_to,

@@ -12,7 +12,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, ParamSpec, Self, Unpack
 
-from pyrocket_consumer.cluster.not_copied import NotCopied
+from pyrocket_consumer.cluster.client import NotCopied
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
 from pyrocket_consumer.errors import ClientClosed, ConfigError, ConnectError, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import MessageQueue

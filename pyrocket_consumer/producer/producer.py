@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
 from pyrocket_consumer.cluster import Cluster, local_ip, make_client_id
-from pyrocket_consumer.cluster.namespace import wrap
-from pyrocket_consumer.cluster.not_copied import NotCopied
+from pyrocket_consumer.cluster.client import NotCopied
+from pyrocket_consumer.cluster.names import wrap
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_config, check_range
 from pyrocket_consumer.errors import ClientClosed, ConfigError, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue

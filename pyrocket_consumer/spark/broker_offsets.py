@@ -22,7 +22,7 @@ from pyrocket_consumer.admin.topics import list_topics
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.gather import StragglerPoll, by_broker, gather_at_brokers
-from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.names import wrap
 from pyrocket_consumer.cluster.offset_lookup import (
     MAX_CONCURRENT_LOOKUPS,
     FetchOffsets,

@@ -16,7 +16,7 @@ from enum import StrEnum
 from ssl import SSLContext
 from typing import Any, TypeGuard, TypeVar
 
-from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.cluster.names import unwrap, wrap
 from pyrocket_consumer.config import (
     MAX_MESSAGE_BYTES,
     ClientConfig,

@@ -19,7 +19,7 @@ from functools import partial
 
 from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.cluster.names import unwrap, wrap
 from pyrocket_consumer.cluster.pull_core import Failed, PullCore, Pulled, PullRequest, pull_header
 from pyrocket_consumer.cluster.routes import choose_address
 from pyrocket_consumer.errors import (

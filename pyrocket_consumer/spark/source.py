@@ -15,7 +15,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from pyrocket_consumer.cluster.namespace import unwrap
+from pyrocket_consumer.cluster.names import unwrap
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.broker_offsets import BrokerOffsets, BrokerSnapshot, now_ms

@@ -3,8 +3,7 @@
 import os
 import re
 
-from pyrocket_consumer.cluster.client_id import choose_ip, local_ip, make_client_id
-from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.cluster.names import choose_ip, local_ip, make_client_id, unwrap, wrap
 from pyrocket_consumer.config import ClientConfig
 from tests.for_each import for_each
 

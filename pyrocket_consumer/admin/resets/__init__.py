@@ -9,7 +9,7 @@ from pyrocket_consumer.admin.resets.execution import ProgressCallback, ResetRun
 from pyrocket_consumer.admin.resets.plan import ResetPlan, ResetResult
 from pyrocket_consumer.admin.resets.planner import plan_reset
 from pyrocket_consumer.cluster import Cluster
-from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.names import wrap
 from pyrocket_consumer.cluster.reset_record import ResetRecord
 from pyrocket_consumer.errors import RocketError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pyrocket_consumer.cluster.admin_relay import RelayResult, RelayStatus, RemoteMember
-from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.names import wrap
 from pyrocket_consumer.config import check_bool, check_range
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageModel, MessageQueue, retry_topic

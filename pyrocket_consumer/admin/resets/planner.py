@@ -32,7 +32,7 @@ from pyrocket_consumer.cluster.admin_relay import (
     relay_to_all,
 )
 from pyrocket_consumer.cluster.gather import by_broker, gather_limited
-from pyrocket_consumer.cluster.namespace import unwrap, wrap
+from pyrocket_consumer.cluster.names import unwrap, wrap
 from pyrocket_consumer.cluster.offset_lookup import (
     TOOLS_GROUP,
     fetch_committed_offsets,

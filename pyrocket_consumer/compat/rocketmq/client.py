@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from pyrocket_consumer import consumer, producer
-from pyrocket_consumer.cluster.not_copied import NotCopied
+from pyrocket_consumer.cluster.client import NotCopied
 from pyrocket_consumer.compat.rocketmq.consts import MessageProperty as MessageProperty
 from pyrocket_consumer.compat.rocketmq.exceptions import (
     ConsumerException,

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from pyrocket_consumer.cluster.namespace import unwrap
+from pyrocket_consumer.cluster.names import unwrap
 from pyrocket_consumer.consumer.assignment.divergence import DivergenceCheck
 from pyrocket_consumer.consumer.assignment.held_queue import (
     HeldQueue,

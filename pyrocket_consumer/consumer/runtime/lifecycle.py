@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from pyrocket_consumer.cluster import Cluster, make_client_id
-from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.names import wrap
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.assignment.locks import since_boot
 from pyrocket_consumer.consumer.commits.broker import BrokerCommits

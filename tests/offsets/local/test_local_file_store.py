@@ -12,7 +12,7 @@ from itertools import islice
 import pytest
 
 from pyrocket_consumer import PushConsumer
-from pyrocket_consumer.cluster.client_id import make_client_id
+from pyrocket_consumer.cluster.names import make_client_id
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.model import MessageQueue
