@@ -56,6 +56,7 @@ class Assignments:
         self._parts = QueueParts(context, commits, calls, locks, counts, starts, divergence, self._open)
         self._queues: dict[MessageQueue, HeldQueue] = {}
         self._epochs = itertools.count(1)
+        self._limits: dict[str, tuple[Limits, int]] = {}
         self._budgets: dict[str, MemoryBudget] = {}  # by topic, or one for all
         self._woken: deque[HeldQueue] = deque()
         self._wake_due = False
@@ -177,11 +178,8 @@ class Assignments:
     # --- windows
 
     def _open(self, held: HeldQueue, offset: int, lease: Lease) -> tuple[ProcessQueue, PullLoop]:
-        config, queue = self._context.config, held.queue
-        limits = Limits(
-            self._topic_option("max_cached_messages", queue.topic),
-            MAX_OFFSET if config.orderly and config.order_by is None else config.max_span,
-        )
+        queue = held.queue
+        limits, batch = self._limits_of(queue.topic)
         window = ProcessQueue(
             queue,
             next(self._epochs),
@@ -193,10 +191,18 @@ class Assignments:
             budget=self._budget(queue.topic),
             lease=lease,
         )
-        batch = min(self._topic_option("pull_batch_size", queue.topic), limits.messages)
         pulls = PullLoop(self._context, self._deliver, self._resubscriber, window, offset, batch)
         pulls.is_paused = held.is_paused or self._are_all_paused
         return window, pulls
+
+    def _limits_of(self, topic: str) -> tuple[Limits, int]:
+        """Return the limits of each queue of `topic`, and how many messages a pull asks for."""
+        if topic not in self._limits:
+            config = self._context.config
+            span = MAX_OFFSET if config.orderly and config.order_by is None else config.max_span
+            limits = Limits(self._topic_option("max_cached_messages", topic), span)
+            self._limits[topic] = limits, min(self._topic_option("pull_batch_size", topic), limits.messages)
+        return self._limits[topic]
 
     def _topic_option(self, option: str, topic: str) -> int:
         """Return a per-topic option. Brokers use the topic's full name; users may omit the namespace."""
