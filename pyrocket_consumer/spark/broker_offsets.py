@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -108,14 +108,6 @@ class _QueueBounds:
     ends: Mapping[MessageQueue, int]
 
 
-@dataclass(slots=True)
-class _UnreachableBroker:
-    """A broker that did not respond: when to try again, and why."""
-
-    backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _MAX_RECONNECT_PAUSE_S))
-    reason: str = ""
-
-
 class BrokerOffsets:
     """Fetches offsets from brokers. Its methods block; use it in one thread. The first call connects.
 
@@ -132,7 +124,7 @@ class BrokerOffsets:
         self._gone: frozenset[MessageQueue] = frozenset()
         self._poll = StragglerPoll[_QueueBounds | None]()
         self._last_bounds: dict[str, _QueueBounds | None] = {}  # the last responses, by broker
-        self._unreachable: dict[str, _UnreachableBroker] = {}
+        self._unreachable: dict[str, tuple[Backoff, str]] = {}  # when to try a broker again, and why it is unreachable
         self._filter_checked: set[str] = set()  # brokers that accept the SQL filter
         self._warned_of: set[str] = set()
 
@@ -249,7 +241,8 @@ class BrokerOffsets:
         try:
             found = await self._find_queues(topics)
             if missing := frozenset(known) - found:
-                gone = await self._whose_broker_is_up(missing)
+                up = await self._brokers_up()  # they would have the queues if these existed
+                gone = frozenset(queue for queue in missing if queue.broker_name in up)
             if gone:  # or their broker has only just restarted
                 found = await self._find_queues(topics)
             self._knows_queues = True
@@ -474,7 +467,7 @@ class BrokerOffsets:
             requests[_DISCOVERY] = partial(self._rediscover, known)
         queues = self._queues
         for broker, each in by_broker(sorted(queues, key=in_order)).items():
-            if broker not in self._unreachable or now >= self._unreachable[broker].backoff.until:
+            if broker not in self._unreachable or now >= self._unreachable[broker][0].until:
                 requests[broker] = partial(self._fetch_bounds, broker, each, known)
         responses = await self._poll.poll(requests)
         self._last_bounds |= responses
@@ -498,9 +491,8 @@ class BrokerOffsets:
     def _why_unreachable(self, queue: MessageQueue) -> str:
         if not self.selects(queue):
             return "the options no longer choose it"
-        unreachable = self._unreachable.get(queue.broker_name)
-        if unreachable is not None:
-            return unreachable.reason
+        if queue.broker_name in self._unreachable:
+            return self._unreachable[queue.broker_name][1]
         return "its broker has not responded yet" if queue in self._queues else "no route names it"
 
     async def _fetch_bounds(
@@ -519,17 +511,12 @@ class BrokerOffsets:
         except (*_TRANSIENT, BrokerError) as error:
             if isinstance(error, BrokerError) and not (error.retryable or error.code == ResponseCode.TOPIC_NOT_EXIST):
                 raise
-            unreachable = self._unreachable.setdefault(name, _UnreachableBroker())
-            unreachable.backoff.failed(time.monotonic())
-            unreachable.reason = str(error)
+            backoff, _ = self._unreachable.get(name) or (Backoff(_FIRST_PAUSE_S, _MAX_RECONNECT_PAUSE_S), "")
+            backoff.failed(time.monotonic())
+            self._unreachable[name] = backoff, str(error)
             return None
         self._unreachable.pop(name, None)
         return _QueueBounds(requested_ms, begins, ends)
-
-    async def _whose_broker_is_up(self, missing: Iterable[MessageQueue]) -> frozenset[MessageQueue]:
-        """Return those of `missing` whose broker is up. It would have them if they existed."""
-        up = await self._brokers_up()
-        return frozenset(queue for queue in missing if queue.broker_name in up)
 
     async def _brokers_up(self) -> Collection[str]:
         try:
@@ -541,8 +528,8 @@ class BrokerOffsets:
     def expire_discovery(self) -> None:
         """Make the next snapshot discover queues again, and try every broker."""
         self._discovered_at = None
-        for unreachable in self._unreachable.values():
-            unreachable.backoff.until = 0.0
+        for backoff, _ in self._unreachable.values():
+            backoff.until = 0.0
 
     # --- retries
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from pyrocket_consumer.admin.resets.execution import (
     POLL_S,
@@ -17,7 +16,6 @@ from pyrocket_consumer.admin.resets.execution import (
 )
 from pyrocket_consumer.admin.resets.plan import (
     BrokerPlan,
-    MemberPlan,
     ResetOutcome,
     ResetResult,
     ResetState,
@@ -41,13 +39,9 @@ MAX_TABLE_ATTEMPTS = 5
 async def reset_clustering(run: ResetRun) -> ResetResult:
     """Move the queues of the group, in the way that the members allow which are online now."""
     plan, online = run.plan, await run.online()
-    planned = {each.client_id: each for each in plan.members}
-    unknown = [member for member in online if member.client_id not in planned]
-    if unknown:
-        replies = await run.relay_status(unknown)
-        planned |= {member.client_id: MemberPlan(member, replies[member.client_id], True, "") for member in unknown}
-    members = [replace(planned[member.client_id], member=member) for member in online]
-    way = way_for(members)
+    replies = {each.client_id: each.reply for each in plan.members}
+    replies |= await run.relay_status([member for member in online if member.client_id not in replies])
+    way = way_for(replies[member.client_id] for member in online)
     if way is ResetWay.BROKERS and plan.way is not ResetWay.BROKERS and not plan.all_queues:
         raise RocketError("a member of another client has joined after the plan was made; plan again")
     if way is ResetWay.MEMBERS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -133,11 +133,6 @@ class MemberPlan:
         """The name of the client library, as text."""
         return "pyrocket_consumer" if self.reply.kind is RelayStatus.OURS else self.member.client
 
-    @property
-    def needs_brokers(self) -> bool:
-        """Whether only brokers can reset the member, because it accepts no requests of this package or user."""
-        return self.reply.kind in (RelayStatus.FOREIGN, RelayStatus.FORBIDDEN)
-
 
 def plan_table(plan: ResetPlan) -> tuple[list[str], list[list[object]]]:
     """Return the heads and rows of a table with the moves of a plan."""
@@ -152,15 +147,20 @@ def plan_table(plan: ResetPlan) -> tuple[list[str], list[list[object]]]:
     return [*(["member"] if plan.broadcasting else []), "queue", "current", "target", "replayed", "skipped", ""], rows
 
 
-def way_for(members: Sequence[MemberPlan]) -> ResetWay:
-    """Return the way to reset a clustering group.
+NEEDS_BROKERS = frozenset({RelayStatus.FOREIGN, RelayStatus.FORBIDDEN})
+"""Replies of members that only brokers can reset, because they accept no requests of this package or user."""
+
+
+def way_for(replies: Iterable[RelayResult]) -> ResetWay:
+    """Return the way to reset a clustering group with members of these replies.
 
     Only members of this package accept single queues and exact offsets with every broker. A member that does not
     respond now may recover soon, so it does not change the way for the others.
     """
-    if not members:
+    kinds = {reply.kind for reply in replies}
+    if not kinds:
         return ResetWay.COMMITS
-    return ResetWay.BROKERS if any(each.needs_brokers for each in members) else ResetWay.MEMBERS
+    return ResetWay.BROKERS if kinds & NEEDS_BROKERS else ResetWay.MEMBERS
 
 
 Execute = Callable[["ResetPlan", "Callable[[ResetProgress], None] | None", bool, float], "ResetResult"]

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from pyrocket_consumer.admin.groups import check_group_exists
 from pyrocket_consumer.admin.resets.plan import (
+    NEEDS_BROKERS,
     BrokerPlan,
     MemberPlan,
     QueueMove,
@@ -435,10 +436,10 @@ class _PlannedForGroup:
         Raises:
             ConfigError: a broker cannot reset only the chosen queues.
         """
-        way, brokers = way_for(members), self._planner.brokers
+        way, brokers = way_for(each.reply for each in members), self._planner.brokers
         cannot = [broker.name for broker in brokers if broker.server_side is not True and not broker.problem]
         if way is ResetWay.BROKERS and cannot and not self._planner.all_queues:
-            foreign = next(each.client_id for each in members if each.needs_brokers)
+            foreign = next(each.client_id for each in members if each.reply.kind in NEEDS_BROKERS)
             raise ConfigError(
                 f"{', '.join(cannot)} can reset only all queues of a topic at once, and member {foreign} does not "
                 "accept single ones; name all queues"
