@@ -82,6 +82,44 @@ def row(*names: str) -> str:
     return f"  {{ rank=same; {' -> '.join(names)} [style=invis]; }}"
 
 
+def shape_of_a_consumer() -> str:
+    return graph(
+        "shape_of_a_consumer",
+        group(
+            "deciders", "decide",
+            node("rebalance", "Rebalance", "which queues to hold"),
+            node("resets", "Resets", "by brokers, admins,<br/>records and your program"),
+            node("corrections", "Corrections", "by responses to pulls"),
+            row("rebalance", "resets", "corrections"),
+        ),
+        group(
+            "queue", "HeldQueue: one for each queue, with one state",
+            node("pulls", "PullLoop", "decides with PullCore"),
+            node("window", "ProcessQueue", "unfinished messages,<br/>and the edge to commit"),
+            node("lease", "Lease", "may the next<br/>call begin?"),
+            node("record", "CommitRecord", "stored, last known"),
+            row("pulls", "window", "lease", "record"),
+        ),
+        group(
+            "doers", "do",
+            node("cluster", "Cluster", "BrokerLink, requests", "kept"),
+            node("dispatch", "Dispatcher", "chunks and lanes"),
+            node("listener", "Your listener", "in a worker", "user"),
+            node("commits", "Commits", "broker, file or database", "kept"),
+            row("cluster", "dispatch", "listener", "commits"),
+        ),
+        edge("rebalance", "pulls", "begin, end", "lhead=cluster_queue"),
+        edge("resets", "window", "move", "lhead=cluster_queue"),
+        edge("corrections", "lease", "move", "lhead=cluster_queue"),
+        edge("pulls", "cluster", "pull"),
+        edge("pulls", "dispatch", "deliver"),
+        edge("dispatch", "listener", "call"),
+        edge("window", "listener", "ack", "dir=back"),
+        edge("record", "commits", "persist"),
+        more="nodesep=0.6; ranksep=0.6; compound=true;",
+    )  # fmt: skip
+
+
 def path_of_a_message() -> str:
     return graph(
         "path_of_a_message",
@@ -157,6 +195,7 @@ def states_of_a_queue() -> str:
 
 
 PICTURES = {
+    "shape": shape_of_a_consumer,
     "message": path_of_a_message,
     "offset": path_of_an_offset,
     "states": states_of_a_queue,
