@@ -99,7 +99,9 @@ class Membership:
 
     def gets_heartbeats(self, address: str) -> bool:
         """Return whether the server at `address` receives heartbeats."""
-        return self._has_groups and address in self._targets()
+        if self._consumers:
+            return address in self.routes.addresses or address in self.routes.lingering
+        return bool(self._producers) and address in self.routes.masters()
 
     async def keep(self) -> None:
         """Send heartbeats until cancelled."""

@@ -140,27 +140,22 @@ class Connection(asyncio.BufferedProtocol):
         timeout_s: float,
         what: str = "PULL_MESSAGE",
         on_late: OnLateResponse | None = None,
-    ) -> int:
+    ) -> None:
         """Send the frame that `encode(opaque)` returns, and call `on_response` exactly once. A fast variant of `call`.
 
         `on_late` receives a response that arrives after the timeout but must not be lost.
         """
-        opaque = self._next_opaque()
         if self.closed:
             error = ConnectionLost(self.address, self._reason)
             self._loop.call_soon(on_response, error)
-            return opaque
+            return
+        opaque = self._next_opaque()
         frame = encode(opaque)
         deadline = self._loop.time() + timeout_s
         self._pending[opaque] = (on_response, deadline, what, timeout_s, on_late)
         if self._sweep is None or self._sweep.when() > deadline + _SWEEP_STEP_S:
             self._sweep_at(deadline)
         self._write(frame)
-        return opaque
-
-    def forget(self, opaque: int) -> None:
-        """Stop waiting for a response; a late one is ignored."""
-        self._pending.pop(opaque, None)
 
     @property
     def waiting(self) -> int:

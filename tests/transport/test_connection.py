@@ -16,7 +16,7 @@ from tests.transport.peer import Lost, answered, command, connected, until
 
 
 def send(connection, on_response, timeout_s, **options):
-    return connection.send(lambda opaque: connection.encode(command(), opaque), on_response, timeout_s, **options)
+    connection.send(lambda opaque: connection.encode(command(), opaque), on_response, timeout_s, **options)
 
 
 async def test_a_call_returns_its_response_with_any_code_and_size(connection, peer):
@@ -233,15 +233,6 @@ async def test_requests_made_before_closing_are_still_sent():
             await connection.call(command(), 30)
         with pytest.raises(ConnectionLost, match="over"):
             connection.oneway(command(15))
-
-
-async def test_a_forgotten_call_is_never_notified(connection, peer):
-    results: list[object] = []
-    opaque = send(connection, results.append, 0.05)
-    connection.forget(opaque)
-    peer.respond(await peer.next())
-    await asyncio.sleep(0.1)
-    assert results == []
 
 
 # --- send(), the fast variant
