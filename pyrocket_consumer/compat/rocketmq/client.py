@@ -33,12 +33,11 @@ from pyrocket_consumer.compat.rocketmq.exceptions import (
 from pyrocket_consumer.compat.rocketmq.exceptions import NullPointerException as NullPointerException
 from pyrocket_consumer.compat.rocketmq.exceptions import ffi_check as ffi_check
 from pyrocket_consumer.compat.rocketmq.ffi import MessageModel as MessageModel
-from pyrocket_consumer.compat.rocketmq.ffi import TraceModel
+from pyrocket_consumer.compat.rocketmq.ffi import TraceModel, _warn_once
 from pyrocket_consumer.compat.rocketmq.ffi import dll as dll
 from pyrocket_consumer.compat.rocketmq.name_servers import fetch_name_servers, parse_address
 from pyrocket_consumer.compat.rocketmq.utils import maybe_decode as maybe_decode
 from pyrocket_consumer.compat.rocketmq.utils import to_bytes, to_number, to_text
-from pyrocket_consumer.compat.rocketmq.warn_once import warn_once
 from pyrocket_consumer.config import ConsumerConfig, ProducerConfig, check_group
 from pyrocket_consumer.consumer import ConsumeResult, ConsumerState
 from pyrocket_consumer.errors import ClientClosed, ConfigError, RocketError
@@ -156,7 +155,7 @@ class Message:
         properties = {name: value for name, value in self._properties.items() if value}  # empty ones are not stored
         properties.pop(PropertyName.DELAY, None)
         if properties.pop(PropertyName.WAIT, "true") != "true":
-            warn_once("property WAIT", "messages are acknowledged when they are stored; false has no effect")
+            _warn_once("property WAIT", "messages are acknowledged when they are stored; false has no effect")
         tags = properties.pop(PropertyName.TAGS, None)
         keys = tuple(properties.pop(PropertyName.KEYS, "").split())
         return OutgoingMessage(self._body, tags, keys, properties or None, topic=self._topic)
@@ -273,12 +272,14 @@ class ReceivedMessage:
 
 
 _C = TypeVar("_C", ConsumerConfig, ProducerConfig)
+_K = TypeVar("_K", consumer.PushConsumer, producer.Producer)
 
 
-class _Client(NotCopied, Generic[_C]):
+class _Client(NotCopied, Generic[_C, _K]):
     """The base of the clients. Applications set options one by one before the start."""
 
     _config: _C  # its group and name servers are placeholders until the start
+    _client: _K | None = None  # of this package, from start() to shutdown()
 
     def __init__(self, config: _C, group_id: str | bytes) -> None:
         self._config = config
@@ -299,7 +300,7 @@ class _Client(NotCopied, Generic[_C]):
 
     @property
     def _is_running(self) -> bool:
-        raise NotImplementedError
+        return self._client is not None and self._pid == os.getpid()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} group={self._group!r} {'running' if self._is_running else 'not running'}>"
@@ -318,6 +319,18 @@ class _Client(NotCopied, Generic[_C]):
 
     def shutdown(self) -> None:
         raise NotImplementedError
+
+    def _start(self, starting: _K) -> None:
+        """Start a client of this package. Return early if shutdown() ends it meanwhile."""
+        self._client, self._pid = starting, os.getpid()  # so that shutdown() can end the start
+        try:
+            starting.start()
+        except BaseException as error:
+            if self._client is starting:
+                self._client = None
+            elif isinstance(error, ClientClosed):
+                return  # shutdown() was called meanwhile
+            raise
 
     def set_name_server_address(self, addr: str | bytes) -> None:
         """Set the name servers: `host:port`, several joined by `;`, or an endpoint `http://host:port`."""
@@ -346,7 +359,7 @@ class _Client(NotCopied, Generic[_C]):
 
     def set_message_trace(self, message_trace: bool | TraceModel) -> None:
         """Do nothing, because this package does not trace messages."""
-        warn_once("set_message_trace", "messages are not traced here")
+        _warn_once("set_message_trace", "messages are not traced here")
 
     def _set(self, what: str, **options: Any) -> None:
         try:
@@ -358,7 +371,7 @@ class _Client(NotCopied, Generic[_C]):
 
     def _warn_if_running(self, what: str) -> None:
         if self._is_running:
-            warn_once(what, "called after start(); it takes effect at the next start")
+            _warn_once(what, "called after start(); it takes effect at the next start")
 
     def _full_config(self) -> _C:
         """Return the settings, with group and name servers.
@@ -397,7 +410,7 @@ def _raise_as(failed: type[RocketMQException]) -> Iterator[None]:
 _PLACEHOLDER_ADDRESS = "127.0.0.1:9876"
 
 
-class Producer(_Client[ProducerConfig]):
+class Producer(_Client[ProducerConfig, producer.Producer]):
     """Sends messages. Threads can share it."""
 
     def __init__(
@@ -410,17 +423,12 @@ class Producer(_Client[ProducerConfig]):
     ) -> None:
         """Make a producer of a group; `timeout` is in milliseconds, `max_message_size` in bytes."""
         super().__init__(ProducerConfig(name_server=_PLACEHOLDER_ADDRESS, auto_create_topic=True), group_id)
-        self._producer: producer.Producer | None = None
         if timeout is not None:
             self.set_timeout(timeout)
         if compress_level is not None:
             self.set_compress_level(compress_level)
         if max_message_size is not None:
             self.set_max_message_size(max_message_size)
-
-    @property
-    def _is_running(self) -> bool:
-        return self._producer is not None and self._pid == os.getpid()
 
     def set_group(self, group_name: str | bytes) -> None:
         """Set the producer group."""
@@ -436,7 +444,7 @@ class Producer(_Client[ProducerConfig]):
     def set_compress_level(self, level: int) -> None:
         """Do nothing. Bodies of 4 KiB and more are compressed at the default level."""
         to_number("level", level)
-        warn_once("set_compress_level", "bodies of 4 KiB and more are compressed at the usual level")
+        _warn_once("set_compress_level", "bodies of 4 KiB and more are compressed at the usual level")
 
     def set_max_message_size(self, max_size: int) -> None:
         """Set the most bytes of a body. Brokers accept 4 MiB unless configured otherwise."""
@@ -453,20 +461,11 @@ class Producer(_Client[ProducerConfig]):
         with self._starting, _raise_as(ProducerStartFailed):
             if not self._is_running:
                 self._group = self._group or "DEFAULT_PRODUCER"
-                starting = self._make(self._full_config())
-                self._producer, self._pid = starting, os.getpid()  # so that shutdown() can end the start
-                try:
-                    starting.start()
-                except BaseException as error:
-                    if self._producer is starting:
-                        self._producer = None
-                    elif isinstance(error, ClientClosed):
-                        return  # shutdown() was called meanwhile
-                    raise
+                self._start(self._make(self._full_config()))
 
     def shutdown(self) -> None:
         """Wait for the sends in flight, and disconnect. The producer can be started again."""
-        running, self._producer = self._producer, None
+        running, self._client = self._client, None
         if running is not None and self._pid == os.getpid():
             with _raise_as(RocketMQException):
                 running.close()
@@ -538,13 +537,13 @@ class Producer(_Client[ProducerConfig]):
         Raises:
             RocketError: the producer is not started.
         """
-        running = self._producer
+        running = self._client
         if running is None:
             raise ClientClosed("the producer is not started; call start() before it sends, and shutdown() after that")
         if self._pid != os.getpid():
             self.start()
-            assert self._producer is not None
-            return self._producer
+            assert self._client is not None
+            return self._client
         return running
 
 
@@ -657,7 +656,7 @@ def _result(sent: producer.SendResult) -> SendResult:
 Callback = Callable[[ReceivedMessage], ConsumeStatus | None]
 
 
-class PushConsumer(_Client[ConsumerConfig]):
+class PushConsumer(_Client[ConsumerConfig, consumer.PushConsumer]):
     """Receives the messages of a group, and passes each to the callback of its topic."""
 
     def __init__(
@@ -674,14 +673,13 @@ class PushConsumer(_Client[ConsumerConfig]):
             consume_threads=min(_processor_count(), 1000),
         )
         super().__init__(config, group_id)
-        self._consumer: consumer.PushConsumer | None = None
         self._closing: consumer.PushConsumer | None = None  # the last one shut down; its close may wait for a callback
         self._subscriptions: dict[str, tuple[Callable[[wire.Message], Any], str]] = {}
         self.set_message_model(message_model)
 
     @property
     def _is_running(self) -> bool:
-        running = self._consumer
+        running = self._client
         return running is not None and self._pid == os.getpid() and running.state is not ConsumerState.FAILED
 
     def set_group(self, group_id: str | bytes) -> None:
@@ -711,7 +709,7 @@ class PushConsumer(_Client[ConsumerConfig]):
         if max_size < 1:
             raise RocketMQException(f"max_size={max_size} is not allowed; use 1 or more")
         if max_size != 1:
-            warn_once("set_message_batch_max_size", "a callback gets one message at a time; batches have no effect")
+            _warn_once("set_message_batch_max_size", "a callback gets one message at a time; batches have no effect")
 
     def subscribe(self, topic: str | bytes, callback: Callback, expression: str | bytes = "*") -> None:
         """Call `callback` with the messages of `topic` that have one of the tags in `expression` (`"a || b"`).
@@ -729,7 +727,7 @@ class PushConsumer(_Client[ConsumerConfig]):
         with self._starting, _raise_as(ConsumerException):
             consumer.PushConsumer(config=self._config).subscribe(name, listener, selector)  # raises if it is wrong
             self._subscriptions[name] = listener, selector
-            running = self._consumer
+            running = self._client
             if running is not None and self._is_running:
                 running.subscribe(name, listener, selector)
 
@@ -749,18 +747,13 @@ class PushConsumer(_Client[ConsumerConfig]):
             starting = consumer.PushConsumer(config=self._full_config())
             for topic, (listener, selector) in self._subscriptions.items():
                 starting.subscribe(topic, listener, selector)
-            self._consumer, self._pid = starting, os.getpid()  # so that shutdown() can end the start
             self._closing = None
             _discard_closed()
             _open_consumers.add(starting)
             try:
-                starting.start()
-            except BaseException as error:
-                if self._consumer is not starting and isinstance(error, ClientClosed):
-                    return  # shutdown() was called meanwhile
+                self._start(starting)
+            except BaseException:
                 _open_consumers.discard(starting)
-                if self._consumer is starting:
-                    self._consumer = None
                 raise
 
     def shutdown(self) -> None:
@@ -773,7 +766,7 @@ class PushConsumer(_Client[ConsumerConfig]):
         """
         if self._pid != os.getpid():
             return
-        running, self._consumer = self._consumer, None
+        running, self._client = self._client, None
         if running is not None:
             self._closing = running
         if (closing := self._closing) is not None:  # a second call waits for the same close
@@ -835,7 +828,7 @@ def _result_of(status: object) -> object:
     """Return the result for an unusual status. Numbers keep their old meaning; any other value is logged."""
     if isinstance(status, int):
         if status is True:
-            warn_once("a callback returned True", "True equals RECONSUME_LATER; return ConsumeStatus.CONSUME_SUCCESS")
+            _warn_once("a callback returned True", "True equals RECONSUME_LATER; return ConsumeStatus.CONSUME_SUCCESS")
         if status == ConsumeStatus.CONSUME_SUCCESS:
             return None
         if status == ConsumeStatus.RECONSUME_LATER:

@@ -7,10 +7,20 @@ from ctypes import ArgumentError
 from enum import IntEnum
 from typing import Any, SupportsInt
 
-from pyrocket_consumer.compat.rocketmq.warn_once import warn_once
-from pyrocket_consumer.text import PACKAGE_LOG, safe_repr
+from pyrocket_consumer.text import PACKAGE_LOG, logger, safe_repr
 
 __all__ = ["CtypesEnum", "MessageModel", "TraceModel", "dll"]
+
+_log = logger("compat")
+
+_warned: set[str] = set()
+
+
+def _warn_once(what: str, text: str) -> None:
+    """Log `text`, unless this process has logged a warning about `what`."""
+    if what not in _warned:
+        _warned.add(what)
+        _log.warning("%s: %s", what, text)
 
 
 class CtypesEnum(IntEnum):
@@ -76,7 +86,7 @@ class _NoLibrary:
         raise AttributeError(f"there is no native library, so no {name}; use the classes of rocketmq.client")
 
     def SetPushConsumerLogPath(self, handle: object, path: object) -> int:  # noqa: N802
-        warn_once("log path", "log lines go to Python's logger 'pyrocket_consumer', not to a file")
+        _warn_once("log path", "log lines go to Python's logger 'pyrocket_consumer', not to a file")
         return _CStatus.OK
 
     def SetPushConsumerLogFileNumAndSize(self, handle: object, number: int, size: int) -> int:  # noqa: N802
