@@ -29,20 +29,20 @@ class KeyedListener(RecordingListener):
     def __init__(self, judge=lambda message: None, key=key_of):
         super().__init__(judge)
         self.overlaps, self._key = [], key
-        self._running = Counter()
+        self.running = Counter()
         self._lock = threading.Lock()
 
     def __call__(self, message):
         key = self._key(message)
         with self._lock:
-            self._running[key] += 1
-            if self._running[key] > 1:
+            self.running[key] += 1
+            if self.running[key] > 1:
                 self.overlaps.append(key)
         try:
             return super().__call__(message)
         finally:
             with self._lock:
-                self._running[key] -= 1
+                self.running[key] -= 1
 
     def of(self, key):
         """Return the offsets of a key, in the order of delivery."""

@@ -29,7 +29,8 @@ from pyrocket_consumer.config import (
     check_topic,
 )
 from pyrocket_consumer.consumer.assignment.held_queue import QueueProgress
-from pyrocket_consumer.consumer.dispatch.workers import AsyncWorkers, ListenerReporter, ThreadWorkers, Workers
+from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
+from pyrocket_consumer.consumer.dispatch.workers import AsyncWorkers, ThreadWorkers, Workers
 from pyrocket_consumer.consumer.listener import Listener, MessageListener
 from pyrocket_consumer.consumer.runtime.lifecycle import CLOSE_MARGIN_S, ConsumerLifecycle
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
@@ -251,13 +252,13 @@ class _BaseConsumer(NotCopied):
             return member
         return self._running_member()
 
-    def _workers_for(self, is_async: bool, reporter: ListenerReporter) -> Workers:
+    def _workers_for(self, is_async: bool, reports: ListenerReports) -> Workers:
         config = self.config
         if is_async:
-            workers = AsyncWorkers(config.consume_threads, reporter, config.consume_timeout_s, self._own_loop)
+            workers = AsyncWorkers(config.consume_threads, reports, config.consume_timeout_s, self._own_loop)
             self._async_workers = workers
             return workers
-        return ThreadWorkers(config.consume_threads, reporter, config.consume_timeout_s, self._lifecycle.loop)
+        return ThreadWorkers(config.consume_threads, reports, config.consume_timeout_s, self._lifecycle.loop)
 
     def _start_close(self, timeout_s: float | None) -> float | None:
         """Begin to close. Return how long to wait for the end, None if the caller would wait for itself."""

@@ -14,7 +14,8 @@ from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
 from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.commits.store import StoreCommits
-from pyrocket_consumer.consumer.dispatch.workers import AsyncWorkers, ListenerReporter
+from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
+from pyrocket_consumer.consumer.dispatch.workers import AsyncWorkers
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import RocketError
@@ -148,8 +149,8 @@ class Member:
             end = self._embedded.broker(queue.broker_name).max_offset(TOPIC, queue.queue_id)
             self._history.ends_at_start.setdefault(queue, end)
 
-    def _workers(self, is_async: bool, reporter: ListenerReporter) -> AsyncWorkers:
-        return AsyncWorkers(self.config.consume_threads, reporter, self.config.consume_timeout_s, self._world)
+    def _workers(self, is_async: bool, reports: ListenerReports) -> AsyncWorkers:
+        return AsyncWorkers(self.config.consume_threads, reports, self.config.consume_timeout_s, self._world)
 
     def _listener(self) -> Listener:
         if self.store is None:

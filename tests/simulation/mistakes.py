@@ -15,7 +15,8 @@ from pyrocket_consumer.consumer.assignment.held_queue import HeldQueue
 from pyrocket_consumer.consumer.commits.broker import BrokerCommits
 from pyrocket_consumer.consumer.commits.commits import CommitRecord
 from pyrocket_consumer.consumer.context.tasks import Tasks
-from pyrocket_consumer.consumer.dispatch.by_key import KeyedService, KeyLane, KeyLaneBatch, KeyLanes
+from pyrocket_consumer.consumer.dispatch.lanes import Lane, Lanes
+from pyrocket_consumer.consumer.dispatch.ordered import LaneChunk, OrderedService
 from pyrocket_consumer.consumer.dispatch.workers import Workers, pop_all
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
@@ -258,18 +259,18 @@ def claim_that_moves_along(right, self, claim, *arguments):
 # --- order by key
 
 
-@mistake(KeyLanes, "add")
+@mistake(Lanes, "add")
 def two_workers_on_one_key(right, self, lane, listener, message):
     """Two workers get messages of one key at the same time."""
-    if isinstance(lane.holder, KeyLaneBatch):
+    if isinstance(lane.holder, LaneChunk):
         lane.holder = None
     right(self, lane, listener, message)
 
 
-@mistake(KeyLane, "put_back")
-def retry_behind_the_next(right, self, listener, messages):
+@mistake(Lane, "insert")
+def retry_behind_the_next(right, self, entries):
     """A failed message is retried after the waiting messages of its key."""
-    self.waiting.extend((listener, message) for message in messages)
+    self.waiting.extend(entries)
 
 
 @mistake()
@@ -277,21 +278,21 @@ def rest_of_a_key_continues():
     """A worker continues with its other messages of a key although one has failed."""
 
     def apply_result(right, self, unit, result):
-        todo, self.chunk.todo = self.chunk.todo, deque()
+        todo, self.todo = self.todo, deque()
         try:
             return right(self, unit, result)
         finally:
-            self.chunk.todo = todo
+            self.todo = todo
 
     def resume(right, self, lanes, lane):
         if lane in lanes.paused:  # two failures of one key are two pauses
             right(self, lanes, lane)
 
-    replace(KeyLaneBatch, "apply_result", apply_result)
-    replace(KeyedService, "_resume", resume)
+    replace(LaneChunk, "apply_result", apply_result)
+    replace(OrderedService, "_resume", resume)
 
 
-@mistake(KeyedService, "running")
+@mistake(OrderedService, "running")
 def unlock_while_a_key_runs(right, self, window=None):
     """A queue is handed over without waiting for running calls."""
     return 0

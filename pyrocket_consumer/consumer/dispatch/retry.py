@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from pyrocket_consumer.consumer.commits.commits import Commits
+from pyrocket_consumer.consumer.commits.database import DatabaseCommits
 from pyrocket_consumer.consumer.context.events import describe_id, key_facts
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts
-from pyrocket_consumer.consumer.dispatch.delivery import Delivery
 from pyrocket_consumer.consumer.listener import FailedMessage
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import (
     ConnectError,
     ConnectionLost,
+    DatabaseError,
     FlowControl,
     ProtocolError,
     RequestTimeout,
@@ -81,9 +83,11 @@ class Retries:
     the same message.
     """
 
-    def __init__(self, context: MemberContext, delivery: Delivery, counts: Counts) -> None:
+    def __init__(self, context: MemberContext, commits: Commits, counts: Counts) -> None:
+        self.deliver: Callable[[ProcessQueue, list[Message]], None] = lambda window, messages: None
+        """Called to give messages to their listeners again."""
         self._context = context
-        self._delivery = delivery
+        self._commits = commits
         self._counts = counts
         self._slots: dict[str, asyncio.Semaphore] = {}  # by broker, so that a slow one delays no other
         self._send_backs: dict[int, SendBack] = {}  # by id of the message
@@ -146,7 +150,7 @@ class Retries:
             self._send_backs.pop(id(message), None)  # before the listener gets it, because it may fail at once
         if not message._done and not window.dropped:
             message._extra_attempts += 1
-            self._delivery.deliver(window, [message])
+            self.deliver(window, [message])
 
     async def _return_to_broker(self, send_back: SendBack) -> None:
         """Send a message back, or wait until its listener may get it again."""
@@ -178,7 +182,7 @@ class Retries:
             self._waiting -= 1
 
     async def give_up(self, window: ProcessQueue, message: Message) -> float:
-        """Send a message of an ordered queue to the dead letters.
+        """Send a message of an ordered queue to the dead letters, unless the database counts it as consumed.
 
         Return 0 once it is there, otherwise the number of seconds until the next attempt.
         """
@@ -187,6 +191,16 @@ class Retries:
             return 0.0
         if message._done:  # a late response has finished it
             return 0.0
+        try:
+            if (
+                (claim := window.claim) is not None
+                and isinstance(self._commits, DatabaseCommits)
+                and await self._commits.is_consumed(claim, message.queue_offset)
+            ):
+                return 0.0
+        except DatabaseError as error:
+            self._context.emit_throttled(EventKind.STORE_UNREACHABLE, str(error), window.queue)
+            return GIVE_UP_RETRY_S
         try:
             self._finish(window, message, await self._send_back(window, message, -1))
         except RocketError as error:

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, FailedMessage, Listener, find_failed
 from pyrocket_consumer.consumer.window.decompression_budget import Reservation
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
@@ -54,18 +55,13 @@ class Chunk:
     thread that takes a failed message out of `failed` reports it, so each message is reported once.
     """
 
-    __slots__ = (
-        "window",
-        "listener",
-        "todo",
-        "done",
-        "failed",
-        "begun_at",
-        "current",
-        "lane_batch",
-        "is_long",
-        "parts",
-    )
+    __slots__ = ("window", "listener", "todo", "done", "failed", "begun_at", "current", "is_long", "parts")
+
+    is_ordered = False
+    """Whether each call needs `may_continue`. Otherwise only the end of the window stops the chunk."""
+
+    is_measured = True
+    """Whether the calls are listener calls, whose time determines the size of chunks."""
 
     def __init__(self, window: ProcessQueue, listener: Listener, units: deque[list[Message]] | deque[Message]) -> None:
         self.window = window
@@ -75,48 +71,30 @@ class Chunk:
         self.failed: list[FailedMessage] = []
         self.begun_at = 0.0
         self.current: Any = None  # the unit of the running listener call
-        self.lane_batch: LaneBatch | None = None  # for ordered queues
         self.is_long = False  # may take long, so consumed messages are acknowledged meanwhile
         self.parts = 0  # how often messages were acknowledged meanwhile
 
-
-class LaneBatch(Protocol):
-    """The part of a chunk that keeps the order within its lanes. The worker that has the chunk calls it."""
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether its calls are listener calls, whose time determines the size of chunks."""
+    # The worker that has the chunk calls these methods. Ordered chunks override them.
 
     def may_continue(self) -> bool:
         """Return whether the next listener call may begin."""
+        return not self.window.dropped
 
-    def apply_result(self, unit: Any, result: object) -> tuple[bool, bool]:
-        """Apply the result of a call that returned anything other than success.
-
-        Return whether the batch continues, and whether the result is a known one.
-        """
+    def apply_result(self, unit: Any, result: object) -> bool:
+        """Sort the messages of a call that returned anything other than success. Return whether the result is known."""
+        messages = messages_of(unit)
+        bad, known = find_failed(result, messages)
+        self.failed.extend(bad)
+        again = {id(message) for message, _ in bad}
+        self.done.extend(message for message in messages if id(message) not in again)
+        return known
 
     def take_consumed(self) -> list[Message]:
         """Return the messages that are consumed now."""
+        return self.done
 
     def end(self) -> None:
-        """End the batch, because the worker has finished its chunk."""
-
-
-class ListenerReporter(Protocol):
-    """Receives the results of listener calls other than acknowledgements, on the worker's thread."""
-
-    def failed(self, window: ProcessQueue, failed: list[FailedMessage]) -> None:
-        """Have failed messages consumed again."""
-
-    def listener_raised(self, window: ProcessQueue, message: Message, error: BaseException) -> None:
-        """Report an exception of a listener."""
-
-    def result_unknown(self, window: ProcessQueue, message: Message, result: object) -> None:
-        """Report the first unknown result of this type from a listener."""
-
-    def worker_failed(self, error: BaseException) -> None:
-        """Report an unexpected error outside of the listener: in the offset store, or in the worker itself."""
+        """Handle the end of the chunk. Its worker has finished it, or has dropped it after a stop."""
 
 
 class Slot:
@@ -141,6 +119,11 @@ def units_of(listener: Listener, messages: list[Message]) -> list[Any]:
     return messages if size == 1 else [messages[start : start + size] for start in range(0, len(messages), size)]
 
 
+def units_per_chunk(window: ProcessQueue) -> int:
+    """Return how many listener calls of a window take `CHUNK_TIME_S` together."""
+    return min(max(int(CHUNK_TIME_S / window.listener_time_s), 1), LARGEST_CHUNK)
+
+
 def pop_all(source: deque[T] | list[T]) -> list[T]:
     """Empty a deque or list from the right; return it in order. A worker may take from the left or add meanwhile."""
     taken: list[T] = []
@@ -154,9 +137,9 @@ def pop_all(source: deque[T] | list[T]) -> list[T]:
 class Workers(ABC):
     """Threads or tasks that run chunks. `ThreadWorkers` and `AsyncWorkers` differ in how a worker waits."""
 
-    def __init__(self, count: int, reporter: ListenerReporter, consume_timeout_s: float) -> None:
+    def __init__(self, count: int, reports: ListenerReports, consume_timeout_s: float) -> None:
         self.slots = [Slot() for _ in range(count)]
-        self._reporter = reporter
+        self._reports = reports
         self._consume_timeout_s = consume_timeout_s
         self._stopping = False
         # By the id of a listener, and the type of its result. The listener is kept, so that its id stays unique.
@@ -195,9 +178,9 @@ class Workers(ABC):
         try:
             chunk.window.ack(pop_all(chunk.done))
         except BaseException as error:
-            self._reporter.worker_failed(error)
+            self._reports.worker_failed(error)
         if failed := pop_all(chunk.failed):
-            self._reporter.failed(chunk.window, failed)
+            self._reports.failed(chunk.window, failed)
 
     # --- the work on one chunk
 
@@ -210,13 +193,13 @@ class Workers(ABC):
         chunk.begun_at = chunk.window.clock()
         window, listener, take, done = chunk.window, chunk.listener, chunk.todo.popleft, chunk.done
         call, context, is_async = listener.call, listener.wants_context, listener.is_async
-        lane_batch, calls, continues, bodies = chunk.lane_batch, 0, True, window.budget.bodies
+        is_ordered, calls, bodies = chunk.is_ordered, 0, window.budget.bodies
         is_list = listener.batch_size > 1
         add = done.extend if is_list else done.append
         if (claim := window.claim) is not None:
             claim_of_call.set(claim)
         try:
-            while continues and not window.dropped and (lane_batch is None or lane_batch.may_continue()):
+            while chunk.may_continue() if is_ordered else not window.dropped:
                 try:
                     unit = take()
                 except IndexError:
@@ -224,7 +207,7 @@ class Workers(ABC):
                 reservation = bodies.reserve(messages_of(unit)) if bodies.any_compressed else None
                 if reservation is not None and not reservation.is_granted:
                     again = partial(self._requeue, Chunk(window, listener, deque((unit,))))
-                    if lane_batch is None and not bodies.acquire_or_defer(window, again):
+                    if not is_ordered and not bodies.acquire_or_defer(window, again):
                         continue
                     unit = await self._wait_for_memory(chunk, unit, reservation)
                     if unit is None:
@@ -241,14 +224,14 @@ class Workers(ABC):
                     if claim is not None:
                         result = claim.final_result(result)
                 except BaseException as error:  # also SystemExit, which must not end a worker
-                    continues = self._listener_raised(chunk, unit, error)
+                    self._listener_raised(chunk, unit, error)
                 else:
                     if result is None or result is ConsumeResult.SUCCESS:
                         add(unit)
                         if chunk.is_long:
                             calls = self._finish_part(chunk, calls)
-                    else:
-                        continues = self._apply_result(chunk, unit, result)
+                    elif not chunk.apply_result(unit, result):
+                        self._report_unknown(chunk, messages_of(unit)[0], result)
                 finally:
                     if reservation is not None:
                         reservation.release()
@@ -268,10 +251,10 @@ class Workers(ABC):
 
         Return None if the call may not begin; then the unit is in the chunk again.
         """
-        window, lane_batch, bodies, is_granted = chunk.window, chunk.lane_batch, chunk.window.budget.bodies, False
+        bodies, is_granted = chunk.window.budget.bodies, False
 
         def may_begin() -> bool:
-            return not self._stopping and not window.dropped and (lane_batch is None or lane_batch.may_continue())
+            return not self._stopping and chunk.may_continue()
 
         try:
             bodies.measure(reservation, messages_of(unit))
@@ -283,24 +266,9 @@ class Workers(ABC):
             if not is_granted:
                 chunk.todo.appendleft(unit)
                 reservation.release()
-            if lane_batch is None:
+            if not chunk.is_ordered:
                 bodies.release_measuring()
         return unit if is_granted else None
-
-    def _apply_result(self, chunk: Chunk, unit: Any, result: object) -> bool:
-        """Sort the messages of a call that returned anything other than success. Return whether the chunk continues."""
-        messages = messages_of(unit)
-        if chunk.lane_batch is not None:
-            continues, known = chunk.lane_batch.apply_result(unit, result)
-        else:
-            bad, known = find_failed(result, messages)
-            continues = True
-            chunk.failed.extend(bad)
-            again = {id(message) for message, _ in bad}
-            chunk.done.extend(message for message in messages if id(message) not in again)
-        if not known:
-            self._report_unknown(chunk, messages[0], result)
-        return continues
 
     def _report_unknown(self, chunk: Chunk, message: Message, result: object) -> None:
         """Report the first unknown result of each type from a listener. Later ones add no information."""
@@ -309,21 +277,15 @@ class Workers(ABC):
         key = (id(chunk.listener), type(result))
         if key not in self._reported:
             self._reported[key] = chunk.listener
-            self._reporter.result_unknown(chunk.window, message, result)
+            self._reports.result_unknown(chunk.window, message, result)
 
-    def _listener_raised(self, chunk: Chunk, unit: Any, error: BaseException) -> bool:
-        """Handle an exception of a listener. Return whether the chunk continues."""
-        messages = messages_of(unit)
-        continues = True
+    def _listener_raised(self, chunk: Chunk, unit: Any, error: BaseException) -> None:
+        """Handle an exception of a listener."""
         if (claim := chunk.window.claim) is not None:
             claim.end_failed_call()
-        if chunk.lane_batch is not None:
-            continues, _ = chunk.lane_batch.apply_result(unit, ConsumeResult.RETRY)
-        else:
-            chunk.failed.extend((message, 0) for message in messages)
+        chunk.apply_result(unit, ConsumeResult.RETRY)
         # Last, because a user's logging may raise, too.
-        self._reporter.listener_raised(chunk.window, messages[0], error)
-        return continues
+        self._reports.listener_raised(chunk.window, messages_of(unit)[0], error)
 
     def _finish_part(self, chunk: Chunk, calls: int) -> int:
         """Acknowledge the consumed messages of a running chunk if it is time. Return the number of uncounted calls."""
@@ -341,19 +303,11 @@ class Workers(ABC):
         chunk.current = None
         chunk.window.last_consumed_at = now = chunk.window.clock()
         try:
-            lane_batch = chunk.lane_batch
-            done = chunk.done if lane_batch is None else lane_batch.take_consumed()
-            chunk.window.ack(done, now - chunk.begun_at, calls if lane_batch is None or lane_batch.is_measured else 0)
+            chunk.window.ack(chunk.take_consumed(), now - chunk.begun_at, calls if chunk.is_measured else 0)
         finally:
             if chunk.failed and (failed := pop_all(chunk.failed)):
-                self._reporter.failed(chunk.window, failed)
-            if chunk.lane_batch is not None:
-                chunk.lane_batch.end()
-
-    def _drop(self, chunk: Chunk) -> None:
-        """Drop a chunk after work has stopped. Its messages stay unfinished, and the broker redelivers them."""
-        if chunk.lane_batch is not None:
-            chunk.lane_batch.end()
+                self._reports.failed(chunk.window, failed)
+            chunk.end()
 
 
 class ThreadWorkers(Workers):
@@ -366,10 +320,10 @@ class ThreadWorkers(Workers):
     """
 
     def __init__(
-        self, count: int, reporter: ListenerReporter, consume_timeout_s: float, loop: asyncio.AbstractEventLoop
+        self, count: int, reports: ListenerReports, consume_timeout_s: float, loop: asyncio.AbstractEventLoop
     ) -> None:
         """Start the threads. Call `put` on `loop` only."""
-        super().__init__(count, reporter, consume_timeout_s)
+        super().__init__(count, reports, consume_timeout_s)
         self._loop = loop
         self._chunks: deque[Chunk] = deque()
         self._lock = threading.Lock()  # for `_asleep`; the innermost lock, held briefly
@@ -468,12 +422,12 @@ class ThreadWorkers(Workers):
             slot.chunk = chunk
             try:
                 if self._stopping:
-                    self._drop(chunk)
+                    chunk.end()  # its messages stay unfinished, and the broker redelivers them
                 else:
                     for _ in self._consume(chunk).__await__():
                         raise AssertionError("the work on a chunk must not suspend in a thread")
             except BaseException as error:
-                self._reporter.worker_failed(error)
+                self._reports.worker_failed(error)
             slot.chunk = None
 
     async def _acquire(self, reservation: Reservation, may_begin: Callable[[], bool]) -> bool:
@@ -486,11 +440,11 @@ class AsyncWorkers(Workers):
     def __init__(
         self,
         count: int,
-        reporter: ListenerReporter,
+        reports: ListenerReports,
         consume_timeout_s: float,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(count, reporter, consume_timeout_s)
+        super().__init__(count, reports, consume_timeout_s)
         self._owns_loop = loop is None
         self._loop = loop or asyncio.new_event_loop()
         self._chunks: asyncio.Queue[Chunk] = asyncio.Queue()
@@ -548,7 +502,7 @@ class AsyncWorkers(Workers):
         is_due = len(self._arrived) == 1 or self._loop.is_closed()  # one wake-up serves all chunks put before it
         if is_due and not self._call_on_loop(self._take_arrived):
             text = "the loop that async def listeners run on has ended; close the consumer before it does"
-            self._reporter.worker_failed(ClientClosed(text))
+            self._reports.worker_failed(ClientClosed(text))
 
     def waiting(self) -> int:
         return self._chunks.qsize() + len(self._arrived)
@@ -585,7 +539,7 @@ class AsyncWorkers(Workers):
     def _cancel_idle(self) -> None:
         self._take_arrived()
         while not self._chunks.empty():
-            self._drop(self._chunks.get_nowait())
+            self._chunks.get_nowait().end()
         for number, task in self._tasks.items():
             if self.slots[number].chunk is None:
                 task.cancel()
@@ -629,13 +583,13 @@ class AsyncWorkers(Workers):
                 self._requeue_rest(chunk)
                 raise
             except BaseException as error:
-                self._reporter.worker_failed(error)
+                self._reports.worker_failed(error)
             finally:
                 slot.chunk = None
 
     def _requeue_rest(self, chunk: Chunk) -> None:
         """Give the units that a cancelled worker has not begun to another one. An ordered queue does so itself."""
-        if chunk.lane_batch is None and self._loop.is_running() and (rest := pop_all(chunk.todo)):
+        if not chunk.is_ordered and self._loop.is_running() and (rest := pop_all(chunk.todo)):
             self._chunks.put_nowait(Chunk(chunk.window, chunk.listener, deque(rest)))
 
     def _requeue(self, chunk: Chunk) -> None:
@@ -652,7 +606,7 @@ class AsyncWorkers(Workers):
             await asyncio.sleep(BUDGET_CHECK_EVERY_S)
         return True
 
-    def _listener_raised(self, chunk: Chunk, unit: Any, error: BaseException) -> bool:
+    def _listener_raised(self, chunk: Chunk, unit: Any, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
             if self._abandoned:
                 raise error  # the message stays unfinished
@@ -661,4 +615,4 @@ class AsyncWorkers(Workers):
             if self._loop.is_running():
                 super()._listener_raised(chunk, unit, error)
             raise error
-        return super()._listener_raised(chunk, unit, error)
+        super()._listener_raised(chunk, unit, error)

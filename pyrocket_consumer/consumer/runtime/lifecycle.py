@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from pyrocket_consumer.consumer.commits.commits import Commits, consume_exceptio
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
 from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.commits.store import StoreCommits
-from pyrocket_consumer.consumer.dispatch.workers import ListenerReporter, Workers
+from pyrocket_consumer.consumer.dispatch.concurrent import WorkersFor
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import ClientClosed, ConfigError, OffsetStoreError
@@ -55,7 +55,7 @@ class ConsumerLifecycle:
     running consumer.
     """
 
-    def __init__(self, config: ConsumerConfig, workers_for: Callable[[bool, ListenerReporter], Workers]) -> None:
+    def __init__(self, config: ConsumerConfig, workers_for: WorkersFor) -> None:
         self.config = config
         self.ended = Latch()
         """Set when the consumer has failed or is closed; `join` waits for it."""

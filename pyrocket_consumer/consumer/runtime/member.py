@@ -15,17 +15,12 @@ from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.assignment.held_queue import QueueProgress
 from pyrocket_consumer.consumer.assignment.locks import QueueLocks
 from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits
-from pyrocket_consumer.consumer.commits.database import DatabaseCommits
 from pyrocket_consumer.consumer.context.member_context import MemberContext, MemberEvents
 from pyrocket_consumer.consumer.context.statistics import Counts, Statistics
-from pyrocket_consumer.consumer.dispatch.by_key import KeyedService
-from pyrocket_consumer.consumer.dispatch.concurrent import ConcurrentService
-from pyrocket_consumer.consumer.dispatch.delivery import Delivery
-from pyrocket_consumer.consumer.dispatch.orderly import OrderlyService
+from pyrocket_consumer.consumer.dispatch.concurrent import ConcurrentService, ConsumeService, WorkersFor
+from pyrocket_consumer.consumer.dispatch.ordered import OrderedService
 from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
-from pyrocket_consumer.consumer.dispatch.retry import GIVE_UP_RETRY_S, Retries
-from pyrocket_consumer.consumer.dispatch.stuck import StuckCalls
-from pyrocket_consumer.consumer.dispatch.workers import ListenerReporter, Workers
+from pyrocket_consumer.consumer.dispatch.retry import Retries
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.membership.broker_requests import BrokerRequests
 from pyrocket_consumer.consumer.membership.foreign_members import ForeignMembers
@@ -35,8 +30,7 @@ from pyrocket_consumer.consumer.resets.corrections import CorrectionFollower
 from pyrocket_consumer.consumer.resets.records import ResetRecords
 from pyrocket_consumer.consumer.resets.resets import Resets
 from pyrocket_consumer.consumer.runtime.commit_timer import CommitTimer
-from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
-from pyrocket_consumer.errors import DatabaseError, PermissionDenied, RocketError, RouteNotFound
+from pyrocket_consumer.errors import PermissionDenied, RocketError, RouteNotFound
 from pyrocket_consumer.model import (
     MASTER_ID,
     RETRY_PREFIX,
@@ -48,7 +42,6 @@ from pyrocket_consumer.model import (
     TopicRoute,
 )
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.text import logger
 
 log = logger("consumer")
@@ -77,7 +70,7 @@ class GroupMember(MemberEvents, ClusterEvents):
         config: ConsumerConfig,
         cluster: Cluster,
         commits: Commits,
-        workers_for: Callable[[bool, ListenerReporter], Workers],
+        workers_for: WorkersFor,
         rng: random.Random | None = None,
         wall_clock: Callable[[], float] = time.time,
         lock_clock: Callable[[], float] | None = None,
@@ -95,12 +88,11 @@ class GroupMember(MemberEvents, ClusterEvents):
         commits.attach(context)
         counts = Counts()
         self.locks = QueueLocks(context) if self._needs_locks(config) else None
-        self.service = self._service(lambda is_async: workers_for(is_async, self._reports), counts)
-        delivery = Delivery(context.subscriptions, self.service)
-        self.retries = Retries(context, delivery, counts)
-        delivery.on_unwanted = self.retries.add_unwanted
-        self._reports = ListenerReports(context, self.retries, counts)
-        self.assignments = Assignments(context, commits, delivery.deliver, self.service, self.locks, counts)
+        self.retries = Retries(context, commits, counts)
+        service = OrderedService if config.orderly else ConcurrentService
+        self.service: ConsumeService = service(context, workers_for, ListenerReports(context, self.retries, counts))
+        self.retries.deliver = self.service.deliver
+        self.assignments = Assignments(context, commits, self.service.deliver, self.service, self.locks, counts)
         self.resets = Resets(context, self.assignments, commits)
         self._records = ResetRecords(context, self.assignments, commits, self.resets)
         self._corrections = CorrectionFollower(context, self.assignments, self.resets, self._records)
@@ -114,17 +106,6 @@ class GroupMember(MemberEvents, ClusterEvents):
         self._masters: dict[str, str] = {}  # by broker name
         self._ending: asyncio.Task[None] | None = None
         self._call_deadline = float("inf")
-
-    async def _give_up_unless_consumed(self, window: ProcessQueue, message: Message) -> float:
-        """Give up a message of an orderly queue as `Retries` does, unless the database counts it as consumed."""
-        if window.claim is not None and isinstance(self.commits, DatabaseCommits):
-            try:
-                if await self.commits.is_consumed(window.claim, message.queue_offset):
-                    return 0.0
-            except DatabaseError as error:
-                self.context.emit_throttled(EventKind.STORE_UNREACHABLE, str(error), window.queue)
-                return GIVE_UP_RETRY_S
-        return await self.retries.give_up(window, message)
 
     # --- events of its parts
 
@@ -149,36 +130,6 @@ class GroupMember(MemberEvents, ClusterEvents):
             return False
         store = config.offset_store
         return not isinstance(store, DatabaseOffsets) or store.allow_foreign_members
-
-    def _service(
-        self, workers_for: Callable[[bool], Workers], counts: Counts
-    ) -> ConcurrentService | OrderlyService | KeyedService:
-        config, loop = self.config, self.context.loop
-        if not config.orderly:
-            return ConcurrentService(loop, workers_for)
-        if config.order_by is not None:
-            return KeyedService(
-                loop,
-                workers_for,
-                order_by=config.order_by,
-                max_attempts=config.most_attempts,
-                begin=self.context.tasks.begin,
-                give_up=lambda window, message: self.retries.give_up(window, message),
-                failed=lambda window, count: counts.failed(window.queue.topic, count),
-                held_up=lambda window, why: self._reports.held_up(window, why),
-                key_failed=lambda window, message, error: self._reports.key_failed(window, message, error),
-                worker_failed=lambda error: self._reports.worker_failed(error),
-            )
-        return OrderlyService(
-            loop,
-            workers_for,
-            auto_commit=config.auto_commit,
-            max_attempts=config.most_attempts,
-            begin=self.context.tasks.begin,
-            give_up=self._give_up_unless_consumed,
-            failed=lambda window, count: counts.failed(window.queue.topic, count),
-            held_up=lambda window, why: self._reports.held_up(window, why),
-        )
 
     # --- subscriptions
 
@@ -247,7 +198,7 @@ class GroupMember(MemberEvents, ClusterEvents):
             tasks.keep_running(self.assignments.keep_locks(self.locks), "keeping locks")
         if self.config.broadcasting and self.config.remote_reset == "accept":
             tasks.keep_running(self._records.keep_reading(), "reading recorded resets")
-        tasks.keep_running(StuckCalls(context, self.service, self.retries).watch(), "the watch over listeners")
+        tasks.keep_running(self.service.report_stuck(), "the watch over listeners")
         tasks.keep_running(self._statistics.sample(), "statistics")
         log.info(
             "group=%s started client_id=%s model=%s topics=%s",

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pyrocket_consumer.consumer.window.memory_budget import MemoryBudget, PullWaiter, wake_all
 from pyrocket_consumer.model import MessageQueue
@@ -86,6 +87,7 @@ class ProcessQueue(PullWaiter):
         self.claim = self.lease.claim
         self.dropped = False  # no more messages, and no more listener calls; acks still count
         self.fenced = False  # the final offset is known, and later acks are ignored
+        self.lanes: Any = None  # of an ordered queue: its messages that wait for a listener
         self.listener_time_s = INITIAL_LISTENER_TIME_S
         self.last_consumed_at = 0.0
         self.clock = clock

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,11 @@ def living(*names: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
+def service_of(loop: asyncio.AbstractEventLoop, workers: Any) -> ConcurrentService:
+    """Return a service that has these workers only."""
+    return ConcurrentService(SimpleNamespace(loop=loop), lambda is_async, reports: workers, Reports())
+
+
 @pytest.fixture(params=["threads", "coroutines"])
 def either(request) -> Working:
     return request.getfixturevalue(request.param)
@@ -197,7 +203,7 @@ def test_an_ended_loop_is_not_kept_waiting_by_its_workers(io):
 
 
 def test_workers_recognize_their_calls_and_tasks_started_there(either):
-    service, known = ConcurrentService(either.loop, lambda is_async: either.workers), []
+    service, known = service_of(either.loop, either.workers), []
 
     def handle(message):
         known.append(service.is_own_call())
@@ -321,38 +327,29 @@ def test_a_worker_survives_the_withdrawal_of_its_units(either):
     either.works()
 
 
-class LaneBatch:
-    """A fake `LaneBatch`."""
+class EndingChunk(Chunk):
+    """A chunk that notes its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.ended = threading.Event()
-
-    def may_continue(self):
-        return True
-
-    def apply_result(self, unit, result):
-        return True, True
-
-    def take_consumed(self):
-        return []
 
     def end(self):
         self.ended.set()
 
 
-def test_a_batch_that_no_worker_has_begun_ends_at_a_stop(either):
+def test_a_chunk_that_no_worker_has_begun_ends_at_a_stop(either):
     """Otherwise its queue would count as running, and a close would wait for it until its timeout."""
     function, begun, release = blocking(either)
     window, messages = window_of(5)
-    chunks = [Chunk(window, Listener.of(function), deque([message])) for message in messages]
+    chunks = [EndingChunk(window, Listener.of(function), deque([message])) for message in messages]
     for chunk in chunks:
-        chunk.lane_batch = LaneBatch()
         either.put_chunk(chunk)
     for _ in range(2):
         assert begun.acquire(timeout=WAIT_S)
     either.workers.stop()
     release.set()
-    assert all(chunk.lane_batch.ended.wait(WAIT_S) for chunk in chunks)
+    assert all(chunk.ended.wait(WAIT_S) for chunk in chunks)
 
 
 # --- chunks and their withdrawal
@@ -388,7 +385,7 @@ class FakeWorkers:
 
 def serving() -> tuple[ConcurrentService, FakeWorkers]:
     fake_workers = FakeWorkers(3)
-    return ConcurrentService(asyncio.get_running_loop(), lambda is_async: fake_workers), fake_workers
+    return service_of(asyncio.get_running_loop(), fake_workers), fake_workers
 
 
 def handle(message):

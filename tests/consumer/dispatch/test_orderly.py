@@ -6,18 +6,20 @@ import asyncio
 import threading
 import time
 from collections import Counter, defaultdict, deque
+from types import SimpleNamespace
 
 import pytest
 
 from pyrocket_consumer import Suspend
-from pyrocket_consumer.consumer.dispatch.orderly import HELD_UP_AFTER_S, OrderlyService
+from pyrocket_consumer.consumer.dispatch.ordered import HELD_UP_AFTER_S, OrderedService
 from pyrocket_consumer.consumer.dispatch.workers import Chunk, Slot
 from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import answer, drop, drop_answer
 from tests.consumer.orders import GROUP, QUEUE, RETRY, TOPIC, listener_of, request_matcher
 from tests.consumer.windows import window_of
-from tests.consuming import QUICK, RecordingListener, consuming, numbered, until
+from tests.consuming import QUICK, WAIT_S, Events, RecordingListener, consuming, numbered, until
+from tests.order_by_key import KeyedListener
 from tests.resets import fill
 
 
@@ -29,27 +31,32 @@ class FakeWorkers:
         self.chunks: deque[Chunk] = deque()
         self.put = self.chunks.append
         self.stop = self.abandon = lambda: None
+        self.waiting = lambda: len(self.chunks)
 
     def begin(self):
-        """Let a worker take the next chunk, and return its units."""
+        """Let a worker take the next chunk and begin its first unit. Return its units."""
         (chunk,) = self.chunks
-        self.slots[0].chunk = chunk
+        if self.slots[0].chunk is not chunk:
+            self.slots[0].chunk = chunk
+            chunk.begun_at, chunk.current = chunk.window.clock(), chunk.todo.popleft()
         return [
-            [each.queue_offset for each in unit] if isinstance(unit, list) else unit.queue_offset for unit in chunk.todo
+            [each.queue_offset for each in unit] if isinstance(unit, list) else unit.queue_offset
+            for unit in (chunk.current, *chunk.todo)
         ]
 
     async def finish(self, *results):
         """Give the worker these results, one for each unit."""
+        self.begin()
         chunk = self.chunks.popleft()
-        for result in results:
-            unit = chunk.todo.popleft()
+        for number, result in enumerate(results):
+            unit = chunk.todo.popleft() if number else chunk.current
             if result is None:
                 chunk.done.extend(unit if isinstance(unit, list) else [unit])
-            elif not chunk.lane_batch.apply_result(unit, result)[0]:
-                break
-        chunk.window.ack(chunk.lane_batch.take_consumed())
+            else:
+                chunk.apply_result(unit, result)
+        chunk.window.ack(chunk.take_consumed())
         self.slots[0].chunk = None
-        chunk.lane_batch.end()
+        chunk.end()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
@@ -61,15 +68,19 @@ class Serving:
         self.fake_workers, self.given_up, self.held_up = FakeWorkers(), [], []
         self.pauses, self.tasks = list(pauses), []
         loop = asyncio.get_running_loop()
-        self.service = OrderlyService(
-            loop,
-            lambda is_async: self.fake_workers,
-            auto_commit=auto_commit,
-            max_attempts=max_attempts,
-            give_up=self._give_up,
-            begin=lambda work, what: self.tasks.append(loop.create_task(work)),
+        context = SimpleNamespace(
+            loop=loop,
+            config=SimpleNamespace(auto_commit=auto_commit, most_attempts=max_attempts, order_by=None),
+            call_soon=loop.call_soon_threadsafe,
+            tasks=SimpleNamespace(begin=lambda work, what: self.tasks.append(loop.create_task(work))),
+        )
+        reports = SimpleNamespace(
+            retries=SimpleNamespace(give_up=self._give_up),
+            count_failed=lambda window, count: None,
+            key_failed=lambda window, message, error: None,
             held_up=lambda window, why: self.held_up.append(window),
         )
+        self.service = OrderedService(context, lambda is_async, reports: self.fake_workers, reports)
         self.begins(count)
 
     def begins(self, count, epoch=1):
@@ -180,7 +191,7 @@ async def test_a_new_period_waits_for_the_call_of_the_former_one():
     serving.begins(3, epoch=2)
     serving.dispatch(Listener.of(one))
     assert len(serving.fake_workers.chunks) == 1
-    assert (running(former), running(serving.window), running()) == (1, 0, 1)
+    assert (running(former), running(serving.window), running()) == (1, 1, 1), "its next owner waits for it, too"
     await asyncio.sleep(HELD_UP_AFTER_S - 1)
     assert serving.held_up == []
     await asyncio.sleep(2)
@@ -194,6 +205,7 @@ async def test_a_new_period_waits_for_the_call_of_the_former_one():
 async def test_a_new_period_does_not_repeat_messages_of_the_former_one(result):
     serving = Serving(2)
     serving.dispatch(Listener.of(one))
+    serving.fake_workers.begin()
     serving.ends()
     serving.begins(2, epoch=2)
     serving.dispatch(Listener.of(one))
@@ -262,6 +274,11 @@ def model(request, tmp_path):
     return {"message_model": request.param, "offset_store_dir": tmp_path, "orderly": True}
 
 
+def own_queues(consumer):
+    """Return how many queues of the topic a consumer holds."""
+    return sum(queue.topic == TOPIC for queue in consumer.progress())
+
+
 def locked(broker):
     """Return the ids of the topic's queues that the group has locked."""
     return [queue.queue_id for queue in broker.locks(GROUP) if queue.topic == TOPIC]
@@ -280,6 +297,23 @@ def test_after_a_reset_no_call_begins_while_an_earlier_one_runs(orders, held, ki
         held.wait(lambda seen: len(seen.messages) == 6)
     assert held.bodies == [b"m0", *numbered(5)]
     assert held.most_running == 1
+
+
+def test_a_restarted_queue_is_handed_over_after_its_calls(orders):
+    """The next owner waits for a call from before the restart, too."""
+    freed, waiting = threading.Event(), Events()
+    seen = KeyedListener(lambda message: freed.wait(WAIT_S) and None, key=lambda message: message.queue)
+    orders.make(queues=2)
+    for queue_id in (0, 1):
+        orders.fill(2, queue_id=queue_id)
+    with orders.consuming(seen, orderly=True) as (first, _):
+        until(lambda: sum(seen.running.values()) == 2, "a call of each queue")
+        first.reset_offsets(TOPIC, "earliest")
+        with orders.consuming(seen, orderly=True, start_wait_s=0, on_event=waiting) as (second, _):
+            assert "another member still has its lock" in waiting.wait_for("lock-lost").text
+            freed.set()
+            until(lambda: own_queues(first) == own_queues(second) == 1, "one queue each")
+    assert not seen.overlaps
 
 
 def test_a_short_call_that_outlives_its_period_is_not_reported(orders, held):

@@ -51,7 +51,8 @@ class Member:
         self.emitted, self.surprises = [], []
         self.under_way = self.most_under_way = 0
         self.call_s = 0.0
-        self.retries = Retries(self, self, Counts())  # type: ignore[arg-type]
+        self.retries = Retries(self, None, Counts())  # type: ignore[arg-type]
+        self.retries.deliver = self.deliver
 
     def broker(self, name: str) -> Any:
         async def send_back(group, message, delay_level, limit, *, on_late):
