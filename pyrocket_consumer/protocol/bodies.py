@@ -14,7 +14,7 @@ from typing import Any
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import BrokerData, MessageQueue, QueueData, Subscription, TopicRoute
 from pyrocket_consumer.protocol import fastjson
-from pyrocket_consumer.protocol.json_object import (
+from pyrocket_consumer.protocol.fastjson import (
     JsonObject,
     java_field,
     read_number,

@@ -17,7 +17,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol import fastjson
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.command import Header, wire
-from pyrocket_consumer.protocol.json_object import read_number, read_object
+from pyrocket_consumer.protocol.fastjson import read_number, read_object
 
 RELAY_VERSION = 1
 MAX_RECORDED_QUEUE_ID = 32_000

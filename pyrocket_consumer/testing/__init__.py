@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         rewrite,
     )
     from pyrocket_consumer.testing.messages import Sent, message
-    from pyrocket_consumer.testing.recording import Recorded
+    from pyrocket_consumer.testing.server import Recorded
 
 __all__ = [
     "EmbeddedBroker",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.testing.cluster import EmbeddedCluster
-from pyrocket_consumer.testing.release import DEFAULT_RELEASE
+from pyrocket_consumer.testing.config import DEFAULT_RELEASE
 
 _EXAMPLE = """example:
   python -m pyrocket_consumer.testing --brokers 2 --topic orders:4 --topic audit:1 --port 9876

@@ -15,8 +15,7 @@ from pyrocket_consumer.protocol.message import Message, decode_messages
 from pyrocket_consumer.testing.broker import Broker
 from pyrocket_consumer.testing.faults import Fault
 from pyrocket_consumer.testing.name_server import NameServer
-from pyrocket_consumer.testing.recording import Recorded
-from pyrocket_consumer.testing.server import Server
+from pyrocket_consumer.testing.server import Recorded, Server
 
 if TYPE_CHECKING:
     from pyrocket_consumer.testing.cluster import EmbeddedCluster

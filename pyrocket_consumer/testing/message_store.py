@@ -17,7 +17,7 @@ from pyrocket_consumer.protocol.message import (
     encode_message,
     encode_properties,
 )
-from pyrocket_consumer.testing.release import Release
+from pyrocket_consumer.testing.config import Release
 
 _BODY_AT = 88  # both hosts are IPv4
 _BODY_LENGTH = struct.Struct(">I")

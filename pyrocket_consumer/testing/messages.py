@@ -14,10 +14,9 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
 from pyrocket_consumer.protocol.ids import UniqueIds
 from pyrocket_consumer.protocol.message import Message, PropertyName, StoredMessage, decode_messages, encode_message
-from pyrocket_consumer.testing.config import DEFAULT_TOPIC
+from pyrocket_consumer.testing.config import DEFAULT_TOPIC, Release
 from pyrocket_consumer.testing.intake import TIMERS
 from pyrocket_consumer.testing.node import Clock, Refused
-from pyrocket_consumer.testing.release import Release
 from pyrocket_consumer.testing.sends import REGION
 from pyrocket_consumer.text import safe_repr
 

@@ -15,8 +15,8 @@ from pyrocket_consumer.protocol.command import (
 )
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing.broker import Broker
+from pyrocket_consumer.testing.config import Release
 from pyrocket_consumer.testing.node import Connection, Node, Refused
-from pyrocket_consumer.testing.release import Release
 
 GET_TOPICS_BY_CLUSTER = 224
 

@@ -10,7 +10,7 @@ from itertools import count
 from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.frame import JSON_HEADER, RemotingCommand, encode_command
-from pyrocket_consumer.testing.release import Release
+from pyrocket_consumer.testing.config import Release
 
 
 class Clock:

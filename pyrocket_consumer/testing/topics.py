@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pyrocket_consumer.model import DLQ_PREFIX, PERM_READ, PERM_WRITE, RETRY_PREFIX
-from pyrocket_consumer.testing.config import DEFAULT_TOPIC, BrokerConfig
-from pyrocket_consumer.testing.release import Release
+from pyrocket_consumer.testing.config import DEFAULT_TOPIC, BrokerConfig, Release
 
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
 HALF_TOPIC = "RMQ_SYS_TRANS_HALF_TOPIC"

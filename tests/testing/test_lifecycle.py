@@ -20,8 +20,7 @@ from pyrocket_consumer.protocol.frame import sign
 from pyrocket_consumer.protocol.message import decode_messages
 from pyrocket_consumer.testing import EmbeddedCluster
 from pyrocket_consumer.testing.node import Clock
-from pyrocket_consumer.testing.recording import Changes
-from pyrocket_consumer.testing.server import Server
+from pyrocket_consumer.testing.server import Changes, Server
 from tests.testing.brokers import broker_and_client, pull_result
 from tests.testing.raw_client import RawClient
 
