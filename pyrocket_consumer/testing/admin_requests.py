@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pyrocket_consumer.errors import ProtocolError
-from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol import bodies, fastjson
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.protocol.command import (
@@ -181,9 +180,6 @@ class AdminRequests:
 
     # --- statistics
 
-    def _queue(self, topic: str, queue_id: int) -> MessageQueue:
-        return MessageQueue(topic, self._broker.config.broker_name, queue_id)
-
     def topic_stats(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         broker, release = self._broker, self._broker.release
         header = GetTopicStatsInfoHeader.from_fields(command.fields)
@@ -198,7 +194,7 @@ class AdminRequests:
             queue = broker.store.queue(topic.name, queue_id)
             last = queue.stored_at_ms[-1] if queue is not None and queue.stored_at_ms else 0
             low, high = (queue.min_offset, queue.max_offset) if queue is not None else (0, 0)
-            queues[self._queue(topic.name, queue_id)] = bodies.QueueStats(low, high, last)
+            queues[self._broker.queue(topic.name, queue_id)] = bodies.QueueStats(low, high, last)
         tps = 0.0 if release.topic_stats_put_tps else None
         return command.make_response(body=bodies.encode_topic_stats(bodies.TopicStats(queues, tps)))
 
@@ -218,7 +214,7 @@ class AdminRequests:
             if topic is None or online is not None and name not in online.subscriptions:
                 continue
             for queue_id in range(topic.read_queues):
-                queues[self._queue(name, queue_id)] = self._progress(name, group, queue_id)
+                queues[self._broker.queue(name, queue_id)] = self._progress(name, group, queue_id)
         return command.make_response(body=bodies.encode_consume_stats(bodies.ConsumeStats(queues)))
 
     def _progress(self, topic: str, group: str, queue_id: int) -> bodies.QueueConsumeStats:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.bodies import SubscriptionGroupConfig
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.frame import ACCESS_KEY, SIGNATURE, RemotingCommand, signature
@@ -98,6 +99,9 @@ class Broker(Node):
     @property
     def is_slave(self) -> bool:
         return self.config.broker_id != 0
+
+    def queue(self, topic: str, queue_id: int) -> MessageQueue:
+        return MessageQueue(topic, self.name, queue_id)
 
     def offset_message_id(self, commit_log_offset: int) -> str:
         return f"{self._id_prefix}{commit_log_offset:016X}"

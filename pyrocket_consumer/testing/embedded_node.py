@@ -175,7 +175,7 @@ class EmbeddedBroker(EmbeddedNode):
         """Kill the broker and reset connections. With `lose_commits`, offsets return to the last flush (every 5 s)."""
 
         def kill() -> None:
-            self._server.abort()
+            self._server.close(abrupt=True)
             self._ended(lose_unflushed=lose_commits, keep_route=keep_route)
 
         self.cluster.end([self._server], kill)
@@ -238,7 +238,7 @@ class EmbeddedBroker(EmbeddedNode):
             for each in sorted(store.queue_ids(topic)) if queue_id is None else [queue_id]:
                 queue = store.queue(topic, each)
                 if queue is not None:
-                    found += decode_messages(b"".join(queue.records), MessageQueue(topic, self.name, each))
+                    found += decode_messages(b"".join(queue.records), self.core.queue(topic, each))
             return found
 
         return self.cluster.call(read)

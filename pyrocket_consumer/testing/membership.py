@@ -336,7 +336,7 @@ class Membership:
         assignment_request = decode_assignment_request(command.body)
         topic = self._broker.topics.get(assignment_request.topic)
         ids = range(topic.read_queues if topic is not None else 0)
-        queues = [MessageQueue(assignment_request.topic, self._broker.name, queue_id) for queue_id in ids]
+        queues = [self._broker.queue(assignment_request.topic, queue_id) for queue_id in ids]
         if assignment_request.message_model == "BROADCASTING":
             allocated: list[MessageQueue] | None = queues
         else:

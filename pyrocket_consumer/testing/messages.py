@@ -158,7 +158,7 @@ class Feed:
             config = broker.core.topics.for_send(topic, DEFAULT_TOPIC, DEFAULT_QUEUES)
             if config is not None:
                 ids = range(config.write_queues) if queue_id is None else [queue_id]
-                found += [_Target(broker, MessageQueue(topic, broker.name, its_id)) for its_id in ids]
+                found += [_Target(broker, broker.core.queue(topic, its_id)) for its_id in ids]
         if not found:
             raise ConfigError(f"topic {topic!r} does not exist and may not be created on demand; call create_topic")
         round_robin = self._round_robin.setdefault(topic, counter())

@@ -155,9 +155,6 @@ class Relays:
         targets = self._reset_at_members(header, command.language)
         return command.make_response(remark=_NOT_SET, body=encode_offset_table(targets))
 
-    def _queue(self, topic: str, queue_id: int) -> MessageQueue:
-        return MessageQueue(topic, self._broker.config.broker_name, queue_id)
-
     def _reset_at_members(self, header: ResetOffsetHeader, language: str) -> dict[MessageQueue, int]:
         """Compute targets and send them to every member (220). Do not change committed offsets."""
         broker, release = self._broker, self._broker.release
@@ -178,7 +175,7 @@ class Relays:
                 target = search_offset(broker, header.topic, queue_id, header.timestamp)
             if not header.is_force:
                 target = min(target, committed)
-            targets[self._queue(header.topic, queue_id)] = max(0, target)
+            targets[self._broker.queue(header.topic, queue_id)] = max(0, target)
         online = broker.members.group(header.group)
         if online is None:
             raise Refused(
@@ -223,7 +220,7 @@ class Relays:
             if release.reset_always_commits or had_offsets:
                 broker.offsets.commit(header.topic, header.group, queue_id, target)
             broker.offsets.mark(header.topic, header.group, queue_id, target)
-        return {self._queue(header.topic, queue_id): target for queue_id, target in targets.items()}
+        return {self._broker.queue(header.topic, queue_id): target for queue_id, target in targets.items()}
 
     def _target(self, header: ResetOffsetHeader, queue_id: int) -> int:
         store = self._broker.store

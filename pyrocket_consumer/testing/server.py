@@ -150,7 +150,7 @@ _LINGER_ZERO = struct.pack("ii", 1, 0)  # close() sends RST at once and forgets 
 
 
 class Server:
-    """Serves `node` on one port of the loopback, from open() to close() or abort(); may be opened again.
+    """Serves `node` on one port of the loopback, from open() to close(); may be opened again.
 
     A bound socket reserves the port while the server is closed. The kernel then refuses connections, gives the port to
     no other process, and never picks it as the source port of a connection to itself. On a simulated loop the server
@@ -233,15 +233,11 @@ class Server:
             with suppress(NotImplementedError):  # loops of Windows
                 self.clock.loop.remove_reader(listening)
 
-    def close(self) -> None:
-        """Stop listening and end every connection, as a process does after SIGTERM."""
-        self._end(abrupt=False)
+    def close(self, abrupt: bool = False) -> None:
+        """Stop listening and end every connection, as a process does after SIGTERM.
 
-    def abort(self) -> None:
-        """Stop listening and reset every connection, as a killed process does."""
-        self._end(abrupt=True)
-
-    def _end(self, abrupt: bool) -> None:
+        With `abrupt`, reset them, as a killed process does.
+        """
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -251,7 +247,7 @@ class Server:
 
     def release_port(self) -> None:
         """Close the server and release its port."""
-        self._end(abrupt=False)
+        self.close()
         if self._reserved is not None:
             self._reserved.close()
 
