@@ -36,9 +36,9 @@ from benchmarks.raw_pull import raw_pull
 from benchmarks.recorded_broker import FLOW
 from benchmarks.spark_sources import CountingSource, PlainSource, ReadySource
 from pyrocket_consumer.spark import register
+from pyrocket_consumer.spark.batch_reader import BatchReader
+from pyrocket_consumer.spark.data_source import READ_SCHEMA
 from pyrocket_consumer.spark.options import parse_source
-from pyrocket_consumer.spark.schema import READ_SCHEMA
-from pyrocket_consumer.spark.source import BatchReader
 from tests.real_brokers.cluster import RealCluster
 from tests.real_brokers.jars import NEWEST, java_tool
 

@@ -163,9 +163,8 @@ def test_spark_pushdown_has_messages_of_the_reported_age():
     pytest.importorskip("pyspark")
     from benchmarks.spark_pushdown import timed_broker
     from benchmarks.timed_broker import FIRST_MS
-    from pyrocket_consumer.spark.data_source import RocketMQDataSource
+    from pyrocket_consumer.spark.data_source import READ_SCHEMA, RocketMQDataSource
     from pyrocket_consumer.spark.executor_cache import close_all
-    from pyrocket_consumer.spark.schema import READ_SCHEMA
 
     with timed_broker(1000, 1000) as address:
         options = {"nameserver": address, "subscribe": "orders-2", "startingtimestamp": str(FIRST_MS + 990_000)}

@@ -1,4 +1,4 @@
-"""The data source `rocketmq`, which makes readers and writers for Spark."""
+"""The data source `rocketmq`: the columns of a read, and the readers and writers for Spark."""
 
 from __future__ import annotations
 
@@ -11,14 +11,49 @@ from pyspark.sql.datasource import (
     DataSourceStreamWriter,
     DataSourceWriter,
 )
-from pyspark.sql.types import StructType
+from pyspark.sql.types import (
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.spark import sink
+from pyrocket_consumer.spark.batch_reader import BatchReader, FilteredBatchReader
 from pyrocket_consumer.spark.options import check_options, parse_sink, parse_source
-from pyrocket_consumer.spark.pyspark_names import PUSHES_FILTERS
-from pyrocket_consumer.spark.schema import project_schema
-from pyrocket_consumer.spark.source import BatchReader, FilteredBatchReader, RefusedStreamReader, StreamReader
+from pyrocket_consumer.spark.stream_reader import RefusedStreamReader, StreamReader
+
+_TYPES: dict[str, DataType] = {
+    "topic": StringType(),
+    "brokerName": StringType(),
+    "queueId": IntegerType(),
+    "queueOffset": LongType(),
+    "msgId": StringType(),
+    "tags": StringType(),
+    "keys": StringType(),
+    "body": BinaryType(),
+    "properties": MapType(StringType(), StringType()),
+    "flag": IntegerType(),
+    "sysFlag": IntegerType(),
+    "reconsumeTimes": IntegerType(),
+    "bornTimestamp": TimestampType(),
+    "storeTimestamp": TimestampType(),
+    "bornHost": StringType(),
+    "storeHost": StringType(),
+}
+_MAY_BE_NULL = frozenset({"tags", "keys", "bornTimestamp", "storeTimestamp"})
+
+READ_SCHEMA = StructType([StructField(name, kind) for name, kind in _TYPES.items()])
+"""Every column, as `docs/spark.md` describes them."""
+
+PUSHES_FILTERS = hasattr(DataSourceReader, "pushFilters")
+"""False before PySpark 4.1, where Spark does not pass filters to readers."""
 
 
 class RocketMQDataSource(DataSource):
@@ -92,3 +127,42 @@ class RocketMQDataSource(DataSource):
         options = parse_sink(self.options)
         sink.check_schema(schema, options)
         return sink.stream_writer(schema, options)
+
+
+def project_schema(schema: StructType | None) -> StructType:
+    """Return the columns to read: those of the user's `schema`, or all when it is None.
+
+    Spark does not pass the columns that a query uses to a Python source. A user selects them with
+    `.schema("queueOffset long, body binary")`; other columns then cost nothing.
+
+    Raises:
+        ConfigError: a column is unknown, is named twice, has another type, or is NOT NULL although it can be null.
+    """
+    if schema is None:
+        return READ_SCHEMA
+    if not schema.fields:
+        raise ConfigError(f"the schema has no column; name at least one of {_columns()}")
+    for field in schema.fields:
+        wanted = _TYPES.get(field.name)
+        if wanted is None:
+            raise ConfigError(f"column {field.name!r} is unknown; there are {_columns()}")
+        if schema.names.count(field.name) > 1:
+            raise ConfigError(f"column {field.name!r} is named twice; name each column once")
+        if not _same_type(field.dataType, wanted):
+            raise ConfigError(
+                f"column {field.name!r} is {wanted.simpleString()}, not {field.dataType.simpleString()}; "
+                f"there are {_columns()}"
+            )
+        if not field.nullable and field.name in _MAY_BE_NULL:
+            raise ConfigError(f"column {field.name!r} is null for a message without one; remove NOT NULL")
+    return schema
+
+
+def _same_type(given: DataType, wanted: DataType) -> bool:
+    if isinstance(given, MapType) and isinstance(wanted, MapType):  # no value is null, so NOT NULL makes no difference
+        return given.keyType == wanted.keyType and given.valueType == wanted.valueType
+    return given == wanted
+
+
+def _columns() -> str:
+    return ", ".join(f"{name} {kind.simpleString()}" for name, kind in _TYPES.items())

@@ -30,7 +30,8 @@ from pyrocket_consumer.config import (
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.subscription import ALL, SQL92, check_expression, parse_subscription
-from pyrocket_consumer.spark.retry_policy import RetryPolicy
+from pyrocket_consumer.spark.failures import RetryPolicy
+from pyrocket_consumer.spark.planning import TaskSizes
 from pyrocket_consumer.text import safe_repr
 
 T = TypeVar("T")
@@ -298,16 +299,6 @@ Bound = NamedOffset | GivenOffsets | StoredAt | StoredAtByTopic
 
 TIME_BOUNDS = (StoredAt, StoredAtByTopic)
 """The bounds that are times."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskSizes:
-    """The number of tasks and the size of each. Sizes are numbers of offsets."""
-
-    min_partitions: int | None = None
-    max_partitions: int | None = None
-    min_records: int = 1000
-    max_records: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.subscription import TAG
-from pyrocket_consumer.spark.ranges import QueueRange
+from pyrocket_consumer.spark.offsets import QueueRange
 
 MAX_TAGS = 100
 """Most tags to request from a broker, because every pull request carries them."""

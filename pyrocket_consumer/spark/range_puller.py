@@ -37,11 +37,10 @@ from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.columns import PulledRecords
 from pyrocket_consumer.protocol.frame import BufferSlice, RemotingCommand
 from pyrocket_consumer.protocol.templates import PullTemplate
-from pyrocket_consumer.spark.data_loss import DataLoss
 from pyrocket_consumer.spark.executor_cache import get_or_create
+from pyrocket_consumer.spark.failures import WARN_AFTER_FAILURES, DataLoss, ReadFailed, RetryPolicy
+from pyrocket_consumer.spark.offsets import QueueRange
 from pyrocket_consumer.spark.options import ReadOptions
-from pyrocket_consumer.spark.ranges import QueueRange
-from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES, RetryPolicy
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.polled_connection import IdleConnections, PolledConnection
 
@@ -55,17 +54,6 @@ _AVOIDED_S = 30.0
 _REMOVING_REMARK = "MESSAGE_WAS_REMOVING"  # with NO_MATCHED_MESSAGE: the broker is deleting these messages
 _GONE_CODES = frozenset({ResponseCode.TOPIC_NOT_EXIST, ResponseCode.INVALID_PARAMETER})  # no such topic, no such queue
 _BAD_QUEUE_REMARK = "] is illegal, topic:"  # brokers before 5.3.2
-
-
-class ReadFailed(RocketError):
-    """A range could not be read. The task fails, and Spark may run it again."""
-
-    def __init__(self, what: str, tries: int, reason: str) -> None:
-        super().__init__(what, tries, reason)
-        self.what, self.tries, self.reason = what, tries, reason
-
-    def __str__(self) -> str:
-        return f"reading {self.what} failed after {self.tries} {'try' if self.tries == 1 else 'tries'}: {self.reason}"
 
 
 class SharedPulls:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 
 import pyarrow as pa
 from pyspark import TaskContext
+from pyspark.sql import datasource
 from pyspark.sql.datasource import (
     DataSourceArrowWriter,
     DataSourceStreamWriter,
@@ -30,11 +31,13 @@ from pyrocket_consumer.producer import Producer, SendResult
 from pyrocket_consumer.producer.failures import NoWritableQueue
 from pyrocket_consumer.producer.send_future import KeyedResultSink
 from pyrocket_consumer.spark import executor_cache
+from pyrocket_consumer.spark.failures import RetryPolicy
 from pyrocket_consumer.spark.options import DEFAULT_GROUP, SinkOptions
-from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
-from pyrocket_consumer.spark.retry_policy import RetryPolicy
 from pyrocket_consumer.spark.sink_rows import BATCH_ID, PARTITION, QUERY_ID, RowReader, SinkRow, check_schema
 from pyrocket_consumer.text import logger
+
+DataSourceStreamArrowWriter: type | None = getattr(datasource, "DataSourceStreamArrowWriter", None)
+"""None before PySpark 4.1, where streams can be written as rows only."""
 
 __all__ = ["BatchWriter", "TaskResult", "batch_writer", "check_overwrite", "check_schema", "stream_writer"]
 

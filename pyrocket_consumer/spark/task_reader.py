@@ -12,8 +12,13 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from inspect import signature
+from typing import Any
 
 import pyarrow as pa
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
 
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.errors import ConfigError, ProtocolError, RocketError
@@ -21,10 +26,11 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.columns import PulledRecords, record_batches
 from pyrocket_consumer.protocol.compression import BodyTooLarge
 from pyrocket_consumer.spark.executor_cache import discard, get_or_create
+from pyrocket_consumer.spark.failures import WARN_AFTER_FAILURES, ReadFailed
+from pyrocket_consumer.spark.offsets import QueueRange
 from pyrocket_consumer.spark.options import DamagedBodies, ReadOptions
-from pyrocket_consumer.spark.range_puller import RangePuller, ReadFailed, SharedPulls
-from pyrocket_consumer.spark.ranges import QueueRange
-from pyrocket_consumer.spark.retry_policy import WARN_AFTER_FAILURES
+from pyrocket_consumer.spark.planning import TaskSizes, plan_tasks
+from pyrocket_consumer.spark.range_puller import RangePuller, SharedPulls
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.polled_connection import PolledConnection
 
@@ -40,7 +46,36 @@ MAX_CONCURRENT_QUEUES = 16
 _MAX_BODIES_LOGGED = 5  # damaged bodies that the log names
 _CONNECT_CHECK_INTERVAL_S = 0.02  # between checks for a new connection, while responses may arrive
 _LONGEST_WAIT_S = 5.0
+# Spark before 4.2 has no such parameter, and timestamps are in UTC.
+_IN_UTC: dict[str, Any] = {"timezone": "UTC"} if "timezone" in signature(to_arrow_schema).parameters else {}
 _READ_WRITE = selectors.EVENT_READ | selectors.EVENT_WRITE
+
+
+class RangesPartition(InputPartition):
+    """The ranges that one task reads."""
+
+    def __init__(self, ranges: Sequence[QueueRange]) -> None:
+        super().__init__(None)
+        self.ranges = tuple(ranges)
+
+    def __repr__(self) -> str:
+        return f"RangesPartition({', '.join(map(str, self.ranges))})"
+
+
+def plan_partitions(ranges: Sequence[QueueRange], sizes: TaskSizes) -> list[RangesPartition]:
+    """Return the partitions of the tasks that read `ranges`."""
+    return [RangesPartition(task) for task in plan_tasks(ranges, sizes)]
+
+
+def read_partition(partition: InputPartition, schema: StructType, options: ReadOptions) -> Iterator[pa.RecordBatch]:
+    """Yield the messages of a partition as rows of `schema`; see `read_ranges`."""
+    assert isinstance(partition, RangesPartition)
+    return read_ranges(partition.ranges, arrow_schema(schema), options)
+
+
+def arrow_schema(schema: StructType) -> pa.Schema:
+    """Return `schema` exactly as Spark compares it."""
+    return to_arrow_schema(schema, **_IN_UTC)
 
 
 def read_ranges(ranges: Sequence[QueueRange], columns: pa.Schema, options: ReadOptions) -> Iterator[pa.RecordBatch]:

@@ -11,8 +11,9 @@ from typing import Any
 
 from pyspark import TaskContext
 
+from pyrocket_consumer.spark.batch_reader import BatchReader
 from pyrocket_consumer.spark.data_source import RocketMQDataSource
-from pyrocket_consumer.spark.source import BatchReader, StreamReader
+from pyrocket_consumer.spark.stream_reader import StreamReader
 
 
 def calls(path: Path) -> list[str]:

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.data_source import RocketMQDataSource
-from pyrocket_consumer.spark.pyspark_names import ReadAllAvailable
-from pyrocket_consumer.spark.schema import project_schema
-from pyrocket_consumer.spark.source import StreamReader
+from pyrocket_consumer.spark.data_source import RocketMQDataSource, project_schema
+from pyrocket_consumer.spark.stream_reader import ReadAllAvailable, StreamReader
 from pyrocket_consumer.testing import EmbeddedCluster, Fault
 
 FROM_FIRST = {"subscribe": "orders", "startingOffsets": "earliest"}

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.offsets import SourceOffset, decode_offset, encode_offset, ranges_between
-from pyrocket_consumer.spark.ranges import QueueRange
+from pyrocket_consumer.spark.offsets import QueueRange, SourceOffset, decode_offset, encode_offset, ranges_between
 from tests.for_each import for_each
 
 A0, A1, B0 = MessageQueue("T", "a", 0), MessageQueue("T", "a", 1), MessageQueue("T", "b", 0)

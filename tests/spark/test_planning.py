@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.options import TaskSizes
-from pyrocket_consumer.spark.planning import plan_tasks, spread
-from pyrocket_consumer.spark.ranges import QueueRange
+from pyrocket_consumer.spark.offsets import QueueRange
+from pyrocket_consumer.spark.planning import TaskSizes, plan_tasks, spread
 from tests.for_each import for_each
 from tests.speed import cpu_at_most
 

@@ -16,11 +16,10 @@ from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.spark.broker_offsets import CLOCK_SKEW_MS
-from pyrocket_consumer.spark.data_loss import DataLoss
+from pyrocket_consumer.spark.data_source import PUSHES_FILTERS, project_schema
+from pyrocket_consumer.spark.failures import DataLoss
+from pyrocket_consumer.spark.offsets import QueueRange
 from pyrocket_consumer.spark.pushed_filters import MAX_TAGS, MAX_TAGS_LENGTH, PushedFilters, Span, push_filters
-from pyrocket_consumer.spark.pyspark_names import PUSHES_FILTERS
-from pyrocket_consumer.spark.ranges import QueueRange
-from pyrocket_consumer.spark.schema import project_schema
 from pyrocket_consumer.testing import EmbeddedCluster, answer, rewrite
 from tests.for_each import for_each
 from tests.spark.spark_calls import data_source, rows, stored_at, with_options

@@ -15,9 +15,9 @@ import pytest
 
 from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
 from pyrocket_consumer.protocol.codes import RequestCode
-from pyrocket_consumer.spark.pyspark_names import DataSourceStreamArrowWriter
-from pyrocket_consumer.spark.schema import READ_SCHEMA
+from pyrocket_consumer.spark.data_source import READ_SCHEMA
 from pyrocket_consumer.spark.sink import (
+    DataSourceStreamArrowWriter,
     StreamArrowWriter,
     StreamRowWriter,
     batch_writer,

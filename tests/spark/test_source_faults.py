@@ -17,9 +17,8 @@ from pyrocket_consumer.errors import ConfigError, ConnectError, FlowControl, Per
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, SysFlag
 from pyrocket_consumer.protocol.message import StoredMessage, encode_message
 from pyrocket_consumer.spark.broker_offsets import BrokerOffsets
-from pyrocket_consumer.spark.data_loss import DataLoss
+from pyrocket_consumer.spark.failures import DataLoss, NotReached
 from pyrocket_consumer.spark.options import parse_source
-from pyrocket_consumer.spark.source import NotReached
 from pyrocket_consumer.spark.task_reader import ReadFailed
 from pyrocket_consumer.testing import EmbeddedCluster, answer, close_connection, drop
 from tests.spark.spark_calls import (

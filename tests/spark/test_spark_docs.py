@@ -12,9 +12,8 @@ from typing import Any
 import psycopg
 import pytest
 
+from pyrocket_consumer.spark.data_source import PUSHES_FILTERS, READ_SCHEMA
 from pyrocket_consumer.spark.options import NAMES
-from pyrocket_consumer.spark.pyspark_names import PUSHES_FILTERS
-from pyrocket_consumer.spark.schema import READ_SCHEMA
 from pyrocket_consumer.spark.sink_rows import BATCH_ID, PARTITION, QUERY_ID, ROW, WRITE_COLUMNS
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import until

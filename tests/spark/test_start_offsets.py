@@ -8,7 +8,7 @@ import pytest
 
 from pyrocket_consumer.errors import ConfigError, RouteNotFound
 from pyrocket_consumer.protocol.codes import RequestCode
-from pyrocket_consumer.spark.source import RefusedStreamReader
+from pyrocket_consumer.spark.stream_reader import RefusedStreamReader
 from pyrocket_consumer.testing import EmbeddedCluster, Gate
 from tests.spark.spark_calls import data_source, read_batch, running, start_offsets, stored_at
 

@@ -11,7 +11,7 @@ import pytest
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.codes import RequestCode
-from pyrocket_consumer.spark.data_loss import DataLoss
+from pyrocket_consumer.spark.failures import DataLoss
 from tests.spark.spark_calls import (
     FROM_FIRST,
     Checkpoint,

@@ -17,11 +17,11 @@ from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, SysFlag
 from pyrocket_consumer.protocol.message import BatchItem, StoredMessage, compress, encode_batch, encode_message
 from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.spark import range_puller, task_reader
-from pyrocket_consumer.spark.data_loss import DataLoss
+from pyrocket_consumer.spark.data_source import READ_SCHEMA
+from pyrocket_consumer.spark.failures import DataLoss, ReadFailed
+from pyrocket_consumer.spark.offsets import QueueRange
 from pyrocket_consumer.spark.options import ClientOptions, DamagedBodies, ReadOptions
-from pyrocket_consumer.spark.ranges import QueueRange
-from pyrocket_consumer.spark.schema import READ_SCHEMA, arrow_schema
-from pyrocket_consumer.spark.task_reader import ReadFailed, read_ranges
+from pyrocket_consumer.spark.task_reader import arrow_schema, read_ranges
 from pyrocket_consumer.testing import (
     EmbeddedCluster,
     Gate,

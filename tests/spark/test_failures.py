@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyrocket_consumer.spark.retry_policy import RetryPolicy
+from pyrocket_consumer.spark.failures import RetryPolicy
 
 
 class Clock:
