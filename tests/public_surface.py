@@ -426,10 +426,14 @@ def _spark_options() -> Iterator[str]:
     tree = ast.parse(inspect.getsource(options))
     checked: dict[str, set[str]] = {name: set() for name in options.NAMES}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            name = node.args[0].value
-            if name in checked and isinstance(node.func, ast.Attribute) and len(node.args) > 1:
-                checked[name].add(", ".join(_evaluated(each, vars(options)) for each in node.args[1:]))
+        if not isinstance(node, ast.Call):
+            continue
+        is_field = isinstance(node.func, ast.Name) and node.func.id == "_option"
+        arguments = node.args[1:] if is_field else node.args
+        is_read = len(arguments) > 1 and (is_field or isinstance(node.func, ast.Attribute))
+        if is_read and isinstance(arguments[0], ast.Constant) and arguments[0].value in checked:
+            values = ", ".join(_evaluated(each, vars(options)) for each in arguments[1:])
+            checked[arguments[0].value].add(values)
     for name, values in checked.items():
         yield f"{name} {' or '.join(sorted(values)) or '-'}"
     yield f"the group in whose name queues are read: {options.DEFAULT_GROUP}"

@@ -14,13 +14,14 @@ from pyspark.sql.types import StructType
 from pyrocket_consumer.cluster.names import unwrap
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.bounds import TIME_BOUNDS, NamedOffset
 from pyrocket_consumer.spark.broker_offsets import BrokerOffsets
 from pyrocket_consumer.spark.failures import DataLoss
 from pyrocket_consumer.spark.offsets import (
     QueueRange,
     in_order,
 )
-from pyrocket_consumer.spark.options import TIME_BOUNDS, NamedOffset, SourceOptions
+from pyrocket_consumer.spark.options import SourceOptions
 from pyrocket_consumer.spark.pushed_filters import PushedFilters, Span, push_filters
 from pyrocket_consumer.spark.task_reader import RangesPartition, plan_partitions, read_partition
 from pyrocket_consumer.text import logger

@@ -45,19 +45,19 @@ from pyrocket_consumer.protocol.bodies import CheckClientConfig, encode_check_cl
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.command import CheckClientConfigHeader
 from pyrocket_consumer.protocol.subscription import TAG
-from pyrocket_consumer.spark.failures import WARN_AFTER_FAILURES, RetryPolicy
-from pyrocket_consumer.spark.offsets import QueueRange, in_order
-from pyrocket_consumer.spark.options import (
+from pyrocket_consumer.spark.bounds import (
     EARLIEST,
     LATEST,
     TIME_BOUNDS,
     Bound,
     GivenOffsets,
     NamedOffset,
-    SourceOptions,
     StoredAtByTopic,
     join_first,
 )
+from pyrocket_consumer.spark.failures import WARN_AFTER_FAILURES, RetryPolicy
+from pyrocket_consumer.spark.offsets import QueueRange, in_order
+from pyrocket_consumer.spark.options import SourceOptions
 from pyrocket_consumer.spark.pushed_filters import Span
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.backoff import Backoff

@@ -6,23 +6,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 IDLE_S = 60.0
 """An object that no task has used for this time is closed at the next call of `get_or_create`."""
 
 
-class Closable(Protocol):
-    """An object that can be cached."""
-
-    def close(self) -> None:
-        """Disconnect."""
-
-
-T = TypeVar("T", bound=Closable)
+T = TypeVar("T")
 
 _lock = threading.Lock()
-_cache: dict[Hashable, Closable] = {}
+_cache: dict[Hashable, Any] = {}
 _used_at: dict[Hashable, float] = {}
 _seen: set[str] = set()
 _pid = os.getpid()
@@ -31,7 +24,7 @@ _pid = os.getpid()
 def get_or_create(
     kind: type[T], key: Hashable, make: Callable[[], T], clock: Callable[[], float] = time.monotonic
 ) -> T:
-    """Return this process's `kind` for `key`; the first task that needs it makes it.
+    """Return this process's `kind`, which has a `close`, for `key`; the first task that needs it makes it.
 
     A worker has one task at a time. Workers are forked from a daemon, and do not use the objects of their parent.
     Nothing is closed at the end of a worker: its threads are daemons. Spark ends a worker that is idle for a minute.
@@ -50,7 +43,7 @@ def get_or_create(
         return found
 
 
-def discard(kind: type[Closable], key: Hashable) -> None:
+def discard(kind: type[object], key: Hashable) -> None:
     """Drop a broken object, so that the next task makes a new one."""
     with _lock:
         _cache.pop((kind, key), None)

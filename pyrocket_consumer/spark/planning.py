@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.offsets import QueueRange
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskSizes:
-    """The number of tasks and the size of each. Sizes are numbers of offsets."""
-
-    min_partitions: int | None = None
-    max_partitions: int | None = None
-    min_records: int = 1000
-    max_records: int | None = None
+from pyrocket_consumer.spark.options import TaskSizes
 
 
 def spread(backlogs: Mapping[MessageQueue, int], cap: int) -> dict[MessageQueue, int]:

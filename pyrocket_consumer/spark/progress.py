@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.errors import ConnectError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.options import join_first
+from pyrocket_consumer.spark.bounds import join_first
 from pyrocket_consumer.text import logger
 
 log = logger("spark")

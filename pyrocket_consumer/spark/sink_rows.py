@@ -32,7 +32,8 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer import RESERVED_PROPERTIES, OutgoingMessage
 from pyrocket_consumer.producer.outgoing_message import TRANSIENT_PREFIX
 from pyrocket_consumer.spark import executor_cache
-from pyrocket_consumer.spark.options import SinkOptions, with_option_names
+from pyrocket_consumer.spark.bounds import with_option_names
+from pyrocket_consumer.spark.options import SinkOptions
 from pyrocket_consumer.text import logger
 
 log = logger("spark")

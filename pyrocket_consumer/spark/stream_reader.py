@@ -17,6 +17,7 @@ from pyspark.sql.types import StructType
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
+from pyrocket_consumer.spark.bounds import GivenOffsets, NamedOffset, join_first
 from pyrocket_consumer.spark.broker_offsets import BrokerOffsets, BrokerSnapshot, now_ms
 from pyrocket_consumer.spark.failures import DataLoss, NotReached
 from pyrocket_consumer.spark.offsets import (
@@ -26,7 +27,7 @@ from pyrocket_consumer.spark.offsets import (
     encode_offset,
     ranges_between,
 )
-from pyrocket_consumer.spark.options import GivenOffsets, NamedOffset, SourceOptions, join_first
+from pyrocket_consumer.spark.options import SourceOptions
 from pyrocket_consumer.spark.planning import spread
 from pyrocket_consumer.spark.progress import GroupProgress
 from pyrocket_consumer.spark.task_reader import plan_partitions, read_partition

@@ -28,8 +28,8 @@ from pyrocket_consumer.protocol.compression import BodyTooLarge
 from pyrocket_consumer.spark.executor_cache import discard, get_or_create
 from pyrocket_consumer.spark.failures import WARN_AFTER_FAILURES, ReadFailed
 from pyrocket_consumer.spark.offsets import QueueRange
-from pyrocket_consumer.spark.options import DamagedBodies, ReadOptions
-from pyrocket_consumer.spark.planning import TaskSizes, plan_tasks
+from pyrocket_consumer.spark.options import DamagedBodies, ReadOptions, TaskSizes
+from pyrocket_consumer.spark.planning import plan_tasks
 from pyrocket_consumer.spark.range_puller import RangePuller, SharedPulls
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.polled_connection import PolledConnection

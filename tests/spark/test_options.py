@@ -10,19 +10,8 @@ import pytest
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.options import (
-    DEFAULT_GROUP,
-    EARLIEST,
-    LATEST,
-    NAMES,
-    GivenOffsets,
-    NamedOffset,
-    StoredAt,
-    StoredAtByTopic,
-    check_options,
-    parse_sink,
-    parse_source,
-)
+from pyrocket_consumer.spark.bounds import EARLIEST, LATEST, GivenOffsets, NamedOffset, StoredAt, StoredAtByTopic
+from pyrocket_consumer.spark.options import DEFAULT_GROUP, NAMES, check_options, parse_sink, parse_source
 from tests.for_each import for_each
 
 SERVER = {"nameserver": "127.0.0.1:9876"}
