@@ -114,9 +114,7 @@ class RocketMQDataSource(DataSource):
             ConfigError: the options or the columns are wrong, or `overwrite` is true.
         """
         sink.check_overwrite(overwrite)
-        options = parse_sink(self.options)
-        sink.check_schema(schema, options)
-        return sink.batch_writer(schema, options)
+        return sink.BatchWriter(schema, parse_sink(self.options))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         """Return the writer of a stream. `overwrite` means output mode complete, whose results are all sent.
@@ -124,9 +122,8 @@ class RocketMQDataSource(DataSource):
         Raises:
             ConfigError: the options or the columns are wrong.
         """
-        options = parse_sink(self.options)
-        sink.check_schema(schema, options)
-        return sink.stream_writer(schema, options)
+        writer: DataSourceStreamWriter = sink.StreamWriter(schema, parse_sink(self.options))
+        return writer
 
 
 def project_schema(schema: StructType | None) -> StructType:

@@ -18,7 +18,6 @@ from pyspark.sql import datasource
 from pyspark.sql.datasource import (
     DataSourceArrowWriter,
     DataSourceStreamWriter,
-    DataSourceWriter,
     WriterCommitMessage,
 )
 from pyspark.sql.types import Row, StructType
@@ -38,8 +37,6 @@ from pyrocket_consumer.text import logger
 
 DataSourceStreamArrowWriter: type | None = getattr(datasource, "DataSourceStreamArrowWriter", None)
 """None before PySpark 4.1, where streams can be written as rows only."""
-
-__all__ = ["BatchWriter", "TaskResult", "batch_writer", "check_overwrite", "check_schema", "stream_writer"]
 
 log = logger("spark")
 
@@ -64,19 +61,6 @@ def check_overwrite(overwrite: bool) -> None:
         raise ConfigError(
             'mode("overwrite") is not allowed, because the rocketmq sink never deletes messages; use mode("append")'
         )
-
-
-def batch_writer(schema: StructType, options: SinkOptions) -> DataSourceWriter:
-    """Return the writer of `df.write`."""
-    return BatchWriter(schema, options)
-
-
-def stream_writer(schema: StructType, options: SinkOptions) -> DataSourceStreamWriter:
-    """Return the writer of `df.writeStream`: with Arrow from PySpark 4.1 on, else with rows."""
-    writer: DataSourceStreamWriter = (StreamRowWriter if DataSourceStreamArrowWriter is None else StreamArrowWriter)(
-        schema, options
-    )
-    return writer
 
 
 class _Sink:
@@ -144,6 +128,10 @@ class StreamArrowWriter(_StreamSink, DataSourceStreamArrowWriter or DataSourceSt
         """Send a task's rows; return when every row is acknowledged."""
         reader = self._reader(in_query=True)
         return send_all(reader.of_batches(iterator), reader, self._options)
+
+
+StreamWriter = StreamRowWriter if DataSourceStreamArrowWriter is None else StreamArrowWriter
+"""The writer of `df.writeStream`."""
 
 
 def _log_written(what: str, messages: Sequence[WriterCommitMessage | None]) -> None:

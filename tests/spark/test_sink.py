@@ -17,14 +17,14 @@ from pyrocket_consumer.errors import ConfigError, ConnectError, RocketError
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.spark.data_source import READ_SCHEMA
 from pyrocket_consumer.spark.sink import (
+    BatchWriter,
     DataSourceStreamArrowWriter,
     StreamArrowWriter,
     StreamRowWriter,
-    batch_writer,
+    StreamWriter,
     check_overwrite,
-    check_schema,
-    stream_writer,
 )
+from pyrocket_consumer.spark.sink_rows import check_schema
 from pyrocket_consumer.testing import EmbeddedCluster, Gate, answer, close_connection, delay, handle_and_close, rewrite
 from tests.for_each import for_each
 from tests.spark.spark_calls import set_fault_on_all_brokers
@@ -53,7 +53,7 @@ def keys(message: Any) -> list[str]:
     return list(message.keys)
 
 
-KINDS = [batch_writer, StreamRowWriter, *([StreamArrowWriter] if DataSourceStreamArrowWriter else [])]
+KINDS = [BatchWriter, StreamRowWriter, *([StreamArrowWriter] if DataSourceStreamArrowWriter else [])]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,8 +200,8 @@ def test_every_message_names_its_row(embedded, sink):
 
 def test_a_task_that_runs_again_gives_the_same_marks_if_any(embedded, sink):
     schema, made = columns("body string"), sink()
-    writer = batch_writer(schema, made.options)
-    for task in (writer, pickle.loads(pickle.dumps(writer)), batch_writer(schema, made.options)):
+    writer = BatchWriter(schema, made.options)
+    for task in (writer, pickle.loads(pickle.dumps(writer)), BatchWriter(schema, made.options)):
         task.write(iter(batches(schema, [("x",)])))
     marks = [m.properties["spark_query_id"] for m in embedded.messages("orders")]
     assert len(marks) == 3 and len(set(marks)) == 2
@@ -359,7 +359,7 @@ NOWHERE = {"nameServer": "127.0.0.1:1", "retries": 1}
 
 
 def test_only_rows_need_a_name_server(sink):
-    for kind in (batch_writer, stream_writer):
+    for kind in (BatchWriter, StreamWriter):
         assert sink(**NOWHERE).write("body string", kind=kind) == 0
     with pytest.raises(ConnectError, match="127.0.0.1:1"):
         sink(**NOWHERE).write("body string", ("x",))
@@ -399,7 +399,7 @@ def test_a_body_may_be_larger_with_the_option(embedded, sink):
         ("body string, properties map<string,string>", ("x", {"deliver_at": "\x02"}), "property 'deliver_at' holds"),
     ],
 )
-@for_each("kind", [batch_writer, StreamRowWriter])
+@for_each("kind", [BatchWriter, StreamRowWriter])
 def test_a_row_that_cannot_be_a_message_is_named(embedded, sink, kind, schema, row, reason):
     good = ("good", *[None] * (len(row) - 1))
     with pytest.raises(RocketError, match=rf"row 2 of partition 0: .*{reason}"):
@@ -429,7 +429,7 @@ PROPERTIES = pa.MapArray.from_arrays([0, 0, 1], text(b"name"), text(NOT_TEXT))
     ],
 )
 def test_a_value_that_python_cannot_represent_is_named(sink, schema, column, reason):
-    writer = batch_writer(columns(f"body string, {schema}"), sink().options)
+    writer = BatchWriter(columns(f"body string, {schema}"), sink().options)
     names = ["body", schema.split()[0]]
     parts = column.slice(0, 1), column
     handed = [pa.RecordBatch.from_arrays([pa.array(["x"] * len(part)), part], names=names) for part in parts]
@@ -439,7 +439,7 @@ def test_a_value_that_python_cannot_represent_is_named(sink, schema, column, rea
 
 def test_an_unused_topic_column_may_hold_any_value(embedded, sink):
     batch = pa.RecordBatch.from_arrays([text(NOT_TEXT), text(NOT_TEXT)], names=["body", "topic"])
-    assert batch_writer(columns("body string, topic string"), sink().options).write(iter([batch])).rows == 1
+    assert BatchWriter(columns("body string, topic string"), sink().options).write(iter([batch])).rows == 1
     assert [message.body for message in embedded.messages("orders")] == [NOT_TEXT]
 
 
@@ -452,8 +452,8 @@ def test_secrets_are_in_no_text(sink):
 
 
 def test_commit_and_abort_never_raise(sink):
-    writer = batch_writer(columns("body string"), sink().options)
-    stream = stream_writer(columns("body string"), sink().options)
+    writer = BatchWriter(columns("body string"), sink().options)
+    stream = StreamWriter(columns("body string"), sink().options)
     for messages in ([], [None], None):
         writer.commit(messages)
         writer.abort(messages)
@@ -481,7 +481,7 @@ def test_commit_and_abort_never_raise(sink):
     ],
 )
 def test_a_wrong_schema_is_refused(sink, schema, topic, reason):
-    for check in (check_schema, batch_writer, stream_writer):
+    for check in (check_schema, BatchWriter, StreamWriter):
         with pytest.raises(ConfigError, match=reason):
             check(columns(schema), sink(topic=topic).options)
 

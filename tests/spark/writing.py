@@ -12,7 +12,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyrocket_consumer.producer import Producer
 from pyrocket_consumer.spark import executor_cache
 from pyrocket_consumer.spark.options import SinkOptions
-from pyrocket_consumer.spark.sink import StreamRowWriter, batch_writer
+from pyrocket_consumer.spark.sink import BatchWriter, StreamRowWriter
 
 TYPES: dict[str, types.DataType] = {
     "string": types.StringType(),
@@ -39,7 +39,7 @@ class Sink:
     def __init__(self, options: SinkOptions) -> None:
         self.options = options
 
-    def write(self, schema: str | types.StructType, *rows: tuple[Any, ...], kind: Any = batch_writer) -> int:
+    def write(self, schema: str | types.StructType, *rows: tuple[Any, ...], kind: Any = BatchWriter) -> int:
         parsed = columns(schema) if isinstance(schema, str) else schema
         driver = kind(parsed, self.options)
         writer = pickle.loads(pickle.dumps(driver))
@@ -48,7 +48,7 @@ class Sink:
         else:
             handed = batches(parsed, rows)
         sent = pickle.loads(pickle.dumps(writer.write(iter(handed))))
-        driver.commit([sent], *([] if kind is batch_writer else [0]))
+        driver.commit([sent], *([] if kind is BatchWriter else [0]))
         return int(sent.rows)
 
     def close(self) -> None:
