@@ -8,8 +8,8 @@ from pyspark.sql.types import IntegerType, MapType, StringType, StructField, Str
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.protocol.columns import COLUMNS
-from pyrocket_consumer.spark.data_source import READ_SCHEMA
-from pyrocket_consumer.spark.task_reader import arrow_schema, project_schema
+from pyrocket_consumer.spark.data_source import READ_SCHEMA, project_schema
+from pyrocket_consumer.spark.task_reader import arrow_schema
 from tests.for_each import for_each
 
 
