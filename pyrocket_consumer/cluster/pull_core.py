@@ -173,9 +173,8 @@ class PullRequest:
 
 @dataclass(slots=True)
 class Pulled:
-    """The next pull begins at `header.next_offset`. The body has the messages before, if the status is FOUND."""
+    """The broker's answer. The body has the messages before `header.next_offset`, if the status is FOUND."""
 
-    pull: PullRequest
     header: PullResponse
     response: RemotingCommand
 
@@ -184,20 +183,16 @@ class Pulled:
         """Whether the response has messages."""
         return self.header.status is PullStatus.FOUND
 
-
-@dataclass(slots=True)
-class Moved:
-    """The broker corrects the offset, or reports a reset."""
-
-    pull: PullRequest
-    header: PullResponse
+    @property
+    def is_moved(self) -> bool:
+        """Whether the broker corrects the offset, or reports a reset."""
+        return self.header.status is PullStatus.OFFSET_MOVED
 
 
 @dataclass(slots=True)
 class Failed:
     """There is no usable response: use the remedy, and pull again after `pause_s`."""
 
-    pull: PullRequest | None
     error: Exception
     pause_s: float
     remedy: Literal["register", "refresh route"] | None = None
@@ -312,32 +307,34 @@ class PullCore:
 
     # --- responses
 
-    def next_result(self) -> Pulled | Moved | Failed | None:
-        """Return the meaning of the response that comes next; None if it has not arrived."""
+    def next_result(self) -> tuple[PullRequest, Pulled | Failed] | None:
+        """Return the pull whose response comes next, and the meaning of the response; None if it has not arrived."""
         if not self.in_flight:
             return None
         pull = self.in_flight[0]
-        response = pull.response
-        if response is None or pull.offset > self.next_offset:
+        if pull.response is None or pull.offset > self.next_offset:
             return None
         self.in_flight.popleft()
+        return pull, self._read(pull, pull.response)
+
+    def _read(self, pull: PullRequest, response: RemotingCommand | Exception) -> Pulled | Failed:
         if isinstance(response, Exception):
-            return self.fail(pull, response)
+            return self.fail(response)
         if response.code not in PULL_CODES:
-            return self._refuse(pull, response)
+            return self._refuse(response)
         try:
             header = read_pull_response(response, pull.offset)
         except ProtocolError as error:
-            return self.fail(pull, error)
-        if header.status is PullStatus.OFFSET_MOVED:
-            return Moved(pull, header)
-        self.min_offset, self.max_offset, self._is_end_known = header.min_offset, header.max_offset, True
-        is_found = header.status is PullStatus.FOUND
-        has_body = bool(response.body or pull.body)
-        if header.next_offset < pull.offset or (is_found and (header.next_offset == pull.offset or not has_body)):
-            text = f"pull of {self.queue} at {pull.offset}: the response does not advance ({header})"
-            return self.fail(pull, ProtocolError(text))
-        return Pulled(pull, header, response)
+            return self.fail(error)
+        if header.status is not PullStatus.OFFSET_MOVED:
+            self.min_offset, self.max_offset, self._is_end_known = header.min_offset, header.max_offset, True
+            if header.next_offset < pull.offset or (
+                header.status is PullStatus.FOUND
+                and (header.next_offset == pull.offset or not (response.body or pull.body))
+            ):
+                text = f"pull of {self.queue} at {pull.offset}: the response does not advance ({header})"
+                return self.fail(ProtocolError(text))
+        return Pulled(header, response)
 
     def advance(self, pull: PullRequest, header: PullResponse, now: float) -> float:
         """Continue at the response's next offset. Return the pause in seconds before the next pull, mostly 0."""
@@ -389,19 +386,19 @@ class PullCore:
 
     # --- failures
 
-    def fail(self, pull: PullRequest | None, error: Exception) -> Failed:
-        """Return the pause after an error. The next pull goes to the master. `pull` is None if none was sent."""
+    def fail(self, error: Exception) -> Failed:
+        """Return the pause after an error. The next pull goes to the master."""
         self.broker_id = MASTER_ID
         pause_s = self._retry_delay_s
         if isinstance(error, (ConnectionLost, ConnectError)):
             pause_s = min(0.1, pause_s)
         elif isinstance(error, ProtocolError):
             pause_s = self._damaged.failed()
-        return Failed(pull, error, pause_s)
+        return Failed(error, pause_s)
 
-    def _refuse(self, pull: PullRequest, response: RemotingCommand) -> Failed:
+    def _refuse(self, response: RemotingCommand) -> Failed:
         error, code = read_error(response, self.server), response.code
         if code in _REGISTER_CODES:
-            return Failed(pull, error, 0.0, "register")
+            return Failed(error, 0.0, "register")
         pause_s = self._busy.failed() if code == ResponseCode.FLOW_CONTROL else self._retry_delay_s
-        return Failed(pull, error, pause_s, "refresh route" if code in _ROUTE_CODES else None)
+        return Failed(error, pause_s, "refresh route" if code in _ROUTE_CODES else None)

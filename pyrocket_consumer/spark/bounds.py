@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Any, TypeGuard, TypeVar
 
-from pyrocket_consumer.cluster.namespace import wrap
+from pyrocket_consumer.cluster.names import wrap
 from pyrocket_consumer.config import check_topic
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue

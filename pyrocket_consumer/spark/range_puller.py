@@ -20,7 +20,7 @@ from functools import partial
 from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.names import unwrap, wrap
-from pyrocket_consumer.cluster.pull_core import Failed, PullCore, Pulled, PullRequest, pull_header
+from pyrocket_consumer.cluster.pull_core import Failed, PullCore, PullRequest, pull_header
 from pyrocket_consumer.cluster.routes import choose_address
 from pyrocket_consumer.errors import (
     BrokerError,
@@ -266,24 +266,22 @@ class RangePuller:
 
     def _process_responses(self) -> None:
         """Process the responses that come next in order, and pull more."""
-        core = self._core
-        while self._is_pulling and (result := core.next_result()) is not None:
+        while self._is_pulling and (found := self._core.next_result()) is not None:
+            pull, result = found
             self._shared.in_flight -= 1
-            assert result.pull is not None
             if isinstance(result, Failed):
-                self._on_failure(result.error, result.pull.broker_id)
+                self._on_failure(result.error, pull.broker_id)
                 continue
             header = result.header
             self._switch_broker(header.suggested_broker_id)
-            if isinstance(result, Pulled) and header.status is PullStatus.FOUND:
-                self._on_found(result.pull, header)
-            elif header.status is PullStatus.NO_MATCHED_MESSAGE and header.next_offset > result.pull.offset:
-                if isinstance(result, Pulled) and result.response.remark == _REMOVING_REMARK:
-                    self._skip_or_fail(min(header.next_offset, self._wanted.end), header)
-                else:
-                    self._advance(result.pull, header)
+            if result.is_found:
+                self._on_found(pull, header)
+            elif header.status is not PullStatus.NO_MATCHED_MESSAGE or header.next_offset <= pull.offset:
+                self._on_nothing(pull, header)
+            elif result.response.remark == _REMOVING_REMARK:
+                self._skip_or_fail(min(header.next_offset, self._wanted.end), header)
             else:
-                self._on_nothing(result.pull, header)
+                self._advance(pull, header)
         self.pull()
 
     def _on_found(self, pull: PullRequest, header: PullResponse) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pyrocket_consumer.cluster.pull_core import Failed, Moved, PullCore, Pulled, pull_header, read_late_reset
+from pyrocket_consumer.cluster.pull_core import Failed, PullCore, Pulled, pull_header, read_late_reset
 from pyrocket_consumer.errors import BrokerError, ConnectionLost, ProtocolError, RequestTimeout
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, Subscription
 from pyrocket_consumer.protocol.codes import PullFlag
@@ -42,9 +42,10 @@ def pull_all(core, now=0.0):
 def take(core, now=0.0):
     """Accept all results that are next; return the pauses."""
     pauses = []
-    while (result := core.next_result()) is not None:
+    while (found := core.next_result()) is not None:
+        pull, result = found
         assert isinstance(result, Pulled)
-        pauses.append(core.advance(result.pull, result.header, now))
+        pauses.append(core.advance(pull, result.header, now))
     return pauses
 
 
@@ -64,9 +65,9 @@ RESULTS = {
     "messages": (response(FOUND, 16), Pulled, 16),
     "nothing new": (response(NO_NEW, 8), Pulled, 8),
     "nothing that matches": (response(NO_MATCHED, 500), Pulled, 500),
-    "a correction": (response(MOVED, 3), Moved, 3),
-    "a reset": (response(MOVED, 3, remark="OFFSET_RESET"), Moved, 3),
-    "a reset of a broker that sends no range": (response(MOVED, 3, end=0, remark="OFFSET_RESET"), Moved, 3),
+    "a correction": (response(MOVED, 3), Pulled, 3),
+    "a reset": (response(MOVED, 3, remark="OFFSET_RESET"), Pulled, 3),
+    "a reset of a broker that sends no range": (response(MOVED, 3, end=0, remark="OFFSET_RESET"), Pulled, 3),
     "no body": (response(FOUND, 16, body=b""), Failed, ProtocolError),
     "messages without an advance": (response(FOUND, 8), Failed, ProtocolError),
     "backwards": (response(NO_MATCHED, 7), Failed, ProtocolError),
@@ -81,13 +82,14 @@ RESULTS = {
 def test_the_meaning_of_a_response(answer, kind, expected):
     core = growing(8)
     core.sent(8, 0.0).response = answer
-    result = core.next_result()
-    assert type(result) is kind
+    pull, result = core.next_result()
+    assert (pull.offset, type(result)) == (8, kind)
     if isinstance(result, Failed):
         assert isinstance(result.error, expected)
     else:
         assert result.header.next_offset == expected
         assert result.header.offset_reset == (answer.remark is not None)
+        assert (result.is_found, result.is_moved) == (answer.code == FOUND, answer.code == MOVED)
     assert core.next_offset == 8, "only `advance` moves it"
     assert core.next_result() is None
 
@@ -96,14 +98,14 @@ def test_a_body_that_is_read_in_place_counts():
     core = range_until(100)
     pull = core.sent(0, 0.0)
     pull.response, pull.body = response(FOUND, 8, body=b""), BufferSlice.whole(b"x")
-    assert isinstance(core.next_result(), Pulled)
+    assert isinstance(core.next_result()[1], Pulled)
 
 
 def test_an_error_names_the_server():
     core = growing()
     core.server = "10.0.0.1:10911"
     core.sent(0, 0.0).response = response(1)
-    result = core.next_result()
+    _, result = core.next_result()
     assert isinstance(result, Failed)
     assert "10.0.0.1:10911" in str(result.error)
 
@@ -175,7 +177,7 @@ def test_after_a_failure_a_range_keeps_the_messages_that_have_arrived():
     pull_all(core)
     respond(core, 8, response(FOUND, 16))
     core.in_flight[0].response = ConnectionLost("a:1", "gone")
-    assert isinstance(core.next_result(), Failed)
+    assert isinstance(core.next_result()[1], Failed)
     assert [pull.offset for pull in core.abandon(keep_found=True)] == [16, 24]
     assert pull_all(core) == [0, 16, 24]
 
@@ -243,14 +245,14 @@ def test_pauses_and_remedies_after_failures(answer, pauses, remedy):
     for pause_s in pauses:
         core.broker_id = 1
         core.sent(0, 0.0).response = answer
-        result = core.next_result()
+        _, result = core.next_result()
         assert isinstance(result, Failed)
         assert (pytest.approx(result.pause_s), result.remedy) == (pause_s, remedy)
         assert core.broker_id == (MASTER_ID if isinstance(answer, Exception) else 1)
         assert core.next_pull() == 0
     core.progressed(False)
     core.sent(0, 0.0).response = answer
-    assert core.next_result().pause_s == pytest.approx(pauses[0])
+    assert core.next_result()[1].pause_s == pytest.approx(pauses[0])
 
 
 # --- late resets

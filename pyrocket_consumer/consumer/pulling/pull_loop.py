@@ -16,7 +16,6 @@ from pyrocket_consumer.cluster.pull_core import (
     HOLD_TICK_S,
     UNHELD_S,
     Failed,
-    Moved,
     PullCore,
     Pulled,
     PullRequest,
@@ -97,7 +96,7 @@ class PullLoop:
         self._hold_s = hold_s
         self._timeout_s = max(2 * hold_s, hold_s + HOLD_TICK_S + call_timeout_s)  # Java waits for twice its hold
         self._usual_size = DEFAULT_RESPONSE_BYTES  # in bytes, of a response
-        self._undelivered = deque[Pulled]()  # responses that are not decoded yet
+        self._undelivered = deque[tuple[PullRequest, Pulled]]()  # responses that are not decoded yet
         self._undelivered_messages = 0
         self._retry: asyncio.TimerHandle | None = None
         self._is_blocked = False  # waits for a connection, a heartbeat or the consumer's decision on an offset
@@ -192,30 +191,34 @@ class PullLoop:
 
     def _process_responses(self) -> None:
         """Process the responses that are next in order, and send pulls."""
-        core = self.core
-        while not self._is_suspended() and (result := core.next_result()) is not None:
-            if isinstance(result, Pulled):
-                self._on_pulled(result)
+        while not self._is_suspended() and (found := self.core.next_result()) is not None:
+            pull, result = found
+            if isinstance(result, Failed):
+                self._on_failed(result)
+                self._settle(pull)
+            elif self._accept(pull, result):
+                self._undelivered.append((pull, result))
+                self._undelivered_messages += self._count(pull, result)
             else:
-                if isinstance(result, Failed):
-                    self._on_failed(result)
-                else:
-                    self._on_moved(result)
-                assert result.pull is not None
-                self._settle(result.pull)
+                self._settle(pull)
         self.pull()
 
-    def _on_pulled(self, pulled: Pulled) -> None:
-        core, pull, header = self.core, pulled.pull, pulled.header
+    def _accept(self, pull: PullRequest, pulled: Pulled) -> bool:
+        """Continue at the next offset of a response. Return False if its messages are not put."""
+        core, header = self.core, pulled.header
         core.broker_id = header.suggested_broker_id
         self.last_error = ""
+        if pulled.is_moved:
+            self._abandon()
+            self._is_blocked = True
+            self._context.member.offset_moved(self.queue, pull.offset, header)
+            return False
         now = self._context.loop.time()
         if pulled.is_found:
             self._usual_size = size = len(pulled.response.body)
             if not self.window.budget.accept(self.window, pull.expected, size):
                 self._abandon()  # the response is larger than expected; pull again when memory is free
-                self._settle(pull)
-                return
+                return False
             pull.expected = pull.arrived = size
             self.pulls += 1
             self.pull_time_s += now - pull.sent_at
@@ -224,50 +227,42 @@ class PullLoop:
             self._abandon()
         if pause_s:
             self._pause(pause_s)
-        self._undelivered.append(pulled)
-        self._undelivered_messages += self._count(pulled)
+        return True
 
-    def _count(self, pulled: Pulled) -> int:
+    def _count(self, pull: PullRequest, pulled: Pulled) -> int:
         """Return how many messages a response has at most. One with few matches advances far."""
-        return min(pulled.header.next_offset - pulled.pull.offset, self._batch) if pulled.is_found else 0
-
-    def _on_moved(self, moved: Moved) -> None:
-        self.core.broker_id = moved.header.suggested_broker_id
-        self.last_error = ""
-        self._abandon()
-        self._is_blocked = True
-        self._context.member.offset_moved(self.queue, moved.pull.offset, moved.header)
+        return min(pulled.header.next_offset - pull.offset, self._batch) if pulled.is_found else 0
 
     # --- messages
 
     def _deliver(self) -> None:
         """Put the messages of processed responses into the window, and give them to their listener."""
         while self._undelivered and not self._is_unpacking:
-            pulled = self._undelivered.popleft()
-            self._undelivered_messages -= self._count(pulled)
+            pull, pulled = self._undelivered.popleft()
+            self._undelivered_messages -= self._count(pull, pulled)
             if not self._stopped:
-                decoded = self._put(pulled)
-                if decoded is not None:
+                found = self._put(pull, pulled)
+                if found is not None:
                     self._is_unpacking = True
-                    work = self._put_rest(pulled.pull, decoded, pulled.header.next_offset)
+                    work = self._put_rest(pull, found, pulled.header.next_offset)
                     self._context.tasks.keep_running(work, f"unpacking messages of {self.queue}")
                     return
-            self._settle(pulled.pull)
+            self._settle(pull)
             if not self.core.in_flight:
                 self.pull()
 
-    def _put(self, pulled: Pulled) -> PulledMessages | None:
+    def _put(self, pull: PullRequest, pulled: Pulled) -> PulledMessages | None:
         """Put the messages of a response into the window, up to the first large inner batch; return a rest."""
-        offset, next_offset = pulled.pull.offset, pulled.header.next_offset
+        next_offset, body = pulled.header.next_offset, pulled.response.body
         if not pulled.is_found:
             self.core.progressed(False)
             self.window.put((), next_offset, 0)
             return None
-        body, subscription = pulled.response.body, self._context.subscriptions.subscription(self.queue.topic)
+        subscription = self._context.subscriptions.subscription(self.queue.topic)
         try:
-            found = read_messages(body, self.queue, offset, next_offset, subscription, self.window.budget.bodies)
+            found = read_messages(body, self.queue, pull.offset, next_offset, subscription, self.window.budget.bodies)
         except (ProtocolError, ConfigError) as error:  # damaged, or compressed with a codec that is not installed
-            self._pull_from(offset, error)
+            self._pull_from(pull.offset, error)
             return None
         has_messages = self._put_messages(found.messages, found.next_offset, len(body))
         self.core.progressed(has_messages)
@@ -333,10 +328,10 @@ class PullLoop:
         """Pull again from `offset` on, because no later message was put. Responses behind it are discarded."""
         self.core.next_offset = offset
         while self._undelivered:
-            pulled = self._undelivered.popleft()
-            self._undelivered_messages -= self._count(pulled)
-            self._settle(pulled.pull)
-        self._on_failed(self.core.fail(None, error))
+            pull, pulled = self._undelivered.popleft()
+            self._undelivered_messages -= self._count(pull, pulled)
+            self._settle(pull)
+        self._on_failed(self.core.fail(error))
 
     def _on_failed(self, failed: Failed) -> None:
         self._report_error(failed.error)
@@ -379,7 +374,7 @@ class PullLoop:
                 await work()
             except RocketError as error:
                 self._is_blocked = False
-                self._on_failed(self.core.fail(None, error))
+                self._on_failed(self.core.fail(error))
             else:
                 self._is_blocked = False
                 self._resume()
