@@ -189,21 +189,20 @@ def decode_status_request(body: bytes) -> str:
     return read_object(body, "status request").text("topic")
 
 
+_REPORT_TABLES = {
+    "epochs": "epochs",
+    "offsets": "offsets",
+    "moved": "moved",
+    "resets": "resets",
+    "reset_counts": "resetCounts",
+}
+
+
 def encode_report(report: ReportBody) -> bytes:
     """Return the body of a member's response."""
-    return fastjson.dumps(
-        {
-            "topic": report.topic,
-            "id": report.id,
-            "epochs": _nested(report.epochs),
-            "offsets": _nested(report.offsets),
-            "moved": _nested(report.moved),
-            "resets": _nested(report.resets),
-            "resetCounts": _nested(report.reset_counts),
-            "messageModel": report.message_model,
-            "database": report.database,
-        }
-    )
+    tables = {name: _nested(getattr(report, attribute)) for attribute, name in _REPORT_TABLES.items()}
+    names = {"messageModel": report.message_model, "database": report.database}
+    return fastjson.dumps({"topic": report.topic, "id": report.id, **tables, **names})
 
 
 def decode_report(body: bytes) -> ReportBody:
@@ -212,20 +211,9 @@ def decode_report(body: bytes) -> ReportBody:
         return ReportBody("", "")
     found = read_object(body, "reset report")
     topic = found.text("topic")
-
-    def table(name: str) -> dict[MessageQueue, int]:
-        return _flat(topic, found.table(name), name)
-
+    tables = {attribute: _flat(topic, found.table(name), name) for attribute, name in _REPORT_TABLES.items()}
     return ReportBody(
-        topic,
-        found.text("id"),
-        table("epochs"),
-        table("offsets"),
-        table("moved"),
-        table("resets"),
-        table("resetCounts"),
-        found.text("messageModel"),
-        found.text("database"),
+        topic, found.text("id"), **tables, message_model=found.text("messageModel"), database=found.text("database")
     )
 
 
