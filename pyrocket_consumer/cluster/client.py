@@ -115,15 +115,15 @@ class Client:
         """
         if self.state is not ClusterState.CREATED:
             raise ClientClosed(f"this client is {self.state.value} and starts only once; make a new one")
-        if self._io is None:
-            self._io = IoThread()
-            self._io.start()
         servers = self.config.name_servers
         if timeout_s is None:
             timeout_s = len(servers) * (self.config.connect_timeout_s + self.config.call_timeout_s)
         self._pid = os.getpid()
+        io = self._io = self._io or IoThread()
         try:
-            self._io.run(self.start_on_loop(), timeout_s)
+            if self._owns_io:
+                io.start()
+            io.run(self.start_on_loop(), timeout_s)
         except RequestTimeout as error:
             self.close()
             raise ConnectError(";".join(servers), f"no response within {timeout_s:g} s") from error
@@ -133,6 +133,8 @@ class Client:
 
     async def start_on_loop(self) -> None:
         """Do the same as `start`, on an I/O loop that has no thread of its own."""
+        if self.state is ClusterState.CLOSED:
+            raise ClientClosed("this client was closed while it started")
         self._pid = os.getpid()
         self._connections = Connections(
             self.loop,
@@ -155,17 +157,18 @@ class Client:
         A second close does nothing. In a process forked after `start()` it has no effect, because the connections
         belong to the parent.
         """
-        if self._io is None or self._pid is None or self._forked():
-            self.state = ClusterState.CLOSED
+        self.state = ClusterState.CLOSED  # before the next line, because another thread may be in `start`
+        io = self._io
+        if io is None or self._pid is None or self._forked() or (self._owns_io and io.prevent_start()):
             return
-        if self.state is not ClusterState.CLOSED:
-            try:
-                self._io.run(self.close_on_loop(), timeout_s)
-            except (RequestTimeout, ClientClosed) as error:
-                log.error("client_id=%s was not closed in time reason=%s", self.client_id, error)
-            self.state = ClusterState.CLOSED
+        try:
+            io.run(self.close_on_loop(), timeout_s)
+        except RequestTimeout as error:
+            log.error("client_id=%s was not closed in time reason=%s", self.client_id, error)
+        except ClientClosed:
+            pass  # the I/O thread has ended
         if self._owns_io:
-            self._io.stop(timeout_s)
+            io.stop(timeout_s)
 
     def warn_unclosed(self, owner: object, close: Callable[[], object] | None = None) -> None:
         """Warn that `owner`, which is about to be garbage-collected, was not closed, and close it in the background.
@@ -211,6 +214,14 @@ class Client:
             if self.state is ClusterState.CLOSED and not isinstance(error, ClientClosed):
                 raise ClientClosed("the client was closed while the call waited") from error
             raise
+
+    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run `coroutine` on the I/O thread for a caller on another asyncio loop, and return its result.
+
+        Raises:
+            ClientClosed: as for `run`.
+        """
+        return await self._usable_io(coroutine).run_async(coroutine)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start `coroutine` on the I/O thread and return at once; the future gets its result.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -34,12 +34,20 @@ from pyrocket_consumer.consumer.dispatch.workers import AsyncWorkers, ThreadWork
 from pyrocket_consumer.consumer.listener import Listener, MessageListener
 from pyrocket_consumer.consumer.runtime.lifecycle import CLOSE_MARGIN_S, ConsumerLifecycle
 from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
+from pyrocket_consumer.consumer.runtime.sigterm import (
+    Terminated,
+    terminate,
+    terminate_loop,
+    unwatch_sigterm,
+    watch_sigterm,
+)
 from pyrocket_consumer.errors import ClientClosed, ConfigError, RequestTimeout, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets
 from pyrocket_consumer.protocol.subscription import check_expression, parse_subscription
 from pyrocket_consumer.text import safe_repr
-from pyrocket_consumer.transport.latch import Latch, Terminated, on_sigterm, terminate
+from pyrocket_consumer.transport.io_thread import IoCall
+from pyrocket_consumer.transport.latch import Latch
 
 T = TypeVar("T")
 
@@ -217,6 +225,23 @@ class _BaseConsumer(NotCopied):
     def _is_open(self) -> bool:
         return self._lifecycle.has_begun and not self._lifecycle.closed.is_set()
 
+    def _finish_start(self, lifecycle: ConsumerLifecycle, starting: IoCall[None]) -> None:
+        """Raise the error of a start that has ended, or that has not ended in time."""
+        if not starting.is_set():
+            raise RequestTimeout("starting", "the I/O thread", lifecycle.start_timeout_s)
+        try:
+            starting.result()
+        except ClientClosed:
+            self._raise_failure()
+            raise ClientClosed("the consumer was closed while it started") from None
+
+    def _must_clean_up(self, lifecycle: ConsumerLifecycle, error: BaseException) -> bool:
+        """Close after a failed start, unless the caller of `close()` does so. Return whether to wait for the end."""
+        if isinstance(error, ClientClosed) and lifecycle.is_ending:
+            return False
+        lifecycle.close(0)
+        return True
+
     def _start_failed(self, lifecycle: ConsumerLifecycle, error: BaseException) -> None:
         """Allow another `start()` after a failed one has cleaned up, unless a caller has closed the consumer."""
         if lifecycle.closed.is_set() and self._lifecycle is lifecycle and not isinstance(error, ClientClosed):
@@ -278,8 +303,13 @@ class _BaseConsumer(NotCopied):
         if member is not None and member.failure is not None:
             raise RocketError(f"consumer {self.config.group!r} failed: {member.failure!r}") from member.failure
 
-    def _raise_close_error(self) -> None:
+    def _on_sigterm(self, notify: Callable[[], None]) -> None:
+        if not self._lifecycle.closed.is_set():
+            watch_sigterm(self, notify)
+
+    def _finish_close(self) -> None:
         """Raise, once, the failure of the consumer or the error of its close."""
+        unwatch_sigterm(self)
         if self._lifecycle.take_failure():
             self._raise_failure()
         if (error := self._lifecycle.take_error()) is not None:
@@ -310,21 +340,12 @@ class PushConsumer(_BaseConsumer):
         lifecycle = self._lifecycle
         try:
             starting = lifecycle.start(self._subscriptions)
-            try:
-                starting.result(lifecycle.start_timeout_s)
-            except concurrent.futures.TimeoutError as error:
-                if starting.done():
-                    raise  # raised by the start itself
-                raise RequestTimeout("starting", "the I/O thread", lifecycle.start_timeout_s) from error
-            except concurrent.futures.CancelledError:
-                self._raise_failure()
-                raise ClientClosed("the consumer was closed while it started") from None
+            starting.wait(lifecycle.start_timeout_s)
+            self._finish_start(lifecycle, starting)
         except BaseException as error:
-            if isinstance(error, ClientClosed) and lifecycle.is_ending:
-                raise  # the caller of close() has set the timeout
-            lifecycle.close(0)
-            lifecycle.closed.wait(INTERRUPTED_WAIT_S)
-            self._start_failed(lifecycle, error)
+            if self._must_clean_up(lifecycle, error):
+                lifecycle.closed.wait(INTERRUPTED_WAIT_S)
+                self._start_failed(lifecycle, error)
             raise
         return self
 
@@ -413,7 +434,8 @@ class PushConsumer(_BaseConsumer):
 
         In the main thread, without a timeout, Ctrl-C and SIGTERM end the wait. The code after it, usually the end of a
         `with`, closes the consumer. With a timeout, Ctrl-C raises KeyboardInterrupt, and SIGTERM raises
-        SystemExit(143), so that a loop around `join` ends. A SIGTERM handler of the program stays in place.
+        SystemExit(143), so that a loop around `join` ends. Between two calls of `join` SIGTERM does the same, until the
+        consumer is closed. A SIGTERM handler of the program stays in place.
 
         Raises:
             RocketError: the consumer failed; the text has the cause.
@@ -423,8 +445,8 @@ class PushConsumer(_BaseConsumer):
         if timeout_s is not None:
             check_range("timeout_s", timeout_s, 0, 86400)
         try:
-            with on_sigterm(terminate):
-                self._lifecycle.ended.wait(timeout_s)
+            self._on_sigterm(terminate)
+            self._lifecycle.ended.wait(timeout_s)
         except (KeyboardInterrupt, Terminated):
             if timeout_s is not None:
                 raise
@@ -452,7 +474,7 @@ class PushConsumer(_BaseConsumer):
             raise
         if not is_closed:
             raise self._close_timeout(wait_s)
-        self._raise_close_error()
+        self._finish_close()
 
     def __enter__(self) -> Self:
         return self if self._is_open else self.start()
@@ -478,31 +500,21 @@ class AsyncPushConsumer(_BaseConsumer):
         self._check_unstarted()
         lifecycle, self._own_loop = self._lifecycle, asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(lifecycle.start_timeout_s) as limit:
-                await self._await_io_thread(lifecycle.start(self._subscriptions))
+            starting = lifecycle.start(self._subscriptions)
+            await starting.wait_async(lifecycle.start_timeout_s)
+            self._finish_start(lifecycle, starting)
         except BaseException as error:
-            if isinstance(error, ClientClosed) and lifecycle.is_ending:
-                raise
-            lifecycle.close(0)
-            await _finish_shielded(lifecycle.closed.wait_async(INTERRUPTED_WAIT_S))
-            self._start_failed(lifecycle, error)
-            if limit.expired():
-                raise RequestTimeout("starting", "the I/O thread", lifecycle.start_timeout_s) from error
+            if self._must_clean_up(lifecycle, error):
+                await _finish_shielded(lifecycle.closed.wait_async(INTERRUPTED_WAIT_S))
+                self._start_failed(lifecycle, error)
             raise
         return self
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
         assert self._lifecycle.cluster is not None
-        return await self._await_io_thread(self._lifecycle.cluster.submit(work))
-
-    async def _await_io_thread(self, future: concurrent.futures.Future[T]) -> T:
-        """Return the result of work on the I/O thread. A cancellation of that work does not cancel the caller."""
         try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            caller = asyncio.current_task()
-            if caller is not None and caller.cancelling():
-                raise
+            return await self._lifecycle.cluster.run_async(work)
+        except ClientClosed:
             self._raise_failure()
             raise ClientClosed("the consumer was closed while the call waited") from None
 
@@ -554,13 +566,14 @@ class AsyncPushConsumer(_BaseConsumer):
         if timeout_s is not None:
             check_range("timeout_s", timeout_s, 0, 86400)
         ended, terminated = self._lifecycle.ended, Latch()
-        with on_sigterm(terminated.set):
-            waits = [asyncio.ensure_future(end.wait_async(timeout_s)) for end in (ended, terminated)]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+        self._on_sigterm(terminated.set)
+        waits = [asyncio.ensure_future(end.wait_async(timeout_s)) for end in (ended, terminated)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            self._on_sigterm(partial(terminate_loop, asyncio.get_running_loop()))
         if terminated.is_set() and timeout_s is not None:
             terminate()
         self._raise_failure()
@@ -580,7 +593,7 @@ class AsyncPushConsumer(_BaseConsumer):
             raise self._close_timeout(wait_s)
         if self._async_workers is not None:
             await self._async_workers.wait_ended()
-        self._raise_close_error()
+        self._finish_close()
 
     async def __aenter__(self) -> Self:
         return self if self._is_open else await self.start()

@@ -3,7 +3,7 @@
 from pyrocket_consumer.producer.async_producer import AsyncProducer
 from pyrocket_consumer.producer.outgoing_message import RESERVED_PROPERTIES, OutgoingMessage
 from pyrocket_consumer.producer.producer import Producer, ProducerState
-from pyrocket_consumer.producer.result import SendResult, SendStatus
+from pyrocket_consumer.producer.send_request import SendResult, SendStatus
 from pyrocket_consumer.producer.transactions import TransactionProducer, TransactionResult, TransactionState
 
 __all__ = [

@@ -10,67 +10,66 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Any, ParamSpec, Self, Unpack
+from typing import Any, NamedTuple, ParamSpec, Self, Unpack
 
 from pyrocket_consumer.cluster.client import NotCopied
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
 from pyrocket_consumer.errors import ClientClosed, ConfigError, ConnectError, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer.outgoing_message import OutgoingMessage, check_delivery
-from pyrocket_consumer.producer.producer import Producer, ProducerState, in_flight_limit_error
-from pyrocket_consumer.producer.result import SendResult
-from pyrocket_consumer.producer.send_request import SendRequest
+from pyrocket_consumer.producer.producer import MAX_TIMEOUT_S, Producer, ProducerState, in_flight_limit_error
+from pyrocket_consumer.producer.send_request import SendRequest, SendResult
 
 P = ParamSpec("P")
 
-_MAX_TIMEOUT_S = 3600
+
+class _LoopResults:
+    """Passes results to an event loop. One wake-up of the loop takes all results that have arrived."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, producer: AsyncProducer) -> None:
+        self._loop = loop
+        self._producer = weakref.ref(producer)
+        self._arrived: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._is_woken = False
+
+    def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        """Resolve `future` soon. For the I/O thread."""
+        self._arrived.append((future, result, error))
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False
+        while self._arrived:
+            _resolve(*self._arrived.popleft())
+        if (producer := self._producer()) is not None:
+            producer._submit_queued()
 
 
 class _LoopSink:
     """Passes the result of one send from the I/O thread to the event loop."""
 
-    __slots__ = ("_results", "future", "queued_at", "size", "timer")
+    __slots__ = ("_results", "future")
 
     def __init__(self, results: _LoopResults, future: asyncio.Future[Any]) -> None:
         self.future = future
-        self.size = 0
-        self.queued_at = 0.0
-        self.timer: asyncio.TimerHandle | None = None  # while the message waits in AsyncProducer._queued
         self._results = results
 
     def set_result(self, result: Any) -> None:
-        self._results.put(self, result, None)
+        self._results.put(self.future, result, None)
 
     def set_exception(self, error: BaseException) -> None:
-        self._results.put(self, None, error)
+        self._results.put(self.future, None, error)
 
 
-class _LoopResults:
-    """Passes results to the event loop. One wake-up of the loop takes all results that have arrived."""
+class _Waiting(NamedTuple):
+    """A message that waits for capacity, or for the start."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, producer: AsyncProducer) -> None:
-        self._loop = loop
-        self._producer = weakref.ref(producer)
-        self._arrived: deque[tuple[_LoopSink, Any, BaseException | None]] = deque()
-        self._is_woken = False
-
-    def put(self, sink: _LoopSink, result: Any, error: BaseException | None) -> None:
-        self._arrived.append((sink, result, error))
-        if not self._is_woken:
-            self._is_woken = True
-            try:
-                self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:
-                pass  # the loop is closed, so no coroutine waits
-
-    def _deliver(self) -> None:
-        self._is_woken = False
-        producer = self._producer()
-        while self._arrived:
-            sink, result, error = self._arrived.popleft()
-            if producer is not None:
-                producer._on_result(sink)
-            _resolve(sink.future, result, error)
+    future: asyncio.Future[Any]
+    timer: asyncio.TimerHandle
+    deadline: float
 
 
 class AsyncProducer(NotCopied):
@@ -108,9 +107,7 @@ class AsyncProducer(NotCopied):
         self.config = self._producer.config
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Future[None] | None = None
-        self._queued: dict[SendRequest, _LoopSink] = {}  # they wait for capacity, or for the start
-        self._unfinished: dict[_LoopSink, None] = {}
-        self._messages = self._bytes = 0  # in flight
+        self._queued: dict[SendRequest, _Waiting] = {}
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -165,17 +162,23 @@ class AsyncProducer(NotCopied):
                 sends them.
         """
         if timeout_s is not None:
-            check_range("timeout_s", timeout_s, 0.001, _MAX_TIMEOUT_S)
+            check_range("timeout_s", timeout_s, 0.001, MAX_TIMEOUT_S)
         self._check_loop()
-        given = pending = list(self._unfinished)
-        until = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        while pending and (until is None or asyncio.get_running_loop().time() < until):
-            left_s = None if until is None else until - asyncio.get_running_loop().time()
-            await asyncio.wait([sink.future for sink in pending], timeout=left_s)
-            pending = [sink for sink in pending if sink in self._unfinished]
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        queued = [waiting.future for waiting in self._queued.values()]
+        in_flight = await self._producer._begin_async_flush()
+        if queued:
+            await asyncio.wait(queued, timeout=timeout_s)
+        left_s = None if deadline is None else max(deadline - loop.time(), 0)
+        if in_flight is not None:
+            await in_flight.wait_async(left_s)
+        waiting = sum(not future.done() for future in queued)
+        pending, given = waiting, len(queued)
+        if in_flight is not None:
+            pending, given = pending + in_flight.pending, given + in_flight.messages
         if pending:
-            what = f"a flush ({len(pending)} of {len(given)} sends are in flight)"
-            raise RequestTimeout(what, "the brokers", timeout_s or 0)
+            raise RequestTimeout(f"a flush ({pending} of {given} sends are in flight)", "the brokers", timeout_s or 0)
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Accept no more messages, wait until those passed so far have their results, and disconnect.
@@ -184,18 +187,17 @@ class AsyncProducer(NotCopied):
         fail. A cancelled close fails them at once, and the producer closes in the background.
         """
         if timeout_s is not None:
-            check_range("timeout_s", timeout_s, 0, _MAX_TIMEOUT_S)
+            check_range("timeout_s", timeout_s, 0, MAX_TIMEOUT_S)
         self._check_loop()
         loop, self._is_closed = asyncio.get_running_loop(), True
         until = None if timeout_s is None else loop.time() + timeout_s
         try:
             if self._starting is not None:
                 await asyncio.wait([self._starting], timeout=timeout_s)
-            pending = [sink.future for sink in self._unfinished]
-            if pending:
-                await asyncio.wait(pending, timeout=None if until is None else max(until - loop.time(), 0))
+            if queued := [waiting.future for waiting in self._queued.values()]:
+                await asyncio.wait(queued, timeout=None if until is None else max(until - loop.time(), 0))
             self._fail_queued(ClientClosed("the producer was closed"))
-            left_s = None if until is None else min(max(until - loop.time(), 0), _MAX_TIMEOUT_S)
+            left_s = None if until is None else min(max(until - loop.time(), 0), MAX_TIMEOUT_S)
             await _run_in_thread(self._producer.close, left_s)
         except asyncio.CancelledError:
             self._close_in_background()
@@ -312,84 +314,52 @@ class AsyncProducer(NotCopied):
         """Submit a message in its order, as soon as it fits; return its result."""
         assert self._loop is not None
         request.is_blocking = False
-        sink.size = len(request.body)
-        self._unfinished[sink] = None
         try:
-            if self._queued or self._producer.state is not ProducerState.RUNNING or not self._fits(sink.size):
-                self._queued[request] = sink
-                sink.queued_at = self._loop.time()
-                sink.timer = self._loop.call_later(request.timeout_s, self._time_out, request)
+            if self._queued or not self._submit(request, request.timeout_s):
+                timer = self._loop.call_later(request.timeout_s, self._time_out, request)
+                self._queued[request] = _Waiting(sink.future, timer, self._loop.time() + request.timeout_s)
                 if self._producer.state is not ProducerState.RUNNING:
                     self._start()
-            else:
-                self._submit(request, sink)
             return await sink.future
         finally:
-            if self._queued.pop(request, None) is not None:  # cancelled before it was sent
-                self._forget(sink)
+            if (waiting := self._queued.pop(request, None)) is not None:  # cancelled before it was sent
+                waiting.timer.cancel()
                 self._submit_queued()
-            elif sink.future.cancelled() and sink in self._unfinished:
-                sink.future = self._loop.create_future()  # no coroutine awaits it, but flush() does
-                sink.future.add_done_callback(asyncio.Future.exception)
 
-    def _fits(self, size: int) -> bool:
-        # The rule of InFlightLimiter, which counts each result first. So a message that fits here fits there.
-        config = self.config
-        return not self._messages or (
-            self._messages < config.max_in_flight_messages and self._bytes + size <= config.max_in_flight_bytes
-        )
-
-    def _submit(self, request: SendRequest, sink: _LoopSink) -> None:
-        waited_s = 0.0
-        if sink.timer is not None:
-            assert self._loop is not None
-            sink.timer.cancel()  # from here on InFlightLimiter checks the time
-            waited_s = self._loop.time() - sink.queued_at
-        try:
-            self._producer._submit(request, waited_s)
-        except RocketError as error:
-            self._forget(sink)
-            _resolve(sink.future, None, error)
-        else:
-            self._messages += 1
-            self._bytes += sink.size
+    def _submit(self, request: SendRequest, left_s: float) -> bool:
+        """Submit a message, with the rest of its timeout. Return False if it does not fit, or nothing is started."""
+        return self._producer.state is ProducerState.RUNNING and self._producer._try_submit(request, left_s)
 
     def _submit_queued(self) -> None:
         """Submit the queued messages that fit."""
-        while self._queued and self._producer.state is ProducerState.RUNNING:
-            request, sink = next(iter(self._queued.items()))
-            if not self._fits(sink.size):
-                return
+        assert self._loop is not None
+        while self._queued:
+            request, waiting = next(iter(self._queued.items()))
+            error = None
+            try:
+                if not self._submit(request, waiting.deadline - self._loop.time()):
+                    return
+            except RocketError as refused:
+                error = refused
             del self._queued[request]
-            self._submit(request, sink)
-
-    def _on_result(self, sink: _LoopSink) -> None:
-        self._messages -= 1
-        self._bytes -= sink.size
-        self._forget(sink)
-        self._submit_queued()
+            waiting.timer.cancel()  # from here on the deadline of the request counts
+            if error is not None:
+                _resolve(waiting.future, None, error)
 
     def _time_out(self, request: SendRequest) -> None:
-        sink = self._queued.pop(request)
-        self._forget(sink)
         error: RocketError = in_flight_limit_error(request, self.config)
         if self._producer.state is ProducerState.CREATED:
             error = ConnectError(
                 ";".join(self.config.name_servers), f"no response within {request.timeout_s:g} s; nothing was sent"
             )
-        _resolve(sink.future, None, error)
+        _resolve(self._queued.pop(request).future, None, error)
         self._submit_queued()  # the next one may be smaller, and fit
 
     def _fail_queued(self, error: BaseException) -> None:
         queued, self._queued = self._queued, {}
-        for sink in queued.values():
-            self._forget(sink)
-            _resolve(sink.future, None, error)
-
-    def _forget(self, sink: _LoopSink) -> None:
-        if sink.timer is not None:
-            sink.timer.cancel()
-        self._unfinished.pop(sink, None)
+        for waiting in queued.values():
+            waiting.timer.cancel()
+            _resolve(waiting.future, None, error)
 
     def _check_loop(self) -> None:
         loop = asyncio.get_running_loop()

@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
-from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
-from pyrocket_consumer.cluster import Cluster, local_ip, make_client_id
+from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.client import NotCopied
 from pyrocket_consumer.cluster.names import wrap
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_config, check_range
 from pyrocket_consumer.errors import ClientClosed, ConfigError, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
-from pyrocket_consumer.producer import at_exit
-from pyrocket_consumer.producer.batch import BatchMessage, split_batch
-from pyrocket_consumer.producer.flush_counter import FlushCounter
-from pyrocket_consumer.producer.in_flight import InFlightLimiter
+from pyrocket_consumer.producer.in_flight import Flush
 from pyrocket_consumer.producer.outgoing_message import (
+    BatchMessage,
     OutgoingMessage,
     check_delivery,
     check_properties_size,
     check_send_topic,
     check_sharding_key,
     check_size,
+    split_batch,
 )
-from pyrocket_consumer.producer.result import SendResult
-from pyrocket_consumer.producer.send_dispatcher import SendDispatcher
-from pyrocket_consumer.producer.send_future import CallbackThread, Promise, ResultSink, SendFuture
-from pyrocket_consumer.producer.send_request import SendRequest
+from pyrocket_consumer.producer.send_future import CallbackThread, ResultSink, SendFuture
+from pyrocket_consumer.producer.send_request import SendRequest, SendResult
+from pyrocket_consumer.producer.session import CloseHook, Session, flush_at_exit, new_ids
 from pyrocket_consumer.protocol.compression import compress
-from pyrocket_consumer.protocol.ids import UniqueIds
 from pyrocket_consumer.protocol.message import BatchItem, encode_batch
 from pyrocket_consumer.protocol.properties import PropertyName, encode_properties
-from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.forks import renew_locks_in_children
-from pyrocket_consumer.transport.thread_future import ThreadFuture
-
-log = logger("producer")
+from pyrocket_consumer.transport.latch import ThreadFuture
 
 T = TypeVar("T")
-CloseHook = Callable[[float], object]
-"""Ends the other work of a kind of producer, within the given number of seconds."""
 
-_MAX_TIMEOUT_S = 3600
+MAX_TIMEOUT_S = 3600
 _DEADLINE_GRACE_S = 5.0  # a deadline missed by this much means that the I/O thread does not run
-_CLOSE_STEP_S = 5.0
-_EXIT_GRACE_S = 1.0  # after the deadline, for the last sends to get their error
 
 
 class ProducerState(Enum):
@@ -62,116 +49,6 @@ class ProducerState(Enum):
     CREATED = "created"
     RUNNING = "running"
     CLOSED = "closed"
-
-
-class _Session:
-    """A running producer: its cluster, and the path of its messages to the I/O thread."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        config: ProducerConfig,
-        group: str,
-        callback_thread: CallbackThread,
-        close_hook: CloseHook,
-    ) -> None:
-        self.cluster = cluster
-        self._config = config
-        self._callback_thread = callback_thread
-        self._group = group
-        self._close_hook = close_hook
-        self.ids = new_ids(config)
-        self.in_flight = InFlightLimiter(config.max_in_flight_messages, config.max_in_flight_bytes, self._wake)
-        self._dispatcher = SendDispatcher(cluster, config, group, self.in_flight.release)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # closed meanwhile, and the queued messages have failed
-            self.cluster.loop.call_soon_threadsafe(self._dispatch_queued)
-
-    def _dispatch_queued(self) -> None:
-        for request in self.in_flight.take_all():
-            self._dispatcher.dispatch(request)
-
-    def count_in_flight(self) -> FlushCounter:
-        """Start to count the results of the messages in flight.
-
-        Raises:
-            ClientClosed: the producer is closed, or belongs to the parent process.
-            RequestTimeout: the I/O thread does not run.
-        """
-        return self.cluster.run(self._count_in_flight(), _CLOSE_STEP_S)
-
-    async def _count_in_flight(self) -> FlushCounter:
-        self._dispatch_queued()
-        return self._dispatcher.count_in_flight()
-
-    def begin_flush(self) -> Callable[[], None]:
-        """Count the messages in flight when the process exits; see `at_exit`."""
-        try:
-            counter = self.count_in_flight()
-        except ClientClosed:  # closed meanwhile, or this is a forked child, and the parent sends the messages
-            return _do_nothing
-        except RequestTimeout as error:
-            lost = self.in_flight.messages
-            log.error("group=%s the process exits, and %d messages are lost reason=%s", self._config.group, lost, error)
-            return _do_nothing
-        return partial(self._end_flush, counter, time.monotonic() + self._config.send_timeout_s + _EXIT_GRACE_S)
-
-    def _end_flush(self, counter: FlushCounter, until: float) -> None:
-        result = counter.wait(until - time.monotonic())
-        self._callback_thread.drain(until - time.monotonic())
-        if not counter.messages:
-            return
-        all_sent = result.sent == counter.messages
-        counts = f"{result.sent} are sent, {result.failed} were not sent, {result.pending} have no answer"
-        log.log(
-            logging.WARNING if all_sent else logging.ERROR,
-            "group=%s the process exits and the producer was not closed: %d messages were in flight, %s; "
-            "call flush() or close() before the exit%s",
-            self._config.group,
-            counter.messages,
-            "all are sent now" if all_sent else counts,
-            f" reason={result.reason}" if result.failed else "",
-        )
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Wait until the messages in flight have their results, then disconnect; see `Producer.close`."""
-        self.in_flight.close()
-        try:
-            self._close_hook(_CLOSE_STEP_S if timeout_s is None else timeout_s)
-            self.in_flight.wait_until_empty(timeout_s)
-        finally:  # also after an interrupt
-            self._disconnect(timeout_s)
-
-    def _disconnect(self, timeout_s: float | None) -> None:
-        try:
-            # The last send may end meanwhile.
-            if self.in_flight.messages and (abandoned := self.cluster.run(self._abandon(), _CLOSE_STEP_S)):
-                log.error("group=%s closed with %d sends in flight", self._config.group, abandoned)
-            self.cluster.run(self._unregister(), _CLOSE_STEP_S)
-        except RocketError as error:
-            log.warning("group=%s closed without unregistering reason=%s", self._config.group, error)
-        finally:
-            at_exit.remove(self)
-            self.cluster.close()
-            self._callback_thread.stop(_CLOSE_STEP_S if timeout_s is None else timeout_s)
-
-    async def _abandon(self) -> int:
-        """Fail the requests in flight, and return their number."""
-        self._dispatch_queued()
-        return self._dispatcher.abandon()
-
-    async def _unregister(self) -> None:
-        await self.cluster.membership.unregister(producer_group=self._group)
-
-
-def new_ids(config: ProducerConfig) -> UniqueIds:
-    """Return a generator of message ids for this process. A forked child needs its own."""
-    return UniqueIds((config.client_ip or local_ip()).strip("[]"), os.getpid())
-
-
-def _do_nothing() -> None:
-    """Do nothing: there is nothing to flush."""
 
 
 class Producer(NotCopied):
@@ -250,13 +127,11 @@ class Producer(NotCopied):
         self._group = wrap(config.namespace, config.group)
         self.renew_locks()
         renew_locks_in_children(self)
-        self._state = ProducerState.CREATED
-        self._pid: int | None = None
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._connecting: Cluster | None = None
+        self._is_closed = False
+        self._closers: set[threading.Thread] = set()  # threads that are in `close` now
         self._callback_thread = CallbackThread()
-        self._closed = threading.Event()  # the first close has ended
-        self._closed_by: threading.Thread | None = None
         self._wire_topics: dict[str, str] = {}
 
     def __repr__(self) -> str:
@@ -268,7 +143,9 @@ class Producer(NotCopied):
     @property
     def state(self) -> ProducerState:
         """The state of the producer."""
-        return self._state
+        if self._is_closed:
+            return ProducerState.CLOSED
+        return ProducerState.CREATED if self._session is None else ProducerState.RUNNING
 
     @property
     def group(self) -> str:
@@ -290,29 +167,28 @@ class Producer(NotCopied):
             cluster.membership.add_producer(self._group)
             close_hook = self._prepare(cluster)
             self._connecting = cluster
-            cluster.start()
-            session = _Session(cluster, self.config, self._group, self._callback_thread, close_hook)
-            with self._state_lock:
+            try:
+                self._check_open()  # again, because a close has not seen `_connecting` before
+                cluster.start()
+                self._check_open()
+                if self._session is None:  # a signal handler may have started it meanwhile
+                    self._session = Session(cluster, self.config, self._group, self._callback_thread, close_hook)
+                flush_at_exit(self._session)
+            finally:
                 self._connecting = None
-                if is_wanted := self._state is ProducerState.CREATED:
-                    self._session, self._pid, self._state = session, os.getpid(), ProducerState.RUNNING
-                    at_exit.add(session)
-            if not is_wanted:
-                cluster.close()
+                if self._session is None or self._session.cluster is not cluster:
+                    cluster.close()
+            if self._is_closed:  # by a close that has not seen the session
+                self._session.close(0)
                 self._check_open()
 
     def _check_open(self) -> None:
-        if self._state is ProducerState.CLOSED:
+        if self._is_closed:
             raise ClientClosed("the producer is closed; make a new one")
 
     def renew_locks(self) -> None:
-        """Make new locks, which no thread holds. A forked child calls it.
-
-        They are reentrant, because a signal handler may run in the middle, on the same thread. The interrupted code
-        checks the state again.
-        """
-        self._start_lock = threading.RLock()  # one start at a time
-        self._state_lock = threading.RLock()  # held for a few steps, never during a wait
+        """Make a new lock, which no thread holds. A forked child calls it."""
+        self._start_lock = threading.RLock()  # reentrant, because a signal handler may send during a start
 
     def _prepare(self, cluster: Cluster) -> CloseHook:
         """Register handlers for the requests of brokers to this kind of producer. Return the hook that ends them."""
@@ -331,58 +207,53 @@ class Producer(NotCopied):
             ClientClosed: the producer was started in the parent process.
         """
         if timeout_s is not None:
-            check_range("timeout_s", timeout_s, 0.001, _MAX_TIMEOUT_S)
-        if (session := self._session) is None:
+            check_range("timeout_s", timeout_s, 0.001, MAX_TIMEOUT_S)
+        if self._is_closed or (session := self._session) is None:
             return  # nothing was sent, or close() waits for it
         try:
-            counter = session.count_in_flight()
+            flush = session.begin_flush()
         except ClientClosed:
-            if self._session is None:
-                return  # closed meanwhile
+            if self.state is ProducerState.CLOSED:
+                return
             raise
-        wait_s = counter.longest_timeout_s + _DEADLINE_GRACE_S if timeout_s is None else timeout_s
-        before, pending = 0, counter.wait(wait_s).pending
-        while timeout_s is None and pending and pending != before:  # a lane moves
-            before, pending = pending, counter.wait(wait_s).pending
-        if pending:
-            left = f"a flush ({pending} of {counter.messages} messages are in flight)"
-            raise RequestTimeout(left, "the brokers", wait_s)
+        wait_s = flush.longest_timeout_s + _DEADLINE_GRACE_S if timeout_s is None else timeout_s
+        before = None
+        while not flush.wait(wait_s):
+            if timeout_s is not None or flush.pending == before:  # otherwise a lane moves
+                left = f"a flush ({flush.pending} of {flush.messages} messages are in flight)"
+                raise RequestTimeout(left, "the brokers", wait_s)
+            before = flush.pending
 
     def close(self, timeout_s: float | None = None) -> None:
         """Accept no more messages, wait until the messages in flight have their results, and disconnect.
 
         It ends, because every message has a deadline. After `timeout_s`, or an interrupt (Ctrl-C), the unfinished
-        messages fail with SendError. A second close waits for the first one to end, except in a callback, or in a
-        signal handler that interrupts the first. In a child forked after the start it does nothing.
+        messages fail with SendError. A second close waits for the same end. In a callback, or in a signal handler that
+        interrupts the first one, it returns at once. In a child forked after the start it does nothing.
 
         Raises:
             ConfigError: `timeout_s` is neither None nor 0 to 3600 seconds. The producer stays open.
         """
         if timeout_s is not None:
-            check_range("timeout_s", timeout_s, 0, _MAX_TIMEOUT_S)
-        forked = self._pid is not None and self._pid != os.getpid()
-        with contextlib.nullcontext() if forked else self._state_lock:  # a thread of the parent may hold it
-            if is_first := self._closed_by is None:
-                self._closed_by = threading.current_thread()
-            session, self._session = self._session, None
-            connecting, self._state = self._connecting, ProducerState.CLOSED
-        if forked:
+            check_range("timeout_s", timeout_s, 0, MAX_TIMEOUT_S)
+        self._is_closed = True
+        me, session = threading.current_thread(), self._session
+        if me in self._closers or (self._closers and self._callback_thread.is_current):
             return
-        if is_first:
-            try:
-                if connecting is not None:
-                    connecting.close()  # ends the start
-                if session is not None:
-                    session.close(timeout_s)
-            finally:
-                self._closed.set()
-        # A second close waits, except in a callback, or in a signal handler that has interrupted the first one.
-        elif not self._callback_thread.is_current and self._closed_by is not threading.current_thread():
-            self._closed.wait(None if timeout_s is None else timeout_s + _CLOSE_STEP_S)
+        if session is not None and session.pid != os.getpid():
+            return
+        try:
+            self._closers.add(me)
+            if (connecting := self._connecting) is not None:
+                connecting.close()  # ends the start
+            if session is not None:
+                session.close(timeout_s)
+        finally:
+            self._closers.discard(me)
 
     def __del__(self) -> None:
-        session: _Session | None = getattr(self, "_session", None)
-        if session is not None:
+        session: Session | None = getattr(self, "_session", None)
+        if session is not None and not self._is_closed:
             session.cluster.warn_unclosed(self, session.close)
 
     def __enter__(self) -> Self:
@@ -433,12 +304,10 @@ class Producer(NotCopied):
             ConnectError: the producer could not start, because no name server responds.
             ClientClosed: the producer is closed, or was started in the parent process.
         """
-        message = OutgoingMessage(body, tags, keys, properties, flag)
-        more = check_delivery(delay_level, deliver_at)
+        message, more = OutgoingMessage(body, tags, keys, properties, flag), check_delivery(delay_level, deliver_at)
         outcome: ThreadFuture[SendResult] = ThreadFuture()
         request = self._make_request(topic, message, outcome, queue, sharding_key, timeout_s, more)
-        self._submit(request)
-        return wait_for_result(outcome, request.timeout_s)
+        return self._send_and_wait(request, outcome)
 
     def send_async(
         self,
@@ -468,10 +337,9 @@ class Producer(NotCopied):
             ConfigError, ConnectError, ClientClosed: as for `send`.
             SendError: the message did not fit into the limits within `timeout_s`.
         """
-        message = OutgoingMessage(body, tags, keys, properties, flag)
-        more = check_delivery(delay_level, deliver_at)
+        message, more = OutgoingMessage(body, tags, keys, properties, flag), check_delivery(delay_level, deliver_at)
         future: SendFuture[SendResult] = SendFuture(self._callback_thread)  # calling an alias would be slower
-        request = self._make_request(topic, message, Promise(future), queue, sharding_key, timeout_s, more)
+        request = self._make_request(topic, message, future.outcome, queue, sharding_key, timeout_s, more)
         request.is_blocking = False
         self._submit(request)
         return future
@@ -520,13 +388,11 @@ class Producer(NotCopied):
         Raises:
             ConfigError, RouteNotFound, SendError, ConnectError, ClientClosed: as for `send`. Nothing was sent.
         """
-        message = OutgoingMessage(body, tags, keys, properties, flag)
-        more = check_delivery(delay_level, deliver_at)
+        message, more = OutgoingMessage(body, tags, keys, properties, flag), check_delivery(delay_level, deliver_at)
         outcome: ThreadFuture[None] = ThreadFuture()
         request = self._make_request(topic, message, outcome, queue, sharding_key, timeout_s, more)
         request.is_oneway = True
-        self._submit(request)
-        wait_for_result(outcome, request.timeout_s)
+        self._send_and_wait(request, outcome)
 
     def send_batch(
         self,
@@ -554,8 +420,7 @@ class Producer(NotCopied):
             outcome = ThreadFuture[list[SendResult]]()
             request = self._make_batch_request(topic, part, outcome, queue, sharding_key, timeout_s)
             try:
-                self._submit(request)
-                stored = wait_for_result(outcome, request.timeout_s)
+                stored = self._send_and_wait(request, outcome)
             except SendError as error:
                 raise SendError(error.topic, error.attempts, len(results)) from error.__cause__
             except RocketError as error:
@@ -694,47 +559,53 @@ class Producer(NotCopied):
     def _timeout_s(self, timeout_s: float | None) -> float:
         if timeout_s is None:
             return self.config.send_timeout_s
-        check_range("timeout_s", timeout_s, 0.001, _MAX_TIMEOUT_S)
+        check_range("timeout_s", timeout_s, 0.001, MAX_TIMEOUT_S)
         return timeout_s
 
-    def _ensure_session(self) -> _Session:
+    def _ensure_session(self) -> Session:
         """Return the session, and start the producer if necessary.
 
         Raises:
             ConnectError: the producer cannot start.
             ClientClosed: the producer is closed, or belongs to the parent process.
         """
-        if (session := self._session) is None:
-            if self._state is not ProducerState.CLOSED:
-                self.start()
-            if (session := self._session) is None:
-                raise ClientClosed("the producer is closed; make a new one")
-        session.cluster.check_usable()
-        return session
+        if self._session is None:
+            self.start()
+        self._check_open()
+        assert self._session is not None
+        self._session.cluster.check_usable()
+        return self._session
 
-    def _submit(self, request: SendRequest, waited_s: float = 0.0) -> None:
+    def _submit(self, request: SendRequest) -> None:
         session = self._ensure_session()
-        request.deadline = session.cluster.loop.time() + request.timeout_s - waited_s
+        request.deadline = session.cluster.loop.time() + request.timeout_s
         if not session.in_flight.put(request, request.timeout_s):
             raise in_flight_limit_error(request, self.config)
+
+    def _try_submit(self, request: SendRequest, left_s: float) -> bool:
+        """Submit a request if it fits now. Its deadline is in `left_s`. For `AsyncProducer`, after the start."""
+        session = self._ensure_session()
+        request.deadline = session.cluster.loop.time() + left_s
+        return session.in_flight.try_put(request)
+
+    async def _begin_async_flush(self) -> Flush | None:
+        """Count the results of the messages in flight, as `flush` does. Return None if nothing was sent."""
+        if self._is_closed or (session := self._session) is None:
+            return None
+        return await session.cluster.run_async(session.flush())
+
+    def _send_and_wait(self, request: SendRequest, outcome: ThreadFuture[T]) -> T:
+        """Return the result of a send. The I/O thread applies the deadline; this only detects that it does not run."""
+        self._submit(request)
+        if not outcome.wait(request.timeout_s + _DEADLINE_GRACE_S):
+            raise RequestTimeout("a send", "the I/O thread", request.timeout_s + _DEADLINE_GRACE_S)
+        return outcome.result()
 
 
 def in_flight_limit_error(request: SendRequest, config: ProducerConfig) -> SendError:
     """Return the error of a message that did not fit into the limits in time."""
-    return SendError(
-        request.shown_topic,
-        (
-            (
-                f"no free capacity within {request.timeout_s:g} s: the producer was at its limit "
-                f"max_in_flight_messages={config.max_in_flight_messages} "
-                f"or max_in_flight_bytes={config.max_in_flight_bytes}"
-            ),
-        ),
+    text = (
+        f"no free capacity within {request.timeout_s:g} s: the producer was at its limit "
+        f"max_in_flight_messages={config.max_in_flight_messages} or max_in_flight_bytes={config.max_in_flight_bytes}"
     )
-
-
-def wait_for_result(outcome: ThreadFuture[T], timeout_s: float) -> T:
-    """Return the result of a send. The I/O thread applies the deadline; this only detects that it does not run."""
-    if not outcome.wait(timeout_s + _DEADLINE_GRACE_S):
-        raise RequestTimeout("a send", "the I/O thread", timeout_s + _DEADLINE_GRACE_S)
-    return outcome.result()
+    return SendError(request.shown_topic, (text,))

@@ -31,7 +31,7 @@ from pyrocket_consumer.producer.failures import (
     is_route_stale,
     is_topic_missing,
 )
-from pyrocket_consumer.producer.flush_counter import FlushCounter
+from pyrocket_consumer.producer.in_flight import Flush
 from pyrocket_consumer.producer.lane import Lane, UnansweredRequest
 from pyrocket_consumer.producer.publish_queues import FailedBrokers, PublishQueues
 from pyrocket_consumer.producer.send_request import LaneKey, SendRequest
@@ -63,7 +63,7 @@ class _AttemptFailed(Exception):
 
 
 class SendDispatcher(ClusterEvents):
-    """Sends the requests that InFlightLimiter passes to the I/O thread. Confined to that thread.
+    """Sends the requests that InFlightQueue passes to the I/O thread. Confined to that thread.
 
     `_send_or_prepare` sends at once, without a task, if a route and a connection are available. Otherwise `_prepare`
     waits for them in a task. Both call `_send_on`. Its response goes to `_handle_response`, which finishes the message
@@ -98,6 +98,7 @@ class SendDispatcher(ClusterEvents):
         self._failed_brokers = FailedBrokers()
         self._links: dict[str, BrokerLink] = {}
         self._unfinished: set[SendRequest] = set()
+        self._flushes: list[Flush] = []
         self._lanes: dict[LaneKey, Lane] = {}
         self._suspected_connections: set[Connection] = set()
         cluster.events = self
@@ -559,24 +560,33 @@ class SendDispatcher(ClusterEvents):
 
     def _finish(self, request: SendRequest, outcome: object) -> None:
         """Pass the result, or an exception, to the sink of the request."""
-        if request in self._unfinished:
-            self._unfinished.discard(request)
-            if (key := request.lane_key) is not None:
-                lane = self._lanes[key]
-                if lane.current is request and lane.unanswered is None:
-                    self._cluster.loop.call_soon(self._start_next, lane)
-            self._on_finished(request)
-            try:
-                if isinstance(outcome, BaseException):
-                    request.sink.set_exception(outcome)
-                else:
-                    request.sink.set_result(outcome)
-            except Exception:  # the sink of one message; lanes, others and a close continue
-                log.exception("topic=%s the result of a message cannot be passed to its sink", request.topic)
+        if request not in self._unfinished:
+            return
+        self._unfinished.discard(request)
+        if (key := request.lane_key) is not None:
+            lane = self._lanes[key]
+            if lane.current is request and lane.unanswered is None:
+                self._cluster.loop.call_soon(self._start_next, lane)
+        self._on_finished(request)
+        error = outcome if isinstance(outcome, BaseException) else None
+        try:
+            if error is not None:
+                request.sink.set_exception(error)
+            else:
+                request.sink.set_result(outcome)
+        except Exception:  # the sink of one message; lanes, others and a close continue
+            log.exception("topic=%s the result of a message cannot be passed to its sink", request.topic)
+        if self._flushes:
+            for flush in self._flushes:
+                flush.count(request, error)
+            self._flushes = [flush for flush in self._flushes if flush.pending]
 
-    def count_in_flight(self) -> FlushCounter:
-        """Return a counter for the results of all messages in flight."""
-        return FlushCounter(self._unfinished)
+    def begin_flush(self) -> Flush:
+        """Count the results of all messages in flight."""
+        flush = Flush(self._unfinished)
+        if flush.pending:
+            self._flushes.append(flush)
+        return flush
 
     def abandon(self) -> int:
         """Fail every message in flight, and return their number."""

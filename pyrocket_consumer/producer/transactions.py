@@ -14,9 +14,10 @@ from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions
 from pyrocket_consumer.errors import ConfigError, RocketError
 from pyrocket_consumer.producer.outgoing_message import OutgoingMessage
-from pyrocket_consumer.producer.producer import CloseHook, Producer, wait_for_result
-from pyrocket_consumer.producer.result import SendResult
+from pyrocket_consumer.producer.producer import Producer
 from pyrocket_consumer.producer.send_future import CallbackThread
+from pyrocket_consumer.producer.send_request import SendResult
+from pyrocket_consumer.producer.session import CloseHook
 from pyrocket_consumer.protocol.codes import RequestCode, SysFlag
 from pyrocket_consumer.protocol.command import CheckTransactionStateHeader, EndTransactionHeader
 from pyrocket_consumer.protocol.frame import RemotingCommand
@@ -24,7 +25,7 @@ from pyrocket_consumer.protocol.ids import parse_offset_message_id
 from pyrocket_consumer.protocol.message import Message, decode_message
 from pyrocket_consumer.protocol.properties import PropertyName
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.thread_future import ThreadFuture
+from pyrocket_consumer.transport.latch import ThreadFuture
 
 log = logger("producer")
 
@@ -300,8 +301,7 @@ class TransactionProducer(Producer):
         self._ensure_session()
         transactions = self._transactions
         with transactions.running(request.message_ids[0]):
-            self._submit(request)
-            sent = wait_for_result(outcome, request.timeout_s)
+            sent = self._send_and_wait(request, outcome)
             # Parsed before `run`, because a transaction without an offset could not end.
             _, _, commit_log_offset = parse_offset_message_id(sent.offset_message_id)
             state = _as_state(run(sent), sent.message_id)

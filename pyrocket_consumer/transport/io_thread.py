@@ -10,19 +10,24 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pyrocket_consumer.errors import ClientClosed, RequestTimeout
-from pyrocket_consumer.transport.thread_future import ThreadFuture
+from pyrocket_consumer.transport.latch import ThreadFuture
 
 T = TypeVar("T")
 
 
 class IoThread:
-    """One asyncio loop on one daemon thread. Sockets, timers and their callbacks are confined to it."""
+    """One asyncio loop on one daemon thread. Sockets, timers and their callbacks are confined to it.
+
+    A signal may interrupt `start` at any moment, so that no caller knows whether the thread will run. Therefore the
+    thread and `prevent_start` compete for `_claim`, and only the winner uses the loop.
+    """
 
     def __init__(self, name: str = "pyrocket-io", on_end: Callable[[], None] = lambda: None) -> None:
-        """`on_end` is called on the thread as its last step."""
+        """`on_end` is called on the thread as its last step, or by `prevent_start`."""
         self._on_end = on_end
         self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._claim = threading.Lock()
         self._not_started: dict[Coroutine[Any, Any, Any], Callable[[], object]] = {}
         """Coroutines that may not have started yet, each with a function that reports that it never will."""
 
@@ -31,6 +36,8 @@ class IoThread:
         self._thread.start()
 
     def _run(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return  # stopped before it began
         asyncio.set_event_loop(self.loop)
         try:
             while not self._run_until_stopped():
@@ -39,10 +46,13 @@ class IoThread:
             self._end_tasks()
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self._end_tasks()  # tasks that started during the first call
-            self.loop.close()  # threads of its executor end on their own, also one that hangs in a name resolution
-            for coroutine in list(self._not_started):
-                self._reject(coroutine)
-            self._on_end()
+            self._end()
+
+    def _end(self) -> None:
+        self.loop.close()  # threads of its executor end on their own, also one that hangs in a name resolution
+        for coroutine in list(self._not_started):
+            self._reject(coroutine)
+        self._on_end()
 
     def _end_tasks(self) -> None:
         while tasks := asyncio.all_tasks(self.loop):
@@ -66,33 +76,48 @@ class IoThread:
             return False
         return True
 
+    def prevent_start(self) -> bool:
+        """Have the thread never run. Return False if it runs already, or has ended."""
+        if not self._claim.acquire(blocking=False):
+            return False
+        self._end()
+        return True
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """Stop the loop, cancel its tasks, and wait up to `timeout_s` for the thread."""
-        if not self._thread.is_alive():
-            if not self.loop.is_closed():
-                self.loop.close()
-            return
-        try:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-        except RuntimeError:
-            pass  # another thread has stopped it first
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
+        if not self.prevent_start():
+            self.call_soon(self.loop.stop)
+            if self._thread.is_alive() and not self.is_current:
+                self._thread.join(timeout_s)
 
     def run_in_background(self, function: Callable[[], object]) -> None:
         """Call `function` on a new thread. This takes no lock and does not block, so finalizers may use it."""
         thread = threading.Thread(target=function, name="pyrocket-closing", daemon=True)
-        self._call_soon(thread.start)
+        self.call_soon(thread.start)
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread was started and has not ended."""
-        return self._thread.is_alive()
+        """Whether the thread has begun and has not ended."""
+        return self._claim.locked() and not self.loop.is_closed()
 
     @property
     def is_current(self) -> bool:
         """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
+
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> IoCall[T]:
+        """Start `coroutine` on the I/O thread. The result is a ClientClosed if the thread ends, or has ended."""
+        call = IoCall[T]()
+
+        def begin() -> None:
+            if self._not_started.pop(coroutine, None) is not None:
+                call.task = self.loop.create_task(coroutine)
+                call.task.add_done_callback(call.on_done)
+
+        self._not_started[coroutine] = partial(call.set_exception, _closed_error())
+        if not self.call_soon(begin):
+            self._reject(coroutine)
+        return call
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """Run `coroutine` on the I/O thread and return its result.
@@ -105,34 +130,28 @@ class IoThread:
         if self.is_current:
             coroutine.close()
             raise RuntimeError("a blocking call on the I/O thread would stop all network work; await it instead")
-        outcome, tasks = ThreadFuture[T](), list[asyncio.Task[T]]()
-
-        def begin() -> None:
-            self._not_started.pop(coroutine, None)
-            task = self.loop.create_task(coroutine)
-            tasks.append(task)
-            task.add_done_callback(partial(_resolve, outcome))
-
-        def cancel() -> None:
-            for task in tasks:
-                task.cancel()
-
-        self._not_started[coroutine] = lambda: outcome.set_exception(_closed_error())
+        if self.loop.is_closed():
+            coroutine.close()
+            raise ClientClosed("the client is closed; make a new one")
+        call = self.begin(coroutine)
         try:
-            self.loop.call_soon_threadsafe(begin)
-        except RuntimeError:
-            self._reject(coroutine)
-            raise ClientClosed("the client is closed; make a new one") from None
-        try:
-            is_told = outcome.wait(timeout_s)
+            if not call.wait(timeout_s):
+                name = getattr(coroutine, "__name__", "call").strip("_").replace("_", " ")
+                raise RequestTimeout(name, "the I/O thread", timeout_s or 0)
         except BaseException:
-            self._call_soon(cancel)
+            self.call_soon(call.cancel)
             raise
-        if not is_told:
-            self._call_soon(cancel)
-            name = getattr(coroutine, "__qualname__", "call")
-            raise RequestTimeout(name, "the I/O thread", timeout_s or 0)
-        return outcome.result()
+        return call.result()
+
+    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Do the same as `run`, for a caller on another asyncio loop. If it is cancelled, so is `coroutine`."""
+        call = self.begin(coroutine)
+        try:
+            await call.wait_async()
+        except BaseException:
+            self.call_soon(call.cancel)
+            raise
+        return call.result()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start `coroutine` on the I/O thread and return a future of its result at once.
@@ -153,20 +172,33 @@ class IoThread:
             self._reject(coroutine)
         return future
 
-    def _call_soon(self, function: Callable[[], object]) -> None:
+    def call_soon(self, function: Callable[[], object]) -> bool:
+        """Call `function` on the thread. Return False if its loop is closed."""
         try:
             self.loop.call_soon_threadsafe(function)
         except RuntimeError:
-            pass  # the loop is closed
+            return False
+        return True
 
 
-def _resolve(outcome: ThreadFuture[T], task: asyncio.Task[T]) -> None:
-    if task.cancelled():
-        outcome.set_exception(_closed_error())
-    elif (error := task.exception()) is not None:
-        outcome.set_exception(error)
-    else:
-        outcome.set_result(task.result())
+class IoCall(ThreadFuture[T]):
+    """The result of a coroutine on the I/O thread."""
+
+    task: asyncio.Task[T] | None = None  # once it has started
+
+    def cancel(self) -> None:
+        """Cancel the coroutine, on the I/O thread."""
+        if self.task is not None:
+            self.task.cancel()
+
+    def on_done(self, task: asyncio.Task[T]) -> None:
+        """Take over the result of the task."""
+        if task.cancelled():
+            self.set_exception(_closed_error())
+        elif (error := task.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())
 
 
 def _closed_error() -> ClientClosed:

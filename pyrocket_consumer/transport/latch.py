@@ -1,66 +1,71 @@
-"""A one-shot flag for threads, coroutines and signal handlers, and the handling of SIGTERM."""
+"""Waits of threads and coroutines for one event or result, which a signal may interrupt at any step.
+
+A signal handler runs between any two steps of the main thread, and may raise there. The locks of `threading.Event` and
+`concurrent.futures.Future` are held for several steps. A handler can then wait forever for the thread that it has
+interrupted, and Ctrl-C can leave the lock taken. So here each waiter has a plain lock of its own, which is released in
+one step. The thread that sets the event, usually the I/O thread, never waits.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from types import FrameType
+from collections.abc import Callable
+from concurrent.futures import InvalidStateError
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 _SIGNAL_CHECK_S = 1.0
 """How long a wait sleeps at most. Python handles a signal that arrives just before a sleep only after that sleep."""
 
 
-def _release(lock: threading.Lock) -> None:
-    """Wake the waiter that holds `lock`, unless another call has woken it."""
-    try:
-        lock.release()
-    except RuntimeError:
-        pass
-
-
 class Latch:
-    """A flag that is set once, by any thread or signal handler, and that any thread or coroutine can wait for.
+    """A flag that is set once, by any thread or signal handler, and that any thread or coroutine can wait for."""
 
-    A signal handler runs between any two steps of the main thread, and may raise there. `threading.Event` takes a lock
-    in several steps. If a handler sets the event, the wait that it interrupted may hold the lock. If Ctrl-C ends a wait
-    at the wrong moment, the lock stays locked. So each waiter has a plain lock, which `set` releases in one step.
-    `SimpleQueue` is no alternative: its `get` waits forever if the deadline passes while it starts to wait.
-    """
+    _is_set = False
 
     def __init__(self) -> None:
-        self._is_set = False
-        self._waiting: list[Callable[[], None]] = []
+        self._observers: dict[Callable[[], object], None] = {}
 
     def is_set(self) -> bool:
         """Return whether the flag is set."""
         return self._is_set
 
     def set(self) -> None:
-        """Set the flag. Any thread and any signal handler may call this."""
+        """Set the flag, and call all observers."""
         self._is_set = True
-        for notify in list(self._waiting):  # a waiter that is added later sees the flag
-            notify()
+        if self._observers:
+            self._notify()
+
+    def add_observer(self, notify: Callable[[], object]) -> None:
+        """Call `notify` once when the flag is set, or now if it is set already. It must not block or raise."""
+        self._observers[notify] = None
+        if self._is_set:  # checked after the observer was added, so that it is called by `set` or here
+            self._notify()
+
+    def _notify(self) -> None:
+        for notify in list(self._observers):
+            if self._observers.pop(notify, notify) is None:  # otherwise another thread calls it
+                notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for at most `timeout_s`; None waits without limit. Return whether the flag is set."""
+        if self._is_set:
+            return True
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         wake = threading.Lock()
         wake.acquire()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        notify = partial(_release, wake)
-        self._waiting.append(notify)
+        self.add_observer(wake.release)
         try:
             while not self._is_set:
-                left = _SIGNAL_CHECK_S if deadline is None else deadline - time.monotonic()
-                if left <= 0:
+                left_s = _SIGNAL_CHECK_S if deadline is None else deadline - time.monotonic()
+                if left_s <= 0:
                     break
-                wake.acquire(timeout=min(left, _SIGNAL_CHECK_S))
+                wake.acquire(timeout=min(left_s, _SIGNAL_CHECK_S))
         finally:
-            self._waiting.remove(notify)
+            self._observers.pop(wake.release, None)
         return self._is_set
 
     async def wait_async(self, timeout_s: float | None = None) -> bool:
@@ -73,7 +78,7 @@ class Latch:
             except RuntimeError:
                 pass  # the loop and its waiting task have ended
 
-        self._waiting.append(notify)
+        self.add_observer(notify)
         try:
             if not self._is_set:
                 async with asyncio.timeout(timeout_s):
@@ -81,42 +86,44 @@ class Latch:
         except TimeoutError:
             pass
         finally:
-            self._waiting.remove(notify)
+            self._observers.pop(notify, None)
         return self._is_set
 
 
-class Terminated(SystemExit):
-    """Raised in the main thread after SIGTERM, so that it cleans up as it does after Ctrl-C."""
+class ThreadFuture(Latch, Generic[T]):
+    """The result or error of another thread's work."""
 
-    def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)
+    _result: T | None = None
+    _error: BaseException | None = None
 
+    def set_result(self, result: T) -> None:
+        """Set the result. A future has one result or error; a second one raises InvalidStateError."""
+        self._check_unset()
+        self._result = result
+        self.set()
 
-def terminate() -> None:
-    """Raise Terminated in the main thread."""
-    raise Terminated
+    def set_exception(self, error: BaseException) -> None:
+        """Set the error in place of a result."""
+        self._check_unset()
+        self._error = error
+        self.set()
 
+    def _check_unset(self) -> None:
+        if self._is_set:
+            raise InvalidStateError("the future has a result already")
 
-_sigterm_callbacks: list[Callable[[], None]] = []
+    @property
+    def error(self) -> BaseException | None:
+        """The error, None while there is none."""
+        return self._error
 
-
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    for notify in list(_sigterm_callbacks):  # noqa: PERF101 - a callback may remove itself
-        notify()
-
-
-@contextmanager
-def on_sigterm(notify: Callable[[], None]) -> Iterator[None]:
-    """Call `notify` in the main thread on SIGTERM within this context, unless the program has its own handler."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not (_sigterm_callbacks or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
-        yield
-        return
-    _sigterm_callbacks.append(notify)
-    signal.signal(signal.SIGTERM, _on_sigterm)
-    try:
-        yield
-    finally:
-        _sigterm_callbacks.remove(notify)
-        if not _sigterm_callbacks:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def result(self, timeout_s: float | None = None) -> T:
+        """Wait for the result, and return it, or raise the error. Raise TimeoutError after `timeout_s` seconds."""
+        if not (self._is_set or self.wait(timeout_s)):
+            raise TimeoutError
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._result  # type: ignore[return-value]
+        finally:
+            self = None  # type: ignore[assignment]  # the error's traceback refers to this frame, which would create a cycle

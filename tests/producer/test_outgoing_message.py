@@ -8,7 +8,7 @@ import pytest
 
 from pyrocket_consumer import ConfigError, MessageQueue
 from pyrocket_consumer.producer import RESERVED_PROPERTIES, OutgoingMessage, Producer
-from pyrocket_consumer.producer.batch import MAX_BATCH_MESSAGES, BatchMessage, split_batch
+from pyrocket_consumer.producer.outgoing_message import MAX_BATCH_MESSAGES, BatchMessage, split_batch
 from pyrocket_consumer.protocol.message import BatchItem, PropertyName, encode_batch
 from tests.for_each import for_each
 

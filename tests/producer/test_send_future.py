@@ -18,7 +18,7 @@ import pytest
 from pyrocket_consumer.errors import SendError
 from pyrocket_consumer.producer import OutgoingMessage, Producer, ProducerState
 from pyrocket_consumer.producer import send_future as source
-from pyrocket_consumer.producer.send_future import CallbackThread, Promise, SendFuture
+from pyrocket_consumer.producer.send_future import CallbackThread, SendFuture
 from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
 from pyrocket_consumer.testing import Gate, answer, drop
 from tests.producer.programs import in_a_thread
@@ -167,11 +167,11 @@ def test_a_callback_may_close_the_producer(embedded):
 
 
 def test_a_future_is_resolved_once(callbacks):
-    for resolve in (lambda promise: promise.set_result(1), lambda promise: promise.set_exception(ValueError())):
+    for resolve in (lambda outcome: outcome.set_result(1), lambda outcome: outcome.set_exception(ValueError())):
         future = SendFuture(callbacks)
-        Promise(future).set_result(0)
+        future.outcome.set_result(0)
         with pytest.raises(InvalidStateError):
-            resolve(Promise(future))
+            resolve(future.outcome)
         assert future.result(0) == 0
 
 
@@ -190,7 +190,7 @@ def test_no_waiter_misses_a_result_however_threads_interleave(callbacks):
 
         def resolve(futures=futures):
             for number, future in enumerate(futures):
-                Promise(future).set_result(number)
+                future.outcome.set_result(number)
 
         works = {
             "tell": resolve,
@@ -320,7 +320,7 @@ def test_a_future_may_have_any_number_of_callbacks(callbacks):
     with cpu_at_most(3, clock=time.thread_time):  # each as fast as the first
         for number in range(100_000):
             future.add_done_callback(lambda done, number=number: called.append(number))
-    Promise(future).set_result(0)
+    future.outcome.set_result(0)
     callbacks.drain(60)
     assert called == list(range(100_000))
 
@@ -373,7 +373,7 @@ def test_a_signal_handler_may_wait_at_any_step(act):
 
     def resolve():
         for future in (interrupted, other):
-            Promise(future).set_result(1)
+            future.outcome.set_result(1)
 
     before, trace = signal.signal(signal.SIGUSR1, handle), sys.gettrace()
     try:

@@ -12,7 +12,6 @@ import pytest
 
 from pyrocket_consumer.errors import ClientClosed, RequestTimeout
 from pyrocket_consumer.transport.io_thread import IoThread
-from pyrocket_consumer.transport.thread_future import ThreadFuture
 from tests.for_each import for_each
 
 
@@ -185,17 +184,3 @@ def test_calls_during_stop_are_refused(io, way):
         thread.join(30)
     with pytest.raises(ClientClosed):
         io.submit(asyncio.sleep(0))
-
-
-def test_a_thread_future_returns_a_result_or_raises_an_error():
-    outcome = ThreadFuture[int]()
-    assert not outcome.wait(0)
-    assert not outcome.wait(-1)
-    threading.Timer(0.01, outcome.set_result, (7,)).start()
-    assert outcome.wait(1e12)
-    assert outcome.result() == 7
-    failed = ThreadFuture[int]()
-    failed.set_exception(KeyError("no"))
-    assert failed.wait()
-    with pytest.raises(KeyError, match="no"):
-        failed.result()

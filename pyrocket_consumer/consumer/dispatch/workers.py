@@ -455,7 +455,7 @@ class AsyncWorkers(Workers):
         self._loop_ended = False
         if self._owns_loop:
             threading.Thread(target=self._run_loop, name="pyrocket-listener", daemon=True).start()
-        self._loop.call_soon_threadsafe(self._begin)
+        self._call_on_loop(self._begin)  # if the loop has ended, `put` reports it
 
     def _run_loop(self) -> None:
         """Run the loop until its workers have ended. Exceptions of listeners' tasks do not end it."""

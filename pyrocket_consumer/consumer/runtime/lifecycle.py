@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.names import wrap
@@ -25,7 +25,7 @@ from pyrocket_consumer.model import ConsumerEvent, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets, OffsetStore
 from pyrocket_consumer.offsets.base import Transferable
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.io_thread import IoThread
+from pyrocket_consumer.transport.io_thread import IoCall, IoThread
 from pyrocket_consumer.transport.latch import Latch
 
 log = logger("consumer")
@@ -112,24 +112,15 @@ class ConsumerLifecycle:
 
     # --- the start
 
-    def start(self, subscriptions: Mapping[str, tuple[Subscription, Listener]]) -> Future[None]:
-        """Begin to open everything; the future has the result, or the error.
+    def start(self, subscriptions: Mapping[str, tuple[Subscription, Listener]]) -> IoCall[None]:
+        """Begin to open everything. The call has the result, or the error.
 
         `subscriptions` are by topic. The start reads them when it has created the member.
         """
         self._pid = os.getpid()
-        opening = self._start(subscriptions)
-        try:
-            io = self._io = IoThread(on_end=self._on_io_ended)
-            starting = asyncio.run_coroutine_threadsafe(opening, io.loop)
-            io.start()  # only now, so that a close meanwhile has a task to cancel
-        except BaseException:  # Ctrl-C
-            if self._io is None or not self._io.is_running:
-                opening.close()
-                if self._io is not None:
-                    self._io.stop()
-                self._on_io_ended()
-            raise
+        io = self._io = IoThread(on_end=self._on_io_ended)
+        starting = io.begin(self._start(subscriptions))
+        io.start()  # only now, so that a close meanwhile has a task to cancel
         return starting
 
     async def _start(self, subscriptions: Mapping[str, tuple[Subscription, Listener]]) -> None:
@@ -222,11 +213,8 @@ class ConsumerLifecycle:
         """Begin the shutdown, or shorten the timeout of a running one, without waiting for it. Any thread."""
         if self._io is None:
             self._on_io_ended()
-            return
-        try:
-            self._io.loop.call_soon_threadsafe(self._start_ending, timeout_s)
-        except RuntimeError:
-            pass  # it has ended
+        elif not self._io.prevent_start():
+            self._io.call_soon(partial(self._start_ending, timeout_s))
 
     @property
     def needs_caller(self) -> bool:

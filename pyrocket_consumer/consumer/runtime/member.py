@@ -136,6 +136,8 @@ class GroupMember(MemberEvents, ClusterEvents):
     async def subscribe(self, subscription: Subscription, listener: Listener) -> None:
         """Add a topic. While running, wait up to `start_wait_s` until its queues have begun, as a start does."""
         await self.context.tasks.finish(self._subscribe(subscription, listener), f"subscribing to {subscription.topic}")
+        if self.state is ConsumerState.RUNNING:
+            await self._wait_until_begun()
 
     async def _subscribe(self, subscription: Subscription, listener: Listener) -> None:
         context = self.context
@@ -154,7 +156,6 @@ class GroupMember(MemberEvents, ClusterEvents):
         if self.state is ConsumerState.RUNNING:
             await self._fetch_route(subscription.topic)
             await context.cluster.membership.heartbeat()
-            await self._wait_until_begun()
 
     async def unsubscribe(self, topic: str, *, wait: bool) -> None:
         """Remove a topic. Its queues end and store their offsets, as in a rebalance; with `wait`, wait for that."""

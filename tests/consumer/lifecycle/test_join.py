@@ -10,7 +10,7 @@ import time
 import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ClientClosed, ConsumerState, PushConsumer
-from pyrocket_consumer.transport.latch import Latch, Terminated, on_sigterm, terminate
+from pyrocket_consumer.consumer.runtime.sigterm import Terminated, terminate, unwatch_sigterm, watch_sigterm
 from tests.consumer.lifecycle.programs import run
 from tests.consumer.orders import GROUP
 from tests.consumer.processes import Child
@@ -202,60 +202,27 @@ def test_after_a_signal_at_any_step_of_a_join_close_works(number):
     assert len(child.lines) > 20
 
 
-def test_a_waiter_on_a_loop_that_has_ended_disturbs_no_other():
-    end = Latch()
-    loop = asyncio.new_event_loop()
-    waiting = loop.create_task(end.wait_async())
-    loop.run_until_complete(asyncio.sleep(0))
-    waiting.cancel()
-    loop.close()  # the wait has not ended
-    end.set()
-    assert end.wait(0)
-
-
-@pytest.mark.live
-def test_waits_of_a_microsecond_end():
-    """Their deadline passes while they begin to wait."""
-
-    def wait():
-        for step in range(8_000):
-            Latch().wait(step % 50 * 1e-6)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-
-
-def test_two_calls_of_set_wake_a_waiter_once():
-    latch = Latch()
-    thread = threading.Thread(target=latch.wait)
-    thread.start()
-    latch.set()
-    latch.set()
-    thread.join(30)
-    assert not thread.is_alive()
-
-
-def test_sigterm_handlers_nest_and_are_restored():
-    called = []
+def test_sigterm_reaches_all_consumers_until_they_are_closed():
+    called, first, second = [], Events(), Events()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with on_sigterm(lambda: called.append("outer")):
-        with on_sigterm(lambda: called.append("inner")):
-            signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-    assert called == ["outer", "inner", "outer"]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    with pytest.raises(Terminated) as raised, on_sigterm(terminate):
+    watch_sigterm(first, lambda: called.append("first"))
+    watch_sigterm(second, lambda: called.append("second"))
+    signal.raise_signal(signal.SIGTERM)
+    unwatch_sigterm(second)
+    signal.raise_signal(signal.SIGTERM)
+    assert called == ["first", "second", "first"]
+    watch_sigterm(first, terminate)
+    with pytest.raises(Terminated) as raised:
         signal.raise_signal(signal.SIGTERM)
     assert raised.value.code == 143
+    unwatch_sigterm(first)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_other_threads_change_no_handler():
     def wait():
-        with on_sigterm(terminate):
-            found.append(signal.getsignal(signal.SIGTERM))
+        watch_sigterm(thread, terminate)
+        found.append(signal.getsignal(signal.SIGTERM))
 
     found = []
     thread = threading.Thread(target=wait)
