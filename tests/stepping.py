@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import signal
 import sys
 from collections.abc import Callable
@@ -18,9 +19,7 @@ _CHECKS = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 def _moments(code: CodeType) -> frozenset[int]:
     """Return the offsets of the instructions before which a handler may run."""
     instructions = list(dis.get_instructions(code))
-    return frozenset(
-        after.offset for before, after in zip(instructions, instructions[1:], strict=False) if before.opname in _CHECKS
-    )
+    return frozenset(after.offset for before, after in itertools.pairwise(instructions) if before.opname in _CHECKS)
 
 
 def interrupted_at(moment: int, act: Callable[[], object], handle: Callable[[], object]) -> None:
@@ -47,9 +46,9 @@ def interrupted_at(moment: int, act: Callable[[], object], handle: Callable[[], 
         signal.signal(signal.SIGUSR1, before)
 
 
-def at_each_moment(check: Callable[[int], bool]) -> int:
-    """Call `check(1)`, `check(2)`, … until it returns False. Return the number of moments."""
+def at_each_moment(check: Callable[[int], bool], stride: int = 1) -> int:
+    """Call `check(1)`, `check(1 + stride)`, … until it returns False. Return the number of moments."""
     moment = 1
     while check(moment):
-        moment += 1
+        moment += stride
     return moment

@@ -157,6 +157,8 @@ class Client:
         A second close does nothing. In a process forked after `start()` it has no effect, because the connections
         belong to the parent.
         """
+        if self._io is not None:
+            self._io.check_not_current()
         self.state = ClusterState.CLOSED  # before the next line, because another thread may be in `start`
         io = self._io
         if io is None or self._pid is None or self._forked() or (self._owns_io and io.prevent_start()):

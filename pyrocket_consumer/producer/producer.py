@@ -171,8 +171,9 @@ class Producer(NotCopied):
                 self._check_open()  # again, because a close has not seen `_connecting` before
                 cluster.start()
                 self._check_open()
+                session = Session(cluster, self.config, self._group, self._callback_thread, close_hook)
                 if self._session is None:  # a signal handler may have started it meanwhile
-                    self._session = Session(cluster, self.config, self._group, self._callback_thread, close_hook)
+                    self._session = session
                 flush_at_exit(self._session)
             finally:
                 self._connecting = None

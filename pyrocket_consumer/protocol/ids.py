@@ -83,7 +83,7 @@ class UniqueIds:
         self._pid = pid & 0xFFFF
         self._process_value = secrets.randbits(32) if process_value is None else process_value & 0xFFFFFFFF
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, because a signal handler may send while it is held
         self._counter = 0
         self._month_start_ms = self._month_end_ms = 0
 

@@ -105,6 +105,11 @@ class IoThread:
         """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
+    def check_not_current(self) -> None:
+        """Raise RuntimeError if the caller runs on this thread."""
+        if self.is_current:
+            raise RuntimeError("a blocking call on the I/O thread would stop all network work; await it instead")
+
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> IoCall[T]:
         """Start `coroutine` on the I/O thread. The result is a ClientClosed if the thread ends, or has ended."""
         call = IoCall[T]()
@@ -127,9 +132,11 @@ class IoThread:
             RequestTimeout: not done within `timeout_s`; the coroutine is cancelled.
             ClientClosed: the thread has ended.
         """
-        if self.is_current:
+        try:
+            self.check_not_current()
+        except RuntimeError:
             coroutine.close()
-            raise RuntimeError("a blocking call on the I/O thread would stop all network work; await it instead")
+            raise
         if self.loop.is_closed():
             coroutine.close()
             raise ClientClosed("the client is closed; make a new one")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from concurrent.futures import Future
 
 import pytest
 
 from pyrocket_consumer import ClientClosed, SendError
 from pyrocket_consumer.producer import Producer, ProducerState
 from tests.interruptions import name_servers_held, signal_once_held
-from tests.producer.programs import in_a_thread, producer_threads, run_program
+from tests.producer.programs import in_a_thread, native_threads, producer_threads, run_program, within
+from tests.stepping import at_each_moment, interrupted_at
 
 pytestmark = [
     pytest.mark.live,
@@ -116,3 +119,57 @@ def test_a_signal_that_sends_while_it_starts_leaves_one_producer(embedded):
     embedded.wait_until(lambda: len(producer_threads()) == 1)
     producer.close()
     embedded.wait_until(lambda: not producer_threads())
+
+
+def ctrl_c(producer: Producer) -> None:
+    raise KeyboardInterrupt
+
+
+INTERRUPTS = {
+    "Ctrl-C": ctrl_c,
+    "close": lambda producer: producer.close(),
+    "flush": lambda producer: producer.flush(),
+    "send_async": lambda producer: producer.send_async("orders", b"handler"),
+}
+CALLS = {
+    "send_async": lambda producer: producer.send_async("orders", b"x"),
+    "send": lambda producer: producer.send("orders", b"x"),
+    "result": lambda producer: producer.send_async("orders", b"x").result(30),
+    "callback": lambda producer: producer.send_async("orders", b"x").add_done_callback(lambda done: None),
+    "flush": lambda producer: producer.flush(),
+    "close": lambda producer: producer.close(),
+    "start": lambda producer: producer.start(),
+}
+
+
+@pytest.mark.slow("interrupts a call at each moment")
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of coroutines that Ctrl-C has dropped
+@pytest.mark.parametrize("handled", INTERRUPTS)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_signal_may_interrupt_a_call_at_any_moment(embedded, call, handled):
+    """The handler and all calls end soon. Each message has a result, and no thread remains."""
+    threads = native_threads()
+
+    def interrupt(moment: int) -> bool:
+        producer, futures, was_there = Producer(name_server=embedded.name_server), [], False
+        if call != "start":
+            producer.start()
+
+        def handle() -> None:
+            nonlocal was_there
+            was_there = True
+            with within(4), contextlib.suppress(ClientClosed):
+                futures.append(INTERRUPTS[handled](producer))
+
+        with within(8), contextlib.suppress(ClientClosed, KeyboardInterrupt, RuntimeError):
+            interrupted_at(moment, lambda: futures.append(CALLS[call](producer)), handle)
+        with within(4):
+            if producer.state is not ProducerState.CLOSED:
+                producer.send("orders", b"afterwards")
+            producer.close()
+        assert all(future.done() for future in futures if isinstance(future, Future)), moment
+        return was_there
+
+    assert at_each_moment(interrupt, stride=7 if call == "start" else 1) > 5
+    embedded.wait_until(lambda: native_threads() <= threads)
