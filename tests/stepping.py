@@ -7,6 +7,7 @@ import functools
 import itertools
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -23,7 +24,7 @@ def _moments(code: CodeType) -> frozenset[int]:
 
 
 def interrupted_at(moment: int, act: Callable[[], object], handle: Callable[[], object]) -> None:
-    """Call `act`, and `handle` in a signal handler at the given moment of it, if it has so many moments."""
+    """Call `act`, and `handle` in a signal handler at the given moment of it, if it has that many moments."""
     left = moment
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -44,6 +45,11 @@ def interrupted_at(moment: int, act: Callable[[], object], handle: Callable[[], 
     finally:
         sys.settrace(tracing)
         signal.signal(signal.SIGUSR1, before)
+
+
+def forget_unstarted_threads() -> None:
+    """Remove threads that Ctrl-C has kept from starting. Python lists them although they never run."""
+    threading._limbo.clear()  # type: ignore[attr-defined]
 
 
 def at_each_moment(check: Callable[[int], bool], stride: int = 1) -> int:

@@ -108,7 +108,7 @@ class InFlightQueue:
         self._freed.set()
 
     def end(self) -> None:
-        """Fail the requests that a closing producer did not take any more."""
+        """Fail the requests that arrived too late for the I/O thread to take them."""
         self._is_ended = True
         while self._queued:
             try:

@@ -114,7 +114,7 @@ class ThreadFuture(Latch, Generic[T]):
 
     @property
     def error(self) -> BaseException | None:
-        """The error, None while there is none."""
+        """The error, or None if there is a result, or nothing yet."""
         return self._error
 
     def result(self, timeout_s: float | None = None) -> T:

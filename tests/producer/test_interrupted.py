@@ -13,7 +13,7 @@ from pyrocket_consumer import ClientClosed, SendError
 from pyrocket_consumer.producer import Producer, ProducerState
 from tests.interruptions import name_servers_held, signal_once_held
 from tests.producer.programs import in_a_thread, native_threads, producer_threads, run_program, within
-from tests.stepping import at_each_moment, interrupted_at
+from tests.stepping import at_each_moment, forget_unstarted_threads, interrupted_at
 
 pytestmark = [
     pytest.mark.live,
@@ -172,4 +172,5 @@ def test_a_signal_may_interrupt_a_call_at_any_moment(embedded, call, handled):
         return was_there
 
     assert at_each_moment(interrupt, stride=7 if call == "start" else 1) > 5
+    forget_unstarted_threads()
     embedded.wait_until(lambda: native_threads() <= threads)

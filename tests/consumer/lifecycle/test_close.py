@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import pytest
 
-from pyrocket_consumer import ConsumerState
+from pyrocket_consumer import ClientClosed, ConsumerState
 from pyrocket_consumer.protocol.codes import RequestCode
-from pyrocket_consumer.testing import drop
+from pyrocket_consumer.testing import Gate, drop
 from tests.consumer.lifecycle.programs import run
 from tests.consumer.orders import GROUP, TOPIC
 from tests.consuming import WAIT_S, RecordingListener, numbered, until
@@ -238,6 +238,31 @@ def test_a_second_close_may_shorten_the_first(orders):
     assert not first.is_alive()
     assert time.monotonic() - began < WAIT_S
     held.may_continue.set()
+
+
+def test_a_close_does_not_wait_for_a_subscribe(orders):
+    """The queues of the topic will not begin, because rebalancing has ended."""
+    orders.make(queues=1, topic="other")
+    gate, subscribed = Gate(), threading.Event()
+
+    def subscribe():
+        with suppress(ClientClosed):
+            consumer.subscribe("other", print)
+        subscribed.set()
+
+    with orders.consumer(print) as consumer:
+        orders.cluster.broker("broker-a").on(RequestCode.HEART_BEAT, gate, times=None)
+        threads = [threading.Thread(target=work) for work in (subscribe, consumer.close)]
+        for thread in threads:
+            thread.start()
+            gate.wait_held(1)
+            time.sleep(0.2)  # the close has begun
+        gate.open()
+        began = time.monotonic()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert time.monotonic() - began < 2
+        assert subscribed.is_set()
 
 
 def test_a_close_ends_in_time_when_brokers_and_listeners_do_not(orders):

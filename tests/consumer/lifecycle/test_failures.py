@@ -515,6 +515,18 @@ def test_a_consumer_whose_loop_has_ended_fails_and_leaves(orders):
     assert consumer.state is ConsumerState.FAILED
 
 
+def test_a_consumer_whose_loop_ended_before_its_first_message_fails(orders, caplog):
+    async def listen(message):
+        pass
+
+    consumer = asyncio.run(orders.begun(listen, on_event=orders.events, **{**QUICK, **OPTIONS}))
+    orders.fill(1)
+    assert "close the consumer before" in orders.events.wait_for("consumer-failed").text
+    orders.wait_left()
+    assert consumer.state is ConsumerState.FAILED
+    assert "Event loop is closed" not in caplog.text
+
+
 def test_messages_that_wait_do_not_hide_that_the_loop_ended(orders):
     async def listen(message):
         pass

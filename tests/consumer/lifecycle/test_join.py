@@ -36,6 +36,9 @@ with PushConsumer(group, name_server=name_server, consume_from="first") as consu
     elif way == "while it runs":
         while consumer.state.value == "running":
             consumer.join(0.2)
+    elif way == "between two":
+        consumer.join(0)
+        time.sleep(60)
     elif way == "for ever":
         while True:
             consumer.join(0.2)
@@ -62,6 +65,9 @@ async def main(way):
             async with AsyncPushConsumer(group + "-other", name_server=name_server) as other:
                 await other.subscribe(topic, listen)
                 assert await asyncio.gather(consumer.join(), other.join()) == [False, False]
+        elif way == "between two":
+            await consumer.join(0)
+            await asyncio.sleep(60)
         elif way == "for ever":
             while True:
                 await consumer.join(0.2)
@@ -82,10 +88,14 @@ CTRL_C = (-signal.SIGINT, [])
     [
         (BLOCKING, "once", signal.SIGINT, CLOSED),
         (BLOCKING, "once", signal.SIGTERM, CLOSED),
-        *((BLOCKING, way, signal.SIGTERM, SIGTERM) for way in ("until its end", "while it runs", "for ever")),
+        *(
+            (BLOCKING, way, signal.SIGTERM, SIGTERM)
+            for way in ("until its end", "while it runs", "between two", "for ever")
+        ),
         *((BLOCKING, way, signal.SIGINT, CTRL_C) for way in ("until its end", "while it runs", "for ever")),
         (ON_A_LOOP, "once", signal.SIGTERM, CLOSED),
         (ON_A_LOOP, "twice at once", signal.SIGTERM, CLOSED),
+        (ON_A_LOOP, "between two", signal.SIGTERM, SIGTERM),
         (ON_A_LOOP, "for ever", signal.SIGTERM, SIGTERM),
         (ON_A_LOOP, "once", signal.SIGINT, CTRL_C),  # as in asyncio
     ],
@@ -106,7 +116,7 @@ def test_a_signal_ends_a_join_and_the_program_closes(orders, program, way, numbe
     assert (code, child.lines[child.lines.index("ready") + 1 :]) == end
     if end == CTRL_C:
         assert child.errors[-1] == "KeyboardInterrupt"
-    elif (program, way) != (ON_A_LOOP, "for ever"):
+    elif (program, end) != (ON_A_LOOP, SIGTERM):
         assert child.errors == []
 
 

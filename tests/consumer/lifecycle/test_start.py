@@ -8,16 +8,26 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
-from pyrocket_consumer import AsyncPushConsumer, ClientClosed, ConnectError, ConsumerState, OffsetStoreLocked
+from pyrocket_consumer import (
+    AsyncPushConsumer,
+    ClientClosed,
+    ConnectError,
+    ConsumerState,
+    OffsetStoreLocked,
+    PushConsumer,
+)
 from pyrocket_consumer.offsets import MemoryOffsetStore
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import Gate, drop
 from tests.consumer.lifecycle.programs import run
 from tests.consumer.orders import GROUP, TOPIC
 from tests.consuming import WAIT_S, Events, RecordingListener, until
+from tests.producer.programs import within
+from tests.stepping import at_each_moment, forget_unstarted_threads, interrupted_at
 
 RUN = asyncio.run
 
@@ -244,6 +254,37 @@ def test_ctrl_c_at_any_line_of_a_start_leaves_nothing(orders, nothing_is_left, t
     child = run(orders.cluster, INTERRUPTED, tmp_path)
     assert child.ended(240) == 0, child.errors[-10:]
     assert int(child.lines[-1].split()[-1]) > 10
+    nothing_is_left()
+
+
+def ctrl_c(consumer):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.live
+@pytest.mark.slow("interrupts a start at many moments")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of coroutines that Ctrl-C has dropped
+@pytest.mark.parametrize("handle", [ctrl_c, PushConsumer.close], ids=["Ctrl-C", "close"])
+def test_a_signal_may_interrupt_a_start_at_any_moment(orders, nothing_is_left, handle):
+    """Also between two instructions of the standard library. The handler and the start end soon."""
+
+    def interrupt(moment):
+        consumer, was_there = orders.consumer(print), False
+
+        def handled():
+            nonlocal was_there
+            was_there = True
+            with within(8):
+                handle(consumer)
+
+        with within(8), suppress(ClientClosed, KeyboardInterrupt, RuntimeError):
+            interrupted_at(moment, consumer.start, handled)
+        with within(8):
+            consumer.close()
+        return was_there
+
+    assert at_each_moment(interrupt, stride=2) > 100
+    forget_unstarted_threads()
     nothing_is_left()
 
 
