@@ -1,7 +1,7 @@
 """Figures of the shape of the product: python -m tests.shape
 
-They show how much a reader has to know: modules, lines, Protocols, and tables with queues as keys. The last ones are the
-modules that one message and one reset pass.
+They show how much a reader has to know: modules, lines, Protocols, and tables with queues as keys. The last figures are
+the modules that one message and one reset pass.
 """
 
 from __future__ import annotations
