@@ -123,7 +123,7 @@ class Broker:
         return found, [each for each in messages if each.queue_offset >= offset and matches(subscription, each.tags)]
 
     async def send(
-        self, header: SendMessageHeader, body: bytes, *, batch: bool = False, timeout_s: float | None = None
+        self, header: SendMessageHeader, body: bytes, *, batch: bool = False
     ) -> tuple[SendMessageResponseHeader, int]:
         """Store a message. Return its location, and the response code, which is one of `STORED_CODES`.
 
@@ -135,7 +135,6 @@ class Broker:
             address,
             header,
             body,
-            timeout_s=timeout_s,
             accept=STORED_CODES,
             code=RequestCode.SEND_BATCH_MESSAGE if batch else None,
         )

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Container, Coroutine
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
 from pyrocket_consumer.cluster.responses import check_response, read_error
@@ -194,7 +194,7 @@ class Client:
         if self._connections is not None:
             await self._connections.close()
 
-    @property
+    @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The I/O loop. Raises ClientClosed before `start()`."""
         if self._io is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -59,7 +59,7 @@ class NameServers:
             PermissionDenied: the name server refuses the access key.
         """
         try:
-            await self.call(GetRouteInfoHeader(_ANY_TOPIC))
+            await self.read(GetRouteInfoHeader(_ANY_TOPIC), lambda body: None)
         except BrokerError as error:
             if error.code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED:
                 raise ConnectError(error.address, "it responds like a broker, not like a name server") from error
@@ -74,10 +74,8 @@ class NameServers:
             text = f"no response within {error.timeout_s:.3g} s: it is busy or failing, or another program is there"
             raise ConnectError(error.address, text) from error
 
-    async def call(
-        self, header: Header, body: bytes = b"", *, timeout_s: float | None = None, accept: Container[int] = (0,)
-    ) -> RemotingCommand:
-        """Return the response of the first name server that sends one. `timeout_s` applies to each of them.
+    async def read(self, header: Header, decode: Callable[[bytes], T]) -> T:
+        """Return `decode(body)` of the first name server whose response can be read.
 
         A name server 4.9 does not respond to a request that it does not know.
 
@@ -85,19 +83,11 @@ class NameServers:
             ConnectError: no name server responded; the text names every address and its reason. With a single name
                 server its own error is raised.
             BrokerError: the name server refused the request.
-        """
-        return await self._call_first(lambda address: self._call_one(address, header, body, timeout_s, accept))
-
-    async def read(self, header: Header, decode: Callable[[bytes], T]) -> T:
-        """Return `decode(body)` of the first name server whose response can be read.
-
-        Raises:
             ProtocolError: the only name server sent a response that cannot be read.
-            ConnectError, BrokerError: as for `call`.
         """
 
         async def read_one(address: str) -> T:
-            return await read_body(decode, (await self._call_one(address, header, b"", None, (0,))).body)
+            return await read_body(decode, (await self._call_one(address, header)).body)
 
         return await self._call_first(read_one)
 
@@ -138,20 +128,18 @@ class NameServers:
             raise failures.popitem()[1]
         raise ConnectError(str(self), _reasons(failures))
 
-    async def _call_one(
-        self, address: str, header: Header, body: bytes, timeout_s: float | None, accept: Container[int]
-    ) -> RemotingCommand:
+    async def _call_one(self, address: str, header: Header) -> RemotingCommand:
         try:
-            return await self._client.call(address, header, body, timeout_s=timeout_s, accept=accept)
+            return await self._client.call(address, header)
         except ConnectionLost:  # name servers close idle connections, and all requests to them can be repeated
-            return await self._client.call(address, header, body, timeout_s=timeout_s, accept=accept)
+            return await self._client.call(address, header)
 
     def _use(self, index: int) -> None:
         if index != self._current:
             log.warning("name_server=%s failed, name_server=%s took over", self.current, self.addresses[index])
             self._current = index
 
-    async def call_every(self, header: Header, body: bytes = b"") -> list[RemotingCommand]:
+    async def call_every(self, header: Header) -> list[RemotingCommand]:
         """Return the response of every name server, because name servers do not share changes.
 
         Raises:
@@ -159,7 +147,7 @@ class NameServers:
                 executed the request.
         """
         responses = await asyncio.gather(
-            *(self._call_one(address, header, body, None, (0,)) for address in self.addresses), return_exceptions=True
+            *(self._call_one(address, header) for address in self.addresses), return_exceptions=True
         )
         failures: dict[str, RocketError] = {}
         for address, response in zip(self.addresses, responses, strict=True):

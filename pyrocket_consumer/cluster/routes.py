@@ -72,7 +72,7 @@ class Routes:
             loop = asyncio.get_running_loop()
             self._requested_at[topic] = loop.time()
             task = loop.create_task(self._fetch(topic))
-            task.add_done_callback(_consume_exception)
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._fetching[topic] = task
         return await asyncio.shield(task)
 
@@ -213,9 +213,3 @@ def sort_route(route: TopicRoute) -> TopicRoute:
 
     queues, brokers = tuple(sorted(route.queues, key=by_name)), tuple(sorted(route.brokers, key=by_name))
     return replace(route, queues=queues, brokers=brokers)
-
-
-def _consume_exception(task: asyncio.Task[TopicRoute]) -> None:
-    """Retrieve the exception, so that asyncio does not log it if every caller was cancelled."""
-    if not task.cancelled():
-        task.exception()
