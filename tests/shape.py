@@ -1,10 +1,6 @@
 """Figures of the shape of the product: python -m tests.shape
 
-<<<<<<< Updated upstream
 They show how much a reader has to know: modules, lines, Protocols, and tables with queues as keys. The last figures are
-=======
-They show how much a reader has to know: modules, lines, Protocols, and tables with queues as keys. The last ones are
->>>>>>> Stashed changes
 the modules that one message and one reset pass.
 """
 
