@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from pyrocket_consumer.cluster.names import unwrap
 from pyrocket_consumer.consumer.assignment.divergence import DivergenceCheck
 from pyrocket_consumer.consumer.assignment.held_queue import (
     HeldQueue,
-    ListenerCalls,
     QueueParts,
     QueueProgress,
     QueueState,
@@ -22,13 +21,13 @@ from pyrocket_consumer.consumer.assignment.start_offsets import StartOffsets
 from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts, Totals
+from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService
 from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop
 from pyrocket_consumer.consumer.pulling.resubscribe import Resubscriber
 from pyrocket_consumer.consumer.window.memory_budget import MemoryBudget
 from pyrocket_consumer.consumer.window.process_queue import Lease, Limits, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.base import MAX_OFFSET
-from pyrocket_consumer.protocol.message import Message
 
 
 class Assignments:
@@ -38,8 +37,7 @@ class Assignments:
         self,
         context: MemberContext,
         commits: Commits,
-        deliver: Callable[[ProcessQueue, list[Message]], None],
-        calls: ListenerCalls,
+        calls: ConsumeService,
         locks: QueueLocks | None,
         counts: Counts,
     ) -> None:
@@ -47,7 +45,6 @@ class Assignments:
         starts = StartOffsets(context, commits, divergence)
         self._context = context
         self._commits = commits
-        self._deliver = deliver
         self._resubscriber = Resubscriber(context)
         self._are_all_paused = False
         self._calls = calls
@@ -191,7 +188,7 @@ class Assignments:
             budget=self._budget(queue.topic),
             lease=lease,
         )
-        pulls = PullLoop(self._context, self._deliver, self._resubscriber, window, offset, batch)
+        pulls = PullLoop(self._context, self._calls.deliver, self._resubscriber, window, offset, batch)
         pulls.is_paused = held.is_paused or self._are_all_paused
         return window, pulls
 

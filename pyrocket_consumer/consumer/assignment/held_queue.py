@@ -11,7 +11,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from pyrocket_consumer.consumer.assignment.divergence import DivergenceCheck, LogChecks
 from pyrocket_consumer.consumer.assignment.locks import QueueLocks
@@ -20,7 +19,7 @@ from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits
 from pyrocket_consumer.consumer.context.events import describe_id, describe_key
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts, Totals
-from pyrocket_consumer.consumer.dispatch.workers import Workers
+from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService
 from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop
 from pyrocket_consumer.consumer.window.process_queue import NEVER, Lease, ProcessQueue
 from pyrocket_consumer.errors import DatabaseError, Fenced, OffsetStoreError, RocketError
@@ -107,29 +106,13 @@ class QueueProgress:
         return max(0, self.broker_max - (self.committed if self.committed is not None else self.start_offset))
 
 
-class ListenerCalls(Protocol):
-    """The service that runs the listener calls of windows."""
-
-    def running(self, window: ProcessQueue | None = None) -> int:
-        """Return how many listener calls are running (of `window`)."""
-
-    def forget(self, window: ProcessQueue) -> None:
-        """Forget a window that has ended."""
-
-    def resume_calls(self, window: ProcessQueue) -> None:
-        """Begin calls of the window again."""
-
-    def workers(self) -> list[Workers]:
-        """Return the kinds of workers in use."""
-
-
 @dataclass(frozen=True, slots=True)
 class QueueParts:
     """The parts of a member that the steps of a queue use."""
 
     context: MemberContext
     commits: Commits
-    calls: ListenerCalls
+    calls: ConsumeService
     locks: QueueLocks | None
     counts: Counts
     starts: StartOffsets

@@ -17,16 +17,16 @@ class Topic:
     listener: Listener
 
 
-class Subscriptions:
-    """The topics of a member, including the retry topic of its group. Each change has a newer version.
+class Subscriptions(dict[str, Topic]):
+    """The subscription and listener of each topic, including the retry topic of the group.
 
-    Only the I/O thread changes them. Any thread reads them.
+    Each change has a newer version. Only the I/O thread makes changes. Any thread reads.
     """
 
     def __init__(self, own_retry_topic: str | None, now_ms: Callable[[], int]) -> None:
+        super().__init__()
         self._own_retry_topic = own_retry_topic
         self._now_ms = now_ms
-        self._topics: dict[str, Topic] = {}
 
     @classmethod
     def of_group(cls, group: str, *, broadcasting: bool, now_ms: Callable[[], int]) -> Subscriptions:
@@ -35,41 +35,32 @@ class Subscriptions:
 
     def topics(self) -> list[str]:
         """Return the topics to read, the retry topic among them."""
-        return list(self._topics)
-
-    def get(self, topic: str) -> Topic | None:
-        """Return the subscription and listener of `topic`, None if it is not subscribed to."""
-        return self._topics.get(topic)
-
-    def subscription(self, topic: str) -> Subscription | None:
-        """Return the present subscription of `topic`, None without one."""
-        found = self._topics.get(topic)
-        return found.subscription if found is not None else None
+        return list(self)
 
     def all(self) -> list[Subscription]:
         """Return every subscription."""
-        return [topic.subscription for topic in self._topics.values()]
+        return [topic.subscription for topic in self.values()]
 
     def newer(self, subscription: Subscription) -> Subscription:
         """Return `subscription` with a version that is newer than the present one of its topic."""
-        before = self._topics.get(subscription.topic)
+        before = self.get(subscription.topic)
         version = max(self._now_ms(), (before.subscription.version if before is not None else 0) + 1)
         return replace(subscription, version=version)
 
     def add(self, subscription: Subscription, listener: Listener) -> None:
         """Subscribe to a topic. This replaces an earlier subscription of it."""
-        self._topics[subscription.topic] = Topic(subscription, listener)
+        self[subscription.topic] = Topic(subscription, listener)
         own = self._own_retry_topic
-        if own is not None and own not in self._topics:
-            self._topics[own] = Topic(Subscription(own, version=subscription.version), listener)
+        if own is not None and own not in self:
+            self[own] = Topic(Subscription(own, version=subscription.version), listener)
 
     def remove(self, topic: str) -> None:
         """Remove the subscription of `topic`."""
-        self._topics.pop(topic, None)
+        self.pop(topic, None)
 
     def renew(self, topics: Iterable[str]) -> None:
         """Give the subscriptions of `topics` a newer version, because the set of held queues changes."""
         for topic in topics:
-            found = self._topics.get(topic)
+            found = self.get(topic)
             if found is not None:
                 found.subscription = self.newer(found.subscription)

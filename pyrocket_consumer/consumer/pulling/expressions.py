@@ -51,9 +51,9 @@ class ExpressionChecker:
         Raises:
             RocketError: the broker did not check it, or refuses it. The queue must not begin; try again later.
         """
-        subscription = self._context.subscriptions.subscription(queue.topic)
-        if subscription is not None and subscription.expression_type != "TAG":
-            await self._check_at(subscription, queue.broker_name)
+        topic = self._context.subscriptions.get(queue.topic)
+        if topic is not None and topic.subscription.expression_type != "TAG":
+            await self._check_at(topic.subscription, queue.broker_name)
 
     async def _check_at(self, subscription: Subscription, broker_name: str) -> None:
         key = (subscription.topic, subscription.expression, broker_name)

@@ -128,8 +128,8 @@ class PullLoop:
             expected = 0 if core.may_be_empty(offset) else self._usual_size
             if not self._has_space(offset, expected):
                 return
-            subscription = self._context.subscriptions.subscription(self.queue.topic)
-            if subscription is None:
+            topic = self._context.subscriptions.get(self.queue.topic)
+            if topic is None:
                 self.window.settle(expected)
                 return  # unsubscribed; the next rebalance drops this queue
             link = self._link
@@ -139,7 +139,7 @@ class PullLoop:
                 self.window.settle(expected)
                 self._run_then_pull(link.open)
                 return
-            self._send_pull(connection, offset, expected, subscription)
+            self._send_pull(connection, offset, expected, topic.subscription)
 
     def _is_suspended(self) -> bool:
         return self._stopped or self._is_blocked or self._retry is not None or self._is_unpacking
@@ -258,7 +258,8 @@ class PullLoop:
             self.core.progressed(False)
             self.window.put((), next_offset, 0)
             return None
-        subscription = self._context.subscriptions.subscription(self.queue.topic)
+        topic = self._context.subscriptions.get(self.queue.topic)
+        subscription = topic.subscription if topic is not None else None
         try:
             found = read_messages(body, self.queue, pull.offset, next_offset, subscription, self.window.budget.bodies)
         except (ProtocolError, ConfigError) as error:  # damaged, or compressed with a codec that is not installed
@@ -305,7 +306,8 @@ class PullLoop:
         while not self._stopped:
             async with window.budget.bodies.unpack_lock:
                 if window.may_unpack(self._batch):
-                    subscription = self._context.subscriptions.subscription(self.queue.topic)
+                    topic = self._context.subscriptions.get(self.queue.topic)
+                    subscription = topic.subscription if topic is not None else None
                     items, size = await unpack_in_thread(batch, begin, end, subscription)
                     await self._put_unpacked(items, end, size)
                     return

@@ -98,7 +98,7 @@ class GroupMember(MemberEvents, ClusterEvents):
         service = OrderedService if config.orderly else ConcurrentService
         self.service: ConsumeService = service(context, workers_for, ListenerReports(context, self.retries, counts))
         self.retries.deliver = self.service.deliver
-        self.assignments = Assignments(context, commits, self.service.deliver, self.service, self.locks, counts)
+        self.assignments = Assignments(context, commits, self.service, self.locks, counts)
         self.resets = Resets(context, self.assignments, commits)
         self._records = ResetRecords(context, self.assignments, commits, self.resets)
         self._corrections = CorrectionFollower(context, self.assignments, self.resets, self._records)

@@ -105,7 +105,8 @@ class Host:
         self.loop = asyncio.get_running_loop()
         self.name = "app"
         self.config = SimpleNamespace(pull_hold_s=15.0, call_timeout_s=3.0, pull_retry_delay_s=1.0)
-        self.cluster = self.routes = self.member = self.subscriptions = self.tasks = self
+        self.cluster = self.member = self.subscriptions = self.tasks = self
+        self.routes = SimpleNamespace(get=self._refresh)
         self.rebalance_wanted = asyncio.Event()
         self.sent_pulls: deque[SentPull] = deque()
         self.has_asked = asyncio.Event()
@@ -117,8 +118,8 @@ class Host:
         self.subscribed: Subscription | None = parse_subscription("orders", selector, 7)
         self.connections = {broker_id: FakeConnection(self, broker_id, signs) for broker_id in (0, 1)}
 
-    def subscription(self, topic):
-        return self.subscribed
+    def get(self, topic):
+        return self.subscribed and SimpleNamespace(subscription=self.subscribed)
 
     def link(self, broker_name, broker_id):
         return FakeLink(self, broker_id)
@@ -127,7 +128,7 @@ class Host:
         self.refreshed.append("heartbeat")
         await asyncio.sleep(0.05)
 
-    async def get(self, topic, *, refresh):
+    async def _refresh(self, topic, *, refresh):
         self.refreshed.append("route")
 
     def keep_running(self, work, what):
