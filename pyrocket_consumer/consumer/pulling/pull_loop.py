@@ -24,7 +24,7 @@ from pyrocket_consumer.cluster.pull_core import (
 )
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.pulling.pulled_messages import PulledMessages, read_messages, unpack_in_thread
-from pyrocket_consumer.consumer.pulling.resubscribe import Resubscriber
+from pyrocket_consumer.consumer.pulling.registration import Resubscriber
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ProtocolError, RocketError
 from pyrocket_consumer.model import EventKind, Subscription

@@ -25,7 +25,7 @@ from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.membership.broker_requests import BrokerRequests
 from pyrocket_consumer.consumer.membership.foreign_members import ForeignMembers
 from pyrocket_consumer.consumer.membership.rebalance import Rebalance
-from pyrocket_consumer.consumer.pulling.expressions import ExpressionChecker
+from pyrocket_consumer.consumer.pulling.registration import ExpressionChecker
 from pyrocket_consumer.consumer.resets.corrections import CorrectionFollower
 from pyrocket_consumer.consumer.resets.records import ResetRecords
 from pyrocket_consumer.consumer.resets.resets import Resets

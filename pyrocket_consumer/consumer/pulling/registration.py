@@ -1,4 +1,4 @@
-"""Registers the member again at brokers that refuse its pulls, and reports subscriptions that differ."""
+"""Subscriptions at brokers: expressions that they check first, and heartbeats after they have refused a pull."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ from collections.abc import Iterable
 
 from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.consumer.context.member_context import MemberContext
-from pyrocket_consumer.errors import BrokerError, RocketError
+from pyrocket_consumer.errors import BrokerError, ConnectError, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
-from pyrocket_consumer.protocol.bodies import ConsumerConnection, decode_consumer_connection
-from pyrocket_consumer.protocol.command import GetConsumerConnectionListHeader
+from pyrocket_consumer.protocol.bodies import (
+    CheckClientConfig,
+    ConsumerConnection,
+    decode_consumer_connection,
+    encode_check_client_config,
+)
+from pyrocket_consumer.protocol.codes import ResponseCode
+from pyrocket_consumer.protocol.command import CheckClientConfigHeader, GetConsumerConnectionListHeader
 from pyrocket_consumer.transport.backoff import Backoff
+
+RETRY_CODES = frozenset(
+    {ResponseCode.SYSTEM_BUSY, ResponseCode.SERVICE_NOT_AVAILABLE, ResponseCode.FLOW_CONTROL, ResponseCode.GO_AWAY}
+)
+"""Codes of brokers that have not checked the expression; the same request may succeed later."""
 
 FIRST_HEARTBEAT_PAUSE_S = 0.05
 
@@ -24,6 +35,57 @@ FORGET_REFUSALS_AFTER_S = 30.0
 
 COMPARE_AFTER_REFUSALS = 2
 """Refusals in a row after which the subscriptions are compared. A restarted broker needs only one heartbeat."""
+
+
+class ExpressionChecker:
+    """Asks brokers to check expressions, because a pull with an invalid expression would return every message.
+
+    Confined to the I/O thread.
+    """
+
+    def __init__(self, context: MemberContext) -> None:
+        self._context = context
+        self._checked: set[tuple[str, str, str]] = set()  # topic, expression, broker name
+
+    async def check(self, subscription: Subscription) -> None:
+        """Ask the topic's brokers to check `subscription`. Unreachable or busy brokers check it before the first pull.
+
+        Raises:
+            BrokerError: a broker refuses the expression; correct it as the broker's text describes.
+        """
+        if subscription.expression_type == "TAG":
+            return
+        try:
+            route = await self._context.cluster.routes.get(subscription.topic)
+        except RocketError:
+            return  # check_queue asks the brokers later
+        checks = (self._check_at(subscription, broker.broker_name) for broker in route.brokers)
+        errors = [each for each in await asyncio.gather(*checks, return_exceptions=True) if each is not None]
+        for error in errors:
+            if not isinstance(error, RocketError) or (isinstance(error, BrokerError) and error.code not in RETRY_CODES):
+                raise error
+
+    async def check_queue(self, queue: MessageQueue) -> None:
+        """Ask the queue's broker to check the topic's expression, if it has not done so yet.
+
+        Raises:
+            RocketError: the broker did not check it, or refuses it. The queue must not begin; try again later.
+        """
+        topic = self._context.subscriptions.get(queue.topic)
+        if topic is not None and topic.subscription.expression_type != "TAG":
+            await self._check_at(topic.subscription, queue.broker_name)
+
+    async def _check_at(self, subscription: Subscription, broker_name: str) -> None:
+        key = (subscription.topic, subscription.expression, broker_name)
+        if key in self._checked:
+            return
+        context = self._context
+        address = context.cluster.routes.address(broker_name)
+        if address is None:
+            raise ConnectError(broker_name, "no route names an address of this broker now")
+        body = encode_check_client_config(CheckClientConfig(context.client_id, context.name, subscription))
+        await context.cluster.call(address, CheckClientConfigHeader(), body)
+        self._checked.add(key)
 
 
 class Resubscriber:
