@@ -155,6 +155,7 @@ def _heading(message: Message) -> str:
 
 def _as_json(message: Message) -> dict[str, object]:
     body, body_error = _read_body(message)
+    text = body.decode(errors="backslashreplace")
     fields: dict[str, object] = {
         "topic": message.topic,
         "queue": str(message.queue),
@@ -164,11 +165,11 @@ def _as_json(message: Message) -> dict[str, object]:
         "keys": message.keys,
         "sharding_key": message.property(PropertyName.SHARDING_KEY),
         "born_at_ms": message.born_at_ms,
-        "body": None if body_error else body.decode(errors="backslashreplace"),
+        "body": None if body_error else text,
     }
     if body_error:
         fields["body_error"] = body_error
-    elif not _is_text(body):
+    elif text.encode() != body:  # it is not UTF-8
         fields["body_base64"] = base64.b64encode(body).decode()
     return fields
 
@@ -179,14 +180,6 @@ def _read_body(message: Message) -> tuple[bytes, str | None]:
         return message.body, None
     except ProtocolError as error:
         return b"", str(error)
-
-
-def _is_text(body: bytes) -> bool:
-    try:
-        body.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _body_text(message: Message) -> str:

@@ -242,11 +242,10 @@ def run_show(options: argparse.Namespace) -> int:
     if not found.rows:
         print_line(f"{options.group} has no offset in {options.topic}{_online(found)}")
         return _print_unreached(found)
-    broadcasting = any(row.member for row in found.rows)
-    heads = [*(["member"] if broadcasting else []), "queue", "min", "committed", "max", "lag", "consumed up to"]
-    rows = [
+    heads = ["member", "queue", "min", "committed", "max", "lag", "consumed up to"]
+    rows: list[list[object]] = [
         [
-            *([row.member] if broadcasting else []),
+            row.member,
             _queue_name(row.queue),
             row.min,
             "-" if row.committed is None else row.committed,
@@ -256,7 +255,7 @@ def run_show(options: argparse.Namespace) -> int:
         ]
         for row in found.rows
     ]
-    print_table(f"Group {found.group} in topic {options.topic}{_online(found)}", heads, rows)
+    _print_lag(found, f"Group {found.group} in topic {options.topic}", heads, rows)
     return _print_unreached(found)
 
 
@@ -271,14 +270,17 @@ def run_lag(options: argparse.Namespace) -> int:
         for line in too_far:
             print_to_stderr(line)
         return code
-    broadcasting = any(row.member for row in found.rows)
-    heads = [*(["member"] if broadcasting else []), "topic", "queues", "lag"]
-    rows = [[*([member] if broadcasting else []), topic, queues, lag] for member, topic, queues, lag in totals]
-    print_table(f"Group {found.group}{_online(found)}", heads, rows)
+    _print_lag(found, f"Group {found.group}", ["member", "topic", "queues", "lag"], totals)
     _print_unreached(found)
     for line in too_far:
         print_to_stderr(line)
     return code
+
+
+def _print_lag(found: GroupLag, title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table, whose first column, the member, is for a broadcasting group only."""
+    first = 0 if any(row.member for row in found.rows) else 1
+    print_table(f"{title}{_online(found)}", heads[first:], [row[first:] for row in rows])
 
 
 def _describe_excess(found: GroupLag, totals: Sequence[tuple[str | None, str, int, int]], limit: int) -> list[str]:

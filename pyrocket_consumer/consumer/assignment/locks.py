@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
+from pyrocket_consumer.cluster.gather import by_broker
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.window.process_queue import Lease, ProcessQueue
 from pyrocket_consumer.errors import RocketError
@@ -40,7 +41,7 @@ class QueueLocks:
 
     async def release(self, queues: Iterable[MessageQueue]) -> None:
         """Unlock queues whose last offsets are stored. If a broker cannot be reached, its locks expire in a minute."""
-        await asyncio.gather(*(self._release(name, at_broker) for name, at_broker in _by_broker(queues).items()))
+        await asyncio.gather(*(self._release(name, at_broker) for name, at_broker in by_broker(queues).items()))
 
     async def _release(self, broker_name: str, queues: list[MessageQueue]) -> None:
         context = self._context
@@ -61,7 +62,7 @@ class QueueLocks:
         await asyncio.gather(
             *(
                 self._renew(name, [held[queue] for queue in at_broker], on_confirmed, on_lost)
-                for name, at_broker in _by_broker(held).items()
+                for name, at_broker in by_broker(held).items()
             )
         )
 
@@ -87,10 +88,3 @@ class QueueLocks:
             elif not window.dropped:
                 window.lease.valid_until = requested_at + LOCK_VALID_S
                 on_confirmed(window)
-
-
-def _by_broker(queues: Iterable[MessageQueue]) -> dict[str, list[MessageQueue]]:
-    found: dict[str, list[MessageQueue]] = {}
-    for queue in queues:
-        found.setdefault(queue.broker_name, []).append(queue)
-    return found
