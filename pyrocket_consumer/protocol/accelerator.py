@@ -7,6 +7,7 @@ differs; the tests run with both.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,16 +33,11 @@ class RecordRows(Protocol):
         """Return the Arrow buffers of a column, None if only the Python code can read it."""
 
 
-class FindRows(Protocol):
-    """Finds the records of pull responses whose offsets are in a range. A response has at most `max_records`."""
+FindRows = Callable[[tuple[tuple[bytes | bytearray, int, int, int, int], ...], int], RecordRows | None]
+"""Finds the records of (data, start, stop, first offset, end offset) tuples whose offsets are in the range.
 
-    def __call__(
-        self, responses: tuple[tuple[bytes | bytearray, int, int, int, int], ...], max_records: int, /
-    ) -> RecordRows | None:
-        """Find the records of (data, start, stop, first offset, end offset) tuples.
-
-        Returns None if a record is unusual or damaged.
-        """
+Its second argument is the most records of a response. It returns None if a record is unusual or damaged.
+"""
 
 
 def _compiled() -> tuple[ModuleType | None, str]:
