@@ -189,7 +189,7 @@ class SendDispatcher(ClusterEvents):
             except RouteNotFound:
                 raise
             except RocketError as error:  # name servers are unreachable
-                self._note_failure(request, str(error), error)
+                request.note(str(error), error)
             else:
                 queue = self._choose(request, queues)
                 if queue is not None and queue.broker_name not in request.failed_brokers:
@@ -201,7 +201,7 @@ class SendDispatcher(ClusterEvents):
                     why = NoWritableQueue(_why_no_queue(request, queues))
                     if not self._may_appear(request, queues):
                         raise why
-                    self._note_failure(request, str(why), why)
+                    request.note(str(why), why)
                     request.wants_route_after = self._cluster.loop.time()
             await asyncio.sleep(self._pause_s(request))
             request.failed_brokers = frozenset()
@@ -287,7 +287,7 @@ class SendDispatcher(ClusterEvents):
                 return await self._auto_created_queues(topic, after)
             if gone:
                 raise
-            self._note_failure(request, str(error), error)  # its brokers are unreachable
+            request.note(str(error), error)  # its brokers are unreachable
         except (TimeoutError, RocketError):
             if self._cluster.routes.known(topic) is None:
                 raise
@@ -360,45 +360,35 @@ class SendDispatcher(ClusterEvents):
     def _send_on(self, request: SendRequest, queue: MessageQueue, connection: Connection) -> None:
         received_before, timeout_s = connection.received_bytes, self._attempt_timeout_s(request)
         encode = partial(request.frame, self._template(request, queue), connection)
-        if request.lane_key is None:
-            on_response = partial(self._on_response, request, queue, connection, received_before)
-            connection.send(encode, on_response, timeout_s, "SEND_MESSAGE")
-            return
-        lane, now = self._lanes[request.lane_key], self._cluster.loop.time()
-        unanswered = UnansweredRequest(connection, received_before, suspect_at=now + timeout_s)
-        timeout_s = max(request.deadline - now, 0) + self._config.call_timeout_s  # the lane waits no longer than this
-        on_response = partial(self._on_lane_response, lane, request, queue, connection, received_before)
+        lane = self._lanes[request.lane_key] if request.lane_key is not None else None
+        unanswered = None
+        if lane is not None:
+            now = self._cluster.loop.time()
+            unanswered = UnansweredRequest(connection, received_before, suspect_at=now + timeout_s)
+            timeout_s = max(request.deadline - now, 0) + self._config.call_timeout_s  # the lane waits no longer
+        on_response = partial(self._on_response, lane, request, queue, connection, received_before)
         connection.send(encode, on_response, timeout_s, "SEND_MESSAGE")
-        lane.unanswered = unanswered
-        self._schedule_check(lane, unanswered.suspect_at)
+        if lane is not None and unanswered is not None:
+            lane.unanswered = unanswered
+            self._schedule_check(lane, unanswered.suspect_at)
 
     def _on_response(
         self,
+        lane: Lane | None,
         request: SendRequest,
         queue: MessageQueue,
         connection: Connection,
         received_before: int,
         response: RemotingCommand | Exception,
     ) -> None:
+        if lane is not None:
+            lane.unanswered = None
+            if isinstance(response, RequestTimeout):
+                # The broker may still store it. The end of the connection ends the request, so none overtakes it.
+                connection.close("a message that must not be overtaken had no response")
         if request in self._unfinished:
             self._handle_response(request, queue, connection, received_before, response)
-
-    def _on_lane_response(
-        self,
-        lane: Lane,
-        request: SendRequest,
-        queue: MessageQueue,
-        connection: Connection,
-        received_before: int,
-        response: RemotingCommand | Exception,
-    ) -> None:
-        lane.unanswered = None
-        if isinstance(response, RequestTimeout):
-            # The broker may still store it. Closing the connection ends the request, so the next cannot overtake it.
-            connection.close("a message that must not be overtaken had no response")
-        if request in self._unfinished:
-            self._handle_response(request, queue, connection, received_before, response)
-        else:
+        elif lane is not None:
             self._release_lane(lane, response)
 
     def _template(self, request: SendRequest, queue: MessageQueue) -> SendTemplate:
@@ -449,7 +439,7 @@ class SendDispatcher(ClusterEvents):
     def _will_retry(self, request: SendRequest, queue: MessageQueue, error: RocketError) -> bool:
         """Record a failed attempt. Return whether another follows; otherwise the message fails."""
         now, name, failure = self._cluster.loop.time(), queue.broker_name, classify_failure(error)
-        self._note_failure(request, f"{queue}: {error}", error)
+        request.note(f"{queue}: {error}", error)
         request.failed_brokers |= {name}
         if failure is SendFailure.UNKNOWN:
             request.possible_stores += 1
@@ -469,10 +459,6 @@ class SendDispatcher(ClusterEvents):
             return False
         log.debug("topic=%s an attempt failed, another follows reason=%s", request.topic, error)
         return True
-
-    def _note_failure(self, request: SendRequest, text: str, error: Exception) -> None:
-        request.note(text)
-        request.last_error = error
 
     def _has_another(self, request: SendRequest) -> bool:
         """Return whether another broker, which has not failed for the message, may store it."""
@@ -533,7 +519,7 @@ class SendDispatcher(ClusterEvents):
         if unanswered is not None and current is not None and current in self._unfinished:
             if now >= current.deadline:
                 error = RequestTimeout("SEND_MESSAGE", unanswered.connection.address, current.timeout_s)
-                self._note_failure(current, str(error), error)
+                current.note(str(error), error)
                 self._fail(current, error)
             else:
                 if now >= unanswered.suspect_at:

@@ -90,8 +90,9 @@ class SendRequest:
     last_error: Exception | None = field(init=False, default=None)
     _failures: dict[str, int] | None = field(init=False, default=None)
 
-    def note(self, failure: str) -> None:
+    def note(self, failure: str, error: Exception | None = None) -> None:
         """Record why an attempt failed. Repeated failures are counted, and only the latest ones are kept."""
+        self.last_error = error or self.last_error
         if self._failures is None:
             self._failures = {}
         failure = truncate(failure, _MAX_FAILURE_LENGTH)  # a route can contain names of any length

@@ -92,7 +92,7 @@ class _Transactions:
     @contextmanager
     def running(self, message_id: str) -> Iterator[None]:
         """Ignore requests to check this transaction. `check` would not find a result yet, and could roll it back."""
-        self._running.add(message_id)  # without the lock, which a signal handler that sends could not get
+        self._running.add(message_id)
         try:
             yield
         finally:

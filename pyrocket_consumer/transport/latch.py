@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _SIGNAL_CHECK_S = 1.0
 """How long a wait sleeps at most. Python handles a signal that arrives just before a sleep only after that sleep."""
+_RESOLVED = "the future has a result already"
 
 
 class Latch:
@@ -98,19 +99,19 @@ class ThreadFuture(Latch, Generic[T]):
 
     def set_result(self, result: T) -> None:
         """Set the result. A future has one result or error; a second one raises InvalidStateError."""
-        self._check_unset()
+        if self._is_set:
+            raise InvalidStateError(_RESOLVED)
         self._result = result
-        self.set()
+        self._is_set = True  # as `set` does
+        if self._observers:
+            self._notify()
 
     def set_exception(self, error: BaseException) -> None:
         """Set the error in place of a result."""
-        self._check_unset()
+        if self._is_set:
+            raise InvalidStateError(_RESOLVED)
         self._error = error
         self.set()
-
-    def _check_unset(self) -> None:
-        if self._is_set:
-            raise InvalidStateError("the future has a result already")
 
     @property
     def error(self) -> BaseException | None:

@@ -66,6 +66,14 @@ def test_work_past_its_deadline_is_cancelled(io):
     assert ended.wait(30)
 
 
+def test_the_error_of_a_deadline_names_no_internals(io):
+    async def _work_of_a_client():
+        await asyncio.sleep(60)
+
+    with pytest.raises(RequestTimeout, match="^work of a client got no response"):
+        io.run(_work_of_a_client(), 0.01)
+
+
 def test_stop_cancels_tasks_and_raises_in_waiting_callers(io):
     begun, ended, errors = threading.Event(), threading.Event(), []
 
