@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Hashable
 from hashlib import sha256
-from itertools import repeat
 from typing import Any
 
 from pyrocket_consumer.consumer.listener import Listener
@@ -27,8 +26,8 @@ LONG_KEY_SHOWN_CHARS = 80
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
 """The repr of keys of these types runs no code of users."""
 
-Entry = tuple[Listener, Message]
-"""A message and its listener. A retry queue has messages of several topics and listeners."""
+Entry = tuple[Listener, list[Message]]
+"""Some messages and their listener. A retry queue has messages of several topics and listeners."""
 
 
 class Lane:
@@ -56,24 +55,33 @@ class Lane:
 
     def insert(self, entries: list[Entry]) -> None:
         """Add messages in order of offset, usually at the head."""
-        if entries and self.waiting and self.waiting[0][1].queue_offset < entries[-1][1].queue_offset:
-            self.waiting = deque(sorted([*entries, *self.waiting], key=_offset))
+        waiting = self.waiting
+        if entries and waiting and waiting[0][1][0].queue_offset < entries[-1][1][-1].queue_offset:
+            each = [(listener, [message]) for listener, messages in (*entries, *waiting) for message in messages]
+            self.waiting = deque(sorted(each, key=lambda entry: entry[1][0].queue_offset))
         else:
-            self.waiting.extendleft(reversed(entries))
+            waiting.extendleft(reversed(entries))
 
     def take(self, limit: int) -> list[Message]:
         """Remove the first messages of one listener, and return them. There must be some."""
         waiting = self.waiting
-        listener, message = waiting.popleft()
-        taken = [message]
-        while waiting and len(taken) < limit and waiting[0][0] is listener:
-            taken.append(waiting.popleft()[1])
+        listener, taken = waiting.popleft()
+        if waiting and len(taken) < limit:
+            taken = taken[:]
+            while waiting and len(taken) < limit and waiting[0][0] is listener:
+                taken += waiting.popleft()[1]
+        if len(taken) > limit:
+            waiting.appendleft((listener, taken[limit:]))
+            taken = taken[:limit]
         return taken
 
     def remove(self, gone: list[Message]) -> None:
         """Remove messages at any position."""
         ids = {id(message) for message in gone}
-        self.waiting = deque(entry for entry in self.waiting if id(entry[1]) not in ids)
+        before, self.waiting = self.waiting, deque()
+        for listener, messages in before:
+            if kept := [message for message in messages if id(message) not in ids]:
+                self.waiting.append((listener, kept))
 
 
 class KeylessLane(Lane):
@@ -83,10 +91,6 @@ class KeylessLane(Lane):
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(None, f"<no key: {safe_repr(error)}>")
-
-
-def _offset(entry: Entry) -> int:
-    return entry[1].queue_offset
 
 
 class Lanes:
@@ -101,7 +105,7 @@ class Lanes:
         self.giving_up: set[Lane] = set()  # their first messages are being sent to the dead letters
         self.chunks: set[Any] = set()  # the chunks that workers have
         self.former = former
-        self.arrived: deque[Entry] = deque()  # messages whose keys were not read yet
+        self.arrived: deque[tuple[Listener, Message]] = deque()  # messages whose keys were not read yet
         self.is_finding_keys = False
         self.uncommitted: list[Entry] = []  # consumed, not committed by the listener; used by the worker of the lane
         self.is_closed = False
@@ -179,19 +183,19 @@ class Lanes:
         """Add a message at the end of the lane of its key."""
         message._key_lane = lane
         waiting = lane.waiting
-        if waiting and waiting[-1][1].queue_offset > message.queue_offset:  # its key could not be read at first
-            lane.insert([(listener, message)])
+        if waiting and waiting[-1][1][-1].queue_offset > message.queue_offset:  # its key could not be read at first
+            lane.insert([(listener, [message])])
             return
-        waiting.append((listener, message))
+        waiting.append((listener, [message]))
         if lane.holder is None and len(waiting) == 1:
             self.ready.append(lane)
 
     def add_all(self, listener: Listener, messages: list[Message]) -> None:
-        """Add messages at the end of the only lane, that of the whole queue."""
+        """Add messages at the end of the only lane, that of the whole queue. There must be some."""
         lane = self.lane_of(None)
         if lane.is_idle:
             self.ready.append(lane)
-        lane.waiting.extend(zip(repeat(listener), messages))
+        lane.waiting.append((listener, messages))
 
     def release(self, lane: Lane) -> None:
         """Release a lane from its holder."""

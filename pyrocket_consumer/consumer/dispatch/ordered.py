@@ -12,7 +12,7 @@ each call. A queue that begins again, for example after a reset, waits until the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,23 +78,24 @@ class LaneChunk(Chunk):
         for unit in reversed(units):
             self.lane_of(unit).insert(self._entries(messages_of(unit)))
 
-    def _entries(self, messages: Any) -> list[Entry]:
-        return [(self.listener, message) for message in messages]
+    def _entries(self, messages: Sequence[Message]) -> list[Entry]:
+        return [(self.listener, list(messages))] if messages else []
 
     # --- the worker calls these methods
 
     def may_continue(self) -> bool:
         """Return whether the next call may begin. From time to time, other queues that wait for a worker go first."""
-        if self.parts and self._workers.waiting():
+        window = self.window
+        if window.dropped or self._service.stopped or (self.parts and self._workers.waiting()):
             return False
-        return self.window.may_consume() and not self._service.stopped
+        return window.lease.is_valid()
 
     def apply_result(self, unit: Any, result: object) -> bool:
         messages, auto_commit, uncommitted = messages_of(unit), self._service.auto_commit, self.lanes.uncommitted
         if result is ConsumeResult.COMMIT:
             self.done.extend(messages)
             if not auto_commit:
-                self._committed += [*(message for _, message in uncommitted), *pop_all(self.done)]
+                self._committed += [*(each for _, some in uncommitted for each in some), *pop_all(self.done)]
                 uncommitted.clear()
             return True
         failed: list[Message] = []
@@ -131,10 +132,9 @@ class LaneChunk(Chunk):
         return is_known
 
     def take_consumed(self) -> list[Message]:
-        done = pop_all(self.done)
         if self._service.auto_commit:
-            return done
-        self.lanes.uncommitted += self._entries(done)
+            return self.done
+        self.lanes.uncommitted += self._entries(pop_all(self.done))
         return self._committed
 
     def end(self) -> None:
@@ -221,7 +221,8 @@ class OrderedService(ConsumeService):
         """Add `messages` at the ends of their lanes."""
         lanes: Lanes = window.lanes or self._open(window)
         if not self._is_by_key:
-            lanes.add_all(listener, messages)
+            if messages:
+                lanes.add_all(listener, messages)
         elif self._order_by is not None:
             lanes.arrived.extend((listener, message) for message in messages)
         else:
@@ -289,8 +290,9 @@ class OrderedService(ConsumeService):
             )
         if not lanes.uncommitted or not lanes.lane_of(None).is_idle:
             return ""
+        count = sum(len(messages) for _, messages in lanes.uncommitted)
         return (
-            f"{len(lanes.uncommitted)} messages wait for the listener's COMMIT, and the cache is full, so the queue is "
+            f"{count} messages wait for the listener's COMMIT, and the cache is full, so the queue is "
             "stalled; commit more often, or raise max_cached_messages (or max_cached_bytes)"
         )
 
@@ -434,7 +436,7 @@ class OrderedService(ConsumeService):
         del lanes.paused[lane]
         if isinstance(lane, KeylessLane):
             lane.holder = None
-            lanes.arrived.extend(lane.waiting)
+            lanes.arrived.extend((listener, message) for listener, messages in lane.waiting for message in messages)
             lane.waiting.clear()
         else:
             lanes.release(lane)
@@ -466,7 +468,7 @@ class OrderedService(ConsumeService):
         for (listener, message), lane in zip(lookup.entries, lookup.lanes_found, strict=False):
             if isinstance(lane, KeylessLane):  # its key failed
                 message._key_lane = lane
-                lane.waiting.append((listener, message))
+                lane.waiting.append((listener, [message]))
                 self._pause_or_give_up(lanes, lane, [message], SUSPEND_S)
             else:
                 lanes.add(lane, listener, message)
