@@ -258,13 +258,17 @@ _NOT_RUN_BY_A_CALL: Mapping[Callable[[object], bool], str] = {
 }
 
 
+def has_kind(function: Callable[..., Any], is_kind: Callable[[object], bool]) -> bool:
+    """Return whether a function, or the `__call__` of an object, is of a kind."""
+    return is_kind(function) or is_kind(getattr(function, "__call__", None))  # noqa: B004 - its own __call__
+
+
 def check_function(name: str, function: Callable[..., Any], *arguments: str, may_yield: bool = False) -> None:
     """Raise ConfigError for a function that can never work: it cannot take these arguments, or a call runs nothing."""
     shown = f"{name}={safe_repr(function)}"
-    call = getattr(function, "__call__", None)  # noqa: B004 - of an object it may be async
     for is_kind, what in _NOT_RUN_BY_A_CALL.items():
         is_allowed = may_yield and is_kind is inspect.isgeneratorfunction
-        if (is_kind(function) or is_kind(call)) and not is_allowed:
+        if has_kind(function, is_kind) and not is_allowed:
             raise ConfigError(f"{shown} {what}; pass a plain function, because a call would not run this one")
     try:
         signature = inspect.signature(function)

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from pyrocket_consumer.config import check_range
+from pyrocket_consumer.config.checks import has_kind
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.message import Message
@@ -118,7 +119,7 @@ class Listener:
                 f"the listener must be a function of one message, not {safe_repr(function)}; "
                 "for example: def handle(message): ..."
             )
-        if _has_kind(function, inspect.isgeneratorfunction) or _has_kind(function, inspect.isasyncgenfunction):
+        if has_kind(function, inspect.isgeneratorfunction) or has_kind(function, inspect.isasyncgenfunction):
             raise ConfigError(
                 f"the listener {_name(function)} has a yield, so a call would not run it; use a function without yield"
             )
@@ -135,13 +136,8 @@ class Listener:
             )
         if takes is not None and takes[1] < 1:
             raise ConfigError(f"the listener {_name(function)} takes no argument; it must take the message")
-        is_async = _has_kind(function, inspect.iscoroutinefunction)
+        is_async = has_kind(function, inspect.iscoroutinefunction)
         return cls(function, batch_size, is_async, takes is not None and takes[1] >= 2 and takes[2])
-
-
-def _has_kind(function: Callable[..., Any], is_kind: Callable[[object], bool]) -> bool:
-    """Return whether a function, or the `__call__` of an object, is of a kind."""
-    return is_kind(function) or is_kind(getattr(function, "__call__", None))  # noqa: B004 - its own __call__
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:

@@ -54,7 +54,8 @@ class DecompressionBudget(BodyLimit):
         reservation.size = sum(decompressed_size_limit(message, measured=False) for message in compressed)
         reservation.count = len(messages)
         if len(compressed) == 1 or reservation.size <= self._limit:
-            self._try_acquire(reservation)
+            with self.changed:
+                self._try_grant(reservation)
             self.retry_deferred()
         return reservation
 
@@ -98,23 +99,16 @@ class DecompressionBudget(BodyLimit):
 
     def measure(self, reservation: Reservation, messages: Sequence[Message]) -> None:
         """Measure the decompressed size of `messages`. If it is above the limit, reserve only for the first of them."""
-        with self._measuring:  # orderly queues do not call acquire_or_defer
-            self._measure_locked(reservation, messages)
-
-    def _measure_locked(self, reservation: Reservation, messages: Sequence[Message]) -> None:
         size = 0
-        for index, message in enumerate(messages):
-            more = decompressed_size_limit(message, measured=True) if has_compressed_body(message) else 0
-            if index and size + more > self._limit:
-                reservation.count = index
-                break
-            size += more
+        with self._measuring:  # orderly queues do not call acquire_or_defer
+            for index, message in enumerate(messages):
+                more = decompressed_size_limit(message, measured=True) if has_compressed_body(message) else 0
+                if index and size + more > self._limit:
+                    reservation.count = index
+                    break
+                size += more
         reservation.size = size
         reservation.messages = [message for message in messages[: reservation.count] if has_compressed_body(message)]
-
-    def _try_acquire(self, reservation: Reservation) -> bool:
-        with self.changed:
-            return self._try_grant(reservation)
 
     def _try_grant(self, reservation: Reservation) -> bool:
         first = self._waiting[0] if self._waiting else reservation

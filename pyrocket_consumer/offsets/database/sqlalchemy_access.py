@@ -31,6 +31,7 @@ from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool, StaticPool
 from sqlalchemy.util import await_only, greenlet_spawn
 
+from pyrocket_consumer.config.checks import has_kind
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.offsets.database.errors import ErrorKind, classify_driver_error, is_file_replaced
 from pyrocket_consumer.offsets.database.statements import (
@@ -579,22 +580,16 @@ def check_listener(listener: Any, database: Database) -> None:
         raise ConfigError(
             f"the listener {_name(listener)} cannot be called with ({', '.join(wanted)}): {error}"
         ) from error
-    if _is_coroutine_function(listener) and not database.is_async:
+    if has_kind(listener, inspect.iscoroutinefunction) and not database.is_async:
         raise ConfigError(
             f"the listener {_name(listener)} is async def, and {database.address} is not asynchronous; use "
             "create_async_engine, or a plain function"
         )
-    if database.is_async and not _is_coroutine_function(listener):
+    if database.is_async and not has_kind(listener, inspect.iscoroutinefunction):
         raise ConfigError(
             f"the listener {_name(listener)} is a plain function, and {database.address} is asynchronous; use "
             "create_engine, or an async def function"
         )
-
-
-def _is_coroutine_function(listener: Any) -> bool:
-    return inspect.iscoroutinefunction(listener) or inspect.iscoroutinefunction(
-        getattr(listener, "__call__", None)  # noqa: B004 - an object whose __call__ is async
-    )
 
 
 def _name(listener: Any) -> str:
