@@ -83,10 +83,14 @@ def ledger_in(database: Database, **options: Any) -> Iterator[Ledger]:
 def offsets_driven(ledger: Ledger, before: Callable[[str], None]) -> Iterator[DatabaseOffsets]:
     """The offsets of a ledger in SQLite, with a driver that calls `before` with each of their statements."""
 
-    class Driver(sqlite3.Connection):
+    class Cursor(sqlite3.Cursor):
         def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
             before(statement)
             return super().execute(statement, *values)
+
+    class Driver(sqlite3.Connection):
+        def cursor(self, *_: Any) -> Cursor:
+            return super().cursor(Cursor)
 
     engine = ledger.database.engine(connect_args={"factory": Driver})
     yield DatabaseOffsets(engine)

@@ -15,8 +15,7 @@ from sqlalchemy.pool import NullPool
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets
-from pyrocket_consumer.offsets.database.errors import ErrorKind
-from pyrocket_consumer.offsets.database.sqlalchemy_access import Scope, SqlDatabase
+from pyrocket_consumer.offsets.database.sqlalchemy_access import ErrorKind, Scope, SqlDatabase
 from tests.simulation.world import CURRENT, Process, World
 
 LedgerRow = tuple[str, MessageQueue, int, str | None]

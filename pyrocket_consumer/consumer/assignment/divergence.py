@@ -6,8 +6,7 @@ import logging
 
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.model import EventKind, Subscription
-from pyrocket_consumer.offsets.database.claim import Claim
-from pyrocket_consumer.offsets.database.message_ids import id_of
+from pyrocket_consumer.offsets.database.claim import Claim, id_of
 from pyrocket_consumer.protocol.message import Message
 
 MAX_SHORT_CHECKS = 3

@@ -19,8 +19,8 @@ from pyrocket_consumer.consumer.listener import ConsumeResult
 from pyrocket_consumer.errors import DatabaseError, Fenced, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets, QueueReset
-from pyrocket_consumer.offsets.database.claim import Claim, StoredOffset
-from pyrocket_consumer.offsets.database.store import RowLocked
+from pyrocket_consumer.offsets.database.claim import Claim, ClaimHolder, StoredOffset
+from pyrocket_consumer.offsets.database.rows import RowLocked
 from pyrocket_consumer.protocol.message import Message
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ FIRST_STORE_PAUSE_S, MAX_STORE_PAUSE_S = 1.0, 20.0
 """Pauses before the next claim of a queue that members keep taking from each other, or whose row is locked."""
 
 
-class DatabaseCommits(Commits):
+class DatabaseCommits(Commits, ClaimHolder):
     """The `Commits` of a `DatabaseOffsets`. Its blocking calls run on one thread.
 
     Listeners commit their offsets themselves. `persist` stores only offsets without an effect: gaps, and messages that
@@ -52,6 +52,7 @@ class DatabaseCommits(Commits):
     """
 
     keeps_epochs = True
+    failed_result = ConsumeResult.RETRY
 
     def __init__(self, store: DatabaseOffsets, thread: SerialExecutor, cluster: Cluster, group: str) -> None:
         """Use the store. `thread` has loaded it, and `close` ends the thread."""
@@ -76,10 +77,6 @@ class DatabaseCommits(Commits):
         self._published.attach(context)
 
     # --- methods of ClaimHolder; any thread
-
-    @property
-    def failed_result(self) -> object:
-        return ConsumeResult.RETRY
 
     def is_success(self, result: object) -> bool:
         return result is None or result is ConsumeResult.SUCCESS or result is ConsumeResult.COMMIT

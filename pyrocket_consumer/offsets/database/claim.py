@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from hashlib import blake2b, sha256
 
-from pyrocket_consumer.errors import ConfigError
+from pyrocket_consumer.errors import ConfigError, ProtocolError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.protocol.reset_format import is_valid_epoch
 from pyrocket_consumer.text import safe_repr
+
+MAX_KEY_CHARACTERS = 255
+"""The length of the texts in the tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,39 +56,36 @@ class RolledBack:
         return safe_repr(self.result)
 
 
-class ClaimStore(Protocol):
+class ClaimStore:
     """The store of a claim: a `DatabaseOffsets`."""
 
     on_divergence: str
 
 
-class ClaimHolder(Protocol):
-    """The holder of a claim, which is notified of its events. Any thread may call it."""
+class ClaimHolder:
+    """The holder of a claim: a member. Any thread may call it, to notify it of events."""
 
-    def on_outside_transaction(self, claim: Claim, offset: int) -> None:
-        """Be notified that a listener call has ended, and no transaction counts its messages from `offset` on."""
-
-    def on_duplicates(self, claim: Claim, messages: Sequence[Message]) -> None:
-        """Be notified that the listener did not get these messages, because the inbox has them already."""
-
-    @property
-    def failed_result(self) -> object:
-        """The result of a listener that failed."""
+    failed_result: object
+    """The result of a listener that failed."""
 
     def is_success(self, result: object) -> bool:
         """Return whether a listener that returned `result` has consumed its messages."""
+        raise NotImplementedError
 
     def on_claim_fenced(self, claim: Claim) -> None:
-        """Be notified that another member has claimed the queue, or that someone has reset it."""
+        """Another member has claimed the queue, or someone has reset it."""
+
+    def on_outside_transaction(self, claim: Claim, offset: int) -> None:
+        """A listener call has ended, and no transaction counts its messages from `offset` on."""
 
     def on_uncommitted(self, claim: Claim, row: StoredOffset) -> None:
-        """Be notified that a listener has called `advance` but not committed.
+        """A listener has called `advance` but not committed. Messages from the offset in `row` on are redelivered."""
 
-        The messages from the offset in `row` on are redelivered.
-        """
+    def on_duplicates(self, claim: Claim, messages: Sequence[Message]) -> None:
+        """The listener did not get these messages, because the inbox has them already."""
 
     def on_store_wait(self, claim: Claim, why: str) -> None:
-        """Be notified that the queue's messages wait for the database."""
+        """The queue's messages wait for the database."""
 
 
 class Claim:
@@ -202,6 +202,8 @@ class Claim:
             )
         if messages == unit:
             return 0
+        if not all(isinstance(message, Message) for message in messages):
+            raise ConfigError(f"{what} was given {safe_repr(messages, 200)}; pass messages of the listener call")
         wanted = (messages[0].queue, messages[0].queue_offset)
         indexes = [index for index, each in enumerate(unit) if (each.queue, each.queue_offset) == wanted]
         if indexes and (indexes[0] <= self._counted or (behind and self._rolled_back is not None)):
@@ -244,5 +246,50 @@ class Claim:
         return why
 
 
+def list_messages(given: Message | Iterable[Message], what: str) -> list[Message]:
+    """Return the messages that `exactly_once` or `advance` was given.
+
+    Raises:
+        ConfigError: the list is empty.
+    """
+    if isinstance(given, Message) or not isinstance(given, Iterable):
+        return [given]
+    messages = list(given)
+    if not messages:
+        raise ConfigError(f"{what} was given no messages; pass those of the listener call")
+    return messages
+
+
 claim_of_call: ContextVar[Claim | None] = ContextVar("pyrocket_claim", default=None)
 """The claim of the listener call that runs in this context. Workers set it."""
+
+
+def id_of(message: Message) -> str:
+    """Return the id of a message for the table of offsets. Long, odd and damaged ids fit, too."""
+    try:
+        return _shorten_id(message.message_id)
+    except ProtocolError:
+        return _shorten_id(f"damaged:{message.queue}:{message.queue_offset}")
+
+
+def inbox_id_of(message: Message) -> str | None:
+    """Return an id that only copies of this message share, or None if there is no such id.
+
+    The message id alone is not enough. A message forwarded to another topic may keep its id, and any producer can
+    reuse a known id. Some clients give all messages of a batch the same id.
+    """
+    try:
+        name, body = message.producer_id, message.body
+    except ProtocolError:
+        return None
+    if name is None:
+        return None
+    proof = blake2b(f"{message.topic}\0{name}\0".encode(errors="surrogatepass") + body, digest_size=12).hexdigest()
+    return _shorten_id(f"{name}/{proof}")
+
+
+def _shorten_id(name: str) -> str:
+    """Return a unique form of an id that every database can store and compare."""
+    if len(name) <= MAX_KEY_CHARACTERS and name.isascii() and name.isprintable() and name == name.strip():
+        return name
+    return "sha256:" + sha256(name.encode(errors="surrogatepass")).hexdigest()

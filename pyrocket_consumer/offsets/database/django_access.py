@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.offsets.database.errors import ErrorKind, classify_driver_error, is_file_replaced
 from pyrocket_consumer.offsets.database.sqlalchemy_access import (
-    IDLE,
-    LOCK_TIMEOUT_S,
+    SET_LOCK_TIMEOUT,
     SUPPORTED,
     Database,
+    ErrorKind,
     Scope,
-    raise_transaction_ended,
+    classify_driver_error,
+    is_file_replaced,
 )
 from pyrocket_consumer.offsets.database.statements import DIALECTS, Execute, Statement, StatementResult, Values
 from pyrocket_consumer.text import safe_repr
 
 T = TypeVar("T")
-
-_SET_LOCK_TIMEOUT = Statement(f"SET SESSION innodb_lock_wait_timeout = {LOCK_TIMEOUT_S}")
-_RESET_LOCK_TIMEOUT = Statement("SET SESSION innodb_lock_wait_timeout = DEFAULT")
-
-_LOCK_TIMEOUTS: dict[str, tuple[Statement, Statement | None]] = {
-    "postgresql": (Statement(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'"), None),
-    "mysql": (_SET_LOCK_TIMEOUT, _RESET_LOCK_TIMEOUT),
-}
-"""The statements that limit how long bookkeeping waits for locked rows, and that remove the limit."""
 
 
 class DjangoDatabase(Database):
@@ -77,13 +68,13 @@ class DjangoDatabase(Database):
             raise
 
     def run(self, work: Callable[[Execute], T]) -> T:
-        set_timeout, reset_timeout = _LOCK_TIMEOUTS.get(self.dialect.name, (None, None))
+        set_timeout = SET_LOCK_TIMEOUT.get(self.dialect.name)
         with self._scope() as scope:
             if set_timeout is not None:
-                scope.execute(set_timeout)
+                scope.execute(Statement(set_timeout))
             result = work(scope.execute)
-            if reset_timeout is not None:
-                scope.execute(reset_timeout)
+            if self.dialect.name == "mysql":  # the user's transactions use the same session
+                scope.execute(Statement("SET SESSION innodb_lock_wait_timeout = DEFAULT"))
             return result
 
     def run_separately(self, work: Callable[[Execute], T]) -> T:
@@ -135,7 +126,7 @@ class DjangoDatabase(Database):
         connection = connections[self._alias]
         if not connection.in_atomic_block:
             raise ConfigError("advance() must be called within transaction.atomic(), with the effects it counts")
-        return _DjangoScope(connection).execute
+        return _executor(connection)
 
     def classify_error(self, error: BaseException) -> ErrorKind:
         from django.db import Error, InterfaceError
@@ -162,33 +153,25 @@ class DjangoDatabase(Database):
             connection.close()
 
 
-class _DjangoScope:
-    """A transaction of Django's."""
+def _executor(connection: Any) -> Execute:
+    def execute(statement: Statement, values: Values | Sequence[Values] = ()) -> StatementResult:
+        with connection.cursor() as cursor:
+            return statement.run_on(cursor, values)
 
-    arguments: tuple[Any, ...] = ()
+    return execute
+
+
+class _DjangoScope(Scope):
+    """A transaction of Django's."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
-
-    def execute(self, statement: Statement, values: Values | Sequence[Values] = ()) -> StatementResult:
-        with self._connection.cursor() as cursor:
-            if isinstance(values, Mapping):
-                cursor.execute(statement.text, statement.bind(values))
-            elif values:
-                cursor.executemany(statement.text, [statement.bind(each) for each in values])
-            else:
-                cursor.execute(statement.text)
-            return StatementResult(cursor.fetchall() if cursor.description else (), cursor.rowcount)
-
-    def begin(self) -> None:
-        pass
+        self.execute = _executor(connection)
 
     def flush_and_check(self) -> None:
         if not self._connection.in_atomic_block or self._connection.needs_rollback:
-            raise_transaction_ended()
-        info = getattr(self._connection.connection, "info", None)
-        if getattr(info, "transaction_status", None) == IDLE:
-            raise_transaction_ended()
+            self.raise_ended()
+        self.check_driver(self._connection.connection)
 
     def is_lost(self) -> bool:
         return self._connection.connection is None or self._connection.errors_occurred

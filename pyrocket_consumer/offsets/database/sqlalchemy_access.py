@@ -1,4 +1,4 @@
-"""Access of `DatabaseOffsets` to a database through SQLAlchemy's engines and sessions, plain and asynchronous."""
+"""Access of `DatabaseOffsets` to a database: its errors, the interface, and SQLAlchemy's engines and sessions."""
 
 from __future__ import annotations
 
@@ -8,32 +8,21 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
-from sqlalchemy import (
-    URL,
-    create_engine,
-    make_url,
-)
+from sqlalchemy import URL, create_engine, make_url
 from sqlalchemy.engine import Connection, Dialect, Engine
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import (
-    AsyncConnection,
-    AsyncEngine,
-    AsyncSession,
-    async_sessionmaker,
-    create_async_engine,
-)
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import NullPool, StaticPool
 from sqlalchemy.util import await_only, greenlet_spawn
 
 from pyrocket_consumer.config.checks import has_kind
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.offsets.database.errors import ErrorKind, classify_driver_error, is_file_replaced
 from pyrocket_consumer.offsets.database.statements import (
     DIALECTS,
     Execute,
@@ -58,20 +47,105 @@ DISPOSE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10
 """How long tools wait for a server that does not respond."""
 
-IDLE = 0
-"""psycopg's TransactionStatus for a connection without a transaction."""
+SET_LOCK_TIMEOUT = {
+    "postgresql": f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'",
+    "mysql": f"SET SESSION innodb_lock_wait_timeout = {LOCK_TIMEOUT_S}",
+    "mariadb": f"SET SESSION innodb_lock_wait_timeout = {LOCK_TIMEOUT_S}",
+}
+
+SUPPORTED = "it must be SQLite, PostgreSQL, MySQL or MariaDB"
 
 
-class Scope(Protocol):
+# --- errors
+
+ErrorKind = Literal["retry", "locked", "disconnected", "unavailable", "aborted", "listener"]
+"""The kinds of errors:
+
+* "retry": the transaction conflicts with another one
+* "locked": another session keeps a row locked
+* "disconnected": there is no connection
+* "unavailable": the database cannot be used now
+* "aborted": an earlier error has ended the transaction
+* "listener": the listener caused the error
+"""
+
+_SQLSTATES: dict[str, ErrorKind] = {
+    **dict.fromkeys(("40001", "40P01"), "retry"),  # serialization failure, deadlock
+    **dict.fromkeys(("08", "53300", "57P"), "disconnected"),  # connection, too many of them, shutdown
+    **dict.fromkeys(("53", "40003"), "unavailable"),  # resources
+    **dict.fromkeys(("25006", "25P03"), "unavailable"),  # read-only: a standby after a failover
+    "55P03": "locked",
+    "25P02": "aborted",
+}
+
+_MYSQL_CODES: dict[int, ErrorKind] = {
+    **dict.fromkeys((1213, 1020), "retry"),
+    **dict.fromkeys((1205, 3572), "locked"),
+    **dict.fromkeys(
+        (0, 1040, 1053, 1077, 1079, 1129, 1152, 1158, 1159, 1160, 1161, 1203, 1290, 1792, 1836, 1927), "unavailable"
+    ),
+    **dict.fromkeys((2002, 2003, 2006, 2012, 2013, 2055, 3159, 4031), "disconnected"),
+}
+
+_SQLITE_CODES: dict[int, ErrorKind] = {
+    **dict.fromkeys((sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED), "retry"),
+    **dict.fromkeys(
+        (
+            sqlite3.SQLITE_IOERR,
+            sqlite3.SQLITE_FULL,
+            sqlite3.SQLITE_READONLY,
+            sqlite3.SQLITE_CORRUPT,
+            sqlite3.SQLITE_NOTADB,
+        ),
+        "unavailable",
+    ),
+    sqlite3.SQLITE_CANTOPEN: "disconnected",
+}
+
+
+def classify_driver_error(error: BaseException | None, dialect: str) -> ErrorKind | None:
+    """Return the kind of a driver's error, by its code; None if it is unknown."""
+    if isinstance(error, sqlite3.Error):
+        return _SQLITE_CODES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+    code = error.args[0] if error is not None and error.args else None
+    # MySQL's own codes are more specific than the SQLSTATE, which many errors share.
+    if dialect in ("mysql", "mariadb") and code in _MYSQL_CODES:
+        return _MYSQL_CODES[code]
+    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    if isinstance(code, dict):
+        state = code.get("C")  # pg8000
+    if isinstance(state, str):
+        return next((_SQLSTATES[state[:size]] for size in (5, 3, 2) if state[:size] in _SQLSTATES), "listener")
+    return "disconnected" if _is_disconnected(error) else None
+
+
+def is_file_replaced(error: BaseException | None, path: object) -> bool:
+    """Return whether the error means that another file is at the path of a SQLite database now.
+
+    Its connections can no longer write. While there is no file, keep them: a new one would create an empty file.
+    """
+    if getattr(error, "sqlite_errorcode", 0) != sqlite3.SQLITE_READONLY_DBMOVED:
+        return False
+    name = str(path)
+    return os.path.exists(name.removeprefix("file:").partition("?")[0] if name.startswith("file:") else name)
+
+
+def _is_disconnected(error: BaseException | None) -> bool:
+    """Return whether psycopg lost its connection, or could not connect. Such an error has no SQLSTATE."""
+    return type(error).__name__ == "OperationalError" and type(error).__module__.startswith("psycopg")
+
+
+# --- the interface
+
+
+class Scope:
     """The transaction of a listener call."""
 
-    @property
-    def execute(self) -> Execute:
-        """The function that executes statements in the transaction."""
+    arguments: tuple[Any, ...] = ()
+    """The listener's arguments after its messages."""
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The listener's arguments after its messages."""
+    execute: Execute
+    """Executes statements in the transaction."""
 
     def begin(self) -> None:
         """Begin the transaction in the database, before the listener reads anything."""
@@ -85,25 +159,25 @@ class Scope(Protocol):
 
     def is_lost(self) -> bool:
         """Return whether the connection is lost."""
+        raise NotImplementedError
 
+    def check_driver(self, connection: Any) -> None:
+        """Check that no statement, and no code below the database library, has ended psycopg's transaction.
 
-def _raise_must_not_end(*_: object, **__: object) -> NoReturn:
-    raise ConfigError(
-        "the listener has called commit, rollback or close on the connection it was given. Only exactly_once may end "
-        "the transaction, together with the offset. Raise (or return Retry()) to roll back, or use advance() in a "
-        "transaction of your own"
-    )
+        Raises:
+            ConfigError: it was ended.
+        """
+        if getattr(getattr(connection, "info", None), "transaction_status", None) == 0:  # psycopg's IDLE
+            self.raise_ended()
 
-
-def raise_transaction_ended() -> NoReturn:
-    """Raise ConfigError, because the listener has ended the transaction of exactly_once."""
-    raise ConfigError(
-        "the listener has ended the transaction it was given, or has caught an error by which the database ended it "
-        "(a deadlock, for example). Only exactly_once may end it, together with the offset. A commit is not undone"
-    )
-
-
-# --- databases
+    @staticmethod
+    def raise_ended() -> NoReturn:
+        """Raise ConfigError, because the listener has ended the transaction."""
+        raise ConfigError(
+            "the listener has ended the transaction it was given, or has caught an error by which the database ended "
+            "it (a deadlock, for example). Only exactly_once may end it, together with the offset. A commit is not "
+            "undone"
+        )
 
 
 class Database:
@@ -146,30 +220,38 @@ class Database:
         """Close the connections of `run`. The user's engine stays open."""
 
 
-class _SqlScope:
+# --- SQLAlchemy
+
+
+def _raise_must_not_end(*_: object, **__: object) -> NoReturn:
+    raise ConfigError(
+        "the listener has called commit, rollback or close on the connection it was given. Only exactly_once may end "
+        "the transaction, together with the offset. Raise (or return Retry()) to roll back, or use advance() in a "
+        "transaction of your own"
+    )
+
+
+class _SqlScope(Scope):
     """A transaction of SQLAlchemy."""
 
-    def __init__(self, connection: Connection, handle: Any, sync_handle: Any) -> None:
+    def __init__(self, handle: Any, sync_handle: Any) -> None:
         """Wrap a transaction. `handle` is the user's connection or session, and `sync_handle` its synchronous form.
 
         Until `guard` ends, commit, rollback and close of `sync_handle` raise an error.
         """
-        self.execute = _executor(connection)
         self.arguments = (handle,)
-        self._connection = connection
         self._sync_handle = sync_handle
+        self._connection = sync_handle.connection() if isinstance(sync_handle, Session) else sync_handle
+        self.execute = _executor(self._connection)
         self._transaction = sync_handle.get_transaction()
         sync_handle.commit = sync_handle.rollback = sync_handle.close = _raise_must_not_end
 
     def flush_and_check(self) -> None:
         if self._sync_handle.get_transaction() is not self._transaction or not self._transaction.is_active:
-            raise_transaction_ended()
+            self.raise_ended()
         if isinstance(self._sync_handle, Session):
             self._sync_handle.flush()
-        info = getattr(self._connection.connection.driver_connection, "info", None)
-        # With psycopg: a statement, or code below SQLAlchemy, has ended the transaction.
-        if getattr(info, "transaction_status", None) == IDLE:
-            raise_transaction_ended()
+        self.check_driver(self._connection.connection.driver_connection)
 
     def begin(self) -> None:
         driver = self._connection.connection.driver_connection
@@ -192,33 +274,13 @@ class _SqlScope:
             del self._sync_handle.commit, self._sync_handle.rollback, self._sync_handle.close
 
 
-def _sqlite_executor(driver: sqlite3.Connection) -> Execute:
-    """Return a function that executes without SQLAlchemy's layers, which cost more than a statement on a file."""
-
-    def execute(statement: Statement, values: Values | Sequence[Values] = ()) -> StatementResult:
-        if isinstance(values, Mapping):
-            cursor = driver.execute(statement.text, statement.bind(values))
-        elif values:
-            cursor = driver.executemany(statement.text, [statement.bind(each) for each in values])
-        else:
-            cursor = driver.execute(statement.text)
-        return StatementResult(cursor.fetchall(), cursor.rowcount)
-
-    return execute
-
-
 def _executor(connection: Connection) -> Execute:
     driver = connection.connection.driver_connection
-    if isinstance(driver, sqlite3.Connection):
-        return _sqlite_executor(driver)
+    if isinstance(driver, sqlite3.Connection):  # SQLAlchemy's layers cost more than a statement on a file
+        return lambda statement, values=(): statement.run_on(driver.cursor(), values)
 
     def execute(statement: Statement, values: Values | Sequence[Values] = ()) -> StatementResult:
-        if isinstance(values, Mapping):
-            result = connection.exec_driver_sql(statement.text, statement.bind(values))
-        elif values:
-            result = connection.exec_driver_sql(statement.text, [statement.bind(each) for each in values])
-        else:
-            result = connection.exec_driver_sql(statement.text)
+        result = connection.exec_driver_sql(statement.text, statement.bind(values))
         return StatementResult(result.fetchall() if result.returns_rows else (), result.rowcount)
 
     return execute
@@ -243,20 +305,17 @@ class SqlDatabase(Database):
     def renew_locks(self) -> None:
         """Create a new lock, and forget all connections. In a forked child, the old ones belong to the parent."""
         self._lock = threading.Lock()
-        self._bookkeeping: _BookkeepingEngine | _BookkeepingLoop | None = None
+        self._bookkeeping: _Bookkeeping | None = None
         self._users = 0
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self.engine.dispose(close=False)
 
-    def _new_bookkeeping(self) -> _BookkeepingEngine | _BookkeepingLoop:
-        return _BookkeepingEngine(self.engine)
-
     def open(self) -> None:
         with self._lock:
             self._users += 1
             if self._bookkeeping is None:
-                self._bookkeeping = self._new_bookkeeping()
+                self._bookkeeping = _Bookkeeping(self.engine)
 
     def close(self) -> None:
         with self._lock:
@@ -272,7 +331,7 @@ class SqlDatabase(Database):
             bookkeeping = self._bookkeeping
         if bookkeeping is not None:
             return bookkeeping.run(work)
-        bookkeeping = self._new_bookkeeping()
+        bookkeeping = _Bookkeeping(self.engine)
         try:
             return bookkeeping.run(work)
         finally:
@@ -280,16 +339,10 @@ class SqlDatabase(Database):
 
     @contextmanager
     def transaction(self) -> Generator[Scope]:
-        if self._sessions is None:
-            with self.engine.connect() as connection, connection.begin():
-                scope = _SqlScope(connection, connection, connection)
-                with scope.guard():
-                    yield scope
-        else:
-            with self._sessions() as session, session.begin():
-                scope = _SqlScope(session.connection(), session, session)
-                with scope.guard():
-                    yield scope
+        with (self._sessions or self.engine.connect)() as handle, handle.begin():
+            scope = _SqlScope(handle, handle)
+            with scope.guard():
+                yield scope
 
     def executor(self, given: Any) -> Execute:
         if isinstance(given, Session):
@@ -329,9 +382,6 @@ class AsyncDatabase(SqlDatabase):
         self._async_engine = engine
         self._async_sessions = sessions
 
-    def _new_bookkeeping(self) -> _BookkeepingEngine | _BookkeepingLoop:
-        return _BookkeepingLoop(self.engine)
-
     @contextmanager
     def transaction(self) -> Generator[Scope]:
         """Begin a transaction for a listener. Enter this within a greenlet of SQLAlchemy."""
@@ -346,8 +396,7 @@ class AsyncDatabase(SqlDatabase):
             sync_handle = handle.sync_session
         try:
             with sync_handle.begin():
-                connection = sync_handle if isinstance(sync_handle, Connection) else sync_handle.connection()
-                scope = _SqlScope(connection, handle, sync_handle)
+                scope = _SqlScope(handle, sync_handle)
                 with scope.guard():
                     yield scope
         finally:
@@ -364,50 +413,47 @@ class AsyncDatabase(SqlDatabase):
         return super().executor(given.sync_connection)
 
 
-class _BookkeepingEngine:
-    """The connections of bookkeeping, with the settings of the user's engine."""
+class _Bookkeeping:
+    """The connections of bookkeeping, with the settings of the user's engine.
+
+    Asynchronous ones belong to an event loop on a thread of its own.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = _copy_engine(engine)
+        self._loop = asyncio.new_event_loop() if engine.dialect.is_async else None
+        if self._loop is not None:
+            threading.Thread(target=self._run_loop, args=(self._loop,), name="pyrocket-database", daemon=True).start()
 
-    def run(self, work: Callable[[Execute], T]) -> T:
-        return _run_on(self._engine, work)
-
-    def close(self) -> None:
-        self._engine.dispose()
-
-
-class _BookkeepingLoop:
-    """An event loop on its own thread, and the connections that belong to it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = _copy_engine(engine)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name="pyrocket-database", daemon=True).start()
-
-    def _run(self) -> None:
+    @staticmethod
+    def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         try:
-            self._loop.run_forever()
+            loop.run_forever()
         finally:
-            self._loop.close()
+            loop.close()
 
     def run(self, work: Callable[[Execute], T]) -> T:
-        running = asyncio.run_coroutine_threadsafe(greenlet_spawn(_run_on, self._engine, work), self._loop)
-        try:
-            result: T = running.result(DRIVER_TIMEOUT_S)
-        except TimeoutError:
-            running.cancel()
-            raise TimeoutError(f"no response within {DRIVER_TIMEOUT_S:g} s") from None
+        result: T = self._call(DRIVER_TIMEOUT_S, _run_on, self._engine, work)
         return result
 
     def close(self) -> None:
-        disposing = asyncio.run_coroutine_threadsafe(greenlet_spawn(self._engine.dispose), self._loop)
         try:
-            disposing.result(DISPOSE_TIMEOUT_S)
+            self._call(DISPOSE_TIMEOUT_S, self._engine.dispose)
         except TimeoutError:
             pass  # the loop stops, and with it the connections that are still busy
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _call(self, timeout_s: float, work: Callable[..., Any], *arguments: Any) -> Any:
+        if self._loop is None:
+            return work(*arguments)
+        running = asyncio.run_coroutine_threadsafe(greenlet_spawn(work, *arguments), self._loop)
+        try:
+            return running.result(timeout_s)
+        except TimeoutError:
+            running.cancel()
+            raise TimeoutError(f"no response within {timeout_s:g} s") from None
 
 
 def _copy_engine(engine: Engine) -> Engine:
@@ -438,14 +484,10 @@ def _discard_if_replaced(connection: Connection) -> Generator[None]:
 def _run_on(engine: Engine, work: Callable[[Execute], T]) -> T:
     """Run `work` in a transaction of a bookkeeping engine."""
     with engine.connect() as connection, connection.begin(), _discard_if_replaced(connection):
-        if engine.dialect.name == "postgresql":
-            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S}s'")
-        elif engine.dialect.name in ("mysql", "mariadb"):
-            connection.exec_driver_sql(f"SET SESSION innodb_lock_wait_timeout = {LOCK_TIMEOUT_S}")
+        if engine.dialect.name in SET_LOCK_TIMEOUT:
+            connection.exec_driver_sql(SET_LOCK_TIMEOUT[engine.dialect.name])
         return work(_executor(connection))
 
-
-SUPPORTED = "it must be SQLite, PostgreSQL, MySQL or MariaDB"
 
 _DRIVERS = {
     "sqlite": "sqlite:///file",
@@ -502,11 +544,13 @@ def _check_engine(engine: Engine, *, is_async: bool) -> None:
 
 
 def database_for(given: object) -> Database:
-    """Return the database of an engine or of a sessionmaker.
+    """Return the database of an engine or of a sessionmaker, or `given` itself if it is one.
 
     Raises:
         ConfigError: `given` is neither, or its database is not supported.
     """
+    if isinstance(given, Database):
+        return given
     if isinstance(given, Engine):
         return SqlDatabase(given, None)
     if isinstance(given, AsyncEngine):
@@ -625,8 +669,3 @@ def wrap_listener(
     wrapped.__qualname__ = getattr(listener, "__qualname__", wrapped.__qualname__)
     wrapped.__doc__ = listener.__doc__
     return wrapped
-
-
-def run_in_greenlet(work: Callable[..., T], *arguments: Any) -> Coroutine[Any, Any, T]:
-    """Return a coroutine that runs `work` in a greenlet, where it can use asynchronous connections like plain ones."""
-    return greenlet_spawn(work, *arguments)

@@ -6,7 +6,7 @@ Each listener call passes compiled text to the driver, because compiling a state
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     BigInteger,
@@ -32,7 +32,7 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.schema import CreateTable
 from sqlalchemy.sql import ClauseElement
 
-from pyrocket_consumer.offsets.database.message_ids import MAX_KEY_CHARACTERS
+from pyrocket_consumer.offsets.database.claim import MAX_KEY_CHARACTERS
 
 INBOX_DELETE_BATCH = 500
 """The number of old rows of the inbox that one statement deletes."""
@@ -45,13 +45,10 @@ class StatementResult(NamedTuple):
     changed: int
 
 
-class Execute(Protocol):
-    """Executes a statement with one set of values, or once with each of several."""
-
-    def __call__(self, statement: Statement, values: Values | Sequence[Values] = ()) -> StatementResult: ...
-
-
 Values = Mapping[str, object]
+
+Execute = Callable[..., StatementResult]
+"""Executes a `Statement` with one set of `Values`, or once with each of several."""
 
 
 class Statement:
@@ -71,11 +68,24 @@ class Statement:
         order = getattr(compiled, "positiontup", None) if dialect.positional else None
         return cls(str(compiled), None if order is None else [name.removesuffix("_") for name in order])
 
-    def bind(self, values: Values) -> Any:
-        """Return `values` as the driver takes them."""
+    def bind(self, values: Values | Sequence[Values]) -> Any:
+        """Return one set of values as the driver takes it, a list of several sets, or None without values."""
+        if not isinstance(values, Mapping):
+            return [self.bind(each) for each in values] or None
         if self._order is None:
             return {f"{name}_": value for name, value in values.items()}
         return tuple(values[name] for name in self._order)
+
+    def run_on(self, cursor: Any, values: Values | Sequence[Values] = ()) -> StatementResult:
+        """Execute the statement on a driver's cursor."""
+        bound = self.bind(values)
+        if bound is None:
+            cursor.execute(self.text)
+        elif isinstance(bound, list):
+            cursor.executemany(self.text, bound)
+        else:
+            cursor.execute(self.text, bound)
+        return StatementResult(cursor.fetchall() if cursor.description else (), cursor.rowcount)
 
 
 def _value(name: str) -> Any:
@@ -121,37 +131,24 @@ class Statements:
         )
         self._with_inbox = with_inbox
         self._lookups: dict[int, Statement] = {}
-        row = offsets.c
+        row, compiled = offsets.c, self._compile
         key = (
             row.consumer_group == _value("group"),
             row.topic == _value("topic"),
             row.broker_name == _value("broker"),
             row.queue_id == _value("queue"),
         )
-        shown_columns = (
-            row.topic,
-            row.broker_name,
-            row.queue_id,
-            row.next_offset,
-            row.epoch,
-            row.reset_epoch,
-            row.owner,
-            row.last_offset,
-            row.last_message_id,
-            row.last_store_time,
-        )
+        shown = [column for column in row if column.name not in ("consumer_group", "updated_at")]
         one: Any = literal_column("1")
         never = text("1 = 0")
         now = {"updated_at": func.current_timestamp()}
         no_last_message = {"last_offset": null(), "last_message_id": null(), "last_store_time": null()}
         own_row = (*key, row.epoch == _value("epoch"))
-        self._check_offsets = self._compile(select(*row).where(never))
-        self.select_row = self._compile(select(*shown_columns).where(*key))
-        self.select_group = self._compile(select(*shown_columns).where(row.consumer_group == _value("group")))
-        self.claim = self._compile(
-            update(offsets).where(*key).values(epoch=row.epoch + one, owner=_value("owner"), **now)
-        )
-        self.begin = self._compile(
+        self._check_offsets = compiled(select(*row).where(never))
+        self.select_row = compiled(select(*shown).where(*key))
+        self.select_group = compiled(select(*shown).where(row.consumer_group == _value("group")))
+        self.claim = compiled(update(offsets).where(*key).values(epoch=row.epoch + one, owner=_value("owner"), **now))
+        self.begin = compiled(
             insert(offsets).values(
                 consumer_group=_value("group"),
                 topic=_value("topic"),
@@ -164,7 +161,7 @@ class Statements:
                 **now,
             )
         )
-        self.advance = self._compile(
+        self.advance = compiled(
             update(offsets)
             .where(*own_row, row.next_offset <= _value("first"), row.next_offset >= _value("known"))
             .values(
@@ -175,40 +172,33 @@ class Statements:
                 **now,
             )
         )
-        self.persist = self._compile(
+        self.persist = compiled(
             update(offsets)
             .where(*own_row, row.next_offset < _value("next"), row.next_offset >= _value("known"))
             .values(next_offset=_value("next"), **now)
         )
         moved = {"next_offset": _value("next"), "reset_epoch": _value("reset_epoch"), "epoch": row.epoch + one}
-        self.move = self._compile(update(offsets).where(*own_row).values(**moved, **no_last_message, **now))
-        self.reset = self._compile(update(offsets).where(*key).values(**moved, **no_last_message, **now))
-        self.delete_row = self._compile(delete(offsets).where(*key))
+        self.move = compiled(update(offsets).where(*own_row).values(**moved, **no_last_message, **now))
+        self.reset = compiled(update(offsets).where(*key).values(**moved, **no_last_message, **now))
+        self.delete_row = compiled(delete(offsets).where(*key))
         # With PostgreSQL a savepoint costs two more round trips, and psycopg reports the state of the transaction.
         self.uses_savepoint = dialect.name != "postgresql"
-        self.savepoint, self.release_savepoint = (
-            Statement("SAVEPOINT pyrocket_begun"),
-            Statement("RELEASE SAVEPOINT pyrocket_begun"),
-        )
+        self.savepoint = Statement("SAVEPOINT pyrocket_begun")
+        self.release_savepoint = Statement("RELEASE SAVEPOINT pyrocket_begun")
         notes = inbox.c
-        self.insert_inbox = self._compile(
+        group, note = notes.consumer_group == _value("group"), notes.message_id == _value("message_id")
+        self.insert_inbox = compiled(
             insert(inbox).values(consumer_group=_value("group"), message_id=_value("message_id"), at=_value("at"))
         )
-        self.select_old_inbox = self._compile(
+        self.select_old_inbox = compiled(
             select(notes.message_id)
-            .where(notes.consumer_group == _value("group"), notes.at < _value("before"))
+            .where(group, notes.at < _value("before"))
             .order_by(notes.at)
             .suffix_with(f"LIMIT {INBOX_DELETE_BATCH}")
         )
-        self.update_inbox = self._compile(
-            update(inbox)
-            .where(notes.consumer_group == _value("group"), notes.message_id == _value("message_id"))
-            .values(at=_value("at"))
-        )
-        self.delete_inbox = self._compile(
-            delete(inbox).where(notes.consumer_group == _value("group"), notes.message_id == _value("message_id"))
-        )
-        self._check_inbox = self._compile(select(*notes).where(never))
+        self.update_inbox = compiled(update(inbox).where(group, note).values(at=_value("at")))
+        self.delete_inbox = compiled(delete(inbox).where(group, note))
+        self._check_inbox = compiled(select(*notes).where(never))
 
     def _compile(self, clause: ClauseElement) -> Statement:
         return Statement.of(clause, self._dialect)
