@@ -12,9 +12,8 @@ import pytest
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.local.offsets_json import encode_offsets
 from tests.for_each import for_each
-from tests.offsets.local.driving import read_store
+from tests.offsets.local.driving import encode_offsets, read_store
 
 TOPIC, QUEUES = "T", 2
 AWAY = ["-n", "127.0.0.1:1"]

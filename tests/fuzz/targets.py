@@ -23,7 +23,7 @@ from pyrocket_consumer.errors import ConfigError, OffsetStoreError, ProtocolErro
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.local import journal
 from pyrocket_consumer.offsets.local.disk import Disk
-from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
 from pyrocket_consumer.offsets.local.ownership import read_owner
 from pyrocket_consumer.offsets.local.recovery import recover
 from pyrocket_consumer.protocol import bodies, fastjson, reset_format
@@ -51,6 +51,7 @@ from pyrocket_consumer.protocol.properties import decode_properties
 from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.spark.offsets import decode_offset
 from tests import golden
+from tests.offsets.local.driving import encode_offsets
 from tests.protocol import both
 from tests.protocol.records import QUEUE, WORKED_RECORD, read_properties, read_records
 from tests.protocol.test_columns import ALL, EVERY, ROW_BY_ROW_RECORDS, pulled, row, rows

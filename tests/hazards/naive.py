@@ -21,7 +21,7 @@ from pyrocket_consumer.consumer.membership.allocation import average
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.model import EventKind, TopicRoute
 from pyrocket_consumer.offsets.local.directories import store_directory
-from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
 from pyrocket_consumer.protocol import bodies
 from pyrocket_consumer.protocol.codes import PullFlag, RequestCode, ResponseCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
@@ -30,6 +30,7 @@ from pyrocket_consumer.protocol.subscription import parse_subscription
 from tests.consuming import Events, RecordingListener
 from tests.hazards.connection import Refused, Wire
 from tests.hazards.members import QUICK, Queues, at_brokers
+from tests.offsets.local.driving import encode_offsets
 
 
 @dataclass(eq=False)

@@ -105,26 +105,14 @@ def last_write_time(directory: str | os.PathLike[str]) -> float | None:
     return max(times, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Orphan:
-    """A store of the same group under another client id, which no process had when it was found."""
-
-    client_id: str
-    directory: Path
-    modified_at: float
-
-    def __str__(self) -> str:
-        return str(self.directory)
-
-
-def find_orphans(base: str | os.PathLike[str], client_id: str, group: str) -> list[Orphan]:
+def find_orphans(base: str | os.PathLike[str], client_id: str, group: str) -> list[Path]:
     """Return the unused stores of `group` under other client ids than `client_id` and its slots, newest first.
 
     A client id changes with the host's address or the instance name, and the member then uses another directory.
     Directories that cannot be read, such as those of other users, are ignored.
     """
     mine = set(slot_ids(client_id))
-    orphans, disk = [], Disk()
+    orphans: list[tuple[float, Path]] = []
     try:
         siblings = [entry for entry in os.scandir(base) if entry.name not in mine]
     except OSError:
@@ -132,9 +120,9 @@ def find_orphans(base: str | os.PathLike[str], client_id: str, group: str) -> li
     for sibling in siblings:
         directory = Path(sibling.path, group)
         written = last_write_time(directory)
-        if written is not None and not disk.is_locked(os.path.join(directory, LOCK_FILE)):
-            orphans.append(Orphan(sibling.name, directory, written))
-    return sorted(orphans, key=lambda orphan: orphan.modified_at, reverse=True)
+        if written is not None and not Disk().is_locked(os.path.join(directory, LOCK_FILE)):
+            orphans.append((written, directory))
+    return [directory for _, directory in sorted(orphans, reverse=True)]
 
 
 @dataclass(frozen=True, slots=True)

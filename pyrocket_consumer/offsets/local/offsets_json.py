@@ -39,21 +39,6 @@ _DOCUMENT = re.compile(
 )
 
 
-def encode_offsets(offsets: Mapping[MessageQueue, int], epochs: Mapping[MessageQueue, int] | None = None) -> bytes:
-    """Return the text that a Java client with fastjson 1 would write; every Java client reads it."""
-    templates: dict[tuple[str, str], bytes] = {}
-    entries = []
-    for queue in offsets:
-        names = queue.topic, queue.broker_name
-        template = templates.get(names)
-        if template is None:
-            template = templates[names] = entry_template(*names)
-        entries.append(template)
-    return fill_templates(
-        entries, [queue.queue_id for queue in offsets], list(offsets.values()), encode_epochs(epochs or {})
-    )
-
-
 def entry_template(topic: str, broker_name: str) -> bytes:
     """Return the text of an entry, with `%d` for the queue id and the offset."""
     topic, broker_name = (json.dumps(name).replace("%", "%%") for name in (topic, broker_name))
@@ -64,7 +49,10 @@ def entry_template(topic: str, broker_name: str) -> bytes:
 def fill_templates(
     templates: Sequence[bytes], queue_ids: Sequence[int], offsets: Sequence[int], epochs: bytes
 ) -> bytes:
-    """Return the whole text from one template, queue id and offset per entry, and the result of `encode_epochs`."""
+    """Return the whole text from one template, queue id and offset per entry, and the result of `encode_epochs`.
+
+    It is the text that a Java client with fastjson 1 would write; every Java client reads it.
+    """
     begin, end = b'{\n\t"offsetTable":{', b"}" + epochs + b"\n}"
     if not offsets:
         return begin + end
@@ -119,7 +107,7 @@ def decode_checkpoint(text: bytes) -> tuple[dict[MessageQueue, int], dict[Messag
 
 
 def _read_usual_layout(text: str) -> tuple[dict[MessageQueue, int], dict[MessageQueue, int]] | None:
-    """Read the text of a Java client or of `encode_offsets`; return None for any other text."""
+    """Read the text of a Java client or of this package; return None for any other text."""
     document = _DOCUMENT.fullmatch(text)
     if document is None:
         return None

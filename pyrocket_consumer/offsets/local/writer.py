@@ -354,8 +354,7 @@ class StoreWriter:
         # From the first rename on, the journal's header may not name the checkpoint on disk. The next load would
         # ignore frames appended now, so append no more until the header is rewritten.
         self.journal.is_appendable = False
-        if self._clock() - self._checked_at >= _FILE_CHECK_INTERVAL_S:  # the write took long
-            self.check_files()
+        self.check_files_if_due()  # the write may have taken long
         while self._unreadable:
             self._set_aside(self._unreadable[-1])
             self._unreadable.pop()

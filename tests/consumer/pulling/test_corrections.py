@@ -15,7 +15,7 @@ from pyrocket_consumer import MessageQueue
 from pyrocket_consumer.errors import OffsetStoreError, ProtocolError, RocketError
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local.directories import store_directory
-from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
 from pyrocket_consumer.offsets.local.recovery import recover
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
@@ -34,6 +34,7 @@ from tests.hazards.members import (
 )
 from tests.hazards.naive import NaiveMember, Window
 from tests.offsets.local.disks import WRITES, FailureHook, MemoryDisk, WatchedDisk
+from tests.offsets.local.driving import encode_offsets
 from tests.resets import fill, queue
 
 PULL, MAX_OFFSET = RequestCode.PULL_MESSAGE, RequestCode.GET_MAX_OFFSET

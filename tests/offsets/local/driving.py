@@ -6,7 +6,7 @@ import os
 import random
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, ReadOffsetType
 from pyrocket_consumer.offsets.local.disk import Disk
+from pyrocket_consumer.offsets.local.offsets_json import encode_epochs, entry_template, fill_templates
 from pyrocket_consumer.offsets.local.recovery import RecoveredStore, recover
 
 MEMORY, STORE = ReadOffsetType.READ_FROM_MEMORY, ReadOffsetType.READ_FROM_STORE
@@ -49,6 +50,14 @@ def read_store(directory: str | os.PathLike[str]) -> RecoveredStore:
         Disk().read(os.path.join(directory, name)) for name in ("offsets.journal", "offsets.json", "offsets.json.bak")
     )
     return recover(main, backup, journal)
+
+
+def encode_offsets(offsets: Mapping[MessageQueue, int], epochs: Mapping[MessageQueue, int] | None = None) -> bytes:
+    """Return the offsets.json that a store with these offsets and epochs writes."""
+    templates = [entry_template(queue.topic, queue.broker_name) for queue in offsets]
+    return fill_templates(
+        templates, [queue.queue_id for queue in offsets], list(offsets.values()), encode_epochs(epochs or {})
+    )
 
 
 def leave_offsets(

@@ -12,11 +12,20 @@ from pyrocket_consumer import PushConsumer
 from pyrocket_consumer.errors import OffsetStoreCorrupt, OffsetStoreError, OffsetStoreLocked, OffsetStoreUnwritable
 from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.offsets.local.journal import HEADER_BYTES, decode_header, replay
-from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
 from tests.offsets.local.disks import MemoryDisk, WatchedDisk
-from tests.offsets.local.driving import ORDERS, flip_bit, leave_offsets, open_store, put, read_store, update
+from tests.offsets.local.driving import (
+    ORDERS,
+    encode_offsets,
+    flip_bit,
+    leave_offsets,
+    open_store,
+    put,
+    read_store,
+    update,
+)
 from tests.trials import trials
 
 QUEUES = ORDERS[:3]

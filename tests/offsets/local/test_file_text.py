@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer import MessageQueue, OffsetStoreCorrupt, ProtocolError
 from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, QueueReset
-from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
 from tests.consuming import consuming, until
 from tests.for_each import for_each
 from tests.hazards.members import faulty
-from tests.offsets.local.driving import put
+from tests.offsets.local.driving import encode_offsets, put
 from tests.real_brokers import JavaOffsetStore
 
 TOPIC, BROKER = "broadcast-test-topic", "broker-a"

@@ -19,12 +19,12 @@ from pyrocket_consumer.errors import OffsetStoreCorrupt, ProtocolError
 from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, MemoryOffsetStore, OffsetStore, ReadOffsetType
 from pyrocket_consumer.offsets.local.disk import Disk
-from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.consuming import consuming, numbered, until
 from tests.hazards.members import faulty
 from tests.offsets.local.disks import MemoryDisk, PowerCut, WatchedDisk
-from tests.offsets.local.driving import ORDERS, put
+from tests.offsets.local.driving import ORDERS, encode_offsets, put
 
 QUEUE, OTHER = ORDERS[:2]
 MAIN, BACKUP = "/s/offsets.json", "/s/offsets.json.bak"

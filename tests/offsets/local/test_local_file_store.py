@@ -19,7 +19,7 @@ from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
 from pyrocket_consumer.offsets.local.directories import base_directory, find_orphans, slot_ids
 from pyrocket_consumer.offsets.local.journal import decode_header, replay
-from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint, encode_offsets
+from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
 from pyrocket_consumer.testing import EmbeddedCluster
 from tests.for_each import for_each
 from tests.offsets.local.disks import MemoryDisk, WatchedDisk
@@ -29,6 +29,7 @@ from tests.offsets.local.driving import (
     ORDERS,
     QUEUE,
     STORE,
+    encode_offsets,
     leave_offsets,
     open_store,
     put,
@@ -535,7 +536,7 @@ def test_a_changed_client_id_names_the_store_it_leaves_behind(tmp_path):
     assert str(tmp_path / "10.0.0.5@DEFAULT" / "g") in events[0].text
     with LocalFileOffsetStore.for_group(chosen, "10.0.0.99@DEFAULT"):
         assert len(events) == 1  # only a new store emits the event
-    assert [orphan.client_id for orphan in find_orphans(tmp_path, "10.0.0.99@DEFAULT", "g")] == ["10.0.0.5@DEFAULT"]
+    assert [orphan.parent.name for orphan in find_orphans(tmp_path, "10.0.0.99@DEFAULT", "g")] == ["10.0.0.5@DEFAULT"]
     assert find_orphans(tmp_path, "10.0.0.99@DEFAULT", "another-group") == []
     assert find_orphans(tmp_path / "nowhere", "x@y", "g") == []
 

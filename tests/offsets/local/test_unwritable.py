@@ -18,7 +18,6 @@ import pytest
 from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreUnwritable
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore
-from pyrocket_consumer.offsets.local.offsets_json import encode_offsets
 from tests.for_each import for_each
 from tests.offsets.local.disks import WRITES, FailureHook, MemoryDisk, WatchedDisk
 from tests.offsets.local.driving import (
@@ -26,6 +25,7 @@ from tests.offsets.local.driving import (
     MEMORY,
     ORDERS,
     QUEUE,
+    encode_offsets,
     open_store,
     put,
     read_store,
