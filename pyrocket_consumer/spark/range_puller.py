@@ -145,6 +145,7 @@ class RangePuller:
         """When to try again, after a failure."""
         self.connecting: concurrent.futures.Future[PolledConnection] | None = None
         """The connection to pull from, until it is open."""
+        self._stopped = False
         self._shared = shared
         self._cluster = shared.cluster
         self._options = options
@@ -182,7 +183,7 @@ class RangePuller:
 
     @property
     def _is_pulling(self) -> bool:
-        return not self.is_waiting and not self.is_finished and self.error is None
+        return not self._stopped and self.due is None and self.connecting is None
 
     def _send_pull(self, connection: PolledConnection, offset: int) -> None:
         now = self._shared.now()
@@ -394,6 +395,7 @@ class RangePuller:
 
     def stop(self) -> None:
         """Pull no more."""
+        self._stopped = True
         self._shared.in_flight -= len(self._core.abandon())
         self.due = None
         if self.connecting is not None:
