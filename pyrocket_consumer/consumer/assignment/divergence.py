@@ -8,6 +8,7 @@ from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.model import EventKind, Subscription
 from pyrocket_consumer.offsets.database.claim import Claim, id_of
 from pyrocket_consumer.protocol.message import Message
+from pyrocket_consumer.transport.backoff import Backoff
 
 MAX_SHORT_CHECKS = 3
 """How many checks must find a log that ends too early. The broker may be loading, or be a slave that lags."""
@@ -16,18 +17,9 @@ FIRST_CHECK_PAUSE_S, MAX_CHECK_PAUSE_S = 1.0, 60.0
 """The pauses between two checks of a log that has changed."""
 
 
-class LogChecks:
-    """The checks in a row that found another log of one queue."""
-
-    __slots__ = ("failed", "not_before")
-
-    def __init__(self) -> None:
-        self.failed = 0
-        self.not_before = 0.0
-
-    def are_paused(self, now: float) -> bool:
-        """Return whether it is too early to check the log again."""
-        return now < self.not_before
+def log_checks() -> Backoff:
+    """Return the count of the checks in a row that found another log of one queue, and their pauses."""
+    return Backoff(FIRST_CHECK_PAUSE_S, MAX_CHECK_PAUSE_S, steady=MAX_SHORT_CHECKS)
 
 
 class DivergenceCheck:
@@ -36,7 +28,7 @@ class DivergenceCheck:
     def __init__(self, context: MemberContext) -> None:
         self._context = context
 
-    async def may_begin(self, claim: Claim, checks: LogChecks) -> bool:
+    async def may_begin(self, claim: Claim, checks: Backoff) -> bool:
         """Return whether a queue may be consumed. Emit an event, once, if its log has changed.
 
         Raises:
@@ -45,20 +37,14 @@ class DivergenceCheck:
         queue, context = claim.queue, self._context
         found, is_sure = await self._find_change(claim)
         if not found:
-            checks.failed, checks.not_before = 0, 0.0
+            checks.reset()
             claim.log_checked_at = context.loop.time()
             return True
-        checks.failed += 1
-        pause_s = (
-            FIRST_CHECK_PAUSE_S
-            if checks.failed < MAX_SHORT_CHECKS
-            else min(2.0 ** (checks.failed - MAX_SHORT_CHECKS), MAX_CHECK_PAUSE_S)
-        )
-        checks.not_before = context.loop.time() + pause_s
-        if not is_sure and checks.failed < MAX_SHORT_CHECKS:
+        checks.failed(context.loop.time())
+        if not is_sure and checks.failures < MAX_SHORT_CHECKS:
             return False
         stops = claim.store.on_divergence == "stop"
-        if checks.failed == (1 if is_sure else MAX_SHORT_CHECKS) or not stops:
+        if checks.failures == (1 if is_sure else MAX_SHORT_CHECKS) or not stops:
             last = claim.last
             assert last is not None
             facts = {"offset": last.offset, "expected": last.message_id, "stored_at_ms": last.stored_at_ms}
@@ -70,7 +56,7 @@ class DivergenceCheck:
             text = f"the log is not the one that was consumed: {found}; {remedy}"
             context.emit(EventKind.LOG_DIVERGED, text, queue, facts, level=logging.ERROR)
         if not stops:
-            checks.failed, checks.not_before = 0, 0.0
+            checks.reset()
         return not stops
 
     async def is_same_log(self, claim: Claim) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from pyrocket_consumer.consumer.assignment.divergence import DivergenceCheck, LogChecks
+from pyrocket_consumer.consumer.assignment.divergence import DivergenceCheck, log_checks
 from pyrocket_consumer.consumer.assignment.locks import QueueLocks
 from pyrocket_consumer.consumer.assignment.start_offsets import StartOffsets
 from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits
@@ -25,12 +25,16 @@ from pyrocket_consumer.consumer.window.process_queue import NEVER, Lease, Proces
 from pyrocket_consumer.errors import DatabaseError, Fenced, OffsetStoreError, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue
 from pyrocket_consumer.offsets import QueueReset
+from pyrocket_consumer.transport.backoff import Backoff
 
 REVOKE_GRACE_S = 1.0
 """How long the end of a queue waits for running listener calls."""
 
 ORDERLY_REVOKE_GRACE_S = 20.0
 """The same for an orderly queue. Its next owner must not begin while a call runs, because the order would be lost."""
+
+
+_RETRY_S = 0.1, 2.0  # the first and the longest pause before a request is repeated
 
 
 class QueueState(Enum):
@@ -150,7 +154,7 @@ class HeldQueue:
         self.pulls: PullLoop | None = None
         self.commit = CommitRecord(queue)
         self.resets = ResetHistory()
-        self.log_checks = LogChecks()
+        self.log_checks = log_checks()
         self.origin = ""
         self.start_offset = 0
         self.is_paused = False  # by the user
@@ -224,7 +228,7 @@ class HeldQueue:
                     context.emit_throttled(EventKind.LOCK_LOST, text, queue)
                     return False
                 lease = lock
-            if self.log_checks.are_paused(context.loop.time()) or commits.is_paused(commit):
+            if context.loop.time() < self.log_checks.until or commits.is_paused(commit):
                 await self._unlock()
                 return False
             offset, origin = await self._parts.starts.find(commit, is_new)
@@ -337,7 +341,7 @@ class HeldQueue:
         Raises:
             Fenced: another member has claimed the queue; release it.
         """
-        context, pause_s = self._parts.context, 0.1
+        context, backoff = self._parts.context, Backoff(*_RETRY_S)
         while True:
             try:
                 await self._parts.commits.overwrite(self.commit, target)
@@ -352,8 +356,7 @@ class HeldQueue:
                 context.emit_throttled(EventKind.COMMIT_FAILED, text, self.queue)
                 if context.closing or self.state is QueueState.ENDING:
                     return False
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, 2.0)
+                await asyncio.sleep(backoff.failed())
 
     def fence_for_move(self) -> None:
         """Fence the window, so that late acks and responses change nothing. The caller holds the lock."""
@@ -487,7 +490,7 @@ class HeldQueue:
 
     async def _check_log(self, window: ProcessQueue, check: object) -> None:
         """Continue a queue whose log is still the one that was consumed; reassign a queue with another log."""
-        pause_s = 0.1
+        backoff = Backoff(*_RETRY_S)
         while self._is_newest(check):
             try:
                 assert window.claim is not None
@@ -495,8 +498,7 @@ class HeldQueue:
             except RocketError as error:
                 text = f"the log could not be checked after the broker was down: {error}"
                 self._parts.context.emit_throttled(EventKind.BROKER_UNREACHABLE, text, self.queue)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, 2.0)
+                await asyncio.sleep(backoff.failed())
                 continue
             if not self._is_newest(check):
                 return

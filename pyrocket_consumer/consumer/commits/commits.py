@@ -17,9 +17,17 @@ from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import QueueReset
 from pyrocket_consumer.offsets.database.claim import Claim
+from pyrocket_consumer.transport.backoff import Backoff
 
 FLUSHED_WITHIN_S = 30.0
 """The age at which an acknowledged offset is safe: brokers write every 5 s, and their slaves copy every 10 s."""
+
+
+STABLE_CLAIM_S = 60.0
+"""A queue that was held for this time is claimed again without a pause after another member has claimed it."""
+
+FIRST_CLAIM_PAUSE_S, MAX_CLAIM_PAUSE_S = 1.0, 20.0
+"""Pauses before the next claim of a queue that members keep taking from each other, or whose row is locked."""
 
 
 class CommitRecord:
@@ -45,8 +53,7 @@ class CommitRecord:
         "claimed_at",
         "lost_claim",
         "lost_at",
-        "claim_pause_s",
-        "claim_not_before",
+        "claim_pauses",
         "published",
     )
 
@@ -70,8 +77,7 @@ class CommitRecord:
         self.claimed_at = 0.0
         self.lost_claim: Claim | None = None  # the last one that was fenced, until the queue is claimed again
         self.lost_at = 0.0  # when the queue was last fenced, or could not be claimed
-        self.claim_pause_s = 0.0
-        self.claim_not_before = 0.0
+        self.claim_pauses = Backoff(FIRST_CLAIM_PAUSE_S, MAX_CLAIM_PAUSE_S, reset_after_s=STABLE_CLAIM_S)
         self.published: CommitRecord | None = None  # what brokers have, for tools
 
     def __repr__(self) -> str:

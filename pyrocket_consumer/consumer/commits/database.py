@@ -11,7 +11,13 @@ from typing import Any, TypeVar
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.consumer.commits.broker import BrokerCommits
-from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits, consume_exception, wait_for_all
+from pyrocket_consumer.consumer.commits.commits import (
+    STABLE_CLAIM_S,
+    CommitRecord,
+    Commits,
+    consume_exception,
+    wait_for_all,
+)
 from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.context.events import describe_id
 from pyrocket_consumer.consumer.context.member_context import MemberContext
@@ -31,17 +37,11 @@ DATABASE_CALL_TIMEOUT_S = 30.0
 STORE_CHECK_EVERY_S = 5.0
 """How often to check the claims, so that a reset in the database reaches queues without messages, too."""
 
-STABLE_CLAIM_S = 60.0
-"""A queue that was held for this time is claimed again without a pause after another member has claimed it."""
-
 LOST_CLAIM_S = 300.0
 """How long a lost claim is remembered after the last try to claim its queue again. Later it may be out of date."""
 
 MAX_CLAIMED_TOGETHER = 500
 """The largest number of queues in one transaction that claims."""
-
-FIRST_STORE_PAUSE_S, MAX_STORE_PAUSE_S = 1.0, 20.0
-"""Pauses before the next claim of a queue that members keep taking from each other, or whose row is locked."""
 
 
 class DatabaseCommits(Commits, ClaimHolder):
@@ -138,10 +138,7 @@ class DatabaseCommits(Commits, ClaimHolder):
 
     def _pause(self, record: CommitRecord) -> None:
         """Delay the next claim of a queue, each time longer if it is lost repeatedly."""
-        now, before_s = self._loop.time(), record.claim_pause_s
-        is_repeated = before_s and now < record.claim_not_before + STABLE_CLAIM_S
-        record.claim_pause_s = min(2 * before_s, MAX_STORE_PAUSE_S) if is_repeated else FIRST_STORE_PAUSE_S
-        record.claim_not_before = now + record.claim_pause_s
+        record.claim_pauses.failed(self._loop.time())
 
     # --- calls of the database
 
@@ -162,7 +159,7 @@ class DatabaseCommits(Commits, ClaimHolder):
     # --- commits
 
     def is_paused(self, record: CommitRecord) -> bool:
-        return self._loop.time() < record.claim_not_before
+        return self._loop.time() < record.claim_pauses.until
 
     async def start_offset(self, record: CommitRecord) -> int | None:
         self.forget(record)

@@ -16,6 +16,7 @@ from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, PullResponse, Subscription
 from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.backoff import Backoff
 
 log = logger("consumer")
 
@@ -30,6 +31,8 @@ MAX_FAST_CORRECTIONS = 5
 
 MAX_CORRECTION_PAUSE_S = 10.0
 """The longest pause before the consumer follows a correction."""
+
+_CORRECTION_PAUSES = Backoff(0.2, MAX_CORRECTION_PAUSE_S, free=MAX_FAST_CORRECTIONS)
 
 BROKER_CLOCK_SKEW_MS = 1000
 """The assumed difference between the clocks of brokers and members."""
@@ -133,8 +136,8 @@ class CorrectionFollower:
 
     async def _pause_before_following(self, pull_loop: PullLoop) -> None:
         """Pause if the broker moves the offset again and again, because each move costs a durable write."""
-        loop, excess = self._context.loop, min(pull_loop.moves - MAX_FAST_CORRECTIONS, 16)
-        until = loop.time() + (min(0.1 * 2**excess, MAX_CORRECTION_PAUSE_S) if excess > 0 else 0)
+        loop = self._context.loop
+        until = loop.time() + _CORRECTION_PAUSES.pause_s(pull_loop.moves)
         while loop.time() < until and not pull_loop.window.dropped:  # noqa: ASYNC110 - a dropped window notifies nobody
             await asyncio.sleep(0.05)
 
