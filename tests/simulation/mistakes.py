@@ -107,7 +107,8 @@ async def unlock_before_commit(right, self, record):
 
 @mistake(HeldQueue, "_store_start")
 async def start_not_stored(right, self, offset):
-    """The start offset of a queue is not stored before its first pull."""
+    """The start offset of a queue is not stored before its first pull, nor later unless it moves."""
+    self.commit.persisted = offset
 
 
 @mistake(Tasks, "finish")
