@@ -144,7 +144,7 @@ class ResetHistory:
 class HeldQueue:
     """A queue, and all that a member knows about it. Confined to the I/O thread, except for its window.
 
-    `window` and `pulls` are those of the last start offset. They stay after the end, until the queue begins again.
+    `window` and `pulls` begin at the last start offset. They are None while the queue is not held.
     """
 
     def __init__(self, queue: MessageQueue, parts: QueueParts) -> None:
@@ -191,6 +191,8 @@ class HeldQueue:
             self.state = TRANSITIONS[self.state, event]
         except KeyError:
             raise AssertionError(f"{self!r} cannot {event.value}") from None
+        if self.state is QueueState.FREE:
+            self.window = self.pulls = None  # their messages need memory
 
     # --- begin
 
