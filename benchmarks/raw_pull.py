@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 import orjson
 
-from pyrocket_consumer.cluster.pull_core import pull_header
+from pyrocket_consumer.cluster.pull_core import PullTemplate, pull_header
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.frame import MAX_FRAME_BYTES
-from pyrocket_consumer.protocol.templates import PullTemplate
 
 _PREFIX = struct.Struct(">II")
 _LENGTH = struct.Struct(">I")

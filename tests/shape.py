@@ -23,7 +23,7 @@ from pyrocket_consumer.testing import EmbeddedCluster
 ROOT = Path(pyrocket_consumer.__file__).parents[1]
 PRODUCT = Path(pyrocket_consumer.__file__).parent
 TABLES = {"dict", "set", "mapping", "defaultdict", "weakvaluedictionary", "weakkeydictionary", "ordereddict"}
-KEYS = {"MessageQueue", "ProcessQueue", "PullWaiter", "HeldQueue", "CommitRecord"}
+KEYS = {"MessageQueue", "ProcessQueue", "HeldQueue", "CommitRecord"}
 TOPIC, QUEUE = "shape", MessageQueue("shape", "broker-a", 0)
 
 

@@ -6,17 +6,30 @@ consumer, Spark's tasks and the shell send the requests, and handle the messages
 
 from __future__ import annotations
 
+import struct
 from collections import deque
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.errors import ConnectError, ConnectionLost, ProtocolError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus, Subscription
-from pyrocket_consumer.protocol.codes import PullFlag, ResponseCode
+from pyrocket_consumer.protocol.accelerator import are_offsets_rising
+from pyrocket_consumer.protocol.codes import PullFlag, RequestCode, ResponseCode
 from pyrocket_consumer.protocol.command import PullMessageHeader
-from pyrocket_consumer.protocol.frame import BufferSlice, RemotingCommand
+from pyrocket_consumer.protocol.compression import BodyTooLarge
+from pyrocket_consumer.protocol.frame import BufferSlice, RemotingCommand, prepare_header
+from pyrocket_consumer.protocol.message import (
+    MAX_RECORDS,
+    BodyLimit,
+    Message,
+    decode_messages,
+    inner_messages,
+    mark_batch_unreadable,
+)
 from pyrocket_consumer.protocol.reset_format import MAX_RECORDED_OFFSET
+from pyrocket_consumer.protocol.subscription import matches
 from pyrocket_consumer.transport.backoff import Backoff
 
 HOLD_TICK_S = 5.0
@@ -48,6 +61,9 @@ RESET_REMARK = "OFFSET_RESET"
 
 PULL_CODES = frozenset(status.value for status in PullStatus)
 """The codes of responses that `read_pull_response` reads."""
+
+INLINE_UNPACK_BYTES = 128 * 1024
+"""The inner batches of one response that the I/O thread unpacks have at most this size; another thread unpacks more."""
 
 _MAX_LONG = (1 << 63) - 1
 
@@ -83,6 +99,31 @@ def pull_header(
         expression_type=subscription.expression_type,
         broker_name=queue.broker_name,
     )
+
+
+class PullTemplate:
+    """A prepared pull request of one queue, in which only the offset and the opaque change.
+
+    `fields` are those of a PullMessageHeader, which must not contain PullFlag.COMMIT.
+    """
+
+    __slots__ = ("_fields", "_header")
+
+    _PREFIX: Final = struct.Struct(">II")  # as in every frame, here without a call
+
+    def __init__(self, fields: Mapping[str, str]) -> None:
+        self._fields = {name: value for name, value in fields.items() if name != "queueOffset"}
+        self._header = prepare_header(RequestCode.PULL_MESSAGE, self._fields, b',"queueOffset":"%d"')
+
+    def encode(self, queue_offset: int, opaque: int) -> bytes:
+        """Return the whole frame of one pull."""
+        header = self._header % (queue_offset, opaque)
+        size = len(header)
+        return self._PREFIX.pack(size + 4, size) + header
+
+    def command(self, queue_offset: int) -> RemotingCommand:
+        """Return one pull as a command, for a connection that signs requests."""
+        return RemotingCommand(RequestCode.PULL_MESSAGE, {**self._fields, "queueOffset": str(queue_offset)})
 
 
 def read_pull_response(response: RemotingCommand, requested_offset: int) -> PullResponse:
@@ -403,3 +444,76 @@ class PullCore:
             return Failed(error, 0.0, "register")
         pause_s = self._busy.failed() if code == ResponseCode.FLOW_CONTROL else self._retry_delay_s
         return Failed(error, pause_s, "refresh route" if code in _ROUTE_CODES else None)
+
+
+# --- messages
+
+
+@dataclass(slots=True, eq=False)
+class PulledMessages:
+    """The wanted messages of a response, up to before `next_offset`. `rest` begins with the first large inner batch."""
+
+    messages: list[Message]
+    next_offset: int
+    rest: list[Message] = field(default_factory=list)
+    large_batches: list[Message] = field(default_factory=list)
+
+
+def read_messages(
+    body: bytes,
+    queue: MessageQueue,
+    offset: int,
+    next_offset: int,
+    subscription: Subscription | None,
+    body_limit: BodyLimit,
+) -> PulledMessages:
+    """Return the messages in the response to a pull at `offset`, with small inner batches unpacked.
+
+    Raises:
+        ProtocolError: the body is damaged, or has messages that the pull did not request.
+        ConfigError: the package for the compression of an inner batch is not installed.
+    """
+    large: list[Message] = []
+    bytes_left = INLINE_UNPACK_BYTES
+
+    def unpack(batch: Message) -> list[Message]:
+        nonlocal bytes_left
+        try:
+            items = inner_messages(batch, bytes_left)
+        except BodyTooLarge:
+            large.append(batch)
+            return [batch]
+        except ProtocolError as error:  # reading the batch raises the error in the listener
+            mark_batch_unreadable(batch, error, offset)
+            return [batch]
+        bytes_left -= sum(item.store_size for item in items)
+        return items
+
+    messages = decode_messages(body, queue, unpack, body_limit, MAX_RECORDS)
+    if not are_offsets_rising(messages):  # the window's edge would move back and forth
+        raise ProtocolError(f"pull of {queue} at {offset}: the messages of the response are out of order")
+    if messages and not large and not any(offset <= each.queue_offset < next_offset for each in messages):
+        raise ProtocolError(
+            f"pull of {queue} at {offset}: the response has messages from {messages[0].queue_offset} to "
+            f"{messages[-1].queue_offset}, but none from {offset} to its next offset {next_offset}"
+        )
+    rest: list[Message] = []
+    if large:
+        index = messages.index(large[0])
+        messages, rest = messages[:index], messages[index:]
+        next_offset = min(max(offset, rest[0].queue_offset), next_offset)
+    if messages and (messages[0].queue_offset < offset or messages[-1].queue_offset >= next_offset):
+        # an inner batch may begin before the pull's offset; the broker returns later messages again
+        messages = [message for message in messages if offset <= message.queue_offset < next_offset]
+    if subscription is not None and subscription.tags:
+        messages = [message for message in messages if is_wanted(subscription, message)]
+        rest = [message for message in rest if message in large or is_wanted(subscription, message)]
+    return PulledMessages(messages, next_offset, rest, large)
+
+
+def is_wanted(subscription: Subscription, message: Message) -> bool:
+    """Return whether a message has one of the tags. The broker compares only their hashes."""
+    try:
+        return matches(subscription, message.tags)
+    except ProtocolError:
+        return True  # do not skip a damaged record: reading it raises the error in the listener

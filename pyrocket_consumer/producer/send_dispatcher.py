@@ -34,10 +34,9 @@ from pyrocket_consumer.producer.failures import (
 from pyrocket_consumer.producer.in_flight import Flush
 from pyrocket_consumer.producer.lane import Lane, UnansweredRequest
 from pyrocket_consumer.producer.publish_queues import FailedBrokers, PublishQueues
-from pyrocket_consumer.producer.send_request import LaneKey, SendRequest
+from pyrocket_consumer.producer.send_request import LaneKey, SendRequest, SendTemplate
 from pyrocket_consumer.protocol.codes import version_name, version_ordinal
 from pyrocket_consumer.protocol.frame import RemotingCommand
-from pyrocket_consumer.protocol.templates import SendTemplate
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.backoff import Backoff
 from pyrocket_consumer.transport.connection import Connection

@@ -1,16 +1,19 @@
-"""One send request: its content, its attempts, its result, and the sink of the result."""
+"""One send request: its content, its prepared frame, its attempts, its result, and the sink of the result."""
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
 from enum import Enum
+
+import orjson
 
 from pyrocket_consumer.errors import SendError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer.send_future import ResultSink
-from pyrocket_consumer.protocol.command import SendMessageResponseHeader
-from pyrocket_consumer.protocol.frame import RemotingCommand
-from pyrocket_consumer.protocol.templates import SendTemplate
+from pyrocket_consumer.protocol.codes import RequestCode
+from pyrocket_consumer.protocol.command import SendMessageHeader, SendMessageResponseHeader
+from pyrocket_consumer.protocol.frame import MAX_HEADER_BYTES, ONEWAY_FLAG, RemotingCommand, prepare_header
 from pyrocket_consumer.text import truncate
 from pyrocket_consumer.transport.connection import Connection
 
@@ -52,6 +55,47 @@ class SendResult:
     status: SendStatus = SendStatus.OK
     transaction_id: str | None = None
     attempts: int = 1
+
+
+_PREFIX = struct.Struct(">II")  # of a frame: the bytes that follow, and those of the header
+
+
+class SendTemplate:
+    """A prepared send request to one queue; only the message changes. It has the fields of SendMessageHeader."""
+
+    __slots__ = ("_code", "_fields", "_header")
+
+    def __init__(self, group: str, topic: str, queue_id: int, broker_name: str | None, is_batch: bool = False) -> None:
+        self._code = int(RequestCode.SEND_BATCH_MESSAGE if is_batch else RequestCode.SEND_MESSAGE_V2)
+        self._fields = SendMessageHeader(
+            group, topic, queue_id=queue_id, batch=is_batch, broker_name=broker_name
+        ).to_fields()
+        fixed = {name: value for name, value in self._fields.items() if name not in ("f", "g", "h", "i")}
+        self._header = prepare_header(self._code, fixed, b',"f":"%d","g":"%d","h":"%d"%b')
+
+    def request(
+        self, body: bytes, properties: str, sys_flag: int, flag: int, born_at_ms: int, is_oneway: bool = False
+    ) -> RemotingCommand:
+        """Return the request that stores one message or one batch; `properties` is a text, "" without any."""
+        fields = self._fields.copy()
+        fields["f"], fields["g"], fields["h"] = str(sys_flag), str(born_at_ms), str(flag)
+        if properties:
+            fields["i"] = properties
+        return RemotingCommand(self._code, fields, body, flag=ONEWAY_FLAG if is_oneway else 0)
+
+    def encode(
+        self, opaque: int, body: bytes, properties: str, sys_flag: int, flag: int, born_at_ms: int, max_frame_bytes: int
+    ) -> bytes | None:
+        """Return the whole frame of `request`, None if it cannot be sent; `encode_command` then raises the reason."""
+        try:
+            item = b',"i":%b' % orjson.dumps(properties) if properties else b""
+        except orjson.JSONEncodeError:
+            return None
+        header = self._header % (sys_flag, born_at_ms, flag, item, opaque)
+        header_bytes, body_bytes = len(header), len(body)
+        if header_bytes > MAX_HEADER_BYTES or _PREFIX.size + header_bytes + body_bytes > max_frame_bytes:
+            return None
+        return _PREFIX.pack(4 + header_bytes + body_bytes, header_bytes) + header + body
 
 
 _STATUSES = {status.value: status for status in SendStatus}

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import struct
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import orjson
@@ -152,6 +152,18 @@ def _binary_header(command: RemotingCommand) -> bytes:
     except (struct.error, UnicodeEncodeError) as error:
         raise ProtocolError(f"binary header cannot be written: {error}") from error
     return fixed + remark + struct.pack(">i", len(entries)) + entries
+
+
+def prepare_header(code: int, fixed: Mapping[str, str], changing: bytes) -> bytes:
+    """Return the JSON header of a frequent request, with placeholders of `changing`, and one for the opaque number.
+
+    `fixed` are the fields that never change.
+    """
+    head = b'{"code":%d,"extFields":{%b' % (code, orjson.dumps(fixed)[1:-1])
+    tail = b'},"flag":0,"language":"%b","opaque":' % LanguageCode.PYTHON.name.encode()
+    end = b',"serializeTypeCurrentRPC":"JSON","version":%d}' % CLIENT_VERSION
+    # Escape % in names, such as those of retry topics, because only the template's own % are placeholders.
+    return head.replace(b"%", b"%%") + changing + tail + b"%d" + end
 
 
 def decode_command(frame: bytes) -> RemotingCommand:

@@ -20,7 +20,7 @@ from functools import partial
 from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.names import unwrap, wrap
-from pyrocket_consumer.cluster.pull_core import Failed, PullCore, PullRequest, pull_header
+from pyrocket_consumer.cluster.pull_core import Failed, PullCore, PullRequest, PullTemplate, pull_header
 from pyrocket_consumer.cluster.routes import choose_address
 from pyrocket_consumer.errors import (
     BrokerError,
@@ -36,7 +36,6 @@ from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullS
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.columns import PulledRecords
 from pyrocket_consumer.protocol.frame import BufferSlice, RemotingCommand
-from pyrocket_consumer.protocol.templates import PullTemplate
 from pyrocket_consumer.spark.executor_cache import get_or_create
 from pyrocket_consumer.spark.failures import WARN_AFTER_FAILURES, DataLoss, ReadFailed, RetryPolicy
 from pyrocket_consumer.spark.offsets import QueueRange

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pyrocket_consumer.cluster.pull_core import Failed, PullCore, Pulled, pull_header, read_late_reset
+from pyrocket_consumer.cluster.pull_core import Failed, PullCore, Pulled, PullTemplate, pull_header, read_late_reset
 from pyrocket_consumer.errors import BrokerError, ConnectionLost, ProtocolError, RequestTimeout
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, Subscription
 from pyrocket_consumer.protocol.codes import PullFlag
 from pyrocket_consumer.protocol.frame import BufferSlice, RemotingCommand, decode_command
-from pyrocket_consumer.protocol.templates import PullTemplate
 from tests.for_each import for_each
 
 QUEUE = MessageQueue("orders", "broker-a", 3)

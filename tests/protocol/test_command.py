@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyrocket_consumer.cluster.pull_core import PullTemplate
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.protocol import command as headers
 from pyrocket_consumer.protocol.codes import PullFlag, RequestCode
 from pyrocket_consumer.protocol.frame import decode_command, encode_command
-from pyrocket_consumer.protocol.templates import PullTemplate
 from tests import golden
 from tests.for_each import for_each
 from tests.trials import trials

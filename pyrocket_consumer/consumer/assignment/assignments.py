@@ -24,8 +24,7 @@ from pyrocket_consumer.consumer.context.statistics import Counts, Totals
 from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService
 from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop
 from pyrocket_consumer.consumer.pulling.registration import Resubscriber
-from pyrocket_consumer.consumer.window.memory_budget import MemoryBudget
-from pyrocket_consumer.consumer.window.process_queue import Lease, Limits, ProcessQueue
+from pyrocket_consumer.consumer.window.process_queue import Lease, Limits, MemoryBudget, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.base import MAX_OFFSET
 

@@ -18,19 +18,22 @@ from pyrocket_consumer.cluster.pull_core import (
     Failed,
     PullCore,
     Pulled,
+    PulledMessages,
     PullRequest,
+    PullTemplate,
+    is_wanted,
     pull_header,
     read_late_reset,
+    read_messages,
 )
+from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.context.member_context import MemberContext
-from pyrocket_consumer.consumer.pulling.pulled_messages import PulledMessages, read_messages, unpack_in_thread
 from pyrocket_consumer.consumer.pulling.registration import Resubscriber
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ProtocolError, RocketError
 from pyrocket_consumer.model import EventKind, Subscription
 from pyrocket_consumer.protocol.frame import RemotingCommand
-from pyrocket_consumer.protocol.message import Message
-from pyrocket_consumer.protocol.templates import PullTemplate
+from pyrocket_consumer.protocol.message import Message, inner_messages, mark_batch_unreadable
 from pyrocket_consumer.transport.connection import Connection
 
 DEFAULT_RESPONSE_BYTES = 1024
@@ -413,3 +416,31 @@ class PullLoop:
             self._retry.cancel()
             self._retry = None
         self._abandon()
+
+
+_MEMORY_OF_MESSAGE = 600  # in addition to its record
+
+
+async def unpack_in_thread(
+    batch: Message, begin: int, end: int, subscription: Subscription | None
+) -> tuple[list[Message], int]:
+    """Return the wanted messages of a large inner batch from `begin` to before `end`, and the memory that they take.
+
+    If the batch cannot be unpacked, return the batch itself; reading it raises the error in the listener.
+    """
+    thread = SerialExecutor("pyrocket-unpack")
+    work = asyncio.get_running_loop().run_in_executor(thread, _unpack_range, batch, begin, end, subscription)
+    thread.shutdown()
+    return await work
+
+
+def _unpack_range(batch: Message, begin: int, end: int, subscription: Subscription | None) -> tuple[list[Message], int]:
+    try:
+        items = inner_messages(batch)
+    except ProtocolError as error:
+        mark_batch_unreadable(batch, error, begin)
+        return [batch], batch.store_size
+    items = [item for item in items if begin <= item.queue_offset < end]
+    if subscription is not None and subscription.tags:
+        items = [item for item in items if is_wanted(subscription, item)]
+    return items, sum(item.store_size + _MEMORY_OF_MESSAGE for item in items)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrocket_consumer.consumer.window import memory_budget
-from pyrocket_consumer.consumer.window.memory_budget import MemoryBudget
-from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
+from pyrocket_consumer.consumer.window import process_queue
+from pyrocket_consumer.consumer.window.process_queue import Limits, MemoryBudget, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol.message import Message, StoredMessage, decode_messages, encode_message
 from tests.trials import trials
@@ -173,16 +172,16 @@ async def test_while_workers_are_idle_one_window_goes_beyond_the_limit():
     await asyncio.sleep(1)
     assert sharing.woken == [], "the workers are busy"
     is_idle = True
-    await asyncio.sleep(memory_budget.OVER_LIMIT_EVERY_S / 2)
+    await asyncio.sleep(process_queue.OVER_LIMIT_EVERY_S / 2)
     assert sharing.woken == [1], "one at a time"
     assert sharing.asks(1)
     assert not sharing.takes(2, 70)
     assert sharing.takes(1, 70, 100)
     sharing.gets(1, 70, 0)
-    await asyncio.sleep(memory_budget.OVER_LIMIT_EVERY_S / 2)
+    await asyncio.sleep(process_queue.OVER_LIMIT_EVERY_S / 2)
     assert sharing.woken == [1, 2]
     sharing.windows[2].stop_waiting()
-    await asyncio.sleep(memory_budget.OVER_LIMIT_EVERY_S / 2)
+    await asyncio.sleep(process_queue.OVER_LIMIT_EVERY_S / 2)
     assert sharing.woken == [1, 2, 3]
     assert not sharing.asks(0)
     assert sharing.acks(0, stuck) == [0]
@@ -194,9 +193,9 @@ async def test_an_unanswered_pull_beyond_the_limit_delays_no_window():
     assert sharing.asks(0)
     sharing.gets(0, 500)
     assert sharing.request_all(1, 2, 3) == [False, False, False]
-    await asyncio.sleep(memory_budget.WAITING_CHECK_S * 1.5)
+    await asyncio.sleep(process_queue.WAITING_CHECK_S * 1.5)
     assert sharing.asks(1)
-    await asyncio.sleep(memory_budget.OVER_LIMIT_EVERY_S * 1.5)
+    await asyncio.sleep(process_queue.OVER_LIMIT_EVERY_S * 1.5)
     assert sharing.woken == [1, 2]
     assert sharing.asks(2)
     assert sharing.takes(1, 70, 100)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.producer.send_request import SendTemplate
 from pyrocket_consumer.protocol.frame import MAX_FRAME_BYTES, MAX_HEADER_BYTES, decode_command, encode_command
-from pyrocket_consumer.protocol.templates import SendTemplate
 from tests.for_each import for_each
 
 MESSAGES = {
