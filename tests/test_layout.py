@@ -35,7 +35,6 @@ INSIDE_CONSUMER = (
     "context",
     "commits",
     "dispatch",
-    "pulling",
     "assignment",
     "resets",
     "membership",

@@ -12,7 +12,6 @@ from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.commits.broker import BrokerCommits
 from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
-from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.commits.store import StoreCommits
 from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
 from pyrocket_consumer.consumer.dispatch.workers import AsyncWorkers
@@ -24,6 +23,7 @@ from pyrocket_consumer.offsets import LocalFileOffsetStore
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.testing import EmbeddedCluster
+from pyrocket_consumer.transport.io_thread import SerialExecutor
 from tests.offsets.local.disks import MemoryDisk
 from tests.simulation.history import Consumed, History, Reset, TimedCall
 from tests.simulation.ledger import Ledger, effect_of

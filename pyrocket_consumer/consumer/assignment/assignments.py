@@ -17,13 +17,13 @@ from pyrocket_consumer.consumer.assignment.held_queue import (
     QueueState,
 )
 from pyrocket_consumer.consumer.assignment.locks import RENEW_EVERY_S, QueueLocks
+from pyrocket_consumer.consumer.assignment.pull_loop import PullLoop
+from pyrocket_consumer.consumer.assignment.registration import Resubscriber
 from pyrocket_consumer.consumer.assignment.start_offsets import StartOffsets
 from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts, Totals
 from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService
-from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop
-from pyrocket_consumer.consumer.pulling.registration import Resubscriber
 from pyrocket_consumer.consumer.window.process_queue import Lease, Limits, MemoryBudget, ProcessQueue
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.base import MAX_OFFSET

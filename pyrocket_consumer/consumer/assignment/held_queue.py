@@ -14,13 +14,13 @@ from enum import Enum
 
 from pyrocket_consumer.consumer.assignment.divergence import DivergenceCheck, log_checks
 from pyrocket_consumer.consumer.assignment.locks import QueueLocks
+from pyrocket_consumer.consumer.assignment.pull_loop import PullLoop
 from pyrocket_consumer.consumer.assignment.start_offsets import StartOffsets
 from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits
 from pyrocket_consumer.consumer.context.events import describe_id, describe_key
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.context.statistics import Counts, Totals
 from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService
-from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop
 from pyrocket_consumer.consumer.window.process_queue import NEVER, Lease, ProcessQueue
 from pyrocket_consumer.errors import DatabaseError, Fenced, OffsetStoreError, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue

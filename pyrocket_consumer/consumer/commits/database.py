@@ -18,7 +18,6 @@ from pyrocket_consumer.consumer.commits.commits import (
     consume_exception,
     wait_for_all,
 )
-from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.context.events import describe_id
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.listener import ConsumeResult
@@ -28,6 +27,7 @@ from pyrocket_consumer.offsets import DatabaseOffsets, QueueReset
 from pyrocket_consumer.offsets.database.claim import Claim, ClaimHolder, StoredOffset
 from pyrocket_consumer.offsets.database.rows import RowLocked
 from pyrocket_consumer.protocol.message import Message
+from pyrocket_consumer.transport.io_thread import SerialExecutor
 
 T = TypeVar("T")
 

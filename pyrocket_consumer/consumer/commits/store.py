@@ -8,12 +8,12 @@ from functools import partial
 from typing import TypeVar
 
 from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits, consume_exception, wait_for_all
-from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.errors import OffsetStoreError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import OffsetStore, QueueReset, ReadOffsetType, ResetEpochs
 from pyrocket_consumer.offsets.base import MAX_OFFSET
 from pyrocket_consumer.text import safe_repr
+from pyrocket_consumer.transport.io_thread import SerialExecutor
 
 T = TypeVar("T")
 

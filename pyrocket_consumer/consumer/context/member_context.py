@@ -15,8 +15,8 @@ from typing import Any
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.context.events import LIMITED_KINDS, EventLimiter, Events
-from pyrocket_consumer.consumer.context.subscriptions import Subscriptions
 from pyrocket_consumer.consumer.context.tasks import Tasks
+from pyrocket_consumer.consumer.listener import Subscriptions
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue, PullResponse
 from pyrocket_consumer.protocol.bodies import ConsumerData

@@ -10,14 +10,14 @@ from functools import partial
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.assignment.held_queue import HeldQueue
-from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
+from pyrocket_consumer.consumer.assignment.registration import ExpressionChecker
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.membership.allocation import allocate, strategy_of
-from pyrocket_consumer.consumer.pulling.registration import ExpressionChecker
 from pyrocket_consumer.consumer.resets.records import ResetRecords
 from pyrocket_consumer.errors import ConfigError, RocketError, RouteNotFound
 from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQueue, TopicRoute
 from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.io_thread import SerialExecutor
 
 log = logger("consumer")
 

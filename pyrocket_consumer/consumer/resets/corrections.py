@@ -8,8 +8,8 @@ from functools import partial
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.assignment.held_queue import HeldQueue
+from pyrocket_consumer.consumer.assignment.pull_loop import PullLoop, identify
 from pyrocket_consumer.consumer.context.member_context import MemberContext
-from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop, identify
 from pyrocket_consumer.consumer.resets.records import ResetRecords
 from pyrocket_consumer.consumer.resets.resets import Resets
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue

@@ -15,7 +15,6 @@ from pyrocket_consumer.consumer.assignment.locks import since_boot
 from pyrocket_consumer.consumer.commits.broker import BrokerCommits
 from pyrocket_consumer.consumer.commits.commits import Commits, consume_exception, wait_for_all
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
-from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
 from pyrocket_consumer.consumer.commits.store import StoreCommits
 from pyrocket_consumer.consumer.dispatch.concurrent import WorkersFor
 from pyrocket_consumer.consumer.listener import Listener
@@ -25,7 +24,7 @@ from pyrocket_consumer.model import ConsumerEvent, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets, OffsetStore
 from pyrocket_consumer.offsets.base import Transferable
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.io_thread import IoCall, IoThread
+from pyrocket_consumer.transport.io_thread import IoCall, IoThread, SerialExecutor
 from pyrocket_consumer.transport.latch import Latch
 
 log = logger("consumer")

@@ -14,6 +14,7 @@ from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.assignment.held_queue import QueueProgress
 from pyrocket_consumer.consumer.assignment.locks import QueueLocks
+from pyrocket_consumer.consumer.assignment.registration import ExpressionChecker
 from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits
 from pyrocket_consumer.consumer.context.member_context import MemberContext, MemberEvents
 from pyrocket_consumer.consumer.context.statistics import Counts, Statistics
@@ -25,7 +26,6 @@ from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.membership.broker_requests import BrokerRequests
 from pyrocket_consumer.consumer.membership.foreign_members import ForeignMembers
 from pyrocket_consumer.consumer.membership.rebalance import Rebalance
-from pyrocket_consumer.consumer.pulling.registration import ExpressionChecker
 from pyrocket_consumer.consumer.resets.corrections import CorrectionFollower
 from pyrocket_consumer.consumer.resets.records import ResetRecords
 from pyrocket_consumer.consumer.resets.resets import Resets

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pyrocket_consumer.consumer.pulling.pull_loop import PullLoop
+from pyrocket_consumer.consumer.assignment.pull_loop import PullLoop
 from pyrocket_consumer.consumer.window.process_queue import Limits, ProcessQueue
 from pyrocket_consumer.errors import ConnectError, ConnectionLost, RequestTimeout
 from pyrocket_consumer.model import MessageQueue, Subscription

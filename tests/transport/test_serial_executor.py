@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
+from pyrocket_consumer.transport.io_thread import SerialExecutor
 
 
 def test_calls_run_one_after_the_other_on_one_thread():

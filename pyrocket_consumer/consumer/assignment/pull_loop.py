@@ -26,15 +26,15 @@ from pyrocket_consumer.cluster.pull_core import (
     read_late_reset,
     read_messages,
 )
-from pyrocket_consumer.consumer.commits.serial_executor import SerialExecutor
+from pyrocket_consumer.consumer.assignment.registration import Resubscriber
 from pyrocket_consumer.consumer.context.member_context import MemberContext
-from pyrocket_consumer.consumer.pulling.registration import Resubscriber
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ConfigError, ProtocolError, RocketError
 from pyrocket_consumer.model import EventKind, Subscription
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.protocol.message import Message, inner_messages, mark_batch_unreadable
 from pyrocket_consumer.transport.connection import Connection
+from pyrocket_consumer.transport.io_thread import SerialExecutor
 
 DEFAULT_RESPONSE_BYTES = 1024
 """The bytes that a pull reserves before its queue's first response."""

@@ -1,1 +1,0 @@
-"""The pull loop of each queue."""
