@@ -22,9 +22,8 @@ from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.command import Header, request
 from pyrocket_consumer.protocol.frame import RemotingCommand, sign
 from pyrocket_consumer.text import logger
-from pyrocket_consumer.transport.addresses import Addresses
 from pyrocket_consumer.transport.connection import Connection, OnLateResponse, Sign
-from pyrocket_consumer.transport.connections import MAYBE_PLAINTEXT, Connections
+from pyrocket_consumer.transport.connections import MAYBE_PLAINTEXT, Addresses, Connections
 from pyrocket_consumer.transport.io_thread import IoThread
 from pyrocket_consumer.transport.polled_connection import PolledConnection, open_polled_connection
 

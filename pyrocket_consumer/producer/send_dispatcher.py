@@ -32,9 +32,8 @@ from pyrocket_consumer.producer.failures import (
     is_topic_missing,
 )
 from pyrocket_consumer.producer.in_flight import Flush
-from pyrocket_consumer.producer.lane import Lane, UnansweredRequest
 from pyrocket_consumer.producer.publish_queues import FailedBrokers, PublishQueues
-from pyrocket_consumer.producer.send_request import LaneKey, SendRequest, SendTemplate
+from pyrocket_consumer.producer.send_request import Lane, LaneKey, SendRequest, SendTemplate, UnansweredRequest
 from pyrocket_consumer.protocol.codes import version_name, version_ordinal
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.text import logger

@@ -17,7 +17,7 @@ from pyrocket_consumer.protocol.bodies import decode_cluster_info, decode_route,
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.testing import EmbeddedCluster, rewrite
 from pyrocket_consumer.text import MAX_LINE_CHARS
-from pyrocket_consumer.transport.addresses import Addresses
+from pyrocket_consumer.transport.connections import Addresses
 from tests.consuming import Events, consuming
 from tests.for_each import for_each
 
