@@ -18,7 +18,8 @@ from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.columns import PulledRecords, record_batches
 from pyrocket_consumer.protocol.frame import BufferSlice
 from pyrocket_consumer.protocol.message import MAX_RECORDS, Message
-from pyrocket_consumer.spark.data_source import arrow_schema, project_schema
+from pyrocket_consumer.spark.data_source import project_schema
+from pyrocket_consumer.spark.task_reader import arrow_schema
 
 _ready: dict[str, pa.RecordBatch] = {}
 
