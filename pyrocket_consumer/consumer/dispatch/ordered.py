@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from pyrocket_consumer.consumer.context.member_context import MemberContext
@@ -32,6 +33,7 @@ from pyrocket_consumer.consumer.dispatch.workers import (
 )
 from pyrocket_consumer.consumer.listener import SUSPEND_S, ConsumeResult, Listener, find_failed_tail
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
+from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.database.claim import RolledBack
 from pyrocket_consumer.protocol.message import Message
 
@@ -210,7 +212,7 @@ class OrderedService(ConsumeService):
         self._order_by: Callable[[Message], Hashable] | None = order_by if callable(order_by) else None
         # No other key waits for the rest of the chunk, so it may be long, and is acknowledged in parts.
         self._has_long_chunks = order_by is None and self.auto_commit
-        self._lanes: set[Lanes] = set()  # of windows that have not ended, or that have calls
+        self._lanes: dict[MessageQueue, list[Lanes]] = {}  # of windows that have not ended, or that have calls
         self._posted: deque[Callable[[], None]] = deque()  # by workers
         self._wake_due = False
         self._touched: list[Lanes] = []  # by posted work
@@ -234,12 +236,12 @@ class OrderedService(ConsumeService):
             lanes.check_timer = self._loop.call_later(HELD_UP_AFTER_S, self._check_progress, lanes, None, 0)
 
     def _open(self, window: ProcessQueue) -> Lanes:
-        former = [each for each in self._lanes if each.window.queue == window.queue]
-        for each in former:
+        of_queue = self._lanes.setdefault(window.queue, [])
+        for each in of_queue:
             for chunk in list(each.chunks):
                 self._withdraw(chunk)  # unstarted messages must not hold up the new lanes
-        lanes = window.lanes = Lanes(window, former)
-        self._lanes.add(lanes)
+        lanes = window.lanes = Lanes(window, list(of_queue))
+        of_queue.append(lanes)
         return lanes
 
     def resume_calls(self, window: ProcessQueue) -> None:
@@ -253,8 +255,11 @@ class OrderedService(ConsumeService):
             window.lanes = None
 
     def _forget_if_idle(self, lanes: Lanes) -> None:
-        if lanes.is_closed and not lanes.chunks and not lanes.giving_up:
-            self._lanes.discard(lanes)
+        of_queue = self._lanes.get(lanes.window.queue, [])
+        if lanes.is_closed and not lanes.chunks and not lanes.giving_up and lanes in of_queue:
+            of_queue.remove(lanes)
+            if not of_queue:
+                del self._lanes[lanes.window.queue]
 
     def _check_progress(self, lanes: Lanes, former: Message | None, finished: int) -> None:
         """Report a queue that waits for its listener, once for each reason.
@@ -397,7 +402,7 @@ class OrderedService(ConsumeService):
         self._touch(lanes)
         if lanes.is_closed:
             self._forget_if_idle(lanes)
-            for each in self._lanes:
+            for each in self._lanes.get(lanes.window.queue, ()):
                 if lanes in each.former:
                     self._touch(each)
 
@@ -482,7 +487,7 @@ class OrderedService(ConsumeService):
 
         A restarted queue may have calls from before. Its next owner must wait for them, too.
         """
-        found = [lanes for lanes in self._lanes if window is None or lanes.window.queue == window.queue]
+        found = [*chain(*self._lanes.values())] if window is None else self._lanes.get(window.queue, [])
         for lanes in found:
             if lanes.window.dropped:
                 for chunk in list(lanes.chunks):
@@ -491,7 +496,7 @@ class OrderedService(ConsumeService):
 
     def stop(self) -> None:
         super().stop()
-        for lanes in self._lanes:
+        for lanes in chain(*self._lanes.values()):
             lanes.cancel_timers()
             for chunk in list(lanes.chunks):
                 self._withdraw(chunk)

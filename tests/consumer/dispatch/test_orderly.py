@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pyrocket_consumer import Suspend
+from pyrocket_consumer import MessageQueue, Suspend
 from pyrocket_consumer.consumer.dispatch.ordered import HELD_UP_AFTER_S, OrderedService
 from pyrocket_consumer.consumer.dispatch.workers import Chunk, Slot
 from pyrocket_consumer.consumer.listener import ConsumeResult, Listener, Retry
@@ -21,6 +21,7 @@ from tests.consumer.windows import window_of
 from tests.consuming import QUICK, WAIT_S, Events, RecordingListener, consuming, numbered, until
 from tests.order_by_key import KeyedListener
 from tests.resets import fill
+from tests.speed import cpu_at_most
 
 
 class FakeWorkers:
@@ -239,6 +240,16 @@ async def test_an_unexpected_error_of_giving_up_does_not_stop_the_lane():
 
 
 # --- whole consumers
+
+
+async def test_the_end_of_one_queue_does_not_look_at_thousands_of_others():
+    """Each of them is asked every few milliseconds while it ends."""
+    serving, listener = Serving(0), Listener.of(one)
+    opened = [window_of(1, MessageQueue("orders", "a", number)) for number in range(3000)]
+    with cpu_at_most(1.0):
+        for window, messages in opened:
+            serving.service.dispatch(window, listener, messages)
+        assert sum(serving.service.running(window) for window, _ in opened for _ in range(10)) == 30_000
 
 
 class Held(RecordingListener):
