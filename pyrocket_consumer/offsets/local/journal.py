@@ -455,6 +455,9 @@ class JournalFile:
                 return
             if self.durable < reached:
                 self.durable = reached
+            if not waiting:
+                self._flusher = None
+                return
             woken = [each for each, count in waiting.items() if count <= self.durable or self._flush_failed]
             for each in woken:
                 del waiting[each]
