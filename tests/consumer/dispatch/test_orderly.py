@@ -242,7 +242,7 @@ async def test_an_unexpected_error_of_giving_up_does_not_stop_the_lane():
 # --- whole consumers
 
 
-async def test_the_end_of_one_queue_does_not_look_at_thousands_of_others():
+async def test_the_end_of_one_queue_does_not_search_thousands_of_others():
     """Each of them is asked every few milliseconds while it ends."""
     serving, listener = Serving(0), Listener.of(one)
     opened = [window_of(1, MessageQueue("orders", "a", number)) for number in range(3000)]
