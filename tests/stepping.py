@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
+import logging
 import signal
 import sys
 import threading
@@ -18,7 +19,12 @@ _CHECKS = {"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 
 @functools.cache
 def _moments(code: CodeType) -> frozenset[int]:
-    """Return the offsets of the instructions before which a handler may run."""
+    """Return the offsets of the instructions before which a handler may run.
+
+    It skips `logging`, whose lock Ctrl-C can leave taken, and finalizers, which ignore Ctrl-C.
+    """
+    if code.co_filename == logging.__file__ or code.co_name == "__del__":
+        return frozenset()
     instructions = list(dis.get_instructions(code))
     return frozenset(after.offset for before, after in itertools.pairwise(instructions) if before.opname in _CHECKS)
 

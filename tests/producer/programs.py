@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -21,11 +20,6 @@ def run_program(program: str, *arguments: str, flags: tuple[str, ...] = ()) -> s
 def producer_threads() -> list[threading.Thread]:
     """Return the running threads of producers."""
     return [each for each in threading.enumerate() if each.name in ("pyrocket-io", "pyrocket-callbacks")]
-
-
-def native_threads() -> int:
-    """Return the number of threads of this process, as the system counts them."""
-    return len(os.listdir("/proc/self/task"))
 
 
 @contextmanager
