@@ -11,7 +11,7 @@ from pyrocket_consumer.errors import ConfigError
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from pyrocket_consumer.spark.query_lag import Lag, LagListener, lag
+    from pyrocket_consumer.spark.progress import Lag, LagListener, lag
 
 __all__ = ["Lag", "LagListener", "lag", "register"]
 
@@ -26,8 +26,8 @@ def register(spark: SparkSession, *, ship: bool = False) -> None:
     Raises:
         ConfigError: a required package is not installed; the text names the command that installs it.
     """
-    source = _module("shipping").shipped_source() if ship else _module("data_source").RocketMQDataSource
-    spark.dataSource.register(source)
+    module = _module("data_source")
+    spark.dataSource.register(module.shipped_source() if ship else module.RocketMQDataSource)
 
 
 def _module(name: str) -> Any:
@@ -42,4 +42,4 @@ def _module(name: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_module("query_lag"), name)
+    return getattr(_module("progress"), name)

@@ -14,13 +14,9 @@ from pyspark.sql.types import StructType
 from pyrocket_consumer.cluster.names import unwrap
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.bounds import TIME_BOUNDS, NamedOffset
 from pyrocket_consumer.spark.broker_offsets import BrokerOffsets
 from pyrocket_consumer.spark.failures import DataLoss
-from pyrocket_consumer.spark.offsets import (
-    QueueRange,
-    in_order,
-)
+from pyrocket_consumer.spark.offsets import NamedOffset, QueueRange, StoredAt, in_order
 from pyrocket_consumer.spark.options import SourceOptions
 from pyrocket_consumer.spark.pushed_filters import PushedFilters, Span, push_filters
 from pyrocket_consumer.spark.task_reader import RangesPartition, plan_partitions, read_partition
@@ -30,8 +26,6 @@ if TYPE_CHECKING:
     from pyspark.sql.datasource import Filter
 
 log = logger("spark")
-
-_FLUSH_S = 2.0
 
 
 class BatchReader(DataSourceReader):
@@ -88,7 +82,7 @@ class BatchReader(DataSourceReader):
         queue, begin, stop = wanted.queue, wanted.begin, wanted.end
         if stop >= begin:
             return wanted
-        if isinstance(self._options.start, TIME_BOUNDS) and isinstance(self._options.end, TIME_BOUNDS):
+        if isinstance(self._options.start, StoredAt) and isinstance(self._options.end, StoredAt):
             return QueueRange(queue, begin, begin)  # nothing was stored in between
         raise ConfigError(f"{queue} would end at offset {stop}, before it starts at {begin}; see endingOffsets")
 

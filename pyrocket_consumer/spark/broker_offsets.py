@@ -45,18 +45,18 @@ from pyrocket_consumer.protocol.bodies import CheckClientConfig, encode_check_cl
 from pyrocket_consumer.protocol.codes import ResponseCode
 from pyrocket_consumer.protocol.command import CheckClientConfigHeader
 from pyrocket_consumer.protocol.subscription import TAG
-from pyrocket_consumer.spark.bounds import (
+from pyrocket_consumer.spark.failures import WARN_AFTER_FAILURES, RetryPolicy
+from pyrocket_consumer.spark.offsets import (
     EARLIEST,
     LATEST,
-    TIME_BOUNDS,
     Bound,
     GivenOffsets,
     NamedOffset,
-    StoredAtByTopic,
+    QueueRange,
+    StoredAt,
+    in_order,
     join_first,
 )
-from pyrocket_consumer.spark.failures import WARN_AFTER_FAILURES, RetryPolicy
-from pyrocket_consumer.spark.offsets import QueueRange, in_order
 from pyrocket_consumer.spark.options import SourceOptions
 from pyrocket_consumer.spark.pushed_filters import Span
 from pyrocket_consumer.text import logger
@@ -341,9 +341,8 @@ class BrokerOffsets:
             ConfigError: the option gives offsets or times, but not for each of the chosen queues.
         """
         chosen = queues if chosen is None else chosen
-        if isinstance(bound, StoredAtByTopic):
-            bound.check({queue.topic for queue in chosen})
-        if isinstance(bound, TIME_BOUNDS):
+        if isinstance(bound, StoredAt):
+            bound.check(queue.topic for queue in chosen)
             times_ms = {queue: at_ms for queue in queues if (at_ms := bound.of(queue.topic)) is not None}
             return self._fetch_each(
                 queues, lambda queue: self._retry(lambda: self._search_offset(queue, times_ms[queue]))

@@ -31,7 +31,7 @@ from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.producer import Producer
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.spark import register
-from pyrocket_consumer.spark.query_lag import lag
+from pyrocket_consumer.spark.progress import lag
 from pyrocket_consumer.spark.sink_rows import BATCH_ID, PARTITION, QUERY_ID, ROW
 
 _EXAMPLES = """\

@@ -11,13 +11,11 @@ from typing import Any, TypeVar
 IDLE_S = 60.0
 """An object that no task has used for this time is closed at the next call of `get_or_create`."""
 
-
 T = TypeVar("T")
 
 _lock = threading.Lock()
 _cache: dict[Hashable, Any] = {}
 _used_at: dict[Hashable, float] = {}
-_seen: set[str] = set()
 _pid = os.getpid()
 
 
@@ -55,13 +53,3 @@ def close_all() -> None:
         for each in _cache.values():
             each.close()
         _cache.clear()
-        _seen.clear()
-
-
-def is_first_time(what: str) -> bool:
-    """Return whether this is the first call with `what` in this process. Use it to log a line once, not per task."""
-    with _lock:
-        if what in _seen:
-            return False
-        _seen.add(what)
-        return True

@@ -1,4 +1,4 @@
-"""The offsets of a query, as JSON in Spark's checkpoint, and the ranges between two of them.
+"""Offsets: the start and the end of a read, the JSON in Spark's checkpoint, and the ranges between two offsets.
 
     {"version": 1, "queues": {"orders": {"broker-a": {"0": 120, "1": 98}}},
      "from": {"orders": {"broker-a": {"0": 100, "1": 98}}},
@@ -14,8 +14,9 @@ repeated batch must not depend on it. Spark compares offsets as text, so equal o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from operator import attrgetter
 from typing import Any
 
@@ -26,6 +27,94 @@ VERSION = 1
 
 in_order = attrgetter("topic", "broker_name", "queue_id")
 """The key to sort queues by. It gives their natural order, and is much faster for thousands of queues."""
+
+
+EARLIEST = -2
+LATEST = -1
+
+
+class NamedOffset(StrEnum):
+    """Offsets that have a name."""
+
+    EARLIEST = "earliest"
+    LATEST = "latest"
+    GROUP = "group"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenOffsets:
+    """Offsets given as JSON: by (topic, broker, queue id), where None means all brokers or queues."""
+
+    option: str
+    offsets: Mapping[tuple[str, str | None, int | None], int]
+
+    def offset(self, queue: MessageQueue) -> int | None:
+        """Return the value for `queue`: an offset, EARLIEST or LATEST; None without one."""
+        return next((self.offsets[key] for key in _keys(queue) if key in self.offsets), None)
+
+    def check(self, queues: Iterable[MessageQueue]) -> None:
+        """Raise ConfigError unless each of `queues`, and no other queue, has a value."""
+        queues = sorted(queues)
+        if lacking := [queue for queue in queues if self.offset(queue) is None]:
+            raise ConfigError(f"option {self.option} covers all queues to read or none; it lacks {join_first(lacking)}")
+        known = {key for queue in queues for key in _keys(queue)}
+        if unknown := ["/".join(str(part) for part in key if part is not None) for key in self.offsets.keys() - known]:
+            raise ConfigError(
+                f"option {self.option} names {join_first(sorted(unknown))}, which the query does not read; "
+                f"it reads {join_first(queues)}"
+            )
+
+
+def _keys(queue: MessageQueue) -> tuple[tuple[str, str | None, int | None], ...]:
+    topic, broker = queue.topic, queue.broker_name
+    return (topic, broker, queue.queue_id), (topic, broker, None), (topic, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAt:
+    """The first message stored at a time or later: one time for all topics, or one for each.
+
+    Times are in milliseconds since 1970.
+    """
+
+    option: str
+    at_ms: int | Mapping[str, int]
+
+    def of(self, topic: str) -> int | None:
+        """Return the time for `topic`, None if it has none."""
+        return self.at_ms if isinstance(self.at_ms, int) else self.at_ms.get(topic)
+
+    @property
+    def topics(self) -> Collection[str]:
+        """The topics with times of their own."""
+        return () if isinstance(self.at_ms, int) else self.at_ms.keys()
+
+    def check(self, topics: Iterable[str]) -> None:
+        """Raise ConfigError unless each of `topics` has a time."""
+        if lacking := sorted(topic for topic in set(topics) if self.of(topic) is None):
+            raise ConfigError(
+                f"option {self.option} needs a time for each topic to read, or one time for all; it lacks "
+                f"{join_first(lacking)}"
+            )
+
+    def check_chosen(self, is_chosen: Callable[[str], bool]) -> None:
+        """Raise ConfigError if one of the topics is not chosen to be read."""
+        if unknown := sorted(topic for topic in self.topics if not is_chosen(topic)):
+            raise ConfigError(
+                f"option {self.option} names {join_first(unknown)}, which no option chooses to read; remove it, or "
+                "read it, too"
+            )
+
+
+Bound = NamedOffset | GivenOffsets | StoredAt
+"""The start or the end of a read."""
+
+
+def join_first(items: Iterable[object], most: int = 5) -> str:
+    """Return the first few items as text, and the number of the others."""
+    items = list(items)
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return (", ".join(map(str, items[:most])) or "none") + more
 
 
 @dataclass(frozen=True, slots=True, order=True)

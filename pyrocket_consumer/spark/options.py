@@ -5,14 +5,16 @@ Executors get them as pickled settings. No repr shows a secret.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
 from enum import StrEnum
 from ssl import SSLContext
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeGuard, TypeVar
 
 from pyrocket_consumer.cluster.names import unwrap, wrap
 from pyrocket_consumer.config import (
@@ -28,21 +30,8 @@ from pyrocket_consumer.config import (
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.subscription import ALL, SQL92, check_expression, parse_subscription
-from pyrocket_consumer.spark.bounds import (
-    INTEGER,
-    LATEST,
-    MAX_OFFSET,
-    Bound,
-    GivenOffsets,
-    NamedOffset,
-    StoredAtByTopic,
-    check_option,
-    check_times,
-    is_integer,
-    json_object,
-    parse_bound,
-)
 from pyrocket_consumer.spark.failures import RetryPolicy
+from pyrocket_consumer.spark.offsets import EARLIEST, LATEST, Bound, GivenOffsets, NamedOffset, StoredAt
 from pyrocket_consumer.text import safe_repr
 
 T = TypeVar("T")
@@ -51,8 +40,22 @@ E = TypeVar("E", bound=StrEnum)
 DEFAULT_GROUP = "pyrocket-spark"
 """The group to pull with when the user names none; no offsets are committed for it."""
 
+NAMES = (
+    *("nameServer", "subscribe", "topic", "subscribePattern", "assign", "tags", "subExpression", "sqlFilter"),
+    *("startingOffsets", "startingTimestamp", "endingOffsets", "endingTimestamp", "pushFilters"),
+    *("consumerGroup", "commitOffsets", "failOnDataLoss", "failOnUnreachable", "damagedBodies", "maxBodyBytes"),
+    *("maxOffsetsPerTrigger", "minOffsetsPerTrigger", "maxTriggerDelay", "minPartitions", "maxPartitions"),
+    *("minRecordsPerPartition", "maxRecordsPerPartition", "pullBatchSize", "pullsInFlight", "requestTimeoutMs"),
+    *("readTimeoutMs", "retries", "planningIntervalMs", "maxFrameBytes", "accessKey", "secretKey", "securityToken"),
+    *("allowedAddresses", "namespace", "tls", "tlsCaFile", "sendTimeoutMs", "sendRetries", "maxInFlight"),
+    *("maxMessageBytes", "autoCreateTopic", "acceptDegraded", "dedupProperties"),
+)
+"""Every option, in the order of the documentation, and as it writes them. Spark passes their names in lower case."""
+
 _SPARK_OPTIONS = frozenset({"path", "paths", "checkpointlocation", "queryname", "outputmode", "numpartitions"})
+_MAX_OFFSET = 2**63 - 1
 _MAX_INT = 2**31 - 1
+_INTEGER = re.compile(r"\s*[+-]?[0-9]{1,30}\s*")
 _DURATION = re.compile(r"(\d+)\s*([a-z]*)")
 _UNITS_S = {
     **dict.fromkeys(("", "ms", "millisecond", "milliseconds"), 0.001),
@@ -61,6 +64,18 @@ _UNITS_S = {
     **dict.fromkeys(("h", "hour", "hours"), 3600.0),
     **dict.fromkeys(("d", "day", "days"), 86400.0),
 }
+
+
+_OPTION_NAMES = {
+    "name_server": "nameServer",
+    "allowed_addresses": "allowedAddresses",
+    "sharding_key": "shardingKey",
+    "delay_level": "delayLevel",
+    "deliver_at": "deliverAt",
+    "max_message_bytes": "maxMessageBytes",
+    "auto_create_topic": "autoCreateTopic",
+}  # the option or column of each Python argument
+_ARGUMENT = re.compile(rf"(?<![\w'\"])({'|'.join(_OPTION_NAMES)})(?![\w'\"])")  # in quotes it is a value
 
 
 class _RawOptions:
@@ -96,7 +111,7 @@ class _RawOptions:
         text = self.text(name)
         if text is None:
             return default
-        value = int(text) if INTEGER.fullmatch(text) else None
+        value = int(text) if _INTEGER.fullmatch(text) else None
         if value is None or not low <= value <= high:
             span = f"of at least {low}" if high >= _MAX_INT else f"from {low} to {high}"
             raise ConfigError(f"option {name}={safe_repr(text)} is not allowed; give a whole number {span}")
@@ -105,7 +120,7 @@ class _RawOptions:
     def milliseconds(self, name: str, default: int, low: int, high: int) -> float:
         return self.integer(name, default, low, high) / 1000
 
-    def optional_integer(self, name: str, high: int = MAX_OFFSET) -> int | None:
+    def optional_integer(self, name: str, high: int = _MAX_OFFSET) -> int | None:
         return None if self.text(name) is None else self.integer(name, 1, 1, high)
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -246,7 +261,7 @@ class TaskSizes:
 
     min_partitions: int | None = _option(_RawOptions.optional_integer, "minPartitions", _MAX_INT)
     max_partitions: int | None = _option(_RawOptions.optional_integer, "maxPartitions", _MAX_INT)
-    min_records: int = _option(_RawOptions.integer, "minRecordsPerPartition", 1000, 0, MAX_OFFSET)
+    min_records: int = _option(_RawOptions.integer, "minRecordsPerPartition", 1000, 0, _MAX_OFFSET)
     max_records: int | None = _option(_RawOptions.optional_integer, "maxRecordsPerPartition")
 
 
@@ -291,11 +306,10 @@ def parse_source(options: Mapping[str, str], streaming: bool | None) -> SourceOp
     """
     given = _RawOptions(options).check_names()
     parsed = _source(given)
-    chosen = [name for name in ("subscribe", "topic", "subscribePattern", "assign") if given.text(name) is not None]
-    if not chosen:
+    if not (parsed.topics or parsed.assigned) and parsed.pattern is None:
         raise ConfigError("no topic to read: give one of the options subscribe, subscribePattern and assign")
     for bound in (parsed.start, parsed.end):
-        if isinstance(bound, StoredAtByTopic):
+        if isinstance(bound, StoredAt):
             bound.check_chosen(parsed.chooses)
             bound.check([*parsed.topics, *(queue.topic for queue in parsed.assigned)])
     if streaming is True:
@@ -309,7 +323,7 @@ def parse_source(options: Mapping[str, str], streaming: bool | None) -> SourceOp
             raise ConfigError("option startingOffsets='latest' is for streams; a batch read would be empty")
         if isinstance(parsed.start, GivenOffsets) and LATEST in parsed.start.offsets.values():
             raise ConfigError("option startingOffsets has -1 (latest), which is for streams; give -2 (earliest)")
-        check_times(parsed.start, parsed.end)
+        _check_times(parsed.start, parsed.end)
     return parsed
 
 
@@ -325,7 +339,7 @@ def parse_sink(options: Mapping[str, str]) -> SinkOptions:
         SinkOptions,
         given,
         client=_client(given),
-        topic=None if topic is None else check_option(check_topic, "topic", topic.strip()),
+        topic=None if topic is None else _check_option(check_topic, "topic", topic.strip()),
     )
 
 
@@ -342,7 +356,7 @@ def _source(given: _RawOptions) -> SourceOptions:
     topics, pattern, assigned = _selection(given, client.namespace)
     group = given.text("consumerGroup")
     if group is not None:
-        group = wrap(client.namespace, check_option(check_group, "consumerGroup", group))
+        group = wrap(client.namespace, _check_option(check_group, "consumerGroup", group))
     commit = given.boolean("commitOffsets", group is not None)
     if commit and group is None:
         raise ConfigError("option commitOffsets=true needs a group to commit for; give consumerGroup")
@@ -374,17 +388,108 @@ def _source(given: _RawOptions) -> SourceOptions:
     return found
 
 
+def _check_times(start: Bound | None, end: Bound) -> None:
+    """Raise ConfigError if reading would end, in some topic, at a time before it starts."""
+    if not isinstance(start, StoredAt) or not isinstance(end, StoredAt):
+        return
+    for topic in start.topics or end.topics or ("",):
+        from_ms, to_ms = start.of(topic), end.of(topic)
+        if from_ms is not None and to_ms is not None and to_ms < from_ms:
+            where = f" for {topic}" if topic else ""
+            raise ConfigError(f"option endingTimestamp is before startingTimestamp{where}; exchange them")
+
+
 def _bound(
     given: _RawOptions, edge: str, namespace: str | None, allowed: tuple[NamedOffset, ...], group: str | None
 ) -> Bound | None:
-    return parse_bound(edge, given.text(f"{edge}Offsets"), given.text(f"{edge}Timestamp"), namespace, allowed, group)
+    """Return the "starting" or "ending" edge of a read. A time takes precedence."""
+    option = f"{edge}Offsets"
+    bound: Bound | None = None
+    if (offsets := given.text(option)) is not None:
+        word = offsets.strip().lower()
+        word = {"first": "earliest", "last": "latest"}.get(word, word)  # the words of consumers and the shell
+        if word in allowed:
+            bound = NamedOffset(word)
+        elif word.startswith("{"):
+            bound = _given_offsets(option, offsets, namespace, EARLIEST if NamedOffset.EARLIEST in allowed else LATEST)
+        else:
+            names = ", ".join(repr(each.value) for each in allowed)
+            raise ConfigError(
+                f"option {option}={safe_repr(offsets)} is not allowed; choose {names} or JSON with offsets"
+            )
+        if bound is NamedOffset.GROUP and group is None:
+            raise ConfigError(f"option {option}='group' needs consumerGroup; give the group to follow")
+    option = f"{edge}Timestamp"
+    if (at := given.text(option)) is None:
+        return bound
+    is_by_topic = at.lstrip().startswith("{")
+    return StoredAt(option, _timestamps_ms(option, at, namespace) if is_by_topic else _timestamp_ms(option, at))
+
+
+def _given_offsets(option: str, text: str, namespace: str | None, lowest: int) -> GivenOffsets:
+    words = "-1 (latest) and -2 (earliest)" if lowest == EARLIEST else "-1 (latest)"
+    allowed = f'give JSON like {{"orders": {{"broker-a": {{"0": 23}}}}}}, where {words} may replace an offset'
+    offsets: dict[tuple[str, str | None, int | None], int] = {}
+
+    def add(key: tuple[str, str | None, int | None], offset: object, only_named: bool) -> None:
+        if not _is_integer(offset) or offset < lowest or (only_named and offset >= 0) or offset > _MAX_OFFSET:
+            where = "/".join(str(part) for part in key if part is not None)
+            raise ConfigError(f"option {option}: {safe_repr(offset)} for {where} is not allowed; {allowed}")
+        offsets[key] = offset
+
+    for topic, brokers in _json_object(option, text, allowed).items():
+        name = wrap(namespace, _check_option(check_topic, option, topic))
+        if not isinstance(brokers, dict):
+            add((name, None, None), brokers, True)
+            continue
+        for broker, queues in brokers.items():
+            if not isinstance(queues, dict):
+                add((name, broker, None), queues, True)
+                continue
+            for queue_id, offset in queues.items():
+                if not re.fullmatch("0|[1-9][0-9]{0,9}", queue_id):
+                    wrong = safe_repr(queue_id)
+                    raise ConfigError(f"option {option}: {wrong} of {topic}/{broker} is not a queue id; {allowed}")
+                add((name, broker, int(queue_id)), offset, False)
+    return GivenOffsets(option, offsets)
+
+
+def _timestamps_ms(option: str, text: str, namespace: str | None) -> dict[str, int]:
+    allowed = 'give one time, or JSON like {"orders": "2024-05-01T12:00:00+02:00", "payments": 1714557600000}'
+    found = {}
+    for topic, at in _json_object(option, text, allowed).items():
+        name = wrap(namespace, _check_option(check_topic, option, topic))
+        if not isinstance(at, str) and not _is_integer(at):
+            raise ConfigError(f"option {option}: {safe_repr(at)} for {topic} is not allowed; {allowed}")
+        found[name] = _timestamp_ms(option, str(at), f" for {topic}")
+    if not found:
+        raise ConfigError(f"option {option}={safe_repr(text)} names no topic; {allowed}")
+    return found
+
+
+def _timestamp_ms(option: str, text: str, where: str = "") -> int:
+    allowed = "give ISO 8601 with a zone, like 2024-05-01T12:00:00+02:00, or milliseconds since 1970"
+    if _INTEGER.fullmatch(text):
+        at_ms = int(text)
+    else:
+        try:
+            at = datetime.fromisoformat(text.strip())
+        except ValueError as error:
+            raise ConfigError(f"option {option}={safe_repr(text)}{where} is not a time; {allowed}") from error
+        if at.tzinfo is None:
+            raise ConfigError(f"option {option}={safe_repr(text)}{where} has no time zone; {allowed}")
+        # It is rounded up, so that messages before the time are excluded.
+        at_ms = -((datetime(1970, 1, 1, tzinfo=UTC) - at) // timedelta(milliseconds=1))
+    if not 0 <= at_ms <= _MAX_OFFSET:
+        raise ConfigError(f"option {option}={safe_repr(text)}{where} is out of range; {allowed}")
+    return at_ms
 
 
 def _client(given: _RawOptions) -> ClientOptions:
     name_server = given.text("nameServer")
     if name_server is None:
         raise ConfigError("option nameServer is missing; give host:port, several joined by ';'")
-    addresses = check_option(lambda text: ";".join(parse_name_servers(text)), "nameServer", name_server)
+    addresses = _check_option(lambda text: ";".join(parse_name_servers(text)), "nameServer", name_server)
     allowed = given.text("allowedAddresses")
     for name in ("accessKey", "secretKey", "securityToken"):
         if (text := given.text(name)) is not None:
@@ -393,7 +498,7 @@ def _client(given: _RawOptions) -> ClientOptions:
         ClientOptions,
         given,
         name_server=addresses,
-        allowed_addresses=None if allowed is None else check_option(_allowed_addresses, "allowedAddresses", allowed),
+        allowed_addresses=None if allowed is None else _check_option(_allowed_addresses, "allowedAddresses", allowed),
     )
     if (found.access_key is None) != (found.secret_key is None):
         missing = "accessKey" if found.access_key is None else "secretKey"
@@ -430,7 +535,7 @@ def _selection(
     if name == "assign":
         return (), None, _assigned(text, namespace)
     topics = [
-        wrap(namespace, check_option(check_topic, name, part.strip())) for part in text.split(",") if part.strip()
+        wrap(namespace, _check_option(check_topic, name, part.strip())) for part in text.split(",") if part.strip()
     ]
     if not topics:
         raise ConfigError(f"option {name}={safe_repr(text)} names no topic; give one, or several joined by ','")
@@ -440,12 +545,12 @@ def _selection(
 def _assigned(text: str, namespace: str | None) -> tuple[MessageQueue, ...]:
     allowed = 'give JSON like {"orders": {"broker-a": [0, 1]}}'
     queues = []
-    for topic, brokers in json_object("assign", text, allowed).items():
-        name = wrap(namespace, check_option(check_topic, "assign", topic))
+    for topic, brokers in _json_object("assign", text, allowed).items():
+        name = wrap(namespace, _check_option(check_topic, "assign", topic))
         if not isinstance(brokers, dict):
             raise ConfigError(f"option assign: {safe_repr(brokers)} of topic {topic!r} is not allowed; {allowed}")
         for broker, ids in brokers.items():
-            if not isinstance(ids, list) or not ids or not all(is_integer(each) and each >= 0 for each in ids):
+            if not isinstance(ids, list) or not ids or not all(_is_integer(each) and each >= 0 for each in ids):
                 raise ConfigError(f"option assign: {safe_repr(ids)} of broker {broker!r} is not allowed; {allowed}")
             queues += [MessageQueue(name, broker, each) for each in ids]
     if not queues:
@@ -459,24 +564,47 @@ def _selector(given: _RawOptions) -> Subscription:
     name = "tags" if given.text("subExpression") is None else "subExpression"
     tags, sql = given.text(name), given.text("sqlFilter")
     if sql is None:
-        return check_option(lambda text: parse_subscription("", text), name, ALL if tags is None else tags)
+        return _check_option(lambda text: parse_subscription("", text), name, ALL if tags is None else tags)
     if tags is not None:
         raise ConfigError(f"options {name} and sqlFilter exclude each other; give one of them")
     if not sql.strip():
         raise ConfigError(f"option sqlFilter={sql!r} is empty; give an SQL92 expression on properties, or remove it")
-    check_option(check_expression, "sqlFilter", sql)
+    _check_option(check_expression, "sqlFilter", sql)
     return Subscription("", sql, frozenset(), SQL92)
 
 
-NAMES = (
-    *("nameServer", "subscribe", "topic", "subscribePattern", "assign", "tags", "subExpression", "sqlFilter"),
-    *("startingOffsets", "startingTimestamp", "endingOffsets", "endingTimestamp", "consumerGroup", "commitOffsets"),
-    "allowedAddresses",
-    *(
-        each.metadata["name"]
-        for kind in (SourceOptions, TaskSizes, ReadOptions, ClientOptions, SinkOptions)
-        for each in fields(kind)
-        if each.metadata
-    ),
-)
-"""Every option, as the documentation writes it. Spark passes their names in lower case."""
+def _json_object(option: str, text: str, allowed: str) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ConfigError(f"option {option} names {[name for name, _ in pairs]}, one of them twice; {allowed}")
+        return found
+
+    try:
+        value = json.loads(text, object_pairs_hook=without_duplicates)
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits is a plain ValueError
+        raise ConfigError(f"option {option}={safe_repr(text)} is not JSON: {error}; {allowed}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"option {option}={safe_repr(text)} is not a JSON object; {allowed}")
+    return value
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_option(check: Callable[[str], T], option: str, value: str) -> T:
+    """Return `check(value)`; its error names the option."""
+    try:
+        return check(value)
+    except ConfigError as error:
+        raise ConfigError(
+            f"option {option}={safe_repr(value)} is not allowed: {with_option_names(str(error))}"
+        ) from error
+
+
+def with_option_names(text: str) -> str:
+    """Return an error's text with the names of options and columns for arguments: `shardingKey` for `sharding_key`."""
+    return _ARGUMENT.sub(lambda found: _OPTION_NAMES[found[0]], text)

@@ -31,9 +31,7 @@ from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer import RESERVED_PROPERTIES, OutgoingMessage
 from pyrocket_consumer.producer.outgoing_message import TRANSIENT_PREFIX
-from pyrocket_consumer.spark import executor_cache
-from pyrocket_consumer.spark.bounds import with_option_names
-from pyrocket_consumer.spark.options import SinkOptions
+from pyrocket_consumer.spark.options import SinkOptions, with_option_names
 from pyrocket_consumer.text import logger
 
 log = logger("spark")
@@ -71,6 +69,8 @@ _IGNORED = frozenset(
         "storeHost",
     }
 )  # columns of the read schema, so that a frame that was read can be written
+
+_warned: set[str] = set()  # the properties that this worker has logged
 
 _PART_ROWS = 1024  # limits the number of Python objects at a time
 
@@ -153,7 +153,6 @@ class RowReader:
         self._columns = {name: names.index(name) for name in WRITE_COLUMNS if name in names and name not in unused}
         self._partition = partition
         self._marks = dict(marks)
-        self._warned: set[str] = set()
         self._number = 0
 
     def of_batches(self, batches: Iterable[pa.RecordBatch]) -> Iterator[SinkRow]:
@@ -268,23 +267,26 @@ class RowReader:
                     reserved.append(name)
                 elif value is not None and value != "":
                     properties[name] = value
-        if reserved and not self._warned.issuperset(reserved):
-            self._warn_once(reserved)
+        if reserved:
+            _warn_once(reserved)
         if self._marks:
             properties.update(self._marks)
             properties[ROW] = str(number)
         return properties
 
-    def _warn_once(self, reserved: Sequence[str]) -> None:
-        """Log that these properties are not written, unless a task of this worker has logged it."""
-        kinds = {TRANSIENT_PREFIX + "…" if name.startswith(TRANSIENT_PREFIX) else name for name in reserved}
-        self._warned |= kinds
-        if new := [name for name in sorted(kinds) if executor_cache.is_first_time(name)]:
-            log.warning(
-                "properties %s are not written, because they belong to RocketMQ; use the columns tags, keys and "
-                "shardingKey, or properties with other names",
-                ", ".join(new),
-            )
+
+def _warn_once(reserved: Iterable[str]) -> None:
+    """Log that these properties are not written, unless a task of this worker has logged it."""
+    if _warned.issuperset(reserved):
+        return
+    kinds = {TRANSIENT_PREFIX + "…" if name.startswith(TRANSIENT_PREFIX) else name for name in reserved}
+    if new := sorted(kinds - _warned):
+        _warned.update(new)
+        log.warning(
+            "properties %s are not written, because they belong to RocketMQ; use the columns tags, keys and "
+            "shardingKey, or properties with other names",
+            ", ".join(new),
+        )
 
 
 def _bytes(body: str | bytearray | memoryview) -> bytes:

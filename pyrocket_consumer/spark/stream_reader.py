@@ -17,18 +17,19 @@ from pyspark.sql.types import StructType
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.bounds import GivenOffsets, NamedOffset, join_first
 from pyrocket_consumer.spark.broker_offsets import BrokerOffsets, BrokerSnapshot, now_ms
 from pyrocket_consumer.spark.failures import DataLoss, NotReached
 from pyrocket_consumer.spark.offsets import (
+    GivenOffsets,
+    NamedOffset,
     QueueRange,
     SourceOffset,
     decode_offset,
     encode_offset,
+    join_first,
     ranges_between,
 )
 from pyrocket_consumer.spark.options import SourceOptions
-from pyrocket_consumer.spark.planning import spread
 from pyrocket_consumer.spark.progress import GroupProgress
 from pyrocket_consumer.spark.task_reader import plan_partitions, read_partition
 from pyrocket_consumer.text import logger
@@ -409,6 +410,31 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 def _describe_unreachable(snapshot: BrokerSnapshot) -> str:
     queues = [f"{queue} ({reason})" for queue, reason in sorted(snapshot.unreachable.items())]
     return f"queues are unreachable: {join_first(queues)}"
+
+
+def spread(backlogs: Mapping[MessageQueue, int], cap: int) -> dict[MessageQueue, int]:
+    """Return the number of offsets to read of each queue: `cap` in all, in proportion to its backlog.
+
+    A queue with a backlog gets at least 1, so that none waits forever. With more queues than `cap`, each gets 1.
+    """
+    waiting = {queue: backlog for queue, backlog in backlogs.items() if backlog > 0}
+    left, total = cap, sum(waiting.values())
+    if total <= cap:
+        return waiting
+    shares: dict[MessageQueue, int] = {}
+    for queue, backlog in sorted(waiting.items(), key=lambda each: (each[1], each[0])):  # the smallest first
+        if left * backlog >= total:
+            break
+        shares[queue] = 1
+        left, total = left - 1, total - backlog
+    others = [queue for queue in waiting if queue not in shares]
+    for queue in others:
+        shares[queue] = left * waiting[queue] // total
+    rest = left - sum(shares[queue] for queue in others)
+    if rest > 0:
+        for queue in sorted(others, key=lambda queue: (-(left * waiting[queue] % total), queue))[:rest]:
+            shares[queue] += 1
+    return shares
 
 
 class RefusedStreamReader(DataSourceStreamReader):

@@ -1,4 +1,4 @@
-"""Read the ranges of a task, with several pulls of several queues in flight, and yield them as record batches.
+"""Plan the tasks of a batch, and read their ranges: with several pulls of several queues in flight, as record batches.
 
 The task's thread pulls into one buffer for each broker, and makes columns from that buffer. Passing the bytes to
 another thread would cost more than all of that. Responses that arrive meanwhile wait in the system's buffers. The
@@ -8,11 +8,13 @@ worker's I/O thread only finds brokers.
 from __future__ import annotations
 
 import concurrent.futures
+import heapq
 import selectors
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from inspect import signature
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -29,7 +31,6 @@ from pyrocket_consumer.spark.executor_cache import discard, get_or_create
 from pyrocket_consumer.spark.failures import WARN_AFTER_FAILURES, ReadFailed
 from pyrocket_consumer.spark.offsets import QueueRange
 from pyrocket_consumer.spark.options import DamagedBodies, ReadOptions, TaskSizes
-from pyrocket_consumer.spark.planning import plan_tasks
 from pyrocket_consumer.spark.range_puller import RangePuller, SharedPulls
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.polled_connection import PolledConnection
@@ -62,9 +63,58 @@ class RangesPartition(InputPartition):
         return f"RangesPartition({', '.join(map(str, self.ranges))})"
 
 
-def plan_partitions(ranges: Sequence[QueueRange], sizes: TaskSizes) -> list[RangesPartition]:
-    """Return the partitions of the tasks that read `ranges`."""
-    return [RangesPartition(task) for task in plan_tasks(ranges, sizes)]
+def plan_partitions(ranges: Iterable[QueueRange], sizes: TaskSizes) -> list[RangesPartition]:
+    """Return the partition of each task: every offset of `ranges` once, in few tasks of sufficient size."""
+    wanted, most, smallest = [each for each in ranges if len(each) > 0], sizes.max_records, sizes.min_records
+    parts = [1 if most is None else -(-len(each) // most) for each in wanted]
+    if most is not None:
+        smallest = min(smallest, most // 2)  # or the parts of a split range would share a task
+    if sizes.min_partitions is not None and wanted:
+        total, fewest = sum(map(len, wanted)), sizes.min_partitions
+        if sum(parts) < fewest:
+            fair = ((2 * len(each) * fewest + total) // (2 * total) for each in wanted)  # by size, rounded
+            parts = list(map(max, parts, fair))
+        smallest = min(smallest, total // (2 * fewest))
+    pieces = [piece for each, count in zip(wanted, parts, strict=True) for piece in _split(each, count)]
+    return [RangesPartition(task) for task in _merge(_pack(pieces, smallest), sizes.max_partitions)]
+
+
+def _split(whole: QueueRange, parts: int) -> list[QueueRange]:
+    """Return `parts` ranges of about the same size; fewer if there are fewer offsets."""
+    size, parts = len(whole), min(parts, len(whole))
+    edges = [whole.begin + size * index // parts for index in range(parts + 1)]
+    return [QueueRange(whole.queue, begin, end) for begin, end in pairwise(edges)]
+
+
+def _pack(pieces: Iterable[QueueRange], smallest: int) -> list[tuple[QueueRange, ...]]:
+    """Let neighbours with fewer than `smallest` offsets share a task until it has at least that many."""
+    tasks = list[tuple[QueueRange, ...]]()
+    shared, size = list[QueueRange](), 0
+    for piece in pieces:
+        if len(piece) >= smallest:
+            tasks.append((piece,))
+            continue
+        shared.append(piece)
+        size += len(piece)
+        if size >= smallest:
+            tasks.append(tuple(shared))
+            shared, size = [], 0
+    if shared:
+        tasks.append(tuple(shared))
+    return tasks
+
+
+def _merge(tasks: list[tuple[QueueRange, ...]], limit: int | None) -> list[tuple[QueueRange, ...]]:
+    """Join tasks until at most `limit` are left: the largest first, each to the smallest so far."""
+    if limit is None or len(tasks) <= limit:
+        return tasks
+    sized = sorted(((sum(map(len, task)), task) for task in tasks), key=lambda each: (-each[0], each[1]))
+    bins = [(0, index, list[QueueRange]()) for index in range(limit)]
+    for size, task in sized:
+        bin_size, index, ranges = bins[0]
+        ranges.extend(task)
+        heapq.heapreplace(bins, (bin_size + size, index, ranges))
+    return [tuple(sorted(ranges)) for _, _, ranges in sorted(bins, key=lambda each: each[1])]
 
 
 def read_partition(partition: InputPartition, schema: StructType, options: ReadOptions) -> Iterator[pa.RecordBatch]:

@@ -7,7 +7,7 @@ import logging
 from types import SimpleNamespace
 
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.query_lag import Lag, LagListener, lag
+from pyrocket_consumer.spark.progress import Lag, LagListener, lag
 from tests.for_each import for_each
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
-from pyrocket_consumer.spark.bounds import EARLIEST, LATEST, GivenOffsets, NamedOffset, StoredAt, StoredAtByTopic
+from pyrocket_consumer.spark.offsets import EARLIEST, LATEST, GivenOffsets, NamedOffset, StoredAt
 from pyrocket_consumer.spark.options import DEFAULT_GROUP, NAMES, check_options, parse_sink, parse_source
 from tests.for_each import for_each
 
@@ -32,8 +32,8 @@ NAMED = {
 TIME_MS = 1714557600000
 TIMES = ["2024-05-01T12:00:00+02:00", "2024-05-01T10:00:00Z", str(TIME_MS)]
 BY_TOPIC = '{"orders": "2024-05-01T12:00:00+02:00", "payments": 1714557600001}'
-OF_TOPICS = StoredAtByTopic("startingTimestamp", {"ns%orders": TIME_MS, "ns%payments": TIME_MS + 1})
-OF_PAYMENTS = StoredAtByTopic("endingTimestamp", {"payments": 5})
+OF_TOPICS = StoredAt("startingTimestamp", {"ns%orders": TIME_MS, "ns%payments": TIME_MS + 1})
+OF_PAYMENTS = StoredAt("endingTimestamp", {"payments": 5})
 DURATIONS = {"500ms": 0.5, "90": 0.09, "30s": 30, "15m": 900, "2 hours": 7200, "1d": 86400}
 
 
@@ -55,13 +55,16 @@ DURATIONS = {"500ms": 0.5, "90": 0.09, "30s": 30, "15m": 900, "2 hours": 7200, "
         ({"startingOffsets": "earliest"}, "start", NamedOffset.EARLIEST),
         ({"startingOffsets": "group", "consumerGroup": "app"}, "start", NamedOffset.GROUP),
         *[({"startingOffsets": name}, "start", bound) for name, bound in NAMED.items()],
-        *[({"startingTimestamp": text, "startingOffsets": "latest"}, "start", StoredAt(TIME_MS)) for text in TIMES],
-        ({"startingTimestamp": "2024-05-01T10:00:00.000001Z"}, "start", StoredAt(TIME_MS + 1)),
-        ({"startingTimestamp": "0"}, "start", StoredAt(0)),
+        *[
+            ({"startingTimestamp": text, "startingOffsets": "latest"}, "start", StoredAt("startingTimestamp", TIME_MS))
+            for text in TIMES
+        ],
+        ({"startingTimestamp": "2024-05-01T10:00:00.000001Z"}, "start", StoredAt("startingTimestamp", TIME_MS + 1)),
+        ({"startingTimestamp": "0"}, "start", StoredAt("startingTimestamp", 0)),
         ({"subscribe": "orders,payments", "startingTimestamp": BY_TOPIC, "namespace": "ns"}, "start", OF_TOPICS),
         ({"subscribePattern": "pay.*", "endingTimestamp": '{"payments": "5"}'}, "end", OF_PAYMENTS),
         ({"endingOffsets": "latest"}, "end", NamedOffset.LATEST),
-        ({"endingTimestamp": "5"}, "end", StoredAt(5)),
+        ({"endingTimestamp": "5"}, "end", StoredAt("endingTimestamp", 5)),
         *[({"maxTriggerDelay": text}, "max_delay_s", pytest.approx(delay_s)) for text, delay_s in DURATIONS.items()],
         ({"consumerGroup": "app"}, "commit_offsets read.group", (True, "app")),
         ({"consumerGroup": "app", "commitOffsets": "FALSE"}, "commit_offsets", False),

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.spark.offsets import QueueRange
-from pyrocket_consumer.spark.planning import TaskSizes, plan_tasks, spread
+from pyrocket_consumer.spark.options import TaskSizes
+from pyrocket_consumer.spark.stream_reader import spread
+from pyrocket_consumer.spark.task_reader import plan_partitions
 from tests.for_each import for_each
 from tests.speed import cpu_at_most
 
@@ -23,6 +25,10 @@ def backlogs(*sizes: int) -> dict[MessageQueue, int]:
 
 def ranges(*sizes: int) -> list[QueueRange]:
     return [QueueRange(queue(number), 100, 100 + size) for number, size in enumerate(sizes)]
+
+
+def planned_tasks(wanted: list[QueueRange], task_sizes: TaskSizes) -> list[tuple[QueueRange, ...]]:
+    return [task.ranges for task in plan_partitions(wanted, task_sizes)]
 
 
 def sizes(tasks: list[tuple[QueueRange, ...]]) -> list[int]:
@@ -70,12 +76,12 @@ def test_a_spread_is_fair(waiting, cap):
     ],
 )
 def test_tasks(lengths, options, planned):
-    assert sizes(plan_tasks(ranges(*lengths), TaskSizes(**options))) == planned
+    assert sizes(planned_tasks(ranges(*lengths), TaskSizes(**options))) == planned
 
 
 def test_there_may_be_more_tasks_than_wanted_or_none():
-    assert len(plan_tasks(ranges(*[700] * 4), TaskSizes(min_partitions=2))) >= 2
-    assert plan_tasks([QueueRange(queue(0), 9, 3)], TaskSizes()) == []
+    assert len(planned_tasks(ranges(*[700] * 4), TaskSizes(min_partitions=2))) >= 2
+    assert planned_tasks([QueueRange(queue(0), 9, 3)], TaskSizes()) == []
 
 
 SIZES = st.builds(
@@ -92,8 +98,8 @@ SIZES = st.builds(
 @given(st.lists(st.integers(0, 4000), max_size=12), SIZES)
 def test_tasks_hold_every_offset_once(lengths, task_sizes):
     wanted = ranges(*lengths)
-    tasks = plan_tasks(wanted, task_sizes)
-    assert plan_tasks(ranges(*lengths), task_sizes) == tasks
+    tasks = planned_tasks(wanted, task_sizes)
+    assert planned_tasks(ranges(*lengths), task_sizes) == tasks
     pieces = sorted(piece for task in tasks for piece in task)
     assert all(len(piece) > 0 for piece in pieces)
     assert all(tasks)
@@ -112,5 +118,5 @@ def test_ten_thousand_queues_are_planned_within_a_second():
     lengths = [(number * 7919) % 5000 + 1 for number in range(10_000)]
     with cpu_at_most(1):
         spread(backlogs(*lengths), 100_000)
-        tasks = plan_tasks(ranges(*lengths), TaskSizes(max_partitions=64, min_partitions=32, max_records=2000))
+        tasks = planned_tasks(ranges(*lengths), TaskSizes(max_partitions=64, min_partitions=32, max_records=2000))
     assert len(tasks) == 64
