@@ -17,7 +17,6 @@ from pyrocket_consumer.cluster.names import wrap
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_config, check_range
 from pyrocket_consumer.errors import ClientClosed, ConfigError, RequestTimeout, RocketError, SendError
 from pyrocket_consumer.model import RETRY_PREFIX, MessageQueue
-from pyrocket_consumer.producer.in_flight import Flush
 from pyrocket_consumer.producer.outgoing_message import (
     BatchMessage,
     OutgoingMessage,
@@ -29,7 +28,7 @@ from pyrocket_consumer.producer.outgoing_message import (
     split_batch,
 )
 from pyrocket_consumer.producer.send_future import CallbackThread, ResultSink, SendFuture
-from pyrocket_consumer.producer.send_request import SendRequest, SendResult
+from pyrocket_consumer.producer.send_request import Flush, SendRequest, SendResult
 from pyrocket_consumer.producer.session import CloseHook, Session, flush_at_exit, new_ids
 from pyrocket_consumer.protocol.compression import compress
 from pyrocket_consumer.protocol.message import BatchItem, encode_batch

@@ -23,17 +23,17 @@ from pyrocket_consumer.errors import (
     RouteNotFound,
 )
 from pyrocket_consumer.model import MessageQueue, TopicRoute
-from pyrocket_consumer.producer.failures import (
+from pyrocket_consumer.producer.attempts import (
+    FailedBrokers,
     NoWritableQueue,
+    PublishQueues,
     SendFailure,
     classify_failure,
     is_broker_in_trouble,
     is_route_stale,
     is_topic_missing,
 )
-from pyrocket_consumer.producer.in_flight import Flush
-from pyrocket_consumer.producer.publish_queues import FailedBrokers, PublishQueues
-from pyrocket_consumer.producer.send_request import Lane, LaneKey, SendRequest, SendTemplate, UnansweredRequest
+from pyrocket_consumer.producer.send_request import Flush, Lane, LaneKey, SendRequest, SendTemplate, UnansweredRequest
 from pyrocket_consumer.protocol.codes import version_name, version_ordinal
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.text import logger

@@ -1,11 +1,11 @@
-"""One send request: content, prepared frame, attempts and result. Also the lane that keeps requests in order."""
+"""Send requests: content, prepared frame, attempts and result. Also lanes, which keep their order, and flushes."""
 
 from __future__ import annotations
 
 import struct
 from asyncio import TimerHandle
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -19,6 +19,7 @@ from pyrocket_consumer.protocol.command import SendMessageHeader, SendMessageRes
 from pyrocket_consumer.protocol.frame import MAX_HEADER_BYTES, ONEWAY_FLAG, RemotingCommand, prepare_header
 from pyrocket_consumer.text import truncate
 from pyrocket_consumer.transport.connection import Connection
+from pyrocket_consumer.transport.latch import Latch
 
 LaneKey = tuple[str, MessageQueue | str]
 """Messages with the same key stay in order: the topic, and the queue or the sharding key."""
@@ -256,3 +257,35 @@ class Lane:
             gone = set(over)
             self.waiting = deque(request for request in self.waiting if request not in gone)
         yield from over
+
+
+class Flush(Latch):
+    """Counts the results of the requests in flight at one moment, and is set after the last one.
+
+    The I/O thread makes it and counts. Other threads wait, and read the numbers of messages.
+    """
+
+    def __init__(self, requests: Collection[SendRequest]) -> None:
+        super().__init__()
+        self._requests = set(requests)
+        self.messages = self.pending = sum(len(request.message_ids) for request in requests)
+        self.sent = self.failed = 0
+        self.reason: BaseException | None = None  # of the first failure
+        self.longest_timeout_s = max((request.timeout_s for request in requests), default=0.0)
+        if not self._requests:
+            self.set()
+
+    def count(self, request: SendRequest, error: BaseException | None) -> None:
+        """Count a result, if the request was in flight at that moment."""
+        if request not in self._requests:
+            return
+        self._requests.remove(request)
+        messages = len(request.message_ids)
+        self.pending -= messages
+        if error is None:
+            self.sent += messages
+        else:
+            self.failed += messages
+            self.reason = self.reason or error
+        if not self._requests:
+            self.set()

@@ -9,16 +9,18 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from pyrocket_consumer.cluster import Cluster, local_ip
 from pyrocket_consumer.config import ProducerConfig
 from pyrocket_consumer.errors import ClientClosed, RequestTimeout, RocketError
-from pyrocket_consumer.producer.in_flight import Flush, InFlightQueue
 from pyrocket_consumer.producer.send_dispatcher import SendDispatcher
 from pyrocket_consumer.producer.send_future import CallbackThread
+from pyrocket_consumer.producer.send_request import Flush, SendRequest
 from pyrocket_consumer.protocol.ids import UniqueIds
 from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.latch import Latch
 
 with contextlib.suppress(RuntimeError):  # the main thread has ended, and Python accepts no more executors
     import concurrent.futures.thread  # noqa: F401 - see _flush_at_exit
@@ -32,6 +34,108 @@ STEP_TIMEOUT_S = 5.0
 """The timeout of one step on the I/O thread, and of the end of the callback thread."""
 
 _EXIT_GRACE_S = 1.0  # after the deadline, for the last sends to get their error
+
+
+class InFlightQueue:
+    """Passes requests from user threads to the I/O thread, and limits the unfinished ones.
+
+    User threads call `put`. The I/O thread takes the requests with `take_all`, and calls `release` for each that has
+    its result. The lock is for user threads only. The I/O thread must not wait for it, because a signal may have
+    interrupted its holder, whose handler waits for the I/O thread. So each side has counters of its own.
+    """
+
+    def __init__(self, max_messages: int, max_bytes: int, wake: Callable[[], None]) -> None:
+        """`wake` has the I/O thread call `take_all`."""
+        self._max_messages, self._max_bytes = max_messages, max_bytes
+        self._wake = wake
+        self._is_woken = False
+        self._lock = threading.RLock()
+        self._put_messages = self._put_bytes = 0
+        self._released_messages = self._released_bytes = 0
+        self._queued: deque[SendRequest] = deque()
+        self._freed = Latch()  # replaced when it is set and a thread waits for it again
+        self._is_closed = self._is_ended = False
+
+    @property
+    def messages(self) -> int:
+        """The number of messages in flight."""
+        return self._put_messages - self._released_messages
+
+    def put(self, request: SendRequest, timeout_s: float) -> bool:
+        """Queue `request`, and wait up to `timeout_s` until it fits. Return False if it did not fit in time.
+
+        Raises:
+            ClientClosed: the producer is closed.
+        """
+        if self.try_put(request):
+            return True
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if self._freed.is_set():
+                    self._freed = Latch()
+                freed = self._freed
+            if self.try_put(request):
+                return True
+            if not freed.wait(deadline - time.monotonic()):
+                return False
+
+    def try_put(self, request: SendRequest) -> bool:
+        """Queue `request` if it fits. A single message of any size fits, or it could never be sent.
+
+        Raises:
+            ClientClosed: the producer is closed.
+        """
+        size = len(request.body)
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise ClientClosed("the producer is closed; make a new one")
+                messages = self._put_messages - self._released_messages
+                if messages and (
+                    messages >= self._max_messages or self._put_bytes - self._released_bytes + size > self._max_bytes
+                ):
+                    return False
+                self._put_messages += 1
+                self._put_bytes += size
+                self._queued.append(request)
+            if not self._is_woken:  # one wake-up takes all requests that are queued before the I/O thread runs
+                self._is_woken = True
+                self._wake()
+        except BaseException:  # after Ctrl-C the request may be queued, and no later one would wake the I/O thread
+            self._is_woken = True
+            self._wake()
+            raise
+        if self._is_ended:
+            self.end()
+        return True
+
+    def take_all(self) -> list[SendRequest]:
+        """Return the requests queued since the last call."""
+        self._is_woken = False
+        return [self._queued.popleft() for _ in range(len(self._queued))]
+
+    def release(self, request: SendRequest) -> None:
+        """Free the capacity that `request` took, because it has its result."""
+        self._released_messages += 1
+        self._released_bytes += len(request.body)
+        self._freed.set()
+
+    def close(self) -> None:
+        """Accept no more messages. Threads that wait in `put` get ClientClosed."""
+        with self._lock:
+            self._is_closed = True
+        self._freed.set()
+
+    def end(self) -> None:
+        """Fail the requests that arrived too late for the I/O thread to take them."""
+        self._is_ended = True
+        while self._queued:
+            try:
+                request = self._queued.popleft()
+            except IndexError:
+                return
+            request.sink.set_exception(ClientClosed("the producer is closed; make a new one"))
 
 
 class Session:

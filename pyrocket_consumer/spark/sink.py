@@ -27,7 +27,7 @@ from pyrocket_consumer.config import ClientConfig, ProducerConfig
 from pyrocket_consumer.errors import ConfigError, PermissionDenied, RequestTimeout, RocketError, RouteNotFound
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer import Producer, SendResult
-from pyrocket_consumer.producer.failures import NoWritableQueue
+from pyrocket_consumer.producer.attempts import NoWritableQueue
 from pyrocket_consumer.producer.send_future import KeyedResultSink
 from pyrocket_consumer.spark import executor_cache
 from pyrocket_consumer.spark.failures import RetryPolicy

@@ -20,7 +20,7 @@ from pyrocket_consumer import (
 )
 from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.producer import SendStatus
-from pyrocket_consumer.producer.failures import SendFailure, classify_failure, is_route_stale
+from pyrocket_consumer.producer.attempts import SendFailure, classify_failure, is_route_stale
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.testing import (

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from pyrocket_consumer.model import BrokerData, MessageQueue, QueueData, TopicRoute
-from pyrocket_consumer.producer.publish_queues import FailedBrokers, PublishQueues
+from pyrocket_consumer.producer.attempts import FailedBrokers, PublishQueues
 from tests.for_each import for_each
 
 

@@ -148,6 +148,13 @@ def test_the_page_names(name):
     assert f"`{name}`" in TEXT
 
 
+def test_options_are_listed_in_the_order_of_the_page():
+    table = TEXT[TEXT.index("| option | default |") : TEXT.index("## Columns")]
+    cells = [row.split("|")[1] for row in table.splitlines()[2:] if row]
+    shown = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert list(dict.fromkeys(shown)) == list(NAMES)
+
+
 def test_the_example_program_is_what_the_page_shows():
     program = (EXAMPLES / "spark_files.py").read_text()
     (block,) = [block for block in BLOCKS if "def files_in" in block]
