@@ -218,16 +218,8 @@ class Pulled:
 
     header: PullResponse
     response: RemotingCommand
-
-    @property
-    def is_found(self) -> bool:
-        """Whether the response has messages."""
-        return self.header.status is PullStatus.FOUND
-
-    @property
-    def is_moved(self) -> bool:
-        """Whether the broker corrects the offset, or reports a reset."""
-        return self.header.status is PullStatus.OFFSET_MOVED
+    count: int
+    """How many messages the response has at most; 0 without any. A response with few matches advances far."""
 
 
 @dataclass(slots=True)
@@ -338,7 +330,7 @@ class PullCore:
     def sent(self, offset: int, now: float) -> PullRequest:
         """Note a pull at `offset`, and return it."""
         count = self._batch if self._end is None else min(self._batch, self._end - offset)
-        pull = PullRequest(offset, count, self.next_broker_id, now)
+        pull = PullRequest(offset, count, MASTER_ID if self._master_next else self.broker_id, now)
         self._master_next = False
         in_flight = self.in_flight
         if not in_flight or in_flight[-1].offset <= offset:
@@ -368,15 +360,20 @@ class PullCore:
             header = read_pull_response(response, pull.offset)
         except ProtocolError as error:
             return self.fail(error)
-        if header.status is not PullStatus.OFFSET_MOVED:
-            self.min_offset, self.max_offset, self._is_end_known = header.min_offset, header.max_offset, True
-            if header.next_offset < pull.offset or (
-                header.status is PullStatus.FOUND
-                and (header.next_offset == pull.offset or not (response.body or pull.body))
-            ):
-                text = f"pull of {self.queue} at {pull.offset}: the response does not advance ({header})"
-                return self.fail(ProtocolError(text))
-        return Pulled(header, response)
+        if header.status is PullStatus.OFFSET_MOVED:
+            return Pulled(header, response, 0)
+        self.min_offset, self.max_offset, self._is_end_known = header.min_offset, header.max_offset, True
+        step = header.next_offset - pull.offset
+        if header.status is not PullStatus.FOUND:
+            count = 0
+        elif response.body or pull.body:
+            count = min(self._batch, step)
+        else:
+            step = 0
+        if step < 0 or (step == 0 and header.status is PullStatus.FOUND):
+            text = f"pull of {self.queue} at {pull.offset}: the response does not advance ({header})"
+            return self.fail(ProtocolError(text))
+        return Pulled(header, response, count)
 
     def advance(self, pull: PullRequest, header: PullResponse, now: float) -> float:
         """Continue at the response's next offset. Return the pause in seconds before the next pull, mostly 0."""
@@ -492,7 +489,7 @@ def read_messages(
     messages = decode_messages(body, queue, unpack, body_limit, MAX_RECORDS)
     if not are_offsets_rising(messages):  # the window's edge would move back and forth
         raise ProtocolError(f"pull of {queue} at {offset}: the messages of the response are out of order")
-    if messages and not large and not any(offset <= each.queue_offset < next_offset for each in messages):
+    if messages and not large and not _has_one_between(messages, offset, next_offset):
         raise ProtocolError(
             f"pull of {queue} at {offset}: the response has messages from {messages[0].queue_offset} to "
             f"{messages[-1].queue_offset}, but none from {offset} to its next offset {next_offset}"
@@ -509,6 +506,10 @@ def read_messages(
         messages = [message for message in messages if is_wanted(subscription, message)]
         rest = [message for message in rest if message in large or is_wanted(subscription, message)]
     return PulledMessages(messages, next_offset, rest, large)
+
+
+def _has_one_between(messages: list[Message], begin: int, end: int) -> bool:
+    return begin <= messages[0].queue_offset < end or any(begin <= each.queue_offset < end for each in messages)
 
 
 def is_wanted(subscription: Subscription, message: Message) -> bool:

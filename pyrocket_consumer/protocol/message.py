@@ -321,6 +321,16 @@ def _copy_error(error: ProtocolError) -> ProtocolError:
     return type(error)(*error.args)
 
 
+MessageIdentity = tuple[int, int, int]
+"""The queue offset, the commit log offset and the store time: another message at the same offset differs in them."""
+
+
+def identify(message: Message) -> MessageIdentity:
+    """Return the values that distinguish `message` from another one at the same offset."""
+    fields = message._fields()
+    return message.queue_offset, fields[6], fields[10]
+
+
 def stored_body(message: Message) -> bytes:
     """Return the body of a message as it is stored: compressed, if `sys_flag` has a compression."""
     return message._data[message._start + _FIXED[message.sys_flag & _HOSTS_V6].size : message._body_end]

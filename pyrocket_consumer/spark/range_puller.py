@@ -274,7 +274,7 @@ class RangePuller:
                 continue
             header = result.header
             self._switch_broker(header.suggested_broker_id)
-            if result.is_found:
+            if result.count:
                 self._on_found(pull, header)
             elif header.status is not PullStatus.NO_MATCHED_MESSAGE or header.next_offset <= pull.offset:
                 self._on_nothing(pull, header)

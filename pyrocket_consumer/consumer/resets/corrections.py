@@ -8,13 +8,14 @@ from functools import partial
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
 from pyrocket_consumer.consumer.assignment.held_queue import HeldQueue
-from pyrocket_consumer.consumer.assignment.pull_loop import PullLoop, identify
+from pyrocket_consumer.consumer.assignment.pull_loop import PullLoop
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.resets.records import ResetRecords
 from pyrocket_consumer.consumer.resets.resets import Resets
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, PullResponse, Subscription
+from pyrocket_consumer.protocol.message import identify
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.backoff import Backoff
 
