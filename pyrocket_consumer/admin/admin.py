@@ -14,10 +14,9 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 from pyrocket_consumer.admin import groups, topics
 from pyrocket_consumer.admin.groups import check_settings
 from pyrocket_consumer.admin.lag import GroupLag, group_lag, with_stored_offsets
-from pyrocket_consumer.admin.masters import check_targets
 from pyrocket_consumer.admin.resets import execute_plan, forget_reset, plan_reset
 from pyrocket_consumer.admin.resets.plan import ResetPlan, ResetProgress, ResetResult
-from pyrocket_consumer.admin.topics import MAX_QUEUES, OffsetRange, check_attributes, check_perm
+from pyrocket_consumer.admin.topics import MAX_QUEUES, OffsetRange, check_attributes, check_perm, check_targets
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.client import NotCopied
 from pyrocket_consumer.cluster.names import wrap

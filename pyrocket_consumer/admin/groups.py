@@ -6,14 +6,13 @@ import asyncio
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from itertools import chain
 from typing import Any
 
-from pyrocket_consumer.admin.masters import NO_MASTER, BrokerMissing, call_many, cluster_info, find_masters
-from pyrocket_consumer.admin.topics import MAX_QUEUES, delete_topic
+from pyrocket_consumer.admin.topics import MAX_QUEUES, NO_MASTER, BrokerMissing, call_many, delete_topic, find_masters
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.names import unwrap, wrap
-from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.config import check_bool, check_int
 from pyrocket_consumer.errors import (
     ConfigError,
@@ -100,10 +99,7 @@ async def delete_group(cluster: Cluster, name: str, *, remove_offsets: bool, rem
 async def list_groups(cluster: Cluster, *, include_system: bool) -> list[str]:
     """Return all groups that any master knows, sorted."""
     masters = await find_masters(cluster)
-    responses = await call_many(masters, lambda address: cluster.call(address, GetAllSubscriptionGroupsHeader()))
-    found: set[str] = set()
-    for response in responses.values():
-        found.update(await read_body(decode_subscription_groups, response.body))
+    found = set(chain.from_iterable((await call_many(masters, lambda address: _groups_at(cluster, address))).values()))
     if include_system:
         return sorted(found)
     namespace = cluster.config.namespace
@@ -116,6 +112,10 @@ async def list_groups(cluster: Cluster, *, include_system: bool) -> list[str]:
     )
 
 
+async def _groups_at(cluster: Cluster, address: str) -> Iterable[str]:
+    return await cluster.read(address, GetAllSubscriptionGroupsHeader(), decode_subscription_groups)
+
+
 async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError if no broker knows the group. Without permission to list groups, do nothing.
 
@@ -126,7 +126,7 @@ async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str,
     """
     masters: Mapping[str, str | None]
     if brokers is None:
-        info = await cluster_info(cluster)
+        info = await cluster.name_servers.cluster_info()
         masters = {name: data.addresses.get(MASTER_ID) for name, data in info.brokers.items()}
     else:
         masters = brokers
@@ -139,8 +139,7 @@ async def check_group_exists(cluster: Cluster, group: str, brokers: Mapping[str,
         try:
             if address is None:
                 raise BrokerMissing(f"broker {name}", NO_MASTER)
-            response = await cluster.call(address, GetAllSubscriptionGroupsHeader())
-            known.update(await read_body(decode_subscription_groups, response.body))
+            known.update(await _groups_at(cluster, address))
         except PermissionDenied:
             forbidden.append(name)
         except (ConnectError, ConnectionLost, RequestTimeout) as error:

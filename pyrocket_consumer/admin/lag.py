@@ -9,15 +9,13 @@ from datetime import datetime
 from itertools import chain
 
 from pyrocket_consumer.admin.groups import check_group_exists
-from pyrocket_consumer.admin.masters import NO_MASTER, BrokerMissing, cluster_info
-from pyrocket_consumer.admin.topics import list_topics, to_datetime
+from pyrocket_consumer.admin.topics import NO_MASTER, BrokerMissing, list_topics, to_datetime
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.admin_relay import GroupMembers, RemoteMember, fetch_group_members, fetch_member_offsets
 from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.names import unwrap, wrap
 from pyrocket_consumer.cluster.offset_lookup import fetch_committed_offsets, fetch_first_and_last, fetch_queues
 from pyrocket_consumer.cluster.reset_record import ResetRecord
-from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import ClientClosed, PermissionDenied, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageModel, MessageQueue, retry_topic
 from pyrocket_consumer.offsets.database.claim import StoredOffset
@@ -114,7 +112,7 @@ class _Survey:
         Raises:
             RocketError: no broker responds.
         """
-        info = await cluster_info(cluster)
+        info = await cluster.name_servers.cluster_info()
         self._registered = set(info.brokers)
         known = join_truncated(sorted(info.brokers))
         failures: dict[str, RocketError] = {}
@@ -264,8 +262,8 @@ async def _rows_of_brokers(
 
     async def fetch(name: str) -> None:
         try:
-            response = await cluster.call(survey.brokers[name], GetConsumeStatsHeader(group, topic))
-            reported = (await read_body(decode_consume_stats, response.body)).queues
+            header = GetConsumeStatsHeader(group, topic)
+            reported = (await cluster.read(survey.brokers[name], header, decode_consume_stats)).queues
             stats.update((queue, each) for queue, each in reported.items() if queue.broker_name == name)
         except RocketError as error:
             failures[name] = error

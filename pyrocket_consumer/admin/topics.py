@@ -1,19 +1,20 @@
-"""Create, delete and list topics, and find the offset ranges of their queues."""
+"""Create, delete and list topics, find the offset ranges of their queues, and the masters for an admin call."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from typing import TypeVar
 
-from pyrocket_consumer.admin.masters import call_many, cluster_info, find_masters
 from pyrocket_consumer.cluster import Cluster
+from pyrocket_consumer.cluster.client import read_body
 from pyrocket_consumer.cluster.names import is_system, unwrap, wrap
-from pyrocket_consumer.cluster.responses import read_body
-from pyrocket_consumer.errors import BrokerError, ConfigError, ProtocolError, RequestTimeout, RocketError
-from pyrocket_consumer.model import DLQ_PREFIX, PERM_READ, PERM_WRITE, RETRY_PREFIX, MessageQueue, TopicRoute
+from pyrocket_consumer.config import check_names, check_text
+from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, ProtocolError, RequestTimeout, RocketError
+from pyrocket_consumer.model import DLQ_PREFIX, MASTER_ID, PERM_READ, PERM_WRITE, RETRY_PREFIX, MessageQueue, TopicRoute
 from pyrocket_consumer.protocol.bodies import decode_route, decode_topic_list, decode_topic_stats
 from pyrocket_consumer.protocol.codes import ResponseCode, version_name, version_ordinal
 from pyrocket_consumer.protocol.command import (
@@ -26,7 +27,9 @@ from pyrocket_consumer.protocol.command import (
     GetTopicStatsInfoHeader,
 )
 from pyrocket_consumer.protocol.reset_format import MAX_RECORDED_OFFSET
-from pyrocket_consumer.text import safe_repr
+from pyrocket_consumer.text import escape_controls, join_truncated, safe_repr
+
+T = TypeVar("T")
 
 MAX_QUEUES = 10_000
 
@@ -103,10 +106,9 @@ async def create_topic(
 async def _queue_count(cluster: Cluster, topic: str, address: str) -> int | None:
     """Return the number of queues on a broker, or None if the broker refuses to report it."""
     try:
-        response = await cluster.call(address, GetTopicStatsInfoHeader(topic))
+        return len((await cluster.read(address, GetTopicStatsInfoHeader(topic), decode_topic_stats)).queues)
     except BrokerError:
         return None
-    return len((await read_body(decode_topic_stats, response.body)).queues)
 
 
 def check_perm(perm: object) -> None:
@@ -183,7 +185,7 @@ async def list_topics(cluster: Cluster, *, include_system: bool) -> list[str]:
     namespace = cluster.config.namespace
     if include_system:
         return sorted(found)
-    info = await cluster_info(cluster)
+    info = await cluster.name_servers.cluster_info()
     # Brokers create topics with their own names, which users do not need.
     own = {*info.brokers, *info.clusters, *(f"{name}_REPLY_TOPIC" for name in info.clusters)}
     return sorted(
@@ -201,13 +203,13 @@ async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, Offse
     topic = wrap(cluster.config.namespace, name)
     route = await cluster.routes.get(topic, refresh=True)
     addresses = {data.broker_name: cluster.routes.address(data.broker_name) for data in route.queues}
-    responses = await call_many(
+    tables = await call_many(
         {broker: address for broker, address in addresses.items() if address is not None},
-        lambda address: cluster.call(address, GetTopicStatsInfoHeader(topic)),
+        lambda address: cluster.read(address, GetTopicStatsInfoHeader(topic), decode_topic_stats),
     )
     ranges: dict[MessageQueue, OffsetRange] = {}
-    for broker, response in responses.items():
-        for queue, stats in (await read_body(decode_topic_stats, response.body)).queues.items():
+    for broker, table in tables.items():
+        for queue, stats in table.queues.items():
             if (queue.topic, queue.broker_name) != (topic, broker):
                 continue  # a broker knows only its own queues
             low, high = stats.min_offset, stats.max_offset
@@ -222,3 +224,81 @@ async def topic_offsets(cluster: Cluster, name: str) -> dict[MessageQueue, Offse
 def to_datetime(at_ms: int) -> datetime | None:
     """Return the time of a message, or None without a message, or if `datetime` cannot represent the time."""
     return datetime.fromtimestamp(at_ms / 1000, UTC) if 0 < at_ms <= _MAX_DATETIME_MS else None
+
+
+# --- masters
+
+
+class BrokerMissing(ConnectError):
+    """The name server knows no master of a broker. So there is no address to check."""
+
+    def __str__(self) -> str:
+        return escape_controls(f"{self.address}: {self.reason}")
+
+
+NO_MASTER = "the name server knows no master of it now; check that it runs"
+
+
+def check_targets(brokers: Iterable[str] | None, cluster_name: str | None) -> list[str] | None:
+    """Return the names of the selected brokers, or None for all, or for all of a cluster.
+
+    Raises:
+        ConfigError: a name is not allowed, or both arguments are set.
+    """
+    if brokers is not None and cluster_name is not None:
+        raise ConfigError("brokers and cluster exclude each other; give one of them")
+    check_text("cluster", cluster_name)
+    named = None if brokers is None else check_names("brokers", brokers)
+    if named == []:
+        raise ConfigError(f"brokers={brokers!r} names no broker; pass None for all")
+    return named
+
+
+async def find_masters(
+    cluster: Cluster, named: Collection[str] | None = None, cluster_name: str | None = None
+) -> dict[str, str]:
+    """Return broker name -> address of its master, for the named brokers, those of a cluster, or all.
+
+    Raises:
+        ConfigError: the broker or cluster does not exist.
+        ConnectError: one of them has no master now.
+    """
+    info = await cluster.name_servers.cluster_info()
+    if cluster_name is not None:
+        if cluster_name not in info.clusters:
+            raise ConfigError(
+                f"there is no cluster {cluster_name!r}; choose one of {join_truncated(sorted(info.clusters))}"
+            )
+        named = list(info.clusters[cluster_name])
+    names = sorted(info.brokers) if named is None else sorted(named)
+    unknown = [name for name in names if name not in info.brokers]
+    if unknown:
+        raise ConfigError(f"there is no broker {unknown[0]!r}; choose one of {join_truncated(sorted(info.brokers))}")
+    found = {name: info.brokers[name].addresses.get(MASTER_ID) for name in names}
+    without = [name for name, address in found.items() if address is None]
+    if without or not found:
+        what = f"broker {join_truncated(without)}" if without else "the cluster"
+        raise BrokerMissing(what, NO_MASTER)
+    return {name: address for name, address in found.items() if address is not None}
+
+
+async def call_many(brokers: Mapping[str, str], call: Callable[[str], Awaitable[T]]) -> dict[str, T]:
+    """Return broker name -> result of `call(address)`. All calls run at the same time.
+
+    Raises:
+        RocketError: the error of one broker; a note names the brokers where the call succeeded.
+    """
+    outcomes = await asyncio.gather(*(call(address) for address in brokers.values()), return_exceptions=True)
+    done: dict[str, T] = {}
+    failures: list[BaseException] = []
+    for name, outcome in zip(brokers, outcomes, strict=True):
+        if isinstance(outcome, BaseException):
+            failures.append(outcome)
+        else:
+            done[name] = outcome
+    if failures:
+        error = next((each for each in failures if not isinstance(each, RocketError)), failures[0])
+        if done:
+            error.add_note(f"done at {join_truncated(list(done))}; it is safe to repeat")
+        raise error
+    return done

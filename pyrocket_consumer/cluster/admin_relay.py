@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from pyrocket_consumer.cluster.client import read_body
 from pyrocket_consumer.cluster.cluster import Cluster
 from pyrocket_consumer.cluster.gather import gather_limited
-from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import BrokerError, PermissionDenied, ProtocolError, RocketError
 from pyrocket_consumer.model import MessageModel, MessageQueue
 from pyrocket_consumer.protocol.bodies import (
@@ -254,10 +254,8 @@ async def _fetch_status_offsets(
     failure: RocketError | None = None
     for address in member.addresses:
         try:
-            response = await cluster.call(
-                address, GetConsumerStatusHeader(topic, group, member.client_id), timeout_s=STATUS_TIMEOUT_S
-            )
-            table = await read_body(decode_consumer_status_table, response.body)
+            header = GetConsumerStatusHeader(topic, group, member.client_id)
+            table = await cluster.read(address, header, decode_consumer_status_table, timeout_s=STATUS_TIMEOUT_S)
         except PermissionDenied:  # this needs a permission on the topic; the running info needs one on the group
             return await _fetch_running_info_offsets(cluster, address, group, member, topic)
         except RocketError as error:
@@ -274,8 +272,7 @@ async def _fetch_running_info_offsets(
 ) -> dict[MessageQueue, int]:
     """Return the offsets of the queues that a member holds, from its running info."""
     header = GetConsumerRunningInfoHeader(group, member.client_id)
-    response = await cluster.call(address, header, timeout_s=RELAY_TIMEOUT_S)
-    found = await read_body(decode_running_info, response.body)
+    found = await cluster.read(address, header, decode_running_info, timeout_s=RELAY_TIMEOUT_S)
     return {
         queue: info.commit_offset
         for queue, info in found.queues.items()

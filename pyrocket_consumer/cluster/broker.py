@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container
 from functools import partial
 
-from pyrocket_consumer.cluster.client import Client
+from pyrocket_consumer.cluster.client import Client, read_body
 from pyrocket_consumer.cluster.pull_core import HOLD_TICK_S, PULL_CODES, pull_header, read_pull_response
-from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.cluster.routes import Routes
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, ProtocolError, RocketError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus, Subscription
@@ -318,12 +317,11 @@ class Broker:
         header = GetConsumerListByGroupHeader(group)
         address = await self._address(topic, any_id=True)
         try:
-            response = await self._client.call(address, header)
+            ids = await self._client.read(address, header, decode_consumer_list)
         except BrokerError as error:
             if error.code == ResponseCode.SYSTEM_ERROR and _NO_CONSUMER_REMARK in error.remark:
                 return []
             raise
-        ids = await read_body(decode_consumer_list, response.body)
         if len(ids) > MAX_MEMBERS:
             raise ProtocolError(
                 f"{address} lists {len(ids)} members of group {group!r}; at most {MAX_MEMBERS} are allowed"

@@ -14,14 +14,22 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
-from pyrocket_consumer.cluster.responses import check_response, read_error
 from pyrocket_consumer.config import ClientConfig
-from pyrocket_consumer.errors import ClientClosed, ConnectError, RequestTimeout, RocketError
+from pyrocket_consumer.errors import (
+    MOST_OF_A_REMARK,
+    BrokerError,
+    ClientClosed,
+    ConnectError,
+    FlowControl,
+    PermissionDenied,
+    RequestTimeout,
+    RocketError,
+)
 from pyrocket_consumer.model import TopicRoute
-from pyrocket_consumer.protocol.codes import ResponseCode
+from pyrocket_consumer.protocol.codes import ResponseCode, response_name
 from pyrocket_consumer.protocol.command import Header, request
 from pyrocket_consumer.protocol.frame import RemotingCommand, sign
-from pyrocket_consumer.text import logger
+from pyrocket_consumer.text import logger, truncate
 from pyrocket_consumer.transport.connection import Connection, OnLateResponse, Sign
 from pyrocket_consumer.transport.connections import MAYBE_PLAINTEXT, Addresses, Connections
 from pyrocket_consumer.transport.io_thread import IoThread
@@ -33,6 +41,10 @@ T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_UNANSWERED = 2  # consecutive calls without a response, after which the connection is closed
+LARGE_BODY_BYTES = 16 * 1024
+"""Larger bodies are decoded on another thread, because they would block the I/O thread for several milliseconds."""
+
+_ACL_REMARK = "AclException"  # ACL 1.0 refuses with SYSTEM_ERROR; only the remark shows the reason
 _JITTER = 0.1  # of an interval, so that clients that start together do not send all later requests together
 
 
@@ -282,6 +294,17 @@ class Client:
         call = connection.call if self._gets_heartbeats(address) else partial(self.call_or_close, connection)
         return check_response(await call(command, timeout_s, on_late), address, accept)
 
+    async def read(
+        self, address: str, header: Header, decode: Callable[[bytes], T], *, timeout_s: float | None = None
+    ) -> T:
+        """Return `decode(body)` of the response of the server at `address`.
+
+        Raises:
+            ProtocolError: the body cannot be decoded.
+            BrokerError, ConnectError, RequestTimeout, ConnectionLost: as for `call`.
+        """
+        return await read_body(decode, (await self.call(address, header, timeout_s=timeout_s)).body)
+
     async def call_many(
         self, address: str, commands: Collection[RemotingCommand]
     ) -> list[RemotingCommand | RocketError]:
@@ -454,6 +477,39 @@ class NotCopied:
             f"{type(self).__name__} cannot be pickled or copied, because it has connections and threads of its own; "
             "create another one, in the process that uses it"
         )
+
+
+def check_response(response: RemotingCommand, address: str, accept: Container[int] = (0,)) -> RemotingCommand:
+    """Return `response` if its code is in `accept`.
+
+    Raises:
+        BrokerError: it has another code; PermissionDenied or FlowControl if that is the reason.
+    """
+    if response.code in accept:
+        return response
+    raise read_error(response, address)
+
+
+def read_error(response: RemotingCommand, address: str) -> BrokerError:
+    """Return the error for a response whose code is not accepted."""
+    code, remark = response.code, response.remark or ""
+    kind = BrokerError
+    if code == ResponseCode.NO_PERMISSION or (code == ResponseCode.SYSTEM_ERROR and _ACL_REMARK in remark):
+        kind = PermissionDenied
+    elif code in (ResponseCode.SYSTEM_BUSY, ResponseCode.FLOW_CONTROL):
+        kind = FlowControl
+    return kind(code, truncate(remark, MOST_OF_A_REMARK), address, response_name(code))
+
+
+async def read_body(decode: Callable[[bytes], T], body: bytes) -> T:
+    """Return `decode(body)`. A large body is decoded on another thread, so that it does not block the I/O thread.
+
+    Raises:
+        ProtocolError: the body cannot be decoded.
+    """
+    if len(body) <= LARGE_BODY_BYTES:
+        return decode(body)
+    return await asyncio.get_running_loop().run_in_executor(None, decode, body)
 
 
 def _to_result(response: RemotingCommand | Exception, address: str) -> RemotingCommand | RocketError:

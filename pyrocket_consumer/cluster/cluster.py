@@ -9,8 +9,7 @@ from collections.abc import Awaitable
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.client import Client, ClusterState
 from pyrocket_consumer.cluster.membership import BrokerLink, Membership
-from pyrocket_consumer.cluster.name_servers import NameServers
-from pyrocket_consumer.cluster.routes import Routes
+from pyrocket_consumer.cluster.routes import NameServers, Routes
 from pyrocket_consumer.cluster.server_requests import ServerRequests
 from pyrocket_consumer.config import ClientConfig
 from pyrocket_consumer.model import MASTER_ID, TopicRoute

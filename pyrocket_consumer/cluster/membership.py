@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from pyrocket_consumer.cluster.client import Client
-from pyrocket_consumer.cluster.responses import check_response
+from pyrocket_consumer.cluster.client import Client, check_response
 from pyrocket_consumer.cluster.routes import Routes
 from pyrocket_consumer.errors import ConnectError, RocketError
 from pyrocket_consumer.protocol.bodies import ConsumerData, HeartbeatData, encode_heartbeat

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from pyrocket_consumer.cluster.responses import read_error
+from pyrocket_consumer.cluster.client import read_error
 from pyrocket_consumer.errors import ConnectError, ConnectionLost, ProtocolError
 from pyrocket_consumer.model import MASTER_ID, MessageQueue, PullResponse, PullStatus, Subscription
 from pyrocket_consumer.protocol.accelerator import are_offsets_rising

@@ -11,8 +11,8 @@ from functools import partial
 
 from pyrocket_consumer.cluster import Cluster, ClusterEvents
 from pyrocket_consumer.cluster.broker import DEGRADED_CODES, STORED_CODES
+from pyrocket_consumer.cluster.client import read_error
 from pyrocket_consumer.cluster.membership import BrokerLink
-from pyrocket_consumer.cluster.responses import read_error
 from pyrocket_consumer.config import ProducerConfig
 from pyrocket_consumer.errors import (
     ClientClosed,

@@ -17,7 +17,6 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.admin.topics import list_topics
 from pyrocket_consumer.cluster import Cluster, make_client_id
 from pyrocket_consumer.cluster.broker import Broker
@@ -519,7 +518,7 @@ class BrokerOffsets:
 
     async def _brokers_up(self) -> Collection[str]:
         try:
-            return (await cluster_info(self.cluster)).brokers
+            return (await self.cluster.name_servers.cluster_info()).brokers
         except RocketError as error:
             log.debug("brokers could not be listed reason=%s", error)
             return ()

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from pyrocket_consumer.admin.masters import cluster_info
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.names import unwrap, wrap
 from pyrocket_consumer.cluster.pull_core import Failed, PullCore, PullRequest, PullTemplate, pull_header
@@ -247,7 +246,7 @@ class RangePuller:
         broker_id = self._core.broker_id
         address = self._cluster.routes.address(name, broker_id)
         if address is None and isinstance(lost, RouteNotFound):  # its brokers know whether it is deleted
-            broker = (await cluster_info(self._cluster)).brokers.get(name)
+            broker = (await self._cluster.name_servers.cluster_info()).brokers.get(name)
             address = choose_address(broker.addresses, broker_id) if broker is not None else None
         if address is None:
             raise lost or ConnectError(f"broker {name!r}", "no known route names an address of it")

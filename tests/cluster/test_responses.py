@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from pyrocket_consumer.cluster.responses import LARGE_BODY_BYTES, check_response, read_body
+from pyrocket_consumer.cluster.client import LARGE_BODY_BYTES, check_response, read_body
 from pyrocket_consumer.errors import ProtocolError
 from pyrocket_consumer.protocol.bodies import decode_lock_response
 from pyrocket_consumer.protocol.frame import RemotingCommand

@@ -18,7 +18,7 @@ from pyrocket_consumer import (
     RouteNotFound,
     SendError,
 )
-from pyrocket_consumer.cluster.responses import read_error
+from pyrocket_consumer.cluster.client import read_error
 from pyrocket_consumer.producer import SendStatus
 from pyrocket_consumer.producer.attempts import SendFailure, classify_failure, is_route_stale
 from pyrocket_consumer.protocol.codes import RequestCode

@@ -24,8 +24,8 @@ from pyrocket_consumer.admin.resets.plan import (
     way_for,
 )
 from pyrocket_consumer.cluster.admin_relay import RelayResult, RelayStatus, RemoteMember
+from pyrocket_consumer.cluster.client import read_body
 from pyrocket_consumer.cluster.gather import gather_limited
-from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import DatabaseOffsets

@@ -32,6 +32,7 @@ from pyrocket_consumer.cluster.admin_relay import (
     fetch_member_offsets,
     relay_to_all,
 )
+from pyrocket_consumer.cluster.client import read_body
 from pyrocket_consumer.cluster.gather import by_broker, gather_limited
 from pyrocket_consumer.cluster.names import unwrap, wrap
 from pyrocket_consumer.cluster.offset_lookup import (
@@ -42,7 +43,6 @@ from pyrocket_consumer.cluster.offset_lookup import (
     nearest_available,
 )
 from pyrocket_consumer.cluster.reset_record import ResetRecord
-from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.config import OffsetSpec
 from pyrocket_consumer.errors import (
     ConfigError,

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from pyrocket_consumer.cluster.responses import read_body
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.errors import BrokerError, ConnectError, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
@@ -131,8 +130,8 @@ class Resubscriber:
         if address is None:
             return
         try:
-            response = await context.cluster.call(address, GetConsumerConnectionListHeader(context.name))
-            found = await read_body(decode_consumer_connection, response.body)
+            header = GetConsumerConnectionListHeader(context.name)
+            found = await context.cluster.read(address, header, decode_consumer_connection)
         except BrokerError:  # the broker knows no member of the group, or does not permit the request
             return
         except RocketError as error:
