@@ -1,4 +1,4 @@
-"""What is made from the options in pyrocket_consumer/config: keyword types, docstrings and tables of the reference.
+"""What is made from the options in pyrocket_consumer/config/options.py: keyword types, docstrings and the reference.
 
 `python -m tests.options --write` writes them; without the option it prints the files that differ.
 """
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pyrocket_consumer.config import ClientConfig, ConsumerConfig, ProducerConfig
-from pyrocket_consumer.config.option import option_of
+from pyrocket_consumer.config.options import option_of
 
 ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "pyrocket_consumer" / "config" / "options.py"
 WIDTH = 120
 INDENT = " " * 12
 
@@ -72,37 +73,19 @@ def table(options: Iterable[Field[Any]]) -> str:
     return "\n".join(["| option | default | allowed, unit | purpose |", "|---|---|---|---|", *rows]) + "\n"
 
 
-KEYWORDS = '''"""The options as keyword arguments. Made by `python -m tests.options --write`."""
-
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
-from datetime import datetime
-from pathlib import Path
-from ssl import SSLContext
-from typing import Literal, TypedDict
-
-from pyrocket_consumer.config.consumer import Allocation, OrderBy, PerTopic
-from pyrocket_consumer.model import ClaimedOffsets, ConsumerEvent, MessageModel, OffsetStore
-'''
-
-
-def keywords() -> str:
-    """Return the source of config/keywords.py."""
-    text = KEYWORDS
-    for config, base in (
-        (ClientConfig, "TypedDict"),
-        (ConsumerConfig, "ClientOptions"),
-        (ProducerConfig, "ClientOptions"),
-    ):
-        name = config.__name__.replace("Config", "Options")
-        text += f"\n\nclass {name}({base}, total=False):\n"
-        text += f'    """The fields of `{config.__name__}` as keyword arguments."""\n\n'
-        text += "".join(
+def keywords(path: Path) -> str:
+    """Return the source of the configs, with a `TypedDict` of the options after each of them."""
+    text = path.read_text()
+    for config in (ClientConfig, ConsumerConfig, ProducerConfig):
+        name = config.__name__
+        head = rf'(^class {name.replace("Config", "Options")}\(.*\n    """.*"""\n\n)(?:    .*\n)+'
+        body = "".join(
             f"    {each.name}: {str(each.type).replace(chr(39), chr(34))}\n"
             for each in own(config)
             if each.name not in PARAMETERS
         )
+        assert len(re.findall(head, text, re.MULTILINE)) == 1, f"{path.name} has no TypedDict of {name}"
+        text = re.sub(head, lambda found, body=body: found[1] + body, text, flags=re.MULTILINE)
     return text
 
 
@@ -139,7 +122,7 @@ def made() -> dict[Path, str]:
         text = between(text, f"<!-- options of a {title} -->", "<!-- end of options -->", table(options))
     return {
         reference: text,
-        ROOT / "pyrocket_consumer" / "config" / "keywords.py": keywords(),
+        CONFIGS: keywords(CONFIGS),
         **dict(
             [
                 docstring("pyrocket_consumer/consumer/push_consumer.py", "config", name_server + consumer + client),

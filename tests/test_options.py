@@ -19,7 +19,7 @@ from pyrocket_consumer.config import (
     ProducerConfig,
     ProducerOptions,
 )
-from pyrocket_consumer.config.option import option_of
+from pyrocket_consumer.config.options import option_of
 from pyrocket_consumer.producer import TransactionProducer
 from tests import options
 from tests.for_each import for_each

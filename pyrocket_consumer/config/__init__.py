@@ -23,10 +23,18 @@ from pyrocket_consumer.config.checks import (
     parse_name_servers,
     trusting,
 )
-from pyrocket_consumer.config.client import ClientConfig, check_config
-from pyrocket_consumer.config.consumer import Allocation, ConsumerConfig, OrderBy
-from pyrocket_consumer.config.keywords import ClientOptions, ConsumerOptions, ProducerOptions
-from pyrocket_consumer.config.producer import MAX_MESSAGE_BYTES, ProducerConfig
+from pyrocket_consumer.config.options import (
+    MAX_MESSAGE_BYTES,
+    Allocation,
+    ClientConfig,
+    ClientOptions,
+    ConsumerConfig,
+    ConsumerOptions,
+    OrderBy,
+    ProducerConfig,
+    ProducerOptions,
+    check_config,
+)
 
 __all__ = [
     "MAX_GROUP_CHARACTERS",

@@ -1,4 +1,7 @@
-"""Checks of values that users pass: each returns the value in its usual form, or raises ConfigError with the remedy."""
+"""Checks of values that users pass: each returns the value in its usual form, or raises ConfigError with the remedy.
+
+A `Check` at the end also has the allowed values as a text, for the documentation of an option.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import astuple
 from datetime import datetime
 from ipaddress import ip_network
 from ssl import SSLContext, create_default_context
-from typing import Any, Literal, NoReturn, Self, SupportsIndex
+from typing import Any, Literal, NamedTuple, NoReturn, Self, SupportsIndex
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
@@ -320,3 +323,56 @@ def check_offset_spec(name: str, value: object, or_else: str = "") -> OffsetSpec
     if at.timestamp() < 0:
         raise ConfigError(f"{name}={safe_repr(value)} is before 1970; use 'first'")
     return at
+
+
+class Check(NamedTuple):
+    """The allowed values: as a text for the documentation, and as a function that raises ConfigError."""
+
+    allowed: str
+    apply: Callable[[str, Any], object]
+
+
+def whole(low: int, high: int, unit: str = "") -> Check:
+    """Allow whole numbers from `low` to `high`."""
+    return Check(f"{show_number(low)}–{show_number(high)}{unit}", lambda name, value: check_int(name, value, low, high))
+
+
+def seconds(low: float, high: float) -> Check:
+    """Allow numbers of seconds from `low` to `high`."""
+    return Check(f"{show_number(low)}–{show_number(high)} s", lambda name, value: check_range(name, value, low, high))
+
+
+def flag(note: str = "") -> Check:
+    """Allow True and False; `note` is a condition for the documentation."""
+    return Check(note, check_bool)
+
+
+def one_of(*choices: str) -> Check:
+    """Allow these texts."""
+    return Check(", ".join(f'`"{each}"`' for each in choices), lambda name, value: check_choice(name, value, choices))
+
+
+def per_topic(low: int, high: int) -> Check:
+    """Allow a whole number, or a mapping topic -> whole number."""
+
+    def apply(name: str, value: Any) -> None:
+        if not isinstance(value, Mapping):
+            check_int(name, value, low, high)
+            return
+        for topic, number in value.items():
+            check_int(f"{name}[{safe_repr(topic)}]", number, low, high)
+        if not all(isinstance(topic, str) for topic in value):
+            raise ConfigError(
+                f"{name}={safe_repr(value)} is not allowed; it must be one number, or a number by topic name"
+            )
+
+    return Check(f"{show_number(low)}–{show_number(high)}, or `{{topic: n}}`", apply)
+
+
+def show_number(number: float) -> str:
+    """Return a number as the documentation shows it."""
+    if number == 2**31 - 1:
+        return "2³¹−1"
+    if isinstance(number, int) and number >= 1 << 20 and number & (number - 1) == 0:
+        return f"2{str(number.bit_length() - 1).translate(str.maketrans('0123456789', '⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+    return f"{number:g}" if number < 100_000 else f"{number:,}".replace(",", " ")

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from pyrocket_consumer import ConsumerConfig, ProducerConfig
-from pyrocket_consumer.config.option import option_of
+from pyrocket_consumer.config.options import option_of
 from tests.migration import java
 from tests.pages import DOCS
 
