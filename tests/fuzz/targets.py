@@ -22,9 +22,9 @@ from pyrocket_consumer.cluster.pull_core import read_pull_response
 from pyrocket_consumer.errors import ConfigError, OffsetStoreError, ProtocolError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets.local import journal
+from pyrocket_consumer.offsets.local.directories import read_owner
 from pyrocket_consumer.offsets.local.disk import Disk
 from pyrocket_consumer.offsets.local.offsets_json import decode_checkpoint
-from pyrocket_consumer.offsets.local.ownership import read_owner
 from pyrocket_consumer.offsets.local.recovery import recover
 from pyrocket_consumer.protocol import bodies, fastjson, reset_format
 from pyrocket_consumer.protocol.codes import SysFlag

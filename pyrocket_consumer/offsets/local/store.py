@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,8 @@ from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue, Read
 from pyrocket_consumer.offsets.base import OffsetTable, QueueReset, check_offset, check_queue, check_read_type
 from pyrocket_consumer.offsets.local.directories import (
     MemberDirectories,
+    Ownership,
+    StoreClosing,
     absolute_path,
     base_directory,
     store_directory,
@@ -39,10 +40,10 @@ from pyrocket_consumer.offsets.local.directories import (
 from pyrocket_consumer.offsets.local.disk import Disk
 from pyrocket_consumer.offsets.local.journal import JOURNAL_FILE, MIN_JOURNAL_BYTES, FileOffset, QueueNames
 from pyrocket_consumer.offsets.local.offsets_json import BACKUP_FILE, MAIN_FILE
-from pyrocket_consumer.offsets.local.ownership import Ownership, StoreClosing
 from pyrocket_consumer.offsets.local.recovery import OnUnreadable, Source, Unrecoverable, recover
 from pyrocket_consumer.offsets.local.writer import Durability, StoreReports, StoreWriter, reason_and_remedy
 from pyrocket_consumer.text import logger, safe_repr
+from pyrocket_consumer.transport.forks import renew_locks_in_children
 
 log = logger("offsets")
 
@@ -106,14 +107,13 @@ class LocalFileOffsetStore(OffsetTable[FileOffset]):
         self._clock = clock
         self._member: MemberDirectories | None = None
         self._reports = StoreReports(absolute_path(directory), on_event, clock)
-        self._write_lock = Lock()
         self._writer: StoreWriter | None = None  # while the store is open
-        self._forked = False
         self._found: FoundOffsets | None = None
         # Under the table lock. The second one is only for durability "checkpoint".
         self._names: dict[tuple[str, str], QueueNames] = {}
         self._awaiting_checkpoint: dict[FileOffset, None] = {}
-        _stores.add(self)
+        self.renew_locks()
+        renew_locks_in_children(self)
 
     @classmethod
     def for_group(cls, config: ConsumerConfig, client_id: str) -> Self:
@@ -201,10 +201,10 @@ class LocalFileOffsetStore(OffsetTable[FileOffset]):
                 self._reports.directory = ownership.directory
                 try:
                     writer = self._recover(ownership)
-                    if self._member is not None and self.found.source == "new":
-                        self._member.report_orphans(self._reports)
                     if self._member is not None:
-                        self._member.report_slot_change(self._disk, self._reports)
+                        is_new = self.found.source == "new"
+                        for kind, text, facts in self._member.notes(self._disk, ownership.directory, is_new=is_new):
+                            self._reports.add(kind, text, **facts)
                 except BaseException:
                     ownership.lock.release()
                     raise
@@ -520,22 +520,10 @@ class LocalFileOffsetStore(OffsetTable[FileOffset]):
                 "make a store after the fork"
             )
 
-    def _after_fork_in_child(self) -> None:
-        # Other threads of the parent may have held the locks. They do not run here, and would never release them.
+    def renew_locks(self) -> None:
+        """Create new locks. In a forked child, an open store belongs to the parent."""
         self._table_lock, self._write_lock = Lock(), Lock()
         self._forked = self._writer is not None
-
-
-_stores: weakref.WeakSet[LocalFileOffsetStore] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for store in list(_stores):
-        store._after_fork_in_child()  # noqa: SLF001 - a fork is no call of a user
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def adopt_store(orphan: str | os.PathLike[str], directory: str | os.PathLike[str], *, replace: bool = False) -> Path:

@@ -13,10 +13,10 @@ from typing import Literal
 
 from pyrocket_consumer.errors import OffsetStoreLocked, OffsetStoreUnwritable
 from pyrocket_consumer.model import ConsumerEvent, EventKind
+from pyrocket_consumer.offsets.local.directories import Ownership
 from pyrocket_consumer.offsets.local.disk import Disk, write_file
 from pyrocket_consumer.offsets.local.journal import JOURNAL_FILE, FileOffset, JournalFile, identity
 from pyrocket_consumer.offsets.local.offsets_json import BACKUP_FILE, MAIN_FILE, encode_epochs, fill_templates
-from pyrocket_consumer.offsets.local.ownership import Ownership
 from pyrocket_consumer.offsets.local.recovery import RecoveredStore
 from pyrocket_consumer.text import logger
 

@@ -16,8 +16,8 @@ import pytest
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.errors import OffsetStoreError, OffsetStoreLocked
 from pyrocket_consumer.offsets import LocalFileOffsetStore
+from pyrocket_consumer.offsets.local.directories import read_owner
 from pyrocket_consumer.offsets.local.disk import Disk
-from pyrocket_consumer.offsets.local.ownership import read_owner
 from tests.offsets.local.driving import QUEUE, put, read_store, run_in_fork
 
 ROOT = Path(__file__).parents[3]

@@ -10,8 +10,8 @@ import pytest
 
 from pyrocket_consumer.errors import OffsetStoreLocked
 from pyrocket_consumer.offsets import LocalFileOffsetStore, QueueReset
+from pyrocket_consumer.offsets.local.directories import read_owner
 from pyrocket_consumer.offsets.local.disk import Disk
-from pyrocket_consumer.offsets.local.ownership import read_owner
 from tests.offsets.local.driving import DURABILITIES, ORDERS, QUEUE, leave_offsets, open_store, put, read_store, update
 from tests.offsets.local.test_ownership import owner, persist
 
