@@ -119,7 +119,6 @@ class Message:
         """
         self._topic = to_text("topic", topic)
         self._body = b""
-        self._delay_level = 0
         self._properties: dict[str, str] = {}
 
     def set_keys(self, keys: str | bytes) -> None:
@@ -609,12 +608,9 @@ class TransactionMQProducer(Producer):
             return _result(result.sent)
 
 
-_STATES = {status: TransactionState[status.name] for status in TransactionStatus}
-
-
 def _state(status: object, who: str) -> TransactionState:
-    if isinstance(status, int) and not isinstance(status, bool) and status in _STATES:
-        return _STATES[TransactionStatus(status)]
+    if isinstance(status, int) and not isinstance(status, bool) and status in list(TransactionStatus):
+        return TransactionState[TransactionStatus(status).name]
     log.error("%s returned %s, which is not a TransactionStatus and counts as UNKNOWN", who, safe_repr(status))
     return TransactionState.UNKNOWN
 
@@ -646,11 +642,8 @@ def _check_message(msg: object) -> Message:
     raise ArgumentError(f"the message must be a Message, not {type(msg).__name__} ({safe_repr(msg)})")
 
 
-_SEND_STATUS = {status.name: status for status in SendStatus}
-
-
 def _result(sent: producer.SendResult) -> SendResult:
-    return SendResult(_SEND_STATUS[sent.status.name], sent.message_id, sent.queue_offset)
+    return SendResult(SendStatus[sent.status.name], sent.message_id, sent.queue_offset)
 
 
 Callback = Callable[[ReceivedMessage], ConsumeStatus | None]

@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from pyrocket_consumer.compat.rocketmq.ffi import _CStatus
-
-_T = TypeVar("_T", bound="type[RocketMQException]")
-_EXCEPTION_MAP: dict[int, type[RocketMQException]] = {}
-
-
-def _register(status_code: int) -> Callable[[_T], _T]:
-    def register(cls: _T) -> _T:
-        _EXCEPTION_MAP[status_code] = cls
-        return cls
-
-    return register
-
-
-def ffi_check(status_code: int) -> None:
-    """Raise the exception for a status of the native library; return for OK.
-
-    Nothing here calls it. It exists for code that called the old one.
-    """
-    if status_code != _CStatus.OK:
-        raise _EXCEPTION_MAP.get(status_code, RocketMQException)(f"status {int(status_code)}")
 
 
 class RocketMQException(Exception):
     """Base of all exceptions that this package raises on purpose."""
 
 
-@_register(_CStatus.NULL_POINTER)
 class NullPointerException(RocketMQException):
     """A required argument is None, or 0."""
 
 
-@_register(_CStatus.MALLOC_FAILED)
 class MallocFailed(RocketMQException):
     """The native library had no memory. Never raised here."""
 
@@ -46,22 +23,18 @@ class ProducerException(RocketMQException):
     """Base of the exceptions of producers."""
 
 
-@_register(_CStatus.PRODUCER_START_FAILED)
 class ProducerStartFailed(ProducerException):
     """The producer could not be started."""
 
 
-@_register(_CStatus.PRODUCER_SEND_SYNC_FAILED)
 class ProducerSendSyncFailed(ProducerException):
     """The send failed; the message may be stored if the response was lost."""
 
 
-@_register(_CStatus.PRODUCER_SEND_ONEWAY_FAILED)
 class ProducerSendOnewayFailed(ProducerException):
     """The message was not sent."""
 
 
-@_register(_CStatus.PRODUCER_SEND_ORDERLY_FAILED)
 class ProducerSendOrderlyFailed(ProducerException):
     """The send failed; the message may be stored if the response was lost."""
 
@@ -84,6 +57,25 @@ class ConsumerException(RocketMQException):
     """Base of the exceptions of consumers."""
 
 
-@_register(_CStatus.PUSH_CONSUMER_START_FAILED)
 class PushConsumerStartFailed(ConsumerException):
     """The consumer could not be started."""
+
+
+_EXCEPTIONS: dict[int, type[RocketMQException]] = {
+    _CStatus.NULL_POINTER: NullPointerException,
+    _CStatus.MALLOC_FAILED: MallocFailed,
+    _CStatus.PRODUCER_START_FAILED: ProducerStartFailed,
+    _CStatus.PRODUCER_SEND_SYNC_FAILED: ProducerSendSyncFailed,
+    _CStatus.PRODUCER_SEND_ONEWAY_FAILED: ProducerSendOnewayFailed,
+    _CStatus.PRODUCER_SEND_ORDERLY_FAILED: ProducerSendOrderlyFailed,
+    _CStatus.PUSH_CONSUMER_START_FAILED: PushConsumerStartFailed,
+}
+
+
+def ffi_check(status_code: int) -> None:
+    """Raise the exception for a status of the native library; return for OK.
+
+    Nothing here calls it. It exists for code that called the old one.
+    """
+    if status_code != _CStatus.OK:
+        raise _EXCEPTIONS.get(status_code, RocketMQException)(f"status {int(status_code)}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import http
-import http.client
 import re
 import socket
 import threading
 import urllib.parse
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPSConnection
 
 from pyrocket_consumer.config import parse_name_servers
 from pyrocket_consumer.errors import ConfigError, ConnectError
@@ -47,13 +48,25 @@ def fetch_name_servers(domain: str) -> str:
         ConnectError: the web server does not respond within 3 s, or responds with an error.
     """
     url = domain if "://" in domain else _PREFIX + domain
-    request = _DomainRequest(url)
-    request.start()
-    response = request.wait(_DOMAIN_TIMEOUT_S)
-    if not isinstance(response, str):
-        why = truncate(escape_controls(str(response)), 200)
-        raise ConnectError(url, f"it did not return the name servers: {why}") from response
-    servers = response.split()[0] if response.split() else ""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        has_account, host, port = parts.username is not None, parts.hostname, parts.port
+    except ValueError:
+        has_account, host, port = False, None, None
+    if has_account:
+        raise ConfigError("a name server domain with an account in it is not allowed; use http://host:8080/nsaddr")
+    if not host or parts.scheme not in ("http", "https"):
+        raise ConfigError(
+            f"name server domain {safe_repr(url)} is not allowed; use for example http://host:8080/nsaddr"
+        )
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = kind(host, port, timeout=_DOMAIN_TIMEOUT_S)
+    try:
+        text = _get(connection, urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, "")))
+    except Exception as error:
+        why = truncate(escape_controls(str(error) or "timed out"), 200)
+        raise ConnectError(url, f"it did not return the name servers: {why}") from error
+    servers = text.split()[0] if text.split() else ""
     try:
         parse_name_servers(servers)
     except ConfigError as error:
@@ -63,52 +76,32 @@ def fetch_name_servers(domain: str) -> str:
     return servers
 
 
-class _DomainRequest(threading.Thread):
-    """Sends a request to a web server in a thread, because a DNS query and a slow response have no deadline.
+def _get(connection: HTTPConnection, path: str) -> str:
+    """Return the response of a web server.
 
-    Raises:
-        ConfigError: `url` is not an http or https address.
+    A thread sends the request, because a DNS query and a slow response have no deadline.
     """
+    responded: Future[str] = Future()
+    sockets: list[socket.socket] = []
 
-    def __init__(self, url: str) -> None:
-        super().__init__(name="rocketmq-domain", daemon=True)
+    def request() -> None:
         try:
-            parts = urllib.parse.urlsplit(url)
-            has_account, host, port = parts.username is not None, parts.hostname, parts.port
-        except ValueError:
-            has_account, host, port = False, None, None
-        if has_account:
-            raise ConfigError("a name server domain with an account in it is not allowed; use http://host:8080/nsaddr")
-        if not host or parts.scheme not in ("http", "https"):
-            raise ConfigError(
-                f"name server domain {safe_repr(url)} is not allowed; use for example http://host:8080/nsaddr"
-            )
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(host, port, timeout=_DOMAIN_TIMEOUT_S)
-        self._path = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
-        self._socket: socket.socket | None = None
-        self._result: str | Exception = TimeoutError("timed out")
+            with closing(connection):
+                connection.connect()
+                sockets.append(connection.sock)
+                connection.request("GET", path)
+                with connection.getresponse() as response:
+                    if response.status != http.HTTPStatus.OK:
+                        raise ConnectionError(f"it answers {response.status}")
+                    text = response.read(_MAX_BYTES).decode()
+            responded.set_result(text)
+        except Exception as error:
+            responded.set_exception(error)
 
-    def run(self) -> None:
-        try:
-            self._connection.connect()
-            self._socket = self._connection.sock
-            self._connection.request("GET", self._path)
-            with self._connection.getresponse() as response:
-                if response.status != http.HTTPStatus.OK:
-                    raise ConnectionError(f"it answers {response.status}")
-                self._result = response.read(_MAX_BYTES).decode()
-        except Exception as error:  # any error; wait() returns it
-            self._result = error
-        finally:
-            self._connection.close()
-
-    def wait(self, timeout_s: float) -> str | Exception:
-        """Return the response, or the error; cancel the request after `timeout_s`."""
-        self.join(timeout_s)
-        if not self.is_alive():
-            return self._result
-        if self._socket is not None:
-            with suppress(OSError):  # it was closed meanwhile
-                self._socket.shutdown(socket.SHUT_RDWR)
-        return TimeoutError("timed out")
+    threading.Thread(target=request, name="rocketmq-domain", daemon=True).start()
+    try:
+        return responded.result(_DOMAIN_TIMEOUT_S)
+    finally:
+        for each in sockets:
+            with suppress(OSError):  # it is closed already, unless the time is over
+                each.shutdown(socket.SHUT_RDWR)

@@ -28,11 +28,11 @@ from pyrocket_consumer.offsets.database.statements import (
     Execute,
     Statement,
     StatementResult,
-    Statements,
     Values,
 )
 from pyrocket_consumer.text import safe_repr, safe_repr_unless_secret
 from pyrocket_consumer.transport.forks import renew_locks_in_children
+from pyrocket_consumer.transport.io_thread import IoThread
 
 T = TypeVar("T")
 
@@ -189,10 +189,6 @@ class Database:
     argument_count = 1
     """The number of a listener's arguments after its messages."""
 
-    def statements(self, table: str, *, with_inbox: bool) -> Statements:
-        """Return the statements for this database."""
-        return Statements(table, self.dialect, with_inbox=with_inbox)
-
     def open(self) -> None:
         """Open the connections of `run`, and keep them until `close`."""
 
@@ -320,9 +316,9 @@ class SqlDatabase(Database):
     def close(self) -> None:
         with self._lock:
             self._users = max(0, self._users - 1)
-            bookkeeping, self._bookkeeping = (
-                (self._bookkeeping, None) if self._users == 0 else (None, self._bookkeeping)
-            )
+            if self._users > 0:
+                return
+            bookkeeping, self._bookkeeping = self._bookkeeping, None
         if bookkeeping is not None:
             bookkeeping.close()
 
@@ -421,16 +417,9 @@ class _Bookkeeping:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = _copy_engine(engine)
-        self._loop = asyncio.new_event_loop() if engine.dialect.is_async else None
-        if self._loop is not None:
-            threading.Thread(target=self._run_loop, args=(self._loop,), name="pyrocket-database", daemon=True).start()
-
-    @staticmethod
-    def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            loop.run_forever()
-        finally:
-            loop.close()
+        self._thread = IoThread("pyrocket-database") if engine.dialect.is_async else None
+        if self._thread is not None:
+            self._thread.start()
 
     def run(self, work: Callable[[Execute], T]) -> T:
         result: T = self._call(DRIVER_TIMEOUT_S, _run_on, self._engine, work)
@@ -442,13 +431,13 @@ class _Bookkeeping:
         except TimeoutError:
             pass  # the loop stops, and with it the connections that are still busy
         finally:
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._loop.stop)
+            if self._thread is not None:
+                self._thread.stop(0)
 
     def _call(self, timeout_s: float, work: Callable[..., Any], *arguments: Any) -> Any:
-        if self._loop is None:
+        if self._thread is None:
             return work(*arguments)
-        running = asyncio.run_coroutine_threadsafe(greenlet_spawn(work, *arguments), self._loop)
+        running = self._thread.submit(greenlet_spawn(work, *arguments))
         try:
             return running.result(timeout_s)
         except TimeoutError:

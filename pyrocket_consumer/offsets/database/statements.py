@@ -61,13 +61,6 @@ class Statement:
         self.text = text
         self._order = order
 
-    @classmethod
-    def of(cls, clause: ClauseElement, dialect: Dialect) -> Statement:
-        """Compile a clause."""
-        compiled = clause.compile(dialect=dialect)
-        order = getattr(compiled, "positiontup", None) if dialect.positional else None
-        return cls(str(compiled), None if order is None else [name.removesuffix("_") for name in order])
-
     def bind(self, values: Values | Sequence[Values]) -> Any:
         """Return one set of values as the driver takes it, a list of several sets, or None without values."""
         if not isinstance(values, Mapping):
@@ -103,7 +96,7 @@ class Statements:
         key_text = String(MAX_KEY_CHARACTERS).with_variant(exact, "mysql", "mariadb")
         options: dict[str, Any] = {"schema": schema or None, "mysql_engine": "InnoDB", "mysql_charset": "utf8mb4"}
         options |= {"mariadb_engine": "InnoDB", "mariadb_charset": "utf8mb4"}
-        self._offsets = offsets = Table(
+        offsets = Table(
             name,
             MetaData(),
             Column("consumer_group", key_text, primary_key=True),
@@ -129,7 +122,7 @@ class Statements:
             UniqueConstraint("consumer_group", "at", "message_id"),  # serves as an index for `select_old_inbox`
             **options,
         )
-        self._with_inbox = with_inbox
+        self._tables = [offsets, inbox] if with_inbox else [offsets]
         self._lookups: dict[int, Statement] = {}
         row, compiled = offsets.c, self._compile
         key = (
@@ -140,11 +133,10 @@ class Statements:
         )
         shown = [column for column in row if column.name not in ("consumer_group", "updated_at")]
         one: Any = literal_column("1")
-        never = text("1 = 0")
         now = {"updated_at": func.current_timestamp()}
         no_last_message = {"last_offset": null(), "last_message_id": null(), "last_store_time": null()}
         own_row = (*key, row.epoch == _value("epoch"))
-        self._check_offsets = compiled(select(*row).where(never))
+        self._checks = [compiled(select(*table.c).where(text("1 = 0"))) for table in self._tables]
         self.select_row = compiled(select(*shown).where(*key))
         self.select_group = compiled(select(*shown).where(row.consumer_group == _value("group")))
         self.claim = compiled(update(offsets).where(*key).values(epoch=row.epoch + one, owner=_value("owner"), **now))
@@ -198,10 +190,11 @@ class Statements:
         )
         self.update_inbox = compiled(update(inbox).where(group, note).values(at=_value("at")))
         self.delete_inbox = compiled(delete(inbox).where(group, note))
-        self._check_inbox = compiled(select(*notes).where(never))
 
     def _compile(self, clause: ClauseElement) -> Statement:
-        return Statement.of(clause, self._dialect)
+        compiled = clause.compile(dialect=self._dialect)
+        order = getattr(compiled, "positiontup", None) if self._dialect.positional else None
+        return Statement(str(compiled), None if order is None else [name.removesuffix("_") for name in order])
 
     def select_inbox(self, count: int) -> Statement:
         """Return the statement that selects `count` ids, `id0` and on, with the time of each."""
@@ -213,26 +206,15 @@ class Statements:
             )
         return self._lookups[count]
 
-    def ddl(self) -> list[str]:
-        """Return the text of the statements that create the tables."""
-        tables = [self._offsets, self._inbox] if self._with_inbox else [self._offsets]
-        makers = [CreateTable(table, if_not_exists=True) for table in tables]
-        return [str(maker.compile(dialect=self._dialect)).strip() for maker in makers]
-
-    def creation_statements(self) -> list[Statement]:
+    def creation(self) -> list[Statement]:
         """Return the statements that create the tables."""
-        return [Statement(text) for text in self.ddl()]
+        makers = [CreateTable(table, if_not_exists=True) for table in self._tables]
+        return [Statement(str(maker.compile(dialect=self._dialect)).strip()) for maker in makers]
 
     def check_tables(self, execute: Execute) -> None:
         """Check that the tables exist with all their columns; raise the driver's error if not."""
-        execute(self._check_offsets)
-        if self._with_inbox:
-            execute(self._check_inbox)
-
-
-def ddl(dialect: str, table: str, *, with_inbox: bool) -> list[str]:
-    """Return the statements that create the tables, for "sqlite", "postgresql", "mysql" or "mariadb"."""
-    return Statements(table, DIALECTS[dialect](), with_inbox=with_inbox).ddl()
+        for check in self._checks:
+            execute(check)
 
 
 DIALECTS: dict[str, Callable[..., Dialect]] = {

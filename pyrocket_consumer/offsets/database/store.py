@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, sessionmaker
 
     from pyrocket_consumer.offsets.database.sqlalchemy_access import ErrorKind, Scope
-    from pyrocket_consumer.offsets.database.statements import Execute
+    from pyrocket_consumer.offsets.database.statements import Execute, Statements
 
 _TABLE_NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]*\.)?[A-Za-z_][A-Za-z0-9_]{0,53}")
 
@@ -339,8 +339,7 @@ class DatabaseOffsets(ListenerTransactions):
             ConfigError: a value is not allowed, or SQLAlchemy is not installed.
         """
         database = _import_access().database_for(engine)
-        _check_table(table)
-        super().__init__(database, database.statements(table, with_inbox=inbox_days is not None), inbox_days)
+        super().__init__(database, _statements(table, database.dialect, with_inbox=inbox_days is not None), inbox_days)
         check_choice("on_divergence", on_divergence, ["stop", "continue"])
         check_bool("allow_foreign_members", allow_foreign_members)
         self.on_divergence = on_divergence
@@ -401,7 +400,7 @@ class DatabaseOffsets(ListenerTransactions):
             OffsetStoreError: the database cannot be reached, or refuses the statements.
         """
         failure: Exception | None = None
-        for statement in self._sql.creation_statements():
+        for statement in self._sql.creation():
             try:
                 self._database.run(lambda execute, one=statement: execute(one))  # type: ignore[misc]
             except Exception as error:
@@ -468,18 +467,18 @@ def ddl(dialect: str, table: str = "pyrocket_offsets", *, with_inbox: bool = Fal
         ConfigError: the dialect or the name of the table is not allowed, or SQLAlchemy is not installed.
     """
     check_choice("dialect", dialect, ["sqlite", "postgresql", "mysql", "mariadb"])
-    _check_table(table)
-    _import_access()
-    from pyrocket_consumer.offsets.database.statements import ddl as statements_of
-
-    return statements_of(dialect, table, with_inbox=with_inbox)
+    statements = _statements(table, _import_access().DIALECTS[dialect](), with_inbox=with_inbox)
+    return [statement.text for statement in statements.creation()]
 
 
-def _check_table(table: object) -> None:
+def _statements(table: object, dialect: Any, *, with_inbox: bool) -> Statements:
     if not isinstance(table, str) or not _TABLE_NAME.fullmatch(table):
         raise ConfigError(
             f"table={safe_repr(table)} is not allowed; it must be a name of up to 54 characters, or schema.name"
         )
+    from pyrocket_consumer.offsets.database.statements import Statements
+
+    return Statements(table, dialect, with_inbox=with_inbox)
 
 
 def _import_access() -> Any:
