@@ -1,44 +1,48 @@
-"""Requests of admin tools to a broker: topics, groups, statistics, settings, single messages.
+"""Requests of admin tools to a broker: topics, groups, statistics, settings, messages, and relays to members.
 
-Source: AdminBrokerProcessor, QueryMessageProcessor.
+Source: AdminBrokerProcessor, QueryMessageProcessor, Broker2Client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pyrocket_consumer.errors import ProtocolError
+from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.protocol import bodies, fastjson
-from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, version_name
 from pyrocket_consumer.protocol.command import (
     CloneGroupOffsetHeader,
+    ConsumeMessageDirectlyHeader,
     CreateTopicHeader,
     DeleteTopicHeader,
     GetConsumerConnectionListHeader,
+    GetConsumerRunningInfoHeader,
+    GetConsumerStatusHeader,
     GetConsumeStatsHeader,
     GetTopicStatsInfoHeader,
     QueryMessageHeader,
     QueryTopicConsumeByWhoHeader,
+    ResetOffsetHeader,
     ViewMessageHeader,
+    request,
 )
 from pyrocket_consumer.protocol.frame import RemotingCommand
-from pyrocket_consumer.protocol.message import PropertyName, decode_messages
+from pyrocket_consumer.protocol.message import PropertyName, decode_messages, parse_offset_message_id
+from pyrocket_consumer.testing.membership import Member
 from pyrocket_consumer.testing.node import Connection, Handlers, Refused
+from pyrocket_consumer.testing.offsets import search_offset
 from pyrocket_consumer.testing.topics import LONGEST_TOPIC, TopicConfig, is_system_topic, name_defect
 
 if TYPE_CHECKING:
     from pyrocket_consumer.testing.broker import Broker
 
 
-GET_ALL_TOPIC_CONFIG = 21
-GET_BROKER_RUNTIME_INFO = 28
-GET_ALL_CONSUMER_OFFSETS = 43
-GET_ALL_SUBSCRIPTIONGROUP_CONFIG = 201
-DELETE_EXPIRED_COMMITLOG = 329
 GET_TOPIC_CONFIG = 351
-GET_SUBSCRIPTIONGROUP_CONFIG = 352
 
+_RESETS_SINCE = 28
+_RELAYS_SINCE = 62
 _NOT_SET = "not set any response code"
 _ATTRIBUTES = frozenset(("message.type", "queue.type", "cleanup.policy"))
 
@@ -65,14 +69,14 @@ class AdminRequests:
             RequestCode.UPDATE_BROKER_CONFIG: self.update_config,
             RequestCode.VIEW_MESSAGE_BY_ID: self.view_message,
             RequestCode.QUERY_MESSAGE: self.query_message,
-            GET_ALL_TOPIC_CONFIG: self.all_topics,
-            GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self.all_groups,
-            GET_BROKER_RUNTIME_INFO: self.runtime_info,
-            GET_ALL_CONSUMER_OFFSETS: self.all_offsets,
-            DELETE_EXPIRED_COMMITLOG: lambda command, connection: command.make_response(),
+            RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self.all_groups,
+            RequestCode.INVOKE_BROKER_TO_RESET_OFFSET: self.reset,
+            RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS: self.status,
+            RequestCode.GET_CONSUMER_RUNNING_INFO: self.running_info,
+            RequestCode.CONSUME_MESSAGE_DIRECTLY: self.consume_directly,
         }
         if self._broker.release.is_v5:
-            handlers.update({GET_TOPIC_CONFIG: self.topic_config, GET_SUBSCRIPTIONGROUP_CONFIG: self.group_config})
+            handlers[GET_TOPIC_CONFIG] = self.topic_config
         return handlers
 
     # --- topics and groups
@@ -146,25 +150,22 @@ class AdminRequests:
                 offsets.commit(topic, header.dest_group, queue_id, offset)
         return command.make_response()
 
-    def all_topics(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        table = {topic.name: _topic_object(topic) for topic in self._broker.topics}
-        return command.make_response(
-            body=fastjson.dumps({"dataVersion": self._data_version(), "topicConfigTable": table})
-        )
-
     def topic_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         name = command.fields.get("topic", "")
         topic = self._broker.topics.get(name)
         if topic is None:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"No topic in this broker. topic: {name}")
-        return command.make_response(body=fastjson.dumps({"attributes": topic.attributes, **_topic_object(topic)}))
-
-    def group_config(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        name = command.fields.get("group", "")
-        group = self._broker.groups.get(name)
-        if group is None:
-            raise Refused(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"No group in this broker. group: {name}")
-        return command.make_response(body=bodies.encode_subscription_group(group))
+        value = {
+            "attributes": topic.attributes,
+            "order": topic.order,
+            "perm": topic.perm,
+            "readQueueNums": topic.read_queues,
+            "topicFilterType": topic.filter_type,
+            "topicName": topic.name,
+            "topicSysFlag": topic.sys_flag,
+            "writeQueueNums": topic.write_queues,
+        }
+        return command.make_response(body=fastjson.dumps(value))
 
     def all_groups(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         table = {
@@ -173,10 +174,6 @@ class AdminRequests:
         return command.make_response(
             body=fastjson.dumps({"dataVersion": self._data_version(), "subscriptionGroupTable": table})
         )
-
-    def all_offsets(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        table = {f"{topic}@{group}": offsets for (topic, group), offsets in self._broker.offsets.items()}
-        return command.make_response(body=fastjson.dumps({"dataVersion": self._data_version(), "offsetTable": table}))
 
     # --- statistics
 
@@ -277,31 +274,6 @@ class AdminRequests:
         self._broker.on_topics_changed()
         return command.make_response()
 
-    def runtime_info(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        broker = self._broker
-        table = {
-            "brokerVersion": str(broker.release.ordinal),
-            "brokerVersionDesc": f"V{broker.release.name.replace('.', '_')}",
-            "putTps": "0.0 0.0 0.0",
-            "getTransferredTps": "0.0 0.0 0.0",
-            "getTransferedTps": "0.0 0.0 0.0",
-            "getTotalTps": "0.0 0.0 0.0",
-            "sendThreadPoolQueueSize": "0",
-            "sendThreadPoolQueueCapacity": "10000",
-            "pullThreadPoolQueueSize": "0",
-            "pullThreadPoolQueueCapacity": "100000",
-            "sendThreadPoolQueueHeadWaitTimeMills": "0",
-            "pullThreadPoolQueueHeadWaitTimeMills": "0",
-            "msgPutTotalTodayMorning": "0",
-            "msgPutTotalTodayNow": "0",
-            "msgGetTotalTodayMorning": "0",
-            "msgGetTotalTodayNow": "0",
-            "earliestMessageTimeStamp": "-1",
-            "commitLogDiskRatio": "0.0",
-            "brokerActive": "true",
-        }
-        return command.make_response(body=bodies.encode_kv_table(table))
-
     # --- single messages
 
     def view_message(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
@@ -335,17 +307,193 @@ class AdminRequests:
     def _last_indexed(self) -> tuple[int, int]:
         return self._broker.clock.now_ms(), max((offset for offset, _, _ in self._broker.store.records()), default=0)
 
+    # --- one member: 307, 309
 
-def _topic_object(topic: TopicConfig) -> dict[str, object]:
-    return {
-        "order": topic.order,
-        "perm": topic.perm,
-        "readQueueNums": topic.read_queues,
-        "topicFilterType": topic.filter_type,
-        "topicName": topic.name,
-        "topicSysFlag": topic.sys_flag,
-        "writeQueueNums": topic.write_queues,
-    }
+    def running_info(self, command: RemotingCommand, connection: Connection) -> None:
+        header = GetConsumerRunningInfoHeader.from_fields(command.fields)
+        relayed = RemotingCommand(command.code, dict(command.fields), command.body)
+        self._relay(command, connection, header.consumer_group, header.client_id, relayed)
+
+    def consume_directly(self, command: RemotingCommand, connection: Connection) -> None:
+        header = ConsumeMessageDirectlyHeader.from_fields(command.fields)
+        try:
+            commit_log_offset = parse_offset_message_id(header.msg_id or "")[2]
+        except ProtocolError as error:
+            raise Refused(ResponseCode.SYSTEM_ERROR, f"{error}") from error
+        found = self._broker.store.record_at(commit_log_offset)
+        if found is None:
+            remark = f"java.lang.NullPointerException: no message at {commit_log_offset}"
+            raise Refused(ResponseCode.SYSTEM_ERROR, remark)
+        fields = {**command.fields, "brokerName": self._broker.config.broker_name}
+        if self._broker.release.is_v5:
+            fields.update(topicSysFlag="0", groupSysFlag="0")
+        relayed = RemotingCommand(command.code, fields, found[1])
+        self._relay(command, connection, header.consumer_group, header.client_id or "", relayed)
+
+    def _relay(
+        self, command: RemotingCommand, connection: Connection, group: str, client_id: str, relayed: RemotingCommand
+    ) -> None:
+        online = self._broker.members.group(group)
+        member = online.find(client_id) if online is not None else None
+        if member is None:
+            raise Refused(ResponseCode.SYSTEM_ERROR, f"The Consumer <{group}> <{client_id}> not online")
+        if member.version < _RELAYS_SINCE:
+            raise Refused(
+                ResponseCode.SYSTEM_ERROR,
+                f"The Consumer <{client_id}> Version <{version_name(member.version)}> too low to finish, "
+                "please upgrade it to V3_1_8_SNAPSHOT",
+            )
+
+        def on_response(response: RemotingCommand | None) -> None:
+            if response is None:
+                remark = f"consumer <{group}> <{client_id}> Timeout: {self._broker.timing.relay_timeout_s:g} s"
+                response = self._broker.as_sender(command.make_response(ResponseCode.CONSUME_MSG_TIMEOUT, remark))
+            connection.respond(command, response)  # the member's own code, remark, fields, language and body
+
+        member.connection.call(self._broker.as_sender(relayed), self._broker.timing.relay_timeout_s, on_response)
+
+    # --- every member: 223
+
+    def status(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
+        header = GetConsumerStatusHeader.from_fields(command.fields)
+        online = self._broker.members.group(header.group)
+        if online is None:
+            raise Refused(
+                ResponseCode.SYSTEM_ERROR,
+                f"java.lang.NullPointerException: no consumer online in the group <{header.group}>",
+            )
+        queried = [member for member in online.members.values() if header.client_addr in (None, "", member.client_id)]
+        for member in queried:
+            if member.version < _RESETS_SINCE:
+                remark = f"the client <{member.client_id}> is too old to report its status"
+                raise Refused(ResponseCode.SYSTEM_ERROR, remark)
+        found: dict[str, dict[MessageQueue, int]] = {}
+
+        def finish() -> None:
+            response = command.make_response(remark=_NOT_SET, body=bodies.encode_consumer_status_table(found))
+            connection.respond(command, self._broker.as_sender(response))
+
+        self._request_each(queried, header, found, finish)
+        return None
+
+    def _request_each(
+        self,
+        members: list[Member],
+        header: GetConsumerStatusHeader,
+        found: dict[str, dict[MessageQueue, int]],
+        finish: Callable[[], None],
+    ) -> None:
+        """Send the request to one member after the other, as brokers do. Each silent member costs its timeout."""
+        if not members:
+            finish()
+            return
+        member, *others = members
+
+        def on_response(response: RemotingCommand | None) -> None:
+            if response is not None and response.code == ResponseCode.SUCCESS and response.body:
+                try:
+                    found[member.client_id] = bodies.decode_consumer_status(response.body)
+                except ProtocolError:
+                    pass  # the response does not include a member with an unreadable body
+            self._request_each(others, header, found, finish)
+
+        status_request = RemotingCommand(
+            RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, {"topic": header.topic, "group": header.group}
+        )
+        member.connection.call(
+            self._broker.as_sender(status_request), self._broker.timing.status_timeout_s, on_response
+        )
+
+    # --- resets: 222
+
+    def reset(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
+        header = ResetOffsetHeader.from_fields(command.fields)
+        if self._broker.release.has_server_side_reset and self._broker.config.use_server_side_reset_offset:
+            targets = self._reset_at_broker(header)
+            return command.make_response(body=bodies.encode_offset_table(targets))
+        targets = self._reset_at_members(header, command.language)
+        return command.make_response(remark=_NOT_SET, body=bodies.encode_offset_table(targets))
+
+    def _reset_at_members(self, header: ResetOffsetHeader, language: str) -> dict[MessageQueue, int]:
+        """Compute targets and send them to every member (220). Do not change committed offsets."""
+        broker, release = self._broker, self._broker.release
+        topic = broker.topics.get(header.topic)
+        if topic is None:
+            raise Refused(
+                release.reset_unknown_topic,
+                f"[reset-offset] reset offset failed, no topic in this broker. topic={header.topic}",
+            )
+        targets: dict[MessageQueue, int] = {}
+        for queue_id in range(topic.write_queues):
+            committed = broker.offsets.committed(header.topic, header.group, queue_id)
+            if committed is None or committed < 0:
+                raise Refused(ResponseCode.SYSTEM_ERROR, f"THe consumer group <{header.group}> not exist")
+            if header.timestamp == -1:
+                target = broker.store.max_offset(header.topic, queue_id)
+            else:
+                target = search_offset(broker, header.topic, queue_id, header.timestamp)
+            if not header.is_force:
+                target = min(target, committed)
+            targets[self._broker.queue(header.topic, queue_id)] = max(0, target)
+        online = broker.members.group(header.group)
+        if online is None:
+            raise Refused(
+                ResponseCode.CONSUMER_NOT_ONLINE,
+                f"Consumer not online, so can not reset offset, Group: {header.group} Topic: {header.topic} "
+                f"Timestamp: {header.timestamp}",
+            )
+        for member in online.members.values():
+            if member.version < _RESETS_SINCE:
+                raise Refused(
+                    ResponseCode.SYSTEM_ERROR,
+                    f"the client does not support this feature. version={version_name(member.version)}",
+                )
+        body = bodies.encode_offset_table(targets, as_list=language == "CPP")
+        for member in list(online.members.values()):
+            notice = request(
+                ResetOffsetHeader(header.topic, header.group, header.timestamp, False, -1 if release.is_v5 else None),
+                body,
+                oneway=True,
+                code=RequestCode.RESET_CONSUMER_CLIENT_OFFSET,
+            )
+            member.connection.oneway(self._broker.as_sender(notice))
+        return targets
+
+    def _reset_at_broker(self, header: ResetOffsetHeader) -> dict[MessageQueue, int]:
+        """Store targets and mark their queues. The next pull of each queue gets OFFSET_RESET."""
+        broker, release = self._broker, self._broker.release
+        if broker.is_slave:
+            raise Refused(ResponseCode.SYSTEM_ERROR, "can not reset offset in slave broker")
+        topic = broker.topics.get(header.topic)
+        if topic is None:
+            raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"Topic {header.topic} does not exist")
+        if header.group not in broker.groups:
+            raise Refused(ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST, f"Group {header.group} does not exist")
+        targets = {
+            queue_id: self._target(header, queue_id)
+            for queue_id in (range(topic.read_queues) if header.queue_id in (None, -1) else [header.queue_id])
+            if queue_id is not None
+        }
+        had_offsets = bool(broker.offsets.table(header.topic, header.group))
+        for queue_id, target in targets.items():
+            if release.reset_always_commits or had_offsets:
+                broker.offsets.commit(header.topic, header.group, queue_id, target)
+            broker.offsets.mark(header.topic, header.group, queue_id, target)
+        return {self._broker.queue(header.topic, queue_id): target for queue_id, target in targets.items()}
+
+    def _target(self, header: ResetOffsetHeader, queue_id: int) -> int:
+        store = self._broker.store
+        low, high = store.min_offset(header.topic, queue_id), store.max_offset(header.topic, queue_id)
+        if header.queue_id not in (None, -1) and header.offset not in (None, -1):
+            target = header.offset or 0
+            if not low <= target <= high + 1:
+                raise Refused(
+                    ResponseCode.SYSTEM_ERROR, f"Target offset {target} not in consume queue range [{low}-{high}]"
+                )
+            return target
+        if header.timestamp < 0:
+            return high
+        return search_offset(self._broker, header.topic, queue_id, header.timestamp)
 
 
 def _attributes(text: str) -> dict[str, str]:

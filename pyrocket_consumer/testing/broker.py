@@ -14,16 +14,14 @@ from pyrocket_consumer.protocol.frame import ACCESS_KEY, SIGNATURE, RemotingComm
 from pyrocket_consumer.protocol.ids import UniqueIds, encode_host
 from pyrocket_consumer.testing.admin_requests import AdminRequests
 from pyrocket_consumer.testing.config import BrokerConfig, Release, Timing
-from pyrocket_consumer.testing.intake import Intake
+from pyrocket_consumer.testing.intake import Intake, Transactions
 from pyrocket_consumer.testing.membership import Members, Membership, QueueLocks
 from pyrocket_consumer.testing.message_store import MessageStore
 from pyrocket_consumer.testing.node import Clock, Connection, Node, Refused, Timer
 from pyrocket_consumer.testing.offsets import ConsumerOffsets, OffsetRequests
 from pyrocket_consumer.testing.pulls import Pulls
-from pyrocket_consumer.testing.relays import Relays
 from pyrocket_consumer.testing.sends import Sends
 from pyrocket_consumer.testing.topics import Topics, name_defect
-from pyrocket_consumer.testing.transactions import Transactions
 
 _UNIQUE_KEY_QUERY = "_UNIQUE_KEY_QUERY"
 _SIGNS_WITHOUT_UNTIL = 399
@@ -75,7 +73,7 @@ class Broker(Node):
         self.membership = Membership(self)
         self.transactions = Transactions(self)
         self.admin = AdminRequests(self)
-        others = (Sends(self), OffsetRequests(self), Relays(self))
+        others = (Sends(self), OffsetRequests(self))
         for part in (self.pulls, self.membership, self.transactions, self.admin, *others):
             self._handlers |= part.handlers()
         self._timers = [

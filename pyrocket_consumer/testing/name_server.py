@@ -18,8 +18,6 @@ from pyrocket_consumer.testing.broker import Broker
 from pyrocket_consumer.testing.config import Release
 from pyrocket_consumer.testing.node import Connection, Node, Refused
 
-GET_TOPICS_BY_CLUSTER = 224
-
 _STANDARD_JSON_SINCE = 401
 
 
@@ -35,7 +33,6 @@ class NameServer(Node):
             RequestCode.GET_ROUTEINFO_BY_TOPIC: self.route,
             RequestCode.GET_BROKER_CLUSTER_INFO: self.cluster_info,
             RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER: self.topic_list,
-            GET_TOPICS_BY_CLUSTER: self.topics_of_cluster,
             RequestCode.DELETE_TOPIC_IN_NAMESRV: self.delete_topic,
             RequestCode.PUT_KV_CONFIG: self.put_setting,
             RequestCode.GET_KV_CONFIG: self.get_setting,
@@ -120,12 +117,6 @@ class NameServer(Node):
 
     def topic_list(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         return command.make_response(body=bodies.encode_topic_list(self._topics))
-
-    def topics_of_cluster(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
-        cluster = command.fields.get("cluster")
-        names = {broker.broker_name for broker in self._brokers.values() if broker.cluster == cluster}
-        topics = [topic for topic, queues in self._topics.items() if names & queues.keys()]
-        return command.make_response(body=bodies.encode_topic_list(topics))
 
     def delete_topic(self, command: RemotingCommand, connection: Connection) -> RemotingCommand:
         self.forget_topic(DeleteTopicInNameServerHeader.from_fields(command.fields).topic)

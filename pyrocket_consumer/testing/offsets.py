@@ -50,9 +50,6 @@ class ConsumerOffsets:
     def table(self, topic: str, group: str) -> dict[int, int]:
         return dict(self._offsets.get((topic, group), {}))
 
-    def items(self) -> list[tuple[Key, dict[int, int]]]:
-        return [(key, dict(table)) for key, table in self._offsets.items()]
-
     def pulled(self, topic: str, group: str, queue_id: int, offset: int) -> None:
         """Remember the offset of the group's last pull of a queue."""
         self._pulled[topic, group, queue_id] = offset
