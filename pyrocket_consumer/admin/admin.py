@@ -135,13 +135,8 @@ class Admin(NotCopied):
         self._started()
 
     def renew_locks(self) -> None:
-        """Make new locks, which no thread holds. A forked child calls it.
-
-        They are reentrant, because a signal handler may run in the middle, on the same thread. The interrupted code
-        checks the state again.
-        """
-        self._start_lock = threading.RLock()  # one start at a time
-        self._state_lock = threading.RLock()  # held for a few steps, never during a wait
+        """Make a new lock, which no thread holds. A forked child calls it."""
+        self._start_lock = threading.RLock()  # one start at a time; reentrant, so that a signal handler cannot stall it
 
     def _started(self) -> Cluster:
         with self._start_lock:
@@ -149,11 +144,8 @@ class Admin(NotCopied):
             if self._cluster is None:
                 self._connecting = cluster = Cluster(self.config, make_client_id(self.config))
                 cluster.start()
-                with self._state_lock:
-                    self._connecting = None
-                    if self._cluster is None and not self._closed:
-                        self._cluster = cluster
-                if self._cluster is not cluster:
+                self._cluster = self._cluster or cluster
+                if self._closed or self._cluster is not cluster:  # a signal handler has started another one
                     cluster.close()
             self._check_open()
             assert self._cluster is not None
@@ -165,10 +157,8 @@ class Admin(NotCopied):
 
     def close(self) -> None:
         """Disconnect. A second close does nothing."""
-        with self._state_lock:
-            self._closed = True
-            clusters = self._cluster, self._connecting
-        for cluster in clusters:
+        self._closed = True
+        for cluster in (self._cluster, self._connecting):
             if cluster is not None:
                 cluster.close()
 

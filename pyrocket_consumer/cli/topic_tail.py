@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 
 from pyrocket_consumer.cluster import Cluster, ClusterEvents
 from pyrocket_consumer.cluster.gather import gather_limited
@@ -78,11 +79,19 @@ class TopicTailer(ClusterEvents):
         """Return messages in the order they were stored, until a queue that has more needs another pull."""
         found: list[Message] = []
         cursors = [each for each in self._cursors if each.pulled or each.has_more]
-        while cursors and all(each.pulled for each in cursors):
-            oldest = min(cursors, key=lambda each: _age(each.pulled[0]))
+        if not all(each.pulled for each in cursors):
+            return found
+        heap = [(_age(each.pulled[0]), each) for each in cursors]
+        heapify(heap)
+        while heap:
+            oldest = heap[0][1]
             found.append(oldest.pulled.popleft())
-            if not oldest.pulled and not oldest.has_more:
-                cursors.remove(oldest)
+            if oldest.pulled:
+                heapreplace(heap, (_age(oldest.pulled[0]), oldest))
+            elif oldest.has_more:
+                break
+            else:
+                heappop(heap)
         return found
 
     async def _fill(self, cursor: _QueueCursor) -> None:

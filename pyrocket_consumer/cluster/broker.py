@@ -183,15 +183,12 @@ class Broker:
 
     # --- offsets
 
-    async def query_offset(
-        self, group: str, queue: MessageQueue, *, set_zero_if_not_found: bool | None = None
-    ) -> int | None:
+    async def query_offset(self, group: str, queue: MessageQueue) -> int | None:
         """Return the offset that `group` has committed for `queue`, None if it has not committed any.
 
-        For a new queue without a committed offset, brokers return 0 instead of None. With
-        `set_zero_if_not_found=False`, those of 5.x return None.
+        For a new queue without a committed offset, brokers before 5.0 return 0 instead of None.
         """
-        header = QueryConsumerOffsetHeader(group, queue.topic, queue.queue_id, set_zero_if_not_found, self.name)
+        header = QueryConsumerOffsetHeader(group, queue.topic, queue.queue_id, False, self.name)
         response = await self._call(header, queue.topic, accept=(ResponseCode.SUCCESS, ResponseCode.QUERY_NOT_FOUND))
         if response.code == ResponseCode.QUERY_NOT_FOUND:
             return None
@@ -201,7 +198,7 @@ class Broker:
     async def query_offsets(
         self, group: str, queues: Collection[MessageQueue]
     ) -> dict[MessageQueue, int | RocketError | None]:
-        """Return for each queue the result of `query_offset` without zeros, or its error. Sends all requests at once.
+        """Return for each queue the result of `query_offset`, or its error. Sends all requests at once.
 
         Raises:
             ConnectError: no request was sent.

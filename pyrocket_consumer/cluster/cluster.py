@@ -1,18 +1,20 @@
-"""A client's view of one RocketMQ cluster: name servers, routes, brokers, and its membership."""
+"""A client's view of one RocketMQ cluster: name servers, routes, brokers, its membership, and requests to it."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.client import Client, ClusterState
 from pyrocket_consumer.cluster.membership import BrokerLink, Membership
 from pyrocket_consumer.cluster.routes import NameServers, Routes
-from pyrocket_consumer.cluster.server_requests import ServerRequests
 from pyrocket_consumer.config import ClientConfig
+from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MASTER_ID, TopicRoute
+from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, request_name
 from pyrocket_consumer.protocol.frame import RemotingCommand
 from pyrocket_consumer.text import logger
 from pyrocket_consumer.transport.connection import Connection
@@ -21,6 +23,24 @@ from pyrocket_consumer.transport.io_thread import IoThread
 log = logger("cluster")
 
 _REFRESH_GAP_S = 1.0  # between two refreshes of routes that lost connections cause
+
+RequestHandler = Callable[[RemotingCommand, str], "Awaitable[RemotingCommand | None] | None"]
+"""Handles a request of a broker (second argument: its address) and returns the response, None for no response.
+
+A plain function is called at once, which suits frequent notifications. A coroutine function runs as a task. To refuse
+a request, the handler raises a RocketError; the response then contains its text.
+"""
+
+OnRefused = Callable[[int, str, str], None]
+"""Called for each refused request with its code, the address of the sender, and the reason."""
+
+MAX_IN_FLIGHT = 64
+"""How many requests with one code a broker may have in flight here. Its threads wait for at most 16 responses."""
+
+MAX_IN_FLIGHT_BYTES = 16 * 1024 * 1024
+"""How many bytes a broker's requests in flight may hold. A single one may be as large as any request."""
+
+_MAX_LOGGED = 100
 
 
 class Cluster(Client):
@@ -106,3 +126,106 @@ class Cluster(Client):
             for address in list(self.routes.lingering):
                 self._release_if_unused(address)
             await asyncio.sleep(min(_REFRESH_GAP_S, self.config.route_refresh_interval_s))
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """The requests of one broker that are being handled."""
+
+    body_bytes: int = 0
+    by_code: dict[int, int] = field(default_factory=dict)
+
+
+class ServerRequests:
+    """Passes requests of servers to their handlers if they are allowed. Confined to the I/O thread.
+
+    It reports each refused request. It also responds, unless the request is one-way or the server reads no responses.
+    """
+
+    def __init__(self, is_broker: Callable[[str], bool]) -> None:
+        """`is_broker` returns whether an address is that of a broker whose topics or queues are in use."""
+        self.on_refused: OnRefused = self._log_refused
+        """Called for each refused request. By default, the first one of each kind is logged."""
+        self._is_broker = is_broker
+        self._handlers: dict[int, RequestHandler] = {}
+        self._in_flight: dict[str, _InFlight] = {}  # by address
+        self._logged: set[tuple[int, str]] = set()
+
+    def on_request(self, code: RequestCode, handler: RequestHandler) -> None:
+        """Handle requests of brokers with this `code` by `handler`."""
+        self._handlers[code] = handler
+
+    def handle(self, command: RemotingCommand, connection: Connection) -> Awaitable[RemotingCommand | None] | None:
+        """Handle or refuse a request. Return an awaitable of the response, None if the request is finished."""
+        code, address = command.code, connection.address
+        in_flight = self._in_flight.setdefault(address, _InFlight())
+        if (refusal := self._check_refused(command, connection, in_flight)) is not None:
+            connection.respond(command, refusal)
+            return None
+        handler = self._handlers.get(code)
+        if handler is None:
+            remark = f" request type {code} not supported"
+            connection.respond(command, command.make_response(ResponseCode.REQUEST_CODE_NOT_SUPPORTED, remark))
+            return None
+        try:
+            handling = handler(command, address)
+        except Exception as error:
+            connection.respond(command, self._failure_response(command, address, error))
+            return None
+        if handling is None:
+            return None
+        in_flight.body_bytes += len(command.body)
+        in_flight.by_code[code] = in_flight.by_code.get(code, 0) + 1
+        return self._run_handler(handling, command, address, in_flight)
+
+    def _check_refused(
+        self, command: RemotingCommand, connection: Connection, in_flight: _InFlight
+    ) -> RemotingCommand | None:
+        refusal_code = ResponseCode.SYSTEM_BUSY
+        if not self._is_broker(connection.address):
+            refusal_code, why = ResponseCode.SYSTEM_ERROR, "only brokers of the topics in use may send requests"
+        elif command.skipped_body_bytes:
+            refusal_code, why = ResponseCode.SYSTEM_ERROR, f"a body of {command.skipped_body_bytes} bytes is too large"
+        elif in_flight.by_code.get(command.code, 0) >= MAX_IN_FLIGHT:
+            why = f"{MAX_IN_FLIGHT} of them are in flight"
+        elif in_flight.body_bytes and in_flight.body_bytes + len(command.body) > MAX_IN_FLIGHT_BYTES:
+            why = f"requests in flight hold {in_flight.body_bytes} bytes"
+        elif connection.is_backlogged and not command.is_oneway:
+            why = "it does not read the responses"
+        else:
+            return None
+        self.on_refused(command.code, connection.address, why)
+        return command.make_response(refusal_code, f"{request_name(command.code)} is refused: {why}")
+
+    async def _run_handler(
+        self,
+        handling: Awaitable[RemotingCommand | None],
+        command: RemotingCommand,
+        address: str,
+        in_flight: _InFlight,
+    ) -> RemotingCommand | None:
+        try:
+            return await handling
+        except Exception as error:
+            return self._failure_response(command, address, error)
+        finally:
+            in_flight.body_bytes -= len(command.body)
+            in_flight.by_code[command.code] -= 1
+
+    def _failure_response(self, command: RemotingCommand, address: str, error: Exception) -> RemotingCommand:
+        if isinstance(error, RocketError):
+            self.on_refused(command.code, address, str(error))
+            return command.make_response(ResponseCode.SYSTEM_ERROR, str(error))
+        if self._is_first_of_kind(command.code, type(error).__name__):
+            log.error("request=%s broker=%s failed", request_name(command.code), address, exc_info=error)
+        return command.make_response(ResponseCode.SYSTEM_ERROR, f"{type(error).__name__}: {error}")
+
+    def _log_refused(self, code: int, address: str, why: str) -> None:
+        if self._is_first_of_kind(code, address):
+            log.warning("request=%s from=%s refused: %s", request_name(code), address, why)
+
+    def _is_first_of_kind(self, code: int, of: str) -> bool:
+        if (code, of) in self._logged or len(self._logged) >= _MAX_LOGGED:
+            return False
+        self._logged.add((code, of))
+        return True

@@ -220,7 +220,7 @@ class ResetRecord:
     async def _fetch_slot(self, slot: int) -> int:
         """Return the number in a slot; 0 for an empty one, which brokers report in several ways."""
         try:
-            found = await self._broker.query_offset(self._group, self._slot_queue(slot), set_zero_if_not_found=False)
+            found = await self._broker.query_offset(self._group, self._slot_queue(slot))
         except BrokerError as error:
             if error.code in _NOT_FOUND_CODES:
                 return 0

@@ -102,7 +102,7 @@ class GroupProgress:
 
     async def _publish_one(self, queue: MessageQueue, position: int, moved: list[str]) -> None:
         broker = self._cluster.broker(queue.broker_name)
-        stored = await broker.query_offset(self._group, queue, set_zero_if_not_found=False)
+        stored = await broker.query_offset(self._group, queue)
         before = self._seen.get(queue, stored)
         taken = True
         goes_back = stored == before and position < self._published.get(queue, 0)  # the query went back after a loss

@@ -220,8 +220,7 @@ def test_only_no_offset_is_taken_for_none(embedded, broker, do):
     broker.on(RequestCode.QUERY_CONSUMER_OFFSET, answer(0, None, {"offset": "-1"}))
     assert do("query_offset", "app", QUEUE) is None
     embedded.send("orders", b"x", queue_id=0)  # to a new queue
-    assert do("query_offset", "app", QUEUE) == 0
-    assert do("query_offset", "app", QUEUE, set_zero_if_not_found=False) is None
+    assert do("query_offset", "app", QUEUE) is None
 
 
 def test_a_commit_is_acknowledged_or_raises(broker, do):

@@ -176,7 +176,7 @@ class ClusteringReset(Reset):
     async def _query(self, queue: MessageQueue) -> int | None:
         """Return the committed offset of the group."""
         broker = self.cluster.broker(queue.broker_name)
-        return await broker.query_offset(self.group, queue, set_zero_if_not_found=False)
+        return await broker.query_offset(self.group, queue)
 
     async def _mark(self, queue: MessageQueue, target: int) -> None:
         """Let a broker that keeps resets mark one queue."""

@@ -166,8 +166,9 @@ class _Planner:
     @property
     def all_queues(self) -> bool:
         """Whether all queues with new messages are chosen."""
+        chosen = set(self.chosen)
         return all(
-            MessageQueue(self.wire_topic, data.broker_name, number) in self.chosen
+            MessageQueue(self.wire_topic, data.broker_name, number) in chosen
             for data in self.routes[0].queues
             for number in range(data.write_queues)
         )
@@ -346,9 +347,7 @@ class _Planner:
                 if await ResetRecord(self.cluster, self.wire_group, self.wire_topic, name).head():
                     return MessageModel.BROADCASTING
                 for queue in by_broker(self.chosen).get(name, ()):
-                    found = await self.cluster.broker(name).query_offset(
-                        self.wire_group, queue, set_zero_if_not_found=False
-                    )
+                    found = await self.cluster.broker(name).query_offset(self.wire_group, queue)
                     if found or (found == 0 and version >= _EXACT_ZERO_SINCE):
                         return MessageModel.CLUSTERING
             except ConnectError:
@@ -452,7 +451,7 @@ class _PlannedForGroup:
 
         async def committed(target: QueueTarget) -> int | None:
             broker = planner.cluster.broker(target.queue.broker_name)
-            return await broker.query_offset(planner.wire_group, target.queue, set_zero_if_not_found=False)
+            return await broker.query_offset(planner.wire_group, target.queue)
 
         found = await gather_limited(targets, committed)
         return [QueueMove(target.queue, None, found[target], target.target) for target in targets]

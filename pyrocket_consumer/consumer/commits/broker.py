@@ -26,9 +26,7 @@ class BrokerCommits(Commits):
 
     async def start_offset(self, record: CommitRecord) -> int | None:
         queue = record.queue
-        offset = await self._cluster.broker(queue.broker_name).query_offset(
-            self._group, queue, set_zero_if_not_found=False
-        )
+        offset = await self._cluster.broker(queue.broker_name).query_offset(self._group, queue)
         if offset is not None:
             record.offset = record.persisted = offset
             if record.last_known is None or offset >= record.last_known:  # `StartOffsets` decides about a lower one

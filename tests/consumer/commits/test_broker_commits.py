@@ -34,8 +34,8 @@ class Brokers:
         self.most_at_once, self._at_once = Counter[MessageQueue](), Counter[MessageQueue]()
 
     def broker(self, name: str) -> Any:
-        async def query_offset(group, queue, *, set_zero_if_not_found):
-            assert (group, queue.broker_name, set_zero_if_not_found) == ("app", name, False)
+        async def query_offset(group, queue):
+            assert (group, queue.broker_name) == ("app", name)
             await asyncio.sleep(self.call_s)
             if self.answers:
                 raise self.answers.pop(0)
