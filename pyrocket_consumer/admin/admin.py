@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from pyrocket_consumer.admin import groups, topics
 from pyrocket_consumer.admin.groups import check_settings
-from pyrocket_consumer.admin.lag import GroupLag, group_lag, with_stored_offsets
+from pyrocket_consumer.admin.lag import GroupLag, group_lag
 from pyrocket_consumer.admin.resets import execute_plan, forget_reset, plan_reset
 from pyrocket_consumer.admin.resets.plan import ResetPlan, ResetProgress, ResetResult
 from pyrocket_consumer.admin.topics import MAX_QUEUES, OffsetRange, check_attributes, check_perm, check_targets
@@ -306,10 +306,10 @@ class Admin(NotCopied):
         expected = check_names("brokers", brokers)
         cluster = self._started()
         _check_store(store)
-        namespace = cluster.config.namespace
-        stored = {} if store is None else {row.queue: row for row in store.offsets(wrap(namespace, group))}
-        found = cluster.run(group_lag(cluster, group, topic, expected, self._seen, stored), _SLOW_TIMEOUT_S)
-        return found if store is None else with_stored_offsets(found, stored, namespace)
+        stored = None
+        if store is not None:
+            stored = {row.queue: row for row in store.offsets(wrap(cluster.config.namespace, group))}
+        return cluster.run(group_lag(cluster, group, topic, expected, self._seen, stored), _SLOW_TIMEOUT_S)
 
     def plan_reset(
         self,

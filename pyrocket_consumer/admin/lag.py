@@ -183,12 +183,12 @@ async def group_lag(
     topic: str | None,
     expected: Collection[str],
     seen: dict[str, frozenset[MessageQueue]],
-    stored: Mapping[MessageQueue, StoredOffset],
+    stored: Mapping[MessageQueue, StoredOffset] | None = None,
 ) -> GroupLag:
     """Return the position of a group, in all its topics or in one.
 
-    `expected` brokers must exist; `seen` is for the next call. `stored` are the rows of the group in a database, which
-    prove that the group exists; see `with_stored_offsets`.
+    `expected` brokers must exist; `seen` is for the next call. For a group with offsets in a database, `stored` are its
+    rows, which also prove that the group exists.
     """
     namespace = cluster.config.namespace
     wire_group = wrap(namespace, group)
@@ -207,7 +207,7 @@ async def group_lag(
     if model is MessageModel.BROADCASTING:
         rows = await _rows_of_members(cluster, wire_group, wire_topic, found, unreached, survey)
     else:
-        rows = await _rows_of_brokers(cluster, wire_group, wire_topic, survey, found.topics, stored)
+        rows = await _rows_of_brokers(cluster, wire_group, wire_topic, survey, found.topics, stored or ())
         retry = retry_topic(wire_group)
         if not found.members and not stored and all(row.committed is None for row in rows if row.queue.topic != retry):
             # A group without a commit is not a clustering group, or has never consumed.
@@ -217,6 +217,8 @@ async def group_lag(
                 rows, model = recorded, MessageModel.BROADCASTING
                 names = ", ".join(sorted(str(_public_queue(namespace, queue)) for queue in unrecorded))
                 not_known = names and f"no member of {group} is online, and no reset of {names} is recorded"
+    if stored is not None:
+        rows, model, not_known = [_in_store(row, stored.get(row.queue)) for row in rows], MessageModel.CLUSTERING, ""
     public_rows = tuple(
         replace(row, queue=_public_queue(namespace, row.queue))
         for row in sorted(rows, key=lambda row: (row.member or "", row.queue))
@@ -228,17 +230,12 @@ async def group_lag(
     )
 
 
-def with_stored_offsets(
-    found: GroupLag, stored: Mapping[MessageQueue, StoredOffset], namespace: str | None
-) -> GroupLag:
-    """Return `found` with the committed offsets from a database."""
-    public_stored = {_public_queue(namespace, queue): row for queue, row in stored.items()}
-    rows = []
-    for each in found.rows:
-        row = public_stored.get(each.queue)
-        consumed_at = to_datetime(row.last.stored_at_ms) if row is not None and row.last is not None else None
-        rows.append(replace(each, committed=None if row is None else row.next_offset, consumed_at=consumed_at))
-    return replace(found, rows=tuple(rows), model=MessageModel.CLUSTERING, not_known="")
+def _in_store(row: QueueLag, stored: StoredOffset | None) -> QueueLag:
+    """Return `row` with the committed offset from a database."""
+    if stored is None:
+        return replace(row, committed=None, consumed_at=None)
+    consumed_at = to_datetime(stored.last.stored_at_ms) if stored.last is not None else None
+    return replace(row, committed=stored.next_offset, consumed_at=consumed_at)
 
 
 def _public_queue(namespace: str | None, queue: MessageQueue) -> MessageQueue:

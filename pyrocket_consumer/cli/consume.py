@@ -311,7 +311,7 @@ async def _recorded_model(cluster: Cluster, options: argparse.Namespace) -> Mess
     from pyrocket_consumer.admin.lag import group_lag
 
     try:
-        return (await group_lag(cluster, options.group, options.topic, (), {}, {})).model
+        return (await group_lag(cluster, options.group, options.topic, (), {})).model
     except (ConfigError, PermissionDenied):  # a new group, or an account that may only consume
         return None
 

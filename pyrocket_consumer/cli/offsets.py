@@ -226,10 +226,6 @@ def _store(options: argparse.Namespace) -> Iterator[DatabaseOffsets | None]:
         store.close()
 
 
-def _print_indented_json(value: object) -> None:
-    print_json(value, indent=2)
-
-
 # --- show, lag
 
 
@@ -237,7 +233,7 @@ def run_show(options: argparse.Namespace) -> int:
     with _admin(options) as admin, _store(options) as store:
         found = admin.offsets(options.group, options.topic, brokers=options.broker, store=store)
     if options.output == "json":
-        _print_indented_json(_lag_as_json(found))
+        print_json(_lag_as_json(found), indent=2)
         return 3 if found.missing else 0
     if not found.rows:
         print_line(f"{options.group} has no offset in {options.topic}{_online(found)}")
@@ -266,7 +262,7 @@ def run_lag(options: argparse.Namespace) -> int:
     too_far = [] if options.max is None else _describe_excess(found, totals, options.max)
     code = 3 if too_far or found.missing else 0
     if options.output == "json":
-        _print_indented_json(_lag_as_json(found))
+        print_json(_lag_as_json(found), indent=2)
         for line in too_far:
             print_to_stderr(line)
         return code
@@ -390,7 +386,7 @@ def run_reset(options: argparse.Namespace) -> int:
             _print_undo(plan, undo)
         if not options.execute:
             if as_json:
-                _print_indented_json({"plan": _plan_as_json(plan), "undo": undo, "result": None})
+                print_json({"plan": _plan_as_json(plan), "undo": undo, "result": None}, indent=2)
             else:
                 print_line()
                 print_line("Nothing was changed. Add --execute to do it.")
@@ -406,12 +402,12 @@ def run_reset(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print_to_stderr(f"pyrocket: {_INTERRUPTED}")
             if as_json:
-                _print_indented_json(
-                    {"plan": _plan_as_json(plan), "undo": undo, "result": None, "stopped_by": "interrupted"}
+                print_json(
+                    {"plan": _plan_as_json(plan), "undo": undo, "result": None, "stopped_by": "interrupted"}, indent=2
                 )
             raise
     if as_json:
-        _print_indented_json({"plan": _plan_as_json(plan), "undo": undo, "result": _result_as_json(result)})
+        print_json({"plan": _plan_as_json(plan), "undo": undo, "result": _result_as_json(result)}, indent=2)
     else:
         _print_result(result)
         _print_undo(plan, undo)
@@ -561,7 +557,7 @@ def run_forget(options: argparse.Namespace) -> int:
     with _admin(options) as admin:
         forgotten = admin.forget_reset(options.group, options.topic)
     if options.output == "json":
-        _print_indented_json({"group": options.group, "topic": options.topic, "forgotten": forgotten})
+        print_json({"group": options.group, "topic": options.topic, "forgotten": forgotten}, indent=2)
     elif forgotten:
         print_line(f"the recorded resets of {options.group} in {options.topic} were removed")
     else:
@@ -577,7 +573,7 @@ def run_adopt(options: argparse.Namespace) -> int:
 
     renamed = adopt_store(options.orphan, options.directory, replace=options.replace)
     if options.output == "json":
-        _print_indented_json({"directory": options.directory, "kept": str(renamed)})
+        print_json({"directory": options.directory, "kept": str(renamed)}, indent=2)
     else:
         print_line(f"the offsets of {options.orphan} are in {options.directory} now; its files are kept in {renamed}")
     return 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -36,6 +37,21 @@ RELAY_TIMEOUT_S = 12.0  # a broker waits 10 s for a member
 MAX_CONCURRENT_RELAYS = 8  # each silent member occupies one of the broker's 16 threads for such calls
 STATUS_TIMEOUT_S = 8.0  # a broker waits 5 s for a status
 MIN_WAIT_S = 1.0  # for one response, even if less time is left for all
+
+
+@asynccontextmanager
+async def _within(left_s: float, failure: str) -> AsyncIterator[None]:
+    """Limit the time of the block to `left_s` seconds, but not below `MIN_WAIT_S`.
+
+    Raises:
+        RocketError: it took longer; the text begins with `failure`.
+    """
+    left_s = max(MIN_WAIT_S, left_s)
+    try:
+        async with asyncio.timeout(left_s if left_s < math.inf else None):
+            yield
+    except TimeoutError as error:
+        raise RocketError(f"{failure} within {left_s:.2g} s") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +109,13 @@ async def fetch_group_members(
     topics: set[str] = set()
 
     async def fetch_from(broker_name: str) -> None:
-        left_s = max(MIN_WAIT_S, deadline - cluster.loop.time())
         try:
-            async with asyncio.timeout(left_s if left_s < math.inf else None):
+            async with _within(deadline - cluster.loop.time(), f"{broker_name} did not send the members of {group}"):
                 await read_from(broker_name)
-                return
-        except TimeoutError:
-            error = RocketError(f"{broker_name} did not send the members of {group} within {left_s:.2g} s")
-        except RocketError as failure:
-            error = failure
-        if failures is None:
-            raise error
-        failures[broker_name] = error
+        except RocketError as error:
+            if failures is None:
+                raise
+            failures[broker_name] = error
 
     async def read_from(broker_name: str) -> None:
         accept = (ResponseCode.SUCCESS, ResponseCode.CONSUMER_NOT_ONLINE)
@@ -221,12 +232,11 @@ async def relay_to_all(
     deadline = cluster.loop.time() + within_s
 
     async def relay_one(client_id: str) -> RelayResult:
-        left_s = max(MIN_WAIT_S, deadline - cluster.loop.time())
         try:
-            async with asyncio.timeout(left_s if left_s < math.inf else None):
+            async with _within(deadline - cluster.loop.time(), "it did not respond"):
                 return await relay_request(cluster, group, by_id[client_id], operation, request_id, body)
-        except TimeoutError:
-            return RelayResult(RelayStatus.SILENT, reason=f"it did not respond within {left_s:.2g} s")
+        except RocketError as error:
+            return RelayResult(RelayStatus.SILENT, reason=str(error))
 
     return await gather_limited(by_id, relay_one, limit=MAX_CONCURRENT_RELAYS)
 
@@ -240,12 +250,8 @@ async def fetch_member_offsets(
         RocketError: the member did not respond within `within_s` seconds or the timeout of its brokers, or this
             client has no permission to ask it.
     """
-    left_s = max(MIN_WAIT_S, within_s)
-    try:
-        async with asyncio.timeout(left_s if left_s < math.inf else None):
-            return await _fetch_status_offsets(cluster, group, member, topic)
-    except TimeoutError as error:
-        raise RocketError(f"{member.client_id} did not respond within {left_s:.2g} s") from error
+    async with _within(within_s, f"{member.client_id} did not respond"):
+        return await _fetch_status_offsets(cluster, group, member, topic)
 
 
 async def _fetch_status_offsets(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 from pyrocket_consumer.cluster.broker import Broker
 from pyrocket_consumer.cluster.client import Client, ClusterState
@@ -128,14 +128,6 @@ class Cluster(Client):
             await asyncio.sleep(min(_REFRESH_GAP_S, self.config.route_refresh_interval_s))
 
 
-@dataclass(slots=True)
-class _InFlight:
-    """The requests of one broker that are being handled."""
-
-    body_bytes: int = 0
-    by_code: dict[int, int] = field(default_factory=dict)
-
-
 class ServerRequests:
     """Passes requests of servers to their handlers if they are allowed. Confined to the I/O thread.
 
@@ -148,7 +140,8 @@ class ServerRequests:
         """Called for each refused request. By default, the first one of each kind is logged."""
         self._is_broker = is_broker
         self._handlers: dict[int, RequestHandler] = {}
-        self._in_flight: dict[str, _InFlight] = {}  # by address
+        self._in_flight: Counter[tuple[str, int]] = Counter()  # by address and code
+        self._in_flight_bytes: Counter[str] = Counter()  # by address
         self._logged: set[tuple[int, str]] = set()
 
     def on_request(self, code: RequestCode, handler: RequestHandler) -> None:
@@ -158,8 +151,7 @@ class ServerRequests:
     def handle(self, command: RemotingCommand, connection: Connection) -> Awaitable[RemotingCommand | None] | None:
         """Handle or refuse a request. Return an awaitable of the response, None if the request is finished."""
         code, address = command.code, connection.address
-        in_flight = self._in_flight.setdefault(address, _InFlight())
-        if (refusal := self._check_refused(command, connection, in_flight)) is not None:
+        if (refusal := self._check_refused(command, connection)) is not None:
             connection.respond(command, refusal)
             return None
         handler = self._handlers.get(code)
@@ -174,22 +166,20 @@ class ServerRequests:
             return None
         if handling is None:
             return None
-        in_flight.body_bytes += len(command.body)
-        in_flight.by_code[code] = in_flight.by_code.get(code, 0) + 1
-        return self._run_handler(handling, command, address, in_flight)
+        self._in_flight[address, code] += 1
+        self._in_flight_bytes[address] += len(command.body)
+        return self._run_handler(handling, command, address)
 
-    def _check_refused(
-        self, command: RemotingCommand, connection: Connection, in_flight: _InFlight
-    ) -> RemotingCommand | None:
-        refusal_code = ResponseCode.SYSTEM_BUSY
+    def _check_refused(self, command: RemotingCommand, connection: Connection) -> RemotingCommand | None:
+        refusal_code, in_flight_bytes = ResponseCode.SYSTEM_BUSY, self._in_flight_bytes[connection.address]
         if not self._is_broker(connection.address):
             refusal_code, why = ResponseCode.SYSTEM_ERROR, "only brokers of the topics in use may send requests"
         elif command.skipped_body_bytes:
             refusal_code, why = ResponseCode.SYSTEM_ERROR, f"a body of {command.skipped_body_bytes} bytes is too large"
-        elif in_flight.by_code.get(command.code, 0) >= MAX_IN_FLIGHT:
+        elif self._in_flight[connection.address, command.code] >= MAX_IN_FLIGHT:
             why = f"{MAX_IN_FLIGHT} of them are in flight"
-        elif in_flight.body_bytes and in_flight.body_bytes + len(command.body) > MAX_IN_FLIGHT_BYTES:
-            why = f"requests in flight hold {in_flight.body_bytes} bytes"
+        elif in_flight_bytes and in_flight_bytes + len(command.body) > MAX_IN_FLIGHT_BYTES:
+            why = f"requests in flight hold {in_flight_bytes} bytes"
         elif connection.is_backlogged and not command.is_oneway:
             why = "it does not read the responses"
         else:
@@ -198,19 +188,15 @@ class ServerRequests:
         return command.make_response(refusal_code, f"{request_name(command.code)} is refused: {why}")
 
     async def _run_handler(
-        self,
-        handling: Awaitable[RemotingCommand | None],
-        command: RemotingCommand,
-        address: str,
-        in_flight: _InFlight,
+        self, handling: Awaitable[RemotingCommand | None], command: RemotingCommand, address: str
     ) -> RemotingCommand | None:
         try:
             return await handling
         except Exception as error:
             return self._failure_response(command, address, error)
         finally:
-            in_flight.body_bytes -= len(command.body)
-            in_flight.by_code[command.code] -= 1
+            self._in_flight[address, command.code] -= 1
+            self._in_flight_bytes[address] -= len(command.body)
 
     def _failure_response(self, command: RemotingCommand, address: str, error: Exception) -> RemotingCommand:
         if isinstance(error, RocketError):

@@ -99,11 +99,24 @@ class NameServers:
             BrokerError: the name server refused the request.
             ProtocolError: the only name server sent a response that cannot be read.
         """
-
-        async def read_one(address: str) -> T:
-            return await read_body(decode, (await self._call_one(address, header)).body)
-
-        return await self._call_first(read_one)
+        failures: dict[str, RocketError] = {}
+        for step in range(len(self.addresses)):
+            index = (self._current + step) % len(self.addresses)
+            address = self.addresses[index]
+            try:
+                found = await read_body(decode, (await self._call_one(address, header)).body)
+            except RocketError as error:
+                if isinstance(error, BrokerError) and error.code not in _UNAVAILABLE_CODES:
+                    self._use(index)
+                    raise
+                failures[address] = error
+                log.debug("name_server=%s failed reason=%s", address, error)
+            else:
+                self._use(index)
+                return found
+        if len(failures) == 1:
+            raise failures.popitem()[1]
+        raise ConnectError(str(self), _reasons(failures))
 
     async def fetch_route(self, topic: str) -> TopicRoute:
         """Return the route of `topic`.
@@ -122,29 +135,6 @@ class NameServers:
     async def cluster_info(self) -> ClusterInfo:
         """Return the brokers and clusters that a name server knows."""
         return await self.read(GetClusterInfoHeader(), decode_cluster_info)
-
-    async def _call_first(self, call: Callable[[str], Awaitable[T]]) -> T:
-        """Return the result of `call(address)` for the first name server that responds, beginning with the current."""
-        failures: dict[str, RocketError] = {}
-        for step in range(len(self.addresses)):
-            index = (self._current + step) % len(self.addresses)
-            address = self.addresses[index]
-            try:
-                response = await call(address)
-            except BrokerError as error:
-                if error.code not in _UNAVAILABLE_CODES:
-                    self._use(index)
-                    raise
-                failures[address] = error
-            except RocketError as error:
-                failures[address] = error
-            else:
-                self._use(index)
-                return response
-            log.debug("name_server=%s failed reason=%s", address, failures[address])
-        if len(failures) == 1:
-            raise failures.popitem()[1]
-        raise ConnectError(str(self), _reasons(failures))
 
     async def _call_one(self, address: str, header: Header) -> RemotingCommand:
         try:

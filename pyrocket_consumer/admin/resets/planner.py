@@ -221,6 +221,10 @@ class _Planner:
             for queue, (low, high) in ends.items()
         ]
 
+    async def committed(self, queue: MessageQueue) -> int | None:
+        """Return the offset that the group has committed."""
+        return await self.cluster.broker(queue.broker_name).query_offset(self.wire_group, queue)
+
     async def read_store(self, store: DatabaseOffsets) -> None:
         """Read the offsets in the database, and find the retry topic if it has queues without a row there."""
         rows = await asyncio.to_thread(store.offsets, self.wire_group)
@@ -342,14 +346,14 @@ class _Planner:
         Raises:
             ConfigError: brokers have neither.
         """
+        chosen = by_broker(self.chosen)
         for name, version in ((broker.name, broker.version) for broker in self.brokers if not broker.problem):
             try:
                 if await ResetRecord(self.cluster, self.wire_group, self.wire_topic, name).head():
                     return MessageModel.BROADCASTING
-                for queue in by_broker(self.chosen).get(name, ()):
-                    found = await self.cluster.broker(name).query_offset(self.wire_group, queue)
-                    if found or (found == 0 and version >= _EXACT_ZERO_SINCE):
-                        return MessageModel.CLUSTERING
+                found = await gather_limited(chosen.get(name, ()), self.committed)
+                if any(offset or (offset == 0 and version >= _EXACT_ZERO_SINCE) for offset in found.values()):
+                    return MessageModel.CLUSTERING
             except ConnectError:
                 continue
         raise ConfigError(
@@ -447,14 +451,8 @@ class _PlannedForGroup:
 
     async def moves(self, members: Sequence[MemberPlan], targets: Sequence[QueueTarget]) -> list[QueueMove]:
         """Return the effect on each queue; for members with offsets of their own, at each of them."""
-        planner = self._planner
-
-        async def committed(target: QueueTarget) -> int | None:
-            broker = planner.cluster.broker(target.queue.broker_name)
-            return await broker.query_offset(planner.wire_group, target.queue)
-
-        found = await gather_limited(targets, committed)
-        return [QueueMove(target.queue, None, found[target], target.target) for target in targets]
+        found = await gather_limited([each.queue for each in targets], self._planner.committed)
+        return [QueueMove(each.queue, None, found[each.queue], each.target) for each in targets]
 
 
 class _PlannedForMembers(_PlannedForGroup):
