@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import chain
+from itertools import chain, groupby
 
 from pyrocket_consumer.admin.groups import check_group_exists
 from pyrocket_consumer.admin.topics import NO_MASTER, BrokerMissing, list_topics, to_datetime
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.admin_relay import GroupMembers, RemoteMember, fetch_group_members, fetch_member_offsets
-from pyrocket_consumer.cluster.gather import gather_limited
+from pyrocket_consumer.cluster.gather import by_broker, gather_limited
 from pyrocket_consumer.cluster.names import unwrap, wrap
 from pyrocket_consumer.cluster.offset_lookup import fetch_committed_offsets, fetch_first_and_last, fetch_queues
 from pyrocket_consumer.cluster.reset_record import ResetRecord
@@ -22,6 +22,9 @@ from pyrocket_consumer.offsets.database.claim import StoredOffset
 from pyrocket_consumer.protocol.bodies import QueueConsumeStats, decode_consume_stats
 from pyrocket_consumer.protocol.command import GetConsumeStatsHeader
 from pyrocket_consumer.text import join_truncated
+
+_OFFLINE = "(offline)"
+"""The value of `QueueLag.member` for all offline members together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,28 +94,35 @@ class GroupLag:
 
 
 class _Survey:
-    """The brokers that respond (address by name), and the missing brokers, with the reason, and queues.
+    """The lag of one group, in all its topics or in one, from the brokers that respond (`brokers`: address by name).
 
-    A broker that fails to respond once is missing from then on, with its earlier responses.
+    A broker that fails to respond once is `missing` from then on, with its earlier responses.
 
     `seen` keeps the queues of topics from one call to the next. A name server forgets a stopped broker, and then no
-    other source shows that its queues have more to consume.
+    other source shows that its queues have more to consume. `unreached` are members that do not respond.
     """
 
-    def __init__(self, seen: dict[str, frozenset[MessageQueue]]) -> None:
+    def __init__(
+        self, cluster: Cluster, group: str, topic: str | None, seen: dict[str, frozenset[MessageQueue]]
+    ) -> None:
         self.brokers: dict[str, str] = {}
         self.missing: dict[str, str] = {}
+        self.unreached: dict[str, str] = {}
+        self._cluster = cluster
+        self._namespace = cluster.config.namespace
+        self._group = wrap(self._namespace, group)
+        self._topic = topic and wrap(self._namespace, topic)
         self._registered: set[str] = set()
         self._seen = seen
         self._known: set[MessageQueue] = set()
 
-    async def find_brokers(self, cluster: Cluster, group: str, expected: Collection[str]) -> GroupMembers:
+    async def find_brokers(self, expected: Collection[str]) -> GroupMembers:
         """Find the brokers that respond, and return the online members of the group there.
 
         Raises:
             RocketError: no broker responds.
         """
-        info = await cluster.name_servers.cluster_info()
+        info = await self._cluster.name_servers.cluster_info()
         self._registered = set(info.brokers)
         known = join_truncated(sorted(info.brokers))
         failures: dict[str, RocketError] = {}
@@ -123,11 +133,11 @@ class _Survey:
                 failures[name] = BrokerMissing(f"broker {name}", NO_MASTER if name in info.brokers else unknown)
             else:
                 self.brokers[name] = address
-        found = await fetch_group_members(cluster, group, self.brokers, failures)
-        self.mark_missing(failures)
+        found = await fetch_group_members(self._cluster, self._group, self.brokers, failures)
+        self._mark_missing(failures)
         return found
 
-    def mark_missing(self, failures: Mapping[str, RocketError]) -> None:
+    def _mark_missing(self, failures: Mapping[str, RocketError]) -> None:
         """Continue without the brokers that failed, for these reasons.
 
         Raises:
@@ -141,9 +151,9 @@ class _Survey:
         if failures and not self.brokers:
             raise failures[min(failures)]
 
-    async def queues(self, cluster: Cluster, topics: Collection[str]) -> dict[str, list[MessageQueue]]:
+    async def _queues(self, topics: Collection[str]) -> dict[str, list[MessageQueue]]:
         """Return the queues of each topic on responding brokers. A topic that does not exist has none."""
-        routed = await fetch_queues(cluster, topics)
+        routed = await fetch_queues(self._cluster, topics)
         for topic, queues in routed.items():
             gone = {queue for queue in self._seen.get(topic, frozenset()) if queue.broker_name not in self._registered}
             if queues or gone:
@@ -155,26 +165,115 @@ class _Survey:
             topic: [queue for queue in queues if queue.broker_name in self.brokers] for topic, queues in routed.items()
         }
 
-    async def ranges(self, cluster: Cluster, queues: Iterable[MessageQueue]) -> dict[MessageQueue, tuple[int, int]]:
+    async def _ranges(self, queues: Iterable[MessageQueue]) -> dict[MessageQueue, tuple[int, int]]:
         """Return the first and last offsets of the queues on responding brokers."""
         failures: dict[str, RocketError] = {}
         wanted = [queue for queue in queues if queue.broker_name in self.brokers]
-        found = await fetch_first_and_last(cluster, wanted, failures)
-        self.mark_missing(failures)
+        found = await fetch_first_and_last(self._cluster, wanted, failures)
+        self._mark_missing(failures)
         return found
 
-    def missing_reasons(self, namespace: str | None, concerned: Collection[str] | None) -> dict[str, str]:
+    def missing_reasons(self, concerned: Collection[str] | None) -> dict[str, str]:
         """Return the missing brokers, with the reason and the number of their known queues.
 
         If `concerned` is not None, the others are ignored.
         """
         reasons = {name: self.missing[name] for name in sorted(self.missing) if concerned is None or name in concerned}
-        without = (queue for queue in self._known if queue.broker_name not in self.brokers)
-        counts = Counter((queue.broker_name, unwrap(namespace, queue.topic)) for queue in without)
-        for name in sorted({broker for broker, _ in counts}):
-            had = ", ".join(f"{count} of {topic}" for (owner, topic), count in sorted(counts.items()) if owner == name)
+        counts = Counter(
+            (queue.broker_name, unwrap(self._namespace, queue.topic))
+            for queue in self._known
+            if queue.broker_name not in self.brokers
+        )
+        for name, group in groupby(sorted(counts.items()), key=lambda item: item[0][0]):
+            had = ", ".join(f"{count} of {topic}" for (_, topic), count in group)
             reasons[name] = f"{reasons.get(name, 'the name server no longer knows it')}; queues not shown: {had}"
         return reasons
+
+    # --- rows
+
+    async def rows_of_brokers(self, subscribed: Collection[str], stored: Collection[MessageQueue]) -> list[QueueLag]:
+        """Return the rows of queues with a committed offset, and of queues with messages but without a commit.
+
+        A broker reports only topics in which the group has committed an offset there.
+        """
+        failures: dict[str, RocketError] = {}
+        stats: dict[MessageQueue, QueueConsumeStats] = {}
+
+        async def fetch(name: str) -> None:
+            try:
+                header = GetConsumeStatsHeader(self._group, self._topic)
+                reported = (await self._cluster.read(self.brokers[name], header, decode_consume_stats)).queues
+                stats.update((queue, each) for queue, each in reported.items() if queue.broker_name == name)
+            except RocketError as error:
+                failures[name] = error
+
+        await gather_limited(sorted(self.brokers), fetch)
+        self._mark_missing(failures)
+        known = {queue.topic for queue in chain(stats, stored)}
+        topics = {self._topic} if self._topic else known | {*subscribed, retry_topic(self._group)}
+        there = await self._queues(topics)
+        offsets: dict[MessageQueue, int | None] = {
+            queue: facts.consumer_offset for queue, facts in stats.items() if there.get(queue.topic)
+        }
+        # Brokers also report 0 for a queue without a commit.
+        unsure = [queue for queue in {*offsets, *chain.from_iterable(there.values())} if not offsets.get(queue)]
+        offsets |= await fetch_committed_offsets(self._cluster, self._group, unsure, failures)
+        self._mark_missing(failures)
+        ends = await self._ranges(offsets)  # after the committed offsets, which move on
+        times = {queue: to_datetime(each.last_timestamp) for queue, each in stats.items()}
+        rows = [QueueLag(queue, offsets[queue], *its_ends, None, times.get(queue)) for queue, its_ends in ends.items()]
+        return [row for row in rows if row.queue in stats or row.queue in stored or row.committed or row.lag]
+
+    async def rows_of_records(self) -> tuple[list[QueueLag], list[MessageQueue]]:
+        """Return rows with the recorded reset targets of offline members, and the queues without a reset."""
+        try:
+            names = await list_topics(self._cluster, include_system=False) if self._topic is None else []
+        except PermissionDenied:
+            names = []
+        failures: dict[str, RocketError] = {}
+        targets: dict[MessageQueue, int] = {}
+        without: list[MessageQueue] = []
+        wanted = [self._topic] if self._topic is not None else [wrap(self._namespace, each) for each in names]
+        for name, queues in (await self._queues(wanted)).items():
+            found: dict[MessageQueue, int] = {}
+            for broker_name, here in sorted(by_broker(queues).items()):
+                if broker_name in failures:
+                    continue
+                record = ResetRecord(self._cluster, self._group, name, broker_name)
+                try:
+                    if await record.head():
+                        resets = await record.read(queue.queue_id for queue in here)
+                        found |= {queue: resets[queue.queue_id].target for queue in here if queue.queue_id in resets}
+                except RocketError as error:
+                    failures[broker_name] = error
+            targets |= found
+            without += [queue for queue in queues if found and queue not in found]
+        self._mark_missing(failures)
+        ends = await self._ranges(targets)
+        rows = [QueueLag(queue, targets[queue], *its_ends, _OFFLINE) for queue, its_ends in ends.items()]
+        return rows, [queue for queue in without if queue.broker_name in self.brokers]
+
+    async def rows_of_members(self, members: Collection[RemoteMember]) -> list[QueueLag]:
+        """Return the rows of each member that responds."""
+        tables: dict[str, dict[MessageQueue, int]] = {}
+        group, topic = self._group, self._topic or ""
+
+        async def fetch(member: RemoteMember) -> None:
+            try:
+                tables[member.client_id] = await fetch_member_offsets(self._cluster, group, member, topic)
+            except RocketError as error:
+                self.unreached[member.client_id] = str(error)
+
+        await gather_limited(members, fetch, limit=8)
+        queues = {queue for table in tables.values() for queue in table}
+        there = await self._queues({queue.topic for queue in queues})
+        ends = await self._ranges(queue for queue in queues if there[queue.topic])  # not of deleted topics
+        return [
+            QueueLag(queue, offset, *ends[queue], client_id)
+            for client_id, table in tables.items()
+            for queue, offset in table.items()
+            if queue in ends and topic in ("", queue.topic)
+        ]
 
 
 async def group_lag(
@@ -191,27 +290,25 @@ async def group_lag(
     rows, which also prove that the group exists.
     """
     namespace = cluster.config.namespace
-    wire_group = wrap(namespace, group)
     if topic is not None:
         await cluster.routes.get(wrap(namespace, topic), refresh=True)
-    survey = _Survey(seen)
-    found = await survey.find_brokers(cluster, wire_group, expected)
+    survey = _Survey(cluster, group, topic, seen)
+    found = await survey.find_brokers(expected)
     concerned: set[str] | None = None
     if topic is not None:
         (queues,) = (await fetch_queues(cluster, [wrap(namespace, topic)])).values()
         concerned = {queue.broker_name for queue in queues} | {*expected}
     if not found.members and not stored:
         await check_group_exists(cluster, group, survey.brokers)
-    unreached: dict[str, str] = {}
-    wire_topic, model, not_known = topic and wrap(namespace, topic), found.model, ""
+    model, not_known = found.model, ""
     if model is MessageModel.BROADCASTING:
-        rows = await _rows_of_members(cluster, wire_group, wire_topic, found, unreached, survey)
+        rows = await survey.rows_of_members(found.members)
     else:
-        rows = await _rows_of_brokers(cluster, wire_group, wire_topic, survey, found.topics, stored or ())
-        retry = retry_topic(wire_group)
+        rows = await survey.rows_of_brokers(found.topics, stored or ())
+        retry = retry_topic(wrap(namespace, group))
         if not found.members and not stored and all(row.committed is None for row in rows if row.queue.topic != retry):
             # A group without a commit is not a clustering group, or has never consumed.
-            recorded, unrecorded = await _rows_of_records(cluster, wire_group, wire_topic, survey)
+            recorded, unrecorded = await survey.rows_of_records()
             not_known = f"no member of {group} is online, and it has committed nothing"
             if recorded:
                 rows, model = recorded, MessageModel.BROADCASTING
@@ -225,9 +322,8 @@ async def group_lag(
         if row.queue.broker_name in survey.brokers
     )
     members = tuple(member.client_id for member in found.members)
-    return GroupLag(
-        group, model, members, public_rows, unreached, not_known, survey.missing_reasons(namespace, concerned)
-    )
+    missing = survey.missing_reasons(concerned)
+    return GroupLag(group, model, members, public_rows, survey.unreached, not_known, missing)
 
 
 def _in_store(row: QueueLag, stored: StoredOffset | None) -> QueueLag:
@@ -240,107 +336,3 @@ def _in_store(row: QueueLag, stored: StoredOffset | None) -> QueueLag:
 
 def _public_queue(namespace: str | None, queue: MessageQueue) -> MessageQueue:
     return MessageQueue(unwrap(namespace, queue.topic), queue.broker_name, queue.queue_id)
-
-
-async def _rows_of_brokers(
-    cluster: Cluster,
-    group: str,
-    topic: str | None,
-    survey: _Survey,
-    subscribed: Collection[str],
-    stored: Collection[MessageQueue],
-) -> list[QueueLag]:
-    """Return the rows of queues with a committed offset, and of queues with messages but without a commit.
-
-    A broker reports only topics in which the group has committed an offset there.
-    """
-    failures: dict[str, RocketError] = {}
-    stats: dict[MessageQueue, QueueConsumeStats] = {}
-
-    async def fetch(name: str) -> None:
-        try:
-            header = GetConsumeStatsHeader(group, topic)
-            reported = (await cluster.read(survey.brokers[name], header, decode_consume_stats)).queues
-            stats.update((queue, each) for queue, each in reported.items() if queue.broker_name == name)
-        except RocketError as error:
-            failures[name] = error
-
-    await gather_limited(sorted(survey.brokers), fetch)
-    survey.mark_missing(failures)
-    known = {queue.topic for queue in chain(stats, stored)}
-    topics = {topic} if topic else known | {*subscribed, retry_topic(group)}
-    there = await survey.queues(cluster, topics)
-    offsets: dict[MessageQueue, int | None] = {
-        queue: facts.consumer_offset for queue, facts in stats.items() if there.get(queue.topic)
-    }
-    # Brokers also report 0 for a queue without a commit.
-    unsure = [queue for queue in {*offsets, *chain.from_iterable(there.values())} if not offsets.get(queue)]
-    offsets |= await fetch_committed_offsets(cluster, group, unsure, failures)
-    survey.mark_missing(failures)
-    ends = await survey.ranges(cluster, offsets)  # after the committed offsets, which move on
-    times = {queue: to_datetime(each.last_timestamp) for queue, each in stats.items()}
-    rows = [QueueLag(queue, offsets[queue], *its_ends, None, times.get(queue)) for queue, its_ends in ends.items()]
-    return [row for row in rows if row.queue in stats or row.queue in stored or row.committed or row.lag]
-
-
-_OFFLINE = "(offline)"
-"""The value of `QueueLag.member` for all offline members together."""
-
-
-async def _rows_of_records(
-    cluster: Cluster, group: str, topic: str | None, survey: _Survey
-) -> tuple[list[QueueLag], list[MessageQueue]]:
-    """Return rows with the recorded reset targets of offline members, and the queues without a reset."""
-    namespace = cluster.config.namespace
-    try:
-        names = await list_topics(cluster, include_system=False) if topic is None else []
-    except PermissionDenied:
-        names = []
-    failures: dict[str, RocketError] = {}
-    targets: dict[MessageQueue, int] = {}
-    without: list[MessageQueue] = []
-    wanted = [topic] if topic is not None else [wrap(namespace, each) for each in names]
-    for name, queues in (await survey.queues(cluster, wanted)).items():
-        found: dict[MessageQueue, int] = {}
-        for broker_name in sorted({queue.broker_name for queue in queues} - failures.keys()):
-            record = ResetRecord(cluster, group, name, broker_name)
-            try:
-                if await record.head():
-                    resets = await record.read(queue.queue_id for queue in queues if queue.broker_name == broker_name)
-                    found |= {MessageQueue(name, broker_name, number): each.target for number, each in resets.items()}
-            except RocketError as error:
-                failures[broker_name] = error
-        targets |= found
-        without += [queue for queue in queues if found and queue not in found]
-    survey.mark_missing(failures)
-    ends = await survey.ranges(cluster, targets)
-    rows = [QueueLag(queue, targets[queue], *its_ends, _OFFLINE) for queue, its_ends in ends.items()]
-    return rows, [queue for queue in without if queue.broker_name in survey.brokers]
-
-
-async def _rows_of_members(
-    cluster: Cluster,
-    group: str,
-    topic: str | None,
-    found: GroupMembers,
-    unreached: dict[str, str],
-    survey: _Survey,
-) -> list[QueueLag]:
-    tables: dict[str, dict[MessageQueue, int]] = {}
-
-    async def fetch(member: RemoteMember) -> None:
-        try:
-            tables[member.client_id] = await fetch_member_offsets(cluster, group, member, topic or "")
-        except RocketError as error:
-            unreached[member.client_id] = str(error)
-
-    await gather_limited(found.members, fetch, limit=8)
-    queues = {queue for table in tables.values() for queue in table}
-    there = await survey.queues(cluster, {queue.topic for queue in queues})
-    ends = await survey.ranges(cluster, (queue for queue in queues if there[queue.topic]))  # not of deleted topics
-    return [
-        QueueLag(queue, offset, *ends[queue], client_id)
-        for client_id, table in tables.items()
-        for queue, offset in table.items()
-        if queue in ends and topic in (None, queue.topic)
-    ]

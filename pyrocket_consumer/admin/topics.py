@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pyrocket_consumer.cluster import Cluster
 from pyrocket_consumer.cluster.client import read_body
+from pyrocket_consumer.cluster.gather import gather_limited
 from pyrocket_consumer.cluster.names import is_system, unwrap, wrap
 from pyrocket_consumer.config import check_names, check_text
 from pyrocket_consumer.errors import BrokerError, ConfigError, ConnectError, ProtocolError, RequestTimeout, RocketError
@@ -288,17 +289,15 @@ async def call_many(brokers: Mapping[str, str], call: Callable[[str], Awaitable[
     Raises:
         RocketError: the error of one broker; a note names the brokers where the call succeeded.
     """
-    outcomes = await asyncio.gather(*(call(address) for address in brokers.values()), return_exceptions=True)
     done: dict[str, T] = {}
-    failures: list[BaseException] = []
-    for name, outcome in zip(brokers, outcomes, strict=True):
-        if isinstance(outcome, BaseException):
-            failures.append(outcome)
-        else:
-            done[name] = outcome
-    if failures:
-        error = next((each for each in failures if not isinstance(each, RocketError)), failures[0])
+
+    async def call_one(name: str) -> None:
+        done[name] = await call(brokers[name])
+
+    try:
+        await gather_limited(brokers, call_one, limit=len(brokers))
+    except RocketError as error:
         if done:
-            error.add_note(f"done at {join_truncated(list(done))}; it is safe to repeat")
-        raise error
-    return done
+            error.add_note(f"done at {join_truncated(sorted(done))}; it is safe to repeat")
+        raise
+    return {name: done[name] for name in brokers}

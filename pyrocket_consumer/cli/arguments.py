@@ -122,14 +122,20 @@ def parse_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS else None
 
 
-def whole_number(text: str) -> int:
+def whole_number(text: str, least: int = 0) -> int:
     """Parse a whole number from zero."""
     number = parse_number(text)
-    if number is None:
+    if number is None or number < least:
+        range_text = "above zero" if least else "from 0"
         raise argparse.ArgumentTypeError(
-            f"{safe_repr(text)} is not a whole number from 0 of at most {_MAX_DIGITS} digits"
+            f"{safe_repr(text)} is not a whole number {range_text} of at most {_MAX_DIGITS} digits"
         )
     return number
+
+
+def positive_number(text: str) -> int:
+    """Parse a whole number above zero."""
+    return whole_number(text, least=1)
 
 
 def queue_name(text: str) -> tuple[str, int]:
@@ -156,14 +162,4 @@ def wait_seconds(text: str) -> float:
         number = math.nan
     if not 0 <= number <= MAX_WAIT_S:
         raise argparse.ArgumentTypeError(f"{safe_repr(text)} is not a number of seconds from 0 to {MAX_WAIT_S}")
-    return number
-
-
-def positive_number(text: str) -> int:
-    """Parse a whole number above zero."""
-    number = parse_number(text)
-    if not number:
-        raise argparse.ArgumentTypeError(
-            f"{safe_repr(text)} is not a whole number above zero of at most {_MAX_DIGITS} digits"
-        )
     return number

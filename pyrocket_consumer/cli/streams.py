@@ -101,11 +101,11 @@ def wait_writable(within_s: float) -> bool:
     return _poll_output("POLLOUT", within_s) != 0
 
 
-def _poll_output(is_pending: str, within_s: float) -> int | None:
+def _poll_output(event: str, within_s: float) -> int | None:
     """Return the events that the system reports for stdout, 0 without one within the time; None without `poll`."""
     try:
         poll = select.poll()
-        poll.register(sys.stdout.fileno(), getattr(select, is_pending) if is_pending else 0)
+        poll.register(sys.stdout.fileno(), getattr(select, event) if event else 0)
     except (AttributeError, OSError, ValueError):
         return None
     return next((events for _, events in poll.poll(within_s * 1000)), 0)

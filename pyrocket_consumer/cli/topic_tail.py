@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heapreplace
+from heapq import heappop, heappush
 
 from pyrocket_consumer.cluster import Cluster, ClusterEvents
 from pyrocket_consumer.cluster.gather import gather_limited
@@ -23,6 +23,9 @@ _LARGEST_PULL = 32
 _TRIES = 3
 _PAUSE_S = 1.0
 _HOLD_S = 15.0
+
+
+_Age = tuple[int, int, MessageQueue]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +60,8 @@ class TopicTailer(ClusterEvents):
         self._report = report
         self._pull_size = max(1, min(_LARGEST_PULL, MAX_MESSAGES // max(1, len(begins))))
         self._cursors = [self._cursor(queue, begins[queue], ends[queue]) for queue in sorted(begins)]
+        self._empty = [each for each in self._cursors if each.has_more]  # that need a pull before the next message
+        self._oldest: list[tuple[_Age, _QueueCursor]] = []  # a heap of the others, by the age of their next message
         self._arrived: asyncio.Queue[Message | RocketError] = asyncio.Queue(MAX_MESSAGES)
         self._reported: set[str] = set()  # unreachable brokers
 
@@ -69,29 +74,20 @@ class TopicTailer(ClusterEvents):
         Raises:
             RocketError: requests to a broker failed several times.
         """
-        while True:
-            await gather_limited([each for each in self._cursors if each.has_more and not each.pulled], self._fill)
-            found = self._oldest()
-            if found or not any(each.has_more for each in self._cursors):
-                return found
-
-    def _oldest(self) -> list[Message]:
-        """Return messages in the order they were stored, until a queue that has more needs another pull."""
         found: list[Message] = []
-        cursors = [each for each in self._cursors if each.pulled or each.has_more]
-        if not all(each.pulled for each in cursors):
-            return found
-        heap = [(_age(each.pulled[0]), each) for each in cursors]
-        heapify(heap)
-        while heap:
-            oldest = heap[0][1]
-            found.append(oldest.pulled.popleft())
-            if oldest.pulled:
-                heapreplace(heap, (_age(oldest.pulled[0]), oldest))
-            elif oldest.has_more:
-                break
-            else:
-                heappop(heap)
+        while not found and (self._empty or self._oldest):
+            await gather_limited(self._empty, self._fill)
+            for cursor in self._empty:
+                if cursor.pulled:
+                    heappush(self._oldest, (_age(cursor.pulled[0]), cursor))
+            self._empty = [each for each in self._empty if each.has_more and not each.pulled]
+            while self._oldest and not self._empty:
+                _, cursor = heappop(self._oldest)
+                found.append(cursor.pulled.popleft())
+                if cursor.pulled:
+                    heappush(self._oldest, (_age(cursor.pulled[0]), cursor))
+                elif cursor.has_more:
+                    self._empty.append(cursor)
         return found
 
     async def _fill(self, cursor: _QueueCursor) -> None:
@@ -185,7 +181,7 @@ class TopicTailer(ClusterEvents):
                 await self._arrived.put(message)
 
 
-def _age(message: Message) -> tuple[int, int, MessageQueue]:
+def _age(message: Message) -> _Age:
     """Return the sort key of a message. Messages of the same millisecond stay in the order of their broker's log."""
     return message.stored_at_ms, message.commit_log_offset, message.queue
 
