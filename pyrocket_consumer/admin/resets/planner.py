@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from uuid import uuid4
 
 from pyrocket_consumer.admin.groups import check_group_exists
@@ -163,7 +164,7 @@ class _Planner:
         """The brokers without a problem, and their addresses."""
         return {broker.name: broker.address for broker in self.brokers if not broker.problem}
 
-    @property
+    @cached_property
     def all_queues(self) -> bool:
         """Whether all queues with new messages are chosen."""
         chosen = set(self.chosen)
