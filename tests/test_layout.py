@@ -38,7 +38,8 @@ INSIDE_CONSUMER = (
     "assignment",
     "resets",
     "membership",
-    "runtime",
+    "member",
+    "lifecycle",
     "push_consumer",
 )
 """The layers of the packages in consumer/."""

@@ -9,9 +9,9 @@ from pyrocket_consumer.consumer.listener import (
     Retry,
     Suspend,
 )
+from pyrocket_consumer.consumer.member import ConsumerState
 from pyrocket_consumer.consumer.membership.allocation import in_machine_rooms
 from pyrocket_consumer.consumer.push_consumer import AsyncPushConsumer, PushConsumer, sql
-from pyrocket_consumer.consumer.runtime.member import ConsumerState
 
 __all__ = [
     "AsyncPushConsumer",

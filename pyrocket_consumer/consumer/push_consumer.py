@@ -29,18 +29,19 @@ from pyrocket_consumer.config import (
     check_topic,
 )
 from pyrocket_consumer.consumer.assignment.held_queue import QueueProgress
-from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
+from pyrocket_consumer.consumer.dispatch.retry import ListenerReports
 from pyrocket_consumer.consumer.dispatch.workers import AsyncWorkers, ThreadWorkers, Workers
-from pyrocket_consumer.consumer.listener import Listener, MessageListener
-from pyrocket_consumer.consumer.runtime.lifecycle import CLOSE_MARGIN_S, ConsumerLifecycle
-from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
-from pyrocket_consumer.consumer.runtime.sigterm import (
+from pyrocket_consumer.consumer.lifecycle import (
+    CLOSE_MARGIN_S,
+    ConsumerLifecycle,
     Terminated,
     terminate,
     terminate_loop,
     unwatch_sigterm,
     watch_sigterm,
 )
+from pyrocket_consumer.consumer.listener import Listener, MessageListener
+from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import ClientClosed, ConfigError, RequestTimeout, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
 from pyrocket_consumer.offsets import DatabaseOffsets

@@ -13,10 +13,10 @@ from pyrocket_consumer.consumer.commits.broker import BrokerCommits
 from pyrocket_consumer.consumer.commits.commits import Commits
 from pyrocket_consumer.consumer.commits.database import DatabaseCommits
 from pyrocket_consumer.consumer.commits.store import StoreCommits
-from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
+from pyrocket_consumer.consumer.dispatch.retry import ListenerReports
 from pyrocket_consumer.consumer.dispatch.workers import AsyncWorkers
 from pyrocket_consumer.consumer.listener import Listener
-from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
+from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.errors import RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.offsets import LocalFileOffsetStore

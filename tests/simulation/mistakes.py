@@ -18,7 +18,7 @@ from pyrocket_consumer.consumer.context.tasks import Tasks
 from pyrocket_consumer.consumer.dispatch.lanes import Lane, Lanes
 from pyrocket_consumer.consumer.dispatch.ordered import LaneChunk, OrderedService
 from pyrocket_consumer.consumer.dispatch.workers import Workers, pop_all
-from pyrocket_consumer.consumer.runtime.member import ConsumerState, GroupMember
+from pyrocket_consumer.consumer.member import ConsumerState, GroupMember
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import Fenced
 from pyrocket_consumer.model import MessageQueue

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from pyrocket_consumer.cluster.names import unwrap
-from pyrocket_consumer.consumer.assignment.divergence import DivergenceCheck
 from pyrocket_consumer.consumer.assignment.held_queue import (
     HeldQueue,
     QueueParts,
@@ -40,8 +39,6 @@ class Assignments:
         locks: QueueLocks | None,
         counts: Counts,
     ) -> None:
-        divergence = DivergenceCheck(context)
-        starts = StartOffsets(context, commits, divergence)
         self._context = context
         self._commits = commits
         self._resubscriber = Resubscriber(context)
@@ -49,7 +46,7 @@ class Assignments:
         self._calls = calls
         self._locks = locks
         self._counts = counts
-        self._parts = QueueParts(context, commits, calls, locks, counts, starts, divergence, self._open)
+        self._parts = QueueParts(context, commits, calls, locks, counts, StartOffsets(context, commits), self._open)
         self._queues: dict[MessageQueue, HeldQueue] = {}
         self._epochs = itertools.count(1)
         self._limits: dict[str, tuple[Limits, int]] = {}

@@ -12,10 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from pyrocket_consumer.consumer.assignment.divergence import DivergenceCheck, log_checks
 from pyrocket_consumer.consumer.assignment.locks import QueueLocks
 from pyrocket_consumer.consumer.assignment.pull_loop import PullLoop
-from pyrocket_consumer.consumer.assignment.start_offsets import StartOffsets
+from pyrocket_consumer.consumer.assignment.start_offsets import StartOffsets, log_checks
 from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits
 from pyrocket_consumer.consumer.context.events import describe_id, describe_key
 from pyrocket_consumer.consumer.context.member_context import MemberContext
@@ -120,7 +119,6 @@ class QueueParts:
     locks: QueueLocks | None
     counts: Counts
     starts: StartOffsets
-    divergence: DivergenceCheck
     open: Callable[[HeldQueue, int, Lease], tuple[ProcessQueue, PullLoop]]
     """Returns a window that begins at an offset, and its pull loop."""
 
@@ -237,7 +235,7 @@ class HeldQueue:
             recorded = self.resets.recorded
             if commit.claim is not None and recorded is not None and recorded.epoch > commit.claim.reset_epoch:
                 offset, origin = await self._follow_record(recorded), "recorded reset"
-            if commit.claim is not None and not await self._parts.divergence.may_begin(commit.claim, self.log_checks):
+            if commit.claim is not None and not await self._parts.starts.may_begin(commit.claim, self.log_checks):
                 commits.forget(commit)
                 await self._unlock()
                 return False
@@ -496,7 +494,7 @@ class HeldQueue:
         while self._is_newest(check):
             try:
                 assert window.claim is not None
-                is_same_log = await self._parts.divergence.is_same_log(window.claim)
+                is_same_log = await self._parts.starts.is_same_log(window.claim)
             except RocketError as error:
                 text = f"the log could not be checked after the broker was down: {error}"
                 self._parts.context.emit_throttled(EventKind.BROKER_UNREACHABLE, text, self.queue)

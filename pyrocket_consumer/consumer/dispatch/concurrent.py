@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from pyrocket_consumer.consumer.context.member_context import MemberContext
-from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
+from pyrocket_consumer.consumer.dispatch.retry import ListenerReports
 from pyrocket_consumer.consumer.dispatch.workers import (
     STUCK_AFTER_S,
     Chunk,

@@ -20,7 +20,7 @@ from typing import Any
 from pyrocket_consumer.consumer.context.member_context import MemberContext
 from pyrocket_consumer.consumer.dispatch.concurrent import ConsumeService, WorkersFor
 from pyrocket_consumer.consumer.dispatch.lanes import Entry, KeylessLane, Lane, Lanes, sharding_key
-from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
+from pyrocket_consumer.consumer.dispatch.retry import ListenerReports
 from pyrocket_consumer.consumer.dispatch.workers import (
     LARGEST_CHUNK,
     STUCK_AFTER_S,

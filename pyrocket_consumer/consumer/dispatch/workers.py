@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
-from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
+from pyrocket_consumer.consumer.dispatch.retry import ListenerReports
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, FailedMessage, Listener, find_failed
 from pyrocket_consumer.consumer.window.decompression_budget import Reservation
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue

@@ -14,7 +14,7 @@ from pyrocket_consumer.consumer.commits.broker import BrokerCommits
 from pyrocket_consumer.consumer.commits.commits import CommitRecord
 from pyrocket_consumer.consumer.commits.store import StoreCommits
 from pyrocket_consumer.consumer.context.tasks import Tasks
-from pyrocket_consumer.consumer.runtime.member import CommitTimer
+from pyrocket_consumer.consumer.member import CommitTimer
 from pyrocket_consumer.errors import BrokerError, ConnectionLost, RequestTimeout
 from pyrocket_consumer.model import EventKind, MessageQueue
 from pyrocket_consumer.offsets import MemoryOffsetStore

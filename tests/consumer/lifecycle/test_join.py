@@ -10,7 +10,7 @@ import time
 import pytest
 
 from pyrocket_consumer import AsyncPushConsumer, ClientClosed, ConsumerState, PushConsumer
-from pyrocket_consumer.consumer.runtime.sigterm import Terminated, terminate, unwatch_sigterm, watch_sigterm
+from pyrocket_consumer.consumer.lifecycle import Terminated, terminate, unwatch_sigterm, watch_sigterm
 from tests.consumer.lifecycle.programs import run
 from tests.consumer.orders import GROUP
 from tests.consumer.processes import Child

@@ -14,7 +14,7 @@ from pyrocket_consumer.consumer.assignment.locks import LOCK_VALID_S, since_boot
 from pyrocket_consumer.consumer.commits.broker import BrokerCommits
 from pyrocket_consumer.consumer.dispatch.workers import ThreadWorkers
 from pyrocket_consumer.consumer.listener import Listener
-from pyrocket_consumer.consumer.runtime.member import GroupMember
+from pyrocket_consumer.consumer.member import GroupMember
 from pyrocket_consumer.protocol.bodies import LockRequest, encode_lock_request
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.subscription import parse_subscription

@@ -20,8 +20,7 @@ from pyrocket_consumer.consumer.context.member_context import MemberContext, Mem
 from pyrocket_consumer.consumer.context.statistics import Counts, Statistics
 from pyrocket_consumer.consumer.dispatch.concurrent import ConcurrentService, ConsumeService, WorkersFor
 from pyrocket_consumer.consumer.dispatch.ordered import OrderedService
-from pyrocket_consumer.consumer.dispatch.reports import ListenerReports
-from pyrocket_consumer.consumer.dispatch.retry import Retries
+from pyrocket_consumer.consumer.dispatch.retry import ListenerReports, Retries
 from pyrocket_consumer.consumer.listener import Listener
 from pyrocket_consumer.consumer.membership.broker_requests import BrokerRequests
 from pyrocket_consumer.consumer.membership.foreign_members import ForeignMembers

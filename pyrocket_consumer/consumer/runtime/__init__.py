@@ -1,1 +1,0 @@
-"""The life of a consumer: what it starts, keeps running and closes."""
