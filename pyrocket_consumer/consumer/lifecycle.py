@@ -77,7 +77,6 @@ class ConsumerLifecycle:
         self._early_events: list[ConsumerEvent] = []
         self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._shorten_tasks: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
         self._is_failure_taken = False
 
@@ -159,7 +158,7 @@ class ConsumerLifecycle:
         member.on_ended, member.on_stored = self._on_member_ended, self.stored.set
         self.member = member
         for event in self._early_events:
-            member.emit(event)
+            member.context.events.emit(event)
         for topic in list(subscriptions):
             if (found := subscriptions.get(topic)) is not None:  # another thread may change them meanwhile
                 await member.subscribe(*found)
@@ -208,7 +207,7 @@ class ConsumerLifecycle:
         if self.member is None:
             self._early_events.append(event)
         else:
-            self.member.emit(event)
+            self.member.context.events.emit(event)
 
     # --- the end
 
@@ -252,14 +251,7 @@ class ConsumerLifecycle:
         if self._ending is None:
             self._ending = self.loop.create_task(self._end(timeout_s), name="pyrocket ending")
         elif self.member is not None:
-            shortening = self.loop.create_task(self.member.close(timeout_s))
-            self._shorten_tasks.add(shortening)
-            shortening.add_done_callback(self._on_shortened)
-
-    def _on_shortened(self, done: asyncio.Task[None]) -> None:
-        self._shorten_tasks.discard(done)
-        if not done.cancelled():
-            done.exception()  # _end raises it, too
+            self.member.begin_close(timeout_s)
 
     async def _end(self, timeout_s: float) -> None:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 from pyrocket_consumer.config import check_range
 from pyrocket_consumer.config.checks import has_kind
 from pyrocket_consumer.errors import ConfigError
-from pyrocket_consumer.model import MessageQueue, Subscription, retry_topic
+from pyrocket_consumer.model import MessageQueue, Subscription
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.text import safe_repr
 
@@ -228,18 +228,10 @@ class Subscriptions(dict[str, Topic]):
     """
 
     def __init__(self, own_retry_topic: str | None, now_ms: Callable[[], int]) -> None:
+        """Begin without a topic. A broadcasting group has no retry topic."""
         super().__init__()
         self._own_retry_topic = own_retry_topic
         self._now_ms = now_ms
-
-    @classmethod
-    def of_group(cls, group: str, *, broadcasting: bool, now_ms: Callable[[], int]) -> Subscriptions:
-        """Return empty subscriptions for a member of `group`. A broadcasting group has no retry topic."""
-        return cls(None if broadcasting else retry_topic(group), now_ms)
-
-    def topics(self) -> list[str]:
-        """Return the topics to read, the retry topic among them."""
-        return list(self)
 
     def all(self) -> list[Subscription]:
         """Return every subscription."""
@@ -257,10 +249,6 @@ class Subscriptions(dict[str, Topic]):
         own = self._own_retry_topic
         if own is not None and own not in self:
             self[own] = Topic(Subscription(own, version=subscription.version), listener)
-
-    def remove(self, topic: str) -> None:
-        """Remove the subscription of `topic`."""
-        self.pop(topic, None)
 
     def renew(self, topics: Iterable[str]) -> None:
         """Give the subscriptions of `topics` a newer version, because the set of held queues changes."""

@@ -6,16 +6,15 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 
 from pyrocket_consumer.cluster import Cluster, ClusterEvents
 from pyrocket_consumer.config import ConsumerConfig
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
-from pyrocket_consumer.consumer.assignment.held_queue import QueueProgress
 from pyrocket_consumer.consumer.assignment.locks import QueueLocks
 from pyrocket_consumer.consumer.assignment.registration import ExpressionChecker
-from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits
+from pyrocket_consumer.consumer.commits.commits import CommitRecord, Commits, consume_exception
 from pyrocket_consumer.consumer.context.member_context import MemberContext, MemberEvents
 from pyrocket_consumer.consumer.context.statistics import Counts, Statistics
 from pyrocket_consumer.consumer.dispatch.concurrent import ConcurrentService, ConsumeService, WorkersFor
@@ -103,7 +102,7 @@ class GroupMember(MemberEvents, ClusterEvents):
         self._corrections = CorrectionFollower(context, self.assignments, self.resets, self._records)
         self._expression_checker = ExpressionChecker(context)
         self._rebalance = Rebalance(context, self.assignments, self._records, self._expression_checker)
-        self._statistics = Statistics(context.loop.time, self.assignments.totals, self.assignments.listener_time_s)
+        self._statistics = Statistics(context.loop.time, self.assignments.totals, self.assignments.listener_times)
         self._requests = BrokerRequests(context, self.assignments, self.resets, self._statistics, self.service)
         self._foreign_members: ForeignMembers | None = None
         if isinstance(config.offset_store, DatabaseOffsets) and not config.offset_store.allow_foreign_members:
@@ -169,7 +168,7 @@ class GroupMember(MemberEvents, ClusterEvents):
             await asyncio.shield(step)
 
     async def _unsubscribe(self, topic: str) -> None:
-        self.context.subscriptions.remove(topic)
+        self.context.subscriptions.pop(topic, None)
         if self.state is ConsumerState.RUNNING:
             await self.assignments.end(topic, "unsubscribed")
             await self.context.cluster.membership.heartbeat()
@@ -191,7 +190,7 @@ class GroupMember(MemberEvents, ClusterEvents):
         cluster.membership.add_consumer(context.name, context.heartbeat_data)
         self._requests.begin()
         cluster.events = self
-        await asyncio.gather(*map(self._fetch_route, context.subscriptions.topics()))
+        await asyncio.gather(*map(self._fetch_route, context.subscriptions))
         await asyncio.gather(*map(self._expression_checker.check, context.subscriptions.all()))
         tasks = context.tasks
         if self._foreign_members is not None:
@@ -211,7 +210,7 @@ class GroupMember(MemberEvents, ClusterEvents):
             context.name,
             context.client_id,
             self.config.message_model,
-            ",".join(context.subscriptions.topics()),
+            ",".join(context.subscriptions),
         )
         await self._wait_until_begun()
 
@@ -244,10 +243,15 @@ class GroupMember(MemberEvents, ClusterEvents):
         If a caller is cancelled, the shutdown continues. It takes at most `timeout_s` and a few seconds, whatever
         brokers and listeners do.
         """
+        await asyncio.shield(self.begin_close(timeout_s))
+
+    def begin_close(self, timeout_s: float) -> asyncio.Task[None]:
+        """Begin to shut down, or shorten the timeout of the shutdown. Return its task."""
         self._call_deadline = min(self._call_deadline, self.context.loop.time() + timeout_s)
         if self._ending is None:
             self._ending = self.context.loop.create_task(self._close(), name="pyrocket closing")
-        await asyncio.shield(self._ending)
+            self._ending.add_done_callback(consume_exception)
+        return self._ending
 
     async def _close(self) -> None:
         """Stop pulling, store offsets, finish running calls, store, leave the group, close. An error skips no step."""
@@ -342,10 +346,7 @@ class GroupMember(MemberEvents, ClusterEvents):
         self.state = ConsumerState.FAILED
         self.failure = error
         context.emit(EventKind.CONSUMER_FAILED, f"{what}: {error!r}", level=logging.ERROR)
-        self._call_deadline = min(self._call_deadline, context.loop.time() + self.config.shutdown_timeout_s)
-        if self._ending is None:
-            self._ending = context.loop.create_task(self._close(), name="pyrocket closing")
-            self._ending.add_done_callback(lambda ending: ending.cancelled() or ending.exception())
+        self.begin_close(self.config.shutdown_timeout_s)
         self.on_ended()
 
     # --- events of the cluster
@@ -384,29 +385,6 @@ class GroupMember(MemberEvents, ClusterEvents):
         """Commit again, and check claimed logs, because a broker may have lost commits or its last messages."""
         self.commits.mark_unpersisted(self.assignments.records(), broker_name)
         self.assignments.recheck_logs(broker_name)
-
-    # --- requests of the user
-
-    def pause(self, queues: Iterable[MessageQueue] | None) -> None:
-        """Pull no more from `queues`, or from all, and drop the pulls in flight."""
-        self.assignments.pause(queues)
-
-    def resume(self, queues: Iterable[MessageQueue] | None) -> None:
-        """Pull again from `queues`, or from all."""
-        self.assignments.resume(queues)
-
-    async def reset(self, topic: str, targets: Mapping[MessageQueue, int]) -> dict[MessageQueue, int]:
-        """Move the held queues of `topic` to their targets. Return the moved ones once their offsets are durable."""
-        of_topic = {queue: target for queue, target in targets.items() if queue.topic == topic}
-        return await self.resets.move_held(of_topic, "requested by this program")
-
-    def progress(self) -> dict[MessageQueue, QueueProgress]:
-        """Return the progress of each held queue."""
-        return self.assignments.progress()
-
-    def emit(self, event: ConsumerEvent) -> None:
-        """Count an event of the offset store, and emit it to the user."""
-        self.context.events.emit(event)
 
 
 class CommitTimer:

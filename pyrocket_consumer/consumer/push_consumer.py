@@ -398,16 +398,16 @@ class PushConsumer(_BaseConsumer):
             ConfigError: `queues` contains other values than `MessageQueue`s; use those of `progress()`.
         """
         member, chosen = self._running_member(), _queues(queues)
-        self._run(_call(member.pause, chosen), 5.0)
+        self._run(_call(member.assignments.pause, chosen), 5.0)
 
     def resume(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull again from `queues`, or from all."""
         member, chosen = self._running_member(), _queues(queues)
-        self._run(_call(member.resume, chosen), 5.0)
+        self._run(_call(member.assignments.resume, chosen), 5.0)
 
     def progress(self) -> dict[MessageQueue, QueueProgress]:
         """Return the progress of each queue that this member holds."""
-        return self._run(_call(self._running_member().progress), 5.0)
+        return self._run(_call(self._running_member().assignments.progress), 5.0)
 
     def reset_offsets(
         self,
@@ -536,15 +536,15 @@ class AsyncPushConsumer(_BaseConsumer):
 
     async def pause(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Stop pulling from `queues`, or from all; see `PushConsumer.pause`."""
-        await self._run(_call(self._running_member().pause, _queues(queues)))
+        await self._run(_call(self._running_member().assignments.pause, _queues(queues)))
 
     async def resume(self, queues: Iterable[MessageQueue] | None = None) -> None:
         """Pull again from `queues`, or from all."""
-        await self._run(_call(self._running_member().resume, _queues(queues)))
+        await self._run(_call(self._running_member().assignments.resume, _queues(queues)))
 
     async def progress(self) -> dict[MessageQueue, QueueProgress]:
         """Return the progress of each queue that this member holds."""
-        return await self._run(_call(self._running_member().progress))
+        return await self._run(_call(self._running_member().assignments.progress))
 
     async def reset_offsets(
         self,
@@ -632,7 +632,7 @@ async def _reset(member: GroupMember, topic: str, to: To, queues: list[MessageQu
     where = check_to(to)
     held = set(member.assignments.held(topic))
     if not held:
-        topics = sorted(member.context.subscriptions.topics())
+        topics = sorted(member.context.subscriptions)
         raise ConfigError(
             f"no queue of topic {topic!r} is held by this member, which subscribes to {', '.join(topics) or 'no topic'}"
         )
@@ -647,4 +647,4 @@ async def _reset(member: GroupMember, topic: str, to: To, queues: list[MessageQu
         targets = {queue: nearest_available(where[queue], *its_ends) for queue, its_ends in ends.items()}
     else:
         targets = await fetch_offsets_at(member.context.cluster, where, chosen, groups=(member.context.name,))
-    return await member.reset(topic, targets)
+    return await member.resets.move_held(targets, "requested by this program")

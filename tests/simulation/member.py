@@ -227,7 +227,7 @@ class Member:
         history = self._history
         history.resets.append(Reset(self._world.now, self.name, queue, None))
         try:
-            moved = await member.reset(TOPIC, {queue: offset})
+            moved = await member.resets.move_held({queue: offset}, "requested by this program")
         except RocketError:
             return  # the reset may still happen
         history.resets += [Reset(self._world.now, self.name, each, to) for each, to in moved.items()]
@@ -237,9 +237,9 @@ class Member:
         self._run(self._pause(self.member, seconds))
 
     async def _pause(self, member: GroupMember, seconds: float) -> None:
-        member.pause(None)
+        member.assignments.pause(None)
         await asyncio.sleep(seconds)
-        member.resume(None)
+        member.assignments.resume(None)
 
     def unsubscribe(self, seconds: float, cancelled_at: int | None = None) -> None:
         """Unsubscribe from the topic for a while."""

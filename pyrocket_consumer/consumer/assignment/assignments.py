@@ -13,7 +13,6 @@ from pyrocket_consumer.consumer.assignment.held_queue import (
     HeldQueue,
     QueueParts,
     QueueProgress,
-    QueueState,
 )
 from pyrocket_consumer.consumer.assignment.locks import RENEW_EVERY_S, QueueLocks
 from pyrocket_consumer.consumer.assignment.pull_loop import PullLoop
@@ -81,7 +80,7 @@ class Assignments:
 
     def held(self, topic: str) -> list[MessageQueue]:
         """Return the held queues of `topic`, without those that are ending."""
-        return [each.queue for each in self.all() if each.queue.topic == topic and each.state is not QueueState.ENDING]
+        return [each.queue for each in self._queues.values() if each.queue.topic == topic and each.is_staying]
 
     def records(self, broker_name: str | None = None) -> list[CommitRecord]:
         """Return the commit records of all known queues, or of those of one broker."""
@@ -89,11 +88,7 @@ class Assignments:
 
     def holds_queue_of(self, broker_name: str) -> bool:
         """Return whether a held queue is at this broker."""
-        return any(each.queue.broker_name == broker_name for each in self.all())
-
-    def topics(self) -> set[str]:
-        """Return the topics of the held queues."""
-        return {each.queue.topic for each in self.all()}
+        return any(each.queue.broker_name == broker_name and each.is_held for each in self._queues.values())
 
     @asynccontextmanager
     async def lock_queues(self, queues: Iterable[MessageQueue]) -> AsyncIterator[list[HeldQueue]]:
@@ -114,12 +109,13 @@ class Assignments:
                 totals.setdefault(each.queue.topic, Totals()).add(each.totals())
         return totals
 
-    def listener_time_s(self, topic: str) -> float:
-        """Return the present average duration of listener calls of `topic`."""
-        times = [
-            each.window.listener_time_s for each in self.all() if each.window is not None and each.queue.topic == topic
-        ]
-        return sum(times) / len(times) if times else 0.0
+    def listener_times(self) -> dict[str, float]:
+        """Return the present average duration of the listener calls of each topic."""
+        times: dict[str, list[float]] = {}
+        for each in self.all():
+            if each.window is not None:
+                times.setdefault(each.queue.topic, []).append(each.window.listener_time_s)
+        return {topic: sum(of_topic) / len(of_topic) for topic, of_topic in times.items()}
 
     def offsets(self, topic: str) -> dict[MessageQueue, int]:
         """Return the known offsets of `topic`."""
@@ -248,5 +244,5 @@ class Assignments:
         """Fence every window, so that later acks are ignored. Return the queues whose offsets must be stored."""
         held = self.all()
         for each in held:
-            each.close()
+            each.fence()
         return held

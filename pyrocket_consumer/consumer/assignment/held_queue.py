@@ -171,6 +171,11 @@ class HeldQueue:
         return self.state not in _NOT_HELD
 
     @property
+    def is_staying(self) -> bool:
+        """Whether this member holds the queue, and does not give it up."""
+        return self.is_held and self.state is not QueueState.ENDING
+
+    @property
     def is_begun(self) -> bool:
         """Whether the queue is held, or a step of it runs."""
         return self.state is not QueueState.FREE or self.lock.locked()
@@ -362,7 +367,7 @@ class HeldQueue:
         """Fence the window, so that late acks and responses change nothing. The caller holds the lock."""
         if self.state is not QueueState.ENDING:
             self._change(QueueEvent.MOVE)
-        self._fence()
+        self.fence()
 
     def open_next(self, target: int, reason: str) -> None:
         """Open the next window after `fence_for_move`, unless the queue was given up meanwhile."""
@@ -379,7 +384,7 @@ class HeldQueue:
 
     async def end(self, why: str) -> None:
         """Give up the queue: wait a moment for running calls, store the final offset, release the queue."""
-        if self.is_held and self.state is not QueueState.ENDING:
+        if self.is_staying:
             self._change(QueueEvent.END)
             await self._parts.context.tasks.finish(self._end(why), f"giving up {self.queue}")
 
@@ -397,7 +402,7 @@ class HeldQueue:
             if self._is(QueueState.FREE):  # another member has taken it meanwhile
                 return
             is_running = self._parts.calls.running(window) > 0
-            final = self._fence()
+            final = self.fence()
             try:
                 await commits.release(commit)
                 if not is_running:
@@ -426,20 +431,20 @@ class HeldQueue:
         """End a queue whose lock the broker has given to another member, without a commit."""
         async with self.lock:
             if self.is_held and self.window is window:
-                final = self._fence()
+                final = self.fence()
                 text = f"another member has the lock; messages up to {final} may be redelivered"
                 self._release(EventKind.LOCK_LOST, text)
 
     def lose_claim(self, why: str) -> None:
         """End a queue that another member has claimed, or that was reset in the database, without a commit."""
-        if self.is_held and self.state is not QueueState.ENDING:
+        if self.is_staying:
             work = self._lose_claim(self.window, why)
             self._parts.context.tasks.begin(work, f"ending {self.queue}, which was fenced")
 
     async def _lose_claim(self, window: ProcessQueue | None, why: str) -> None:
         async with self.lock:
             if self.is_held and self.window is window:
-                self._fence()
+                self.fence()
                 self._release(EventKind.QUEUE_FENCED, f"{why}; {_DISCARDED}")
 
     def _release(self, kind: EventKind, text: str) -> None:
@@ -457,7 +462,7 @@ class HeldQueue:
         self.pulls.stop()
         self.window.drop()
 
-    def _fence(self) -> int | None:
+    def fence(self) -> int | None:
         """End the window: later acks change nothing. Return the offset to commit."""
         window = self.window
         assert window is not None
@@ -469,10 +474,6 @@ class HeldQueue:
         if self.commit.window is window:
             self.commit.offset, self.commit.window = final, None
         return self.commit.offset
-
-    def close(self) -> None:
-        """Fence the window, so that later acks are ignored, because the member closes."""
-        self._fence()
 
     # --- check of the log
 

@@ -11,7 +11,6 @@ from pyrocket_consumer.errors import BrokerError, ConnectError, RocketError
 from pyrocket_consumer.model import EventKind, MessageQueue, Subscription
 from pyrocket_consumer.protocol.bodies import (
     CheckClientConfig,
-    ConsumerConnection,
     decode_consumer_connection,
     encode_check_client_config,
 )
@@ -140,7 +139,7 @@ class Resubscriber:
             )
             return
         own, at_broker = _selectors(context.subscriptions.all()), _selectors(found.subscriptions)
-        others = _other_members(found, context.client_id)
+        others = sorted({each.client_id for each in found.connections} - {context.client_id})
         if not others or own == at_broker:
             return
         self._is_reported = True
@@ -155,10 +154,6 @@ class Resubscriber:
 
 def _selectors(subscriptions: Iterable[Subscription]) -> dict[str, str]:
     return {each.topic: each.expression for each in sorted(subscriptions, key=lambda each: each.topic)}
-
-
-def _other_members(found: ConsumerConnection, client_id: str) -> list[str]:
-    return sorted({each.client_id for each in found.connections} - {client_id})
 
 
 def _describe(selectors: dict[str, str]) -> str:

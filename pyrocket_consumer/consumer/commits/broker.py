@@ -92,7 +92,7 @@ class BrokerCommits(Commits):
             if taken:
                 record.last_known, record.may_be_lost = offset, False
                 record.acked_at = asyncio.get_running_loop().time()
-            elif self.context is not None:
+            else:
                 self.context.member.reset_waiting(record.queue)
             if record.is_unanswered:  # the broker may execute the unanswered one last, so commit again
                 record.is_unanswered = False

@@ -114,10 +114,10 @@ class Commits(ABC):
     keeps_epochs = False
     """Whether the store keeps the epochs of resets. If not, they are in memory only."""
 
-    context: MemberContext | None = None
+    context: MemberContext
 
     def attach(self, context: MemberContext) -> None:
-        """Report events to the member with this context."""
+        """Report events to the member with this context. Call it before the other methods."""
         self.context = context
 
     def edge_listener(self, record: CommitRecord) -> Callable[[MessageQueue, int], None] | None:

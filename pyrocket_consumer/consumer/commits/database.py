@@ -82,15 +82,15 @@ class DatabaseCommits(Commits, ClaimHolder):
         return result is None or result is ConsumeResult.SUCCESS or result is ConsumeResult.COMMIT
 
     def on_claim_fenced(self, claim: Claim) -> None:
-        self._call_soon(self._lose_claim, claim)
+        self.context.call_soon(self._lose_claim, claim)
 
     def on_store_wait(self, claim: Claim, why: str) -> None:
-        self._call_soon(self._report_wait, why, claim.queue)
+        self.context.call_soon(self._report_wait, why, claim.queue)
 
     def on_duplicates(self, claim: Claim, messages: Sequence[Message]) -> None:
         text = f"{len(messages)} messages skipped, because their producer has stored them twice"
         facts = {"offset": messages[0].queue_offset, "message_id": describe_id(messages[0])}
-        self._call_soon(self._emit, EventKind.MESSAGE_LEFT_OUT, text, claim.queue, facts)
+        self.context.call_soon(self.context.emit, EventKind.MESSAGE_LEFT_OUT, text, claim.queue, facts)
 
     def on_uncommitted(self, claim: Claim, row: StoredOffset) -> None:
         text = (
@@ -98,8 +98,8 @@ class DatabaseCommits(Commits, ClaimHolder):
             f"(the row is at {row.next_offset}). Its messages are redelivered; commit before the listener returns, "
             "for example with engine.begin()"
         )
-        self._call_soon(self._emit, EventKind.OFFSET_APART, text, claim.queue, {}, logging.WARNING)
-        self._call_soon(self._lose_claim, claim, "a listener did not commit its transaction")
+        self.context.call_soon(self.context.emit, EventKind.OFFSET_APART, text, claim.queue, {}, logging.WARNING)
+        self.context.call_soon(self._lose_claim, claim, "a listener did not commit its transaction")
 
     def on_outside_transaction(self, claim: Claim, offset: int) -> None:
         if claim.queue.topic not in self._reported_topics:
@@ -109,21 +109,10 @@ class DatabaseCommits(Commits, ClaimHolder):
                 "and the offset do not commit together, so the effect may happen twice (reported once per topic); "
                 f"subscribe with exactly_once(listener) of {self._store!r}"
             )
-            self._call_soon(self._emit, EventKind.OFFSET_APART, text, claim.queue, {}, logging.WARNING)
-
-    def _call_soon(self, work: Callable[..., None], *arguments: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(work, *arguments)
-        except RuntimeError:
-            pass  # the consumer has ended before its listener
-
-    def _emit(self, *event: Any) -> None:
-        if self.context is not None:
-            self.context.emit(*event)
+            self.context.call_soon(self.context.emit, EventKind.OFFSET_APART, text, claim.queue, {}, logging.WARNING)
 
     def _report_wait(self, why: str, queue: MessageQueue | None = None) -> None:
-        if self.context is not None:
-            self.context.emit_throttled(EventKind.STORE_UNREACHABLE, why, queue)
+        self.context.emit_throttled(EventKind.STORE_UNREACHABLE, why, queue)
 
     def _lose_claim(
         self, claim: Claim, why: str = "another member has claimed it, it was reset, or its row was deleted"
@@ -132,13 +121,8 @@ class DatabaseCommits(Commits, ClaimHolder):
         if record is not None and record.claim is claim:
             record.lost_claim, record.lost_at = claim.copy(), self._loop.time()
             if self._loop.time() - record.claimed_at < STABLE_CLAIM_S:
-                self._pause(record)
-            if self.context is not None:
-                self.context.member.claim_lost(claim.queue, why)
-
-    def _pause(self, record: CommitRecord) -> None:
-        """Delay the next claim of a queue, each time longer if it is lost repeatedly."""
-        record.claim_pauses.failed(self._loop.time())
+                record.claim_pauses.failed(self._loop.time())  # longer pauses if it is lost repeatedly
+            self.context.member.claim_lost(claim.queue, why)
 
     # --- calls of the database
 
@@ -188,7 +172,7 @@ class DatabaseCommits(Commits, ClaimHolder):
                 if not await self._claim_together(waiting):
                     for record, claimed in waiting.items():
                         if not await self._claim_together({record: claimed}):
-                            self._pause(record)
+                            record.claim_pauses.failed(self._loop.time())
             except Exception as error:  # unexpected; the waiters raise it
                 for claimed in waiting.values():
                     if not claimed.done():

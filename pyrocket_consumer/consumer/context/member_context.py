@@ -18,7 +18,7 @@ from pyrocket_consumer.consumer.context.events import LIMITED_KINDS, EventLimite
 from pyrocket_consumer.consumer.context.tasks import Tasks
 from pyrocket_consumer.consumer.listener import Subscriptions
 from pyrocket_consumer.errors import RocketError
-from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue, PullResponse
+from pyrocket_consumer.model import ConsumerEvent, EventKind, MessageQueue, PullResponse, retry_topic
 from pyrocket_consumer.protocol.bodies import ConsumerData
 from pyrocket_consumer.text import logger
 
@@ -68,7 +68,7 @@ class MemberContext:
         self.loop = cluster.loop
         self.client_id = cluster.client_id
         self.rng = rng or random.Random()
-        self.subscriptions = Subscriptions.of_group(self.name, broadcasting=config.broadcasting, now_ms=self.now_ms)
+        self.subscriptions = Subscriptions(None if config.broadcasting else retry_topic(self.name), self.now_ms)
         self.events = Events(config.on_event, self.name)
         self.tasks = Tasks(self.loop, self.report_unexpected)
         self.closing = False

@@ -73,11 +73,11 @@ class Statistics:
         self,
         clock: Callable[[], float],
         totals: Callable[[], dict[str, Totals]],
-        listener_time_s: Callable[[str], float],
+        listener_times: Callable[[], dict[str, float]],
     ) -> None:
         self._clock = clock
         self._totals = totals
-        self._listener_time_s = listener_time_s
+        self._listener_times = listener_times
         self._samples: deque[tuple[float, dict[str, Totals]]] = deque([(clock(), {})], HOUR + 1)
 
     async def sample(self) -> None:
@@ -90,7 +90,7 @@ class Statistics:
         """Return the figures for tools by topic: rates of the last minute, and failures of the last hour."""
         since, minute_ago = self._samples[max(0, len(self._samples) - MINUTE)]
         _, hour_ago = self._samples[0]
-        span = max(self._clock() - since, 0.001)
+        span, listener_times = max(self._clock() - since, 0.001), self._listener_times()
 
         def status_of(topic: str, now: Totals) -> TopicStatus:
             before = minute_ago.get(topic, _NOTHING)
@@ -99,7 +99,7 @@ class Statistics:
             return TopicStatus(
                 pull_rt=1000 * (now.pull_time_s - before.pull_time_s) / pulls if pulls else 0.0,
                 pull_tps=(now.pulled - before.pulled) / span,
-                consume_rt=1000 * self._listener_time_s(topic),
+                consume_rt=1000 * listener_times.get(topic, 0.0),
                 consume_ok_tps=consumed / span,
                 consume_failed_tps=(now.failed - before.failed) / span,
                 consume_failed_msgs=now.failed - hour_ago.get(topic, _NOTHING).failed,

@@ -83,12 +83,10 @@ class ConsumeService(ABC):
     def dispatch(self, window: ProcessQueue, listener: Listener, messages: list[Message]) -> None:
         """Hand `messages` to the workers."""
 
-    @abstractmethod
-    def resume_calls(self, window: ProcessQueue) -> None:
+    def resume_calls(self, window: ProcessQueue) -> None:  # noqa: B027 - only ordered queues wait for their lock
         """Continue a queue whose lock is held again."""
 
-    @abstractmethod
-    def forget(self, window: ProcessQueue) -> None:
+    def forget(self, window: ProcessQueue) -> None:  # noqa: B027 - chunks of free messages end by themselves
         """Forget a window that has ended."""
 
     # --- workers
@@ -204,12 +202,6 @@ class ConcurrentService(ConsumeService):
                 workers.put(Chunk(window, listener, deque(units[start : start + size])))
         if size > 1:
             self._start_stuck_checks()
-
-    def resume_calls(self, window: ProcessQueue) -> None:
-        """Do nothing, because only ordered queues wait for their lock."""
-
-    def forget(self, window: ProcessQueue) -> None:
-        """Do nothing, because the chunks of a window end by themselves."""
 
     def _relieve(self, workers: Workers, chunk: Chunk) -> None:
         for unit in pop_all(chunk.todo):

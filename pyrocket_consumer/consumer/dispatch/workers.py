@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 
 from pyrocket_consumer.consumer.dispatch.retry import ListenerReports
 from pyrocket_consumer.consumer.listener import ConsumeContext, ConsumeResult, FailedMessage, Listener, find_failed
-from pyrocket_consumer.consumer.window.decompression_budget import Reservation
+from pyrocket_consumer.consumer.window.decompression_budget import DecompressionBudget, Reservation
 from pyrocket_consumer.consumer.window.process_queue import ProcessQueue
 from pyrocket_consumer.errors import ClientClosed
 from pyrocket_consumer.offsets.database.claim import RolledBack, claim_of_call
 from pyrocket_consumer.protocol.message import Message
 from pyrocket_consumer.text import logger
+from pyrocket_consumer.transport.io_thread import SerialExecutor
 
 log = logger("consumer")
 
@@ -39,7 +40,7 @@ STUCK_AFTER_S = 0.005
 """After this time in one chunk a worker counts as stuck, and a waiting chunk gets another worker."""
 
 BUDGET_CHECK_EVERY_S = 0.01
-"""How often a call of an `async def` listener checks whether memory for decompressed bodies is free."""
+"""How often a waiting call checks whether memory for decompressed bodies is free, and whether it is still wanted."""
 
 CANCELLED_TASKS_WAIT_S = 1.0
 """How long to wait at the end for tasks that async listeners have left running."""
@@ -170,8 +171,8 @@ class Workers(ABC):
         """Put a unit that waited for memory behind the chunks that have arrived meanwhile. Any thread."""
 
     @abstractmethod
-    async def _acquire(self, reservation: Reservation, may_begin: Callable[[], bool]) -> bool:
-        """Wait for the memory of a call while it may begin. Return whether it has the memory."""
+    async def _wait_for_change(self, bodies: DecompressionBudget) -> None:
+        """Wait until memory may be free, at most for `BUDGET_CHECK_EVERY_S`."""
 
     def report_finished(self, chunk: Chunk) -> None:
         """Acknowledge or report the finished messages of a chunk in progress; not for ordered queues. I/O thread."""
@@ -234,7 +235,7 @@ class Workers(ABC):
                         self._report_unknown(chunk, messages_of(unit)[0], result)
                 finally:
                     if reservation is not None:
-                        reservation.release()
+                        bodies.release(reservation)
                 if cancelling is not None and cancelling():  # the next listener call must not get the cancellation
                     raise asyncio.CancelledError
         finally:
@@ -251,24 +252,24 @@ class Workers(ABC):
 
         Return None if the call may not begin; then the unit is in the chunk again.
         """
-        bodies, is_granted = chunk.window.budget.bodies, False
-
-        def may_begin() -> bool:
-            return not self._stopping and chunk.may_continue()
-
+        bodies = chunk.window.budget.bodies
         try:
             bodies.measure(reservation, messages_of(unit))
             if reservation.count < len(messages_of(unit)):
                 chunk.todo.appendleft(unit[reservation.count :])
                 unit = unit[: reservation.count]
-            is_granted = await self._acquire(reservation, may_begin)
+            until = time.monotonic() + self._consume_timeout_s
+            while not bodies.try_acquire(reservation, is_late=time.monotonic() >= until):
+                if self._stopping or not chunk.may_continue():
+                    return None
+                await self._wait_for_change(bodies)
+            return unit
         finally:
-            if not is_granted:
+            if not reservation.is_granted:
                 chunk.todo.appendleft(unit)
-                reservation.release()
+                bodies.release(reservation)
             if not chunk.is_ordered:
                 bodies.release_measuring()
-        return unit if is_granted else None
 
     def _report_unknown(self, chunk: Chunk, message: Message, result: object) -> None:
         """Report the first unknown result of each type from a listener. Later ones add no information."""
@@ -381,27 +382,18 @@ class ThreadWorkers(Workers):
 
     async def call_once(self, call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """Call on a separate daemon thread."""
-        outcome = self._loop.create_future()
 
-        def run() -> None:
+        def run() -> tuple[Any, BaseException | None]:
             calling.set(self)
-            result, raised = None, None
             try:
-                result = call()
-            except BaseException as error:  # it must end neither this thread nor the loop that gets the result
-                raised = error
-            try:
-                self._loop.call_soon_threadsafe(resolve, result, raised)
-            except RuntimeError:
-                pass  # the loop has ended
+                return call(), None
+            except BaseException as error:  # it must not end the loop that gets the result
+                return None, error
 
-        def resolve(result: Any, raised: BaseException | None) -> None:
-            if not outcome.done():
-                outcome.set_result((result, raised))
-
-        threading.Thread(target=run, name="pyrocket-consume-once", daemon=True).start()
-        found: tuple[Any, BaseException | None] = await outcome
-        return found
+        thread = SerialExecutor("pyrocket-consume-once")
+        running = self._loop.run_in_executor(thread, run)
+        thread.shutdown()
+        return await running
 
     def _work(self, slot: Slot) -> None:
         calling.set(self)
@@ -430,8 +422,8 @@ class ThreadWorkers(Workers):
                 self._reports.worker_failed(error)
             slot.chunk = None
 
-    async def _acquire(self, reservation: Reservation, may_begin: Callable[[], bool]) -> bool:
-        return reservation.wait(may_begin, self._consume_timeout_s)
+    async def _wait_for_change(self, bodies: DecompressionBudget) -> None:
+        bodies.wait_for_change(BUDGET_CHECK_EVERY_S)
 
 
 class AsyncWorkers(Workers):
@@ -593,18 +585,10 @@ class AsyncWorkers(Workers):
             self._chunks.put_nowait(Chunk(chunk.window, chunk.listener, deque(rest)))
 
     def _requeue(self, chunk: Chunk) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._chunks.put_nowait, chunk)
-        except RuntimeError:
-            pass  # the loop has ended
+        self._call_on_loop(partial(self._chunks.put_nowait, chunk))
 
-    async def _acquire(self, reservation: Reservation, may_begin: Callable[[], bool]) -> bool:
-        until = time.monotonic() + self._consume_timeout_s
-        while not reservation.try_acquire(time.monotonic() >= until):
-            if not may_begin():
-                return False
-            await asyncio.sleep(BUDGET_CHECK_EVERY_S)
-        return True
+    async def _wait_for_change(self, bodies: DecompressionBudget) -> None:
+        await asyncio.sleep(BUDGET_CHECK_EVERY_S)
 
     def _listener_raised(self, chunk: Chunk, unit: Any, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):

@@ -134,7 +134,7 @@ class ForeignMembers:
         """Return the other members that the brokers name, and forget members that have left."""
         context, cluster = self._context, self._context.cluster
         brokers: dict[str, str] = {}
-        for topic in {*context.subscriptions.topics(), *topics}:
+        for topic in {*context.subscriptions, *topics}:
             route = cluster.routes.known(topic)
             for broker in route.brokers if route is not None else ():
                 if (address := broker.addresses.get(MASTER_ID)) is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 from pyrocket_consumer.consumer.assignment.assignments import Assignments
@@ -42,23 +41,6 @@ STRATEGY_TIMEOUT_S = 3.0
 _SOON_S = 0.001  # timers are not more exact
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The changes of one round."""
-
-    drop: tuple[MessageQueue, ...]
-    add: tuple[MessageQueue, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.drop or self.add)
-
-
-def plan(held: Iterable[MessageQueue], wanted: Iterable[MessageQueue]) -> Plan:
-    """Return the changes from the held queues to the wanted ones."""
-    have, want = set(held), set(wanted)
-    return Plan(tuple(sorted(have - want)), tuple(sorted(want - have)))
-
-
 class Rebalance:
     """Rebalance rounds: every 20 s, soon after the group or a route changes, and until all queues have begun.
 
@@ -86,6 +68,7 @@ class Rebalance:
         self._rounds_begun = 0
         self._rounds_ended = 0
         self._changed = asyncio.Event()  # a round has ended, or a queue has begun or failed to
+        self._waiting: list[HeldQueue] = []  # queues that had not begun at the last look at all
 
     def is_new(self, queue: MessageQueue) -> bool:
         """Return whether `queue` was added to its topic after this consumer first knew the topic's route."""
@@ -121,16 +104,22 @@ class Rebalance:
         self._context.rebalance_wanted.set()
         try:
             async with asyncio.timeout(timeout_s):
-                while self._rounds_ended < first or self._not_begun():
+                while self._rounds_ended < first or self._undecided or not self._have_all_begun():
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             pass
-        return self._not_begun()
+        waiting = sorted(each.queue for each in self._assignments.known() if _waits_to_begin(each))
+        return [*sorted(self._undecided), *map(str, waiting)]
 
-    def _not_begun(self) -> list[str]:
-        waiting = [each.queue for each in self._assignments.known() if each.due_at is not None or each.beginning]
-        return [*sorted(self._undecided), *map(str, sorted(waiting))]
+    def _have_all_begun(self) -> bool:
+        """Return whether no queue waits to begin. It looks at all queues rarely, because many may begin one by one."""
+        waiting = self._waiting
+        while waiting and not _waits_to_begin(waiting[-1]):
+            waiting.pop()
+        if not waiting:
+            waiting.extend(filter(_waits_to_begin, self._assignments.known()))
+        return not waiting
 
     def forget(self, topic: str) -> None:
         """Forget `topic`, which is no longer subscribed to. If it is subscribed to again, it counts as new."""
@@ -146,18 +135,20 @@ class Rebalance:
         """Compare the held queues with the allocated ones, and start the changes. Return the time to the next round."""
         context = self._context
         settled, wanted = await self._wanted()
-        for topic, own in wanted.items():
-            known = [each for each in self._assignments.known() if each.queue.topic == topic]
-            beginning = [each.queue for each in known if each.beginning is not None]
-            change = plan([*self._assignments.held(topic), *beginning], own)
-            for queue in change.drop:
+        due_at = context.loop.time() + (HANDOVER_S if self._has_others else 0.0)
+        by_topic: dict[str, list[HeldQueue]] = {topic: [] for topic in wanted}
+        for each in self._assignments.known():
+            if each.queue.topic in by_topic:
+                by_topic[each.queue.topic].append(each)
+        for topic, known in by_topic.items():
+            has = {each.queue for each in known if each.is_staying or each.beginning is not None}
+            for queue in sorted(has - wanted[topic]):
                 self._revoke(self._assignments.queue(queue))
-            due_at = context.loop.time() + (HANDOVER_S if self._has_others else 0.0)
-            added = set(change.add)
+            added = wanted[topic] - has
             for each in known:
                 if each.queue not in added:
                     each.due_at = None
-            for each in map(self._assignments.queue, change.add):
+            for each in map(self._assignments.queue, sorted(added)):
                 if each.due_at is None:
                     each.due_at = due_at
         changed_topics = [topic for topic, own in wanted.items() if self._announced.get(topic, frozenset()) != own]
@@ -171,10 +162,10 @@ class Rebalance:
             if each.due_at is not None and each.due_at <= now + _SOON_S:
                 each.due_at = None
                 self._begin(each)
-        known, pause_s = self._assignments.known(), context.config.rebalance_interval_s
-        if not settled or any(each.beginning for each in known):
+        all_known, pause_s = self._assignments.known(), context.config.rebalance_interval_s
+        if not settled or any(each.beginning for each in all_known):
             pause_s = min(pause_s, RETRY_ROUND_S)
-        return min([pause_s, *(each.due_at - now for each in known if each.due_at is not None)])
+        return min([pause_s, *(each.due_at - now for each in all_known if each.due_at is not None)])
 
     async def _heartbeat(self) -> None:
         heartbeat = self._context.tasks.begin(self._context.cluster.membership.heartbeat(), "a heartbeat")
@@ -216,7 +207,7 @@ class Rebalance:
 
     async def _wanted(self) -> tuple[bool, dict[str, frozenset[MessageQueue]]]:
         """Return whether every allocation is certain, and the queues allocated to this member, by topic."""
-        topics = self._context.subscriptions.topics()
+        topics = list(self._context.subscriptions)
         members = _Members(self._context)
         found = await asyncio.gather(*(self._allocation(topic, members) for topic in topics))
         if members.any_responded:
@@ -282,6 +273,10 @@ class Rebalance:
             context.emit_throttled(
                 EventKind.BROKER_UNREACHABLE, f"rebalance of {topic} failed, assignment kept: {error}"
             )
+
+
+def _waits_to_begin(held: HeldQueue) -> bool:
+    return held.due_at is not None or held.beginning is not None
 
 
 class _Members:

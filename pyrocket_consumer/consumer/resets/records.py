@@ -19,12 +19,13 @@ from pyrocket_consumer.model import MASTER_ID, RETRY_PREFIX, EventKind, MessageQ
 from pyrocket_consumer.offsets import DatabaseOffsets, QueueReset
 from pyrocket_consumer.protocol.command import ResetOffsetHeader
 from pyrocket_consumer.protocol.reset_format import PlanBody, encode_plan
+from pyrocket_consumer.transport.backoff import Backoff
 
 RECORD_RETRY_S = 5.0
 """The pause before a record that could not be read is read again."""
 
-RECORD_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-"""The pauses between the tries to write a record."""
+RECORD_PAUSES_S, MAX_RECORD_TRIES = (0.5, 30.0), 8
+"""The first and the longest pause between the tries to write a record, and the number of tries."""
 
 
 class TopicRecord:
@@ -88,7 +89,7 @@ class ResetRecords:
 
     def _readable_records(self) -> list[TopicRecord]:
         records = []
-        for topic in self._context.subscriptions.topics():
+        for topic in list(self._context.subscriptions):
             route = self._context.cluster.routes.known(topic) if self._reads_records(topic) else None
             for broker in route.brokers if route is not None else ():
                 if MASTER_ID in broker.addresses and queue_ids(self._context, topic, broker.broker_name):
@@ -175,7 +176,7 @@ class ResetRecords:
             if not targets:
                 return  # an earlier call has forwarded them
             epoch = await self._assign_epoch(targets, 0)
-            pauses = list(RECORD_PAUSES_S)
+            backoff = Backoff(*RECORD_PAUSES_S)
             times_taken = 0
             failure = ""
             while True:
@@ -189,10 +190,11 @@ class ResetRecords:
                         break
                     epoch = await self._assign_epoch(targets, error.head + 1)
                 except RocketError as error:
-                    failure = str(error)
-                    if not pauses or context.closing or isinstance(error, (PermissionDenied, GroupUnknown)):
+                    failure, pause_s = str(error), backoff.failed()
+                    is_final = context.closing or isinstance(error, (PermissionDenied, GroupUnknown))
+                    if is_final or backoff.failures == MAX_RECORD_TRIES:
                         break
-                    await asyncio.sleep(pauses.pop(0))
+                    await asyncio.sleep(pause_s)
             plan = PlanBody(record.record.topic, epoch, targets)
             informed, _ = await self._forward_to_members(record.record.broker_name, plan)
         text = f"received by this member, forwarded to {informed or 'no other member'}"

@@ -188,7 +188,7 @@ class ResetRequests:
             await self._resets.move_held(targets, "requested by the broker")
 
     def _table_error(self, topic: str, targets: Mapping[MessageQueue, int]) -> str:
-        is_held = topic in self._assignments.topics()  # also while its queues are given up
+        is_held = any(each.queue.topic == topic for each in self._assignments.all())  # also while they are given up
         if self._context.subscriptions.get(topic) is None and not is_held:
             return f"this consumer does not subscribe to {topic}"
         for queue, target in targets.items():

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pyrocket_consumer.protocol.compression import MAX_BODY_BYTES
 from pyrocket_consumer.protocol.message import (
@@ -17,12 +18,21 @@ from pyrocket_consumer.protocol.message import (
     has_compressed_body,
 )
 
-WANTED_CHECK_S = 0.1
-"""How often a waiting call checks whether it is still wanted."""
-
-
 FAIRNESS_S = 0.5
 """How long small reservations may overtake a large one that waits."""
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """The part of the budget that one listener call uses."""
+
+    messages: list[Message]
+    """Those with a compressed body."""
+    count: int
+    """How many of all its messages the call may get at once."""
+    size: int
+    is_granted: bool = False
+    waiting_since: float = 0.0
 
 
 class DecompressionBudget(BodyLimit):
@@ -50,9 +60,8 @@ class DecompressionBudget(BodyLimit):
         compressed = [message for message in messages if has_compressed_body(message)]
         if not compressed:
             return None
-        reservation = Reservation(self, compressed)
-        reservation.size = sum(decompressed_size_limit(message, measured=False) for message in compressed)
-        reservation.count = len(messages)
+        size = sum(decompressed_size_limit(message, measured=False) for message in compressed)
+        reservation = Reservation(compressed, len(messages), size)
         if len(compressed) == 1 or reservation.size <= self._limit:
             with self.changed:
                 self._try_grant(reservation)
@@ -110,40 +119,40 @@ class DecompressionBudget(BodyLimit):
         reservation.size = size
         reservation.messages = [message for message in messages[: reservation.count] if has_compressed_body(message)]
 
-    def _try_grant(self, reservation: Reservation) -> bool:
-        first = self._waiting[0] if self._waiting else reservation
-        if first is not reservation and (
-            reservation in self._waiting or time.monotonic() - first.waiting_since > FAIRNESS_S
-        ):
-            return False  # small reservations may overtake, but not without limit
-        if self._used and self._used + reservation.size > self._limit:
-            return False
-        self.grant(reservation)
-        return True
+    def try_acquire(self, reservation: Reservation, *, is_late: bool) -> bool:
+        """Return whether a measured call may begin now. A late one may begin without free memory.
 
-    def grant(self, reservation: Reservation) -> None:
+        So a call that never returns cannot block all others.
+        """
+        with self.changed:
+            if reservation not in self._waiting:
+                reservation.waiting_since = time.monotonic()
+                self._waiting.append(reservation)
+            return self._try_grant(reservation, is_late)
+
+    def _try_grant(self, reservation: Reservation, is_late: bool = False) -> bool:
+        first = self._waiting[0] if self._waiting else reservation
+        must_wait = first is not reservation and (
+            reservation in self._waiting or time.monotonic() - first.waiting_since > FAIRNESS_S
+        )  # small reservations may overtake, but not without limit
+        if not is_late and (must_wait or (self._used and self._used + reservation.size > self._limit)):
+            return False
         self._used += reservation.size
         reservation.is_granted = True
         if reservation in self._waiting:
             self._waiting.remove(reservation)
         self.changed.notify_all()  # the next waiting reservation may fit, too
+        return True
 
-    def wait(self, reservation: Reservation, seconds: float) -> bool:
+    def wait_for_change(self, seconds: float) -> None:
+        """Block the thread until memory may be free, at most for some seconds."""
         with self.changed:
-            self._enqueue(reservation)
-            return self.changed.wait_for(lambda: self._try_grant(reservation), seconds)
-
-    def queue_and_try(self, reservation: Reservation) -> bool:
-        with self.changed:
-            self._enqueue(reservation)
-            return self._try_grant(reservation)
-
-    def _enqueue(self, reservation: Reservation) -> None:
-        if reservation not in self._waiting:
-            reservation.waiting_since = time.monotonic()
-            self._waiting.append(reservation)
+            self.changed.wait(seconds)
 
     def release(self, reservation: Reservation) -> None:
+        """Drop the decompressed bodies of a call, or stop waiting for memory."""
+        for message in reservation.messages:
+            drop_body(message)
         with self.changed:
             if reservation.is_granted:
                 reservation.is_granted = False
@@ -152,47 +161,3 @@ class DecompressionBudget(BodyLimit):
                 self._waiting.remove(reservation)
             self.changed.notify_all()
         self.retry_deferred()
-
-
-class Reservation:
-    """The part of the budget that one listener call uses."""
-
-    __slots__ = ("messages", "count", "size", "is_granted", "waiting_since", "_budget")
-
-    def __init__(self, budget: DecompressionBudget, messages: list[Message]) -> None:
-        self.messages = messages  # those with a compressed body
-        self.count = 0  # how many of all its messages the call may get at once
-        self.size = 0
-        self.is_granted = False
-        self.waiting_since = 0.0
-        self._budget = budget
-
-    def wait(self, wanted: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait for memory while the call is `wanted`. Return whether the call may begin.
-
-        After `timeout_s` it may begin without free memory, so that a call that never returns cannot block all others.
-        """
-        until = time.monotonic() + timeout_s
-        while not self.is_granted and wanted():
-            if self._budget.wait(self, min(WANTED_CHECK_S, max(until - time.monotonic(), 0))):
-                return True
-            if time.monotonic() >= until:
-                self._grant_anyway()
-        return self.is_granted
-
-    def try_acquire(self, is_late: bool = False) -> bool:
-        """Return whether the call may begin now. With `is_late` it may begin without free memory."""
-        if not self.is_granted and not self._budget.queue_and_try(self) and is_late:
-            self._grant_anyway()
-        return self.is_granted
-
-    def _grant_anyway(self) -> None:
-        with self._budget.changed:
-            if not self.is_granted:
-                self._budget.grant(self)
-
-    def release(self) -> None:
-        """Drop the decompressed bodies of the call, or stop waiting for memory."""
-        for message in self.messages:
-            drop_body(message)
-        self._budget.release(self)

@@ -34,7 +34,7 @@ class Member(Commits):
         self.calls = 0
         self.pulled_from: list[int] = []
         calls = SimpleNamespace(running=lambda window: self.calls, forget=id, resume_calls=id)
-        parts: Any = QueueParts(self.parent, self, calls, None, Counts(), self, self, self.open)  # type: ignore[arg-type]
+        parts: Any = QueueParts(self.parent, self, calls, None, Counts(), self, self.open)  # type: ignore[arg-type]
         self.queue = HeldQueue(QUEUE, parts)
         self.open_gates()
 

@@ -82,10 +82,10 @@ class LongPause(Scenario):
         self.cluster.send(SIMULATED, count=40)
         await asyncio.sleep(5)
         assert owner.member is not None
-        owner.member.pause(None)
+        owner.member.assignments.pause(None)
         self.world.create_task(self._beside(owner))
         await asyncio.sleep(200)
-        owner.member.resume(None)
+        owner.member.assignments.resume(None)
 
     async def _beside(self, owner: Member) -> None:
         """Do nothing else meanwhile."""
