@@ -68,7 +68,7 @@ class Rebalance:
         self._rounds_begun = 0
         self._rounds_ended = 0
         self._changed = asyncio.Event()  # a round has ended, or a queue has begun or failed to
-        self._waiting: list[HeldQueue] = []  # queues that had not begun at the last look at all
+        self._waiting: list[HeldQueue] = []  # queues that had not begun when all were read
 
     def is_new(self, queue: MessageQueue) -> bool:
         """Return whether `queue` was added to its topic after this consumer first knew the topic's route."""
@@ -113,7 +113,7 @@ class Rebalance:
         return [*sorted(self._undecided), *map(str, waiting)]
 
     def _have_all_begun(self) -> bool:
-        """Return whether no queue waits to begin. It looks at all queues rarely, because many may begin one by one."""
+        """Return whether no queue waits to begin. It reads all queues rarely, because many may begin one by one."""
         waiting = self._waiting
         while waiting and not _waits_to_begin(waiting[-1]):
             waiting.pop()
