@@ -126,7 +126,7 @@ class Paths:
                 paths.reset = calls
                 consumer.reset_offsets(TOPIC, {QUEUE: 2})
                 assert begun.acquire(timeout=30)
-            begin = next(index for index, call in enumerate(calls) if call.function == "GroupMember.reset")
+            begin = next(index for index, call in enumerate(calls) if call.function == "Resets.move_held")
             end = next(i for i, call in enumerate(calls) if i > begin and call.function == "PullLoop._send_pull")
             paths.reset = [call for call in calls[begin : end + 1] if call.thread.startswith("pyrocket")]
         return paths
