@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
@@ -417,14 +417,14 @@ class OffsetRows(ClaimStore):
 
     def _run_with_retries(self, work: Callable[[Execute], T]) -> T:
         """Run `work` in a transaction; retry it after a conflict with another one."""
-        for pause_s in retry_pauses():
+        pauses = retry_pauses()
+        while True:
             try:
                 return self._database.run(work)
             except Exception as error:
-                if pause_s is None or self._database.classify_error(error) != "retry":
+                if self._database.classify_error(error) != "retry" or (pause_s := next(pauses, None)) is None:
                     raise
             time.sleep(pause_s)
-        raise AssertionError("the last pause is None")
 
 
 def _check_names(group: object, topic: object = None) -> None:
@@ -434,12 +434,10 @@ def _check_names(group: object, topic: object = None) -> None:
         raise ConfigError(f"topic={safe_repr(topic)} is not allowed; pass the name of a topic, or None for all topics")
 
 
-def retry_pauses() -> Iterable[float | None]:
-    """Yield the pause before each next attempt, then None."""
+def retry_pauses() -> Iterator[float]:
+    """Yield the pause before each next attempt."""
     backoff = Backoff(FIRST_RETRY_PAUSE_S, LONGEST_RETRY_PAUSE_S, jitter=random.random)
-    for _ in range(MAX_ATTEMPTS - 1):
-        yield backoff.failed()
-    yield None
+    return (backoff.failed() for _ in range(MAX_ATTEMPTS - 1))
 
 
 def is_duplicate_key(error: Exception) -> bool:

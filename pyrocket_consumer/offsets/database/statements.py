@@ -125,12 +125,8 @@ class Statements:
         self._tables = [offsets, inbox] if with_inbox else [offsets]
         self._lookups: dict[int, Statement] = {}
         row, compiled = offsets.c, self._compile
-        key = (
-            row.consumer_group == _value("group"),
-            row.topic == _value("topic"),
-            row.broker_name == _value("broker"),
-            row.queue_id == _value("queue"),
-        )
+        keys = {"consumer_group": "group", "topic": "topic", "broker_name": "broker", "queue_id": "queue"}
+        key = [row[column] == _value(name) for column, name in keys.items()]
         shown = [column for column in row if column.name not in ("consumer_group", "updated_at")]
         one: Any = literal_column("1")
         now = {"updated_at": func.current_timestamp()}
@@ -140,19 +136,9 @@ class Statements:
         self.select_row = compiled(select(*shown).where(*key))
         self.select_group = compiled(select(*shown).where(row.consumer_group == _value("group")))
         self.claim = compiled(update(offsets).where(*key).values(epoch=row.epoch + one, owner=_value("owner"), **now))
-        self.begin = compiled(
-            insert(offsets).values(
-                consumer_group=_value("group"),
-                topic=_value("topic"),
-                broker_name=_value("broker"),
-                queue_id=_value("queue"),
-                next_offset=_value("next"),
-                epoch=_value("epoch"),
-                reset_epoch=_value("reset_epoch"),
-                owner=_value("owner"),
-                **now,
-            )
-        )
+        first = keys | {"next_offset": "next", "epoch": "epoch", "reset_epoch": "reset_epoch", "owner": "owner"}
+        values = {column: _value(name) for column, name in first.items()}
+        self.begin = compiled(insert(offsets).values(**values, **now))
         self.advance = compiled(
             update(offsets)
             .where(*own_row, row.next_offset <= _value("first"), row.next_offset >= _value("known"))

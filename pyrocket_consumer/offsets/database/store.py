@@ -111,7 +111,8 @@ class ListenerTransactions(OffsetRows):
         *,
         is_single: bool,
     ) -> RolledBack | None:
-        for pause_s in retry_pauses():
+        pauses = retry_pauses()
+        while True:
             attempt = _Attempt()
             try:
                 duplicates = self._consume_once(claim, messages, call, attempt, is_single=is_single)
@@ -128,7 +129,8 @@ class ListenerTransactions(OffsetRows):
                     kind = self._classify_unconfirmed(claim, messages)
                 if kind == "listener":
                     raise
-                if kind != "retry" or pause_s is None:
+                pause_s = next(pauses, None) if kind == "retry" else None
+                if pause_s is None:
                     met = "transactions conflict repeatedly; let them lock rows in one order: "
                     why = f"{met if kind == 'retry' else ''}{self._database.address}: {describe_error(error)}"
                     claim.holder.on_store_wait(claim, why)
@@ -143,7 +145,6 @@ class ListenerTransactions(OffsetRows):
                     claim.holder.on_duplicates(claim, duplicates)
                 return None
             sleep(pause_s)
-        raise AssertionError("the last pause is None")
 
     def _classify_unconfirmed(self, claim: Claim, messages: Sequence[Message]) -> ErrorKind:
         """Return the kind of an error after an unconfirmed commit, which may have caused the error if it succeeded."""

@@ -64,7 +64,12 @@ class DiskFile:
 
     def is_at(self, path: str) -> bool:
         """Return whether `path` still names this file. Return True if that cannot be determined."""
-        return _is_at(_identity(os.fstat(self._fd)), path)
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Close the file without syncing it."""
@@ -75,13 +80,12 @@ class DiskFile:
     __del__ = close
 
 
-class DiskLock:
+class DiskLock(DiskFile):
     """An exclusive lock on a file. It ends with the process, however that ends, and stays with it after a fork."""
 
     def __init__(self, path: str, fd: int, created_file: bool) -> None:
+        super().__init__(fd)
         self._path = path
-        self._fd = fd
-        self._identity = _identity(os.fstat(fd))
         self.created_file = created_file
         """Whether locking created the file."""
         close_in_children(self)
@@ -92,34 +96,13 @@ class DiskLock:
 
     def is_in_place(self) -> bool:
         """Return whether the locked file still has its name, so that other processes find it locked."""
-        return self._fd >= 0 and _is_at(self._identity, self._path)
+        return self._fd >= 0 and self.is_at(self._path)
 
     def release(self) -> None:
         """Release the lock. Safe to call twice."""
         if self._fd >= 0:
             unlock_descriptor(self._fd)
             self.close()
-
-    def close(self) -> None:
-        """Close the file, which need not be locked."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    __del__ = close
-
-
-def _identity(file: os.stat_result) -> tuple[int, int]:
-    return file.st_dev, file.st_ino
-
-
-def _is_at(identity: tuple[int, int], path: str) -> bool:
-    try:
-        return _identity(os.stat(path)) == identity
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
 
 
 class Disk:
