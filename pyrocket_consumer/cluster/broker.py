@@ -16,7 +16,7 @@ from pyrocket_consumer.protocol.bodies import (
     decode_lock_response,
     encode_lock_request,
 )
-from pyrocket_consumer.protocol.codes import RequestCode, ResponseCode, version_ordinal
+from pyrocket_consumer.protocol.codes import ResponseCode, version_ordinal
 from pyrocket_consumer.protocol.command import (
     ConsumerSendMsgBackHeader,
     GetConsumerListByGroupHeader,
@@ -121,22 +121,12 @@ class Broker:
         # an inner batch may begin before `offset`
         return found, [each for each in messages if each.queue_offset >= offset and matches(subscription, each.tags)]
 
-    async def send(
-        self, header: SendMessageHeader, body: bytes, *, batch: bool = False
-    ) -> tuple[SendMessageResponseHeader, int]:
+    async def send(self, header: SendMessageHeader, body: bytes) -> tuple[SendMessageResponseHeader, int]:
         """Store a message. Return its location, and the response code, which is one of `STORED_CODES`.
 
-        With `batch`, `body` holds several messages in the format of a batch. If no response arrives, the broker may
-        have stored the message; a repeated send may store it twice.
+        If no response arrives, the broker may have stored the message; a repeated send may store it twice.
         """
-        address = await self._address(header.topic)
-        response = await self._client.call(
-            address,
-            header,
-            body,
-            accept=STORED_CODES,
-            code=RequestCode.SEND_BATCH_MESSAGE if batch else None,
-        )
+        response = await self._call(header, header.topic, body, accept=STORED_CODES)
         return SendMessageResponseHeader.from_fields(response.fields), response.code
 
     async def send_back(

@@ -276,20 +276,19 @@ class Client:
         *,
         timeout_s: float | None = None,
         accept: Container[int] = (0,),
-        code: int | None = None,
         on_late: OnLateResponse | None = None,
     ) -> RemotingCommand:
         """Return the response of the server at `address`. `timeout_s` includes the time to connect, if necessary.
 
-        `accept` contains the response codes that are not errors; `code` replaces the header's request code. `on_late`
-        receives a response that arrives after the timeout.
+        `accept` contains the response codes that are not errors. `on_late` receives a response that arrives after the
+        timeout.
 
         Raises:
             BrokerError: the response has another code. PermissionDenied and FlowControl are subclasses.
             ConnectError: there is no connection. The request was not sent.
             RequestTimeout, ConnectionLost: no response arrived. The server may have executed the request.
         """
-        command = request(header, body, code=code)
+        command = request(header, body)
         connection, timeout_s = await self._connect_within(address, timeout_s or self.config.call_timeout_s)
         call = connection.call if self._gets_heartbeats(address) else partial(self.call_or_close, connection)
         return check_response(await call(command, timeout_s, on_late), address, accept)

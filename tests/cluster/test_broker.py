@@ -23,7 +23,6 @@ from pyrocket_consumer.model import MessageQueue, PullStatus, Subscription
 from pyrocket_consumer.protocol.bodies import encode_lock_response
 from pyrocket_consumer.protocol.codes import RequestCode
 from pyrocket_consumer.protocol.command import PullMessageHeader, SendMessageHeader
-from pyrocket_consumer.protocol.message import BatchItem, encode_batch
 from pyrocket_consumer.protocol.subscription import parse_subscription
 from pyrocket_consumer.testing import answer, drop, rewrite
 from tests.cluster.conftest import find_route, join
@@ -310,13 +309,6 @@ def test_a_send_returns_the_location_and_the_flush_status(embedded, broker, do):
             do("send", header, b"hello")
         assert raised.value.code == code
     assert [message.body for message in embedded.messages("orders")] == [b"hello"] * 4
-
-
-def test_a_batch_is_sent_under_its_own_code(embedded, do):
-    body = encode_batch([BatchItem(b"one"), BatchItem(b"two")])
-    stored, _ = do("send", SendMessageHeader("maker", "orders", queue_id=0, batch=True), body, batch=True)
-    assert len(stored.msg_id.split(",")) == 2
-    assert [message.body for message in embedded.messages("orders")] == [b"one", b"two"]
 
 
 def test_a_message_sent_back_is_redelivered(cluster_of, connect):

@@ -10,7 +10,7 @@ import pytest
 
 from pyrocket_consumer.errors import BrokerError, ConnectError, RequestTimeout, RouteNotFound
 from pyrocket_consumer.protocol.codes import RequestCode
-from pyrocket_consumer.protocol.command import GetKvConfigHeader, HeartbeatHeader, PutKvConfigHeader
+from pyrocket_consumer.protocol.command import GetKvConfigHeader, Header, PutKvConfigHeader
 from pyrocket_consumer.testing import answer, close_connection, drop, garbage, rewrite
 from tests.cluster.conftest import RecordedCalls, find_route
 from tests.speed import quick
@@ -83,16 +83,20 @@ def test_bytes_that_are_not_a_frame_do_not_stop_the_client(embedded, client):
     assert find_route(client, refresh=True).topic == "orders"
 
 
+class UnknownHeader(Header, code=9999):
+    """A request that no server knows."""
+
+
 def test_unknown_codes_are_answered_by_name_servers_from_5_0_on(cluster_of, connect):
     old, new = cluster_of(version="4.9.7"), cluster_of(version="5.5.0")
     client = connect(old)
     with pytest.raises(RequestTimeout, match="CODE_9999"):
-        client.run(client.call(old.name_server, HeartbeatHeader(), code=9999, timeout_s=0.2), 30)
+        client.run(client.call(old.name_server, UnknownHeader(), timeout_s=0.2), 30)
     assert find_route(client).topic == "orders"
     assert len(old.name_server_node.connections) == 1
     client = connect(new)
     with pytest.raises(BrokerError) as raised:
-        client.run(client.call(new.name_server, HeartbeatHeader(), code=9999), 30)
+        client.run(client.call(new.name_server, UnknownHeader()), 30)
     assert raised.value.code == 3
 
 
