@@ -10,17 +10,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, Self, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 from pyrocket_consumer.cluster.client import NotCopied
 from pyrocket_consumer.config import NameServers, ProducerConfig, ProducerOptions, check_range
-from pyrocket_consumer.errors import ClientClosed, ConfigError, ConnectError, RequestTimeout, RocketError, SendError
+from pyrocket_consumer.errors import ClientClosed, ConfigError, ConnectError, RequestTimeout, RocketError
 from pyrocket_consumer.model import MessageQueue
 from pyrocket_consumer.producer.outgoing_message import OutgoingMessage, check_delivery
-from pyrocket_consumer.producer.producer import MAX_TIMEOUT_S, Producer, ProducerState, in_flight_limit_error
+from pyrocket_consumer.producer.producer import (
+    MAX_TIMEOUT_S,
+    Producer,
+    ProducerState,
+    counting_stored,
+    in_flight_limit_error,
+)
 from pyrocket_consumer.producer.send_request import SendRequest, SendResult
-
-P = ParamSpec("P")
+from pyrocket_consumer.transport.io_thread import SerialExecutor
 
 
 class _LoopResults:
@@ -170,15 +175,10 @@ class AsyncProducer(NotCopied):
         in_flight = await self._producer._begin_async_flush()
         if queued:
             await asyncio.wait(queued, timeout=timeout_s)
-        left_s = None if deadline is None else max(deadline - loop.time(), 0)
-        if in_flight is not None:
-            await in_flight.wait_async(left_s)
-        waiting = sum(not future.done() for future in queued)
-        pending, given = waiting, len(queued)
-        if in_flight is not None:
-            pending, given = pending + in_flight.pending, given + in_flight.messages
-        if pending:
-            raise RequestTimeout(f"a flush ({pending} of {given} sends are in flight)", "the brokers", timeout_s or 0)
+        await in_flight.wait_async(None if deadline is None else max(deadline - loop.time(), 0))
+        if pending := in_flight.pending + sum(not future.done() for future in queued):
+            what = f"a flush ({pending} of {in_flight.messages + len(queued)} sends are in flight)"
+            raise RequestTimeout(what, "the brokers", timeout_s or 0)
 
     async def close(self, timeout_s: float | None = None) -> None:
         """Accept no more messages, wait until those passed so far have their results, and disconnect.
@@ -295,14 +295,8 @@ class AsyncProducer(NotCopied):
         for part in parts:
             sink = self._make_sink()
             request = self._producer._make_batch_request(topic, part, sink, queue, sharding_key, timeout_s)
-            try:
+            with counting_stored(topic, results):
                 results += await self._send(request, sink)
-            except SendError as error:
-                raise SendError(error.topic, error.attempts, len(results)) from error.__cause__
-            except RocketError as error:
-                if not results:
-                    raise
-                raise SendError(topic, (str(error),), len(results)) from error
         return results
 
     def _make_sink(self) -> _LoopSink:
@@ -375,21 +369,11 @@ class AsyncProducer(NotCopied):
             raise ClientClosed("the producer is closed; make a new one")
 
 
-def _run_in_thread(work: Callable[P, None], *arguments: P.args, **named: P.kwargs) -> asyncio.Future[None]:
+def _run_in_thread(work: Callable[..., None], *arguments: object) -> asyncio.Future[None]:
     """Run `work` in a new thread, because all threads of the loop's executor may be waiting for a send."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def run() -> None:
-        failure = None
-        try:
-            work(*arguments, **named)
-        except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits
-            loop.call_soon_threadsafe(_resolve, done, None, failure)
-
-    threading.Thread(target=run, name="pyrocket-life", daemon=True).start()
+    thread = SerialExecutor("pyrocket-life")
+    done = asyncio.get_running_loop().run_in_executor(thread, work, *arguments)
+    thread.shutdown()
     return done
 
 

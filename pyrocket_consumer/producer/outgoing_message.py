@@ -189,16 +189,10 @@ def check_delivery(delay_level: int, deliver_at: datetime | None) -> dict[str, s
     return {PropertyName.TIMER_DELIVER_MS: str(round(deliver_at.timestamp() * 1000))}
 
 
-def check_sharding_key(key: object) -> str:
-    """Return `key` if it can select a queue.
-
-    Raises:
-        ConfigError: the key is not text, is empty, or contains a separator of properties.
-    """
+def check_sharding_key(key: object) -> None:
+    """Raise ConfigError if the key is not text, is empty, or contains a separator of properties."""
     if not _is_plain_word(key):
         _check_text("sharding_key", key)
-    assert isinstance(key, str)
-    return key
 
 
 def check_properties_size(text: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from enum import Enum
 from types import TracebackType
@@ -419,14 +420,8 @@ class Producer(NotCopied):
         for part in self._batch_parts(topic, messages, queue, sharding_key):
             outcome = ThreadFuture[list[SendResult]]()
             request = self._make_batch_request(topic, part, outcome, queue, sharding_key, timeout_s)
-            try:
+            with counting_stored(topic, results):
                 stored = self._send_and_wait(request, outcome)
-            except SendError as error:
-                raise SendError(error.topic, error.attempts, len(results)) from error.__cause__
-            except RocketError as error:
-                if not results:
-                    raise
-                raise SendError(topic, (str(error),), len(results)) from error
             results += stored
         return results
 
@@ -588,10 +583,10 @@ class Producer(NotCopied):
         request.deadline = session.cluster.loop.time() + left_s
         return session.in_flight.try_put(request)
 
-    async def _begin_async_flush(self) -> Flush | None:
-        """Count the results of the messages in flight, as `flush` does. Return None if nothing was sent."""
+    async def _begin_async_flush(self) -> Flush:
+        """Count the results of the messages in flight, as `flush` does."""
         if self._is_closed or (session := self._session) is None:
-            return None
+            return Flush(())
         return await session.cluster.run_async(session.flush())
 
     def _send_and_wait(self, request: SendRequest, outcome: ThreadFuture[T]) -> T:
@@ -600,6 +595,19 @@ class Producer(NotCopied):
         if not outcome.wait(request.timeout_s + _DEADLINE_GRACE_S):
             raise RequestTimeout("a send", "the I/O thread", request.timeout_s + _DEADLINE_GRACE_S)
         return outcome.result()
+
+
+@contextmanager
+def counting_stored(topic: str, results: Sequence[SendResult]) -> Iterator[None]:
+    """Raise the error of a part of a batch with the number of messages stored by the parts before it."""
+    try:
+        yield
+    except SendError as error:
+        raise SendError(error.topic, error.attempts, len(results)) from error.__cause__
+    except RocketError as error:
+        if not results:
+            raise
+        raise SendError(topic, (str(error),), len(results)) from error
 
 
 def in_flight_limit_error(request: SendRequest, config: ProducerConfig) -> SendError:

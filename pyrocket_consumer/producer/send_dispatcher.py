@@ -201,7 +201,8 @@ class SendDispatcher(ClusterEvents):
                         raise why
                     request.note(str(why), why)
                     request.wants_route_after = self._cluster.loop.time()
-            await asyncio.sleep(self._pause_s(request))
+            request.pauses += 1
+            await asyncio.sleep(self._retry_pauses.pause_s(request.pauses))
             request.failed_brokers = frozenset()
 
     async def _connection_for(self, request: SendRequest, queue: MessageQueue) -> Connection:
@@ -351,24 +352,19 @@ class SendDispatcher(ClusterEvents):
             return min(remaining / 2, call_timeout_s)  # leave time for another broker
         return min(remaining, max(remaining / left, call_timeout_s))
 
-    def _pause_s(self, request: SendRequest) -> float:
-        request.pauses += 1
-        return self._retry_pauses.pause_s(request.pauses)
-
     def _send_on(self, request: SendRequest, queue: MessageQueue, connection: Connection) -> None:
         received_before, timeout_s = connection.received_bytes, self._attempt_timeout_s(request)
         encode = partial(request.frame, self._template(request, queue), connection)
         lane = self._lanes[request.lane_key] if request.lane_key is not None else None
-        unanswered = None
-        if lane is not None:
-            now = self._cluster.loop.time()
-            unanswered = UnansweredRequest(connection, received_before, suspect_at=now + timeout_s)
-            timeout_s = max(request.deadline - now, 0) + self._config.call_timeout_s  # the lane waits no longer
         on_response = partial(self._on_response, lane, request, queue, connection, received_before)
-        connection.send(encode, on_response, timeout_s, "SEND_MESSAGE")
-        if lane is not None and unanswered is not None:
-            lane.unanswered = unanswered
-            self._schedule_check(lane, unanswered.suspect_at)
+        if lane is None:
+            connection.send(encode, on_response, timeout_s, "SEND_MESSAGE")
+            return
+        now = self._cluster.loop.time()
+        longest_s = max(request.deadline - now, 0) + self._config.call_timeout_s  # the lane waits no longer
+        connection.send(encode, on_response, longest_s, "SEND_MESSAGE")
+        lane.unanswered = UnansweredRequest(connection, received_before, suspect_at=now + timeout_s)
+        self._schedule_check(lane, lane.unanswered.suspect_at)
 
     def _on_response(
         self,
@@ -386,8 +382,12 @@ class SendDispatcher(ClusterEvents):
                 connection.close("a message that must not be overtaken had no response")
         if request in self._unfinished:
             self._handle_response(request, queue, connection, received_before, response)
-        elif lane is not None:
-            self._release_lane(lane, response)
+        elif lane is not None:  # it waited for the response of a failed message
+            if isinstance(response, RemotingCommand):
+                lane.moved_at = self._cluster.loop.time()
+            else:
+                lane.is_unsure = True
+            self._start_next(lane)
 
     def _template(self, request: SendRequest, queue: MessageQueue) -> SendTemplate:
         template = self._templates.get((queue, request.is_batch))
@@ -479,14 +479,6 @@ class SendDispatcher(ClusterEvents):
             self._cluster.loop.call_later(self._config.call_timeout_s, close_if_still_silent)
 
     # --- lanes
-
-    def _release_lane(self, lane: Lane, response: RemotingCommand | Exception) -> None:
-        """Continue a lane that waited for the response of a failed message."""
-        if isinstance(response, RemotingCommand):
-            lane.moved_at = self._cluster.loop.time()
-        else:
-            lane.is_unsure = True
-        self._start_next(lane)
 
     def _start_next(self, lane: Lane) -> None:
         request = lane.start_next(self._unfinished)

@@ -238,7 +238,7 @@ class Session:
         except RocketError as error:
             log.warning("group=%s closed without unregistering reason=%s", self._config.group, error)
         finally:
-            do_not_flush_at_exit(self)
+            _open_sessions.discard(self)
             self.cluster.close()
             self.in_flight.end()
             self._callback_thread.stop(step_s)
@@ -287,11 +287,6 @@ def flush_at_exit(session: Session) -> None:
         threading._register_atexit(_flush_open)  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
         pass  # the function is private to Python; or the main thread ended before the first producer started
-
-
-def do_not_flush_at_exit(session: Session) -> None:
-    """Forget `session`, because it is closed."""
-    _open_sessions.discard(session)
 
 
 def _flush_open() -> None:

@@ -70,13 +70,27 @@ class BatchReader(DataSourceReader):
         too_short = [
             queue for queue in queues if max(starts[queue], chosen_ends[queue] if chosen_ends else 0) > ends[queue]
         ]
-        ends |= _ends_after_retries(self._options, too_short, starts, broker_offsets)
+        ends |= self._ends_after_retries(too_short, starts, broker_offsets)
         stops = ends if chosen_ends is None else chosen_ends  # "latest" means the ends after these retries
         wanted = [QueueRange(queue, starts[queue], stops[queue]) for queue in sorted(queues, key=in_order)]
         if end is not NamedOffset.LATEST:
             wanted = [self._check_order(each) for each in wanted]
         wanted = self._apply_filters(wanted, oldest, ends, broker_offsets)
         return [self._clip(each, oldest[each.queue], ends[each.queue]) for each in wanted]
+
+    def _ends_after_retries(
+        self, queues: Sequence[MessageQueue], wanted: Mapping[MessageQueue, int], broker_offsets: BrokerOffsets
+    ) -> dict[MessageQueue, int]:
+        """Return the ends of queues that were too short, after retries, because a broker that starts reports 0."""
+        ends: dict[MessageQueue, int] = {}
+        startup_grace = self._options.read.startup_grace()
+        while queues:
+            ends |= broker_offsets.ends(queues)
+            queues = [queue for queue in queues if ends[queue] < wanted[queue]]
+            if not queues or (pause_s := startup_grace.failed()) is None:
+                break
+            time.sleep(pause_s)
+        return ends
 
     def _check_order(self, wanted: QueueRange) -> QueueRange:
         queue, begin, stop = wanted.queue, wanted.begin, wanted.end
@@ -150,21 +164,3 @@ def _keep_open_edges(wanted: QueueRange, available: QueueRange, narrowed: QueueR
         return wanted
     begin = narrowed.begin if narrowed.begin > available.begin else wanted.begin
     return QueueRange(wanted.queue, begin, narrowed.end if narrowed.end < available.end else wanted.end)
-
-
-def _ends_after_retries(
-    options: SourceOptions,
-    queues: Sequence[MessageQueue],
-    wanted: Mapping[MessageQueue, int],
-    broker_offsets: BrokerOffsets,
-) -> dict[MessageQueue, int]:
-    """Return the end offsets of queues that were too short, after retries. A broker that starts reports 0 at first."""
-    ends: dict[MessageQueue, int] = {}
-    startup_grace = options.read.startup_grace()
-    while queues:
-        ends |= broker_offsets.ends(queues)
-        queues = [queue for queue in queues if ends[queue] < wanted[queue]]
-        if not queues or (pause_s := startup_grace.failed()) is None:
-            break
-        time.sleep(pause_s)
-    return ends

@@ -295,13 +295,9 @@ class BrokerOffsets:
         """Return the offset that `fetch` gives for each queue; retry those that failed."""
 
         async def fetch_all() -> dict[MessageQueue, V]:
-            found: dict[MessageQueue, V] = {}
             at_broker = by_broker(sorted(queues, key=in_order))
-            for responses in await asyncio.gather(
-                *(self._fetch_all(each, fetch, self._retry) for each in at_broker.values())
-            ):
-                found |= responses
-            return found
+            found = await asyncio.gather(*(self._fetch_all(each, fetch, self._retry) for each in at_broker.values()))
+            return {queue: offset for responses in found for queue, offset in responses.items()}
 
         return self.cluster.run(fetch_all(), None) if queues else {}
 

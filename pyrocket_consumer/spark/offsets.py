@@ -18,10 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from pyrocket_consumer.errors import ConfigError
 from pyrocket_consumer.model import MessageQueue
+
+T = TypeVar("T")
 
 VERSION = 1
 
@@ -172,7 +174,10 @@ def decode_offset(encoded: Mapping[str, Any]) -> SourceOffset:
     if version != VERSION:
         raise ConfigError(f"{encoded!r:.200} in the checkpoint is not an offset of this source; use another checkpoint")
     return SourceOffset(
-        _flatten(encoded, "queues"), _flatten(encoded, "from"), encoded.get("initial") is True, _read_seen(encoded)
+        _read(encoded, "queues", _flatten),
+        _read(encoded, "from", _flatten),
+        encoded.get("initial") is True,
+        _read(encoded, "seen", _read_times),
     )
 
 
@@ -205,27 +210,28 @@ def _nest(offsets: Mapping[MessageQueue, int]) -> dict[str, dict[str, dict[str, 
     return nested
 
 
-def _read_seen(encoded: Mapping[str, Any]) -> dict[tuple[str, str], int]:
+def _read(encoded: Mapping[str, Any], name: str, read: Callable[[Any], T]) -> T:
     try:
-        return {
-            (topic, broker): _check_number(at_ms)
-            for topic, brokers in encoded.get("seen", {}).items()
-            for broker, at_ms in brokers.items()
-        }
+        return read(encoded.get(name, {}))
     except (AttributeError, TypeError, ValueError) as error:
-        raise _unreadable("seen", error) from None
+        raise ConfigError(
+            f"{name!r} of an offset in the checkpoint cannot be read: {error!s:.200}; use another checkpoint"
+        ) from None
 
 
-def _flatten(encoded: Mapping[str, Any], name: str) -> dict[MessageQueue, int]:
-    try:
-        return {
-            MessageQueue(topic, broker, _check_queue_id(queue_id)): _check_number(offset)
-            for topic, brokers in encoded.get(name, {}).items()
-            for broker, queues in brokers.items()
-            for queue_id, offset in queues.items()
-        }
-    except (AttributeError, TypeError, ValueError) as error:
-        raise _unreadable(name, error) from None
+def _read_times(topics: Any) -> dict[tuple[str, str], int]:
+    return {
+        (topic, broker): _check_number(at_ms) for topic, brokers in topics.items() for broker, at_ms in brokers.items()
+    }
+
+
+def _flatten(topics: Any) -> dict[MessageQueue, int]:
+    return {
+        MessageQueue(topic, broker, _check_queue_id(queue_id)): _check_number(offset)
+        for topic, brokers in topics.items()
+        for broker, queues in brokers.items()
+        for queue_id, offset in queues.items()
+    }
 
 
 def _check_number(value: object) -> int:
@@ -238,9 +244,3 @@ def _check_queue_id(text: str) -> int:
     if len(text) > 10 or not 0 <= (queue_id := int(text)) < 2**31:
         raise ValueError(f"{text!r:.50} is not a queue id, a number from 0 to 2^31-1")
     return queue_id
-
-
-def _unreadable(name: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"{name!r} of an offset in the checkpoint cannot be read: {error!s:.200}; use another checkpoint"
-    )

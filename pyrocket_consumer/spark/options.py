@@ -66,16 +66,10 @@ _UNITS_S = {
 }
 
 
-_OPTION_NAMES = {
-    "name_server": "nameServer",
-    "allowed_addresses": "allowedAddresses",
-    "sharding_key": "shardingKey",
-    "delay_level": "delayLevel",
-    "deliver_at": "deliverAt",
-    "max_message_bytes": "maxMessageBytes",
-    "auto_create_topic": "autoCreateTopic",
-}  # the option or column of each Python argument
-_ARGUMENT = re.compile(rf"(?<![\w'\"])({'|'.join(_OPTION_NAMES)})(?![\w'\"])")  # in quotes it is a value
+_ARGUMENT = re.compile(
+    r"(?<![\w'\"])(name_server|allowed_addresses|sharding_key|delay_level|deliver_at|max_message_bytes|auto_create_topic)"
+    r"(?![\w'\"])"
+)  # a Python argument that is an option or column, too; in quotes it is a value
 
 
 class _RawOptions:
@@ -250,9 +244,9 @@ class SinkOptions:
     auto_create_topic: bool = _option(_RawOptions.boolean, "autoCreateTopic", False)
     dedup_properties: bool = _option(_RawOptions.boolean, "dedupProperties", True)
 
-    def retry_policy(self, clock: Callable[[], float] = time.monotonic) -> RetryPolicy:
+    def retry_policy(self) -> RetryPolicy:
         """Return the policy for errors that may pass and that a send does not retry: no route, or no name server."""
-        return RetryPolicy(self.send_timeout_s, self.client.retries, clock)
+        return RetryPolicy(self.send_timeout_s, self.client.retries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,7 +347,6 @@ def check_options(options: Mapping[str, str]) -> None:
 def _source(given: _RawOptions) -> SourceOptions:
     """Return the options for reading. They may be incomplete."""
     client = _client(given)
-    topics, pattern, assigned = _selection(given, client.namespace)
     group = given.text("consumerGroup")
     if group is not None:
         group = wrap(client.namespace, _check_option(check_group, "consumerGroup", group))
@@ -371,9 +364,7 @@ def _source(given: _RawOptions) -> SourceOptions:
             group=wrap(client.namespace, DEFAULT_GROUP) if group is None else group,
             selector=_selector(given),
         ),
-        topics=topics,
-        pattern=pattern,
-        assigned=assigned,
+        **_selection(given, client.namespace),
         start=_bound(given, "starting", client.namespace, starts, group),
         end=_bound(given, "ending", client.namespace, (NamedOffset.LATEST,), group) or NamedOffset.LATEST,
         commit_offsets=commit,
@@ -498,7 +489,9 @@ def _client(given: _RawOptions) -> ClientOptions:
         ClientOptions,
         given,
         name_server=addresses,
-        allowed_addresses=None if allowed is None else _check_option(_allowed_addresses, "allowedAddresses", allowed),
+        allowed_addresses=None
+        if allowed is None
+        else _check_option(lambda text: parse_allowed_addresses(text.split(",")), "allowedAddresses", allowed),
     )
     if (found.access_key is None) != (found.secret_key is None):
         missing = "accessKey" if found.access_key is None else "secretKey"
@@ -508,20 +501,14 @@ def _client(given: _RawOptions) -> ClientOptions:
     return found
 
 
-def _allowed_addresses(text: str) -> tuple[str, ...]:
-    return parse_allowed_addresses(text.split(","))
-
-
-def _selection(
-    given: _RawOptions, namespace: str | None
-) -> tuple[tuple[str, ...], str | None, tuple[MessageQueue, ...]]:
-    """Return the topics, the pattern or the queues to read; at most one of the three is set."""
+def _selection(given: _RawOptions, namespace: str | None) -> dict[str, Any]:
+    """Return the topics, the pattern or the queues to read, or none of them, as a field of SourceOptions."""
     names = ("subscribe", "topic", "subscribePattern", "assign")
     chosen = [name for name in names if given.text(name) is not None]
     if len(chosen) > 1:
         raise ConfigError(f"options {' and '.join(chosen)} exclude each other; give one of them")
     if not chosen:
-        return (), None, ()
+        return {}
     name, text = chosen[0], given.text(chosen[0])
     assert text is not None
     if name == "subscribePattern":
@@ -531,15 +518,15 @@ def _selection(
             raise ConfigError(
                 f"option subscribePattern={safe_repr(text)} is not a regular expression: {error}"
             ) from error
-        return (), text, ()
+        return {"pattern": text}
     if name == "assign":
-        return (), None, _assigned(text, namespace)
+        return {"assigned": _assigned(text, namespace)}
     topics = [
         wrap(namespace, _check_option(check_topic, name, part.strip())) for part in text.split(",") if part.strip()
     ]
     if not topics:
         raise ConfigError(f"option {name}={safe_repr(text)} names no topic; give one, or several joined by ','")
-    return tuple(dict.fromkeys(topics)), None, ()
+    return {"topics": tuple(dict.fromkeys(topics))}
 
 
 def _assigned(text: str, namespace: str | None) -> tuple[MessageQueue, ...]:
@@ -567,8 +554,6 @@ def _selector(given: _RawOptions) -> Subscription:
         return _check_option(lambda text: parse_subscription("", text), name, ALL if tags is None else tags)
     if tags is not None:
         raise ConfigError(f"options {name} and sqlFilter exclude each other; give one of them")
-    if not sql.strip():
-        raise ConfigError(f"option sqlFilter={sql!r} is empty; give an SQL92 expression on properties, or remove it")
     _check_option(check_expression, "sqlFilter", sql)
     return Subscription("", sql, frozenset(), SQL92)
 
@@ -607,4 +592,4 @@ def _check_option(check: Callable[[str], T], option: str, value: str) -> T:
 
 def with_option_names(text: str) -> str:
     """Return an error's text with the names of options and columns for arguments: `shardingKey` for `sharding_key`."""
-    return _ARGUMENT.sub(lambda found: _OPTION_NAMES[found[0]], text)
+    return _ARGUMENT.sub(lambda found: re.sub("_(.)", lambda after: after[1].upper(), found[0]), text)

@@ -187,7 +187,9 @@ class RangePuller:
         now = self._shared.now()
         pull = self._core.sent(offset, now)
         self._shared.in_flight += 1
-        template = self._templates.get(pull.count) or self._template(pull.count)
+        if (template := self._templates.get(pull.count)) is None:
+            header = pull_header(self._group, self._queue, 0, pull.count, self._options.selector)
+            template = self._templates[pull.count] = PullTemplate(header.to_fields())
         connection.send(
             partial(connection.encode, template.command(offset))
             if connection.is_signing
@@ -196,11 +198,6 @@ class RangePuller:
             now,
             self._options.client.request_timeout_s,
         )
-
-    def _template(self, count: int) -> PullTemplate:
-        header = pull_header(self._group, self._queue, 0, count, self._options.selector)
-        template = self._templates[count] = PullTemplate(header.to_fields())
-        return template
 
     # --- connecting
 
@@ -348,10 +345,7 @@ class RangePuller:
         elif is_gone:
             self._skip_or_fail(self._wanted.end, None)
         else:
-            self._fail_after(str(error), self._retry_policy.failures + (not is_transient))
-
-    def _fail_after(self, reason: str, tries: int) -> None:
-        self._fail(ReadFailed(str(self._wanted), tries, reason))
+            self._fail(ReadFailed(str(self._wanted), self._retry_policy.failures + (not is_transient), str(error)))
 
     def _fail(self, error: RocketError) -> None:
         self.error = error
@@ -373,7 +367,7 @@ class RangePuller:
 
     def _retry_or_fail(self, reason: str) -> None:
         if not self._retry(reason, self._retry_policy):
-            self._fail_after(reason, self._retry_policy.failures)
+            self._fail(ReadFailed(str(self._wanted), self._retry_policy.failures, reason))
 
     def _skip_or_fail(self, until: int, header: PullResponse | None) -> None:
         available = f"{header.min_offset} up to {header.max_offset}" if header is not None else "nothing"

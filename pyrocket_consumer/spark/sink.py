@@ -11,16 +11,12 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
-import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql import datasource
-from pyspark.sql.datasource import (
-    DataSourceArrowWriter,
-    DataSourceStreamWriter,
-    WriterCommitMessage,
-)
-from pyspark.sql.types import Row, StructType
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
 
 from pyrocket_consumer.admin import Admin
 from pyrocket_consumer.config import ClientConfig, ProducerConfig
@@ -66,83 +62,66 @@ def check_overwrite(overwrite: bool) -> None:
 class _Sink:
     """The base of all writers. Made on the driver, pickled, and used in each task."""
 
+    _is_stream = _takes_rows = False
+
     def __init__(self, schema: StructType, options: SinkOptions) -> None:
         check_schema(schema, options)
         self._schema = schema
         self._options = options
         self._write_id = str(uuid.uuid4())
 
-    def _reader(self, in_query: bool) -> RowReader:
+    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        """Send a task's rows; return when every row is acknowledged."""
         context = TaskContext.get()
         partition = context.partitionId() if context is not None else 0
         query, batch = self._write_id, "0"
-        if in_query and context is not None:
+        if self._is_stream and context is not None:
             query = context.getLocalProperty(_STREAM_QUERY) or query
             batch = context.getLocalProperty(_STREAM_BATCH) or batch
         marks = {QUERY_ID: query, BATCH_ID: batch, PARTITION: str(partition)} if self._options.dedup_properties else {}
-        return RowReader(self._schema, self._options, partition, marks)
+        reader = RowReader(self._schema, self._options, partition, marks)
+        rows = reader.of_rows(iterator) if self._takes_rows else reader.of_batches(iterator)
+        return send_all(rows, reader, self._options)
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int | None = None) -> None:
+        """Log the result. Every message is stored already."""
+        what = _name(batchId)
+        log.debug("%s wrote rows=%d", what, _rows(messages))
+        if again := sum(message.possible_duplicates for message in messages or () if isinstance(message, TaskResult)):
+            log.warning(
+                "%s sent rows=%d again after a missing or degraded response; each may have copies in the topic. Copies "
+                "have the same spark_* properties if dedupProperties is true",
+                what,
+                again,
+            )
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int | None = None) -> None:
+        """Log the failure. Sent rows stay stored. This never raises, because Spark would hide the cause."""
+        log.warning("%s failed; rows=%d of successful tasks stay stored", _name(batchId), _rows(messages))
 
 
 class BatchWriter(_Sink, DataSourceArrowWriter):
     """Writes a DataFrame. Rows that were sent before a failure stay sent: at least once."""
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Send a task's rows; return when every row is acknowledged."""
-        reader = self._reader(in_query=False)
-        return send_all(reader.of_batches(iterator), reader, self._options)
 
-    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Log the result. Every message is stored already."""
-        _log_written("a write", messages)
-
-    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Log the failure. Sent rows stay stored. This never raises, because Spark would hide the cause."""
-        log.warning("a write failed; rows=%d of successful tasks stay stored", _rows(messages))
-
-
-class _StreamSink(_Sink):
-    """The base of the writers of streams."""
-
-    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
-        """Log the result. Every message is stored already."""
-        _log_written(f"batch={batchId}", messages)
-
-    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:
-        """Log the failure. Sent rows stay stored. This never raises, because Spark would hide the cause."""
-        log.warning("batch=%s failed; rows=%d of successful tasks stay stored", batchId, _rows(messages))
-
-
-class StreamRowWriter(_StreamSink, DataSourceStreamWriter):
+class StreamRowWriter(_Sink, DataSourceStreamWriter):
     """Writes micro-batches row by row, for PySpark 4.0."""
 
-    def write(self, iterator: Iterator[Row]) -> WriterCommitMessage:
-        """Send a task's rows; return when every row is acknowledged."""
-        reader = self._reader(in_query=True)
-        return send_all(reader.of_rows(iterator), reader, self._options)
+    _is_stream = _takes_rows = True
 
 
-class StreamArrowWriter(_StreamSink, DataSourceStreamArrowWriter or DataSourceStreamWriter):  # type: ignore[misc]
+class StreamArrowWriter(_Sink, DataSourceStreamArrowWriter or DataSourceStreamWriter):  # type: ignore[misc]
     """Writes micro-batches, with PySpark 4.1 or newer."""
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Send a task's rows; return when every row is acknowledged."""
-        reader = self._reader(in_query=True)
-        return send_all(reader.of_batches(iterator), reader, self._options)
+    _is_stream = True
 
 
 StreamWriter = StreamRowWriter if DataSourceStreamArrowWriter is None else StreamArrowWriter
 """The writer of `df.writeStream`."""
 
 
-def _log_written(what: str, messages: Sequence[WriterCommitMessage | None]) -> None:
-    log.debug("%s wrote rows=%d", what, _rows(messages))
-    if duplicates := sum(message.possible_duplicates for message in messages or () if isinstance(message, TaskResult)):
-        log.warning(
-            "%s sent rows=%d again after a missing or degraded response; each may have copies in the topic. Copies "
-            "have the same spark_* properties if dedupProperties is true",
-            what,
-            duplicates,
-        )
+def _name(batch_id: int | None) -> str:
+    return "a write" if batch_id is None else f"batch={batch_id}"
 
 
 def _rows(messages: Sequence[WriterCommitMessage | None]) -> int:

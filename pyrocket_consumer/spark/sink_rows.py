@@ -267,7 +267,7 @@ class RowReader:
                     reserved.append(name)
                 elif value is not None and value != "":
                     properties[name] = value
-        if reserved:
+        if reserved and not _warned.issuperset(reserved):
             _warn_once(reserved)
         if self._marks:
             properties.update(self._marks)
@@ -277,8 +277,6 @@ class RowReader:
 
 def _warn_once(reserved: Iterable[str]) -> None:
     """Log that these properties are not written, unless a task of this worker has logged it."""
-    if _warned.issuperset(reserved):
-        return
     kinds = {TRANSIENT_PREFIX + "…" if name.startswith(TRANSIENT_PREFIX) else name for name in reserved}
     if new := sorted(kinds - _warned):
         _warned.update(new)

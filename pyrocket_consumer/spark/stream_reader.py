@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -45,23 +45,19 @@ try:
 except ImportError:  # PySpark 4.0 and 4.1 have no read limits, and one batch per AvailableNow run
 
     class ReadLimit:  # type: ignore[no-redef]
-        """How much a batch may hold; a placeholder."""
+        """How much a batch may hold; a placeholder, as the classes below."""
 
-    @dataclass
+        def __init__(self, *rows: int) -> None:
+            pass
+
     class ReadAllAvailable(ReadLimit):  # type: ignore[no-redef]
         """All messages."""
 
-    @dataclass
     class ReadMinRows(ReadLimit):  # type: ignore[no-redef]
-        """At least `min_rows`, else none."""
+        """At least so many messages, else none."""
 
-        min_rows: int
-
-    @dataclass
     class ReadMaxRows(ReadLimit):  # type: ignore[no-redef]
-        """At most `max_rows`."""
-
-        max_rows: int
+        """At most so many messages."""
 
     class SupportsTriggerAvailableNow:  # type: ignore[no-redef]
         """A reader that can stop at the end offsets that it found when it started."""
@@ -443,22 +439,7 @@ class RefusedStreamReader(DataSourceStreamReader):
     def __init__(self, error: ConfigError) -> None:
         self._error = error
 
-    def getDefaultReadLimit(self) -> ReadLimit:
-        """Raise the error. Newer releases call this first."""
+    def _refuse(self, *arguments: Any, **named: Any) -> Any:
         raise self._error
 
-    def initialOffset(self) -> dict[str, Any]:
-        """Raise the error."""
-        raise self._error
-
-    def latestOffset(self, start: dict[str, Any] | None = None, limit: ReadLimit | None = None) -> dict[str, Any]:
-        """Raise the error."""
-        raise self._error
-
-    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """Raise the error."""
-        raise self._error
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Raise the error."""
-        raise self._error
+    getDefaultReadLimit = initialOffset = latestOffset = partitions = read = _refuse  # noqa: N815  # names of Spark

@@ -169,7 +169,8 @@ def test_a_frame_that_was_read_can_be_written(embedded, sink):
     assert written.message_id != read.message_id
 
 
-def test_skipped_properties_are_logged_once(embedded, sink, caplog):
+def test_skipped_properties_are_logged_once(embedded, sink, caplog, monkeypatch):
+    monkeypatch.setattr("pyrocket_consumer.spark.sink_rows._warned", set())  # of a new worker
     given = {"__RMQ.TRANSIENT.a": "1", "__RMQ.TRANSIENT.b": "1", "POP_CK": "2", "own": "3"}
     made = sink()
     for _ in range(3):
