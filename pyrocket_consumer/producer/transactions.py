@@ -106,12 +106,11 @@ class _Transactions:
         header_bytes = sum(map(len, request.fields.values()))
         with self._lock:
             before = self._pending.get(message.message_id)
-            message_bytes, more = len(request.body), header_bytes  # as stored; `check` decompresses bodies
-            if before is not None:  # its message is kept, and this copy is not
-                message_bytes, more = before.message_bytes, header_bytes - before.header_bytes
-            else:
-                more += message_bytes
-            first = address if before is None else before.first
+            if before is None:
+                first, message_bytes = address, len(request.body)  # as stored; `check` decompresses bodies
+                more = message_bytes + header_bytes
+            else:  # its message is kept, and this copy is not
+                first, message_bytes, more = before.first, before.message_bytes, header_bytes - before.header_bytes
             if self._is_closed or not self._has_capacity(first, before is None, more):
                 return
             self._pending[message.message_id] = _PendingCheck(header, address, first, message_bytes, header_bytes)
@@ -172,10 +171,6 @@ class _Transactions:
             broker_name=pending.header.broker_name,
         )
         self.end_transaction(header, state, pending.address)
-
-    def address(self, broker_name: str) -> str | None:
-        """Return the address of the broker that keeps a message, or None if it has no master."""
-        return self._cluster.routes.address(broker_name, only_this=True)
 
     def end_transaction(self, header: EndTransactionHeader, state: TransactionState, address: str | None) -> str | None:
         """Send the result of a transaction to the broker. Return the reason if the broker did not accept it."""
@@ -298,8 +293,7 @@ class TransactionProducer(Producer):
         half = {PropertyName.TRANSACTION_PREPARED: "true", PropertyName.PRODUCER_GROUP: self._group}
         outcome, flag = ThreadFuture[SendResult](), int(SysFlag.TRANSACTION_PREPARED)
         request = self._make_request(message.topic, message, outcome, None, None, timeout_s, half, flag)
-        self._ensure_session()
-        transactions = self._transactions
+        routes, transactions = self._ensure_session().cluster.routes, self._transactions
         with transactions.running(request.message_ids[0]):
             sent = self._send_and_wait(request, outcome)
             # Parsed before `run`, because a transaction without an offset could not end.
@@ -316,7 +310,8 @@ class TransactionProducer(Producer):
                 topic=request.topic,
                 broker_name=sent.queue.broker_name,
             )
-            reason = transactions.end_transaction(header, state, transactions.address(sent.queue.broker_name))
+            master = routes.address(sent.queue.broker_name, only_this=True)
+            reason = transactions.end_transaction(header, state, master)
             return TransactionResult(sent, TransactionState.UNKNOWN if reason else state, state, reason)
 
 

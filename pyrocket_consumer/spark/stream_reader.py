@@ -54,10 +54,10 @@ except ImportError:  # PySpark 4.0 and 4.1 have no read limits, and one batch pe
         """All messages."""
 
     class ReadMinRows(ReadLimit):  # type: ignore[no-redef]
-        """At least so many messages, else none."""
+        """At least that many messages, else none."""
 
     class ReadMaxRows(ReadLimit):  # type: ignore[no-redef]
-        """At most so many messages."""
+        """At most that many messages."""
 
     class SupportsTriggerAvailableNow:  # type: ignore[no-redef]
         """A reader that can stop at the end offsets that it found when it started."""
